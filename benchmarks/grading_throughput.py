@@ -1,7 +1,7 @@
 """Gradings a second through the pool, and what the pool itself costs: `python benchmarks/grading.py throughput`.
 
     cheap     answers that are equal to the reference as they stand; `final_answer`, and `math`'s first route
-    full      answers that only the last route of `math` can decide (where Math-Verify is installed)
+    full      answers that take a whole comparison
     512       one step's cheap gradings in one call: the clock, and CPU seconds of trainer and graders beside it,
               which other programs on the machine do not change; best and median of many
     hangs     1 % of the gradings never return: each costs one timeout of one process

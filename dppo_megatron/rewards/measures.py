@@ -15,7 +15,7 @@ from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.texts import entry
 from dppo_megatron.types import FloatArray, Grade, Group, GuardStop
 
-FACTS = ("parsed_share", "boxed_share", "disagreement")
+FACTS = ("parsed_share", "boxed_share")
 """Facts of the `math` grader: null in a step in which no grading has them, so that the columns are always there."""
 _SHOWN = 5
 """Failures of one call that are logged one by one, if they differ."""

@@ -40,7 +40,6 @@ def test_means_are_over_the_gradings_that_have_them() -> None:
             "reward/parsed_share": 2 / 3,  # one of weight 2 is 1, one of weight 1 is 0
             "reward/digits": 3.0,
             "reward/boxed_share": math.nan,
-            "reward/disagreement": math.nan,
             "reward/style": 0.25,
             "reward/right": math.nan,
         },
@@ -49,7 +48,7 @@ def test_means_are_over_the_gradings_that_have_them() -> None:
 
 def test_means_over_nothing_are_null() -> None:
     """Not 0: that would look like a weak model."""
-    nothing = dict.fromkeys(("parsed_share", "boxed_share", "disagreement", "style"), math.nan)
+    nothing = dict.fromkeys(("parsed_share", "boxed_share", "style"), math.nan)
     for groups, timeouts in (([], 0.0), ([group_of([FAILED, LATE])], 1.0)):
         same(
             grading_metrics(GradeTable.of(groups), ["style"]),

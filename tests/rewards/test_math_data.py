@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from dppo_megatron.rewards.math import grader
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.extract import extract
 from dppo_megatron.rewards.math.grader import grade_math
@@ -27,9 +26,8 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SETS.split())
-def test_every_reference_is_right_when_boxed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_reference_is_right_when_boxed(name: str) -> None:
     """As it stands, and with the changes that a model would make to its spelling."""
-    monkeypatch.setattr(grader, "verify", lambda gold, answer: None)
     wrong = []
     for row in rows(name):
         answer = row["answer"]
@@ -65,7 +63,7 @@ def test_model_responses() -> None:
 
 @pytest.mark.slow
 def test_grader_cases() -> None:
-    """Hard pairs: 99 %. The two accepted against their label: Math-Verify accepts both (docs/math.md)."""
+    """Hard pairs: 99 %. The two accepted against their label: see docs/math.md."""
     cases = [row for row in rows("grader_cases") if not row.get("ambiguous")]
     wrong = []
     for row in cases:

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from dppo_megatron.rewards.math import grader
 from dppo_megatron.rewards.math.grader import grade_math
 
 
@@ -14,8 +13,8 @@ from dppo_megatron.rewards.math.grader import grade_math
     ("gold", "answer"),
     [("5", r"\input{5}"), ("5", "5 6"), ("5", r"\frac{5}{0}"), ("0", "0/0"), ("1,2,3", "1.2.3"), ("5", "5^\\circ 3")],
 )
-def test_what_only_math_verify_may_understand_is_not_right_by_chance(gold: str, answer: str) -> None:
-    """Nonsense that the typed comparison does not read stays wrong with Math-Verify behind it."""
+def test_nonsense_is_not_right_by_chance(gold: str, answer: str) -> None:
+    """What cannot be read as a whole is wrong, however much of it looks like the reference."""
     assert grade_math(f"\\boxed{{{answer}}}", gold, {}).reward == 0.0
 
 
@@ -31,9 +30,8 @@ def test_what_only_math_verify_may_understand_is_not_right_by_chance(gold: str, 
         ",;",
     ],
 )
-def test_an_answer_that_is_made_to_be_slow_is_not(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_made_to_be_slow_is_not(answer: str) -> None:
     """Long runs of one sign, and lists of nothing: neither an error nor a second."""
-    monkeypatch.setattr(grader, "verify", lambda gold, answer: None)
     begin = time.process_time()
     assert grade_math(f"\\boxed{{{answer}}}", "3", {}).reward == 0.0
     assert time.process_time() - begin < 1.0

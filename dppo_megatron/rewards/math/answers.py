@@ -109,6 +109,21 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
+class Congruence:
+    """Every whole number with this remainder."""
+
+    remainder: int
+    modulus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """A function by pieces: the value of each and where it holds, None for otherwise."""
+
+    rows: tuple[tuple[Answer, Answer | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Words:
     """Text, folded to lower case without punctuation."""
 
@@ -117,7 +132,7 @@ class Words:
     """The choice letters, if it is nothing else."""
 
 
-Answer = Value | Based | Clock | Ratio | Row | Spans | Relation | Named | Chain | Grid | Words
+Answer = Value | Based | Clock | Ratio | Row | Spans | Relation | Named | Chain | Grid | Congruence | Cases | Words
 
 
 def as_items(answer: Answer) -> tuple[Answer, ...]:

@@ -30,6 +30,8 @@ def _letters(text: str, *, in_order: bool = False) -> frozenset[str] | None:
     bare = _PAINT.sub("", text)
     if not _GLUED.fullmatch(bare.upper()) or len(set(bare.upper())) < len(bare):
         return None
+    if in_order and not bare.isupper():  # (a, b) is a point
+        return None
     if _LIST.fullmatch(text.upper().replace("\\TEXT", "\\text").replace("AND", "and")):
         return frozenset(bare.upper())
     return frozenset(bare) if bare.isupper() and (not in_order or bare == "".join(sorted(bare))) else None

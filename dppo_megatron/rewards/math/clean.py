@@ -10,52 +10,22 @@ from __future__ import annotations
 import re
 import unicodedata
 
+# signs in pairs: what is read, and what it is spelled as
+_SIGNS = r"""
+√ \sqrt ∛ \sqrt[3] ∜ \sqrt[4] π \pi ∞ \infty ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ≈ \approx ∪ \cup ∩ \cap ∈ \in ± \pm ∓ \mp
+∅ \emptyset ℝ \mathbb{R} ℤ \mathbb{Z} ° ^\degree º ^\degree ⟨ \langle ⟩ \rangle ∠ \angle ∖ \setminus … \ldots ∀ \forall
+½ \frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} ⅕ \frac{1}{5} ⅙ \frac{1}{6} ⅛ \frac{1}{8}
+⅜ \frac{3}{8} ⅝ \frac{5}{8} ⅞ \frac{7}{8} ∑ \sum ∏ \prod ∫ \int ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil
+≡ \equiv △ \triangle
+""".split()  # noqa: SIM905
 _UNICODE = {
     **dict.fromkeys("\u2212\u2013\u2014\u2012\ufe63\u2010\u2011", "-"),
-    **dict.fromkeys("×∗", "*"),
-    **dict.fromkeys("·⋅∙•", "*"),
+    **dict.fromkeys("×∗·⋅∙•", "*"),
     **dict.fromkeys("÷∕\u2044", "/"),
     **dict.fromkeys("′’‘`", "'"),
-    "“": '"',
-    "”": '"',
+    **dict.fromkeys("“”", '"'),
     "″": "''",
-    "√": "\\sqrt ",
-    "∛": "\\sqrt[3] ",
-    "∜": "\\sqrt[4] ",
-    "π": "\\pi ",
-    "∞": "\\infty ",
-    "≤": "\\le ",
-    "≥": "\\ge ",
-    "⩽": "\\le ",
-    "⩾": "\\ge ",
-    "≠": "\\ne ",
-    "≈": "\\approx ",
-    "∪": "\\cup ",
-    "∩": "\\cap ",
-    "∈": "\\in ",
-    "±": "\\pm ",
-    "∓": "\\mp ",
-    "∅": "\\emptyset ",
-    "ℝ": "\\mathbb{R}",
-    "ℤ": "\\mathbb{Z}",
-    "°": "^\\degree ",
-    "º": "^\\degree ",
-    "⟨": "\\langle ",
-    "⟩": "\\rangle ",
-    "∠": "\\angle ",
-    "∖": "\\setminus ",
-    "\u2026": "\\ldots ",
-    "½": "\\frac{1}{2}",
-    "⅓": "\\frac{1}{3}",
-    "⅔": "\\frac{2}{3}",
-    "¼": "\\frac{1}{4}",
-    "¾": "\\frac{3}{4}",
-    "⅕": "\\frac{1}{5}",
-    "⅙": "\\frac{1}{6}",
-    "⅛": "\\frac{1}{8}",
-    "⅜": "\\frac{3}{8}",
-    "⅝": "\\frac{5}{8}",
-    "⅞": "\\frac{7}{8}",
+    **{sign: spelling + " " for sign, spelling in zip(_SIGNS[::2], _SIGNS[1::2], strict=True)},
 }
 _GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega"
 _UNICODE.update(zip("αβγδεζηθικλμνξρστφχψω", (f"\\{name} " for name in _GREEK.split()), strict=True))
@@ -100,29 +70,53 @@ _FONT = r"mathrm|mathbf|mathit|mathsf|mathtt|mathcal|boldsymbol|bm|pmb|rm|bf|ope
 _TEXT = r"text|mbox|hbox|textrm|textbf|textit|textnormal|textsf|texttt|emph|textup|underline"
 _INDEX = r"(?:\{\s*(\w+)\s*\}|(\w))"
 _BEFORE = r"(?:\{\}\s*|(?<![\w)}\]\s]))"
+# name of a command -> how it is spelled here; what only sets type is nothing
+_SPELLINGS = (
+    (
+        " ",
+        "displaystyle textstyle scriptstyle limits nolimits mathop big bigl bigr Big Bigl Bigr bigg biggl biggr Bigg",
+    ),
+    (" ", "Biggl Biggr checkmark blacksquare square qed Box"),
+    ("\\frac", "dfrac tfrac cfrac sfrac nicefrac"),
+    ("\\binom", "dbinom tbinom"),
+    ("\\le ", "leqslant leqq leq"),
+    ("\\ge ", "geqslant geqq geq"),
+    ("\\ne ", "neq"),
+    ("<", "lt"),
+    (">", "gt"),
+    ("=", "eq"),
+    (" * ", "times cdot ast cdotp"),
+    ("/", "div"),
+    ("%", "percent"),
+    ("|", "lvert rvert vert mid"),
+    ("\\{", "lbrace"),
+    ("\\}", "rbrace"),
+    (":", "colon"),
+    ("\\emptyset ", "varnothing empty"),
+    ("\\cup ", "sqcup cupdot bigcup"),
+    ("\\setminus ", "backslash"),
+    ("\\ldots ", "dots cdots dotsb dotsc"),
+    ("\\degree ", "degrees textcirc textdegree"),
+    ("\\mapsto ", "longmapsto"),
+    (" i", "imath"),
+    (" T", "top"),
+)
+_MACROS = {name: spelling for spelling, names in _SPELLINGS for name in names.split()}
+_MACROS |= {f"var{name}": f"\\{name} " for name in ("epsilon", "theta", "phi", "rho", "pi", "sigma", "kappa")}
+_MACRO = re.compile(r"\\([A-Za-z]+)")
+# \text read as a tab and ext, \frac as a form feed and rac
+_READ_ESCAPE = re.compile(r"[\t\x0c\x08](?=ext|imes|heta|frac|rac|box|oxed|eta|egin|inom)")
+# on its way through JSON, say
+_ESCAPED_TWICE = re.compile(
+    r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|pi|text|left|right|cdot|times|infty|circ|boxed|sin|cos|tan|log|ln|pm|leq?|geq?"
+    r"|neq?|in|infty|cup|mathbb|theta|alpha)\b|(?:[dtc]?frac|sqrt|cdot|times)[\d{])"
+)
 # A rule is tried where one of its needs stands in the text: without it the pattern cannot match. Of 56 patterns an
 # answer has a handful, and looking for a few characters costs a tenth of a search with a pattern.
 _FONTS = ("\\math", "\\bo", "\\bm", "\\pmb", "\\rm", "\\bf", "\\operatorname")
 _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
     ((needs,) if isinstance(needs, str) else needs, re.compile(pattern), replacement)
     for needs, pattern, replacement in (
-        # escapes that a program has read on the way: \text as a tab and ext, \frac as a form feed and rac
-        ("\t", r"\t(?=ext|imes|heta|frac)", r"\\t"),
-        ("\x0c", r"\x0c(?=rac|box)", r"\\f"),
-        ("\x08", r"\x08(?=oxed|eta|egin|inom)", r"\\b"),
-        # escaped twice on its way through JSON
-        (
-            "\\\\",
-            r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|pi|text|left|right|cdot|times|infty|circ|boxed|sin|cos|tan|log|ln|pm|leq?|geq?|neq?|in|infty|cup|mathbb|theta|alpha)\b)",
-            r"\\",
-        ),
-        ("\\\\", r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|cdot|times)[\d{])", r"\\"),
-        (
-            ("style", "limits", "mathop", "big", "Big"),
-            r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|mathop|bigl?|bigr|Bigl?|Bigr|[bB]iggl?|[bB]iggr)"
-            r"(?![A-Za-z])\s*",
-            "",
-        ),
         (("left", "right", "middle"), r"\\left\s*\.|\\right\s*\.|\\(?:left|right|middle)(?![A-Za-z])\s*", ""),
         (
             ("color", "arge", "LARGE", "uge", "small"),
@@ -146,8 +140,6 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
             "-",
         ),
         ("infinity", r"\\text\{\s*infinity\s*\}", r"\\infty "),
-        ("\\imath", r"\\imath(?![A-Za-z])", " i"),
-        ("\\colon", r"\\colon(?![A-Za-z])", ":"),
         ("\\\\[", r"\\\\\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm)\s*\]", r"\\\\ "),
         ("\\choose", r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
         # {}_{5}C_{2}, ^{5}C_{2} and 5C2; likewise P, the permutations
@@ -157,6 +149,8 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
             r"\\binom{\1\2}{\3\4}",
         ),
         ("\\text{", r"\\text\{\s*C\s*\}\s*(?=\(\s*\w+\s*,)", "C"),
+        ("cis", r"\\(?:text|mbox)\{\s*cis\s*\}", r"\\cis "),
+        ("triangle", r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)", ""),
         ("const", r"\+\s*(?:\\text\{\s*const(?:ant|\.)?\s*\}|const(?:ant|\.)?)\s*\Z", "+C"),
         ("C", r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])", r"\\binom{\1}{\2}"),
         ("P", rf"{_BEFORE}[\^_]\s*{_INDEX}\s*P\s*_\s*{_INDEX}", r"\\frac{\1\2!}{(\1\2-\3\4)!}"),
@@ -187,14 +181,10 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
             " ",
         ),
         (("space", "phantom", "label", "tag"), r"\\(?:hspace|vspace|phantom|hphantom|label|tag)\*?\{[^{}]*\}", " "),
-        (("dfrac", "tfrac", "cfrac", "sfrac", "nicefrac"), r"\\(?:[dtcs]|nice)frac(?![A-Za-z])", r"\\frac"),
-        (("dbinom", "tbinom"), r"\\(?:dbinom|tbinom)(?![A-Za-z])", r"\\binom"),
-        (("\\le", "<=", "=<"), r"\\(?:leqslant|leqq|leq)(?![A-Za-z])|<=|=<", r"\\le "),
-        (("\\ge", ">=", "=>"), r"\\(?:geqslant|geqq|geq)(?![A-Za-z])|>=|=>", r"\\ge "),
-        (("\\ne", "\\not", "!=", "/="), r"\\(?:neq|not\s*=)|!=|/=", r"\\ne "),
-        ("\\lt", r"\\lt(?![A-Za-z])", "<"),
-        ("\\gt", r"\\gt(?![A-Za-z])", ">"),
-        (("\\eq", "=="), r"\\eq(?![A-Za-z])|==", "="),
+        (("<=", "=<"), r"<=|=<", r"\\le "),
+        ((">=", "=>"), r">=|=>", r"\\ge "),
+        (("\\not", "!=", "/="), r"\\not\s*=|!=|/=", r"\\ne "),
+        ("==", "==", "="),
         (
             ("circ", "degree"),
             r"\^\s*\{\s*(?:\\circ|\\degree|\\textcirc)\s*\}|\^\s*(?:\\circ|\\degree)(?![A-Za-z])|\\degrees?(?![A-Za-z])"
@@ -202,18 +192,10 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
             r"\\degree ",
         ),
         ("**", r"\*\*", "^"),
-        (("*", "\\times", "\\cdot", "\\ast"), r"\\(?:times|cdot|ast|cdotp)(?![A-Za-z])|\*", " * "),
-        ("mapsto", r"\\longmapsto(?![A-Za-z])", r"\\mapsto"),
-        ("\\div", r"\\div(?![A-Za-z])", "/"),
-        (("\\%", "\\percent"), r"\\%|\\(?:percent)(?![A-Za-z])", "%"),
-        ("\\lbrace", r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
-        ("\\rbrace", r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
-        (("vert", "\\mid", "\\|"), r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])|\\\|", "|"),
-        (("\\varnothing", "\\empty"), r"\\(?:varnothing|empty)(?![A-Za-z])", r"\\emptyset"),
-        (("\\sqcup", "\\cupdot", "\\bigcup"), r"\\(?:sqcup|cupdot|bigcup)(?![A-Za-z])", r"\\cup"),
-        ("\\backslash", r"\\backslash(?![A-Za-z])", r"\\setminus"),
-        (("dots", "..."), r"\\(?:dots|cdots|dotsb|dotsc|ldots)(?![A-Za-z])|\.\.\.", r"\\ldots "),
-        ("\\var", r"\\var(?=epsilon|theta|phi|rho|pi|sigma|kappa)", r"\\"),
+        ("*", r"\*", " * "),
+        ("\\%", r"\\%", "%"),
+        ("\\|", r"\\\|", "|"),
+        ("...", r"\.\.\.", r"\\ldots "),
         (
             ("\\R", "\\reals", "\\mathb", "\\Bbb"),
             r"\\(?:R|reals)(?![A-Za-z])|\\mathbb\s*R|\\mathbf\{R\}|\\Bbb\s*\{?R\}?",
@@ -223,7 +205,7 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
         (_FONTS, rf"\\(?:{_FONT})\s*\{{\s*([A-Za-z])\s*\}}", r" \1"),
         (
             _FONTS,
-            rf"\\(?:{_FONT})\s*\{{\s*(sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|lcm|gcd|max|min)\s*\}}",
+            rf"\\(?:{_FONT})\s*\{{\s*(sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|lcm|gcd|max|min|cis)\s*\}}",
             r"\\\1 ",
         ),
         (_FONTS, rf"\\(?:{_FONT})\s*\{{", r"\\text{"),
@@ -245,7 +227,8 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
             r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}",
             r"\\text{\1}/\\text{\2}",
         ),
-        ("\\mathbb{R}", r"(\\mathbb\{R\})\s*[-/]\s*(?=\\\{)", r"\1\\setminus "),
+        ("\\{", r"(\\mathbb\{R\}|\\\})\s*[-/]\s*(?=\\\{)", r"\1\\setminus "),
+        ("\\mathbb", r"\\mathbb\s*([ZNQ])(?![A-Za-z])", r"\\mathbb{\1}"),
         ("\\text{", r"\\text\{\s*([,;])\s*\}", r"\1 "),
         (
             "nswer",
@@ -280,6 +263,7 @@ def clean(text: str) -> str:
     if fraction := _FRACTION.fullmatch(text):
         return "\\frac" + fraction[1]
     if not _PLAIN.fullmatch(text):
+        text = _commands(text)
         for needs, pattern, replacement in _RULES:
             for need in needs:
                 if need in text:
@@ -289,6 +273,12 @@ def clean(text: str) -> str:
         if "text" in text:
             text = re.sub(r"\\text\{\s*\}", " ", text)
     return _without_paint(text)
+
+
+def _commands(text: str) -> str:
+    """With one name for each command."""
+    text = _READ_ESCAPE.sub(lambda sign: {"\t": "\\t", "\f": "\\f", "\b": "\\b"}[sign.group()], text)
+    return _MACRO.sub(lambda command: _MACROS.get(command[1], command[0]), _ESCAPED_TWICE.sub(r"\\", text))
 
 
 def _without_paint(text: str) -> str:

@@ -1,9 +1,8 @@
-"""Whether two trees have the same value, in bounded time.
+"""The value of a tree where its variables have values, in a bounded number of operations.
 
-Rational trees are computed exactly. Others are first computed in double precision, which settles nearly every
-difference, and then to 60 digits (mpmath, imported on first use): (1 + 10^{-12}) pi is not pi. Trees with variables are
-compared at a few fixed points: two different rational functions of the sizes that answers have do not agree there.
-Powers and factorials whose digits would not fit are not computed (`TooBig`).
+Numbers stay fractions as long as they can; what is irrational is computed in double precision or to many digits
+(mpmath, imported on first use). Nothing here looks at a clock: each operation is paid from the grading's `Work`, and
+what costs more than is left, or has more digits than are worth computing, is `TooBig`.
 """
 
 from __future__ import annotations
@@ -15,250 +14,414 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from dppo_megatron.rewards.math.trees import Node, symbols
+from dppo_megatron.rewards.math.trees import Node
 
 _MAX_BITS = 40_000
-_DIGITS = 60
+_MAX_FACTORIAL = 3000
+_ALONE = 1000
+"""Operations of a constant that is looked at by itself, while reading: a text has hundreds of them at most."""
+WORK = 20_000
+"""Operations of one grading: about 30 ms."""
 
 
 class TooBig(Exception):
-    """A number of the tree has more digits than are worth computing."""
+    """More digits or operations than are worth computing."""
 
 
 class Undefined(Exception):
     """Division by zero, an infinite value, or a function outside its domain."""
 
 
-class _Irrational(Exception):
+class Discrete(Undefined):
+    """Defined for whole numbers only, such as a sum up to n."""
+
+
+class Unsure(Exception):
+    """Double precision does not tell which side of a step the value is on."""
+
+
+class Irrational(Exception):
     """Not computable in fractions."""
 
 
-def exact(node: Node, values: Mapping[str, Fraction] | None = None) -> Fraction | None:
+class Work:
+    """What is left of a grading's operations."""
+
+    def __init__(self, left: int = WORK) -> None:
+        self.left = left
+
+    def spend(self, operations: int = 1) -> None:
+        """Raises TooBig where there are not as many left, from then on always."""
+        self.left -= operations
+        if self.left < 0:
+            self.left = -1
+            raise TooBig("too many operations")
+
+
+class Doubles:
+    """Real where it can be, else complex."""
+
+    precise = False
+    tiny = 1e-9
+    cost = 1
+    pi, e, i = math.pi, math.e, 1j
+    exp, sin, cos, tan, atan = cmath.exp, cmath.sin, cmath.cos, cmath.tan, cmath.atan
+    sinh, cosh, tanh, asin, acos = cmath.sinh, cmath.cosh, cmath.tanh, cmath.asin, cmath.acos
+    sqrt, ln = cmath.sqrt, cmath.log
+    number = staticmethod(float)
+
+    @staticmethod
+    def gamma(value: complex) -> float:
+        if abs(value.imag) > 1e-12:
+            raise Undefined("factorial of a complex number")
+        return math.gamma(value.real)
+
+
+@functools.cache  # making the context takes a millisecond
+def digits(count: int) -> Any:
+    """The same with so many decimal digits, of which 20 are for rounding errors."""
+    import mpmath
+
+    context = mpmath.mp.clone()
+    context.dps = count
+
+    class Digits:
+        precise = True
+        tiny = context.mpf(10) ** (20 - count)
+        cost = 8
+        pi, e, i = +context.pi, +context.e, context.mpc(0, 1)
+        exp, sin, cos, tan, atan = context.exp, context.sin, context.cos, context.tan, context.atan
+        sinh, cosh, tanh, asin, acos = context.sinh, context.cosh, context.tanh, context.asin, context.acos
+        sqrt, ln, gamma = context.sqrt, context.ln, context.gamma
+
+        @staticmethod
+        def number(value: Fraction) -> Any:
+            return context.mpf(value.numerator) / value.denominator
+
+    return Digits
+
+
+def exact(node: Node, values: Mapping[str, Fraction] | None = None, work: Work | None = None) -> Fraction | None:
     """The exact value; None if the tree is not rational.
 
     Raises:
         TooBig, Undefined.
     """
     try:
-        return _exact(node, values or {})
-    except _Irrational:
+        return _exact(Evaluation(values or {}, None, work or Work(_ALONE)).of(node))
+    except Irrational:
         return None
 
 
-def rational(node: Node, values: Mapping[str, Fraction] | None = None) -> Fraction | None:
+def rational(node: Node, values: Mapping[str, Fraction] | None = None, work: Work | None = None) -> Fraction | None:
     """As `exact`; None also for what has no value (0/0) or is not worth computing."""
     try:
-        return exact(node, values)
+        return exact(node, values, work)
     except (TooBig, Undefined, OverflowError, RecursionError):
         return None
 
 
-def same(gold: Node, other: Node) -> bool | None:
-    """Whether the trees are equal; None if that cannot be said.
-
-    Example:
-        >>> same(parse("2^{-2/3}"), parse("\\\\frac{1}{\\\\sqrt[3]{4}}"))
-        True
-    """
-    if gold == other:
-        return True
-    names = sorted(symbols(gold) | symbols(other))
-    try:
-        if not names:
-            return _same_constants(gold, other)
-        return _same_functions(gold, other, names)
-    except (TooBig, Undefined, OverflowError, RecursionError):
-        return None
-
-
-def approximate(node: Node) -> float | None:
+def approximate(node: Node, work: Work | None = None) -> float | None:
     """A constant's value in double precision; None if it has no real one."""
     try:
-        value: complex = _approximate(node, {}, _Doubles)
-    except (TooBig, Undefined, OverflowError, RecursionError, ZeroDivisionError, ValueError):
+        value = Evaluation({}, Doubles, work or Work(_ALONE)).of(node)
+        if isinstance(value, Fraction):
+            return float(value)
+    except (TooBig, Undefined, Unsure, Irrational, OverflowError, RecursionError, ZeroDivisionError, ValueError):
         return None
-    return value.real if math.isfinite(abs(value)) and abs(value.imag) <= 1e-12 * abs(value) else None
+    return float(value.real) if math.isfinite(abs(value)) and abs(value.imag) <= 1e-12 * abs(value) else None
 
 
-def is_too_big(node: Node) -> bool:
-    """Whether the tree has a number that is not worth computing, such as 9^{9^{9^9}}."""
-    try:
-        if exact(node, dict.fromkeys(symbols(node), Fraction(2))) is None:
-            _approximate(node, dict.fromkeys(symbols(node), Fraction(2)), _Doubles)
-    except (TooBig, OverflowError):
-        return True
-    except (Undefined, RecursionError, ZeroDivisionError, ValueError):
-        return False
-    return False
+class Evaluation:
+    """Of trees at one point. Attributes beside the values say how far they can be trusted.
 
+    Args:
+        values: of the variables.
+        arithmetic: `Doubles` or `digits(n)` for what is irrational; None: that raises Irrational.
+    """
 
-def _same_constants(gold: Node, other: Node) -> bool | None:
-    left, right = exact(gold), exact(other)
-    if left is not None and right is not None:
-        return left == right
-    return (_near(gold, other, {}) or _near(gold, other, {}, precise=True)) == "equal"
+    def __init__(self, values: Mapping[str, Fraction], arithmetic: Any, work: Work) -> None:
+        self.values, self.arithmetic, self.work = dict(values), arithmetic, work
+        self.has_branch = False
+        """Whether a root, power or logarithm of something not positive was taken: one of several values."""
+        self.largest: Any = 0
+        """Of the terms of all sums: what a difference of nearly equal ones is to be measured by."""
+        self.factorial = (0, 1)
+        """The last one: n and n!."""
+        self.bits = 0
+        """Of the longest fraction that was rounded."""
 
+    def of(self, node: Node) -> Any:
+        """A Fraction where that is exact, else a number of the arithmetic."""
+        self.work.spend(self.arithmetic.cost if self.arithmetic else 1)
+        kind = node[0]
+        if kind == "n":
+            return node[1]
+        if kind == "s":
+            if node[1] not in self.values:
+                raise Irrational
+            return self.values[node[1]]
+        if kind == "-":
+            return -self.of(node[1])
+        if kind in ("+", "*", "/"):
+            return self._operation(kind, self.of(node[1]), self.of(node[2]))
+        method = _METHODS.get(kind)
+        if method is None:
+            raise Undefined(str(kind))
+        return method(self, node)
 
-# values of both signs and several between 0 and 1, without common factors; then whole numbers for (-1)^n and the like
-_REALS = (
-    [Fraction(p, 7) for p in (11, 17, 5, 23, 29, 3, 31, 13, 37, 19, 41, 43)],
-    [Fraction(p, 47) for p in (29, 7, 31, 3, 17, 13, 5, 41, 19, 23, 37, 43)],
-    [Fraction(p, 43) for p in (5, 19, 31, 11, 7, 23, 3, 17, 37, 29, 41, 2)],
-    [Fraction(p, 13) for p in (-5, 19, -31, 11, -7, 23, -3, 17, -37, 29, -41, 2)],
-    [Fraction(p, 5) for p in (7, -3, 11, 13, -17, 2, 19, -23, 29, 31, 37, -1)],
-)
-_WHOLES = (
-    [Fraction(p) for p in (7, 3, 5, 2, 11, 4, 13, 6, 17, 8, 19, 9)],
-    [Fraction(p) for p in (6, 4, 3, 5, 8, 2, 9, 7, 11, 10, 13, 12)],
-)
+    def lift(self, value: Any) -> Any:
+        """A number of the arithmetic, which a fraction is rounded to."""
+        if self.arithmetic is None:
+            raise Irrational
+        if isinstance(value, Fraction):
+            self.bits = max(self.bits, value.numerator.bit_length(), value.denominator.bit_length())
+            return self.arithmetic.number(value)
+        return value
 
+    def _operation(self, kind: str, left: Any, right: Any) -> Any:
+        if isinstance(left, Fraction) and isinstance(right, Fraction):
+            if kind == "/" and not right:
+                raise Undefined("division by zero")
+            return self._fits(left + right if kind == "+" else left * right if kind == "*" else left / right)
+        left, right = self.lift(left), self.lift(right)
+        if kind == "+":
+            self.largest = max(self.largest, abs(left), abs(right))
+            return left + right
+        return left * right if kind == "*" else left / right
 
-def _same_functions(gold: Node, other: Node, names: list[str]) -> bool | None:
-    if len(names) > len(_REALS[0]):
-        return None
-    outcomes = [_at(gold, other, dict(zip(names, point, strict=False))) for point in _REALS]
-    if "different" not in outcomes and "one is real" not in outcomes and outcomes.count("equal") >= 2:
-        return True
-    if "other branch" in outcomes and not {"equal", "one is real", "different"} & set(outcomes):
-        return False  # branches of a complex value count where nothing is real
-    wholes = [_at(gold, other, dict(zip(names, whole, strict=False))) for whole in _WHOLES]
-    if "different" in outcomes:
-        # equal where n is a whole number is not the same as different
-        return None if all(found == "equal" for found in wholes) else False
-    return False if "different" in wholes else None
-
-
-def _at(gold: Node, other: Node, values: dict[str, Fraction]) -> str:
-    """`equal`, `different`, `one is real` (or defined), `other branch` (both complex), `undefined`."""
-    found: list[Fraction | None] = []
-    defined = []
-    for node in (gold, other):
-        try:
-            found.append(exact(node, values))
-            defined.append(True)
-        except Undefined:
-            found.append(None)
-            defined.append(False)
-        except TooBig:
-            return "undefined"
-    if not all(defined):
-        return "one is real" if any(defined) else "undefined"
-    if None not in found:
-        return "equal" if found[0] == found[1] else "different"
-    try:
-        near = _near(gold, other, values)
-        return near or _near(gold, other, values, precise=True) or "undefined"
-    except (Undefined, TooBig, OverflowError):
-        return "undefined"
-
-
-def _near(gold: Node, other: Node, values: Mapping[str, Fraction], *, precise: bool = False) -> str:
-    """What `_at` says, from numbers; in double precision only clear differences are said, else nothing."""
-    arithmetic = _digits() if precise else _Doubles
-    try:
-        left = _approximate(gold, values, arithmetic)
-        right = _approximate(other, values, arithmetic)
-    except (ZeroDivisionError, ValueError) as error:
-        raise Undefined(str(error)) from error
-    size = max(abs(left), abs(right))
-    apart = abs(left - right)
-    if not math.isfinite(size):
-        raise TooBig
-    if apart <= size * (arithmetic.tiny if precise else 1e-4) or (precise and size <= arithmetic.tiny):
-        return "equal" if precise else ""
-    # a value that is nothing but rounding error counts as real
-    reals = [abs(value.imag) <= abs(value) * arithmetic.tiny for value in (left, right)]
-    return "different" if all(reals) else "one is real" if any(reals) else "other branch"
-
-
-def _exact(node: Node, values: Mapping[str, Fraction]) -> Fraction:
-    kind = node[0]
-    if kind == "n":
-        number: Fraction = node[1]
-        return number
-    if kind == "s":
-        if node[1] not in values:
-            raise _Irrational
-        return values[node[1]]
-    if kind == "-":
-        return -_exact(node[1], values)
-    if kind in ("+", "*", "/", "^"):
-        return _exact_operation(kind, _exact(node[1], values), _exact(node[2], values))
-    if kind == "root":
-        degree = _exact(node[1], values)
-        if degree.denominator != 1 or not 2 <= degree <= 100:
-            raise _Irrational
-        return _root(_exact(node[2], values), int(degree))
-    if kind == "f":
-        return _exact_function(node[1], _exact(node[2], values))
-    if kind == "binom":
-        above, below = _exact(node[1], values), _exact(node[2], values)
-        if above.denominator != 1 or below.denominator != 1 or not 0 <= below <= above:
-            raise _Irrational
-        if above > 3000:
+    def _fits(self, value: Fraction) -> Fraction:
+        bits = value.numerator.bit_length() + value.denominator.bit_length()
+        if bits > 2 * _MAX_BITS:
             raise TooBig
-        return Fraction(math.comb(int(above), int(below)))
-    raise _Irrational
+        if bits > 512:
+            self.work.spend(bits // (4096 if value.denominator == 1 else 256))
+        return value
 
+    def _constant(self, node: Node) -> Any:
+        if node[1] == "inf":
+            raise Undefined("infinite")
+        return {"pi": self.arithmetic.pi, "e": self.arithmetic.e, "i": self.arithmetic.i}[node[1]]
 
-def _exact_operation(kind: str, left: Fraction, right: Fraction) -> Fraction:
-    if kind == "+":
-        return left + right
-    if kind == "*":
-        return _fits(left * right)
-    if kind == "^":
-        return _power(left, right)
-    if not right:
-        raise Undefined("division by zero")
-    return _fits(left / right)
+    def _degrees(self, node: Node) -> Any:
+        return self.lift(self.of(node[1])) * self.arithmetic.pi / 180
 
+    def _power(self, node: Node) -> Any:
+        if node[1] == ("c", "e"):
+            power = self.of(node[2])
+            return Fraction(1) if power == 0 else self._exp(self.lift(power))
+        base, power = self.of(node[1]), self.of(node[2])
+        if isinstance(power, Fraction):
+            if power.denominator == 1 and not isinstance(base, Fraction):
+                if abs(power) > _MAX_BITS:
+                    raise TooBig
+                return self.lift(base) ** int(power)
+            if isinstance(base, Fraction):
+                try:
+                    return self._fraction_power(base, power)
+                except Irrational:
+                    pass
+            if power.denominator % 2 and power.denominator < 100:
+                return self._root_of(base, power.denominator) ** int(power.numerator)
+        base = self.lift(base)
+        if not base:
+            raise Undefined("power of 0")
+        return self._exp(self.lift(power) * self._ln(base))
 
-def _exact_function(name: str, value: Fraction) -> Fraction:
-    if name == "abs":
-        return abs(value)
-    if name == "floor":
-        return Fraction(math.floor(value))
-    if name == "ceil":
-        return Fraction(math.ceil(value))
-    if name == "factorial" and value.denominator == 1:
+    def _fraction_power(self, base: Fraction, power: Fraction) -> Fraction:
+        if power.denominator != 1:
+            if power.denominator > 100 or base < 0:
+                raise Irrational
+            base, power = _root(base, power.denominator), Fraction(power.numerator)
+        if base in (0, 1, -1):
+            if base == 0 and power <= 0:
+                raise Undefined("0 to the power 0 or less")
+            return base if power % 2 else abs(base)
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+        if abs(power) > _MAX_BITS or bits * abs(power) > _MAX_BITS:
+            raise TooBig
+        return self._fits(base ** int(power))
+
+    def _exp(self, value: Any) -> Any:
+        if abs(value) > 1e5:
+            raise TooBig
+        return _real(self.arithmetic.exp(value))
+
+    def _ln(self, value: Any) -> Any:
+        if not value:
+            raise Undefined("logarithm of 0")
+        self.has_branch |= not _is_positive(value)
+        return _real(self.arithmetic.ln(value))
+
+    def _radical(self, node: Node) -> Any:
+        degree, inside = self.of(node[1]), self.of(node[2])
+        if not isinstance(degree, Fraction) or degree.denominator != 1 or not 2 <= degree <= 100:
+            if not inside:
+                return Fraction(0)
+            return self._exp(self._ln(self.lift(inside)) / self.lift(degree))
+        return self._root_of(inside, int(degree))
+
+    def _root_of(self, inside: Any, degree: int) -> Any:
+        """Real for odd degrees of real numbers."""
+        if isinstance(inside, Fraction):
+            try:
+                return _root(inside, degree)
+            except Irrational:
+                inside = self.lift(inside)
+        if not inside or degree == 1:
+            return inside
+        if degree % 2 and not inside.imag and inside.real < 0:
+            return -self._exp(self._ln(-inside.real) / degree)
+        self.has_branch |= not _is_positive(inside)
+        return _real(self.arithmetic.sqrt(inside)) if degree == 2 else self._exp(self._ln(inside) / degree)
+
+    def _log(self, node: Node) -> Any:
+        value = self._ln(self.lift(self.of(node[2])))
+        return value if node[1] is None else value / self._ln(self.lift(self.of(node[1])))
+
+    def _function(self, node: Node) -> Any:
+        name, value = node[1], self.of(node[2])
+        if name in ("factorial", "factorial2"):
+            return self._factorial(value, 1 if name == "factorial" else 2)
+        if name == "abs":
+            return abs(value) if isinstance(value, Fraction) else abs(self.lift(value))
+        if name in ("floor", "ceil"):
+            return self._whole(name, value)
+        m, value = self.arithmetic, self.lift(value)
+        if name == "ln":
+            return self._ln(value)
+        if name in ("cot", "sec", "csc"):
+            return 1 / _real({"cot": m.tan, "sec": m.cos, "csc": m.sin}[name](value))
+        if name in ("arcsin", "arccos", "arctan"):
+            self.has_branch |= name != "arctan" and abs(value) > 1
+            return _real({"arcsin": m.asin, "arccos": m.acos, "arctan": m.atan}[name](value))
+        if name not in ("sin", "cos", "tan", "sinh", "cosh", "tanh", "exp"):
+            raise Undefined(name)
+        if abs(value) > (1e5 if name[-1] in "hp" else 1e12):
+            raise TooBig  # no digit of a double would be left
+        if not m.precise and abs(value) > 1e6:
+            raise Unsure
+        return _real(getattr(m, name)(value))
+
+    def _whole(self, name: str, value: Any) -> Fraction:
+        if isinstance(value, Fraction):
+            return Fraction(getattr(math, name)(value))
+        if abs(value.imag) > self.arithmetic.tiny or abs(value) > 1e15:
+            raise Undefined("rounding of a complex or huge number")
+        near = Fraction(round(float(value.real)))
+        if abs(value.real - int(near)) < (1e-6 if not self.arithmetic.precise else self.arithmetic.tiny):
+            if not self.arithmetic.precise:
+                raise Unsure
+            return near
+        return Fraction(int(getattr(math, name)(value.real)))
+
+    def _factorial(self, value: Any, step: int) -> Any:
+        if not isinstance(value, Fraction) or value.denominator != 1:
+            if step == 2:
+                raise Discrete("double factorial")
+            return self.arithmetic.gamma(self.lift(value) + 1) if self.arithmetic else self.lift(value)
         if value < 0:
             raise Undefined("factorial of a negative number")
-        if value > 3000:
+        if value > _MAX_FACTORIAL:
             raise TooBig
-        return Fraction(math.factorial(int(value)))
-    raise _Irrational
+        if step == 2:
+            self.work.spend(int(value) // 8)
+            return Fraction(math.prod(range(int(value), 0, -2)))
+        known, product = self.factorial
+        if not 0 <= value - known <= 8:  # in a sum each has the one before
+            self.work.spend(int(value) // 8)
+            known, product = int(value), math.factorial(int(value))
+        product *= math.prod(range(known + 1, int(value) + 1))
+        self.factorial = int(value), product
+        return self._fits(Fraction(product))
+
+    def _binomial(self, node: Node) -> Any:
+        above, below = self.of(node[1]), self.of(node[2])
+        if isinstance(above, Fraction) and isinstance(below, Fraction) and above.denominator == below.denominator == 1:
+            if not 0 <= below <= above:
+                raise Undefined("a binomial coefficient outside its triangle")
+            if above > _MAX_FACTORIAL:
+                raise TooBig
+            self.work.spend(int(min(below, above - below)) // 8)
+            return Fraction(math.comb(int(above), int(below)))
+        gamma, above, below = self.arithmetic and self.arithmetic.gamma, self.lift(above), self.lift(below)
+        return gamma(above + 1) / (gamma(below + 1) * gamma(above - below + 1))
+
+    def _several(self, node: Node) -> Any:
+        """max, min, gcd, lcm and mod of two numbers or more."""
+        name, values = node[1], [self.of(part) for part in node[2:]]
+        if name in ("max", "min"):
+            if any(value.imag for value in values):
+                raise Undefined("order of complex numbers")
+            fractions = all(isinstance(value, Fraction) for value in values)
+            return (max if name == "max" else min)(values if fractions else [self.lift(value) for value in values])
+        if not all(isinstance(value, Fraction) for value in values):
+            raise Irrational if self.arithmetic is None else Discrete(name)
+        if name == "mod":
+            if not values[1]:
+                raise Undefined("division by zero")
+            return values[0] % values[1]
+        if any(value.denominator != 1 for value in values):
+            raise Discrete(name)
+        return Fraction((math.gcd if name == "gcd" else math.lcm)(*map(int, values)))
+
+    def _big(self, node: Node) -> Any:
+        """A sum or product of finitely many terms."""
+        _, kind, name, low, high, body = node
+        first, last = self.of(low), self.of(high)
+        if not isinstance(first, Fraction) or not isinstance(last, Fraction):
+            raise Irrational if self.arithmetic is None else Discrete("bounds")
+        if first.denominator != 1 or last.denominator != 1 or last < first - 1:
+            raise Discrete("bounds")
+        if 2 * (last - first) > self.work.left:
+            raise TooBig
+        before, result = self.values.get(name), Fraction(int(kind == "prod"))
+        for index in range(int(first), int(last) + 1):
+            self.values[name] = Fraction(index)
+            result = self._operation("+" if kind == "sum" else "*", result, self.of(body))
+        self.values.pop(name, None)
+        if before is not None:
+            self.values[name] = before
+        return result
 
 
-def _fits(value: Fraction) -> Fraction:
-    if value.numerator.bit_length() + value.denominator.bit_length() > 2 * _MAX_BITS:
-        raise TooBig
+_METHODS = {
+    "^": Evaluation._power,
+    "c": lambda self, node: self._constant(node) if self.arithmetic else self.lift(node),
+    "deg": lambda self, node: self._degrees(node) if self.arithmetic else self.lift(node),
+    "root": Evaluation._radical,
+    "log": Evaluation._log,
+    "f": Evaluation._function,
+    "binom": Evaluation._binomial,
+    "of": Evaluation._several,
+    "big": Evaluation._big,
+}
+
+
+def _exact(value: Any) -> Fraction:
+    if not isinstance(value, Fraction):
+        raise Irrational
     return value
 
 
-def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    if exponent.denominator != 1:
-        if exponent.denominator > 100 or base < 0:
-            raise _Irrational
-        base, exponent = _root(base, exponent.denominator), Fraction(exponent.numerator)
-    if base in (0, 1, -1):
-        if base == 0 and exponent <= 0:
-            raise Undefined("0 to the power 0 or less")
-        return base if exponent % 2 else abs(base)
-    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-    if abs(exponent) > _MAX_BITS or bits * abs(exponent) > _MAX_BITS:
-        raise TooBig
-    return base ** int(exponent)
+def _real(value: Any) -> Any:
+    """Without an imaginary part that is nothing."""
+    return value if value.imag else value.real
+
+
+def _is_positive(value: Any) -> bool:
+    return not value.imag and bool(value.real > 0)
 
 
 def _root(value: Fraction, degree: int) -> Fraction:
     """The exact root, real for negative numbers and odd degrees."""
     if value < 0:
         if degree % 2 == 0:
-            raise _Irrational
+            raise Irrational
         return -_root(-value, degree)
     above, below = _whole_root(value.numerator, degree), _whole_root(value.denominator, degree)
     if above**degree != value.numerator or below**degree != value.denominator:
-        raise _Irrational
+        raise Irrational
     return Fraction(above, below)
 
 
@@ -273,135 +436,3 @@ def _whole_root(value: int, degree: int) -> int:
         else:
             high = middle - 1
     return low
-
-
-class _Doubles:
-    """Double precision, complex."""
-
-    tiny = 1e-9
-    pi = complex(math.pi)
-    e = complex(math.e)
-    i = 1j
-    sin, cos, tan, exp, sqrt = cmath.sin, cmath.cos, cmath.tan, cmath.exp, cmath.sqrt
-    asin, acos, atan = cmath.asin, cmath.acos, cmath.atan
-    sinh, cosh, tanh = cmath.sinh, cmath.cosh, cmath.tanh
-    ln = cmath.log
-
-    @staticmethod
-    def number(value: Fraction) -> complex:
-        return complex(float(value))
-
-    @staticmethod
-    def gamma(value: complex) -> complex:
-        if abs(value.imag) > 1e-12:
-            raise Undefined("factorial of a complex number")
-        return complex(math.gamma(value.real))
-
-
-@functools.cache  # making the context takes a millisecond
-def _digits() -> Any:
-    """The same with 60 digits."""
-    import mpmath
-
-    context = mpmath.mp.clone()
-    context.dps = _DIGITS
-
-    class Digits:
-        tiny = context.mpf(10) ** (20 - _DIGITS)
-        pi = context.mpc(context.pi)
-        e = context.mpc(context.e)
-        i = context.mpc(0, 1)
-        sin, cos, tan, exp, sqrt = context.sin, context.cos, context.tan, context.exp, context.sqrt
-        asin, acos, atan = context.asin, context.acos, context.atan
-        sinh, cosh, tanh = context.sinh, context.cosh, context.tanh
-        ln = context.log
-        gamma = context.gamma
-
-        @staticmethod
-        def number(value: Fraction) -> Any:
-            return context.mpc(context.mpf(value.numerator) / value.denominator)
-
-    return Digits
-
-
-def _approximate(node: Node, values: Mapping[str, Fraction], m: Any) -> Any:
-    kind = node[0]
-    try:
-        return m.number(_exact(node, values))  # as much as possible exactly: 1/2004! has no double
-    except _Irrational:
-        pass
-    if kind == "c":
-        if node[1] == "inf":
-            raise Undefined("infinite")
-        return {"pi": m.pi, "e": m.e, "i": m.i}[node[1]]
-    if kind == "-":
-        return -_approximate(node[1], values, m)
-    if kind in ("+", "*", "/"):
-        left, right = _approximate(node[1], values, m), _approximate(node[2], values, m)
-        return left + right if kind == "+" else left * right if kind == "*" else left / right
-    if kind == "^":
-        return _approximate_power(node, values, m)
-    if kind == "root":
-        return _approximate_root(node, values, m)
-    if kind == "deg":
-        return _approximate(node[1], values, m) * m.pi / 180
-    if kind == "log":
-        return _logarithm(_approximate(node[2], values, m), node[1], values, m)
-    if kind == "f":
-        return _approximate_function(node[1], _approximate(node[2], values, m), m)
-    if kind == "binom":
-        above, below = _approximate(node[1], values, m), _approximate(node[2], values, m)
-        return m.gamma(above + 1) / (m.gamma(below + 1) * m.gamma(above - below + 1))
-    raise Undefined(str(kind))
-
-
-def _approximate_power(node: Node, values: Mapping[str, Fraction], m: Any) -> Any:
-    if node[1] == ("c", "e"):
-        return m.exp(_approximate(node[2], values, m))
-    base, power = _approximate(node[1], values, m), _approximate(node[2], values, m)
-    if abs(power) > 1e15:
-        raise TooBig
-    if not base:
-        raise Undefined("power of 0")
-    return m.exp(power * m.ln(base)) if m is not _Doubles else base**power
-
-
-def _approximate_root(node: Node, values: Mapping[str, Fraction], m: Any) -> Any:
-    inside = _approximate(node[2], values, m)
-    if node[1] == ("n", Fraction(2)):
-        return m.sqrt(inside)
-    degree = _approximate(node[1], values, m)
-    odd = node[1][0] == "n" and node[1][1].denominator == 1 and node[1][1] % 2
-    if not inside:
-        return inside
-    if odd and inside.real < 0 and abs(inside.imag) <= abs(inside) * m.tiny:
-        return -m.exp(m.ln(-inside) / degree)  # the real root
-    return m.exp(m.ln(inside) / degree)
-
-
-def _logarithm(value: Any, base: Node | None, values: Mapping[str, Fraction], m: Any) -> Any:
-    if not value:
-        raise Undefined("logarithm of 0")
-    return m.ln(value) if base is None else m.ln(value) / m.ln(_approximate(base, values, m))
-
-
-def _approximate_function(name: str, value: Any, m: Any) -> Any:
-    if name == "abs":
-        return m.sqrt(value.real**2 + value.imag**2) + 0 * m.i
-    if name == "factorial":
-        return m.gamma(value + 1)
-    if name in ("floor", "ceil"):
-        if abs(value.imag) > 1e-12 or abs(value) > 1e15:
-            raise Undefined("rounding of a complex or huge number")
-        return m.number(Fraction(getattr(math, name)(value.real)))
-    if name in ("cot", "sec", "csc"):
-        return 1 / {"cot": m.tan, "sec": m.cos, "csc": m.sin}[name](value)
-    if name in ("arcsin", "arccos", "arctan"):
-        return {"arcsin": m.asin, "arccos": m.acos, "arctan": m.atan}[name](value)
-    if name == "ln":
-        return _logarithm(value, None, {}, m)
-    if name in ("sin", "cos", "tan", "sinh", "cosh", "tanh", "exp"):
-        if abs(value) > 1e12:
-            raise TooBig  # no digit of a double would be left
-        return getattr(m, name)(value)
-    raise Undefined(name)

@@ -52,6 +52,12 @@ _STATED = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _STATED_TAIL = re.compile(r"[.\s$*]*(?:I hope it is correct|hope it is correct)?[.\s$*]*", re.IGNORECASE)
+_END_OF_TURN = re.compile(r"(?:\s*<\|\w{1,20}\|>\s*(?:user|assistant)?)+\s*\Z")
+_SAYS = re.compile(r"(?:The|There) (?:[^=]*[a-z}$]) (?:is|are) ([^=]{1,80})")
+_CONCLUSION = re.compile(
+    r"(?:\A|(?<=\s))(?:So|Thus|Hence|Therefore), the [^.?!\n]{1,150} (?:is|are|equals) "
+    r"(\$[^$.=]{1,60}\$|-?\$?\d[\d,./]{0,20}(?:\.\d+)?)\s*\Z"
+)
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
 _FULL_STOP = re.compile(r"(?:\.\s*(?:\$\$?|\\\]|\\\))?|\$\$?|\\\]|\\\))\s*\Z")
 _LAST_EQUATION = re.compile(r"(?<![<>!=:])=(?!=)\s*(?P<value>(?:[^=<>\n.]|\.(?!\s)){1,80})\Z")
@@ -100,7 +106,7 @@ def extract(text: str, *, strict: bool = False) -> Extraction:
             return _found(hashes[-1].strip().strip("*"), "####")
     if strict:
         return Extraction((), "", "no final answer")
-    tail = text[-2000:]  # what is stated earlier than this is not the end of the completion
+    tail = _END_OF_TURN.sub("", text[-2000:])  # what is stated earlier than this is not the end of the completion
     return _stated(tail) or _last_equation(tail) or Extraction((), "", "no final answer")
 
 
@@ -258,7 +264,8 @@ def _stated(tail: str) -> Extraction | None:
         answer, behind = rest[:stop], rest[stop:]
     if not _STATED_TAIL.fullmatch(behind):
         return Extraction((), "", "the text goes on behind the stated answer")
-    return _found(answer.strip().strip("*"), "stated")
+    said = _SAYS.fullmatch(answer)  # Final answer: the number of points in it is 19
+    return _found((said[1] if said else answer).strip().strip("*"), "stated")
 
 
 def _last_equation(tail: str) -> Extraction | None:
@@ -269,6 +276,8 @@ def _last_equation(tail: str) -> Extraction | None:
     as a whole, which nothing here marks.
     """
     end = _FULL_STOP.search(tail)
+    if end and (said := _CONCLUSION.search(tail[: end.start()])) and not _NOT_A_RESULT.search(said.group()):
+        return _found(said[1].replace("$", " "), "equation")
     found = end and _LAST_EQUATION.search(tail[: end.start()].rstrip(" \n."))
     if not found:
         return None

@@ -3,8 +3,8 @@
 1. the completion's final answer (`extract`); without one the reward is 0
 2. equal strings, then equal numbers: most gradings end here, after some microseconds
 3. a comparison by the reference's own kind (`read`, `compare`), which is final where it understands both sides
-4. Math-Verify (`full`) where it does not
-Everything else is 0, with the reason.
+Everything else is 0, with the reason. No clock decides and nothing can hang: a comparison has a number of operations to
+do it in (`evaluate.Work`). What a text makes fail is 0 as well; an error of the grader's own is a failed grading.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from dppo_megatron.rewards.math.answers import Answer, Row, Spans, Value, Words
 from dppo_megatron.rewards.math.choices import as_choice, same_choices
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
-from dppo_megatron.rewards.math.extract import MAX_ANSWER_CHARS, Extraction, extract
-from dppo_megatron.rewards.math.full import verify
+from dppo_megatron.rewards.math.extract import Extraction, extract
 from dppo_megatron.rewards.math.number_words import with_digits
 from dppo_megatron.rewards.math.numbers import is_decimal, read_number, significant_digits
 from dppo_megatron.rewards.math.read import read_answer, read_decimal_comma
@@ -56,19 +55,27 @@ def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:
     if text == answer:
         return Grade(1.0, text, "exact", {"parsed_share": 1.0, "boxed_share": boxed})
     verdict, why = _compare(answer, text, row)
-    if len(found.parts) > 1 and verdict is not True:
+    if 1 < len(found.parts) <= _MAX_BOXES and verdict is not True:
         # several boxes for one reference: each of them must be right
         each = [_compare(answer, part, row) for part in found.parts]
         if all(outcome for outcome, _ in each):
             verdict, why = True, each[0][1]
     facts = {"parsed_share": float(verdict is not None), "boxed_share": boxed}
-    if why.startswith("math-verify"):
-        # both graders ran: the cheap one could not say that they are equal, the full one did
-        facts["disagreement"] = float(verdict is True)
     return Grade(float(verdict is True), text, why, facts)
 
 
+_MAX_BOXES = 8
+"""Of which each is compared by itself."""
+
+
 def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, str]:
+    try:
+        return _decide(answer, text, row)
+    except (Unreadable, RecursionError, ArithmeticError, ValueError) as error:
+        return None, f"not understood: {error}"
+
+
+def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, str]:
     """True, False, or None if the answer could not be read, and how that was decided."""
     if text == answer:
         return True, "exact"
@@ -89,7 +96,11 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
     gold, theirs, unread = _read_both(reference, other)
     if (letter := _choice(reference, gold)) and (led := _LED.fullmatch(other)):
         return led["letter"] == letter, "words"
-    if isinstance(gold, Words) and not gold.letters and (words := as_words(other)):
+    if (
+        isinstance(gold, Words)
+        and not gold.letters
+        and (words := as_words(other, with_digits=bool(_has_digit(gold.text))))
+    ):
         theirs = words  # `odd` without \\text reads as a product of letters
     if gold is not None and theirs is not None:
         if rules is None:
@@ -98,7 +109,7 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
         verdict = _judge(_in_currency(gold, answer), _in_currency(theirs, text), rules, row)
         if verdict is not None:
             return verdict, _kind(gold)
-    return _unjudged(reference, other, gold, theirs, unread)
+    return _unjudged(other, gold, theirs, unread)
 
 
 def _same_number(reference: str, other: str) -> bool | None:
@@ -124,6 +135,8 @@ def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None
         unread = str(error)
     if isinstance(gold, Row) and isinstance(theirs, Value) and "," in other:
         theirs = read_answer(other.replace(",", ", "))  # 45,135 is one number only where one is asked for
+    if isinstance(gold, Row) and isinstance(theirs, Row) and ", " in other and len(theirs.items) > len(gold.items):
+        theirs = _read(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", other)) or theirs  # (1,000, 2,000)
     if isinstance(gold, Value) and isinstance(theirs, Row):
         theirs = _ungrouped(other, theirs)
     elif isinstance(gold, Row) and isinstance(theirs, Value):
@@ -131,30 +144,21 @@ def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None
     return gold, theirs, unread
 
 
-def _unjudged(
-    reference: str, other: str, gold: Answer | None, theirs: Answer | None, unread: str
-) -> tuple[Verdict, str]:
-    """Of two that we cannot compare: refused, or asked of Math-Verify."""
-    says_more = _SAYS_MORE if isinstance(gold, Value) else _GOES_ON
-    if isinstance(gold, (Value, Row)) and says_more.match(other) and not says_more.match(reference):
-        return False, "an inequality or a continuation for a value"  # Math-Verify overlooks the sign
-    if isinstance(gold, Words):  # Math-Verify would read words as products of letters
+def _unjudged(other: str, gold: Answer | None, theirs: Answer | None, unread: str) -> tuple[Verdict, str]:
+    """Of two that could not be compared, or not be told apart: no reward, and why."""
+    if isinstance(gold, Words):
         return None if unread else False, "words"
-    if max(len(reference), len(other)) > MAX_ANSWER_CHARS // 4:
-        return None, "too long to be parsed"
-    if theirs is None and _MAY_NOT_END.search(other):
-        return None, "too large to be computed"
-    full = verify(reference, other)
-    if full is None:
-        return None, f"math-verify: not parsed ({unread or 'by it'})"
-    return full, "math-verify"
+    if theirs is None:
+        undone = _UNDONE.search(other)
+        return None, f"not carried out: {undone.group()}" if undone else f"not understood: {unread}"
+    return None, "the reference is not understood" if gold is None else "neither equal nor different for certain"
 
 
-# what Math-Verify would compute for hours: 9!!!, towers of powers, exponents of many digits
-_MAY_NOT_END = re.compile(r"!\s*\)*\s*!|\d\s*\^\s*[{(]*\s*\d+\s*[})]*\s*\^|\^\s*\{?\s*-?\d{5}|\d[eE]\d{4}")
+_UNDONE = re.compile(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 
 
-_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
+_has_digit = re.compile(r"\d").search
+_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?![\d,])")  # 12,34,567 in India
 # (C) \frac{1}{2} is a choice with its value, not a product
 _LED = re.compile(
     r"(?:\\text\{\s*)?\(?(?P<letter>[A-Z])(?:\)\s*\}?|:)(?:\s+-)?\s*(?:\d|\\(?:frac|sqrt|pi)(?![A-Za-z]))"
@@ -169,8 +173,6 @@ def _choice(reference: str, gold: Answer | None) -> str:
     return reference if re.fullmatch("[A-E]", reference) else ""
 
 
-_SAYS_MORE = re.compile(r"\s*(?:\\(?:ne|le|ge)(?![A-Za-z])|[<>])|[^=]{0,40}\\ldots\s*\Z")
-_GOES_ON = re.compile(r".*\\ldots\s*\Z", re.DOTALL)
 _CURRENCIES = {
     "dollars": re.compile(r"\\\$|\\(?:text)?dollar|\A\$(?=[\d.,]+\Z)|\bUSD\b|\bdollars?\b"),
     "euros": re.compile(r"€|\\euro|\bEUR\b|\beuros?\b"),

@@ -14,9 +14,21 @@ from dppo_megatron.rewards.math.trees import Node, symbols
 
 def read_inequality(sides: list[str], ops: list[str]) -> Answer:
     """An interval where one variable is bounded (also as 2x + 1 < 5), else the relation as it stands."""
-    nodes = [parse(side) for side in sides]
+    return _inequality([parse(side) for side in sides], ops)
+
+
+def _inequality(nodes: list[Node], ops: list[str]) -> Answer:
     if len(nodes) == 2:
         left, right = nodes
+        if right[:2] == ("f", "abs") and left[:2] != ("f", "abs"):
+            left, right, ops = right, left, [TURNED.get(ops[0], ops[0])]
+        if left[:2] == ("f", "abs") and (bound := _constant(right)) is not None and bound > 0 and ops[0] in TURNED:
+            low, inside, high = ("n", -bound), left[2], ("n", bound)
+            if ops[0] in ("<", "\\le"):
+                return _inequality([low, inside, high], [ops[0], ops[0]])
+            sides = [_inequality([inside, high], ops), _inequality([inside, low], [TURNED[ops[0]]])]
+            if isinstance(sides[0], Spans) and isinstance(sides[1], Spans):
+                return Spans(sides[0].pieces + sides[1].pieces, sides[0].name)
         if left[0] == "s" and left[1] not in symbols(right):
             return _half_line(left[1], ops[0], right)
         if right[0] == "s" and right[1] not in symbols(left):
@@ -43,26 +55,6 @@ def read_inequality(sides: list[str], ops: list[str]) -> Answer:
                     closed.reverse()
                 return Spans((Piece(("n", bounds[0]), closed[0], ("n", bounds[1]), closed[1]),), name)
     return Chain(tuple(nodes), tuple(ops))
-
-
-def meeting(one: Spans, other: Spans) -> Spans | None:
-    """Where a half-line upwards and one downwards with rational ends meet, as of x > 1 and x < 5; None if they do not.
-
-    Example:
-        >>> meeting(read_inequality(["x", "1"], [">"]), read_inequality(["x", "5"], ["<"])).pieces[0].low
-        ('n', Fraction(1, 1))
-    """
-    if len(one.pieces) != 1 or len(other.pieces) != 1:
-        return None
-    up, down = one.pieces[0], other.pieces[0]
-    if up.high != INFINITY:
-        up, down = down, up
-    if up.high != INFINITY or down.low != ("-", INFINITY) or INFINITY in (up.low, down.high):
-        return None
-    low, high = _constant(up.low), _constant(down.high)
-    if low is None or high is None or low >= high:
-        return None
-    return Spans((Piece(up.low, up.low_closed, down.high, down.high_closed),), one.name)
 
 
 def _half_line(name: str, op: str, bound: Node) -> Spans:

@@ -13,9 +13,13 @@ MAX_EXPONENT = 5000
 _PLAIN = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|[+-]?\.\d+", re.ASCII)
 _SLASHED = re.compile(r"([+-]?\d+)\s*/\s*(-?\d+)", re.ASCII)
 _FRAC = re.compile(r"([+-]?)\s*\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}", re.ASCII)
-_POWER_OF_TEN = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))\s*(?:\*|x)\s*10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))", re.ASCII)
-_E_NOTATION = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?\d+)", re.ASCII)
+_POWER_OF_TEN = re.compile(
+    r"([+-]?(?:\d++\.?\d*+|\.\d++))\s*(?:\*|x)\s*10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))", re.ASCII
+)
+_E_NOTATION = re.compile(r"([+-]?(?:\d++\.?\d*+|\.\d++))[eE]([+-]?\d+)", re.ASCII)
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
+_DOTTED = re.compile(r"[+-]?[1-9]\d{0,2}(?:(?:\.\d{3}){2,}|(?:\.\d{3})+,\d+)", re.ASCII)
+_ENDLESS = re.compile(r"([+-]?\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,6}?)\3+)\s*\\ldots", re.ASCII)
 REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}", re.ASCII)
 """0.1\\overline{6}, without a sign."""
 
@@ -42,6 +46,10 @@ def read_number(text: str) -> Fraction | None:
         return _scaled(_decimal(match[1]), exponent) if abs(exponent) <= MAX_EXPONENT else None
     if _GROUPED.fullmatch(text):
         return _decimal(text.replace(" ", ""))
+    if _DOTTED.fullmatch(text):  # 1.234.567 and 1.234,50
+        return _decimal(text.replace(".", "").replace(",", "."))
+    if match := _ENDLESS.fullmatch(text):
+        text = f"{match[1]}\\overline{{{match[2] or match[3]}}}"
     if match := REPEATING.fullmatch(text[1:] if text[0] in "+-" else text):
         return -repeating(match) if text[0] == "-" else repeating(match)
     return None

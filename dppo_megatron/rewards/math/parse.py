@@ -15,7 +15,7 @@ from dppo_megatron.rewards.math.trees import Node, Unreadable
 MAX_CHARS = 1500
 _MAX_DEPTH = 40
 
-_FUNCTION_WORDS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs floor ceil Re Im arg"
+_FUNCTION_WORDS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs floor ceil Re Im arg cis"
 FUNCTIONS = frozenset(_FUNCTION_WORDS.split())
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _SPELLED = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "cosec": "csc", "tg": "tan", "ctg": "cot"}
@@ -36,6 +36,9 @@ _MIXED_SLASHED = re.compile(r"\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _PRIMES = re.compile(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
 _CHOICES = re.compile(r"C\s*\(([^(),]{1,60}),([^(),]{1,60})\)")
 _BRACKETED = re.compile(r"[^A-Z(]\)\s*\Z")  # a bracket has closed, and it is no choice letter's
+_BIG = {"sum": "sum", "prod": "prod"}
+_SEVERAL = frozenset(["max", "min", "gcd", "lcm"])
+_INDEX = re.compile(r"\s*\{\s*([A-Za-z])\s*=")
 _DECORATED = frozenset(["overline", "dot", "ddot", "angle", "triangle"])
 
 
@@ -92,6 +95,9 @@ class _Reader:
                 node = ("*", node, self._after_operator())
             elif not until_function and self._take("/"):
                 node = ("/", node, self._after_operator())
+            elif not until_function and self._command() in ("bmod", "mod"):
+                self.position += 1 + len(self._command())
+                node = ("of", "mod", node, self._after_operator())
             elif self._starts_factor() and not (until_function and self._starts_function()):
                 digits = self._peek().isdigit() or self._peek() == "."
                 if digits and not _BRACKETED.search(self.text, 0, self.position):  # but (n-2) 2^n is a product
@@ -135,9 +141,10 @@ class _Reader:
                     node = ("s", self._name(node[1]))
                 node = _combinations(node, power) or ("^", node, power)
             elif self._take("!"):
+                double = self._take("!")
                 if self._peek() == "!":
-                    raise Unreadable("double factorial")
-                node = ("f", "factorial", node)
+                    raise Unreadable("a triple factorial")
+                node = ("f", "factorial2" if double else "factorial", node)
             elif self._take("%"):
                 node = ("/", node, ("n", Fraction(100)))
             elif self._command() == "degree":
@@ -238,6 +245,10 @@ class _Reader:
             return ("binom", above, self._argument())
         if command == "sqrt":
             return self._root()
+        if command in _BIG:
+            return self._sum_or_product(_BIG[command])
+        if command in _SEVERAL:
+            return self._of_several(command)
         if command in ("lfloor", "lceil"):
             node = self.sum()
             if self._command() != "r" + command[1:]:
@@ -254,6 +265,39 @@ class _Reader:
             return ("s", self._name(command))
         self.position = start
         raise Unreadable(f"unknown \\{command}")
+
+    def _sum_or_product(self, kind: str) -> Node:
+        """With both bounds, in any order."""
+        bounds: dict[str, Node] = {}
+        name = ""
+        while (sign := self._peek()) and sign in "_^" and sign not in bounds:
+            self.position += 1
+            if sign == "_":
+                if not (index := _INDEX.match(self.text, self.position)):
+                    raise Unreadable(f"a {kind} without bounds")
+                self.position, name = index.end(), index[1]
+                bounds[sign] = self.sum()
+                if not self._take("}"):
+                    raise Unreadable("brace not closed")
+            else:
+                bounds[sign] = self._exponent()
+        if len(bounds) < 2:
+            raise Unreadable(f"a {kind} without bounds")
+        return ("big", kind, name, bounds["_"], bounds["^"], self.product())
+
+    def _of_several(self, name: str) -> Node:
+        """max(a, b), also in braces or with spaces."""
+        opening = self._peek()
+        escaped = opening == "\\" and self.text.startswith("\\{", self.position)
+        if opening not in ("(", "[") and not escaped:
+            raise Unreadable(f"{name} without a bracket")
+        self.position += 2 if escaped else 1
+        parts = [self.sum()]
+        while self._take(","):
+            parts.append(self.sum())
+        if not self._take("\\}" if escaped else ")" if opening == "(" else "]") or len(parts) > 20:
+            raise Unreadable("bracket not closed")
+        return ("of", name, *parts)
 
     def _root(self) -> Node:
         degree: Node = ("n", Fraction(2))
@@ -311,11 +355,19 @@ class _Reader:
         word = match.group()
         for length in range(len(word), 1, -1):
             head = word[:length]
-            known = head in FUNCTIONS or head in ("log", "sqrt") or head in _SPELLED or head in _WORD_CONSTANTS
+            known = (
+                head in FUNCTIONS
+                or head in ("log", "sqrt")
+                or (head in _SEVERAL and self.text.startswith("(", self.position + length))
+                or head in _SPELLED
+                or head in _WORD_CONSTANTS
+            )
             if known and (length == len(word) or head not in _WORD_CONSTANTS):
                 self.position += length
                 if head in _WORD_CONSTANTS:
                     return ("c", _WORD_CONSTANTS[head])
+                if head in _SEVERAL:
+                    return self._of_several(head)
                 return self._root() if head == "sqrt" else self._function(_SPELLED.get(head, head))
         if len(word) > 3:
             raise Unreadable(f"the word {word!r}")
@@ -363,6 +415,8 @@ class _Reader:
         node: Node
         if name == "log":
             node = ("log", base, inside)
+        elif name == "cis":
+            node = ("+", ("f", "cos", inside), ("*", ("c", "i"), ("f", "sin", inside)))
         elif power == ("-", ("n", Fraction(1))) and name in _INVERSE:
             return ("f", _INVERSE[name], inside)
         else:
@@ -374,7 +428,7 @@ class _Reader:
         if not sign:
             return False
         if sign == "\\":
-            return self._command() not in ("pm", "mp", "degree", "rfloor", "rceil", "")
+            return self._command() not in ("pm", "mp", "degree", "rfloor", "rceil", "bmod", "mod", "")
         if sign == "|":
             return not self._in_bars
         return (sign.isascii() and sign.isalnum()) or sign in "([{."

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import replace
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import (
-    INFINITY,
     Answer,
+    Cases,
     Chain,
     Grid,
     Named,
@@ -18,15 +19,15 @@ from dppo_megatron.rewards.math.answers import (
     Row,
     Spans,
     Value,
-    as_items,
 )
 from dppo_megatron.rewards.math.clean import closing, split_top
-from dppo_megatron.rewards.math.inequalities import meeting, read_inequality, read_ratio
+from dppo_megatron.rewards.math.inequalities import read_inequality, read_ratio
 from dppo_megatron.rewards.math.numbers import read_number
 from dppo_megatron.rewards.math.parse import parse
-from dppo_megatron.rewards.math.special import EVERY_REAL, WRAPPED_TEXT, read_special, read_words, without_sentence
+from dppo_megatron.rewards.math.sets import complement, intersection, whole_members
+from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.trees import Node, Unreadable, signs, symbols
-from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, is_glued, read_unit
+from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, is_glued, read_compound, read_unit
 
 _MAX_ITEMS = 200
 _SEPARATOR = re.compile(
@@ -48,11 +49,16 @@ _PERCENT_TAIL = re.compile(
 )
 _WORD_TAIL = re.compile(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
 _GLUED_TAIL = re.compile(r"(?<=[\d}])(?P<unit>[A-Za-z]+)(?P<power>\^\s*\{?\s*[23]\s*\}?)?$")
-_FOR_ALL = re.compile(
-    r",?\s*\\text\{\s*,?\s*for (?:all|any|every|each)\b.*$|,?\s+for (?:all|any|every)\b.*$", re.DOTALL
+# what stands behind an answer and says only what its letters are; up to the next answer of a list
+_CLAUSE = re.compile(
+    r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some)\b|\\forall(?![A-Za-z])"
+    r"|\b(?:where|with|for)\b(?=[\s}$]*[A-Za-z][\s$]*(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?is (?:an?|any) ))"
+    r"|(?<=,)\s*[a-zA-Z]\s*\\in\s*\\mathbb\{?\s*[ZNRQ]\s*\}?\s*(?=\)|\Z))"
+    r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;).)*",
+    re.DOTALL,
 )
-
-
+_LABEL = re.compile(r"\s*(?:\\text\{\s*)?([A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)", re.DOTALL)
+_LABEL_BEHIND = re.compile(r"(\s*[-\d\\].*[\w}])\s*(?:\\text\{\s*)?\(\s*([A-Z][a-z]*)\s*\)\s*\}?\s*", re.DOTALL)
 _BUILDER = re.compile(
     r"(?P<name>[A-Za-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*[|:]\s*(?=[^|:]*(?P=name)[^|:]*\Z)(?=.*[<>]|.*\\[lg]e)"
 )
@@ -96,7 +102,12 @@ def read_answer(text: str, *, depth: int = 0) -> Answer:
         return read_answer(text[len("\\approx") :], depth=depth + 1)
     if value is not None:
         return Value(("n", value))
-    text = _FOR_ALL.sub("", text) if "for" in text else text
+    if "for" in text or "\\in" in text or "wh" in text or "with" in text:
+        text = _CLAUSE.sub("", text).strip() or text
+    if text[0] == "(" and "^" in text:
+        text = re.sub(r"\)\s*\^\s*\{?\s*T\s*\}?\Z", ")", text)  # a column
+    if "\\begin{cases}" in text and (pieces := _cases(text, depth)):
+        return pieces
     if depth == 0 and text[-1] in "[]":
         text = _FRENCH.sub(_open_outwards, text).strip()
     if "mapsto" in text and (mapped := _MAPPED.fullmatch(text)):
@@ -132,18 +143,21 @@ def _read_separated(text: str, depth: int) -> Answer | None:
             pieces.extend(_pieces(read_answer(_without_membership(part), depth=depth + 1)))
         name = _membership(unions[0])
         return Spans(tuple(pieces), name)
+    if ";" in text and "," in text and (solutions := _solutions(text, depth)):
+        return solutions
     parts = split_top(text, _SEPARATOR)
     if len(parts) == 1:
         return None
     if len(parts) > _MAX_ITEMS:
         raise Unreadable("too many items")
-    read = [read_answer(part, depth=depth + 1) for part in parts if part.strip()]
+    read = [_item(part, depth) for part in parts if part.strip()]
     read = _with_carried_names(read)
     spans = [item for item in read if isinstance(item, Spans)]
     if spans and _ANY_OR.search(text):
         return Spans(tuple(piece for item in read for piece in _pieces(item)), spans[0].name)
     if len(spans) == len(read) == 2 and spans[0].name and spans[0].name == spans[1].name:
-        if (both := meeting(spans[0], spans[1])) is not None:  # x > 1 and x < 5
+        both = intersection(spans[0], spans[1])
+        if both is not None and (both.pieces or _ANY_AND.search(text)):  # x > 1 and x < 5
             return both
         if not _ANY_AND.search(text):  # x < 1, x > 5
             return Spans(spans[0].pieces + spans[1].pieces, spans[0].name)
@@ -152,6 +166,56 @@ def _read_separated(text: str, depth: int) -> Answer | None:
         # a list within a list (of values with plus-minus signs, say) is one list
         items.extend(item.items if isinstance(item, Row) and item.kind == "list" else [item])
     return Row("list", tuple(items)) if len(items) > 1 else items[0]
+
+
+def _item(text: str, depth: int) -> Answer:
+    """One of several, with the label that it may have: `Paolo: 18`, `240 yuan (A)`."""
+    if match := _LABEL.fullmatch(text):
+        return Named(match[1] + ":", read_answer(match[2], depth=depth + 1))
+    if match := _LABEL_BEHIND.fullmatch(text):
+        return Named(match[2] + ":", read_answer(match[1], depth=depth + 1))
+    return read_answer(text, depth=depth + 1)
+
+
+def _solutions(text: str, depth: int) -> Answer | None:
+    """p=5, q=2; p=7, q=2 as a list of points."""
+    points = []
+    for group in split_top(text, re.compile(";")):
+        items = [read_answer(part, depth=depth + 1) for part in split_top(group, re.compile(",")) if "=" in part]
+        if len(items) < 2 or not all(isinstance(item, Named) for item in items):
+            return None
+        points.append(
+            sorted(((item.name, item.value) for item in items if isinstance(item, Named)), key=lambda i: i[0])
+        )
+    if len({tuple(name for name, _ in point) for point in points}) > 1:
+        return None
+    return Row("list", tuple(Row("tuple", tuple(value for _, value in point)) for point in points))
+
+
+_CASES = re.compile(
+    r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?P<rows>.*)\\end\{cases\}", re.DOTALL
+)
+_CONDITION = re.compile(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
+_IF = re.compile(r"\A[\s&]*(?:\\text\{\s*)?(?:if|for|when|where|\s)*\}?\s*")
+
+
+def _cases(text: str, depth: int) -> Answer | None:
+    """Pieces of a function with their conditions; of equations without conditions a list."""
+    match = _CASES.fullmatch(text)
+    if match is None:
+        return None
+    rows = [row.strip(" .,;") for row in match["rows"].split("\\\\") if row.strip()]
+    if not any(_CONDITION.search(row) for row in rows):
+        return read_answer(", ".join(rows), depth=depth + 1)
+    read: list[tuple[Answer, Answer | None]] = []
+    for row in rows:
+        parts = _CONDITION.split(row, maxsplit=1)
+        where = _IF.sub("", parts[1]).strip(" .,;") if len(parts) > 1 else ""
+        rest = re.match(r"(?:\\text\{\s*)?(?:otherwise|else)", where)
+        condition = None if rest or not where else read_answer(where, depth=depth + 1)
+        read.append((read_answer(parts[0].strip(" ,;"), depth=depth + 1), condition))
+    covered = Spans(tuple(piece for _, where in read if isinstance(where, Spans) for piece in where.pieces))
+    return Cases(tuple((value, where or complement(covered)) for value, where in read))
 
 
 def _with_carried_names(items: list[Answer]) -> list[Answer]:
@@ -192,6 +256,8 @@ def _read_relation(text: str, depth: int) -> Answer | None:
     if ops == ["\\in"]:
         found = read_answer(sides[1], depth=depth + 1)
         name = re.sub(r"\s", "", sides[0])
+        if isinstance(found, Row) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:
+            found = Spans(_pieces(found))  # x in (1, 2)
         return replace(found, name=name) if isinstance(found, Spans) else found
     if any(op not in ("=", "<", ">", "\\le", "\\ge", "\\ne") for op in ops):
         raise Unreadable("a relation that is not known here")
@@ -201,13 +267,14 @@ def _read_relation(text: str, depth: int) -> Answer | None:
 
 
 _NAME = re.compile(
-    r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\||\([A-Za-z](?:\s*,\s*[A-Za-z](?:_\{?\w\}?)?)*\)"
+    r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\||\([A-Za-z](?:\([a-z]\))?(?:\s*,\s*[A-Za-z](?:_\{?\w\}?)?(?:\([a-z]\))?)*\)"
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
     r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
     r"|(?:\\overline\{)?[A-Z]{2,4}\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
 )
 
 
+_OVER = re.compile(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
 _SUM_OF_NAMES = re.compile(r"[A-Za-z](?:\s*[+-]\s*[A-Za-z])+")
 
 
@@ -260,7 +327,11 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         endless = "infty" in low + high or "infinity" in low + high
         if text[0] == "[" or text[-1] == "]" or endless:
             return Spans((Piece(parse(low), text[0] == "[", parse(high), text[-1] == "]"),))
-    return Row("tuple", tuple(read_answer(item, depth=depth + 1) for item in items))
+    read = [read_answer(item, depth=depth + 1) for item in items]
+    if any(isinstance(item, Row) and item.signs for item in read):  # (\\pm 1, 2) are two points
+        choices = itertools.product(*(item.items if isinstance(item, Row) and item.signs else (item,) for item in read))
+        return Row("list", tuple(Row("tuple", tuple(choice)) for choice in itertools.islice(choices, 16)))
+    return Row("tuple", tuple(read))
 
 
 def _matrix_rows(inner: str) -> list[list[str]] | None:
@@ -297,8 +368,11 @@ def _set(inner: str, depth: int) -> Answer:
     if not inner:
         return Spans(())
     conditions = split_top(inner, _BAR)
-    if len(conditions) == 2 and re.fullmatch(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?", conditions[0].strip()):
-        return read_answer(conditions[1], depth=depth + 1)
+    if len(conditions) == 2 and (over := _OVER.fullmatch(conditions[0].strip())):
+        found = read_answer(conditions[1], depth=depth + 1)
+        if over[1] in (None, "R") or not isinstance(found, Spans):
+            return found
+        return whole_members(found, -math.inf if over[1] == "Z" else 1)
     items: list[Answer] = []
     for part in split_top(inner, _MEMBERS):
         item = read_answer(part, depth=depth + 1)
@@ -309,25 +383,14 @@ def _set(inner: str, depth: int) -> Answer:
 
 
 def _without_points(text: str, depth: int) -> Answer:
-    """All reals without some points, as the intervals between."""
+    """A set of reals without a set or some points."""
     whole, _, points = text.partition("\\setminus")
     answer = read_answer(_without_membership(whole), depth=depth + 1)
-    removed = read_answer(points, depth=depth + 1)
-    if not isinstance(answer, Spans) or answer.pieces != EVERY_REAL:
+    removed = complement(Spans(_pieces(read_answer(points, depth=depth + 1))))
+    left = removed and intersection(Spans(_pieces(answer), _membership(whole)), removed)
+    if left is None:
         raise Unreadable("a difference of sets")
-    if isinstance(removed, Spans) and len(removed.pieces) == 1:
-        (gap,) = removed.pieces
-        if INFINITY not in (gap.high, gap.low) and ("-", INFINITY) not in (gap.high, gap.low):
-            below = Piece(("-", INFINITY), False, gap.low, not gap.low_closed)
-            return Spans((below, Piece(gap.high, not gap.high_closed, INFINITY, False)), _membership(whole))
-    values = []
-    for item in as_items(removed):
-        if not isinstance(item, Value) or item.node[0] not in "n-":
-            raise Unreadable("a difference of sets")
-        values.append(item.node)
-    values.sort(key=lambda node: node[1] if node[0] == "n" else -node[1][1])
-    edges = [("-", INFINITY), *values, INFINITY]
-    return Spans(tuple(Piece(low, False, high, False) for low, high in itertools.pairwise(edges)), _membership(whole))
+    return left
 
 
 def _membership(text: str) -> str:
@@ -363,6 +426,8 @@ def read_decimal_comma(text: str) -> Fraction | None:
 
 def _read_value(text: str, depth: int) -> Answer | None:
     """An expression with or without a unit; several where it has plus-minus signs."""
+    if compound := read_compound(text):
+        return Value(("n", compound[0]), compound[1])
     if percent := _PERCENT_TAIL.search(text):
         core = text[: percent.start()].strip()
         return _with_words(core, "percent") if core else None

@@ -3,67 +3,59 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
-from dppo_megatron.rewards.math.answers import INFINITY, Answer, Based, Clock, Grid, Piece, Spans, Value, Words
+from dppo_megatron.rewards.math.answers import (
+    INFINITY,
+    Answer,
+    Based,
+    Clock,
+    Congruence,
+    Grid,
+    Piece,
+    Spans,
+    Value,
+    Words,
+)
 from dppo_megatron.rewards.math.number_words import read_number_words
 from dppo_megatron.rewards.math.parse import parse
 from dppo_megatron.rewards.math.trees import Unreadable
 
 WRAPPED_TEXT = re.compile(r"\\text\{([^{}]*)\}")
-
-
 _CLOCK = re.compile(
     r"(\d{1,2})(?::(\d\d))?\s*(?:\\text\{)?\s*([AaPp])\.?\s*[Mm]\.?\s*\}?|(\d{1,2}):(\d\d)|(\d{1,2}) o'?clock"
 )
-
-
 _BASED = re.compile(
     r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
 )
-
-
 _BASED_WORDS = re.compile(r"([0-9A-Fa-f]+)\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\}?\s*(\d+|[a-z]+)\)?\}?")
-
-
 _ENVIRONMENT = re.compile(
     r"\\begin\s*\{([pbB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL
 )
-
-
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
-
-
 _CHOICE_TEXT = re.compile(r"\\text\{\s*\(?\s*([A-Za-z])\s*\)?\s*[.:]?\s*\}|\(\s*(?:\\text\{\s*)?([A-Za-z])\s*\}?\s*\)")
-
-
 _LED_CHOICE = re.compile(r"\(?(?:\\text\{\s*)?\(?([A-Z])\)?\s*[).:]\s*\}?\s*(.+)", re.DOTALL)
-
-
 _LEAD = re.compile(
     r"(?:so|thus|hence|therefore)?,?\s*(?:the\s+)?(?:final\s+)?(?:correct\s+)?(?:answer|solution|result)s?(?![A-Za-z])"
     r"(?:\s+set)?\s*(?:is|are|:|=)?\s*:?\s*",
     re.IGNORECASE,
 )
-
-
 _SENTENCE = re.compile(
-    r"(?:\\text\{)?[A-Z][A-Za-z ,'-]+(?:\b(?:is|are|equals)|:)\s*\}?\s+(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
+    r"(?:\\text\{)?[A-Z][A-Za-z ,'-]+(?:\b(?:is|are|equals)|:)"
+    r"(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
-
-
 _EMPTY = frozenset(
     ["\\emptyset", "empty set", "the empty set", "no solution", "no solutions", "no real solutions", "no real solution"]
 )
-
-
 _EVERYTHING = frozenset(
     ["\\mathbb{r}", "all real numbers", "all reals", "all real", "the real numbers", "the set of all real numbers"]
 )
-
-
+_HALF_LINE = re.compile(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
+_CONGRUENCE = re.compile(
+    r"(?:[a-zA-Z]\s*(?:\\equiv|=)\s*)?(-?\s*\d{1,9})\s*"
+    r"(?:\\pmod\s*\{?\s*(\d{1,9})\s*\}?|\(?\s*\\?(?:text\{\s*)?b?mod\s*\}?\s*\{?\s*(\d{1,9})\s*\}?\s*\)?)"
+)
 _ENDLESS = frozenset(["infinitely many", "infinite", "infinity", "infinitely many solutions"])
-
-
 EVERY_REAL = (Piece(("-", INFINITY), False, INFINITY, False),)
 
 
@@ -72,6 +64,12 @@ def read_special(text: str, depth: int) -> Answer | None:
     plain = plain_words(text)
     if text == "\\emptyset" or text == "\\{ \\}" or text == "\\{\\}" or plain in _EMPTY:
         return Spans(())
+    if match := _HALF_LINE.fullmatch(text):
+        sign = match[1] or match[2] or "+"
+        closed = "e" in sign
+        if ">" in sign or "+" in sign or "g" in sign:
+            return Spans((Piece(("n", Fraction(0)), closed, INFINITY, False),))
+        return Spans((Piece(("-", INFINITY), False, ("n", Fraction(0)), closed),))
     if text.lower() in _EVERYTHING or plain in _EVERYTHING:
         return Spans(EVERY_REAL)
     if plain in _ENDLESS:
@@ -91,6 +89,9 @@ def read_special(text: str, depth: int) -> Answer | None:
             return Words(text)  # 7_7 is no number
     if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and depth == 0:
         return read_clock(match)
+    if match := _CONGRUENCE.fullmatch(text):
+        modulus = int(match[2] or match[3])
+        return Congruence(int(match[1].replace(" ", "")) % modulus, modulus) if modulus else None
     if match := _ENVIRONMENT.fullmatch(text.strip("[]() ") if text[:1] in "[(" and "\\begin" in text else text):
         return read_grid(match[2])
     return None
@@ -100,7 +101,8 @@ def without_sentence(text: str) -> str:
     """What `the solution is ...` or `The largest n is ...` says."""
     if (lead := _LEAD.match(text)) and lead.end() < len(text):
         text = text[lead.end() :].strip()
-    match = _SENTENCE.fullmatch(text) if " is " in text or " are " in text or ": " in text else None
+    says = text.count(":") < 2 and any(sign in text for sign in (" is ", " are ", " is}", " are}", ": "))
+    match = _SENTENCE.fullmatch(text) if says else None
     if match and re.search(r"[\d\\]", match["rest"]):
         return match["rest"].strip()
     return text
@@ -118,10 +120,10 @@ def read_words(text: str) -> Answer:
     return Words(plain)
 
 
-def as_words(text: str) -> Words | None:
+def as_words(text: str, *, with_digits: bool = False) -> Words | None:
     """The text as words, whatever else it might be; None if it has mathematical signs."""
     plain = plain_words(text)
-    return Words(plain) if re.fullmatch(r"[a-z' -]+", plain) else None
+    return Words(plain) if re.fullmatch(r"[a-z0-9' -]+" if with_digits else r"[a-z' -]+", plain) else None
 
 
 def plain_words(text: str) -> str:

@@ -2,11 +2,13 @@
 
 `("n", Fraction)`, `("s", name)`, `("c", "pi" | "e" | "i" | "inf")`, `("+", a, b)`, `("*", a, b)`, `("/", a, b)`,
 `("^", a, b)`, `("-", a)`, `("pm", a)` (plus or minus a), `("mp", a)`, `("deg", a)`, `("f", name, a)`,
-`("root", n, a)`, `("log", base or None, a)`, `("binom", n, k)`.
+`("root", n, a)`, `("log", base or None, a)`, `("binom", n, k)`,
+`("of", "max" | "min" | "gcd" | "lcm" | "mod", a, b ...)`, `("big", "sum" | "prod", name, from, to, body)`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 Node = tuple[Any, ...]
@@ -26,7 +28,14 @@ def symbols(node: Node) -> frozenset[str]:
     for part in node[1:]:
         if isinstance(part, tuple):
             found |= symbols(part)
-    return found
+    return found - {node[2]} | symbols(node[3]) | symbols(node[4]) if node[0] == "big" else found
+
+
+def contains(node: Node, kinds: Collection[str], test: Callable[[Node], bool] = bool) -> bool:
+    """Whether a node of one of the kinds, that the test holds for, is anywhere in the tree."""
+    if node[0] in kinds and test(node):
+        return True
+    return any(contains(part, kinds, test) for part in node[1:] if isinstance(part, tuple))
 
 
 def signs(node: Node) -> list[Node]:
@@ -68,6 +77,13 @@ def _choose(node: Any, minus: list[bool], seen: list[int]) -> Any:
 
 def renamed(node: Node, old: str, new: str) -> Node:
     """The tree with another name for one of its variables."""
-    if node == ("s", old):
-        return ("s", new)
-    return (node[0], *(renamed(part, old, new) if isinstance(part, tuple) else part for part in node[1:]))
+    return substituted(node, old, ("s", new))
+
+
+def substituted(node: Node, name: str, by: Node) -> Node:
+    """The tree with another tree for one of its variables."""
+    if node == ("s", name):
+        return by
+    if node[0] == "big" and node[2] == name:
+        return node
+    return (node[0], *(substituted(part, name, by) if isinstance(part, tuple) else part for part in node[1:]))

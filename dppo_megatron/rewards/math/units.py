@@ -115,7 +115,7 @@ def read_unit(words: str) -> Unit | None:
         ('length^2', None)
     """
     words = re.sub(r"[{}\\~]", " ", words).strip(" .,;")
-    if len(words) == 1 and words.isupper():  # newtons, kelvin
+    if len(words) == 1 and words.isupper() and words != "L":  # newtons, kelvin
         return Unit(words)
     words = words.lower()
     words = re.sub(r"\bper cent\b", "percent", words)
@@ -129,6 +129,33 @@ def read_unit(words: str) -> Unit | None:
     if re.search(r"[^\w\s%$/^*().,'-]", words):
         return None
     return Unit(words, *_known(words))
+
+
+_PART = (
+    r"(\d+(?:\.\d+)?)\s*(?:\\text\{)?\s*([A-Za-z]+)\.?\s*(?:,|and)?\s*\}?\s*(?:,|\\text\{\s*and\s*\}|and(?![a-z]))?\s*"
+)
+_COMPOUND = re.compile(rf"(?:{_PART}){{2,4}}", re.ASCII)
+_SEXAGESIMAL = re.compile(r"(\d+)\s*\^?\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*'')?", re.ASCII)
+
+
+def read_compound(text: str) -> tuple[Fraction, Unit] | None:
+    """A measure of several parts, in its last unit: 1 hour 30 minutes, 5 feet 6 inches, 60 degrees 42'."""
+    if match := _SEXAGESIMAL.fullmatch(text):
+        return Fraction(int(match[1])) + Fraction(int(match[2]), 60) + Fraction(int(match[3] or 0), 3600), _DEGREES
+    if not text[:1].isdigit() or not _COMPOUND.fullmatch(text):
+        return None
+    parts = [(Fraction(number), read_unit(words)) for number, words in re.findall(_PART, text)]
+    units = [unit for _, unit in parts if unit is not None and unit.dimension]
+    factors = [unit.factor for unit in units]
+    if (
+        len(units) < len(parts)
+        or len({unit.dimension for unit in units}) > 1
+        or factors != sorted(factors, reverse=True)
+    ):
+        return None
+    return sum((n * unit.factor for (n, _), unit in zip(parts, units, strict=True)), Fraction(0)) / factors[-1], units[
+        -1
+    ]
 
 
 def is_glued(word: str) -> bool:
@@ -164,3 +191,6 @@ def _known(words: str) -> tuple[str, Fraction]:
         return "", Fraction(1)
     dimension, factor = _KNOWN[words]
     return (dimension if power == 1 else f"{dimension}^{power}"), factor**power
+
+
+_DEGREES = Unit("degrees", *_KNOWN["degrees"])

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import INFINITY, Value
-from dppo_megatron.rewards.math.evaluate import approximate, is_too_big, rational, same
+from dppo_megatron.rewards.math.equality import same
+from dppo_megatron.rewards.math.evaluate import Work, approximate, rational
 from dppo_megatron.rewards.math.numbers import rounds_to
-from dppo_megatron.rewards.math.trees import Node, renamed, symbols
-from dppo_megatron.rewards.math.units import Unit
+from dppo_megatron.rewards.math.trees import Node, renamed, substituted, symbols
+from dppo_megatron.rewards.math.units import Unit, read_unit
 
 Verdict = bool | None
 
@@ -33,15 +34,18 @@ class Rules:
     """Places to which a decimal reference may be rounded, if the answer is an exact form that no decimal equals."""
     their_digits: int = 0
     """Significant digits of an answer that is a decimal."""
+    work: Work = field(default_factory=Work, compare=False)
+    """Operations that are left for all of the grading's comparisons."""
 
     def item(self, index: int) -> Rules:
         """The rules for one item of a list."""
         if len(self.tolerances) < 2:
             return self
-        return Rules(self.tolerances[index : index + 1], self.digits, self.unit, self.decimals, self.their_digits)
+        return replace(self, tolerances=self.tolerances[index : index + 1])
 
-
-EXACT = Rules()
+    def exact(self) -> Rules:
+        """For what has to be equal whatever the row says: ends of intervals, cells of matrices."""
+        return Rules(work=self.work)
 
 
 _NO_UNIT = Unit("")
@@ -55,7 +59,9 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
         return _percents(gold, gold_unit, other, other_unit, rules)
     if {gold_unit.dimension, other_unit.dimension} == {"angle", "angle:radian"}:
         degrees, radians = (gold, other) if gold_unit.dimension == "angle" else (other, gold)
-        return same(("deg", degrees.node), radians.node)
+        return same(("deg", degrees.node), radians.node, rules.work)
+    if gold_unit.dimension and other.unit is None and (written := _with_unit(other.node, gold_unit)):
+        return equal_values(gold, written, rules)
     if gold_unit.dimension and other_unit.dimension:
         if gold_unit.dimension != other_unit.dimension:
             return False
@@ -64,17 +70,18 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
     verdict = equal_nodes(gold.node, other.node, rules)
     if verdict:
         return True
-    if (
-        gold_unit.words
-        and len(gold_unit.words) == 1
-        and other.node[0] == "*"
-        and other.node[2] == ("s", gold_unit.words)
-    ):
-        return equal_nodes(gold.node, other.node[1], rules)  # 5m without \\text
     for angle, plain in ((gold, other), (other, gold)):  # 90 degrees and pi/2
         if angle.unit is not None and angle.unit.words == "degrees" and plain.unit is None and _has_pi(plain.node):
-            return same(("deg", angle.node), plain.node)
+            return same(("deg", angle.node), plain.node, rules.work)
     return verdict
+
+
+def _with_unit(node: Node, gold: Unit) -> Value | None:
+    """5m and 0.05 m without \\text, which read as products, where the reference measures the same thing."""
+    if node[0] != "*" or node[2][0] != "s" or len(node[2][1]) > 2:
+        return None
+    unit = read_unit(node[2][1])
+    return Value(node[1], unit) if unit is not None and unit.dimension == gold.dimension else None
 
 
 def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rules: Rules) -> Verdict:
@@ -106,33 +113,22 @@ def equal_nodes(gold: Node, other: Node, rules: Rules) -> Verdict:
         return _infinite_sign(gold) == _infinite_sign(other)
     if (rules.tolerances or rules.digits) and not symbols(gold) | symbols(other):
         return _rounded(gold, other, rules)
-    verdict = same(gold, other)
+    verdict = same(gold, other, rules.work)
     if verdict is False and rules.decimals and not symbols(gold) | symbols(other):
         return _is_rounding(gold, other, rules.decimals)
     if verdict is False and rules.their_digits >= _FULL_PRECISION and not symbols(gold):
         return _is_full_precision(gold, other, rules.their_digits)
-    if verdict is False and _has_pi(gold):
-        verdict = same(gold, _with_index(other, symbols(gold), symbols(other)))
+    if verdict is False and _has_pi(gold) and symbols(gold) | symbols(other) <= {"k", "m", "n"}:
+        turn = parameter_turn(gold, other, rules.work)
+        verdict = same(gold, substituted(other, *turn), rules.work) if turn else False
     if verdict is False and (constant := _with_constant(gold, other)) is not None:
-        verdict = same(gold, constant)
-    if verdict is None and (is_too_big(other) or is_too_big(gold)):
-        return _towers(gold, other)  # Math-Verify would hang on it
+        verdict = same(gold, constant, rules.work)
     return verdict
-
-
-def _towers(gold: Node, other: Node) -> bool:
-    """Numbers that are too large to be computed: equal if their logarithms are, where they are plain powers."""
-    if gold[0] != "^" or other[0] != "^":
-        return False
-    if gold[1] == other[1]:
-        return equal_nodes(gold[2], other[2], EXACT) is True
-    logarithms = [("*", node[2], ("f", "ln", node[1])) for node in (gold, other)]
-    return same(*logarithms) is True
 
 
 def _rounded(gold: Node, other: Node, rules: Rules) -> Verdict:
     """Within the row's tolerance, or rounding to the reference at its own digits."""
-    verdict = same(gold, other)
+    verdict = same(gold, other, rules.work)
     if verdict:
         return True
     stated, value = rational(gold), _decimal_value(other)
@@ -175,11 +171,25 @@ def _endless(node: Node) -> Fraction | None:
     return None if rest == 1 else value
 
 
-def _with_index(other: Node, ours: frozenset[str], theirs: frozenset[str]) -> Node:
-    """n pi for k pi: the whole number of a periodic solution has no name of its own."""
-    if len(ours) == len(theirs) == 1 and ours != theirs and ours | theirs <= {"k", "m", "n"}:
-        return renamed(other, *theirs, *ours)
-    return other
+def parameter_turn(gold: Node, other: Node, work: Work) -> tuple[str, Node] | None:
+    """How the one parameter of `other` has to be replaced for `other` to be `gold`, both linear in theirs: by another
+    name, a whole number further, or backwards, since n pi, k pi and (1 - k) pi are the same numbers for whole k."""
+    ours, theirs = symbols(gold), symbols(other)
+    if not len(ours) == len(theirs) == 1:
+        return None
+    (mine,), (name,) = ours, theirs
+    ends = [
+        approximate(substituted(node, letter, ("n", Fraction(at))), work)
+        for node, letter in ((gold, mine), (other, name))
+        for at in (0, 1)
+    ]
+    if None in ends:
+        return None
+    start, step = ends[0], ends[1] - ends[0]  # type: ignore[operator]
+    back = -1 if step * (ends[3] - ends[2]) < 0 else 1  # type: ignore[operator]
+    shift = back * round((start - ends[2]) / step) if step else 0  # type: ignore[operator]
+    moved = ("+", ("*", ("n", Fraction(back)), ("s", mine)), ("n", Fraction(shift)))
+    return name, ("s", mine) if (back, shift) == (1, 0) else moved
 
 
 _CONSTANTS = frozenset(["C", "c", "K", "k", "C_1", "c_1", "C_0"])
@@ -195,6 +205,8 @@ def _with_constant(gold: Node, other: Node) -> Node | None:
     mine = [name for name in ("C", "c") if name in ours - theirs and _is_term(gold, name)]
     known = ours & theirs
     added = [name for name in theirs - ours if name in _CONSTANTS and _is_term(other, name)]
+    if ours - theirs == {"C"} and theirs - ours == {"c"} and gold[0] == "*":
+        return renamed(other, "c", "C")  # 2Cx^2
     if len(mine) != 1 or len(added) != 1 or (mine == ["c"] and (known & {"a", "b"} or added != ["C"])):
         return None
     return renamed(other, added[0], mine[0])

@@ -1,0 +1,337 @@
+"""Whether two trees are equal, proved and not sampled where that can be.
+
+- Rational functions (also in pi, e and i): at a secret point modulo a secret prime of 120 bits (Schwartz-Zippel). Two
+  different ones agree there with a chance of about degree / 2^120, however large their numbers are.
+- Others: at secret points of both signs and of sizes from 1 to 10^6, and on both sides of every place where a floor,
+  absolute value, maximum or root changes its branch: exactly where the value is rational, else in double precision,
+  and, where that finds no difference, to 40 digits or more.
+- Variables named as whole numbers are (n, k, m ...) may be equal for whole numbers only: cos(n pi) is (-1)^n.
+
+None, "cannot be said", is not a yes. The secret is drawn once a process: an answer cannot be made for known points.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from dppo_megatron.rewards.math.evaluate import (
+    Discrete,
+    Doubles,
+    Evaluation,
+    Irrational,
+    TooBig,
+    Undefined,
+    Unsure,
+    Work,
+    digits,
+    exact,
+    rational,
+)
+from dppo_megatron.rewards.math.steps import breaks, has_steps
+from dppo_megatron.rewards.math.trees import Node, contains, symbols
+
+_SECRET = os.urandom(16)
+_WHOLE = frozenset("nmkljNMK")
+_MAX_NAMES = 12
+_SIZES = (
+    (1, 0),
+    (1, 1),
+    (4, 0),
+    (1, 0),
+    (1, 9),
+    (1, 0),
+    (30, 0),
+    (3, 1),
+    (300, 0),
+    (10**6, 0),
+    (10**5, 1),
+    (10**15, 0),
+)
+_ENOUGH = 3
+"""Points at which two functions have to be equal; of whole numbers, four times as many."""
+_ERRORS = (ZeroDivisionError, ValueError)
+
+
+class _NotRational(Exception):
+    """No rational function."""
+
+
+def same(gold: Node, other: Node, work: Work | None = None) -> bool | None:
+    """Whether the trees are equal; None if that cannot be said.
+
+    Example:
+        >>> same(parse("2^{-2/3}"), parse("\\\\frac{1}{\\\\sqrt[3]{4}}"))
+        True
+    """
+    if gold == other:
+        return True
+    work = work or Work()
+    names = sorted(symbols(gold) | symbols(other))
+    try:
+        try:
+            if not names and (left := exact(gold, None, work)) is not None:
+                right = exact(other, None, work)
+                if right is not None:
+                    return left == right
+        except TooBig:
+            work.spend()  # also of digits, which residues do not have
+        verdict = _same_residue(gold, other, work)
+        if verdict is not None:
+            return verdict
+        if not names:
+            return _near(gold, other, {}, work) == "equal"
+        return _same_functions(gold, other, names, work) if len(names) <= _MAX_NAMES else None
+    except (TooBig, Undefined, Irrational, OverflowError, RecursionError, *_ERRORS):
+        return None
+
+
+@functools.cache
+def _modulus() -> tuple[int, int]:
+    """A secret prime with a root of -1, and that root."""
+    drawn = random.Random(_SECRET)
+    while True:
+        prime = (drawn.getrandbits(120) | 1 << 119) & ~3 | 1
+        if all(prime % small for small in (3, 5, 7, 11, 13)) and all(
+            _is_probable(prime, drawn.randrange(2, prime)) for _ in range(8)
+        ):
+            break
+    while True:
+        root = pow(drawn.randrange(2, prime), prime // 4, prime)
+        if root * root % prime == prime - 1:
+            return prime, root
+
+
+def _is_probable(number: int, base: int) -> bool:
+    """One round of Miller and Rabin."""
+    twos = (number - 1 & 1 - number).bit_length() - 1
+    power = pow(base, number - 1 >> twos, number)
+    if power in (1, number - 1):
+        return True
+    return any((power := power * power % number) == number - 1 for _ in range(twos - 1))
+
+
+@functools.lru_cache(maxsize=1024)
+def _residue(name: str) -> int:
+    return random.Random(_SECRET + name.encode()).randrange(1, _modulus()[0])
+
+
+def _same_residue(gold: Node, other: Node, work: Work) -> bool | None:
+    """None where one of the two is no rational function, or has no value."""
+    try:
+        return _modular(gold, work) == _modular(other, work)
+    except (_NotRational, Undefined):
+        return None
+
+
+def _modular(node: Node, work: Work) -> int:
+    work.spend()
+    kind, (prime, root) = node[0], _modulus()
+    if kind == "n":
+        number: Fraction = node[1]
+        return number.numerator * _inverse(number.denominator, prime) % prime
+    if kind == "s":
+        return _residue(node[1])
+    if kind == "c" and node[1] != "inf":
+        return root if node[1] == "i" else _residue("constant " + node[1])
+    if kind == "-":
+        return -_modular(node[1], work) % prime
+    if kind in ("+", "*", "/"):
+        left, right = _modular(node[1], work), _modular(node[2], work)
+        return (left + right if kind == "+" else left * right if kind == "*" else left * _inverse(right, prime)) % prime
+    if kind == "^" and not symbols(node[2]):
+        power = exact(node[2], None, work)
+        if power is None or power.denominator != 1 or power.numerator.bit_length() > 4000:
+            raise _NotRational
+        base = _modular(node[1], work)
+        if not base and power <= 0:
+            raise Undefined("0 to the power 0 or less")
+        return pow(base if power > 0 else _inverse(base, prime), abs(int(power)) % (prime - 1), prime)
+    if kind in ("f", "binom", "root", "of", "big") and not symbols(node):
+        value = exact(node, None, work)
+        if value is not None:
+            return _modular(("n", value), work)
+    raise _NotRational
+
+
+def _inverse(value: int, prime: int) -> int:
+    if value == 1:
+        return 1
+    if not value % prime:
+        raise Undefined("division by zero")
+    return pow(value, -1, prime)
+
+
+def _same_functions(gold: Node, other: Node, names: list[str], work: Work) -> bool | None:
+    """By their values. With two variables or more below zero, roots and logarithms of products have other branches than
+    products of roots; who writes them means positive numbers."""
+    pair = ("+", gold, other)
+    drawn = random.Random(_SECRET + repr(names).encode())
+    has_roots = contains(pair, {"root", "log", "^", "f"}, _is_branched)
+    outcomes = []
+    anywhere = ((point, False) for point in _points(names, _largest(pair) if has_steps(pair) else Fraction(0), drawn))
+    for point, is_step in itertools.chain(anywhere, _around_breaks(pair, names, drawn, work)):
+        if has_roots and sum(value < 0 for value in point.values()) > 1:
+            continue
+        found = _at(gold, other, point, work)
+        if is_step and found == "one is real":
+            continue  # x^2 / x for x
+        outcomes.append(found)
+        if found in ("different", "one is real"):
+            break
+    if {"different", "one is real"} & set(outcomes):
+        return len(names) <= 3 and _WHOLE.issuperset(names) and _same_wholes(gold, other, names, drawn, work)
+    if outcomes.count("equal") >= _ENOUGH:
+        return _whole_points_agree(gold, other, names, drawn, work)
+    if "whole" in outcomes:
+        return _same_wholes(gold, other, names, drawn, work)
+    return False if "other branch" in outcomes else None
+
+
+def _is_branched(node: Node) -> bool:
+    if node[0] == "root":  # of a square it is an absolute value
+        return bool(node[2][0] != "^" or node[2][2] != node[1])
+    if node[0] == "^":
+        return bool(node[2][0] != "n" or node[2][1].denominator != 1)
+    return node[0] == "log" or node[1] in ("ln", "arcsin", "arccos")
+
+
+def _points(names: Sequence[str], large: Fraction, drawn: random.Random) -> Iterator[dict[str, Fraction]]:
+    """Some beyond the largest number; positive ones, then ones of which one, then all are negative, of growing size."""
+    if large:  # there are steps: each variable beyond the largest number, then each of a size of its own
+        for _ in range(8):
+            yield {name: large * Fraction(drawn.randrange(-9970, 9970), 331) for name in names}
+        for _ in range(16 if len(names) > 1 else 4):
+            yield {
+                name: Fraction(drawn.randrange(-997, 997)) * Fraction(10) ** drawn.randrange(-9, 16) for name in names
+            }
+    for size, negative in _SIZES:
+        point = {name: Fraction(drawn.randrange(1, 997), 997) * size for name in names}
+        if negative == 1:
+            below = drawn.choice(names)
+            point[below] = -point[below]
+        yield {name: -value for name, value in point.items()} if negative == 9 else point
+
+
+def _around_breaks(
+    pair: Node, names: Sequence[str], drawn: random.Random, work: Work
+) -> Iterator[tuple[dict[str, Fraction], bool]]:
+    """Along each variable, with the others fixed three times, every step (True) and points beside it."""
+    far = Fraction(1)  # the farthest step so far: others depend on it where one step is in another
+    for turn in range(3 if len(names) > 1 else 1):
+        for name in names:
+            size = (Fraction(1), _largest(pair) * 9, far)[turn]
+            fixed = {other: Fraction(drawn.randrange(-997, 997), 331) * size for other in names if other != name}
+            for place, is_step in breaks(pair, name, fixed, drawn, work):
+                far = max(far, abs(place))
+                yield {**fixed, name: place}, is_step
+
+
+def _largest(node: Node) -> Fraction:
+    """Number in the tree, carried out."""
+    if not symbols(node):
+        return abs(rational(node) or Fraction(1))
+    return max((_largest(part) for part in node[1:] if isinstance(part, tuple)), default=Fraction(1))
+
+
+def _whole_points_agree(gold: Node, other: Node, names: Sequence[str], drawn: random.Random, work: Work) -> bool:
+    """Small whole numbers, for (-1)^n and the like, which have one value there and many elsewhere."""
+    for bound in (9, 40):
+        if _at(gold, other, {name: Fraction(drawn.randrange(1, bound)) for name in names}, work) == "different":
+            return False
+    return True
+
+
+def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: random.Random, work: Work) -> bool | None:
+    """Equal for whole numbers: runs of small ones, large ones, and both sides of every step."""
+    points = [dict.fromkeys(names, Fraction(both)) for both in range(1, 13)]
+    bounds = (*(12,) * 12 * (len(names) - 1), 30, 90, 300, 1000, 10**6, 10**13, 10**20)
+    points += [{name: Fraction(drawn.randrange(1, bound)) for name in names} for bound in bounds]
+    points += [{name: Fraction(-drawn.randrange(1, bound)) for name in names} for bound in (30, 10**4)]
+    for point, _ in _around_breaks(("+", gold, other), names, drawn, work):
+        points += [{name: Fraction(turn(value)) for name, value in point.items()} for turn in (math.floor, math.ceil)]
+    outcomes = []
+    for point in points:
+        outcomes.append(_at(gold, other, point, work))
+        if outcomes[-1] in ("different", "one is real"):
+            return False
+    return True if outcomes.count("equal") >= 4 * _ENOUGH else None
+
+
+def _at(gold: Node, other: Node, values: Mapping[str, Fraction], work: Work) -> str:
+    """`equal`, `different`, `one is real` (or defined), `other branch`, `whole` (defined for whole numbers only), or
+    `undefined` (or too large)."""
+    kept, there = [], []
+    for node in (gold, other):
+        try:
+            kept.append(Evaluation(values, None, work).of(node))
+            there.append(True)
+        except Discrete:
+            return "whole"
+        except (Undefined, *_ERRORS):
+            there.append(False)
+        except Irrational:
+            there.append(True)
+        except (TooBig, OverflowError):
+            if work.left < 0:
+                raise
+            return "undefined"
+    if not all(there):
+        return "one is real" if any(there) else "undefined"
+    if len(kept) == 2:
+        return "equal" if kept[0] == kept[1] else "different"
+    try:
+        return _near(gold, other, values, work)
+    except Discrete:
+        return "whole"
+    except (Undefined, TooBig, OverflowError, Irrational, *_ERRORS):
+        if work.left < 0:
+            raise TooBig from None
+        return "undefined"
+
+
+def _near(gold: Node, other: Node, values: Mapping[str, Fraction], work: Work) -> str:
+    """What `_at` says of irrational values: differences are found in double precision, equality with more digits."""
+    bits = 0
+    try:
+        found, bits = _compared(gold, other, values, Doubles, work)
+        if found:
+            return found
+    except (Unsure, OverflowError):
+        pass
+    # as many digits as the longest fraction beside the irrational part has, and 40 more
+    count = 60 if bits < 64 else 60 + bits // 3
+    if count > 2000:
+        raise TooBig
+    found, bits = _compared(gold, other, values, digits(count), work)
+    if bits // 3 > count:
+        found, _ = _compared(gold, other, values, digits(min(2000, 60 + bits // 3)), work)
+    return found
+
+
+def _compared(gold: Node, other: Node, values: Mapping[str, Fraction], arithmetic: Any, work: Work) -> tuple[str, int]:
+    """And the bits of the longest fraction that was rounded."""
+    ours, theirs = Evaluation(values, arithmetic, work), Evaluation(values, arithmetic, work)
+    ours_value, theirs_value = ours.of(gold), theirs.of(other)
+    if isinstance(ours_value, Fraction) and isinstance(theirs_value, Fraction):
+        return ("equal" if ours_value == theirs_value else "different"), 0
+    left, right = ours.lift(ours_value), theirs.lift(theirs_value)
+    size, bits = max(abs(left), abs(right)), max(ours.bits, theirs.bits)
+    apart, rough = abs(left - right), max(size, ours.largest, theirs.largest)
+    if not arithmetic.precise and not math.isfinite(rough):
+        raise OverflowError
+    if apart <= rough * arithmetic.tiny:
+        return ("equal" if arithmetic.precise else ""), bits
+    if not ours.has_branch and not theirs.has_branch:
+        return "different", bits
+    reals = [abs(value.imag) <= rough * arithmetic.tiny for value in (left, right)]
+    strict = [real and not side.has_branch for real, side in zip(reals, (ours, theirs), strict=True)]
+    if all(strict) or (all(reals) and not any(strict)):
+        return "different", bits
+    return ("different" if all(reals) else "one is real" if any(reals) else "other branch"), bits

@@ -1,0 +1,242 @@
+"""Equality of expressions: pairs that are equal by how they were made are found equal, pairs that differ at a point
+that Python's own arithmetic has found are never found equal. Most of them have steps (floor, maximum)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from fractions import Fraction
+
+import pytest
+
+from dppo_megatron.rewards.math import equality
+from dppo_megatron.rewards.math.clean import clean
+from dppo_megatron.rewards.math.equality import same
+from dppo_megatron.rewards.math.grader import grade_math
+from dppo_megatron.rewards.math.parse import parse
+from dppo_megatron.rewards.math.trees import Node
+from tests.support.cases import Choose
+
+Tree = tuple  # ("x",), ("7", 7), ("+", a, b), ("abs", a), ...
+
+
+@pytest.fixture(autouse=True)
+def _known_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure can be repeated."""
+    monkeypatch.setattr(equality, "_SECRET", b"of the tests")
+    equality._modulus.cache_clear()
+    equality._residue.cache_clear()
+
+
+def value(tree: Tree, at: dict[str, Fraction]) -> Fraction:
+    """In Python's fractions. ZeroDivisionError where it has none."""
+    kind = tree[0]
+    if kind == "n":
+        return Fraction(tree[1])
+    if kind == "s":
+        return at[tree[1]]
+    parts = [value(part, at) for part in tree[1:]]
+    one = parts[0]
+    return {
+        "+": lambda: one + parts[1],
+        "-": lambda: one - parts[1],
+        "*": lambda: one * parts[1],
+        "/": lambda: one / parts[1],
+        "2": lambda: one * one,
+        "abs": lambda: abs(one),
+        "root": lambda: abs(one),
+        "floor": lambda: Fraction(math.floor(one)),
+        "ceil": lambda: Fraction(math.ceil(one)),
+        "max": lambda: max(parts),
+        "min": lambda: min(parts),
+    }[kind]()
+
+
+def latex(tree: Tree) -> str:
+    """As a model writes it."""
+    kind = tree[0]
+    if kind == "n":
+        return str(tree[1]) if tree[1] >= 0 else f"({tree[1]})"
+    if kind == "s":
+        return str(tree[1])
+    parts = [latex(part) for part in tree[1:]]
+    return {
+        "+": "({} + {})",
+        "-": "({} - {})",
+        "*": "({} \\cdot {})",
+        "/": "\\frac{{{}}}{{{}}}",
+        "2": "({})^2",
+        "abs": "|{}|" if "|" not in parts[0] else "\\max({0}, -{0})",
+        "root": "\\sqrt{{({})^2}}",
+        "floor": "\\lfloor {} \\rfloor",
+        "ceil": "\\lceil {} \\rceil",
+        "max": "\\max({}, {})",
+        "min": "\\min({}, {})",
+    }[kind].format(*parts)
+
+
+def read(tree: Tree) -> Node:
+    """What the grader reads in its text."""
+    return parse(clean(latex(tree)))
+
+
+def a_tree(drawn: random.Random, depth: int, names: str) -> Tree:
+    """Steps, sums, products and quotients by numbers."""
+    if depth == 0 or drawn.random() < 0.15:
+        return ("s", drawn.choice(names)) if drawn.random() < 0.7 else ("n", a_number(drawn))
+    kind = drawn.choice(["+", "-", "*", "/", "2", "abs", "floor", "ceil", "max", "min", "abs", "floor"])
+    if kind == "/":
+        return ("/", a_tree(drawn, depth - 1, names), ("n", abs(a_number(drawn)) + 1))
+    count = 1 if kind in ("2", "abs", "floor", "ceil") else 2
+    return (kind, *(a_tree(drawn, depth - 1, names) for _ in range(count)))
+
+
+def a_number(drawn: random.Random) -> int:
+    """Mostly small, sometimes beyond every usual point."""
+    return drawn.choice([drawn.randrange(-9, 10), drawn.randrange(-99, 100), drawn.randrange(-(10**7), 10**7)])
+
+
+def rewritten(tree: Tree, drawn: random.Random) -> Tree:
+    """The same function, otherwise spelled, for every real number."""
+    if tree[0] in "ns":
+        return tree
+    kind, *parts = tree[0], *(rewritten(part, drawn) for part in tree[1:])
+    if drawn.random() < 0.5:
+        return (kind, *parts)
+    one, two = parts[0], parts[-1]
+    shift = ("n", drawn.randrange(-9, 9))
+    minus = ("n", -1)
+    by_abs = ("abs", ("-", one, two))
+    return {
+        "+": lambda: ("-", two, ("*", minus, one)),
+        "-": lambda: ("+", ("*", minus, two), one),
+        "*": lambda: ("-", ("*", ("+", one, shift), two), ("*", shift, two)),
+        "/": lambda: ("/", ("*", ("n", 3), one), ("*", two, ("n", 3))),
+        "2": lambda: ("+", ("*", ("+", one, shift), ("-", one, shift)), ("2", shift)),
+        "abs": lambda: drawn.choice([("max", one, ("*", minus, one)), ("root", one), ("abs", ("-", ("n", 0), one))]),
+        "floor": lambda: ("-", ("floor", ("+", one, shift)), shift),
+        "ceil": lambda: ("*", minus, ("floor", ("*", minus, one))),
+        "max": lambda: drawn.choice([("max", two, one), halved(("+", ("+", one, two), by_abs))]),
+        "min": lambda: drawn.choice([("min", two, one), halved(("-", ("+", one, two), by_abs))]),
+    }[kind]()
+
+
+def halved(tree: Tree) -> Tree:
+    """Divided by two."""
+    return ("/", tree, ("n", 2))
+
+
+def changed(tree: Tree, drawn: random.Random) -> Tree:
+    """Another number, sign or step somewhere, or a step left out."""
+    if tree[0] == "n":
+        return ("n", tree[1] + drawn.choice([-1, 1, 2, -2 * tree[1] or 3]))
+    if tree[0] == "s":
+        return drawn.choice([("abs", tree), ("*", ("n", -1), tree), ("+", tree, ("n", 1))])
+    if drawn.random() < 0.5:
+        position = drawn.randrange(1, len(tree))
+        return (*tree[:position], changed(tree[position], drawn), *tree[position + 1 :])
+    one = tree[1]
+    return {
+        "+": ("-", *tree[1:]),
+        "-": ("+", *tree[1:]),
+        "*": ("+", *tree[1:]),
+        "/": ("*", *tree[1:]),
+        "2": ("*", ("abs", one), one),
+        "abs": drawn.choice([one, ("*", ("n", -1), one)]),
+        "floor": drawn.choice([("ceil", one), one, ("floor", ("+", one, ("n", Fraction(1, 2))))]),
+        "ceil": ("floor", one),
+        "max": drawn.choice([one, tree[-1], ("min", *tree[1:])]),
+        "min": drawn.choice([one, tree[-1], ("max", *tree[1:])]),
+    }[tree[0]]
+
+
+def differ(one: Tree, two: Tree, names: str, drawn: random.Random) -> bool:
+    """Whether a point is found at which their values differ."""
+    for size in (3, 30, 300, 10**4, 10**8, 10**15) * 3:
+        for whole in (True, names == "n"):  # which is a whole number by its name
+            at = {
+                name: Fraction(drawn.randrange(-size, size), 1 if whole else drawn.randrange(1, 99)) for name in names
+            }
+            with contextlib.suppress(ZeroDivisionError):
+                if value(one, at) != value(two, at):
+                    return True
+    return False
+
+
+def test_different_functions_are_never_found_equal(cases: Choose) -> None:
+    """A step left out, moved or turned round, far from zero too."""
+    accepted, tried = [], 0
+    for seed in cases("unequal expressions", 1500):
+        drawn = random.Random(seed)
+        names = drawn.choice(["x", "x", "n", "ab"])
+        while True:
+            one = a_tree(drawn, 3, names)
+            two = rewritten(changed(one, drawn), drawn)
+            if len(latex(one) + latex(two)) < 1000 and differ(one, two, names, drawn):
+                break
+        tried += 1
+        if same(read(one), read(two)):
+            accepted.append((seed, latex(one), latex(two)))
+    assert tried and not accepted, f"{len(accepted)}: {accepted[:5]}"
+
+
+def test_rewritten_functions_are_found_equal(cases: Choose) -> None:
+    """At least 99.5 % of them; none is found different."""
+    chosen, unknown, different = cases("equal expressions", 1500), [], []
+    for seed in chosen:
+        drawn = random.Random(seed)
+        one = a_tree(drawn, 3, drawn.choice(["x", "x", "n", "ab"]))
+        two = rewritten(one, drawn)
+        verdict = same(read(one), read(two))
+        if not verdict:
+            (unknown if verdict is None else different).append((seed, latex(one), latex(two)))
+    assert not different
+    assert len(unknown) <= 0.005 * len(chosen), unknown
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "reward"),
+    [
+        ("|x-5|", "5-x", 0),
+        ("|n-100|", "100-n", 0),
+        ("|x+1|", "x+1", 0),
+        ("|x-10^9|", "10^9-x", 0),
+        ("\\sqrt{x^2-10x+25}", "5-x", 0),
+        ("|(x-5)(x-5.0001)|", "(x-5)(x-5.0001)", 0),
+        ("\\lfloor n/2 \\rfloor", "\\lfloor n/3 \\rfloor", 0),
+        ("\\lfloor n^2/4 \\rfloor", "\\lfloor n^2/5 \\rfloor", 0),
+        ("mn-\\lfloor m/2\\rfloor", "mn-\\lfloor m/3\\rfloor", 0),
+        ("\\max(a,b)", "b", 0),
+        ("\\lceil x/2 \\rceil", "\\lfloor x/2 \\rfloor + 1", 0),
+        ("-1", "\\lfloor x \\rfloor + \\lfloor -x \\rfloor", 0),
+        ("|e^x-5|", "5-e^x", 0),
+        ("i|x|", "ix", 0),
+        ("x+2^{127}-1", "x", 0),
+        ("\\pi+2^{5000}", "\\pi+1+2^{5000}", 0),
+        ("10^{-50}\\pi", "0", 0),
+        ("\\lceil n/2 \\rceil", "\\lfloor (n+1)/2 \\rfloor", 1),
+        ("\\lceil x/2 \\rceil", "\\lfloor (x+1)/2 \\rfloor", 0),
+        ("\\cos(n\\pi)", "(-1)^n", 1),
+        ("\\cos(x\\pi)", "(-1)^x", 0),
+        ("\\lfloor n/2 \\rfloor", "\\frac{2n-1+(-1)^n}{4}", 1),
+        ("2\\arcsin\\sqrt{a}", "\\arccos(1-2a)", 1),
+        ("\\sqrt{\\frac{2h}{g}}", "\\frac{\\sqrt{2hg}}{g}", 1),
+        ("2^{1000000}", "4^{500000}", 1),
+        ("2^{1000000}", "4^{500000}+1", 0),
+        ("\\frac{n(n+1)}{2}", "\\sum_{k=1}^{n} k", 1),
+        ("\\frac{n(n-1)}{2}", "\\sum_{k=1}^{n} k", 0),
+        ("n!", "\\prod_{k=1}^{n} k", 1),
+        ("\\sum_{k=1}^{2024}\\lfloor\\sqrt k\\rfloor", "59730", 1),
+        ("2024!-1", "\\sum_{n=1}^{2023} n\\cdot n!", 1),
+        ("15!!", "2027025", 1),
+        ("2027025", "15!!", 1),
+        ("\\gcd(12,18)", "6", 1),
+        ("\\operatorname{lcm}(4,6)", "12", 1),
+        ("2^{100} \\bmod 7", "2", 1),
+        ("|x|", "\\max(x,-x)", 1),
+    ],
+)
+def test_steps_and_sums(gold: str, answer: str, reward: float) -> None:
+    """Where points between 0 and 2 say nothing, or a sum has to be carried out."""
+    assert grade_math(f"\\boxed{{{answer}}}", gold, {}).reward == reward

@@ -1,0 +1,136 @@
+"""Answers as the grammar has them: sets, labels, parameters, clauses, number locales, compound units, pieces."""
+
+from __future__ import annotations
+
+import pytest
+from support.math_cases import Case, case, check
+
+CASES = [
+    case(
+        r"(-\infty,-1)\cup(1,\infty)",
+        [r"|x|>1", r"(-\infty,-1),(1,\infty)", r"\mathbb{R}\setminus[-1,1]", r"x<-1 \text{ or } x>1"],
+        [r"|x|<1", r"|x|\ge 1", r"(-1,1)"],
+    ),
+    case(r"[-1,1]", [r"|x|\le 1", r"[-1,0]\cup[0,1]", r"[-1,0)\cup[0,1]"], [r"|x|<1", r"[-1,0)\cup(0,1]"]),
+    case(r"(2,5]", [r"(2,3]\cup(3,5]", r"(2,4]\cup[3,5]"], [r"(2,3)\cup(3,5]"]),
+    case(r"(0,\infty)", [r"\mathbb R^+", r"\mathbb{R}_{>0}", r"x>0"], [r"\mathbb R", r"[0,\infty)"]),
+    case(
+        r"\{1,2,3\}",
+        [r"\{x\in\mathbb Z: 1\le x\le3\}", r"\{x \in \mathbb{Z} \mid 0<x<4\}"],
+        [r"\{x\in\mathbb Z: 1\le x<3\}", r"[1,3]"],
+    ),
+    case(
+        r"(-\infty,-6)\cup(-6,\frac32)",
+        [r"\{x|x<3/2\}-\{-6\}", r"x<\frac{3}{2}, x\ne -6", r"(-\infty,3/2)\setminus\{-6\}"],
+        [r"x<\frac32"],
+    ),
+    case("(a,b)", ["(a, b)"], ["(b,a)"]),
+    case(r"1, 2", ["1 and 2"], [r"x \in (1,2)"]),
+    case(r"(-1,5)", [r"|x-2|<3"], [r"|x-2|>3", r"|x-2|\le 3"]),
+    case("1,3", [r"\text{Minimum: }1, \text{Maximum: }3", "Minimum: 1, Maximum: 3"], ["Minimum: 1, Maximum: 4"]),
+    case("18, 14", ["Paolo: 18, Qing: 14"], ["Paolo: 18"]),
+    case("Paolo: 18, Qing: 14", ["18, 14", "Qing: 14, Paolo: 18"], ["Paolo: 14, Qing: 18"]),
+    case("240, 210", ["240 yuan (A), 210 yuan (B)"], ["240 yuan (A), 220 yuan (B)"]),
+    case("(5,2),(7,2)", ["p=5,q=2;p=7,q=2"], ["p=5,q=2;p=7,q=3"]),
+    case("(n,1)", ["(f(n),g(n))=(n,1)"], ["(f(n),g(n))=(1,n)"]),
+    case(r"k\pi", [r"n\pi", r"n\pi, n\in\mathbb{Z}", r"(k+1)\pi"], [r"2n\pi", r"n"]),
+    case(
+        r"\frac{\pi}{4}+k\pi",
+        [r"\frac{5\pi}{4}+n\pi", r"-\frac{3\pi}{4}+k\pi", r"\frac{\pi}{4}-k\pi", r"x=\frac\pi4+k\pi, k \in \mathbb{Z}"],
+        [r"\frac{3\pi}{4}+k\pi", r"\frac\pi4+2k\pi"],
+    ),
+    case(r"f(x)=cx", ["f(x)=kx", "kx", "f(x)=cx"], ["f(x)=cx^2", "f(x)=x", "f(x)=c+x"]),
+    case(
+        r"(-32+3t,64-5t)", ["(-32+3x,64-5x)", "(-29+3t,59-5t)", "(-32-3t,64+5t)"], ["(-32+3t,64+5t)", "(-32+3t,59-5t)"]
+    ),
+    case(r"2Cx^2", ["2cx^2"], ["2x^2"]),
+    case("x+1", [], ["y+1", "x+2", "t+1"]),
+    case(
+        "f(x)=x",
+        [
+            r"f(x)=x, \forall x\in\mathbb R",
+            r"f(x)=x \text{ for all } x \in \mathbb{R}",
+            r"f(x)=x \text{ for all real } x",
+        ],
+        [r"f(x)=2x, \forall x\in\mathbb R"],
+    ),
+    case(
+        "f(x)=-1, f(x)=x",
+        [r"f(x)=-1 \text{ for all } x \in \mathbb{Z}, \text{ and } f(x)=x \text{ for all } x\in\mathbb{Z}"],
+        [r"f(x)=-1 \text{ for all } x \in \mathbb{Z}, \text{ and } f(x)=2x \text{ for all } x\in\mathbb{Z}"],
+    ),
+    case("1234567", ["1.234.567", "12,34,567"], ["1.234.568"]),
+    case("1200.5", ["1.200,50", "1200,5"], ["1.200,51"]),
+    case(r"\frac13", [r"0.333\ldots", "0.333..."], ["0.333"]),
+    case(r"\frac16", [r"0.1666\ldots"], ["0.1666"]),
+    case("(1000,2000)", ["(1,000, 2,000)"], ["(1,000, 2,001)"]),
+    case(r"5 \text{ cm}", ["0.05 m", "0.05m", r"50\text{ mm}"], ["0.5 m"]),
+    case(
+        r"90 \text{ minutes}",
+        ["1 hour 30 minutes", r"1\text{ hour }30\text{ minutes}", "1.5 hours"],
+        ["1 hour 20 minutes"],
+    ),
+    case(r"3 \text{ L}", ["3000 mL", r"3000\text{ mL}"], ["300 mL"]),
+    case(r"66 \text{ inches}", ["5 feet 6 inches"], ["5 feet 7 inches"]),
+    case(r"60^\circ 42'", [r"60.7^\circ", "60^\\textcirc 42'"], [r"60^\circ 43'"]),
+    case(
+        r"x \equiv 3 \pmod 5",
+        [r"3 \pmod 5", r"x=5k+3", r"8 \pmod{5}", r"x\equiv -2 \mod 5", r"5k+3"],
+        [r"4 \pmod 5", r"3\pmod 6", "x=5k+4"],
+    ),
+    case(r"3 \pmod 5", [r"x \equiv 3 \pmod 5", "5n+3"], ["2 \pmod 5"]),
+    case(
+        r"\begin{cases} x^2 & x<0 \\ x & x\ge 0\end{cases}",
+        [
+            r"\begin{cases} x^2, & \text{if } x<0 \\ x, & \text{if } x\ge 0\end{cases}",
+            r"\begin{cases} x & \text{if } x\ge 0 \\ x^2 & \text{for } x<0 \end{cases}",
+            r"f(x)=\begin{cases} x\cdot x & x<0 \\ x & x\ge 0\end{cases}",
+            r"\begin{cases} x^2 & x<0 \\ x & \text{otherwise}\end{cases}",
+        ],
+        [r"\begin{cases} x^2 & x>0 \\ x & x\le 0\end{cases}", r"\begin{cases} x^3 & x<0 \\ x & x\ge 0\end{cases}"],
+    ),
+    case("(1,2),(-1,2)", [r"(\pm 1,2)"], [r"(\pm 2,1)"]),
+    case(
+        "(1,-2,3)",
+        [
+            "1i-2j+3k",
+            r"\mathbf{i}-2\mathbf{j}+3\mathbf{k}",
+            "(1,-2,3)^T",
+            r"\begin{pmatrix}1\\-2\\3\end{pmatrix}",
+            r"(1,-2,3)^{\top}",
+        ],
+        ["1i+2j+3k"],
+    ),
+    case(
+        r"1+i\sqrt3",
+        [r"2\text{ cis }60^\circ", r"2\operatorname{cis}\frac{\pi}{3}"],
+        [r"2\operatorname{cis}\frac{\pi}{6}"],
+    ),
+    case(r"\text{Yes}", ["Yes, it is possible", r"\text{Yes, it is possible}"], ["No, it is not possible", "No"]),
+    case(
+        r"\text{ellipse}",
+        ["The graph is an ellipse", r"\text{an ellipse}", r"\text{The graph is an ellipse.}"],
+        ["The graph is a hyperbola", r"\text{not an ellipse}"],
+    ),
+    case(r"\text{does not exist}", ["DNE", r"\text{DNE}"], ["0"]),
+    case(
+        "14",
+        [
+            "There are 14 ways",
+            r"\text{There are }14\text{ ways}",
+            r"14\;\blacksquare",
+            r"14 \checkmark",
+            r"14 \quad \square",
+        ],
+        ["There are 15 ways"],
+    ),
+    case("ABC", [r"\triangle ABC"], ["ABD"]),
+    case(r"\triangle ABC", ["ABC"], ["ABD"]),
+    case(r"\text{May 12}", [r"12 \text{ May}", "May 12th", r"\text{12th of May}"], ["May 13"]),
+]
+
+
+@pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases[0][0][:30])
+def test_answers(cases: list[Case]) -> None:
+    """Every answer gets the reward that a person would give it."""
+    check(cases)
