@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from typing import Protocol, TypeVar
 
 from dppo_megatron.config.plugins import is_plugin, load_function
-from dppo_megatron.config.schema import Config
+from dppo_megatron.config.pruning import PruningConfig
 from dppo_megatron.pruning.policies import (
     COMPLETION_POLICIES,
     PROMPT_POLICIES,
@@ -14,6 +15,15 @@ from dppo_megatron.pruning.policies import (
 )
 from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.types import UserError
+
+
+class HasPruning(Protocol):
+    """A whole configuration, of which this package reads its own part only: it is used without a trainer too."""
+
+    pruning: PruningConfig
+
+
+C = TypeVar("C", bound=HasPruning)
 
 METHODS: dict[str, tuple[str, str]] = {
     "grpo": ("none", "none"),
@@ -59,7 +69,7 @@ def method_overrides(name: str) -> list[str]:
     ]
 
 
-def with_method(config: Config, name: str) -> Config:
+def with_method(config: C, name: str) -> C:
     """A copy of `config` that uses this method."""
     changed = copy.deepcopy(config)
     for level, key, value in _settings(name):

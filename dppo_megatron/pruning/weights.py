@@ -14,10 +14,10 @@ the label of the worst batch that its settings admit.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
+from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig
 from dppo_megatron.pruning.designs import Draw, design_effect
 from dppo_megatron.pruning.interface import LedgerRow, Policy, Selection, figures
 from dppo_megatron.types import FloatArray, Label
@@ -81,9 +81,16 @@ def weigh_by(
     policy: Policy, draw: Draw, *, note: str = "", label: Label | None = None, score: FloatArray | None = None
 ) -> Selection:
     """`weigh` with the estimator and the cap of a policy's settings."""
-    settings: Any = policy.config
-    given = {"estimator": settings.estimator, "max_weight": settings.max_weight}
-    return weigh(draw, name=policy.name, note=note, label=label, score=score, **given)
+    settings: PromptPruningConfig | CompletionPruningConfig = policy.config
+    return weigh(
+        draw,
+        estimator=settings.estimator,
+        name=policy.name,
+        max_weight=settings.max_weight,
+        note=note,
+        label=label,
+        score=score,
+    )
 
 
 def weigh_biased(
