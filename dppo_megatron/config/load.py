@@ -28,6 +28,18 @@ if TYPE_CHECKING:  # OmegaConf takes 0.06 s to import, which --help and a Tab ne
     from dppo_megatron.config.layers import Layer
 
 _PARENTS = "defaults"
+RENAMED = {
+    "actor.optimizer.main_parameters": "main_params_dtype",
+    "actor.optimizer.moments": "moments_dtype",
+    "pruning.completion.p_min": "min_inclusion_prob",
+    "pruning.prompt.p_min": "min_inclusion_prob",
+    "rollout.limits.mismatch_alarm": "logprob_diff_warning",
+    "rollout.limits.straggler_share": "finish_fraction",
+    "rollout.servers.addresses_from": "registry_dir",
+    "rollout.servers.wait_for": "min_servers",
+    "warm_start": "sft",
+}
+"""Settings that runs were saved with -> their names of today. A person who gives an older name gets a hint instead."""
 
 
 def load_config(
@@ -70,7 +82,23 @@ def config_from_values(values: Mapping[str, Any], where: str) -> Config:
     References in it stay as they were written."""
     from dppo_megatron.config.layers import merged
 
-    return merged(_given(values, where), keep_references=True)
+    return merged(_given(with_new_names(values), where), keep_references=True)
+
+
+def with_new_names(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Saved settings under the names of today. A setting that is there under both names keeps the newer's value."""
+    found = dict(values)
+    for older, newer in RENAMED.items():
+        *sections, name = older.split(".")
+        section: Any = found
+        for part in sections:
+            inside = dict(section[part]) if isinstance(section.get(part), dict) else {}
+            if inside:
+                section[part] = inside
+            section = inside
+        if name in section:
+            section.setdefault(newer, section.pop(name))
+    return found
 
 
 def config_values(config: Any) -> dict[str, Any]:

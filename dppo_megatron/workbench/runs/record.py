@@ -28,7 +28,7 @@ import numpy as np
 import yaml
 
 from dppo_megatron.config.changes import flat
-from dppo_megatron.config.load import config_values
+from dppo_megatron.config.load import config_values, with_new_names
 from dppo_megatron.config.schema import Config
 from dppo_megatron.files import open_to_read
 from dppo_megatron.observe.lock import FILE as LOCK
@@ -56,6 +56,13 @@ _OF_THE_TRAINED = (
     "train/clip_fraction", "train/entropy", "train/loss", "train/ratio",
 )  # fmt: skip
 """Metrics of trained completions: in a step without any they are 0, which is shown as missing."""
+_OLDER = {
+    "prune/w_cv2": "prune/weight_cv2",
+    "prune/w_max": "prune/weight_max",
+    "reward/failed": "reward/failed_count",
+    "rollout/truncated": "rollout/truncated_count",
+}
+"""Metrics of older runs -> their names of today."""
 
 
 @dataclass
@@ -210,7 +217,7 @@ def run_status(path: Path) -> str:
 def read_settings(path: Path, notes: list[str]) -> dict[str, str]:
     """Dotted key -> value, as JSON, of a config.yaml; empty if there is none. `notes` gets a line if it is damaged."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return _as_json(_mapping(path, lambda text: yaml.load(text, Loader=loader), notes))
+    return _as_json(with_new_names(_mapping(path, lambda text: yaml.load(text, Loader=loader), notes)))
 
 
 def default_settings() -> dict[str, str]:
@@ -239,6 +246,7 @@ def standard_error(rewards: list[list[float | None]], weight: list[float]) -> fl
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float | None]:
     """A step's numbers, those that are computed from others included."""
+    row = {_OLDER.get(key, key): value for key, value in row.items()}
     values = {
         key: finite_number(value) for key, value in row.items() if key != "step" and not isinstance(value, list | dict)
     }
