@@ -257,10 +257,10 @@ def compare(args: argparse.Namespace) -> int:
     """Tune TRL's batch size, check that the sides agree, let them take turns, print the table."""
     from workload import Spread, trained_tokens, write_json
 
-    from dppo_megatron.workbench.accept.workload import TEN_MILLION, Lengths, random_samples
+    from dppo_megatron.workbench.accept.workload import TEN_MILLION, SampleLengths, random_samples
 
     torch.set_num_threads(args.threads)
-    lengths = Lengths(args.samples, args.median_tokens, args.sigma, args.max_tokens)
+    lengths = SampleLengths(args.samples, args.median_tokens, args.sigma, args.max_tokens)
     samples = random_samples(lengths, TEN_MILLION["vocab_size"])
     tokens = trained_tokens(samples)
     best, tried = fastest_batch_size(args.trl_python, samples, args.trl_batch_sizes, args.threads)

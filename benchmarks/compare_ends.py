@@ -41,7 +41,7 @@ def further_problems(trained_on: Path, seed: int, number: int) -> list[dict[str,
     rows: list[dict[str, str]] = []
     for further in count(1):
         with tempfile.TemporaryDirectory() as folder:
-            write_task(folder, _OTHER_SEEDS * (seed + 1) + further, num_train=1, num_warm_start=1)
+            write_task(folder, _OTHER_SEEDS * (seed + 1) + further, num_train=1, num_sft=1)
             lines = (Path(folder) / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
         rows += [row for row in map(json.loads, lines) if row["problem"] not in known]
         if len(rows) >= number:

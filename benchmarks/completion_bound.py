@@ -50,7 +50,7 @@ def batches(path: str) -> Iterator[CompletionBatch]:
             rewards=rewards.ravel(),
             advantages=group_advantages(rewards, divide_by_std=True, eps=1e-6).ravel(),
             lengths=lengths.ravel(),
-            surprisal=np.array(row["surprisal"], dtype=np.float64).ravel(),
+            logit_grad_norm=np.array(row["logit_grad_norm"], dtype=np.float64).ravel(),
             denominator=(groups * size * lengths).ravel().astype(np.float64),
             prompt_weight=np.ones(groups * size),
             num_nominal=groups * size,
@@ -67,7 +67,7 @@ def measure(traces: list[list[CompletionBatch]], settings: dict[str, Any]) -> di
             total_steps=10**6,
         )
         for step, batch in enumerate(trace):
-            square = np.square(batch.advantages * batch.surprisal / batch.denominator)
+            square = np.square(batch.advantages * batch.logit_grad_norm / batch.denominator)
             if square.sum() == 0:
                 continue
             pi = policy.prune(batch, step=step).inclusion_prob

@@ -19,8 +19,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from dppo_megatron.config.data import TrainSetConfig
+from dppo_megatron.config.resolved_sets import train_set_configs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import train_set_configs
 from dppo_megatron.data.sets import load_set
 
 _WORDS = [

@@ -61,7 +61,7 @@ def main() -> None:
     figures["torch"] = torch.__version__
     with tempfile.TemporaryDirectory(prefix="engines-") as folder:
         directory = Path(folder)
-        write_task(directory, seed=0, num_train=64, num_heldout=8, num_warm_start=64)
+        write_task(directory, seed=0, num_train=64, num_heldout=8, num_sft=64)
         write_tiny_qwen3(directory / "model", seed=0)
         write_tiny_qwen3(directory / "large", seed=0, **_LARGE)
         if not arguments.only_sync:
@@ -91,7 +91,7 @@ def _config(directory: Path, model: str, **extra: str) -> Config:
     }
     quickstart = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
     values |= {"data.eval_paths.heldout": str(directory / "heldout.jsonl")}
-    values |= {"warm_start.examples_path": str(directory / "warm_start.jsonl")}
+    values |= {"sft.examples_path": str(directory / "sft.jsonl")}
     return load_config(str(quickstart), [f"{key}={value}" for key, value in values.items()], writes_run=False)
 
 

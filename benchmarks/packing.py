@@ -296,7 +296,8 @@ def measure_slack(ranks: int, rate: float, seeds: int) -> dict[str, float]:
 
 
 def make_batch(groups: int, size: int, seed: int) -> CompletionBatch:
-    """Binary rewards of random pass rates, with std-normalised advantages and a surprisal of about root length."""
+    """Binary rewards of random pass rates, with std-normalised advantages and a logit_grad_norm of about root
+    length."""
     rng = np.random.default_rng(seed)
     rewards = (rng.random((groups, size)) < rng.uniform(0.1, 0.9, groups)[:, None]).astype(np.float64)
     advantages = (rewards - rewards.mean(axis=1, keepdims=True)) / (rewards.std(axis=1, keepdims=True) + 1e-6)
@@ -308,7 +309,7 @@ def make_batch(groups: int, size: int, seed: int) -> CompletionBatch:
         rewards=rewards.ravel(),
         advantages=advantages.ravel(),
         lengths=lengths,
-        surprisal=0.4 * np.sqrt(lengths),
+        logit_grad_norm=0.4 * np.sqrt(lengths),
         denominator=groups * size * lengths.astype(np.float64),
         prompt_weight=np.ones(groups * size),
         num_nominal=groups * size,

@@ -74,7 +74,7 @@ def read(path: str, problems: str | None) -> Recorded:
     head, steps = rows[0], []
     for row in rows[1:]:
         rewards, lengths = np.array(row["rewards"], dtype=np.float64), np.array(row["lengths"], dtype=np.int64)
-        moment = second_moments(rewards, lengths, np.array(row["surprisal"], dtype=np.float64))
+        moment = second_moments(rewards, lengths, np.array(row["logit_grad_norm"], dtype=np.float64))
         steps.append((np.array(row["prompts"], dtype=np.int64), rewards, lengths, moment))
     features = None
     if problems is not None:
@@ -102,9 +102,9 @@ def features_of(rows: list[dict[str, Any]]) -> PromptFeatures:
     )
 
 
-def second_moments(rewards: FloatArray, lengths: IntArray, surprisal: FloatArray) -> FloatArray:
+def second_moments(rewards: FloatArray, lengths: IntArray, logit_grad_norm: FloatArray) -> FloatArray:
     """[N], as the trainer's selector gives them with group_std and sequence_mean."""
-    return group_second_moment(group_advantages(rewards, divide_by_std=True, eps=1e-6) * surprisal / lengths)
+    return group_second_moment(group_advantages(rewards, divide_by_std=True, eps=1e-6) * logit_grad_norm / lengths)
 
 
 def replay(
@@ -194,8 +194,10 @@ def synthetic(seed: int, num_prompts: int = 512, per_step: int = 64, size: int =
         chance = 1.0 / (1.0 + np.exp(difficulty[prompts] - ability))
         rewards = (rng.random((per_step, size)) < chance[:, None]).astype(np.float64)
         lengths = rng.poisson(10 + 4 * level[prompts, None], (per_step, size)) + 1
-        surprisal = np.sqrt(lengths * (0.05 + chance * (1 - chance))[:, None]) * rng.uniform(0.8, 1.2, lengths.shape)
-        recorded.append((prompts, rewards, lengths, second_moments(rewards, lengths, surprisal)))
+        logit_grad_norm = np.sqrt(lengths * (0.05 + chance * (1 - chance))[:, None]) * rng.uniform(
+            0.8, 1.2, lengths.shape
+        )
+        recorded.append((prompts, rewards, lengths, second_moments(rewards, lengths, logit_grad_norm)))
     features = PromptFeatures(np.full(num_prompts, 10), level.astype(np.float64), np.zeros(num_prompts, int), ("",))
     return Recorded(f"synthetic {seed}", num_prompts, features, recorded)
 

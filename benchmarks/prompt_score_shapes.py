@@ -96,8 +96,10 @@ def made_up(name: str, seed: int) -> Recorded:
         rewards = _rewards(shape, chance, rng)
         lengths = _lengths(shape, level[prompts], rewards, step / shape.steps, rng)
         # an answer that could have been otherwise is more surprising
-        surprisal = np.sqrt(lengths * (0.05 + chance * (1 - chance))[:, None]) * rng.uniform(0.8, 1.2, lengths.shape)
-        steps.append((prompts, rewards, lengths, second_moments(rewards, lengths, surprisal)))
+        logit_grad_norm = np.sqrt(lengths * (0.05 + chance * (1 - chance))[:, None]) * rng.uniform(
+            0.8, 1.2, lengths.shape
+        )
+        steps.append((prompts, rewards, lengths, second_moments(rewards, lengths, logit_grad_norm)))
     return Recorded(f"{name} {seed}", shape.prompts, features, steps)
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/pruning_bias.py [--rates 0.5 0.7] [--json FILE]
 
-A tiny Qwen3 is warm-started through the Megatron actor and then held still. For every step of a recorded order all
+A tiny Qwen3 is SFT-trained through the Megatron actor and then held still. For every step of a recorded order all
 nominal prompts are rolled out by the engine, and each completion's gradient of the clipped surrogate is taken by the
 Megatron actor, one completion at a time, and kept as a sketch (CountSketch: an unbiased projection that preserves
 inner products). The pruned gradient is linear in the weights, so each method is then replayed many times by the
@@ -37,13 +37,13 @@ from dppo_megatron.algorithms.advantages import group_advantages
 from dppo_megatron.config import Config, load_config
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.job import prepare_job
-from dppo_megatron.pruning import StepCost, surprisal
+from dppo_megatron.pruning import StepCost, logit_grad_norm
 from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
-from dppo_megatron.types import FloatArray, Group, IntArray, SelectedPrompt, TrainSample
+from dppo_megatron.types import FloatArray, Group, IntArray, RolloutPrompt, TrainSample
 from dppo_megatron.workbench.quickstart.arithmetic import write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
@@ -65,9 +65,9 @@ class Recording:
     """[K, G, SKETCH] gradient of denominator x loss of each completion: weight / denominator multiplies it."""
 
 
-def make_loop(work: Path, warm_start_steps: int, prompts_per_step: int) -> Loop:
-    """A loop on the quickstart's task with a warm-started, still policy."""
-    write_task(work, seed=0, num_train=4 * prompts_per_step, num_heldout=8, num_warm_start=4096)
+def make_loop(work: Path, sft_steps: int, prompts_per_step: int) -> Loop:
+    """A loop on the quickstart's task with an SFT-trained, still policy."""
+    write_task(work, seed=0, num_train=4 * prompts_per_step, num_heldout=8, num_sft=4096)
     write_tiny_qwen3(work / "model", seed=0)
     settings = {
         "run_dir": work / "run",
@@ -75,8 +75,8 @@ def make_loop(work: Path, warm_start_steps: int, prompts_per_step: int) -> Loop:
         "model.hf_path": work / "model",
         "data.train_path": work / "train.jsonl",
         "data.eval_paths.heldout": work / "heldout.jsonl",
-        "warm_start.examples_path": work / "warm_start.jsonl",
-        "warm_start.steps": warm_start_steps,
+        "sft.examples_path": work / "sft.jsonl",
+        "sft.steps": sft_steps,
         "rollout.prompts_per_step": prompts_per_step,
         "pruning.prompt.warmup_epochs": 1,
         "pruning.prompt.anneal_fraction": 1.0,
@@ -84,7 +84,7 @@ def make_loop(work: Path, warm_start_steps: int, prompts_per_step: int) -> Loop:
     }
     config = load_config(str(REPOSITORY / "configs/quickstart.yaml"), [f"{k}={v}" for k, v in settings.items()])
     loop = Loop(prepare_job(config, 1))
-    loop.warm_start()
+    loop.sft()
     loop.load_engine()
     return loop
 
@@ -96,13 +96,13 @@ def record(loop: Loop, steps: int) -> list[Recording]:
     recordings = []
     for number in range(1, steps + 1):
         nominal, position = order.take(position, config.rollout.prompts_per_step)
-        step = Step(number, [SelectedPrompt(loop.job.train_prompts[i], 1.0, 1.0) for i in nominal], reached="selected")
+        step = Step(number, [RolloutPrompt(loop.job.train_prompts[i], 1.0, 1.0) for i in nominal], reached="selected")
         loop.generate(step, step.selected, 0)
         groups = [step.groups[place] for place in range(len(nominal))]
         rollouts = Rollouts(
             np.stack([group.rewards for group in groups]),
             np.array([[len(c.token_ids) for c in group.completions] for group in groups]),
-            np.array([[surprisal(c.logprobs) for c in group.completions] for group in groups]),
+            np.array([[logit_grad_norm(c.logprobs) for c in group.completions] for group in groups]),
         )
         advantages = group_advantages(rollouts.rewards, divide_by_std=True, eps=config.objective.advantage_eps)
         sketches = np.stack([_group_sketches(loop, g, a) for g, a in zip(groups, advantages, strict=True)])
@@ -154,7 +154,7 @@ def replay(config: Config, recordings: list[Recording], num_prompts: int, seed: 
         row_of = {prompt: row for row, prompt in enumerate(recording.nominal.tolist())}
         rows = [row_of[prompt] for prompt in chosen.prompt_index.tolist()]
         full = recording.rollouts
-        decision = selector.finish(Rollouts(full.rewards[rows], full.lengths[rows], full.surprisal[rows]), step)
+        decision = selector.finish(Rollouts(full.rewards[rows], full.lengths[rows], full.logit_grad_norm[rows]), step)
         coefficient = decision.weight / decision.denominator
         gradients.append(coefficient @ recording.sketches[rows].reshape(len(coefficient), SKETCH))
         kept = full.lengths[rows].ravel()[decision.kept].sum()
@@ -228,13 +228,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64, help="steps after the warm-up epoch (default: 64)")
     parser.add_argument("--draws", type=int, default=32, help="replays of each method (default: 32)")
     parser.add_argument("--prompts-per-step", type=int, default=16)
-    parser.add_argument("--warm-start-steps", type=int, default=300)
+    parser.add_argument("--sft-steps", type=int, default=300)
     parser.add_argument("--json", type=Path, help="also write every figure here")
     arguments = parser.parse_args()
     warmup = 4  # steps of the first epoch, in which nothing is known of any prompt
     start_process_group()
     with tempfile.TemporaryDirectory() as work:
-        loop = make_loop(Path(work), arguments.warm_start_steps, arguments.prompts_per_step)
+        loop = make_loop(Path(work), arguments.sft_steps, arguments.prompts_per_step)
         recordings = record(loop, arguments.steps + warmup)
         config, num_prompts = loop.job.config, len(loop.job.train_prompts)
     rows: list[dict[str, Any]] = []

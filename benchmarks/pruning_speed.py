@@ -109,7 +109,7 @@ def measure(prompt_method: str, completion_method: str, args: argparse.Namespace
 def make_batch(
     ids: np.ndarray, rewards: np.ndarray, lengths: np.ndarray, weight: np.ndarray, num_nominal: int
 ) -> CompletionBatch:
-    """The completions of `ids` with std-normalised advantages and a surprisal of about root length."""
+    """The completions of `ids` with std-normalised advantages and a logit_grad_norm of about root length."""
     groups, size = rewards.shape
     advantages = (rewards - rewards.mean(axis=1, keepdims=True)) / (rewards.std(axis=1, keepdims=True) + 1e-6)
     flat = lengths.ravel()
@@ -120,7 +120,7 @@ def make_batch(
         rewards=rewards.ravel(),
         advantages=advantages.ravel(),
         lengths=flat,
-        surprisal=0.4 * np.sqrt(flat),
+        logit_grad_norm=0.4 * np.sqrt(flat),
         denominator=num_nominal * flat.astype(np.float64),
         prompt_weight=np.repeat(weight, size),
         num_nominal=num_nominal,

@@ -3,7 +3,7 @@
     python benchmarks/quickstart.py [--seeds 0 1 2] [--json FILE]
 
 For each seed both methods run one after the other on the same machine, from the same task, the same starting
-checkpoint and the same warm start. Every run is a process of its own, as a user starts it.
+checkpoint and the same SFT model. Every run is a process of its own, as a user starts it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run_one(method: str, seed: int, work: Path) -> dict[str, Any]:
         "model.hf_path": task / "model",
         "data.train_path": task / "train.jsonl",
         "data.eval_paths.heldout": task / "heldout.jsonl",
-        "warm_start.examples_path": task / "warm_start.jsonl",
+        "sft.examples_path": task / "sft.jsonl",
     }
     train = [
         sys.executable,
@@ -53,7 +53,7 @@ def run_one(method: str, seed: int, work: Path) -> dict[str, Any]:
 def table(runs: list[dict[str, Any]]) -> str:
     """A Markdown table, one row a run."""
     lines = [
-        "| seed | method | pass@1 before RL | after | gain | warm start | RL | whole run"
+        "| seed | method | pass@1 before RL | after | gain | SFT | RL | whole run"
         " | completions generated | trained | tokens generated | trained |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -61,7 +61,7 @@ def table(runs: list[dict[str, Any]]) -> str:
         before, after = 100 * run["eval_before"]["heldout"], 100 * run["eval_after"]["heldout"]
         lines.append(
             f"| {run['seed']} | {run['method']} | {before:.1f} % | {after:.1f} % | {after - before:+.1f}"
-            f" | {run['warm_start_s']:.0f} s | {run['train_s']:.0f} s | {run['wall_s']:.0f} s"
+            f" | {run['sft_s']:.0f} s | {run['train_s']:.0f} s | {run['wall_s']:.0f} s"
             f" | {run['completions_generated']:,} | {run['completions_trained']:,}"
             f" | {run['tokens_generated']:,} | {run['tokens_trained']:,} |"
         )

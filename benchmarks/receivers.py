@@ -5,7 +5,7 @@ memory) and digests what comes. Calls go over a pipe instead of HTTP; what can g
 the process is killed, hangs, or answers with an error.
 
     trainer                                   receiver process
-    PipeServer.receive ── ("receive", bytes) ──▶ Chain.receive ... digest
+    PipeServer.receive ── ("receive", bytes) ──▶ ChainReceiver.receive ... digest
                        ◀── ("answer", ...) ────
 
 Processes are forked from a server process that has imported torch, so that one costs milliseconds.
@@ -32,7 +32,7 @@ import torch
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.protocol import DeviceMemory, InFlight, Offer, TensorNote
 from dppo_megatron.rollout.servers.vllm import own_chain
-from dppo_megatron.rollout.transfer.groups import CHUNK_BYTES, BroadcastGroup, Meeting
+from dppo_megatron.rollout.transfer.groups import CHUNK_BYTES, BroadcastGroup, GroupRendezvous
 
 _IN_ENGINE = Path(__file__).resolve().parents[1] / "dppo_megatron" / "rollout" / "servers" / "in_engine"
 _FORK = multiprocessing.get_context("forkserver")
@@ -99,13 +99,13 @@ class PipeServer:
         """For the order of calls."""
         self.calls.append(f"wake {what}")
 
-    def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
+    def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
         """As our receiver in vLLM joins."""
         seconds = meeting.joining.total_seconds(), meeting.timeout.total_seconds()
         place = meeting.host, meeting.store.port, first_rank, meeting.world_size
         self._call("join", timeout_s, *place, *seconds, meeting.secret)
 
-    def own_group(self, meeting: Meeting) -> BroadcastGroup:
+    def own_group(self, meeting: GroupRendezvous) -> BroadcastGroup:
         """The trainer's end of it."""
         return own_chain(meeting)
 
@@ -172,7 +172,7 @@ class _Receiver:
         self, host: str, port: int, rank: int, world_size: int, joining_s: float, timeout_s: float, secret: str
     ) -> None:
         import torch.distributed as dist
-        from dppo_wire import Chain as Link  # type: ignore[import-not-found]
+        from dppo_wire import ChainReceiver as Link  # type: ignore[import-not-found]
 
         self._chain = None
         joining, timeout = timedelta(seconds=joining_s), timedelta(seconds=timeout_s)

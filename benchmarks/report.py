@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.record import write_record  # type: ignore[import-not-found]
 
 from dppo_megatron.workbench.report.page import write_page
-from dppo_megatron.workbench.runs.record import read_run
+from dppo_megatron.workbench.runs.run_record import read_run
 
 
 def main() -> int:

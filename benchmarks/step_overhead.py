@@ -59,8 +59,8 @@ from dppo_megatron.types import PackPlan, TrainSample  # noqa: E402
 from dppo_megatron.weights.sharded import load_hf_weights  # noqa: E402
 from dppo_megatron.workbench.accept.workload import (  # noqa: E402
     TEN_MILLION,
-    Lengths,
     RandomWeights,
+    SampleLengths,
     architecture_of,
     random_samples,
 )
@@ -172,7 +172,7 @@ def measure(layout_name: str, args: argparse.Namespace) -> dict[str, Any]:
         optimizer=OptimizerConfig(learning_rate=1e-6, max_grad_norm=1.0),
     )
     layout = build_layout(config.layout, seed=0)
-    lengths = Lengths(args.samples, args.median_tokens, args.sigma, args.max_tokens)
+    lengths = SampleLengths(args.samples, args.median_tokens, args.sigma, args.max_tokens)
     samples = random_samples(lengths, TEN_MILLION["vocab_size"])
     plan = plan_microbatches(
         samples,

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dppo_megatron.launched import is_on_one_machine, launched_rank
+from dppo_megatron.launcher_env import is_on_one_machine, launched_rank
 from dppo_megatron.texts import show
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import RunAborted, UserError
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ def said_by_each_rank() -> Iterator[None]:
     """What stops a rank inside is printed there: the command line speaks for rank 0, which may not know of it."""
     try:
         yield
-    except (UserError, GuardStop) as error:
+    except (UserError, RunAborted) as error:
         if launched_rank():
             kind = "error" if isinstance(error, UserError) else "stopped"
             show(f"{kind}: rank {launched_rank()}: {error}", file=sys.stderr)
@@ -119,7 +119,7 @@ def connect(groups: Sequence[dist.ProcessGroup], device: torch.device, timeout_s
 
     Raises:
         UserError: two ranks use one GPU.
-        GuardStop: a group cannot be connected, or not in that time.
+        RunAborted: a group cannot be connected, or not in that time.
     """
     current = list(groups[:1])
     errors: list[str] = []
@@ -149,7 +149,7 @@ def connect(groups: Sequence[dist.ProcessGroup], device: torch.device, timeout_s
         atexit.register(_leave)
     if "Duplicate GPU" in said:
         raise UserError(f"{what}. Start as many processes on a machine as it has GPUs, and let each see all of them")
-    raise GuardStop(
+    raise RunAborted(
         f"{what}. Do the machines of these ranks reach each other by the interface that NCCL uses"
         f" ({NCCL_INTERFACE}={os.environ.get(NCCL_INTERFACE, '')})? NCCL_DEBUG=INFO prints what it tries"
     )

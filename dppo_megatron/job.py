@@ -15,17 +15,17 @@ from transformers import PreTrainedTokenizerBase
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.config.checks import check_world_size, planned_prompts
 from dppo_megatron.config.plugins import load_function
+from dppo_megatron.config.resolved_sets import eval_set_configs, example_set_config, longest_sequence
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import eval_set_configs, example_set_config, longest_sequence
 from dppo_megatron.data.fingerprint import data_fingerprint
-from dppo_megatron.data.report import report_lines
 from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_examples, load_train_sets, stop_token_ids
+from dppo_megatron.data.summary import report_lines
 from dppo_megatron.platform.capabilities import Machine, this_machine
 from dppo_megatron.progress import progress
 from dppo_megatron.pruning.interface import LARGEST_REWARD
 from dppo_megatron.pruning.policies import check_methods, prompt_policy_class
 from dppo_megatron.rewards.grading import Grader, make_grader
-from dppo_megatron.rewards.start_checks import Bounds, check_grader, check_references
+from dppo_megatron.rewards.start_checks import RewardBounds, check_grader, check_references
 from dppo_megatron.types import Prompt, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader, assets
@@ -46,7 +46,7 @@ class Job:
     eval_sets: dict[str, ProblemSet]
     stop_token_ids: tuple[int, ...]
     """Tokens that end a completion besides the tokenizer's end of sequence."""
-    warm_start_examples: list[TrainSample]
+    sft_examples: list[TrainSample]
     grade: Grader
     policy_loss: PolicyLoss | None = None
     """The user's own, of `objective.function`."""
@@ -94,17 +94,17 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         tokenizer = load_tokenizer(config.model.hf_path, architecture)
     train_sets = load_train_sets(config, tokenizer) if trains else {}
     examples: list[TrainSample] = []
-    if trains and config.warm_start.steps:
+    if trains and config.sft.steps:
         examples = load_examples(
             example_set_config(config),
-            config.warm_start.completion_field,
+            config.sft.completion_field,
             tokenizer,
             max_tokens=min(config.packing.max_tokens_per_microbatch, architecture.max_positions),
         )
-        if len(examples) < config.warm_start.examples_per_step:
+        if len(examples) < config.sft.examples_per_step:
             raise UserError(
-                f"warm_start.examples_per_step = {config.warm_start.examples_per_step}, but"
-                f" {config.warm_start.examples_path} holds only {len(examples)} examples"
+                f"sft.examples_per_step = {config.sft.examples_per_step}, but"
+                f" {config.sft.examples_path} holds only {len(examples)} examples"
             )
     eval_sets = load_eval_sets(config, tokenizer)
     policy_loss = _load_policy_loss(config) if trains else None
@@ -117,7 +117,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         train_sets=train_sets,
         eval_sets=eval_sets,
         stop_token_ids=stop_token_ids(config, tokenizer),
-        warm_start_examples=examples,
+        sft_examples=examples,
         grade=grader,
         policy_loss=policy_loss,
         notes=[*unread, *notes],
@@ -195,11 +195,11 @@ def _check_grading(
     return grader, [note for note in notes if note]
 
 
-def _reward_bounds(config: Config) -> Bounds:
+def _reward_bounds(config: Config) -> RewardBounds:
     prompt = config.pruning.prompt
     if prompt_policy_class(prompt.method).needs_unit_rewards(prompt):
-        return Bounds(0.0, 1.0, "pruning.prompt.score = beta counts it as a success; score=rms takes any reward")
-    return Bounds(-LARGEST_REWARD, LARGEST_REWARD, "it is squared")
+        return RewardBounds(0.0, 1.0, "pruning.prompt.score = beta counts it as a success; score=rms takes any reward")
+    return RewardBounds(-LARGEST_REWARD, LARGEST_REWARD, "it is squared")
 
 
 def _load_policy_loss(config: Config) -> PolicyLoss | None:

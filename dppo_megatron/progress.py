@@ -1,8 +1,8 @@
 """Progress of what may take more than two seconds, opened where the work is done.
 
-What shows it is put up by a command or a run (`observe/progress.py`) and reached through a context variable, so that no
-signature carries it; elsewhere nothing is shown. A new thread begins with an empty context and would show nothing: work
-in a thread takes the `Advance` that its owner has opened, or runs in `contextvars.copy_context()`.
+What shows it is put up by a command or a run (`observe/progress_display.py`) and reached through a context variable, so
+that no signature carries it; elsewhere nothing is shown. A new thread begins with an empty context and would show
+nothing: work in a thread takes the `Advance` that its owner has opened, or runs in `contextvars.copy_context()`.
 """
 
 from __future__ import annotations

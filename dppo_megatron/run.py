@@ -25,17 +25,17 @@ from dppo_megatron.actor.layout import start_process_group, stop_process_group
 from dppo_megatron.checkpoint.origin import changes_since, find_origin
 from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
 from dppo_megatron.config.changes import config_values, fingerprint
-from dppo_megatron.config.sets import eval_set_configs
+from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.data.fingerprint import check_data
-from dppo_megatron.data.report import write_first_prompts
 from dppo_megatron.data.sets import set_sizes
+from dppo_megatron.data.summary import write_first_prompts
 from dppo_megatron.distributed import from_rank_zero, is_peer_lost
-from dppo_megatron.evaluation.statistics import EvalScores
+from dppo_megatron.evaluation.eval_scores import EvalScores
 from dppo_megatron.job import Job
-from dppo_megatron.launched import launched_here, launched_rank
+from dppo_megatron.launcher_env import launched_here, launched_rank
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.metrics import Summary
-from dppo_megatron.observe.progress import Progress, RunProgress, print_line
+from dppo_megatron.observe.progress_display import Progress, RunProgress, print_line
 from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, said_as_mistake
 from dppo_megatron.observe.samples import SAMPLES, RecordedGroup, SampleWriter
 from dppo_megatron.observe.timeline import StepRecorder
@@ -50,7 +50,7 @@ from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
 from dppo_megatron.steps.trace import trace_header, trace_seconds
 from dppo_megatron.texts import log, logged, one_line, show
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.weights.hf_files import write_checkpoint
 
 
@@ -122,7 +122,7 @@ class Run:
             leaving.callback(self.progress.close)
             leaving.callback(self._close_files)
             leaving.callback(self._end_processes, finished=kind in (None, Stopped))
-            if kind is GuardStop:
+            if kind is RunAborted:
                 self._keep_what_is_done()
 
     def _end_processes(self, *, finished: bool) -> None:
@@ -135,7 +135,7 @@ class Run:
 
     def _part(self, failure: type[BaseException] | None) -> None:
         """Leave the process group, and stop watching the other ranks."""
-        if failure in (None, Stopped, GuardStop):  # after a failure the other ranks may never reach the barrier
+        if failure in (None, Stopped, RunAborted):  # after a failure the other ranks may never reach the barrier
             dist.barrier()  # or a watchdog would report a rank that merely finished first
             if self._watchdog:
                 self._watchdog.stop()
@@ -144,16 +144,16 @@ class Run:
             for name in self._watchdog.wait_for_silence():
                 show(f"{name} has died; this rank failed because of it")
 
-    def warm_start(self) -> None:
+    def sft(self) -> None:
         """Supervised phase, then the RL optimizer and the first sync."""
-        warm = self._config.warm_start.steps
+        warm = self._config.sft.steps
         if warm:
-            log(f"warm start: {warm} supervised steps")
+            log(f"SFT: {warm} supervised steps")
         start = time.perf_counter()
-        self.loop.warm_start()
-        self.summary.warm_start_s = time.perf_counter() - start
+        self.loop.sft()
+        self.summary.sft_s = time.perf_counter() - start
         if warm:
-            log(f"warm start: done in {self.summary.warm_start_s:.1f} s")
+            log(f"SFT: done in {self.summary.sft_s:.1f} s")
         self.loop.start_rl()
         self._load_engine()
 
@@ -299,9 +299,11 @@ class Run:
                 self._files.sync()
             self.summary.write(self._directory / SUMMARY)
         except OSError as error:
-            raise GuardStop(f"all steps are done, but '{error.filename}' cannot be written: {error.strerror}") from None
+            raise RunAborted(
+                f"all steps are done, but '{error.filename}' cannot be written: {error.strerror}"
+            ) from None
         except UserError as error:
-            raise GuardStop(f"all steps are done, but {error}") from None
+            raise RunAborted(f"all steps are done, but {error}") from None
 
     def _begin_new_sets(self, step: int) -> None:
         """Evaluate the sets that were added since the run was last started: their `before` is the resumed step.
@@ -405,7 +407,7 @@ class Run:
         if skipped:
             log(f"warning: step {step}: update skipped, not finite; samples {samples}")
         if skipped and skipped >= self._config.guard.max_skipped_updates:
-            raise GuardStop(
+            raise RunAborted(
                 f"step {step}: {skipped} updates in a row had a loss or gradient that is not finite; samples of the"
                 f" last (prompt:completion): {samples}. {self._how_to_go_on()}"
             )
@@ -420,7 +422,7 @@ class Run:
             self._finalize(blocking=True)
             name = self._stop_requests.received or "another rank got a signal"
             if not saved:
-                raise GuardStop(f"stopped after step {step} ({name}), but no checkpoint could be written")
+                raise RunAborted(f"stopped after step {step} ({name}), but no checkpoint could be written")
             raise Stopped(f"stopped after step {step} ({name}). {self._how_to_go_on()}")
 
     def _how_to_go_on(self) -> str:

@@ -98,7 +98,7 @@ def read_metadata(path: Path) -> Any:
 
 
 @contextmanager
-def tensors_only() -> Iterator[None]:
+def force_weights_only() -> Iterator[None]:
     """Inside, every `torch.load` of this process reads tensors and plain containers only, whatever its caller asks for.
 
     Megatron and torch's planner, which we do not call ourselves, leave it open or ask for everything; and

@@ -1,4 +1,4 @@
-"""What happened from when to when, for the timelines of `observe.timeline`; on the ground, since every room has some.
+"""What happened from when to when, for the timelines of `observe.timeline`.
 
 Off, which it is unless a step is being recorded, a span costs the reading of a flag. On, it is a tuple in a list: who
 turns them into a file is `observe/timeline.py`.

@@ -22,7 +22,7 @@ def train(run: Run) -> None:
     if run.resumes:
         run.resume()
     else:
-        run.warm_start()
+        run.sft()
         run.record_start(loop.evaluate())
     for number in run.remaining_steps():
         with loop.step(number) as step:

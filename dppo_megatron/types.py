@@ -40,7 +40,7 @@ class UserError(Exception):
         super().__init__(plain(message))
 
 
-class GuardStop(Exception):
+class RunAborted(Exception):
     """The run cannot continue, through no mistake of the user's: it is checkpointed and ends with exit code 3."""
 
 
@@ -67,7 +67,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class SelectedPrompt:
+class RolloutPrompt:
     """A prompt that survived the selection before rollout."""
 
     prompt: Prompt
@@ -136,7 +136,7 @@ class Grade:
 class Group:
     """All completions of one prompt, graded."""
 
-    selected: SelectedPrompt
+    selected: RolloutPrompt
     completions: tuple[Completion, ...]
     rewards: FloatArray
     """[G]; NaN where the grader failed."""

@@ -1,4 +1,4 @@
-"""The pruning room alone, in somebody else's trainer: no Megatron, no engine, only arrays.
+"""The pruning package alone, in another trainer: no Megatron, no engine, only arrays.
 
     python examples/pruning_library.py
 
@@ -33,7 +33,7 @@ for step in range(STEPS):
     # your rollout and grader
     rewards = (rng.random((len(index), GROUP)) < pass_rate[index, None]).astype(float)
     lengths = rng.integers(50, 500, rewards.shape)
-    surprisal = 0.3 * np.sqrt(lengths)  # sqrt(sum (1 - p_t)^2), from your engine's log-probabilities
+    logit_grad_norm = 0.3 * np.sqrt(lengths)  # sqrt(sum (1 - p_t)^2), from your engine's log-probabilities
 
     prompts.observe(index, rewards, lengths, step=step)
     centred = rewards - rewards.mean(axis=1, keepdims=True)
@@ -45,7 +45,7 @@ for step in range(STEPS):
         rewards=rewards.ravel(),
         advantages=advantages.ravel(),
         lengths=lengths.ravel(),
-        surprisal=surprisal.ravel(),
+        logit_grad_norm=logit_grad_norm.ravel(),
         denominator=(PROMPTS_PER_STEP * GROUP * lengths).ravel().astype(float),  # nominal counts, not the survivors'
         prompt_weight=np.repeat(chosen.weight[chosen.kept], GROUP),
         num_nominal=PROMPTS_PER_STEP * GROUP,

@@ -17,7 +17,7 @@ for name in gsm8k math math500 amc23 aime24 aime25 minerva olympiadbench; do
 done
 python "$here/prepare.py" --gsm8k "$data/gsm8k/train.jsonl" --math "$data/math/train.jsonl" --out "$out"
 
-settings=("$here/job.yaml" "model.hf_path=$out/model" "warm_start.examples_path=$out/warm_start.jsonl"
+settings=("$here/job.yaml" "model.hf_path=$out/model" "sft.examples_path=$out/sft.jsonl"
   "data.train_sets.gsm8k.path=$out/gsm8k.jsonl" "data.train_sets.math.path=$out/math.parquet")
 for name in math500 amc23 aime24 aime25 minerva olympiadbench; do
   settings+=("data.eval_sets.$name.path=$data/$name/test.jsonl" "data.eval_sets.$name.limit=16")

@@ -27,7 +27,7 @@ from dppo_megatron.types import UserError
 from dppo_megatron.workbench.accept import child, runner
 from dppo_megatron.workbench.accept.bars import STEPS
 from dppo_megatron.workbench.accept.record import Ran, Record, read_figures, read_record, write_page
-from dppo_megatron.workbench.accept.workload import Lengths
+from dppo_megatron.workbench.accept.workload import SampleLengths
 from dppo_megatron.workbench.cli import main
 
 OPTIONS = {"model": "", "server_python": ""}
@@ -262,7 +262,7 @@ def _with_a_made_up_card(name: str, directory: Path) -> None:
     SHAPES["4b"] = SHAPES["0.6b"] = speed.TEN_MILLION = SHAPES["smoke"]
     speed.CAP, speed._STEPS = 1024, {"warmup_steps": 1, "timed_steps": 1}
     speed.equal_samples = partial(_fewer, speed.equal_samples)
-    speed.Lengths = lambda samples, median, sigma, most, prompts: Lengths(8, 64, sigma, 256, (4, 16))
+    speed.SampleLengths = lambda samples, median, sigma, most, prompts: SampleLengths(8, 64, sigma, 256, (4, 16))
     speed._actor_config = lambda **_: ActorConfig(optimizer=OptimizerConfig(learning_rate=1e-8))
     (step,) = (one for one in STEPS if one.name == name)
     child.measure(child.Sheet(step, directory, cuda=True, model="", server_python=""))

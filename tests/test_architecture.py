@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dppo_megatron"
-GROUND = {"types", "config", "randomness", "safe_pickle", "files", "texts", "children", "frames", "progress"}
+EVERYWHERE = {"types", "config", "randomness", "safe_pickle", "files", "texts", "children", "frames", "progress"}
 """Imported by every package."""
 
 
@@ -83,23 +83,23 @@ def _name(path: Path, package: Path = PACKAGE) -> str:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_are_those_of_the_table(path: Path) -> None:
-    """The ground, its own package, and what the table allows."""
+    """What every package may, its own package, and what the table allows."""
     name = _name(path)
     assert name in PACKAGES, f"{name} is new: give it a row in the table of docs/architecture.md"
-    allowed = PACKAGES[name].may_import | {name} | GROUND
+    allowed = PACKAGES[name].may_import | {name} | EVERYWHERE
     used = _own(path, "dppo_megatron.")
     assert used <= allowed, f"{name} must not import {sorted(used - allowed)}"
 
 
-@pytest.mark.parametrize("wing", sorted(INSIDE))
-def test_imports_inside_a_large_package_are_those_of_its_table(wing: str) -> None:
+@pytest.mark.parametrize("package_name", sorted(INSIDE))
+def test_imports_inside_a_large_package_are_those_of_its_table(package_name: str) -> None:
     """Bytes below servers, servers below weight sync; a page of figures below the command that asks for it."""
-    rows, package = INSIDE[wing], PACKAGE / wing
+    rows, package = INSIDE[package_name], PACKAGE / package_name
     files = [path for path in FILES if package in path.parents and _name(path, package) in rows]
     assert {_name(path, package) for path in files} == set(rows)
     for path in files:
         name = _name(path, package)
-        used = _own(path, f"dppo_megatron.{wing}.") & set(rows)
+        used = _own(path, f"dppo_megatron.{package_name}.") & set(rows)
         assert used <= rows[name].may_import | {name}, f"{path}: {sorted(used)}"
 
 
@@ -119,7 +119,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def _with_lines() -> Iterator[tuple[str, Path, int]]:
-    tables = [(PACKAGE, PACKAGES), *((PACKAGE / wing, rows) for wing, rows in INSIDE.items())]
+    tables = [(PACKAGE, PACKAGES), *((PACKAGE / package_name, rows) for package_name, rows in INSIDE.items())]
     for package, rows in tables:
         for name, row in rows.items():
             if row.most_lines is not None:

@@ -22,7 +22,7 @@ from dppo_megatron.workbench.quickstart.arithmetic import LEVELS, write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 ROOT = Path(__file__).resolve().parents[1]
-SPLITS = ("train", "heldout", "warm_start")
+SPLITS = ("train", "heldout", "sft")
 Rows = list[dict[str, Any]]
 
 
@@ -61,7 +61,7 @@ def test_no_problem_is_shared(tmp_path: Path, seed: int) -> None:
     assert len(set(problems["train"])) == len(problems["train"]) == 512
     assert len(set(problems["heldout"])) == len(problems["heldout"]) == 384
     assert not set(problems["train"]) & set(problems["heldout"])
-    assert not set(problems["warm_start"]) & {*problems["train"], *problems["heldout"]}
+    assert not set(problems["sft"]) & {*problems["train"], *problems["heldout"]}
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -74,7 +74,7 @@ def test_answers_are_right(task: dict[str, Rows], split: str) -> None:
 def test_every_worked_step_is_true_and_leads_on(task: dict[str, Rows]) -> None:
     """Each equation holds, starts from the result before it and takes the next operation; the last is the answer."""
     worked = 0
-    for row in task["warm_start"]:
+    for row in task["sft"]:
         *steps, conclusion = row["completion"].split("\n")
         assert conclusion == f"#### {row['answer']}"
         if not steps:
@@ -88,7 +88,7 @@ def test_every_worked_step_is_true_and_leads_on(task: dict[str, Rows]) -> None:
             assert result == str(evaluate(expression)), row
             left = result
         assert left == row["answer"]
-    assert worked > len(task["warm_start"]) / 4
+    assert worked > len(task["sft"]) / 4
 
 
 def test_levels_and_guesses_have_their_shares(task: dict[str, Rows]) -> None:
@@ -98,22 +98,22 @@ def test_levels_and_guesses_have_their_shares(task: dict[str, Rows]) -> None:
         for level in LEVELS:
             assert abs(counts[level.name] - level.problem_share * len(task[split])) < 1
     for level in LEVELS:
-        rows = [row for row in task["warm_start"] if row["source"] == level.name]
-        assert abs(len(rows) - level.example_share * len(task["warm_start"])) < 1
+        rows = [row for row in task["sft"] if row["source"] == level.name]
+        assert abs(len(rows) - level.example_share * len(task["sft"])) < 1
         if rows:
             guessed = sum(row["completion"].startswith("####") for row in rows) / len(rows)
             assert abs(guessed - level.guess_share) < 0.04, level.name
 
 
 def test_the_grader_accepts_every_example(task: dict[str, Rows]) -> None:
-    for row in task["warm_start"]:
+    for row in task["sft"]:
         assert final_answer(row["completion"], row["answer"]) == 1.0
         assert final_answer(row["completion"], row["answer"] + "1") == 0.0
 
 
 def test_the_seed_decides_everything(tmp_path: Path) -> None:
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
-        write_task(tmp_path / name, seed, num_train=64, num_heldout=64, num_warm_start=64)
+        write_task(tmp_path / name, seed, num_train=64, num_heldout=64, num_sft=64)
         write_tiny_qwen3(tmp_path / name / "model", seed)
     a, b, c = (bytes_of(tmp_path / name) for name in "abc")
     assert a == b
@@ -147,7 +147,7 @@ def test_tokenizer_round_trip_and_lengths(task: dict[str, Rows], model_directory
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     assert tokenizer.eos_token_id is not None and tokenizer.pad_token_id is not None
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
-    for row in task["warm_start"][:2000] + task["train"] + task["heldout"]:
+    for row in task["sft"][:2000] + task["train"] + task["heldout"]:
         for text, limit in ((row["problem"], 16), (row.get("completion", ""), 55)):
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             assert tokenizer.decode(ids) == text
@@ -161,7 +161,7 @@ def test_tokenizer_round_trip_and_lengths(task: dict[str, Rows], model_directory
 def test_prompt_and_completion_tokens_join(task: dict[str, Rows], model_directory: Path) -> None:
     """Tokenizing the parts or the whole gives the same ids: what was sampled is what is trained."""
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
-    for row in task["warm_start"][:200]:
+    for row in task["sft"][:200]:
         texts = (row["problem"], row["completion"], row["problem"] + row["completion"])
         problem, completion, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
         assert problem + completion == both
@@ -181,7 +181,7 @@ def test_the_checkpoint_loads_and_splits(tmp_path: Path, tied: bool) -> None:
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-SMALL = ["--train", "32", "--heldout", "32", "--warm-start", "64"]
+SMALL = ["--train", "32", "--heldout", "32", "--sft", "64"]
 
 
 def run_tool(*arguments: str) -> int:
@@ -199,7 +199,7 @@ def test_the_tool_writes_once_and_overwrites_nothing(tmp_path: Path, capsys: pyt
     assert run_tool("--out", str(out)) == 0
     assert "written" in capsys.readouterr().out
     content = bytes_of(out)
-    assert {"train.jsonl", "heldout.jsonl", "warm_start.jsonl", "model/config.json"} <= set(content)
+    assert {"train.jsonl", "heldout.jsonl", "sft.jsonl", "model/config.json"} <= set(content)
     assert run_tool("--out", str(out)) == 0
     assert "up to date" in capsys.readouterr().out
     assert run_tool("--out", str(out), "--seed", "1") == 2

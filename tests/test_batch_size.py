@@ -12,7 +12,7 @@ import pytest
 from support.job import job_config, read_metrics, write_warm_job_files
 from support.launch import run_ranks
 
-from dppo_megatron.algorithms.batch_size import BatchAdvisor, Line, NoiseScale, half_of
+from dppo_megatron.algorithms.batch_size import BatchAdvisor, FadingFit, NoiseScale, half_of
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.run import Run
@@ -132,7 +132,7 @@ def test_no_more_prompts_are_advised_than_there_are(problems: int, planned: int,
 
 def test_a_line_is_found_and_has_no_negative_part() -> None:
     """Exact points give the line; a falling or a steeper-than-through-zero one is taken as far as it makes sense."""
-    line, falling, steep = Line(), Line(), Line()
+    line, falling, steep = FadingFit(), FadingFit(), FadingFit()
     for x in (1.0, 2.0, 4.0, 3.0, 5.0, 2.5, 1.5, 3.5):
         line.add(x, 0.5 + 0.25 * x)
         falling.add(x, 10 - x)
@@ -173,7 +173,7 @@ def test_lines_come_once_and_survive_a_resume() -> None:
 
 
 def _train(files: Path, run_dir: Path, every: int) -> None:
-    config = job_config(files, run_dir, steps=5, warm_start__steps=2, observe__noise_scale_every_steps=every)
+    config = job_config(files, run_dir, steps=5, sft__steps=2, observe__noise_scale_every_steps=every)
     with Run(prepare_job(config, 1)) as run:
         train(run)
 

@@ -18,8 +18,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.data import TrainSetConfig
+from dppo_megatron.config.resolved_sets import check_data, train_set_configs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import check_data, train_set_configs
 from dppo_megatron.data.rows import read_file
 from dppo_megatron.data.sets import ProblemSet, load_set, stop_token_ids
 from dppo_megatron.data.templates import check_template

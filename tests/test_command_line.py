@@ -109,8 +109,8 @@ def test_config_prints_what_there_is_to_know(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("asked", "keys"),
     [
-        ("warm_start", ["warm_start", "warm_start.examples_path", "warm_start.completion_field", "warm_start.steps",
-                        "warm_start.examples_per_step", "warm_start.learning_rate", "warm_start.lr_warmup_steps"]),
+        ("sft", ["sft", "sft.examples_path", "sft.completion_field", "sft.steps",
+                        "sft.examples_per_step", "sft.learning_rate", "sft.lr_warmup_steps"]),
         ("zero_advantage", ["objective.zero_advantage_slope"]),
         ("data.eval_sets.aime24.samples", ["data.eval_sets.<name>.samples"]),
         ("steps", ["steps"]),
@@ -190,7 +190,7 @@ def test_the_command_line_does_without_torch() -> None:
     bars."""
     code = (
         "import sys, dppo_megatron.workbench.cli as cli; cli.program(['--help']); assert 'numpy' not in sys.modules;"
-        "import dppo_megatron.observe.progress as progress; cli.program();"
+        "import dppo_megatron.observe.progress_display as progress; cli.program();"
         "progress.RunProgress(3, visible=True).say('a'); sys.exit(bool({'torch', 'rich', 'plotly'} & {*sys.modules}))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, stderr=subprocess.PIPE)

@@ -23,9 +23,9 @@ from support.job import REPOSITORY, settings, write_job_files
 
 from dppo_megatron.children import package_environment
 from dppo_megatron.config import Config, load_config
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.compare.arms import parse_arms
-from dppo_megatron.workbench.compare.record import MethodRun, Point, read_method_run
+from dppo_megatron.workbench.compare.method_run import MethodRun, Point, read_method_run
 from dppo_megatron.workbench.compare.runs import check_end, in_a_process, run_all, shared_task, task_settings
 from dppo_megatron.workbench.compare.table import results, table, write_page
 from dppo_megatron.workbench.compare.verdict import Curve, accuracy_at, cost_to, judge, median_over_seeds, moving_mean
@@ -339,16 +339,16 @@ def test_arms_are_run_again_from_another_start(compared: Callable[..., list[str]
     """Their own settings name the start's directory only, and none of them differs."""
     assert compared() == ["start", "grpo", "dppo"]
     assert compared() == []
-    assert compared("warm_start.steps=7") == ["start", "grpo", "dppo"]
-    assert compared("warm_start.steps=7", "objective.clip_low=0.1") == ["start", "grpo", "dppo"]
+    assert compared("sft.steps=7") == ["start", "grpo", "dppo"]
+    assert compared("sft.steps=7", "objective.clip_low=0.1") == ["start", "grpo", "dppo"]
     with open(tmp_path / "task" / "heldout.jsonl", "a") as file:
         file.write('{"problem": "1+1=", "answer": "2"}\n')
-    assert compared("warm_start.steps=7", "objective.clip_low=0.1") == ["start", "grpo", "dppo"]
+    assert compared("sft.steps=7", "objective.clip_low=0.1") == ["start", "grpo", "dppo"]
 
 
 def test_a_run_that_was_stopped_is_not_kept(compared: Callable[..., list[str]]) -> None:
     """A signal ends a run with a checkpoint and exit code 0, before its summary."""
-    with pytest.raises(GuardStop, match="stopped before its end"):
+    with pytest.raises(RunAborted, match="stopped before its end"):
         compared(leaves=lambda run_dir: (run_dir / "metrics.jsonl").touch())
     assert compared() == ["start", "grpo", "dppo"]
 
@@ -357,7 +357,7 @@ def test_a_run_that_was_stopped_is_not_kept(compared: Callable[..., list[str]]) 
 def test_a_crash_is_one_sentence_with_the_end_of_the_log(tmp_path: Path, code: int, how: str) -> None:
     """And the whole of it in a file, where the next attempt may remove it."""
     said = 'Traceback (most recent call last):\n  File "x.py", line 1\nOSError: [Errno 28] No space left on device\n\n'
-    with pytest.raises(GuardStop) as stop:
+    with pytest.raises(RunAborted) as stop:
         check_end(tmp_path, code, said)
     (kept,) = tmp_path.iterdir()
     assert (
@@ -375,11 +375,11 @@ def test_a_mistake_is_said_without_what_came_before_it(tmp_path: Path) -> None:
 
 
 def test_a_crash_without_a_word_says_so(tmp_path: Path) -> None:
-    with pytest.raises(GuardStop, match="ended by signal 6: nothing on stderr"):
+    with pytest.raises(RunAborted, match="ended by signal 6: nothing on stderr"):
         check_end(tmp_path, -6, "")
 
 
-def test_an_arm_that_cannot_be_costs_no_warm_start(compared: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_an_arm_that_cannot_be_costs_no_sft(compared: Callable[..., list[str]], tmp_path: Path) -> None:
     """Its settings are read before anything runs."""
     with pytest.raises(UserError, match="prompts_per_step = 100000000: must be at most"):
         compared(names="grpo,grpo@100000000")
@@ -407,7 +407,7 @@ def test_each_seed_has_a_task_of_its_own_where_one_can_be_made(tmp_path: Path) -
     made = dict(item.split("=", 1) for item in task_settings(config, 1, tmp_path / "new"))
     assert set(made) == {
         "model.hf_path", "data.train_path", "data.eval_paths.heldout", "data.eval_sets.more.path",
-        "warm_start.examples_path",
+        "sft.examples_path",
     }  # fmt: skip
     load_config(CONFIG, [*settings(home, tmp_path / "run"), sets, *(f"{k}={v}" for k, v in made.items())])
     assert all(Path(path).exists() for path in made.values())

@@ -15,7 +15,7 @@ from support.launch import run_ranks
 from support.said import heard
 
 from dppo_megatron.config import load_config
-from dppo_megatron.observe.progress import Progress
+from dppo_megatron.observe.progress_display import Progress
 from dppo_megatron.progress import shown_by
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.compare.arms import parse_arms
@@ -23,7 +23,7 @@ from dppo_megatron.workbench.compare.runs import run_all
 
 pytestmark = pytest.mark.slow
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
-EXTRA = {"steps": 3, "warm_start__steps": 2, "eval__every_steps": 1}
+EXTRA = {"steps": 3, "sft__steps": 2, "eval__every_steps": 1}
 
 
 def _forked(run_dir: Path, arguments: list[str], line: Callable[[str], None]) -> None:

@@ -159,7 +159,7 @@ def test_the_largest_seed() -> None:
 
 def _load(name: str, files: Path, tmp_path: Path) -> Config:
     path = str(REPOSITORY / "configs" / name)
-    keys = ("run_dir", "model.hf_path", "data.", "warm_start.examples_path")
+    keys = ("run_dir", "model.hf_path", "data.", "sft.examples_path")
     paths = [s for s in settings(files, tmp_path / "run") if s.startswith(keys)]
     return load_config(path, ["data.eval_paths={}", "data.eval_sets={}", *paths])
 

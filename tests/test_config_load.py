@@ -204,7 +204,7 @@ def test_what_yaml_says_well_is_read(tmp_path: Path) -> None:
     """Anchors, merges, numbers that are text to YAML 1.1, and texts that are booleans, numbers and dates to it."""
     text = (
         "actor:\n  optimizer: &opt {learning_rate: 1e-6, weight_decay: 10.5}\n  fp8: off\n"
-        + "warm_start: {learning_rate: 5e-1, steps: +3, examples_path: 010}\n"
+        + "sft: {learning_rate: 5e-1, steps: +3, examples_path: 010}\n"
         + "rollout: {servers: {colocate: True, python: no}, sampling: {top_k: 1000}, sync: {dir: 1:30}}\n"
         + "data:\n  eval_sets: {a: &set {path: p, samples: 2}, b: {<<: *set, path: q}}\n"
         + "  chat_template_kwargs: {a: [1, x]}\n  eval_paths: {on: '???', 2026-11-22: '\\???'}\nrun_dir: 2026-11-22\n"
@@ -214,10 +214,10 @@ def test_what_yaml_says_well_is_read(tmp_path: Path) -> None:
     assert (
         config.actor.fp8 == "off" and config.rollout.servers.colocate is True and config.rollout.sampling.top_k == 1000
     )
-    assert (config.warm_start.learning_rate, config.warm_start.steps) == (0.5, 3)
+    assert (config.sft.learning_rate, config.sft.steps) == (0.5, 3)
     assert (config.data.eval_sets["b"].path, config.data.eval_sets["b"].samples) == ("q", 2)
     assert config.data.chat_template_kwargs == {"a": [1, "x"]}
-    texts = (config.run_dir, config.warm_start.examples_path, config.rollout.servers.python, config.rollout.sync.dir)
+    texts = (config.run_dir, config.sft.examples_path, config.rollout.servers.python, config.rollout.sync.dir)
     assert texts == ("2026-11-22", "010", "no", "1:30")
     assert config.data.eval_paths == {"on": "???", "2026-11-22": "\\???"}  # to OmegaConf, a value that is missing
     save_config(config, tmp_path / "again.yaml")

@@ -31,8 +31,8 @@ from support.settings import rollout_config
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.servers import connect, dialects, router, sglang, vllm
-from dppo_megatron.rollout.servers.connect import Connection, describe, make_server
-from dppo_megatron.rollout.servers.directory import Entry
+from dppo_megatron.rollout.servers.connect import ConnectedServers, describe, make_server
+from dppo_megatron.rollout.servers.directory import RegistryEntry
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http, Unreachable
 from dppo_megatron.rollout.servers.membership import Membership, inspect
@@ -164,8 +164,8 @@ def test_when_a_server_is_new_or_back(row: Row, stubs: StubServers, files: Path)
             assert url in str(error) and len(str(error)) < 2000
             wrong.append(url)
     fleet = _fleet([], config)
-    known = Connection([], [], "disk", "", {})
-    entries = {url: Entry(url, "", row.engine) for url in case.urls.values()}
+    known = ConnectedServers([], [], "disk", "", {})
+    entries = {url: RegistryEntry(url, "", row.engine) for url in case.urls.values()}
     Membership(lambda: entries, known, config, ARCHITECTURE, lambda _: None).update(fleet)
     members = {member.name for member in fleet.members}
     assert case.urls["good"] in members and len(fleet.members) == len(members)

@@ -32,7 +32,7 @@ from support.processes import holding
 
 from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.runs.record import read_run
+from dppo_megatron.workbench.runs.run_record import read_run
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ OPENED = ("resumed", "resumed from an older one", "refused", "began again")
 NAME = re.compile(r"step_([0-9]{6,})")
 SAMPLES = re.compile(r"steps_[0-9]+-([0-9]+)\.rank[0-9]+\.parquet")
 SETTINGS = {
-    "warm_start__steps": 2,
+    "sft__steps": 2,
     "checkpoint__every_steps": 1,
     "checkpoint__keep": 0,
     "steps": 4,

@@ -27,7 +27,7 @@ from dppo_megatron.weights.hf_files import CheckpointReader
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.doctor import fp8_gate
 from dppo_megatron.workbench.doctor.environment import environment
-from dppo_megatron.workbench.doctor.fp8_gate import Finding, run_gate, unsafe_patterns
+from dppo_megatron.workbench.doctor.fp8_gate import GateResult, run_gate, unsafe_patterns
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 
@@ -184,7 +184,7 @@ def test_what_only_transformer_engine_recomputes_is_said() -> None:
             without.check_recompute(["core_attn", name])
 
 
-def _findings(files: Path, run_dir: Path, tensor_parallel: int, pipeline_parallel: int) -> list[Finding]:
+def _findings(files: Path, run_dir: Path, tensor_parallel: int, pipeline_parallel: int) -> list[GateResult]:
     config = job_config(
         files,
         run_dir,
@@ -294,7 +294,7 @@ def test_gate_refuses_a_grown_sequence() -> None:
 
 def test_gate_fails_on_nan() -> None:
     """A difference that is not a number is not within its bound."""
-    assert not Finding("x", float("nan"), 1.0).passed
+    assert not GateResult("x", float("nan"), 1.0).passed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has CUDA")

@@ -23,11 +23,11 @@ from support.job import REPOSITORY
 from support.launch import RankError, run_ranks
 from support.processes import free_port
 
-from dppo_megatron.launched import check_launched, place_from_slurm
+from dppo_megatron.launcher_env import check_launcher_env, place_from_slurm
 from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.doctor.check_rows import CheckRow, report_of
 from dppo_megatron.workbench.doctor.environment import allocator_row
 from dppo_megatron.workbench.doctor.machine import files_row, gpu_rows, locked_row, shm_row
-from dppo_megatron.workbench.doctor.rows import Row, report_of
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks are forked, and judged as a CPU's")
@@ -246,7 +246,7 @@ def test_what_nvidia_smi_says_is_judged() -> None:
         (shm_row(2 << 30), "ok"),
     ],
 )
-def test_limits_are_judged_by_what_needs_them(row: Row, verdict: str) -> None:
+def test_limits_are_judged_by_what_needs_them(row: CheckRow, verdict: str) -> None:
     """Docker's 64 MB of shared memory are too few for NCCL; vLLM takes 160 MiB for each server."""
     assert row.verdict == verdict
 
@@ -270,16 +270,19 @@ def test_allocator_advice_fits_colocation(colocated: bool | None, setting: str, 
 def test_of_many_ranks_each_trouble_is_told_once() -> None:
     """Who has it is named, unless all have it; of speeds the slowest, and what is far below the others is said."""
     hosts = {rank: f"node{rank // 4}" for rank in range(8)}
-    found = {rank: [Row("a", "ok", f"fine {rank}"), Row("speed", "ok", f"{rank}", 100.0 - rank)] for rank in range(8)}
+    found = {
+        rank: [CheckRow("a", "ok", f"fine {rank}"), CheckRow("speed", "ok", f"{rank}", 100.0 - rank)]
+        for rank in range(8)
+    }
     assert [(row.verdict, row.said, row.ranks) for row in report_of(found, hosts)] == [
         ("ok", "fine 0", ""),
         ("ok", "7", "slowest: rank 7 on node1"),
     ]
-    found[3] = [Row("a", "fault", "broken"), Row("speed", "ok", "slow", 40.0)]
+    found[3] = [CheckRow("a", "fault", "broken"), CheckRow("speed", "ok", "slow", 40.0)]
     broken, slow = report_of(found, hosts)
     assert (broken.verdict, broken.said, broken.ranks) == ("fault", "broken", "rank 3 on node0")
     assert slow.verdict == "warning" and slow.said.startswith("slow; less than half of the ranks' median, 95.5 GB/s")
-    everywhere = {rank: [Row("a", "fault", "broken")] for rank in range(8)}
+    everywhere = {rank: [CheckRow("a", "fault", "broken")] for rank in range(8)}
     assert [row.ranks for row in report_of(everywhere, hosts)] == [""]
 
 
@@ -292,7 +295,7 @@ def test_the_place_that_slurm_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (slurm | {"STEP_NODELIST": "gpu[007-008,012]-a,big1", "JOB_ID": "4711"}).items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     place_from_slurm()
-    check_launched()
+    check_launcher_env()
     found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
     assert list(found.values()) == ["9", "20", "1", "8", "gpu007-a"]
     assert 20_000 <= int(os.environ["MASTER_PORT"]) < 30_000

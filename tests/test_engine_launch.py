@@ -25,7 +25,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.rollout.servers.answers import NamedWeights
+from dppo_megatron.rollout.servers.control_answers import NamedWeights
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel

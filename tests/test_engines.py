@@ -21,7 +21,7 @@ from support.settings import rollout_config
 
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.rollout.engine import Request, Sampling
-from dppo_megatron.rollout.hf import cut
+from dppo_megatron.rollout.hf import truncate_logits
 from dppo_megatron.rollout.servers.connect import check_server, choose_channel, ipc_warning
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import grouped
@@ -32,7 +32,7 @@ from dppo_megatron.rollout.servers.wire import GenerateRequest
 from dppo_megatron.rollout.sync.channels import buckets, write_snapshot
 from dppo_megatron.rollout.sync.receipts import Digests, canary_difference, differing, digest
 from dppo_megatron.rollout.transfer import shared_memory
-from dppo_megatron.types import GuardStop, Prompt, UserError
+from dppo_megatron.types import Prompt, RunAborted, UserError
 from dppo_megatron.weights.architecture import read_architecture
 
 SERVES = {"engine": "vllm", "servers.endpoints": ["http://127.0.0.1:8000"]}
@@ -47,7 +47,7 @@ SERVES = {"engine": "vllm", "servers.endpoints": ["http://127.0.0.1:8000"]}
 def test_cut_keeps_what_the_definition_keeps(logits: list[float], top_p: float, top_k: int) -> None:
     """Against the definition, token by token: among the k most likely, those whose more likely ones do not yet have
     top_p of the k's probability."""
-    kept = torch.isfinite(cut(torch.tensor([logits]), top_p, top_k))[0].tolist()
+    kept = torch.isfinite(truncate_logits(torch.tensor([logits]), top_p, top_k))[0].tolist()
     ranked = sorted(range(len(logits)), key=lambda i: -logits[i])[: top_k or None]
     mass = np.exp(np.array(logits, np.float64))[ranked]
     mass /= mass.sum()
@@ -115,7 +115,7 @@ def test_the_canary_names_the_server() -> None:
     actor = [np.zeros(4), np.zeros(4)]
     assert canary_difference(["a", "b"], [np.full(4, 0.01), np.full(4, 0.02)], actor, 0.05) == pytest.approx(0.02)
     for wrong in (0.2, np.nan):
-        with pytest.raises(GuardStop, match=r"^b scores"):
+        with pytest.raises(RunAborted, match=r"^b scores"):
             canary_difference(["a", "b"], [np.zeros(4), np.full(4, wrong)], actor, 0.05)
 
 
@@ -238,7 +238,7 @@ def test_cuts_that_a_server_takes_otherwise_are_refused(tmp_path: Path, cuts: di
     config = job_config(
         files, tmp_path / "run", **{f"rollout__sampling__{name}": value for name, value in cuts.items()}
     )
-    info = ServerInfo("0.5.23", "m", 128, None, None, ("disk",), 1, None, max_top_k=5, cuts_in_order=False)
+    info = ServerInfo("0.5.23", "m", 128, None, None, ("disk",), 1, None, max_top_k=5, top_p_after_top_k=False)
     if not message:
         return check_server("http://x", info, config, read_architecture(files / "model"))
     with pytest.raises(UserError, match=message):

@@ -16,8 +16,8 @@ from support.launch import run_ranks
 
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.evaluation.eval_samples import read_samples, scores_of
 from dppo_megatron.evaluation.evaluator import Evaluator
-from dppo_megatron.evaluation.samples import read_samples, scores_of
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.graders import final_answer
 from dppo_megatron.rollout.engine import Request, Sampling
@@ -51,7 +51,7 @@ def _sets(files: Path) -> dict[str, EvalSetConfig]:
 
 def _config(files: Path, run_dir: Path, sets: dict[str, EvalSetConfig] | None = None, **extra: Any) -> Config:
     """Names with dots cannot be said on the command line, so the sets are put in."""
-    short = {"warm_start__steps": 2, "steps": 2, "rollout__prompts_per_step": 8, "eval__every_steps": 1}
+    short = {"sft__steps": 2, "steps": 2, "rollout__prompts_per_step": 8, "eval__every_steps": 1}
     grading = {"reward__function": "support.faulty:length_parity", "reward__min_self_consistency": 0}
     config = job_config(files, run_dir, data__eval_paths="{}", **(short | grading | extra))
     config.data.eval_paths = {}

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dppo_megatron.evaluation.bootstrap import bootstrap_over_seeds, paired_bootstrap
-from dppo_megatron.evaluation.samples import EvalSample
+from dppo_megatron.evaluation.eval_samples import EvalSample
+from dppo_megatron.evaluation.eval_scores import SampleOutcome, ballot, budgets, maj_at_k, mean, pass_at_k, score
 from dppo_megatron.evaluation.standalone import by_level, level_lines
-from dppo_megatron.evaluation.statistics import Outcome, ballot, budgets, maj_at_k, mean, pass_at_k, score
 
 samples_of_a_problem = st.lists(
     st.one_of(st.just((True, "right")), st.sampled_from([(False, name) for name in "abc"]), st.just((False, None))),
@@ -24,8 +24,8 @@ samples_of_a_problem = st.lists(
 """(correct, the answer it gave); all correct ones gave one answer, None is no answer."""
 
 
-def _outcomes(samples: list[tuple[bool, str | None]], problem: int = 0) -> list[Outcome]:
-    return [Outcome(problem, correct, vote, False, vote is None, 5) for correct, vote in samples]
+def _outcomes(samples: list[tuple[bool, str | None]], problem: int = 0) -> list[SampleOutcome]:
+    return [SampleOutcome(problem, correct, vote, False, vote is None, 5) for correct, vote in samples]
 
 
 @settings(deadline=None)
@@ -91,7 +91,7 @@ def test_standard_error_is_the_spread_of_repeated_evaluations() -> None:
 def test_failures_count_nowhere_but_among_failures() -> None:
     """Two problems, one with a failed grading: avg over what was graded, pass@k where k were, null over nothing."""
     graded = [(True, "right"), (False, "a"), (False, "a")]
-    failed = [Outcome(0, None, None, True, None, 9)]
+    failed = [SampleOutcome(0, None, None, True, None, 9)]
     scores = score("set", 2, 4, _outcomes(graded) + failed + _outcomes([(True, "right")] * 4, 1))
     assert scores.avg.value == pytest.approx((1 / 3 + 1) / 2) and scores.avg.problems == 2
     assert scores.pass_at[2].value == pytest.approx((2 / 3 + 1) / 2)
@@ -104,7 +104,9 @@ def test_failures_count_nowhere_but_among_failures() -> None:
 
 def test_a_grader_without_answers_has_no_majority() -> None:
     """A correct completion that no answer is known of: nothing is said, rather than 0."""
-    scores = score("set", 1, 2, [Outcome(0, True, None, False, None, 1), Outcome(0, False, None, False, None, 1)])
+    scores = score(
+        "set", 1, 2, [SampleOutcome(0, True, None, False, None, 1), SampleOutcome(0, False, None, False, None, 1)]
+    )
     assert not scores.maj_at and scores.unparsed_share is None
     assert not {key for key in scores.metrics() if "maj" in key or "unparsed" in key}
 

@@ -85,7 +85,7 @@ def _train(files: Path, run_dir: Path, engine: bool = False) -> None:
         "pruning__prompt__method": "examples.custom_policy:Varied",
         "pruning__completion__method": "examples.custom_policy:Cheap",
     }
-    job = prepare_job(job_config(files, run_dir, steps=4, warm_start__steps=5, **plugged), 1)
+    job = prepare_job(job_config(files, run_dir, steps=4, sft__steps=5, **plugged), 1)
     if engine:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("dppo_megatron.steps.loop.make_engine", lambda job, *_: UniformEngine(job.tokenizer))

@@ -17,17 +17,17 @@ from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.steps.exchange import Replicas, TokenValues, exchange
 from dppo_megatron.steps.step import BACK, ORDER, Reached, Step, UpdatePlan, sizes_of
-from dppo_megatron.types import Completion, Group, Prompt, SelectedPrompt
+from dppo_megatron.types import Completion, Group, Prompt, RolloutPrompt
 
 CAP = 64
 
 
-def _step(rng: np.random.Generator, size: int) -> tuple[list[SelectedPrompt], list[Group]]:
+def _step(rng: np.random.Generator, size: int) -> tuple[list[RolloutPrompt], list[Group]]:
     """A step's groups, some of them with completions of no token."""
     selected, groups = [], []
     for k in range(int(rng.integers(0, 9))):
         prompt = Prompt(int(rng.integers(1000)), "", tuple(rng.integers(3, 99, rng.integers(1, 5)).tolist()), "", "")
-        selected.append(SelectedPrompt(prompt, 1.0, 1.0))
+        selected.append(RolloutPrompt(prompt, 1.0, 1.0))
         completions = []
         for n in rng.integers(0, 12, size).tolist():
             ids, logprobs = rng.integers(0, 2**17, n), -rng.exponential(1.0, n).astype(np.float32)
@@ -37,7 +37,7 @@ def _step(rng: np.random.Generator, size: int) -> tuple[list[SelectedPrompt], li
 
 
 def _plans(
-    rng: np.random.Generator, selected: list[SelectedPrompt], groups: list[Group], size: int, replicas: int
+    rng: np.random.Generator, selected: list[RolloutPrompt], groups: list[Group], size: int, replicas: int
 ) -> list[UpdatePlan]:
     """Updates that keep some of the completions, perhaps none."""
     update_of = rng.integers(-1, 2, len(groups) * size)

@@ -28,7 +28,7 @@ CASES = [
 
 
 def _train(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any]) -> None:
-    config = job_config(files, run_dir, steps=2, warm_start__steps=5, **extra)
+    config = job_config(files, run_dir, steps=2, sft__steps=5, **extra)
     with Run(prepare_job(config, world_size)) as run:
         train(run)
 

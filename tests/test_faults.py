@@ -29,17 +29,17 @@ from support.tiny import Parallel, build_actor, plan_for, random_samples, write_
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.job import prepare_job
 from dppo_megatron.observe import watchdog
-from dppo_megatron.observe.record import JsonLines, rewind
+from dppo_megatron.observe.json_lines import JsonLines, rewind
 from dppo_megatron.observe.watchdog import Watchdog
 from dppo_megatron.rollout.engine import Weights
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
-from dppo_megatron.types import GuardStop
+from dppo_megatron.types import RunAborted
 
 pytestmark = pytest.mark.slow
 
 SHORT = {
-    "warm_start__steps": 2,
+    "sft__steps": 2,
     "checkpoint__every_steps": 1,
     "steps": 3,
     "rollout__prompts_per_step": 8,
@@ -109,13 +109,13 @@ def test_a_failed_sync_keeps_the_update_before_it(files: Path, tmp_path: Path) -
 
 def _train_until_a_sync_fails(files: Path, run_dir: Path, failing_sync: int) -> None:
     config = job_config(files, run_dir, **SHORT | {"checkpoint__every_steps": 0})
-    with contextlib.suppress(GuardStop), Run(prepare_job(config, 1)) as run:
+    with contextlib.suppress(RunAborted), Run(prepare_job(config, 1)) as run:
         engine, syncs = run.loop._engine, itertools.count(1)
         load_weights = engine.load_weights
 
         def load_or_fail(weights: Weights, release: Callable[[], None]) -> None:
             if next(syncs) == failing_sync:
-                raise GuardStop("no rollout server has taken the weights")
+                raise RunAborted("no rollout server has taken the weights")
             load_weights(weights, release)
 
         engine.load_weights = load_or_fail  # type: ignore[method-assign]
@@ -166,11 +166,11 @@ def test_training_goes_on_beside_a_broken_grader(files: Path, tmp_path: Path) ->
     run_whole(files, tmp_path / "run", 2, extra)
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 4
-    assert sum(row["reward/failed"] for row in rows[1:]) > 0
+    assert sum(row["reward/failed_count"] for row in rows[1:]) > 0
     trace = [json.loads(line) for line in (tmp_path / "run" / "trace.jsonl").read_text().splitlines()][1:]
     for row, step in zip(rows[1:], trace, strict=True):
         rewards = [reward for group in step["rewards"] for reward in group]
-        assert row["reward/failed"] == rewards.count(None)
+        assert row["reward/failed_count"] == rewards.count(None)
         assert set(rewards) <= {None, 0.0, 1.0}
 
 

@@ -26,10 +26,10 @@ from support.settings import rollout_config
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
-from dppo_megatron.rollout.servers.intake import Ask, Event, Failed
+from dppo_megatron.rollout.servers.intake import AttemptFailed, Event, Submit
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.spans import Spans, recorded_by
-from dppo_megatron.types import GuardStop
+from dppo_megatron.types import RunAborted
 
 
 def test_equal_groups_are_shared_evenly() -> None:
@@ -48,7 +48,7 @@ def test_a_router_stands_for_its_workers() -> None:
     work = work_of(groups(*[1] * 12))
     asked_first: list[int] = []
 
-    def reply(ask: Ask) -> Event | None:
+    def reply(ask: Submit) -> Event | None:
         if len(world.asked) == 12 and not asked_first:
             asked_first.extend(one.server for one in world.asked)
             fleet.mark_out(fleet.members[0], "a test")
@@ -114,7 +114,7 @@ def test_a_server_is_given_as_many_completions_as_it_runs(counts: Sequence[int])
     """Groups of one fill it as groups of eight do, never over its limit; a group beyond the limit goes alone."""
     limit, world, most = 16, World(), [0]
 
-    def reply(ask: Ask) -> Event | None:
+    def reply(ask: Submit) -> Event | None:
         in_flight = sum(one.group.count for one in world.open.values())
         most[0] = max(most[0], in_flight)
         return answered(ask)
@@ -159,7 +159,7 @@ def test_who_comes_back_is_asked_only_after_a_sync() -> None:
     """Its probe succeeds at once, and still it gets nothing; alone, the fleet asks for weights."""
     world, failed = World(), []
 
-    def reply(ask: Ask) -> Event | None:
+    def reply(ask: Submit) -> Event | None:
         if not failed:
             failed.append(ask)
             return broken(ask)
@@ -191,13 +191,13 @@ def test_who_is_back_before_anybody_looks_has_lost_its_requests() -> None:
     flight there is asked elsewhere."""
     world = World()
 
-    def reply(ask: Ask) -> Event | None:
+    def reply(ask: Submit) -> Event | None:
         if ask.server == 1:
             return answered(ask)
         if not fleet.members[0].outages:
             fleet.mark_out(fleet.members[0], "weight sync failed")
             with fleet.lock:
-                fleet.members[0].answers()
+                fleet.members[0].answered()
         return None
 
     world.reply = reply
@@ -233,7 +233,7 @@ def test_a_request_that_always_fails_is_named_after_four_answers() -> None:
     world = World()
     world.reply = lambda ask: broken(ask, f"HTTP 500 from {ask.server}") if ask.index == 1 else answered(ask)
     fleet, work = world.fleet(2), work_of(groups(1, 1, 1))
-    with pytest.raises(GuardStop, match=r"request 1-1-0 has failed 4 times: b: HTTP 500") as stop:
+    with pytest.raises(RunAborted, match=r"request 1-1-0 has failed 4 times: b: HTTP 500") as stop:
         while True:
             try:
                 list(dispatch(fleet, work))
@@ -247,7 +247,7 @@ def test_cut_attempts_are_no_failures_of_their_requests() -> None:
     """A server that dies ten times takes all groups with it each time; only the one that was answered badly counts."""
     world, deaths = World(), []
 
-    def reply(ask: Ask) -> Event | None:
+    def reply(ask: Submit) -> Event | None:
         if ask.server == 0 and ask.index == len(deaths) % 8 and len(deaths) < 10:
             deaths.append(ask.index)
             return broken(ask)
@@ -268,7 +268,7 @@ def test_a_request_has_an_age() -> None:
     """Counted from its first try: three servers that each hold it for 4 s, and a limit of 10."""
     world, since = World(), {}
 
-    def reply(ask: Ask) -> Event | None:
+    def reply(ask: Submit) -> Event | None:
         if ask.index != 0:
             return answered(ask)
         held = world.now - since.setdefault(ask.ticket, world.now)
@@ -276,7 +276,7 @@ def test_a_request_has_an_age() -> None:
 
     world.reply = reply
     fleet = world.fleet(3, request_timeout_s=10.0, probe_every_s=1000.0)
-    with pytest.raises(GuardStop, match=r"request_timeout_s = 10 s since their first try: 1-0-0") as stop:
+    with pytest.raises(RunAborted, match=r"request_timeout_s = 10 s since their first try: 1-0-0") as stop:
         list(dispatch(fleet, work_of(groups(1, 1))))
     assert 10 < world.now < 11 and "on " in str(stop.value)
 
@@ -286,10 +286,10 @@ def test_a_busy_server_rests_and_is_no_outage(status: int, wanted: float | None,
     """As long as it asks for, within bounds; without a word half a second, then twice as long each time."""
     world, refused = World(), []
 
-    def reply(ask: Ask) -> Event | None:
+    def reply(ask: Submit) -> Event | None:
         if len(refused) < 3:
             refused.append(world.now)
-            return Failed(ask.ticket, "refused", f"HTTP {status}: busy", status, wanted)
+            return AttemptFailed(ask.ticket, "refused", f"HTTP {status}: busy", status, wanted)
         return answered(ask)
 
     world.reply = reply
@@ -302,8 +302,8 @@ def test_a_busy_server_rests_and_is_no_outage(status: int, wanted: float | None,
 
 def test_a_refusal_ends_the_run_and_names_the_request() -> None:
     world = World()
-    world.reply = lambda ask: Failed(ask.ticket, "refused", "HTTP 400: context too long", 400)
-    with pytest.raises(GuardStop, match=r"a refused request 1-0-0: HTTP 400: context too long"):
+    world.reply = lambda ask: AttemptFailed(ask.ticket, "refused", "HTTP 400: context too long", 400)
+    with pytest.raises(RunAborted, match=r"a refused request 1-0-0: HTTP 400: context too long"):
         list(dispatch(world.fleet(), work_of(groups(1))))
 
 
@@ -312,7 +312,7 @@ def test_a_refusal_that_is_the_servers_own_sends_its_groups_elsewhere(status: in
     """Another key, or without our path: it was started again."""
     world = World()
     world.reply = lambda ask: (
-        answered(ask) if ask.server else Failed(ask.ticket, "refused", f"HTTP {status}: no", status)
+        answered(ask) if ask.server else AttemptFailed(ask.ticket, "refused", f"HTTP {status}: no", status)
     )
     fleet, work = world.fleet(2), work_of(groups(1, 1, 1))
     world.servers[0].healthy_now = False
@@ -323,9 +323,9 @@ def test_a_refusal_that_is_the_servers_own_sends_its_groups_elsewhere(status: in
 def test_what_this_machine_lacks_is_no_servers_fault() -> None:
     """EMFILE: the run ends with the number, and nobody is marked out."""
     world = World()
-    world.reply = lambda ask: Failed(ask.ticket, "ours", "can open no more connections; it keeps to 960")
+    world.reply = lambda ask: AttemptFailed(ask.ticket, "ours", "can open no more connections; it keeps to 960")
     fleet = world.fleet()
-    with pytest.raises(GuardStop, match=r"request 1-0-0: can open no more connections; it keeps to 960"):
+    with pytest.raises(RunAborted, match=r"request 1-0-0: can open no more connections; it keeps to 960"):
         list(dispatch(fleet, work_of(groups(1, 1))))
     assert [member.state for member in fleet.members] == ["live", "live"]
 
@@ -336,7 +336,7 @@ def test_with_nobody_left_waiting_ends() -> None:
     fleet = world.fleet(2, engine_wait_s=60.0)
     for server in world.servers:
         server.healthy_now = False
-    with pytest.raises(GuardStop, match=r"engine_wait_s = 60 s \(a out: .*waiting requests: 1-"):
+    with pytest.raises(RunAborted, match=r"engine_wait_s = 60 s \(a out: .*waiting requests: 1-"):
         list(dispatch(fleet, work_of(groups(1, 1, 1))))
     assert 60 < world.now < 62
 
@@ -345,7 +345,7 @@ def test_an_abort_by_a_sync_is_asked_again_and_one_by_nobody_has_an_end() -> Non
     """Eight times it may be a sync's; the ninth counts as a failure of the server."""
     world, aborted = World(), []
 
-    def reply(ask: Ask) -> Event | None:
+    def reply(ask: Submit) -> Event | None:
         aborted.append(ask.ticket)
         return answered(ask, "abort") if len(aborted) < 4 else answered(ask)
 
@@ -362,10 +362,10 @@ def test_an_abort_by_a_sync_is_asked_again_and_one_by_nobody_has_an_end() -> Non
 
 def test_stragglers_are_cut_once_enough_have_finished() -> None:
     """Three of four groups are there: the rest is ended where it is, and counted as cut. An evaluation waits."""
-    for may_be_cut in (True, False):
+    for allow_straggler_abort in (True, False):
         world = World()
 
-        def reply(ask: Ask, world: World = world) -> Event | None:
+        def reply(ask: Submit, world: World = world) -> Event | None:
             if ask.index < 3:
                 return answered(ask)
             if ask.ticket in world.ended:
@@ -373,9 +373,13 @@ def test_stragglers_are_cut_once_enough_have_finished() -> None:
             return answered(ask) if world.now > 50 else None
 
         world.reply = reply
-        work = work_of(groups(2, 2, 2, 2), may_be_cut=may_be_cut)
-        assert sorted(dispatch(world.fleet(straggler_share=0.75), work)) == [0, 1, 2, 3]
-        assert (work.cut_completions, bool(world.ended), world.now > 50) == (2 * may_be_cut, may_be_cut, not may_be_cut)
+        work = work_of(groups(2, 2, 2, 2), allow_straggler_abort=allow_straggler_abort)
+        assert sorted(dispatch(world.fleet(finish_fraction=0.75), work)) == [0, 1, 2, 3]
+        assert (work.stragglers_aborted, bool(world.ended), world.now > 50) == (
+            2 * allow_straggler_abort,
+            allow_straggler_abort,
+            not allow_straggler_abort,
+        )
 
 
 def test_what_is_given_up_ends_at_the_servers() -> None:
@@ -402,14 +406,14 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
     world = World()
     kinds = st.sampled_from(["ok"] * 6 + ["later", "broken", "bad", "busy", "abort"])
 
-    def reply(ask: Ask) -> Event | None:
+    def reply(ask: Submit) -> Event | None:
         kind = data.draw(kinds)
         if kind == "later":
             return None
         if kind == "busy":
-            return Failed(ask.ticket, "refused", "HTTP 429", 429)
+            return AttemptFailed(ask.ticket, "refused", "HTTP 429", 429)
         if kind == "bad":
-            return Failed(ask.ticket, "bad", "a log-probability of 5")
+            return AttemptFailed(ask.ticket, "bad", "a log-probability of 5")
         return {"ok": answered, "broken": broken}.get(kind, lambda ask: answered(ask, "abort"))(ask)
 
     world.reply = reply
@@ -422,7 +426,7 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
             except NeedsWeights:
                 synced(fleet)
         assert sorted(landed) == list(range(len(counts)))
-    except GuardStop as stop:
+    except RunAborted as stop:
         assert "1-" in str(stop)
         assert len(set(landed)) == len(landed)
     assert nothing_in_flight(fleet)

@@ -18,7 +18,7 @@ from support.job import REPOSITORY
 from dppo_megatron.config.schema import Config
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
-from dppo_megatron.workbench.accept.workload import SHAPES, Lengths, architecture_of, padded_plan, random_samples
+from dppo_megatron.workbench.accept.workload import SHAPES, SampleLengths, architecture_of, padded_plan, random_samples
 from dppo_megatron.workbench.planning.memory import plan_memory
 from dppo_megatron.workbench.planning.site import CHIPS, Site
 
@@ -67,7 +67,9 @@ def _flops(command: list[str]) -> float:
         architecture = architecture_of(SHAPES[shape])
         if args.command == "mfu":
             of = [
-                random_samples(Lengths(args.microbatches * (cap // n), n, 0.0, n, (1, 1)), architecture.vocab_size)
+                random_samples(
+                    SampleLengths(args.microbatches * (cap // n), n, 0.0, n, (1, 1)), architecture.vocab_size
+                )
                 for n in args.sequence_tokens
             ]
             plans = [

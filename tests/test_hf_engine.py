@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from dppo_megatron.randomness import generator, uniform_rows
 from dppo_megatron.rollout.engine import Request, Sampling
-from dppo_megatron.rollout.hf import HFEngine, cut
+from dppo_megatron.rollout.hf import HFEngine, truncate_logits
 from dppo_megatron.rollout.kv_cache import KeyValues, Moves
 from dppo_megatron.types import Grade, GradeTask, Prompt
 from dppo_megatron.weights.architecture import read_architecture
@@ -35,7 +35,9 @@ def _reference(model: torch.nn.Module, request: Request, sampling: Sampling, eos
     tokens: list[int] = []
     for uniform in uniforms:
         logits = model(torch.tensor([[*request.prompt.token_ids, *tokens]])).logits[:, -1].float()
-        probabilities = cut(logits / sampling.temperature, sampling.top_p, sampling.top_k).double().softmax(-1)[0]
+        probabilities = (
+            truncate_logits(logits / sampling.temperature, sampling.top_p, sampling.top_k).double().softmax(-1)[0]
+        )
         cumulative = probabilities.cumsum(0).numpy()
         tokens.append(int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right")))
         if tokens[-1] in (eos, *sampling.stop_token_ids):
@@ -87,7 +89,9 @@ def test_tokens_equal_sampling_one_sequence_without_a_cache(tmp_path: Path, shap
             ids = torch.tensor([[*request.prompt.token_ids, *completion.token_ids.tolist()]])
             logits = model(ids).logits[0, len(request.prompt.token_ids) - 1 : -1].float() / sampling.temperature
             scored = (
-                cut(logits, sampling.top_p, 0).log_softmax(-1).gather(1, ids[0, len(request.prompt.token_ids) :, None])
+                truncate_logits(logits, sampling.top_p, 0)
+                .log_softmax(-1)
+                .gather(1, ids[0, len(request.prompt.token_ids) :, None])
             )
             np.testing.assert_allclose(completion.logprobs, scored[:, 0].numpy(), atol=1e-5)
             assert completion.text == tokenizer.decode(completion.token_ids, skip_special_tokens=True)

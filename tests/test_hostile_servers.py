@@ -16,8 +16,8 @@ from support.engines.rig import Rig, requests, right, run
 from support.engines.stub import StubServers, good
 
 from dppo_megatron.rollout.servers.http import BadAnswer
-from dppo_megatron.rollout.servers.wire import Expected, Span, as_sampled, checked
-from dppo_megatron.types import GuardStop
+from dppo_megatron.rollout.servers.wire import Expected, VersionSpan, as_sampled, checked
+from dppo_megatron.types import RunAborted
 
 LIMIT = 12
 
@@ -66,7 +66,7 @@ def test_beside_a_good_server(stage: Stage, name: str, engine: str) -> None:
     fleet = stage.rig.fleet(places, {"request_timeout_s": 20.0}, lambda line: None)
     try:
         run(fleet, requests(3))
-    except GuardStop as stop:
+    except RunAborted as stop:
         assert "request r-" in str(stop) and len(str(stop)) < 2000, str(stop)
         stage.rig.take()
     else:
@@ -81,7 +81,7 @@ def test_alone(stage: Stage, name: str, engine: str) -> None:
     fleet = stage.rig.fleet([stage.places[name]], {"request_timeout_s": 0.5}, lambda line: None)
     try:
         run(fleet, requests(1))
-    except GuardStop as stop:
+    except RunAborted as stop:
         assert "r-0" in str(stop) and len(str(stop)) < 4000, str(stop)
         assert not stage.rig.take(), "nothing of it is kept"
     else:
@@ -108,7 +108,7 @@ def test_alone(stage: Stage, name: str, engine: str) -> None:
 def test_certainty_that_cannot_be(rows: tuple[tuple[int, ...], ...], how: dict[str, Any], wrong: bool) -> None:
     """Log-probabilities that are all 0: nothing else could have been sampled, so the others must be alike."""
     group = msgspec.structs.replace(requests(1, len(rows), 100)[0], **how)
-    spans = [[Span("1", 0, len(row))] for row in rows]
+    spans = [[VersionSpan("1", 0, len(row))] for row in rows]
     answer = [
         as_sampled(row, [0.0] * len(row), "stop" if row[-1] == 1 else "abort", span)
         for row, span in zip(rows, spans, strict=True)
@@ -124,6 +124,6 @@ def test_certainty_that_cannot_be(rows: tuple[tuple[int, ...], ...], how: dict[s
 def test_a_call_has_a_deadline_as_a_whole(stage: Stage, name: str, engine: str) -> None:
     """Bytes that come now and then, or not, hold nobody for longer than a request may take."""
     fleet = stage.rig.fleet([stage.places[name]], {"request_timeout_s": 0.5}, lambda line: None)
-    with pytest.raises(GuardStop, match=r"request_timeout_s = 0.5 s since their first try: r-0 on"):
+    with pytest.raises(RunAborted, match=r"request_timeout_s = 0.5 s since their first try: r-0 on"):
         run(fleet, requests(1))
     fleet.close()

@@ -37,7 +37,7 @@ from dppo_megatron.config.rollout import _CODE_OPTIONS, _KEY_OPTIONS, _OWN_OPTIO
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout import serve
-from dppo_megatron.rollout.client.messages import Address
+from dppo_megatron.rollout.client.messages import ServerAddress
 from dppo_megatron.rollout.client.process import Asker
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.job_nodes import NodeSupervisor
@@ -47,12 +47,12 @@ from dppo_megatron.rollout.servers.connect import _await_ready, make_server
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.http import Http, NotProven, Peer
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
-from dppo_megatron.rollout.servers.intake import Ask
+from dppo_megatron.rollout.servers.intake import Submit
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.rollout.servers.vllm import own_chain, vllm_command
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
-from dppo_megatron.rollout.transfer.groups import Meeting, listening_store
-from dppo_megatron.types import GuardStop, Prompt, UserError
+from dppo_megatron.rollout.transfer.groups import GroupRendezvous, listening_store
+from dppo_megatron.types import Prompt, RunAborted, UserError
 
 KEY = "s3cret-of-the-servers"
 
@@ -85,10 +85,10 @@ def _ask(url: str, key: str) -> None:
 
     async def once() -> None:
         asker = Asker(8)
-        asker.know([Address(0, Peer(url, key, proves=True), VLLMDialect())])
+        asker.know([ServerAddress(0, Peer(url, key, proves=True), VLLMDialect())])
         group = GenerateRequest("id", (2, 3), 1, 5, 4)
         try:
-            await asker.ask(Ask(0, 0, 0, group, Expected(19, 0, 1), 20.0))
+            await asker.ask(Submit(0, 0, 0, group, Expected(19, 0, 1), 20.0))
         finally:
             await asker.close()
 
@@ -166,7 +166,7 @@ def test_a_run_whose_port_is_taken_ends(files: Path, tmp_path: Path, taken: Impo
 
 def test_serve_whose_port_is_taken_ends(files: Path, tmp_path: Path, taken: Impostor) -> None:
     """And announces no address."""
-    config = _config(files, tmp_path / "run", rollout__servers__addresses_from=tmp_path / "addresses")
+    config = _config(files, tmp_path / "run", rollout__servers__registry_dir=tmp_path / "addresses")
     with pytest.raises(UserError, match=f"{taken.url} ended with code 1 before it was ready(.|\n)*in use"):
         serve.serve(config, "127.0.0.1")
     assert not list((tmp_path / "addresses").iterdir())
@@ -229,7 +229,7 @@ def test_a_port_that_is_taken_at_a_restart_of_serve(
 ) -> None:
     """Its address is withdrawn, and `serve` ends after so many starts."""
     monkeypatch.setenv("DPPO_ENGINE_API_KEY", KEY)
-    config, addresses = _config(files, tmp_path / "run", rollout__servers__addresses_from=tmp_path), tmp_path / "a"
+    config, addresses = _config(files, tmp_path / "run", rollout__servers__registry_dir=tmp_path), tmp_path / "a"
     addresses.mkdir()
     [server] = launch_servers(config)
     try:
@@ -238,7 +238,7 @@ def test_a_port_that_is_taken_at_a_restart_of_serve(
         assert list(addresses.iterdir())
         _kill(server)
         with Impostor(server.port) as impostor:
-            with pytest.raises(GuardStop, match=f"{server.url} ended with code 1 before it was ready(.|\n)*in use"):
+            with pytest.raises(RunAborted, match=f"{server.url} ended with code 1 before it was ready(.|\n)*in use"):
                 until(lambda: (served.look(), False)[1])
             impostor.assert_it_got_questions_only(was_asked=False)  # the server may have ended before the first look
         assert not list(addresses.iterdir())
@@ -258,12 +258,12 @@ def test_a_dead_child_is_not_ready(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------- groups for weights
 
 
-def _meeting() -> tuple[Meeting, dist.Store]:
+def _meeting() -> tuple[GroupRendezvous, dist.Store]:
     """One of two members, and the store as another process reaches it."""
     joining = timedelta(seconds=10)
     store = listening_store("127.0.0.1", 2, joining)
     other = dist.TCPStore("127.0.0.1", store.port, 2, False, joining, wait_for_workers=False)  # type: ignore[attr-defined]
-    return Meeting("test", "gloo", "127.0.0.1", store, 2, joining, joining), other
+    return GroupRendezvous("test", "gloo", "127.0.0.1", store, 2, joining, joining), other
 
 
 def _both(ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[Any, Any]:
@@ -288,9 +288,9 @@ def _plain_group(store: dist.Store, rank: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(PrefixStore("dppo", store), rank, 2, timeout)
 
 
-def _worker(meeting: Meeting, store: dist.Store, secret: str) -> Any:
+def _worker(meeting: GroupRendezvous, store: dist.Store, secret: str) -> Any:
     """A server's end, as vLLM's workers make it."""
-    return dppo_wire.Chain(store, 1, 2, meeting.joining, meeting.timeout, 1024, secret)
+    return dppo_wire.ChainReceiver(store, 1, 2, meeting.joining, meeting.timeout, 1024, secret)
 
 
 def test_members_find_each_other() -> None:

@@ -125,7 +125,7 @@ def test_slurm_scripts_render(script: Path, tmp_path: Path) -> None:
             assert serve.relative == 0 and train.relative == 1 and run.nnodes == "1"
             assert not config.rollout.servers.colocate
             given = serve.command[serve.command.index("serve") + 1 :]
-            assert _config(given, tmp_path).rollout.servers.addresses_from == config.rollout.servers.addresses_from
+            assert _config(given, tmp_path).rollout.servers.registry_dir == config.rollout.servers.registry_dir
         else:
             assert config.rollout.servers.colocate and run.nnodes == "2"
         ports.append(run.rdzv_endpoint)

@@ -45,19 +45,19 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def answers(self) -> None:
         was = self.member.state
-        self._do("answers")
+        self._do("answered")
         assert (self.member.state == "out") == (was == "out" and self.has_left), "who has left is not called back"
 
     @rule(version=st.sampled_from("123"))
     def expects(self, version: str) -> None:
-        self._do("expects", version)
+        self._do("set_target", version)
         assert self.member.state != "live"
         self.complete_since_out = False
 
     @rule(version=st.sampled_from("123"))
     def takes(self, version: str) -> None:
-        was, expected = self.member.state, self.member.expected
-        live = self._do("took", version)
+        was, expected = self.member.state, self.member.target_version
+        live = self._do("synced", version)
         assert live == (was != "out" and version == expected)
         self.complete_since_out = self.complete_since_out or bool(live)
 
@@ -69,7 +69,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule()
     def leaves(self) -> None:
-        assert self._do("left", "it has left") == (not self.has_left)
+        assert self._do("removed", "it has left") == (not self.has_left)
         assert self.member.state == "out" and not self.member.may_be_asked
         self.complete_since_out, self.has_left = False, True
 
@@ -135,7 +135,7 @@ def test_failures_in_a_row_space_out_the_questions() -> None:
             while not member.may_be_asked:
                 now[0] += 0.5
             waits.append(now[0] - start)
-            member.answers()
+            member.answered()
         assert waits == [0, 0, 0, 1, 2, 4, 8, 16, 30, 30]
         member.delivered()
         member.failed("why")
@@ -146,10 +146,10 @@ def test_a_busy_server_rests_without_going_out() -> None:
     now = [0.0]
     member, lock = _member(now)
     with lock:
-        member.expects("1")
-        assert member.took("1")
-        member.rests(5.0)
-        member.rests(2.0)
+        member.set_target("1")
+        assert member.synced("1")
+        member.back_off(5.0)
+        member.back_off(2.0)
         assert not member.is_free and member.state == "live"
         now[0] = 5.0
         assert member.is_free

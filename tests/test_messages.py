@@ -21,7 +21,7 @@ import torch.distributed as dist
 from support.job import REPOSITORY, settings
 from support.launch import run_ranks
 
-from dppo_megatron.launched import check_launched
+from dppo_megatron.launcher_env import check_launcher_env
 from dppo_megatron.workbench.cli import main
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
@@ -55,7 +55,7 @@ VALUES = {
     f"data.train_path={REPOSITORY / 'tools'}": "neither a directory saved by `datasets` nor",
     f"data.eval_paths.x={LONG}": "data.eval_paths.x = ",
     "data.max_prompt_tokens=3": "more than data.max_prompt_tokens = 3",
-    "warm_start.examples_path=/dev/zero": "is a device or a pipe",
+    "sft.examples_path=/dev/zero": "is a device or a pipe",
     "packing.max_tokens_per_microbatch=31": (
         "data.max_prompt_tokens + rollout.sampling.max_completion_tokens = 32 tokens and must fit"
     ),
@@ -336,10 +336,10 @@ def test_tasks_that_srun_starts_without_torchrun(
     said = _fails(["train", CONFIG, *settings(files, tmp_path / "run")], capsys)
     assert "srun has started 8 tasks (SLURM_STEP_NUM_TASKS), but RANK is not set" in said
     monkeypatch.setenv("SLURM_PTY_WIN_COL", "144")
-    check_launched()
+    check_launcher_env()
     monkeypatch.delenv("SLURM_PTY_WIN_COL")
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
-    check_launched()
+    check_launcher_env()
 
 
 def test_a_run_directory_that_holds_a_run_is_never_written_over(

@@ -17,7 +17,6 @@ from support.record import write_record
 from dppo_megatron.config.changes import check_changes, saved_values
 from dppo_megatron.config.hints import all_keys, other_names
 from dppo_megatron.config.load import RENAMED, config_from_values, config_values, load_config, read_config
-from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.steps.trace import trace_header
 from dppo_megatron.types import Prompt, UserError
@@ -84,7 +83,7 @@ def _as_saved_before(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_each_older_name_is_in_the_table_of_hints_and_no_setting() -> None:
-    known = all_keys(Config)
+    known = all_keys()
     for older, newer in RENAMED.items():
         section = older.rpartition(".")[0]
         now = f"{section}.{newer}" if section else newer

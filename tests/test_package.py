@@ -83,7 +83,7 @@ def test_quickstart_runs_outside_the_checkout(python: Path, tmp_path: Path) -> N
     and a directory that is no run is left alone."""
     where = _python(python, tmp_path, "-c", "import dppo_megatron; print(dppo_megatron.__file__)")
     assert str(python.parent.parent) in where.stdout, "the checkout was imported, not the wheel"
-    short = ["steps=2", "warm_start.steps=2", "rollout.prompts_per_step=8", "threads_per_rank=1", "eval.every_steps=0"]
+    short = ["steps=2", "sft.steps=2", "rollout.prompts_per_step=8", "threads_per_rank=1", "eval.every_steps=0"]
     done = _run(python, tmp_path, "quickstart", *short)
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = tmp_path / "runs" / "quickstart"

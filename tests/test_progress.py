@@ -24,7 +24,7 @@ from typing import TextIO
 import pytest
 
 from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
-from dppo_megatron.observe.progress import Progress, RunProgress, duration
+from dppo_megatron.observe.progress_display import Progress, RunProgress, duration
 from dppo_megatron.progress import Advance, progress, shown_by
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
@@ -115,13 +115,13 @@ def test_what_is_short_leaves_no_trace(terminal: Terminal) -> None:
 def test_a_bar_on_a_terminal(terminal: Terminal) -> None:
     """From two seconds on, drawn in one line and wiped at the end, for a line that stays."""
     clock = Clock()
-    with Progress("warm start", 10, "steps", stream=terminal.stream, clock=clock, beat_s=STILL) as progress:
+    with Progress("SFT", 10, "steps", stream=terminal.stream, clock=clock, beat_s=STILL) as progress:
         clock.now += 1.9
         progress(1)
         assert terminal.seen() == ""
         clock.now += 4.1
         progress(3)
-        assert "warm start: 3 of 10 steps, about 14 s left" in terminal.seen()
+        assert "SFT: 3 of 10 steps, about 14 s left" in terminal.seen()
         clock.now += 0.01  # not drawn again: a terminal over SSH is slow
         progress(4)
         assert terminal.seen() == ""
@@ -132,7 +132,7 @@ def test_a_bar_on_a_terminal(terminal: Terminal) -> None:
         clock.now += 5.0
         progress(10)
     end = terminal.seen()
-    assert end.endswith("warm start: 10 steps in 12 s\r\n")
+    assert end.endswith("SFT: 10 steps in 12 s\r\n")
     assert "\x1b[2K" in end  # wiped
     assert "\x1b[?25" not in again + end, "a run that is killed would leave the terminal without a cursor"
 

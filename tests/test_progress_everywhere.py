@@ -26,7 +26,7 @@ from support.job import REPOSITORY, job_config, settings
 from support.launch import run_ranks
 
 from dppo_megatron.job import prepare_job
-from dppo_megatron.observe.progress import Progress
+from dppo_megatron.observe.progress_display import Progress
 from dppo_megatron.progress import Display, shown_by
 from dppo_megatron.run import Run
 from dppo_megatron.texts import logged
@@ -35,12 +35,12 @@ from dppo_megatron.workbench import cli
 from dppo_megatron.workbench.cli import main
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
-SHORT = {"steps": 2, "warm_start__steps": 1, "rollout__prompts_per_step": 4, "checkpoint__every_steps": 1}
+SHORT = {"steps": 2, "sft__steps": 1, "rollout__prompts_per_step": 4, "checkpoint__every_steps": 1}
 
 PHASES = {
     "train": {
         "loading libraries", "opening", "reading", "starting and trying", "start: grading the references",
-        "waiting for all ranks", "verifying the newest checkpoint", "loading", "building the actor", "warm start",
+        "waiting for all ranks", "verifying the newest checkpoint", "loading", "building the actor", "SFT",
         "first weight sync", "evaluation", "evaluation: grading", "step 1", "saving the checkpoint of step 1",
         "finishing the checkpoint", "writing", "ending the engine",
     },
@@ -197,7 +197,7 @@ def test_serve(files: Path, tmp_path: Path) -> None:
         if "is ready" in line:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    values = {"engine": "vllm", "servers__addresses_from": tmp_path / "here", "servers__python": fake_python(files)}
+    values = {"engine": "vllm", "servers__registry_dir": tmp_path / "here", "servers__python": fake_python(files)}
     config = job_config(files, tmp_path / "run", **{f"rollout__{key}": value for key, value in values.items()})
     log = Log()
     with shown_by(log.display), logged(end_when_ready):

@@ -59,8 +59,8 @@ def _settings(made: Path, run_dir: Path, **more: Any) -> list[str]:
         "model.hf_path": made / "model",
         "data.train_sets.gsm8k.path": made / "gsm8k.jsonl",
         "data.train_sets.math.path": made / "math.parquet",
-        "warm_start.examples_path": made / "warm_start.jsonl",
-        "warm_start.steps": 25,
+        "sft.examples_path": made / "sft.jsonl",
+        "sft.steps": 25,
         "rollout.prompts_per_step": 8,
         "rollout.completions_per_prompt": 4,
         "eval.samples": SAMPLES_PER_PROBLEM,
@@ -78,7 +78,7 @@ def _check_run(run_dir: Path, steps: int) -> None:
     rows = read_metrics(run_dir)
     assert [row["step"] for row in rows] == list(range(steps + 1))
     for row in rows[1:]:
-        assert row["reward/failed"] == 0 and 0 <= row["reward/mean"] <= 1
+        assert row["reward/failed_count"] == 0 and 0 <= row["reward/mean"] <= 1
         ledger = {entry["name"]: entry["label"] for entry in row["prune/ledger"]}
         assert ledger["data/overlong_prompts"] == "biased", "the rows left out must show in every step"
     for name in SETS:
@@ -113,7 +113,7 @@ def test_train_evaluate_resume_and_score_alone(made: Path, tmp_path: Path) -> No
     samples = [json.loads(line) for line in (out / SAMPLES).read_text(encoding="utf-8").splitlines()]
     assert len(samples) == 7 * PROBLEMS * SAMPLES_PER_PROBLEM
     boxed = [sample for sample in samples if "\\boxed{" in sample["text"] and sample["extracted"] is not None]
-    assert boxed, "the warm start teaches to answer with a box: the grader saw none"
+    assert boxed, "SFT teaches to answer with a box: the grader saw none"
 
 
 @needs("vllm")
@@ -122,7 +122,7 @@ def test_the_same_job_through_vllm(made: Path, tmp_path: Path, forked_vllm: Path
     engine and actor agree about every token, and the six sets are sampled several times at once."""
     run_dir = tmp_path / "run"
     vllm = local_settings("vllm") | {"rollout__servers__python": str(forked_vllm)}
-    assert main(["train", *_settings(made, run_dir, warm_start__steps=3, **vllm)]) == 0
+    assert main(["train", *_settings(made, run_dir, sft__steps=3, **vllm)]) == 0
     _check_run(run_dir, steps=3)
     for row in read_metrics(run_dir)[1:]:
         assert row["mismatch/logprob_abs_diff_mean"] < 1e-3

@@ -21,12 +21,12 @@ from support.settings import rollout_config
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
-from dppo_megatron.rollout.servers.connect import Connection, connect
+from dppo_megatron.rollout.servers.connect import ConnectedServers, connect
+from dppo_megatron.rollout.servers.device_map import RankDevice
 from dppo_megatron.rollout.servers.dialects import SGLangDialect
 from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
-from dppo_megatron.rollout.servers.seats import RankDevice
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.sync import colocated
@@ -34,7 +34,7 @@ from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import RunAborted, UserError
 
 KEY = "key"
 NCCL = {"version": "2.28.9", "NCCL_CUMEM_ENABLE": "-2", "NCCL_NVLS_ENABLE": "2"}
@@ -107,14 +107,14 @@ def test_other_bytes_on_the_second_replica_are_found(fake: FakeVLLM) -> None:
     fleet = world.fleet(0)
     member = fleet.let_in(server)
     with fleet.lock:
-        member.took("1")
+        member.synced("1")
 
     class Sent:
         def result(self) -> dict[str, tuple[str, ...]]:
             return sent
 
     sync = WeightSync(rollout_config({}), None, fleet)  # type: ignore[arg-type]
-    with pytest.raises(GuardStop, match=r"\(replica 1 of 2\) holds other bytes .*: b \(1 of 2"):
+    with pytest.raises(RunAborted, match=r"\(replica 1 of 2\) holds other bytes .*: b \(1 of 2"):
         sync._compare(Sent())  # type: ignore[arg-type]
     held |= {f"dp{replica}:pp0:pcp0:tp1:a": "4" * 64 for replica in range(2)}
     assert server.checksums(timeout_s=10) == [], "pieces of tensors have no digests of ours"
@@ -191,7 +191,7 @@ def test_both_ends_of_a_communicator_are_compared(
     )
 
 
-def _connected(fake: FakeVLLM, files: Path, channel: str, on_gpu: bool = False) -> Connection:
+def _connected(fake: FakeVLLM, files: Path, channel: str, on_gpu: bool = False) -> ConnectedServers:
     config: Config = job_config(
         files,
         files / "run",

@@ -18,13 +18,13 @@ from support.record import write_record
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.compare.arms import Arm
-from dppo_megatron.workbench.compare.record import MethodRun, Point
+from dppo_megatron.workbench.compare.method_run import MethodRun, Point
 from dppo_megatron.workbench.compare.table import results, table
 from dppo_megatron.workbench.compare.table import write_page as write_comparison
 from dppo_megatron.workbench.compare.verdict import judge
 from dppo_megatron.workbench.report.findings import findings
 from dppo_megatron.workbench.report.page import read_samples, write_page
-from dppo_megatron.workbench.runs.record import read_run, standard_error
+from dppo_megatron.workbench.runs.run_record import read_run, standard_error
 
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\"> 6 * 7 = 42"
 

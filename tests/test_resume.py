@@ -27,7 +27,7 @@ from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
-from dppo_megatron.workbench.runs.record import run_status
+from dppo_megatron.workbench.runs.run_record import run_status
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2pp2": (4, {"actor__layout__tensor_parallel": 2, "actor__layout__pipeline_parallel": 2}),
 }
 SHORT = {
-    "warm_start__steps": 4,
+    "sft__steps": 4,
     "checkpoint__every_steps": 1,
     "steps": 3,
     "rollout__prompts_per_step": 8,
@@ -79,7 +79,7 @@ def assert_same_run(mine: Path, theirs: Path) -> None:
 
 
 KILLS = [  # seeded by hand: some on entering a call, some in the midst of it
-    ("tp1", Kill("warm_start", 2)),
+    ("tp1", Kill("sft", 2)),
     ("tp1", Kill("select", 3)),
     ("tp1", Kill("reward", 4, delay_s=0.001)),
     ("tp1", Kill("saving", 2, delay_s=0.05)),

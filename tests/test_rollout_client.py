@@ -32,14 +32,14 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import GradeInClient
 from dppo_megatron.rollout import server_engine
 from dppo_megatron.rollout.client import messages
-from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory, grades_of
-from dppo_megatron.rollout.client.holding import HeldGroup, hand_over, take_over
+from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, hand_over, take_over
+from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory, grades_of
 from dppo_megatron.rollout.client.remote import Nodes, owners, take
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.dispatch import grouped
 from dppo_megatron.rollout.servers.wire import Sampled
-from dppo_megatron.types import Completion, Grade, GuardStop, Prompt
+from dppo_megatron.types import Completion, Grade, Prompt, RunAborted
 
 LIMIT = 12
 
@@ -85,7 +85,7 @@ def test_a_broken_hook_ends_the_run(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     rig = Rig([("vllm", stubs.url("a"))], hook)
     try:
-        with pytest.raises(GuardStop, match=f"cannot go on: ValueError: {message}"):
+        with pytest.raises(RunAborted, match=f"cannot go on: ValueError: {message}"):
             run(rig.fleet([0], {}), requests(2), prompts=[_encoded(Prompt(0, "", (), "", ""))] * 2)
     finally:
         rig.close()
@@ -94,9 +94,9 @@ def test_a_broken_hook_ends_the_run(
 def test_a_client_that_dies_is_said(stubs: StubServers) -> None:
     rig = Rig([("vllm", stubs.url("a"))])
     rig.node.process.kill()
-    with pytest.raises(GuardStop, match="rollout client of node 0 has ended"):
+    with pytest.raises(RunAborted, match="rollout client of node 0 has ended"):
         run(rig.fleet([0], {}), requests(2))
-    with pytest.raises(GuardStop, match="this node's rollout client has ended"):
+    with pytest.raises(RunAborted, match="this node's rollout client has ended"):
         rig.take()
     rig.close()
 
@@ -174,7 +174,7 @@ def test_a_server_that_comes_back_is_looked_at_again(files: Path, tmp_path: Path
         assert _rollout(engine, 2) == 16 and sum("is out" in line for line in said) == 1
         stubs.pages["a/v1/models"] = json.dumps({"data": [{"id": "policy", "root": "", "max_model_len": 3}]})
         stubs.behaviours["a"] = lambda asked: asked.reply("", "500 Internal Server Error")
-        with pytest.raises(GuardStop, match=r"engine_wait_s = 2 s .*a context of 3 tokens"):
+        with pytest.raises(RunAborted, match=r"engine_wait_s = 2 s .*a context of 3 tokens"):
             _rollout(engine, 3)
         assert sum("answers again and is not used" in line for line in said) == 1
     finally:
@@ -215,7 +215,7 @@ def test_who_does_not_hold_the_key_gets_nothing(stubs: StubServers) -> None:
     rig = Rig([("vllm", stubs.url("a"))])
     try:
         run(rig.fleet([0], {}), requests(2))
-        with pytest.raises((messages.HandshakeFailed, GuardStop)):
+        with pytest.raises((messages.HandshakeFailed, RunAborted)):
             list(take(rig.path, bytes(32), 0, 1))
         assert len(rig.take()) == 6
     finally:
@@ -277,7 +277,7 @@ def test_what_is_handed_over_is_what_was_held(lengths: list[list[int]], random: 
             for size in sizes
         ]
         grades = msgspec.msgpack.encode([Grade(float(i), extracted="ü") for i in range(len(sizes))])
-        held.append(HeldGroup(index, sampled, [f"ü{i}\n".encode() for i in range(len(sizes))], grades))
+        held.append(BufferedGroup(index, sampled, [f"ü{i}\n".encode() for i in range(len(sizes))], grades))
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
         thread = threading.Thread(target=hand_over, args=(ours, held))

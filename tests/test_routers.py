@@ -31,7 +31,7 @@ from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.connect import routed
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.http import Http, Peer
-from dppo_megatron.rollout.servers.intake import Ask
+from dppo_megatron.rollout.servers.intake import Submit
 from dppo_megatron.rollout.servers.router import RouterServer, named_now, through
 from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.types import UserError
@@ -108,7 +108,7 @@ def test_a_worker_without_the_present_weights(engine: str) -> None:
         fleet.revive()
         sync(fleet)
         fleet.follow_routers()
-        assert [asked.name for asked in fleet.doors(requests(1)[0])] == [stubs.url("router")]
+        assert [asked.name for asked in fleet.targets_for(requests(1)[0])] == [stubs.url("router")]
         stubs.asked.clear()
 
         async def old(asked: Asked) -> None:
@@ -129,7 +129,7 @@ def test_requests_behind_a_router_are_ended_at_its_workers(engine: str) -> None:
 
     with StubServers({"a": hang, "b": hang}) as stubs, _relayed(engine, stubs) as (rig, _):
         [group] = requests(1)
-        rig.clients.ask(Ask(1, 0, 2, group, Expected(VOCABULARY, 1, 1), 60.0))
+        rig.clients.ask(Submit(1, 0, 2, group, Expected(VOCABULARY, 1, 1), 60.0))
         until(lambda: stubs.asked.get("a", 0) + stubs.asked.get("b", 0) > 0)
         rig.clients.end([1])
         until(lambda: len(stubs.aborted.get("a", ())) == len(stubs.aborted.get("b", ())) == _calls(engine))
@@ -151,7 +151,7 @@ def test_a_worker_that_hangs_keeps_no_other_from_ending_a_request() -> None:
         workers = (Peer(f"http://127.0.0.1:{silent.getsockname()[1]}"), Peer(stubs.url("b")))
         stubs.behaviours["router"] = relay(stubs, "router", "b", "vllm")
         rig.clients.add(msgspec.structs.replace(rig.known[2], workers=workers))
-        rig.clients.ask(Ask(1, 0, 2, requests(1)[0], Expected(VOCABULARY, 1, 1), 60.0))
+        rig.clients.ask(Submit(1, 0, 2, requests(1)[0], Expected(VOCABULARY, 1, 1), 60.0))
         until(lambda: stubs.asked.get("b", 0) > 0)
         rig.clients.end([1])
         with silent.accept()[0] as peer:
@@ -180,7 +180,7 @@ def test_cuts_pass_sglangs_router_by() -> None:
             assert router.dialect.carries(cut) == passed and router.dialect.carries(unread)
             fleet = rig.fleet([0, 1], {})
             fleet.follow_routers()
-            names = {asked.name for asked in fleet.doors(cut)}
+            names = {asked.name for asked in fleet.targets_for(cut)}
             assert names == ({stubs.url("router")} if passed else {stubs.url("a"), stubs.url("b")})
             fleet.close()
 

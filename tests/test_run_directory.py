@@ -28,10 +28,10 @@ from dppo_megatron.actor.layout import start_process_group
 from dppo_megatron.checkpoint.state import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import is_peer_lost
+from dppo_megatron.observe.json_lines import JsonLines, rewind
 from dppo_megatron.observe.lock import RunLock
-from dppo_megatron.observe.record import JsonLines, rewind
 from dppo_megatron.observe.run_directory import RunDirectory
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import RunAborted, UserError
 
 # ---------------------------------------------------------------------------------------------------------- the lock
 
@@ -466,7 +466,7 @@ def _alone(ports: list[str]) -> str:
     dist.barrier()
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = ports[rank]
-    with pytest.raises(GuardStop) as stop:
+    with pytest.raises(RunAborted) as stop:
         start_process_group(2.0)
     return str(stop.value)
 

@@ -27,9 +27,9 @@ from dppo_megatron.observe.samples import (
     to_table,
 )
 from dppo_megatron.selection import Rollouts
-from dppo_megatron.steps.verdicts import reasons_of, recorded_positions
-from dppo_megatron.types import Completion, Grade, Group, Prompt, SelectedPrompt
-from dppo_megatron.workbench.runs.samples import read_rows
+from dppo_megatron.steps.annotations import reasons_of, recorded_positions
+from dppo_megatron.types import Completion, Grade, Group, Prompt, RolloutPrompt
+from dppo_megatron.workbench.runs.sample_rows import read_rows
 
 
 def _group(position: int, size: int = 2, tokens: int = 3, text: str = "answer") -> RecordedGroup:
@@ -39,7 +39,7 @@ def _group(position: int, size: int = 2, tokens: int = 3, text: str = "answer") 
     grades = (Grade(1.0, "42", "exact"),) + (Grade(np.nan, failure="timed out"),) * (size - 1)
     return RecordedGroup(
         position,
-        Group(SelectedPrompt(prompt, 0.5, 2.0), (completion,) * size, rewards, grades),
+        Group(RolloutPrompt(prompt, 0.5, 2.0), (completion,) * size, rewards, grades),
         advantages=np.linspace(1, -1, size),
         completion_prob=np.array([0.25] + [np.nan] * (size - 1)),
         weights=np.array([8.0] + [0.0] * (size - 1)),

@@ -22,15 +22,15 @@ from dppo_megatron.pruning import CompletionBatch, StepCost, make_completion_pol
 from dppo_megatron.pruning.designs import count_kept, floor_kept
 from dppo_megatron.pruning.methods import METHODS, with_method
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, check_methods
-from dppo_megatron.selection import Decision, Rollouts, Selector
+from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.steps.coordinator import aborted_row, straggler_row
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import RunAborted, UserError
 
 N, G = 16, 4
 RNG = np.random.default_rng(0)
 REWARDS = RNG.integers(0, 2, (64, G)).astype(np.float64)
 LENGTHS = RNG.integers(1, 12, (64, G))
-SURPRISAL = RNG.uniform(0.5, 2.0, (64, G))
+LOGIT_GRAD_NORM = RNG.uniform(0.5, 2.0, (64, G))
 
 
 def _config(prompt: str = "dppo", completion: str = "dppo") -> Config:
@@ -41,11 +41,11 @@ def _config(prompt: str = "dppo", completion: str = "dppo") -> Config:
     return config
 
 
-def _step(selector: Selector, step: int) -> Decision:
+def _step(selector: Selector, step: int) -> TrainSelection:
     rows = selector.begin(step).prompt_index
     while (more := selector.refill(REWARDS[rows], step)) is not None:
         rows = np.concatenate([rows, more.prompt_index])
-    return selector.finish(Rollouts(REWARDS[rows], LENGTHS[rows], SURPRISAL[rows]), step)
+    return selector.finish(Rollouts(REWARDS[rows], LENGTHS[rows], LOGIT_GRAD_NORM[rows]), step)
 
 
 def _feedback(selector: Selector, step: int, grad_norm: float) -> list[str]:
@@ -55,7 +55,7 @@ def _feedback(selector: Selector, step: int, grad_norm: float) -> list[str]:
 # --------------------------------------------------------------------------------------------- gradient noise
 
 
-def _played(config: Config, norms: list[float]) -> tuple[list[Decision], list[list[str]]]:
+def _played(config: Config, norms: list[float]) -> tuple[list[TrainSelection], list[list[str]]]:
     selector = Selector(config, 64)
     decisions, lines = [], []
     for step, norm in enumerate(norms, start=1):
@@ -135,7 +135,7 @@ def test_steps_without_a_gradient_do_not_blame_the_others() -> None:
         flat = step > 4 and step % 2 == 0
         rows = selector.begin(step).prompt_index
         rewards = np.zeros((N, G)) if flat else REWARDS[rows]
-        weights.append(selector.finish(Rollouts(rewards, LENGTHS[rows], SURPRISAL[rows]), step).weight.max())
+        weights.append(selector.finish(Rollouts(rewards, LENGTHS[rows], LOGIT_GRAD_NORM[rows]), step).weight.max())
         lines += _feedback(selector, step, 0.0 if flat else 1.0)
     assert not lines and max(weights[4:]) > 1.0
 
@@ -193,7 +193,7 @@ def test_seconds_are_divided_by_what_their_own_step_had_kept(ahead: int) -> None
     chosen, heard = selector.begin(1), 0.0
     for step in range(1, 25):
         rows = chosen.prompt_index
-        outcomes = Rollouts(rng.integers(0, 2, (len(rows), G)) * 1.0, LENGTHS[rows], SURPRISAL[rows])
+        outcomes = Rollouts(rng.integers(0, 2, (len(rows), G)) * 1.0, LENGTHS[rows], LOGIT_GRAD_NORM[rows])
         metrics = selector.finish(outcomes, step).metrics
         if ahead:
             chosen = selector.begin(step + 1)
@@ -221,7 +221,7 @@ def test_seconds_are_divided_by_what_their_own_step_had_kept(ahead: int) -> None
 # ------------------------------------------------------------------------------------------------ bad outcomes
 
 
-def _finish(rewards: np.ndarray, lengths: np.ndarray, surprisal: np.ndarray, **score: Any) -> Decision:
+def _finish(rewards: np.ndarray, lengths: np.ndarray, logit_grad_norm: np.ndarray, **score: Any) -> TrainSelection:
     config = _config()
     config.pruning.prompt.score = score.get("score", "beta")
     selector = Selector(config, N)
@@ -229,7 +229,7 @@ def _finish(rewards: np.ndarray, lengths: np.ndarray, surprisal: np.ndarray, **s
     for step in (1, 2, 3):
         if step > 1:
             rows = selector.begin(step).prompt_index
-        decision = selector.finish(Rollouts(rewards[rows], lengths[rows], surprisal[rows]), step)
+        decision = selector.finish(Rollouts(rewards[rows], lengths[rows], logit_grad_norm[rows]), step)
         _feedback(selector, step, 1.0)
     return decision
 
@@ -237,11 +237,11 @@ def _finish(rewards: np.ndarray, lengths: np.ndarray, surprisal: np.ndarray, **s
 @pytest.mark.parametrize(
     ("column", "value", "error", "message"),
     [
-        ("lengths", 0, GuardStop, "completion 2 of prompt 5 has 0 tokens"),
-        ("lengths", -3, GuardStop, "completion 2 of prompt 5 has -3 tokens"),
-        ("surprisal", np.nan, GuardStop, "completion 2 of prompt 5 has log-probabilities that are none"),
-        ("surprisal", np.inf, GuardStop, "completion 2 of prompt 5 has log-probabilities that are none"),
-        ("surprisal", -1.0, GuardStop, "completion 2 of prompt 5 has log-probabilities that are none"),
+        ("lengths", 0, RunAborted, "completion 2 of prompt 5 has 0 tokens"),
+        ("lengths", -3, RunAborted, "completion 2 of prompt 5 has -3 tokens"),
+        ("logit_grad_norm", np.nan, RunAborted, "completion 2 of prompt 5 has log-probabilities that are none"),
+        ("logit_grad_norm", np.inf, RunAborted, "completion 2 of prompt 5 has log-probabilities that are none"),
+        ("logit_grad_norm", -1.0, RunAborted, "completion 2 of prompt 5 has log-probabilities that are none"),
         ("rewards", np.inf, UserError, "reward of prompt 5, completion 2 is inf: must be within -1e\\+15"),
         ("rewards", 1e300, UserError, "reward of prompt 5, completion 2 is 1e\\+300: must be within -1e\\+15"),
         ("rewards", -1e16, UserError, "reward of prompt 5, completion 2 is -1e\\+16: must be within -1e\\+15"),
@@ -249,7 +249,11 @@ def _finish(rewards: np.ndarray, lengths: np.ndarray, surprisal: np.ndarray, **s
 )
 def test_an_absurd_outcome_is_named(column: str, value: float, error: type[Exception], message: str) -> None:
     """Before anything is chosen by it: an engine's bad answer stops the run, a grader's is the user's."""
-    table = {"rewards": REWARDS[:N].copy(), "lengths": LENGTHS[:N].copy(), "surprisal": SURPRISAL[:N].copy()}
+    table = {
+        "rewards": REWARDS[:N].copy(),
+        "lengths": LENGTHS[:N].copy(),
+        "logit_grad_norm": LOGIT_GRAD_NORM[:N].copy(),
+    }
     table[column][5, 2] = value
     with pytest.raises(error, match=message):
         _finish(**table, score="rms")
@@ -277,7 +281,7 @@ def test_degenerate_steps(outcome: str, num_prompts: int, size: int) -> None:
         config = with_method(_config(), method)
         config.rollout.prompts_per_step, config.rollout.completions_per_prompt = num_prompts, size
         config.pruning.prompt.design = config.pruning.completion.design = "poisson"  # now and then nothing is drawn
-        config.pruning.prompt.p_min, config.pruning.prompt.warmup_epochs = 0.01, 0.0
+        config.pruning.prompt.min_inclusion_prob, config.pruning.prompt.warmup_epochs = 0.01, 0.0
         config.pruning.prompt.rate = config.pruning.completion.rate = 0.5
         selector = Selector(config, 2 * num_prompts)
         for step in range(1, 8):
@@ -305,7 +309,7 @@ def test_rewards_of_any_scale_are_selected_by(seed: int, exponent: int, score: s
     rng = np.random.default_rng(seed)
     rewards = np.clip(rng.normal(size=(N, G)) * 10.0**exponent, -1e15, 1e15)
     rewards[rng.random((N, G)) < 0.1] = np.nan
-    decision = _finish(rewards, LENGTHS[:N], SURPRISAL[:N], score=score)
+    decision = _finish(rewards, LENGTHS[:N], LOGIT_GRAD_NORM[:N], score=score)
     assert np.isfinite(decision.weight).all() and np.isfinite(decision.advantages).all()
     assert np.isfinite(list(decision.metrics.values())).all()
 
@@ -326,10 +330,10 @@ def test_the_group_deviation_neither_overflows_nor_vanishes(values: list[float],
 @pytest.mark.parametrize("cut", [0.0, 5.0])
 def test_the_straggler_row_does_not_wait_for_a_straggler(cut: float) -> None:
     """Servers that may cut make every step biased; where nobody can be cut there is no row."""
-    [row] = straggler_row(rollout_config({"engine": "vllm", "limits.straggler_share": 0.9}), cut, 50)
+    [row] = straggler_row(rollout_config({"engine": "vllm", "limits.finish_fraction": 0.9}), cut, 50)
     assert (row.name, row.label, row.kept_fraction) == ("rollout/stragglers", "biased", pytest.approx(1 - cut / 50))
-    assert not straggler_row(rollout_config({"engine": "vllm", "limits.straggler_share": 1.0}), cut, 50)
-    assert not straggler_row(rollout_config({"limits.straggler_share": 0.9}), cut, 50)
+    assert not straggler_row(rollout_config({"engine": "vllm", "limits.finish_fraction": 1.0}), cut, 50)
+    assert not straggler_row(rollout_config({"limits.finish_fraction": 0.9}), cut, 50)
 
 
 def test_sampling_again_what_was_interrupted_is_labelled() -> None:
@@ -366,7 +370,7 @@ def _kept(method: str, groups: int, size: int, rate: float) -> np.ndarray:
         rewards=np.zeros(n),
         advantages=rng.normal(size=n),
         lengths=np.ones(n, np.int64),
-        surprisal=np.ones(n),
+        logit_grad_norm=np.ones(n),
         denominator=np.ones(n),
         prompt_weight=np.ones(n),
         num_nominal=n,
@@ -449,5 +453,5 @@ def test_groups_that_the_filter_has_shortened(method: str) -> None:
     truncated = np.ones((N, G), dtype=bool)
     truncated[:, 0] = False
     truncated[0] = False
-    decision = selector.finish(Rollouts(REWARDS[rows], LENGTHS[rows], SURPRISAL[rows], None, truncated), 1)
+    decision = selector.finish(Rollouts(REWARDS[rows], LENGTHS[rows], LOGIT_GRAD_NORM[rows], None, truncated), 1)
     assert decision.kept.any() and np.isfinite(decision.weight).all()

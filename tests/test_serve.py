@@ -26,8 +26,8 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import directory
-from dppo_megatron.rollout.servers.connect import Connection
-from dppo_megatron.rollout.servers.directory import Directory, Entry, Registration
+from dppo_megatron.rollout.servers.connect import ConnectedServers
+from dppo_megatron.rollout.servers.directory import Directory, Registration, RegistryEntry
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.membership import Membership
 from dppo_megatron.steps import loop
@@ -64,7 +64,7 @@ def test_an_address_is_read_by_its_owner_only(tmp_path: Path) -> None:
     JSON with the three keys that docs/cluster.md names."""
     before = os.umask(0)
     try:
-        registration = Registration(tmp_path, "a", entry := Entry("http://n1:8000", "secret", "vllm"))
+        registration = Registration(tmp_path, "a", entry := RegistryEntry("http://n1:8000", "secret", "vllm"))
     finally:
         os.umask(before)
     [file] = tmp_path.iterdir()
@@ -76,7 +76,7 @@ def test_an_address_is_read_by_its_owner_only(tmp_path: Path) -> None:
 
 
 def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    Registration(tmp_path, "a", Entry("http://n1:8000", "secret", "vllm"))
+    Registration(tmp_path, "a", RegistryEntry("http://n1:8000", "secret", "vllm"))
     (tmp_path / "a.json").chmod(0o640)
     with pytest.raises(UserError, match=r"a\.json must belong to you and be readable by you only") as refused:
         Directory(tmp_path).entries()
@@ -87,7 +87,7 @@ def test_a_heartbeat_that_stops_is_the_end(tmp_path: Path) -> None:
     """Judged by the reader's own clock: one that has not changed for a minute is gone, until it beats again."""
     now = [1000.0]
     directory = Directory(tmp_path, lambda: now[0])
-    registration = Registration(tmp_path, "a", Entry("http://n1:8000", "k", "vllm"))
+    registration = Registration(tmp_path, "a", RegistryEntry("http://n1:8000", "k", "vllm"))
     os.utime(tmp_path / "a.json", ns=(5, 5))  # the writer's clock says 1970
     assert len(directory.entries()) == 1
     now[0] += 59
@@ -100,7 +100,7 @@ def test_a_heartbeat_that_stops_is_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "5", '{"url": "http://n1:1"}', "[" * 9999, "\x00\xff"])
 def test_files_of_something_else_are_passed_over(tmp_path: Path, content: str) -> None:
-    Registration(tmp_path, "a", entry := Entry("http://n1:8000", "k", "vllm"))
+    Registration(tmp_path, "a", entry := RegistryEntry("http://n1:8000", "k", "vllm"))
     other = tmp_path / "b.json"
     other.write_text(content, encoding="utf-8")
     other.chmod(0o600)
@@ -110,7 +110,7 @@ def test_files_of_something_else_are_passed_over(tmp_path: Path, content: str) -
 
 def test_of_two_files_with_one_address_the_later_is_true(tmp_path: Path) -> None:
     for name, key, stamp in (("b", "old", 10), ("a", "new", 20)):
-        Registration(tmp_path, name, Entry("http://n1:8000", key, "vllm"))
+        Registration(tmp_path, name, RegistryEntry("http://n1:8000", key, "vllm"))
         os.utime(tmp_path / f"{name}.json", ns=(stamp, stamp))
     assert [entry.api_key for entry in Directory(tmp_path).entries().values()] == ["new"]
 
@@ -124,7 +124,7 @@ def _config(files: Path, run_dir: Path, addresses: Path, **extra: Any) -> Config
         run_dir,
         rollout__engine="vllm",
         rollout__completions_per_prompt=3,
-        rollout__servers__addresses_from=addresses,
+        rollout__servers__registry_dir=addresses,
         rollout__sync__verify_every=0,
         rollout__sync__channel="disk",  # the fakes join no broadcast group
         rollout__limits__start_timeout_s=extra.pop("start_timeout_s", 240),
@@ -157,12 +157,12 @@ def test_servers_come_and_go(files: Path, tmp_path: Path, fakes: Fakes) -> None:
     addresses = tmp_path / "addresses"
     addresses.mkdir()
     a, b, c = (fakes.start(name) for name in "abc")
-    first = Registration(addresses, "a", Entry(a, "key", "vllm"))
+    first = Registration(addresses, "a", RegistryEntry(a, "key", "vllm"))
     trainer = Trainer(_config(files, tmp_path / "run", addresses))
     try:
         assert trainer() == {a: "live"}
-        Registration(addresses, "b", Entry(b, "key", "vllm"))
-        Registration(addresses, "c", Entry(c, "key", "sglang"))
+        Registration(addresses, "b", RegistryEntry(b, "key", "vllm"))
+        Registration(addresses, "c", RegistryEntry(c, "key", "sglang"))
         assert trainer() == {a: "live", b: "live"}
         assert fakes.servers["b"].asked > 0 and fakes.servers["c"].asked == 0
         assert fakes.servers["b"].version.endswith(".2"), "the newest weights"
@@ -170,7 +170,7 @@ def test_servers_come_and_go(files: Path, tmp_path: Path, fakes: Fakes) -> None:
         assert trainer() == {a: "out: it has left", b: "live"}
         asked = fakes.servers["a"].asked
         assert trainer()[b] == "live" and fakes.servers["a"].asked == asked
-        Registration(addresses, "a", Entry(a, "key", "vllm"))
+        Registration(addresses, "a", RegistryEntry(a, "key", "vllm"))
         assert set(trainer().values()) == {"live"} and fakes.servers["a"].asked > asked
         said = "\n".join(trainer.said)
         assert said.count("has come") == 1 and said.count("it has left") == 1
@@ -184,13 +184,13 @@ def test_a_server_that_comes_with_another_key_takes_the_place(files: Path, tmp_p
     addresses = tmp_path / "addresses"
     addresses.mkdir()
     url = fakes.start("old", "old-key")
-    before = Registration(addresses, "before", Entry(url, "old-key", "vllm"))
+    before = Registration(addresses, "before", RegistryEntry(url, "old-key", "vllm"))
     trainer = Trainer(_config(files, tmp_path / "run", addresses))
     try:
         assert trainer() == {url: "live"}
         before.remove()
         fakes.servers["old"].key = "new-key"
-        Registration(addresses, "after", Entry(url, "new-key", "vllm"))
+        Registration(addresses, "after", RegistryEntry(url, "new-key", "vllm"))
         asked = fakes.servers["old"].asked
         assert trainer() == {url: "live"} and fakes.servers["old"].asked == asked + 8
         assert "-key" not in "\n".join(trainer.said)
@@ -203,7 +203,7 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     trouble of its own is asked again; one whose file ends its address with a slash is the same one each time."""
     config = _config(files, tmp_path / "run", tmp_path)
     said, fleet = heard(), Fleet([], config.rollout)
-    known = Connection([], [], "disk", "", {})
+    known = ConnectedServers([], [], "disk", "", {})
     architecture = cast(Any, SimpleNamespace(name="any", vocab_size=19))
     introduced: list[str] = []
     membership = Membership(
@@ -213,7 +213,7 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     fakes.servers["a"].trouble = 503
     fakes.servers["b"].instead = {"/collective_rpc": {"results": 7}}
     for name, url in (("a", f"{a}/"), ("b", b), ("c", "127.0.0.1:8000"), ("d", "http://[::1")):
-        Registration(tmp_path, name, Entry(url, "key", "vllm"))
+        Registration(tmp_path, name, RegistryEntry(url, "key", "vllm"))
     for _ in range(2):
         membership.update(fleet)
     assert not fleet.members and len(said) == 4 and sum("not used yet" in line for line in said) == 1
@@ -230,7 +230,7 @@ def test_an_engine_whose_client_has_ended_is_closed(files: Path, tmp_path: Path,
     """A rollout had begun, and has answers that can be cancelled no more: the rest is ended all the same."""
     addresses = tmp_path / "addresses"
     addresses.mkdir()
-    Registration(addresses, "a", Entry(fakes.start("a"), "key", "vllm"))
+    Registration(addresses, "a", RegistryEntry(fakes.start("a"), "key", "vllm"))
     trainer = Trainer(_config(files, tmp_path / "run", addresses))
     trainer()
     engine = trainer.engine
@@ -271,7 +271,7 @@ def test_a_model_that_cannot_be_built_leaves_no_engine(files: Path, tmp_path: Pa
     """Servers and clients are there first: they end with the mistake."""
     addresses = tmp_path / "addresses"
     addresses.mkdir()
-    Registration(addresses, "a", Entry(fakes.start("a"), "key", "vllm"))
+    Registration(addresses, "a", RegistryEntry(fakes.start("a"), "key", "vllm"))
     config = _config(files, tmp_path / "run", addresses)
     assert run_ranks(_without_actor, 1, config) == [(False, False)]
 
@@ -283,7 +283,7 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, kind: str) -> None:
         (tmp_path / "x.json").symlink_to("/nowhere/at/all")
     else:
         (tmp_path / "x.json").mkdir(mode=0o700)
-    with pytest.raises(UserError, match=r"addresses_from: .*x\.json cannot be read: "):
+    with pytest.raises(UserError, match=r"registry_dir: .*x\.json cannot be read: "):
         Directory(tmp_path).entries()
 
 
@@ -291,9 +291,9 @@ def test_servers_that_do_not_come_are_said(files: Path, tmp_path: Path, fakes: F
     """How many of how many, who does not answer, and what would start them."""
     addresses = tmp_path / "addresses"
     addresses.mkdir()
-    Registration(addresses, "a", Entry(fakes.start("a"), "key", "vllm"))
-    Registration(addresses, "b", Entry("http://127.0.0.1:9", "key", "vllm"))
-    config = _config(files, tmp_path / "run", addresses, start_timeout_s=0.5, rollout__servers__wait_for=2)
+    Registration(addresses, "a", RegistryEntry(fakes.start("a"), "key", "vllm"))
+    Registration(addresses, "b", RegistryEntry("http://127.0.0.1:9", "key", "vllm"))
+    config = _config(files, tmp_path / "run", addresses, start_timeout_s=0.5, rollout__servers__min_servers=2)
     with pytest.raises(UserError, match=r"only 1 of 2 rollout servers .*127\.0\.0\.1:9.*dppo-megatron serve"):
         Trainer(config)
 
@@ -304,7 +304,7 @@ def test_servers_that_do_not_come_are_said(files: Path, tmp_path: Path, fakes: F
 def _serve(files: Path, run_dir: Path, addresses: Path, **extra: Any) -> subprocess.Popen[str]:
     values = {
         "rollout__engine": "vllm",
-        "rollout__servers__addresses_from": addresses,
+        "rollout__servers__registry_dir": addresses,
         "rollout__servers__python": fake_python(files),
     }
     overrides = settings(files, run_dir, **values | extra)
@@ -320,7 +320,7 @@ def test_serve_keeps_servers_for_a_trainer(tmp_path: Path) -> None:
     addresses, servers = tmp_path / "addresses", ("fake_vllm.py", str(files))
     serving = _serve(files, tmp_path / "run", addresses, rollout__servers__count=2)
     try:
-        trainer = Trainer(_config(files, tmp_path / "run", addresses, rollout__servers__wait_for=2))
+        trainer = Trainer(_config(files, tmp_path / "run", addresses, rollout__servers__min_servers=2))
         try:
             assert list(trainer().values()) == ["live", "live"]
             announced = list(addresses.glob("*.json"))

@@ -295,7 +295,7 @@ def test_two_agents_of_torchrun(tmp_path: Path) -> None:
     files = write_job_files(tmp_path / "task")
     values = {
         "steps": 500,
-        "warm_start__steps": 0,
+        "sft__steps": 0,
         "rollout__engine": "vllm",
         "rollout__prompts_per_step": 4,
         "rollout__servers__launch": "local",

@@ -24,7 +24,7 @@ from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling, Weights
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.run import Run, Stopped
-from dppo_megatron.steps.outcomes import Outcomes
+from dppo_megatron.steps.rollout_table import RolloutTable
 from dppo_megatron.train import train
 from dppo_megatron.types import Completion
 
@@ -145,14 +145,14 @@ def _train(files: Path, run_dir: Path, mode: str, stop_in_step: int = 0) -> tupl
             engine.note = lambda arrow: None  # type: ignore[method-assign]
         patch.setattr("dppo_megatron.steps.loop.make_engine", lambda *_: engine)
         with Run(job) as run:
-            rollouts = Outcomes.rollouts
+            rollouts = RolloutTable.rollouts
 
-            def and_stop(outcomes: Outcomes, selected: Any) -> Any:
+            def and_stop(outcomes: RolloutTable, selected: Any) -> Any:
                 if run.loop.current and run.loop.current.number == stop_in_step:
                     os.kill(os.getpid(), signal.SIGTERM)
                 return rollouts(outcomes, selected)
 
-            patch.setattr(Outcomes, "rollouts", and_stop)
+            patch.setattr(RolloutTable, "rollouts", and_stop)
             try:
                 train(run)
             except Stopped:

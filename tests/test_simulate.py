@@ -15,16 +15,16 @@ from support.launch import run_ranks
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning.methods import METHODS
 from dppo_megatron.run import Run
-from dppo_megatron.steps.cost import RolloutCost
+from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.runs.trace import read_trace
-from dppo_megatron.workbench.simulate import CostModel, Prediction, fit_costs, like_for_like, limits, simulate
+from dppo_megatron.workbench.simulate import Prediction, StepTimeModel, fit_costs, like_for_like, limits, simulate
 
 pytestmark = pytest.mark.slow
 
-COSTS = CostModel(RolloutCost.proportional(2.0), update_s_per_1k_tokens=5.0, fixed_s=0.5)
+COSTS = StepTimeModel(RolloutCost.proportional(2.0), update_s_per_1k_tokens=5.0, fixed_s=0.5)
 STEPS = 9  # three epochs of three steps
 
 
@@ -178,7 +178,7 @@ def test_what_bounds_the_gain_is_said() -> None:
     assert first.startswith("33% of a step of grpo is rollout and what is fixed")
     assert "at most 3.00x" in first and "50% of the tokens have no gradient" in first and "is 1.50x" in first
     assert second.endswith("the score helps") and "does not help here, a smaller batch would do as well" in third
-    slow = CostModel(COSTS.rollout.scaled(1, 100), COSTS.update_s_per_1k_tokens, COSTS.fixed_s)
+    slow = StepTimeModel(COSTS.rollout.scaled(1, 100), COSTS.update_s_per_1k_tokens, COSTS.fixed_s)
     assert limits([base], slow)[1].startswith("pruning completions cannot help here")
     [warned] = limits([_prediction(tokens_trained=10.0)], COSTS)
     assert "begin --methods with grpo" in warned

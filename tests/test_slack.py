@@ -37,7 +37,7 @@ def make_batch(groups: int, size: int, seed: int) -> CompletionBatch:
         rewards=rewards.ravel(),
         advantages=advantages,
         lengths=lengths,
-        surprisal=0.4 * np.sqrt(lengths),
+        logit_grad_norm=0.4 * np.sqrt(lengths),
         denominator=groups * size * lengths.astype(np.float64),
         prompt_weight=np.ones(groups * size),
         num_nominal=groups * size,
@@ -58,7 +58,9 @@ class _DrawAt(DppoCompletionPolicy):
         return systematic(pi, order=np.arange(len(pi)), start=self.start)
 
 
-@pytest.mark.parametrize("settings_", [{}, {"cost_aware": True}, {"max_design_effect": 1.1}, {"p_min": 0.2}])
+@pytest.mark.parametrize(
+    "settings_", [{}, {"cost_aware": True}, {"max_design_effect": 1.1}, {"min_inclusion_prob": 0.2}]
+)
 def test_weights_are_exactly_unbiased(settings_: dict[str, Any]) -> None:
     """Integrate the systematic start over [0, 1): the mean weight is 1 for every completion that carries gradient.
 
@@ -210,7 +212,7 @@ def test_design_effect_is_of_the_filled_probabilities() -> None:
     """The reported figure is sum(s^2/pi)/sum(s^2) of what was drawn with."""
     batch = make_batch(16, 8, seed=5)
     selection = make_completion_policy(RATE_75, seed=0, total_steps=10).prune(batch, step=1, capacity=capacity())
-    score = np.abs(batch.advantages) * batch.surprisal / batch.denominator
+    score = np.abs(batch.advantages) * batch.logit_grad_norm / batch.denominator
     assert selection.metrics["design_effect"] == pytest.approx(design_effect(score, selection.inclusion_prob))
     assert selection.metrics["rate_effective"] == pytest.approx(1 - selection.inclusion_prob.mean())
 

@@ -29,13 +29,13 @@ from support.launch import run_ranks
 from support.record import write_record
 
 import dppo_megatron
-from dppo_megatron.evaluation.samples import EvalSample, write_samples
-from dppo_megatron.observe.progress import Progress, RunProgress, print_line
+from dppo_megatron.evaluation.eval_samples import EvalSample, write_samples
+from dppo_megatron.observe.progress_display import Progress, RunProgress, print_line
 from dppo_megatron.rewards.measures import log_failures
 from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth
 from dppo_megatron.rollout.servers.http import brief, excerpt
 from dppo_megatron.texts import entry, guard_errors, log, logged, one_line, plain, reason, show
-from dppo_megatron.types import Grade, GuardStop, UserError
+from dppo_megatron.types import Grade, RunAborted, UserError
 from dppo_megatron.workbench.accept import record as accept_page
 from dppo_megatron.workbench.accept.bars import STEPS
 from dppo_megatron.workbench.accept.record import Ran, Record
@@ -221,7 +221,7 @@ def test_what_files_hold(first: int, tmp_path: Path, capfd: pytest.CaptureFixtur
     (run / "summary.json").unlink()
     (run / "lock.json").write_text("{}")
     with open(run / "metrics.jsonl", "a") as file:
-        row: dict[str, object] = {"step": 4, "reward/mean": 0.5, "time/step_s": 1.0, "reward/failed": 9.0}
+        row: dict[str, object] = {"step": 4, "reward/mean": 0.5, "time/step_s": 1.0, "reward/failed_count": 9.0}
         row |= {f"eval/{text}/pass@1": 0.5 for text in texts}
         ledger = [{"name": text, "kept_fraction": 0.5, "label": "biased", "note": text} for text in texts]
         file.write(json.dumps(row | {"prune/ledger": ledger}) + "\n")
@@ -267,7 +267,7 @@ def test_what_files_hold(first: int, tmp_path: Path, capfd: pytest.CaptureFixtur
 def test_what_a_run_of_compare_said(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text in (one.replace("\ud800", "\ufffd") for one in HOSTILE):  # as bytes are read that are no UTF-8
         for said in (f"error: {text}", f"stopped: {text}", text):
-            with pytest.raises((UserError, GuardStop)) as ended:
+            with pytest.raises((UserError, RunAborted)) as ended:
                 check_end(tmp_path, code, said)
             say(f"stopped: {ended.value}")
             check(capsys.readouterr().err, text)
@@ -286,7 +286,7 @@ def test_the_log_of_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str], mon
         (files / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     run_dir = tmp_path / "a b'; touch x"
-    extra: dict[str, object] = {"reward__function": "hostile_graders:repeats", "warm_start__steps": 2, "steps": 2}
+    extra: dict[str, object] = {"reward__function": "hostile_graders:repeats", "sft__steps": 2, "steps": 2}
     extra |= {"reward__min_self_consistency": 0, "reward__max_failed_share": 1.0}
     run_ranks(train_or_die, 1, files, run_dir, 1, extra, None)
     printed = capfd.readouterr()
@@ -316,7 +316,7 @@ def test_paths_in_advice_are_one_word_of_a_shell(tmp_path: Path) -> None:
     serving = str(ended.value).partition("Start them with: ")[2]
     for command, wanted in (
         (advice, ["train", str(run_dir / "config.yaml"), "--resume", "auto"]),
-        (serving, ["serve", "CONFIG", f"rollout.servers.addresses_from={run_dir}"]),
+        (serving, ["serve", "CONFIG", f"rollout.servers.registry_dir={run_dir}"]),
     ):
         words = subprocess.run(
             ["bash", "-c", f"dppo-megatron() {{ printf '%s\\n' \"$@\"; }}; {command}"],

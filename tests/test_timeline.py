@@ -21,11 +21,11 @@ from dppo_megatron.observe.timeline import RankSpans, trace
 from dppo_megatron.run import Run
 from dppo_megatron.spans import Span, Spans
 from dppo_megatron.train import train
-from dppo_megatron.workbench.runs.record import read_run
+from dppo_megatron.workbench.runs.run_record import read_run
 
 SETTINGS: dict[str, Any] = {
-    "warm_start__steps": 1,
-    "warm_start__examples_per_step": 8,
+    "sft__steps": 1,
+    "sft__examples_per_step": 8,
     "rollout__prompts_per_step": 8,
     "actor__layout__pipeline_parallel": 2,
     "packing__max_tokens_per_microbatch": 256,

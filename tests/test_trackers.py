@@ -28,7 +28,7 @@ from dppo_megatron.config import observe
 from dppo_megatron.config.observe import ObserveConfig, TrackingConfig, check_observe
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.observe.trackers import sink
-from dppo_megatron.observe.trackers.messages import ENCODER, Begin, End, Mark, StepLine
+from dppo_megatron.observe.trackers.messages import ENCODER, Begin, EndRun, Mark, StepLine
 from dppo_megatron.observe.trackers.process import Sink, scrubbed, serve
 from dppo_megatron.observe.trackers.sink import Trackers, numbers
 from dppo_megatron.observe.trackers.sink import settings as flat_settings
@@ -152,7 +152,7 @@ def test_no_file_holds_a_secret(run: Path) -> None:
 
 
 def test_a_killed_trainer_leaves_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The messages end without an `End`: everything is delivered, and the run is marked."""
+    """The messages end without an `EndRun`: everything is delivered, and the run is marked."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     messages = [_begin(tmp_path), _line(0), _line(1)]
     answers = io.BytesIO()
@@ -173,7 +173,7 @@ def test_a_run_that_begins_again_is_another_run(tmp_path: Path, monkeypatch: pyt
     ids = set()
     for _ in range(2):
         one = Sink("mlflow", Mlflow())
-        for message in (_begin(tmp_path), _line(0), End(True)):
+        for message in (_begin(tmp_path), _line(0), EndRun(True)):
             one.take(message)
         ids.add(Mark.read(tmp_path / "mlflow.json").id)
     assert len(ids) == 2

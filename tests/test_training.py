@@ -168,7 +168,7 @@ def _all_samples(groups: Iterable[Group]) -> list[TrainSample]:
 def _steps(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any]) -> list[dict[str, Any]]:
     """Drives the loop as train.py does and reports what was drawn and how far engine and actor are apart."""
     loop = Loop(prepare_job(job_config(files, run_dir, **extra), world_size))
-    loop.warm_start()
+    loop.sft()
     loop.start_rl()
     loop.load_engine()
     report = []

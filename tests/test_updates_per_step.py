@@ -20,7 +20,7 @@ from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import StepCost
 from dppo_megatron.run import Run
-from dppo_megatron.selection import Decision, Rollouts, Selector
+from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.train import train
 from dppo_megatron.types import FloatArray, TrainSample, UserError
@@ -29,7 +29,7 @@ N, G, LIMIT = 12, 4, 30
 RNG = np.random.default_rng(0)
 REWARDS = RNG.integers(0, 2, (N, G)).astype(np.float64)
 LENGTHS = RNG.integers(3, LIMIT + 1, (N, G))
-SURPRISAL = RNG.uniform(0.5, 3.0, (N, G))
+LOGIT_GRAD_NORM = RNG.uniform(0.5, 3.0, (N, G))
 TERMS = RNG.normal(size=(N, G))  # stands for one coordinate of a completion's gradient
 
 
@@ -48,10 +48,10 @@ EACH_ITS_OWN = np.arange(N)
 def _rollouts(prompts: np.ndarray, outcome: np.ndarray = EACH_ITS_OWN) -> Rollouts:
     """`outcome` [N] says whose rollouts each prompt has."""
     rows = outcome[prompts]
-    return Rollouts(REWARDS[rows], LENGTHS[rows], SURPRISAL[rows])
+    return Rollouts(REWARDS[rows], LENGTHS[rows], LOGIT_GRAD_NORM[rows])
 
 
-def _steps(config: Config, count: int = 1, outcome: np.ndarray = EACH_ITS_OWN) -> Decision:
+def _steps(config: Config, count: int = 1, outcome: np.ndarray = EACH_ITS_OWN) -> TrainSelection:
     """The decision of step `count`, the steps before with the same outcomes; the order of prompts never changes."""
     selector = Selector(config, N, order=PromptOrder(N, seed=0))
     for step in range(1, count + 1):
@@ -60,7 +60,7 @@ def _steps(config: Config, count: int = 1, outcome: np.ndarray = EACH_ITS_OWN) -
     return decision
 
 
-def _estimates(decision: Decision, updates: int, outcome: np.ndarray) -> FloatArray:
+def _estimates(decision: TrainSelection, updates: int, outcome: np.ndarray) -> FloatArray:
     """Each mini-batch's estimate, sum of W A / D times the term of every trained completion."""
     terms = TERMS[outcome[decision.prompts.prompt_index]].ravel()
     values = decision.weight * decision.advantages * terms / decision.denominator
@@ -107,7 +107,7 @@ def _minibatch_gradients(model_path: Path) -> dict[str, float]:
         for updates in (1, 3):
             selector = Selector(_config(updates, normalization=normalization), N, order=PromptOrder(N, seed=0))
             prompts = selector.begin(1).prompt_index
-            decision = selector.finish(Rollouts(REWARDS[prompts], lengths[prompts], SURPRISAL[prompts]), 1)
+            decision = selector.finish(Rollouts(REWARDS[prompts], lengths[prompts], LOGIT_GRAD_NORM[prompts]), 1)
             rows = (prompts[:, None] * G + np.arange(G)).ravel()
             filled = [
                 replace(plain[row], advantage=decision.advantages[i], denominator=decision.denominator[i])
@@ -219,7 +219,7 @@ def test_dynamic_sampling_shares_its_groups_out() -> None:
     prompts = selector.begin(1).prompt_index
     rewards = REWARDS.copy()
     rewards[prompts[[0, 5, 7]]] = 1.0  # no variance
-    rollouts = Rollouts(rewards[prompts], LENGTHS[prompts], SURPRISAL[prompts])
+    rollouts = Rollouts(rewards[prompts], LENGTHS[prompts], LOGIT_GRAD_NORM[prompts])
     decision = selector.finish(rollouts, 1)
     informative = (rollouts.rewards.max(axis=1) > rollouts.rewards.min(axis=1)).sum()
     kept = decision.kept.reshape(N, G)
@@ -325,7 +325,7 @@ def test_dapo_preset_trains(files: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_reference_survives_a_resume(files: Path, tmp_path: Path) -> None:
-    """With a KL term to the warm-started model and two updates a step, steps 3 and 4 after a resume are those of the
+    """With a KL term to the SFT-trained model and two updates a step, steps 3 and 4 after a resume are those of the
     uninterrupted run."""
     settings = {"objective__kl__coef": 0.1, "objective__updates_per_step": 2, "actor__optimizer__learning_rate": 1e-3}
     _rows(files, tmp_path / "whole", checkpoint__every_steps=2, **settings)
@@ -339,7 +339,7 @@ def test_reference_survives_a_resume(files: Path, tmp_path: Path) -> None:
 def _first_update(files: Path, run_dir: Path, extra: dict[str, Any]) -> list[Any]:
     """The samples of a step that is ready to train, and what the actor says about them before each update."""
     loop = Loop(prepare_job(job_config(files, run_dir, **extra), 1))
-    loop.warm_start()
+    loop.sft()
     loop.start_rl()
     loop.load_engine()
     for number in (1, 2):

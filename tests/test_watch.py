@@ -27,7 +27,7 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HEALTH, HealthFile, read_health
 from dppo_megatron.workbench.cli import main
-from dppo_megatron.workbench.runs.record import read_run
+from dppo_megatron.workbench.runs.run_record import read_run
 from dppo_megatron.workbench.watch.frame import BLOCKS, Latest, View, duration, frame, seconds_left, sparkline, widths
 
 
@@ -168,7 +168,7 @@ def test_damage_is_counted(tmp_path: Path) -> None:
 def test_values_of_another_kind_are_gaps(tmp_path: Path, ledger: str) -> None:
     run = write_record(tmp_path / "run", 5)
     with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
-        line = '{"step": 6, "rollout/truncated": "many", "prune/completions_generated": 8, "prune/ledger": %s}\n'
+        line = '{"step": 6, "rollout/truncated_count": "many", "prune/completions_generated": 8, "prune/ledger": %s}\n'
         file.write(line % ledger)
     record = Latest(run).look()
     assert record.steps[-1] == 6 and record.columns["rollout/truncated_share"][-1] is None
@@ -208,7 +208,7 @@ def test_the_health_of_servers(tmp_path: Path) -> None:
     [member] = fleet.members
     fleet.expect("1")
     with fleet.lock:
-        member.took("1")
+        member.synced("1")
     fleet.probe_all()
     assert [one.state for one in read_health(run / HEALTH)[0]] == ["live"]
     fleet.mark_out(member, "it broke \x1b[2Jthe connection")

@@ -11,13 +11,13 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from dppo_megatron.weights.routes import Block, Catalogue, Told
+from dppo_megatron.weights.routes import Block, Catalogue, RankReport
 
 Shard = tuple[str, tuple[int, ...], int]
 """Key, place, first row."""
 
 
-def _told(owners: dict[Shard, set[int]], nodes: list[int], rows: int = 3, width: int = 5) -> list[Told]:
+def _told(owners: dict[Shard, set[int]], nodes: list[int], rows: int = 3, width: int = 5) -> list[RankReport]:
     """What ranks tell that hold these shards: `rows` of each tensor's rows, which start at the third entry."""
     told = []
     for rank, node in enumerate(nodes):
@@ -30,7 +30,7 @@ def _told(owners: dict[Shard, set[int]], nodes: list[int], rows: int = 3, width:
             Block(key, (height[key], width), (((start, 0), (rows, width)),), tuple(places))
             for (key, start), places in alike.items()
         ]
-        told.append(Told(node, [pickle.dumps(block) for block in blocks]))
+        told.append(RankReport(node, [pickle.dumps(block) for block in blocks]))
     return told
 
 

@@ -28,19 +28,25 @@ from receivers import PipeServer
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers import vllm
+from dppo_megatron.rollout.servers.device_map import RankDevice, seats, visible_devices
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import TensorNote
-from dppo_megatron.rollout.servers.seats import RankDevice, seats, visible_devices
 from dppo_megatron.rollout.sync import broadcast
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets, in_thread, on_each
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.rollout.transfer.groups import Broadcast, BroadcastGroup, Chain, Meeting, listening_store
-from dppo_megatron.types import Completion, GuardStop, Prompt
+from dppo_megatron.rollout.transfer.groups import (
+    BroadcastGroup,
+    ChainGroup,
+    GroupRendezvous,
+    TorchBroadcastGroup,
+    listening_store,
+)
+from dppo_megatron.types import Completion, Prompt, RunAborted
 
 BUCKET = 5 << 20
 SHAPES = [(640, 1024)] * 6 + [(7,), (3, 5), (2000, 1024), (11,)]
@@ -108,7 +114,7 @@ def test_all_servers_get_the_same_bytes_in_one_broadcast(running: Running) -> No
         sync.to(lambda w=weights: w)
         assert all(_holds(server, weights, str(version)) for server in servers)
         group = channel._group
-        assert isinstance(group, Chain)
+        assert isinstance(group, ChainGroup)
         group.send = partial(_noting, group.send, sent)  # type: ignore[method-assign]
     assert len(fleet.live) == 3 and [server.calls.count("join") for server in servers] == [1, 1, 1]
     assert sum(sent) == sum(tensor.nbytes for _, tensor in weights), "one copy leaves, whatever the number of servers"
@@ -135,13 +141,13 @@ class _Occupied(PipeServer):
 
     taken = ""
 
-    def own_group(self, meeting: Meeting) -> BroadcastGroup:
+    def own_group(self, meeting: GroupRendezvous) -> BroadcastGroup:
         self.taken = self.taken or meeting.name
         if meeting.name == self.taken:
             raise RuntimeError("who has connected as member 1 of the group does not know its secret")
         return super().own_group(meeting)
 
-    def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
+    def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
         self.taken = self.taken or meeting.name
         if meeting.name != self.taken:
             super().join_group(meeting, first_rank, timeout_s=timeout_s)
@@ -163,7 +169,7 @@ def test_a_transfer_has_a_time_of_its_own(running: Running) -> None:
     server = PipeServer(0)
     running.servers.append(server)
     joining, store = timedelta(hours=1), listening_store("127.0.0.1", 2, timedelta(hours=1))
-    meeting = Meeting("test", "gloo", "127.0.0.1", store, 2, joining, timedelta(seconds=0.2))
+    meeting = GroupRendezvous("test", "gloo", "127.0.0.1", store, 2, joining, timedelta(seconds=0.2))
     own = in_thread(lambda: server.own_group(meeting))
     server.join_group(meeting, 1, timeout_s=120)
     group = own.result()
@@ -178,8 +184,8 @@ def test_a_transfer_has_a_time_of_its_own(running: Running) -> None:
 def test_a_group_can_be_abandoned_twice(as_torch_does: bool) -> None:
     """By who sees that it is broken, and by who leaves it."""
     second = timedelta(seconds=30)
-    meeting = Meeting("test", "gloo", "127.0.0.1", listening_store("127.0.0.1", 1, second), 1, second, second)
-    group = Broadcast(meeting, as_torch_does=as_torch_does)
+    meeting = GroupRendezvous("test", "gloo", "127.0.0.1", listening_store("127.0.0.1", 1, second), 1, second, second)
+    group = TorchBroadcastGroup(meeting, as_torch_does=as_torch_does)
     group.abandon()
     group.abandon()
 
@@ -204,7 +210,7 @@ def test_a_broken_group_of_nccl_is_aborted_once_and_not_waited_for() -> None:
     annotations = (Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi").read_text()
     assert "def abort(self) -> None" in annotations.partition("class ProcessGroupNCCL")[2].partition("\nclass ")[0]
     let = threading.Event()
-    backend, group = _Nccl(let), Broadcast.__new__(Broadcast)
+    backend, group = _Nccl(let), TorchBroadcastGroup.__new__(TorchBroadcastGroup)
     group._store, group._backend = dist.HashStore(), backend  # type: ignore[attr-defined]
     group.abandon()
     assert group._store.check(["given up"]), "the receivers' kernels are told"
@@ -236,7 +242,7 @@ def test_with_nobody_left_the_sync_says_so(running: Running) -> None:
     """The only server dies and stays dead: the run is stopped, with its name."""
     sync, _, _ = running.sync(PipeServer(0, dies_at=0), **{"limits.engine_wait_s": 1.0})
     with pytest.raises(
-        GuardStop, match=r"no rollout server has taken weight sync 1 \(pipe.*:0 out: weight sync failed"
+        RunAborted, match=r"no rollout server has taken weight sync 1 \(pipe.*:0 out: weight sync failed"
     ):
         sync.to(lambda: _weights(1))
 
@@ -493,7 +499,7 @@ def test_no_answer_is_no_proof_and_no_outage(running: Running, monkeypatch: pyte
     monkeypatch.setattr(Silent, "silent", True)
     sync._proves = True
     sync._checksums._missed = MOST_MISSED - 1
-    with pytest.raises(GuardStop, match="no rollout server has answered for its checksums"):
+    with pytest.raises(RunAborted, match="no rollout server has answered for its checksums"):
         sync.to(lambda: _weights(1))
 
 
@@ -538,10 +544,10 @@ def test_the_canary_is_short_and_silence_does_not_pass() -> None:
         canary.ask(engine, prompt)  # type: ignore[arg-type]
         assert canary.judge(score) == {"rollout/canary_servers": 0.0} and canary.is_overdue
     assert len(said) == MOST_MISSED - 1 and "none of 2 servers answered for its canary" in said[0]
-    with pytest.raises(GuardStop, match=r"no rollout server has answered for its canary after 3 weight syncs"):
+    with pytest.raises(RunAborted, match=r"no rollout server has answered for its canary after 3 weight syncs"):
         canary.ask(engine, prompt)  # type: ignore[arg-type]
     engine.answers = [("b", _completion(-2.0))]
     canary.ask(engine, prompt)  # type: ignore[arg-type]
-    with pytest.raises(GuardStop, match=r"^b scores a canary"):
+    with pytest.raises(RunAborted, match=r"^b scores a canary"):
         canary.judge(score)
     assert canary.judge(score) == {}, "judged once"

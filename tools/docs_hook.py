@@ -27,7 +27,7 @@ _PYTHON = (
     ("What a loss is given", "dppo_megatron.algorithms.tokens"),
     ("Packing", "dppo_megatron.packing.planner"),
     ("Engines", "dppo_megatron.rollout.engine"),
-    ("Reading a run", "dppo_megatron.workbench.runs.record"),
+    ("Reading a run", "dppo_megatron.workbench.runs.run_record"),
 )
 """Modules of the Python reference: what examples and extensions import."""
 

@@ -19,7 +19,7 @@ from workload import Spread, trained_tokens
 
 from dppo_megatron.types import TrainSample
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.workbench.accept.speed import Timing
+from dppo_megatron.workbench.accept.speed import PlanTiming
 from dppo_megatron.workbench.accept.workload import peak_flops
 
 
@@ -44,7 +44,9 @@ def useful_flops(architecture: Architecture, samples: Sequence[TrainSample]) -> 
     return 6.0 * matmul_parameters(architecture) * sum(lengths) + 6.0 * width * sum(n * n for n in lengths)
 
 
-def figures(timing: Timing, architecture: Architecture, samples: Sequence[TrainSample], *, fp8: bool) -> dict[str, Any]:
+def figures(
+    timing: PlanTiming, architecture: Architecture, samples: Sequence[TrainSample], *, fp8: bool
+) -> dict[str, Any]:
     """Rates and utilization, for the table and the JSON."""
     spread = Spread.of(timing.seconds)
     flops = useful_flops(architecture, samples) / spread.median

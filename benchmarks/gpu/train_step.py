@@ -37,7 +37,7 @@ from dppo_megatron.types import TrainSample, UserError
 from dppo_megatron.workbench.accept.speed import built_actor, time_steps
 from dppo_megatron.workbench.accept.workload import (
     SHAPES,
-    Lengths,
+    SampleLengths,
     architecture_of,
     equal_samples,
     padded_plan,
@@ -142,7 +142,7 @@ def actor_config(args: argparse.Namespace) -> ActorConfig:
 def step_samples(shape: str, args: argparse.Namespace) -> list[TrainSample]:
     """The step's samples, their completions log-normal in length."""
     shortest, longest = args.prompt_tokens
-    lengths = Lengths(args.samples, args.median_tokens, args.sigma, args.max_tokens, (shortest, longest))
+    lengths = SampleLengths(args.samples, args.median_tokens, args.sigma, args.max_tokens, (shortest, longest))
     return random_samples(lengths, SHAPES[shape]["vocab_size"])
 
 

@@ -57,19 +57,19 @@ def one_rank(rank: int, world: int, model: Path) -> dict[str, Any]:
     from dppo_megatron.config.schema import ActorConfig, LayoutConfig
     from dppo_megatron.weights.architecture import read_architecture
     from dppo_megatron.weights.mapping import hf_shapes
-    from dppo_megatron.weights.routes import Told
+    from dppo_megatron.weights.routes import RankReport
 
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     os.environ["LOCAL_RANK"] = str(rank % 8)
     everybody = told_by_all(world, SMALL)
-    told_by_me: list[Told] = []
+    told_by_me: list[RankReport] = []
     gather = dist.all_gather_object
 
     def gather_told(out: list[Any], mine: Any, *rest: Any, **named: Any) -> None:
         """The fake group gives everybody what this rank has."""
         gather(out, mine, *rest, **named)
-        if isinstance(mine, Told):
+        if isinstance(mine, RankReport):
             told_by_me.append(mine)
             out[:] = everybody
 

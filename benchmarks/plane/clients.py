@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory
-from dppo_megatron.rollout.client.holding import Arrived
-from dppo_megatron.rollout.client.messages import Address
+from dppo_megatron.rollout.client.completion_buffer import Arrived
+from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory
+from dppo_megatron.rollout.client.messages import ServerAddress
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, take
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, VLLMDialect
@@ -50,7 +50,7 @@ class Intake:
             SGLangServer(Http(url), VOCABULARY) if "sglang" in canned.engine else VLLMServer(Http(url)) for url in urls
         ]
         listener = Listener(1)
-        addresses = [Address(place, Peer(url), dialect_of(canned.engine)) for place, url in enumerate(urls)]
+        addresses = [ServerAddress(place, Peer(url), dialect_of(canned.engine)) for place, url in enumerate(urls)]
         self.clients = Clients(listener, addresses, [0] * servers)
         self._secret, self._path = listener.meeting.secret, listener.meeting.take_path(0)
         setup = Setup(0, listener.meeting.address, self._secret, self._path, detokenizer, hook)
@@ -63,7 +63,7 @@ class Intake:
         self.fleet.expect("1")
         with self.fleet.lock:
             for member in self.fleet.members:
-                member.took("1")
+                member.synced("1")
 
     def work(self, groups: int, prompts: Sequence[bytes] = ()) -> Work:
         """As many groups of the canned form."""

@@ -9,7 +9,7 @@ from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.steps.exchange import Replicas, exchange
 from dppo_megatron.steps.step import UpdatePlan, sizes_of
-from dppo_megatron.types import Completion, Group, Prompt, SelectedPrompt
+from dppo_megatron.types import Completion, Group, Prompt, RolloutPrompt
 from plane.common import Bar, cpu_s, on_ranks
 
 SIZE, LENGTH = 16, 4096
@@ -19,7 +19,7 @@ def _one(groups_per_rank: int) -> tuple[float, float, float]:
     """On ranks: (CPU seconds, bytes received, own tokens) of one exchange."""
     rank, world = dist.get_rank(), dist.get_world_size()
     count = groups_per_rank * world
-    prompts = [SelectedPrompt(Prompt(k, "", (1, 2, 3), "", ""), 1.0, 1.0) for k in range(count)]
+    prompts = [RolloutPrompt(Prompt(k, "", (1, 2, 3), "", ""), 1.0, 1.0) for k in range(count)]
     tokens, logprobs = np.arange(LENGTH, dtype=np.int64), np.full(LENGTH, -0.5, np.float32)
     group = tuple(Completion(tokens, logprobs, "length", "") for _ in range(SIZE))
     held = {k: Group(prompts[k], group, np.zeros(SIZE)) for k in range(rank, count, world)}

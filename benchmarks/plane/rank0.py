@@ -16,16 +16,16 @@ from dppo_megatron.packing.planner import SampleSize, plan_microbatches
 from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.rewards.measures import GradeTable
 from dppo_megatron.selection import Selector
-from dppo_megatron.steps.outcomes import Outcomes
+from dppo_megatron.steps.rollout_table import RolloutTable
 from dppo_megatron.steps.step import UpdatePlan
-from dppo_megatron.types import Prompt, SelectedPrompt
+from dppo_megatron.types import Prompt, RolloutPrompt
 from plane.common import Bar
 from plane.plan import CAP, COST, lengths_of
 
 RANKS, SIZE = 64, 16
 
 
-def _outcomes(groups: int, seed: int) -> list[Outcomes]:
+def _outcomes(groups: int, seed: int) -> list[RolloutTable]:
     """What 64 ranks tell rank 0."""
     rng = np.random.default_rng(seed)
     parts = []
@@ -37,8 +37,8 @@ def _outcomes(groups: int, seed: int) -> list[Outcomes]:
         facts = {"parsed_share": np.ones(rewards.size), "boxed_share": np.ones(rewards.size)}
         table = GradeTable(np.ones(rewards.size), facts, {}, {})
         holder = np.full(len(mine), rank)
-        surprisal = np.sqrt(lengths) * rng.uniform(0.1, 0.4, shape)
-        parts.append(Outcomes(mine, holder, rewards, lengths, surprisal, lengths >= 8192, table))
+        logit_grad_norm = np.sqrt(lengths) * rng.uniform(0.1, 0.4, shape)
+        parts.append(RolloutTable(mine, holder, rewards, lengths, logit_grad_norm, lengths >= 8192, table))
     return parts
 
 
@@ -55,12 +55,12 @@ def run(smoke: bool) -> list[Bar]:
         chosen = selector.begin(step)
         begun = time.process_time() - started
         prompts = [
-            SelectedPrompt(Prompt(int(i), "", tuple(range(200)), "", ""), float(p), float(w))
+            RolloutPrompt(Prompt(int(i), "", tuple(range(200)), "", ""), float(p), float(w))
             for i, p, w in zip(chosen.prompt_index, chosen.inclusion_prob, chosen.weight, strict=True)
         ]
         arriving = [pickle.dumps(part) for part in _outcomes(len(prompts), step)]
         started = time.process_time()
-        outcomes = Outcomes.join([pickle.loads(part) for part in arriving])
+        outcomes = RolloutTable.join([pickle.loads(part) for part in arriving])
         decision = selector.finish(outcomes.rollouts(prompts), step)
         rows = np.flatnonzero(decision.kept)
         lengths = outcomes.lengths.ravel()[rows]

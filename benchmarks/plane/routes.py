@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dppo_megatron.weights.routes import Block, Bucket, Catalogue, Told
+from dppo_megatron.weights.routes import Block, Catalogue, RankReport, RoutedBucket
 from plane.common import Bar
 
 NODE = 8
@@ -46,7 +46,7 @@ QWEN3_30B = Shape(48, 2048, 32, 4, 128, 768, experts=128)
 QWEN3_235B = Shape(94, 4096, 64, 4, 128, 1536, experts=128)
 
 
-def told_by_all(world: int, shape: Shape, node: int = NODE) -> list[Told]:
+def told_by_all(world: int, shape: Shape, node: int = NODE) -> list[RankReport]:
     """What every rank tells. The tensor-parallel rank changes fastest, then context and data, then the stage."""
     texts: dict[tuple[int, ...], list[bytes]] = {}
     told = []
@@ -54,7 +54,7 @@ def told_by_all(world: int, shape: Shape, node: int = NODE) -> list[Told]:
         place = rank // (world // shape.pp), rank % shape.tp, rank // shape.etp % shape.ep, rank % shape.etp
         if place not in texts:
             texts[place] = [pickle.dumps(block) for block in _blocks(shape, *place)]
-        told.append(Told(rank // node * node, texts[place]))
+        told.append(RankReport(rank // node * node, texts[place]))
     return told
 
 
@@ -102,7 +102,7 @@ def _blocks(shape: Shape, stage: int, tp: int, ep: int, etp: int) -> Iterator[Bl
         yield rows("output_layer.weight", shape.vocab, places=((),))
 
 
-def messages(plan: Sequence[Bucket]) -> int:
+def messages(plan: Sequence[RoutedBucket]) -> int:
     """Sends and receives of one rank in a pass."""
     roles = [role for bucket in plan for own in bucket.roles.values() for role in own]
     return sum(len(r.to) + len(r.onward) + (r.source is not None) + (r.relay is not None) for r in roles)

@@ -33,7 +33,7 @@ from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, ddp_config, not_tried, transformer_config
 from dppo_megatron.actor.offload import Offload, Part, pageable
 from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
-from dppo_megatron.actor.timing import ScheduleTimers
+from dppo_megatron.actor.schedule_timers import ScheduleTimers
 from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
 from dppo_megatron.distributed import to_rank_zero
@@ -434,8 +434,8 @@ def _named_briefly() -> Iterator[None]:
         del ShardedTensor.__str__, ShardedTensorFactory.__str__
 
 
-def warm_start_optimizer(optimizer: OptimizerConfig, learning_rate: float, lr_warmup_steps: int) -> OptimizerConfig:
-    """The RL optimizer's settings with the warm start's own learning rate, constant after its warm-up."""
+def sft_optimizer(optimizer: OptimizerConfig, learning_rate: float, lr_warmup_steps: int) -> OptimizerConfig:
+    """The RL optimizer's settings with SFT's own learning rate, constant after its warm-up."""
     return replace(
         optimizer,
         learning_rate=learning_rate,

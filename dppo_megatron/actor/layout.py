@@ -17,8 +17,8 @@ from megatron.core import parallel_state, tensor_parallel
 from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
 from dppo_megatron.distributed import check_interfaces, connect, on_loopback_if_one_machine, said_by_each_rank
-from dppo_megatron.launched import launched_local_rank, raise_file_limit, set_cuda_variables
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.launcher_env import launched_local_rank, raise_file_limit, set_cuda_variables
+from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.weights.architecture import Architecture
 
 
@@ -53,7 +53,7 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
         rendezvous_timeout_s: how long the ranks wait for each other to come.
 
     Raises:
-        GuardStop: not all of them came in that time, or they could not be connected.
+        RunAborted: not all of them came in that time, or they could not be connected.
         UserError: this rank has no GPU of its own, or gloo or NCCL no network interface.
     """
     if dist.is_initialized():
@@ -75,7 +75,7 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
             dist.init_process_group(backend, timeout=timeout)
         dist.barrier()  # over gloo: all have come
     except (RuntimeError, ValueError) as error:  # torch raises one or the other, depending on what it waited for
-        raise GuardStop(
+        raise RunAborted(
             f"could not meet the other ranks of {os.environ.get('WORLD_SIZE', '?')} within guard.rendezvous_timeout_s ="
             f" {rendezvous_timeout_s:g} s ({str(error).splitlines()[0]}). Has every rank been started, with the same"
             " MASTER_ADDR and MASTER_PORT?"

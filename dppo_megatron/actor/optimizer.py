@@ -62,10 +62,10 @@ def build_optimizer(
 def _savings(config: OptimizerConfig) -> dict[str, Any]:
     """Megatron's fields for an optimizer that takes less of the device's memory."""
     settings: dict[str, Any] = {}
-    if (config.moments, config.main_parameters) != ("float32", "float32"):
-        moments = getattr(torch, config.moments)
+    if (config.moments_dtype, config.main_params_dtype) != ("float32", "float32"):
+        moments = getattr(torch, config.moments_dtype)
         settings |= {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
-        settings["main_params_dtype"] = getattr(torch, config.main_parameters)
+        settings["main_params_dtype"] = getattr(torch, config.main_params_dtype)
     if config.cpu_offload:
         settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": config.cpu_offload}
         settings["overlap_cpu_optimizer_d2h_h2d"] = True

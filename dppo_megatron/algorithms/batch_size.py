@@ -76,7 +76,7 @@ class NoiseScale:
 
 
 @dataclass(slots=True)
-class Line:
+class FadingFit:
     """Weighted least squares of y = a + b x over the past, the newer the heavier; a and b are at least 0."""
 
     count: int = 0
@@ -106,7 +106,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class BatchSizeAdvice:
     """Prompts that would reach the same level soonest, and in what share of the time; `a` and `b` in seconds."""
 
     prompts: int
@@ -132,9 +132,9 @@ class BatchAdvisor:
     planned: int
     problems: int
     noise: NoiseScale = field(default_factory=NoiseScale)
-    rollout: Line = field(default_factory=Line)
+    rollout: FadingFit = field(default_factory=FadingFit)
     """Seconds of generating and grading by generated tokens."""
-    update: Line = field(default_factory=Line)
+    update: FadingFit = field(default_factory=FadingFit)
     """Seconds of the updates by trained tokens."""
     other_s: float = 0.0
     said: int = 0
@@ -156,7 +156,7 @@ class BatchAdvisor:
         scale = self.noise.prompts
         return None if scale is None else scale * self.prompts / self.planned
 
-    def advice(self) -> Advice | None:
+    def advice(self) -> BatchSizeAdvice | None:
         """None while there is too little to go by."""
         scale, rollout, update = self.noise_scale, self.rollout.fit(), self.update.fit()
         if scale is None or rollout is None or update is None:
@@ -173,7 +173,9 @@ class BatchAdvisor:
         def seconds(count: float) -> float:
             return (1 + scale / count) * (fixed + per_prompt * count)
 
-        return Advice(prompts, seconds(prompts) / seconds(self.prompts), scale / self.updates, fixed, per_prompt)
+        return BatchSizeAdvice(
+            prompts, seconds(prompts) / seconds(self.prompts), scale / self.updates, fixed, per_prompt
+        )
 
     def metrics(self) -> dict[str, float]:
         """`batch/*`, once they are known."""
@@ -206,5 +208,5 @@ class BatchAdvisor:
         planned = state.get("planned", state["prompts"])  # an earlier version had only these
         if (state["prompts"], state["updates"], planned) != (self.prompts, self.updates, self.planned):
             return
-        self.noise, self.rollout = NoiseScale(**state["noise"]), Line(**state["rollout"])
-        self.update, self.other_s, self.said = Line(**state["update"]), state["other_s"], state["said"]
+        self.noise, self.rollout = NoiseScale(**state["noise"]), FadingFit(**state["rollout"])
+        self.update, self.other_s, self.said = FadingFit(**state["update"]), state["other_s"], state["said"]

@@ -89,7 +89,7 @@ def clipped_surrogate(clip_low: float, clip_high: float, dual_clip: float) -> Ob
 
 
 def supervised() -> Objective:
-    """Negative log-likelihood of the given completion: the warm start's loss, through the same hook."""
+    """Negative log-likelihood of the given completion: SFT's loss, through the same hook."""
 
     def objective(batch: TokenBatch) -> TokenLoss:
         return TokenLoss(-batch.logprobs)

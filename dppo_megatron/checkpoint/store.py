@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dppo_megatron import __version__
-from dppo_megatron.checkpoint import shelf
+from dppo_megatron.checkpoint import checkpoint_dir
 from dppo_megatron.checkpoint.manifest import LOOP, Manifest, faults, read_manifest, step_name, sums, write_manifest
 from dppo_megatron.checkpoint.state import generators, read_state, restore_generators, write_state
 from dppo_megatron.checkpoint.writers import in_step, use_own_writers
 from dppo_megatron.distributed import from_rank_zero
 from dppo_megatron.files import make_directory
-from dppo_megatron.safe_pickle import tensors_only
+from dppo_megatron.safe_pickle import force_weights_only
 from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.hf_files import check_space, copy_assets, publish
@@ -90,7 +90,7 @@ class CheckpointStore:
         self._pending: _Pending | None = None
         self._saved_step: int | None = None
         self._good: dict[str, Seen] = {}
-        from_rank_zero(lambda: shelf.sweep(root))
+        from_rank_zero(lambda: checkpoint_dir.sweep(root))
 
     def save(self, actor: Sharded, loop_state: dict[str, Any], manifest: Manifest) -> None:
         """Write a checkpoint of `manifest.step`; with `async_save` it is complete only after a later `finalize`.
@@ -146,13 +146,13 @@ class CheckpointStore:
         self._queue = AsyncCallsQueue()
         if dist.get_rank() == 0:
             with contextlib.suppress(OSError):
-                shelf.sweep(self._root)
+                checkpoint_dir.sweep(self._root)
         del pending
 
     def look(self) -> Found:
         """The newest checkpoint of this run whose files are intact, and everything newer that is not usable."""
         passed: list[tuple[Path, str]] = []
-        for _, path in reversed(from_rank_zero(lambda: shelf.named(self._root))):
+        for _, path in reversed(from_rank_zero(lambda: checkpoint_dir.named(self._root))):
             wrong = self._judge(path)
             if not wrong:
                 return Found(path, passed)
@@ -161,12 +161,12 @@ class CheckpointStore:
 
     def put_aside(self, path: Path, why: str) -> None:
         """Move what is not a good checkpoint of this run to `aside/`. Raises OSError if that fails."""
-        where = from_rank_zero(lambda: shelf.put_aside(path))
+        where = from_rank_zero(lambda: checkpoint_dir.put_aside(path))
         log(f"warning: checkpoint {path} is not used: {why}; it is now {where}")
 
     def _judge(self, path: Path) -> str:
         """Why a directory is not a good checkpoint of this run; empty if it is one."""
-        manifest = from_rank_zero(lambda: shelf.read_own(path, self._run))
+        manifest = from_rank_zero(lambda: checkpoint_dir.read_own(path, self._run))
         if isinstance(manifest, str):
             return manifest
         if from_rank_zero(lambda: bool(seen := self._good.get(path.name)) and seen == _seen(path, manifest)):
@@ -179,7 +179,7 @@ class CheckpointStore:
 
     def _begin(self, step: int, num_bytes: int) -> Path:
         make_directory(self._root)
-        shelf.sweep(self._root)  # half-written files that a full disk left take space that this save needs
+        checkpoint_dir.sweep(self._root)  # half-written files that a full disk left take space that this save needs
         check_space(self._root, num_bytes + (1 << 20))
         # a new name each time: writers that outlive a killed run must not write into the resumed run's checkpoint
         aside = self._root / f"{step_name(step)}.incomplete.{os.urandom(4).hex()}"
@@ -212,10 +212,10 @@ class CheckpointStore:
         write_manifest(aside, manifest)
         target = self._root / step_name(manifest.step)
         if target.exists() or target.is_symlink():
-            log(f"warning: {target} was in the way of a new checkpoint; it is now {shelf.put_aside(target)}")
+            log(f"warning: {target} was in the way of a new checkpoint; it is now {checkpoint_dir.put_aside(target)}")
         publish(aside, target)
         try:
-            shelf.point_at(self._root / "latest", target.name)
+            checkpoint_dir.point_at(self._root / "latest", target.name)
         except OSError as error:
             log(f"warning: {self._root / 'latest'} cannot be made to point at {target.name} ({error.strerror})")
         return target
@@ -225,7 +225,7 @@ class CheckpointStore:
         if not self._keep:
             return
         num_good = 1
-        for step, path in reversed(from_rank_zero(lambda: shelf.named(self._root))):
+        for step, path in reversed(from_rank_zero(lambda: checkpoint_dir.named(self._root))):
             if step >= newest:  # up to the one just written; a stray later one is handled at the next start
                 continue
             enough = num_good >= self._keep
@@ -233,7 +233,7 @@ class CheckpointStore:
             if wrong:
                 self.put_aside(path, wrong)
             elif enough:
-                from_rank_zero(partial(shelf.remove, path))
+                from_rank_zero(partial(checkpoint_dir.remove, path))
             else:
                 num_good += 1
 
@@ -266,7 +266,7 @@ def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
     own, template = read_state(directory / LOOP), {"actor": actor.sharded_state(loading=True)}
     _check_kinds(template, metadata, directory)
     try:
-        with tensors_only():
+        with force_weights_only():
             loaded = dist_checkpointing.load(template, str(directory))
     except (pickle.UnpicklingError, CheckpointException) as error:
         if "weights_only" not in str(error):
@@ -311,7 +311,7 @@ def _check_reader(directory: Path) -> None:
 
 
 def _wrong_manifest(path: Path, run: str) -> str:
-    manifest = shelf.read_own(path, run)
+    manifest = checkpoint_dir.read_own(path, run)
     return manifest if isinstance(manifest, str) else ""
 
 

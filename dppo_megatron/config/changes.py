@@ -15,9 +15,8 @@ from typing import Any, cast
 
 import yaml
 
-from dppo_megatron.config.load import config_from_values
+from dppo_megatron.config.load import config_from_values, with_new_names
 from dppo_megatron.config.load import config_values as config_values
-from dppo_megatron.config.load import with_new_names
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 

@@ -15,15 +15,15 @@ from dppo_megatron.config.observe import check_observe
 from dppo_megatron.config.paths import check_directory, check_writable, shown
 from dppo_megatron.config.pruning import check_pruning, prompts_multiplier
 from dppo_megatron.config.ranges import check_ranges, texts
+from dppo_megatron.config.resolved_sets import check_data, longest_prompt_tokens
 from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config, OptimizerConfig
-from dppo_megatron.config.sets import check_data, longest_prompt_tokens
 from dppo_megatron.types import UserError
 
 Purpose = Literal["train", "plan", "evaluate", "grade"]
 """What a config is for: a plan needs no data yet, an evaluation alone no training data, and grading no model either."""
-_NEVER_EMPTY = ("data.problem_field", "data.answer_field", "warm_start.completion_field", "reward.function")
+_NEVER_EMPTY = ("data.problem_field", "data.answer_field", "sft.completion_field", "reward.function")
 
 
 def check_values(config: Config, purpose: Purpose = "train") -> None:
@@ -146,7 +146,7 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
 def _check_fewer_bits(config: Config) -> None:
     """Megatron's precision-aware optimizer has further conditions, and fails in the middle of building it."""
     optimizer = config.actor.optimizer
-    for key in ("moments", "main_parameters"):
+    for key in ("moments_dtype", "main_params_dtype"):
         if (kind := getattr(optimizer, key)) == "float32":
             continue
         setting = f"actor.optimizer.{key} = {kind}"
@@ -208,8 +208,8 @@ def _check_required(config: Config, *, trains: bool) -> None:
     required: dict[str, object] = {"model.hf_path": config.model.hf_path}
     if trains:
         required["data.train_path"] = config.data.train_path or config.data.train_sets
-    if trains and config.warm_start.steps:
-        required["warm_start.examples_path"] = config.warm_start.examples_path
+    if trains and config.sft.steps:
+        required["sft.examples_path"] = config.sft.examples_path
     for key, value in required.items():
         if not value:
             raise UserError(f"{key} is not set; give it in the config file or as {key}=...")

@@ -1,7 +1,7 @@
 """Settings of problem sets: where their rows are, how a row is read, and how it is shown to the model.
 
-Every set, for training or evaluation, has the same settings and inherits from `data` what it leaves out (`sets.py`). A
-job on one file needs one line, and a job on nine sets lists only what differs.
+Every set, for training or evaluation, has the same settings and inherits from `data` what it leaves out
+(`resolved_sets.py`). A job on one file needs one line, and a job on nine sets lists only what differs.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class GresoConfig:
     """Start value of both exploration probabilities: the chance to roll out a prompt after one zero-variance visit."""
     keep_floor: float = ranged(0.01, "(0, 1]")
     """Smallest inclusion probability, however long the run of zero-variance visits. The weighted form uses
-    `pruning.prompt.p_min` instead, because 1/0.01 is too large a weight."""
+    `pruning.prompt.min_inclusion_prob` instead, because 1/0.01 is too large a weight."""
     target_zero_variance: float = ranged(0.25, "(0, 1)")
     """Wanted share of zero-variance groups; a third of it for easy prompts, two thirds for hard ones."""
     adaptation_step: float = ranged(0.01, "[0, 1)")
@@ -71,8 +71,8 @@ class PromptPruningConfig:
     rate: float = ranged(0.3, "[0, 1)", why="1 would drop everything; 0 or method=none keeps all")
     """Share of the already visited prompts of a step that is skipped, in [0, 1). An upper limit under
     auto_rule=design_effect; under a rule of two classes the chance to skip a prompt of the lower one."""
-    p_min: float = ranged(0.2, "(0, 1]", why="0 would leave prompts that can never be drawn")
-    """Smallest inclusion probability; bounds the weights by 1 / p_min."""
+    min_inclusion_prob: float = ranged(0.2, "(0, 1]", why="0 would leave prompts that can never be drawn")
+    """Smallest inclusion probability; bounds the weights by 1 / min_inclusion_prob."""
     score: str = "fit"
     """What ranks prompts. fit: the expected second moment of the gradient, by a regression on the last two visits,
     their age and length, and the row's level, source and length, fitted as the run goes on. beta: posterior chance that
@@ -126,18 +126,18 @@ class CompletionPruningConfig:
     """Share of completions that is dropped, in [0, 1), where max_design_effect does not keep more; with cost_aware,
     share of the tokens. Under a rule of two classes the chance to drop a completion of the lower one. null: 0.95 for
     the methods that hold a bound, 0.5 for the others."""
-    p_min: float = ranged(0.05, "[0, 1]")
+    min_inclusion_prob: float = ranged(0.05, "[0, 1]")
     """Smallest inclusion probability of a completion that can carry gradient."""
     score: str = "free_norm"
-    """free_norm: |A| times the root of the squared surprisals, a gradient-norm proxy from rollout log-probabilities;
-    abs_advantage: |A|. Both times the frozen per-sample coefficient and the prompt's weight."""
+    """free_norm: |A| times the root of the sum of (1 - p)^2 of its tokens, a gradient-norm proxy from rollout
+    log-probabilities; abs_advantage: |A|. Both times the frozen per-sample coefficient and the prompt's weight."""
     design: str = "systematic"
     """systematic (fixed size) or poisson (independent coins)."""
     estimator: str = "ht"
     """ht (1/pi, unbiased), c_form or hajek."""
     max_weight: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
-    """Cap of the weights, 0 for none. Biased where the settings admit a larger weight: 1 / p_min with ht, about any
-    with hajek or a c_form of random size."""
+    """Cap of the weights, 0 for none. Biased where the settings admit a larger weight: 1 / min_inclusion_prob with ht,
+    about any with hajek or a c_form of random size."""
     warmup_steps: int = ranged(0, COUNT)
     """Steps at the start without any pruning."""
     anneal_fraction: float = ranged(1.0, "[0, 1]")
@@ -227,12 +227,13 @@ def check_auto_rule(prefix: str, config: PromptPruningConfig | CompletionPruning
         )
 
 
-def check_floor(prefix: str, p_min: float, rate: float) -> None:
+def check_floor(prefix: str, min_inclusion_prob: float, rate: float) -> None:
     """Raise `UserError` for a floor that keeps more than the rate allows."""
-    if p_min > 1 - rate + 1e-12:
+    if min_inclusion_prob > 1 - rate + 1e-12:
         raise UserError(
-            f"{prefix}.p_min = {p_min}: must be at most 1 - rate = {1 - rate:g}, or the floor alone keeps more than"
-            " the rate allows; lower p_min or rate"
+            f"{prefix}.min_inclusion_prob = {min_inclusion_prob}: must be at most 1 - rate = {1 - rate:g},"
+            " or the floor alone keeps more than"
+            " the rate allows; lower min_inclusion_prob or rate"
         )
 
 

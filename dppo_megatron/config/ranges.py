@@ -1,7 +1,7 @@
 """Ranges of settings, written at the field that they belong to, and the one walker that checks them.
 
     prompts_per_step: int = ranged(64, "[1, 65536]")
-    p_min: float = ranged(0.2, "(0, 1]", why="0 would leave prompts that can never be drawn")
+    min_inclusion_prob: float = ranged(0.2, "(0, 1]", why="0 would leave prompts that can never be drawn")
 
 A range excludes absurd values, not unwise ones: upper ends are far above anything ever run, so that 2**40 or a value in
 the wrong unit is an error at the start and not a hang later. Every number of the schema has one

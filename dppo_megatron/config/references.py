@@ -94,6 +94,6 @@ def from_environment(text: str, key: str, *, keep: bool) -> str:
 
 def _may_use_environment(key: str) -> bool:
     """Only paths: run_dir, model.hf_path, data.eval_paths.NAME, rollout.sync.dir, rollout.servers.python, ..."""
-    if key in ("rollout.sync.dir", "rollout.servers.python", "rollout.servers.addresses_from"):
+    if key in ("rollout.sync.dir", "rollout.servers.python", "rollout.servers.registry_dir"):
         return True
     return key.rpartition(".")[2].endswith(("path", "_dir")) or key.startswith("data.eval_paths.")

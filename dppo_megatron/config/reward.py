@@ -34,7 +34,8 @@ class RewardConfig:
     correct_from: float = ranged(1.0, "[-1e9, 1e9]")
     """A completion counts as correct from this reward on; of several named rewards, the first one before its weight."""
     timeout_s: float = ranged(30.0, SECONDS, free_at_resume=True)
-    """A grading that takes longer is given up and its process replaced; it counts in reward/failed, not as a 0."""
+    """A grading that takes longer is given up and its process replaced; it counts in reward/failed_count, not as a
+    0."""
     processes: int = ranged(1, "[1, 1024]", free_at_resume=True)
     """Grader processes of each rank."""
     memory_mb: int = ranged(2048, "[0, 100000000]", free_at_resume=True)

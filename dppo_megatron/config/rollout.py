@@ -66,11 +66,11 @@ class ServersConfig:
     machines they listen on that network, so it needs `allow_remote_endpoints`."""
     count: int = ranged(1, "[1, 1024]")
     """Servers that launch=local starts on each of the trainer's machines, or `dppo-megatron serve` on its own."""
-    addresses_from: str = ""
+    registry_dir: str = ""
     """Directory on a shared file system where `dppo-megatron serve` writes the addresses of servers on other machines.
     Servers may come and go while the run goes on: a new one is used from the next weight sync on."""
-    wait_for: int = ranged(1, "[1, 1024]")
-    """With `addresses_from`, the first step waits until so many servers have come (`limits.start_timeout_s`)."""
+    min_servers: int = ranged(1, "[1, 1024]")
+    """With `registry_dir`, the first step waits until so many servers have come (`limits.start_timeout_s`)."""
     python: str = ""
     """Python interpreter of the environment that holds the engine (.venv-vllm/bin/python); empty: the trainer's."""
     args: list[str] = field(default_factory=list)
@@ -122,10 +122,10 @@ class LimitsConfig:
     """Interval between health probes of each server."""
     probe_timeout_s: float = ranged(20.0, SECONDS, free_at_resume=True)
     """A server that does not answer a health probe in this time is marked out and its requests go elsewhere."""
-    straggler_share: float = ranged(1.0, "(0, 1]")
+    finish_fraction: float = ranged(1.0, "(0, 1]")
     """Below 1: once this share of a step's completions has finished, the rest is cut off where it is and counted as
     `length`. A selection, so the step's bias ledger shows it. 1: wait for all."""
-    mismatch_alarm: float = ranged(0.5, "(0, 1e6]", free_at_resume=True)
+    logprob_diff_warning: float = ranged(0.5, "(0, 1e6]", free_at_resume=True)
     """A warning is printed when a step's mean |log-probability difference| between engine and actor is above this."""
 
 
@@ -158,19 +158,19 @@ def check_rollout(config: RolloutConfig) -> None:
     for key, value in (
         ("endpoints", servers.endpoints),
         ("launch", servers.launch != "none"),
-        ("addresses_from", servers.addresses_from),
+        ("registry_dir", servers.registry_dir),
     ):
         if value and not serves:
             raise UserError(f"rollout.servers.{key} is set, but rollout.engine = hf has no servers; use vllm or sglang")
     if not serves and config.async_steps:
         raise UserError("rollout.async_steps = 1 needs servers: the embedded hf engine shares the actor's processors")
-    sources = (config.servers.endpoints, config.servers.launch == "local", config.servers.addresses_from)
+    sources = (config.servers.endpoints, config.servers.launch == "local", config.servers.registry_dir)
     if serves and sum(map(bool, sources)) != 1:
         raise UserError(
             f"rollout.engine = {config.engine}: give the servers' addresses as"
             " rollout.servers.endpoints=[http://127.0.0.1:8000], let the trainer start them with"
             " rollout.servers.launch=local, or find those of `dppo-megatron serve` with"
-            " rollout.servers.addresses_from=DIR, one of the three"
+            " rollout.servers.registry_dir=DIR, one of the three"
         )
     if config.servers.colocate and config.servers.launch != "local":
         raise UserError(

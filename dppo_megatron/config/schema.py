@@ -43,7 +43,7 @@ class ModelConfig:
 
 
 @dataclass
-class WarmStartConfig:
+class SftConfig:
     """An optional supervised phase before RL, through the same actor. Off while `steps` is 0."""
 
     page = "objectives.md"
@@ -116,11 +116,11 @@ class OptimizerConfig:
     """Global gradient-norm clip; 0 turns clipping off."""
     distributed: bool = True
     """Shard optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
-    moments: Literal["float32", "bfloat16", "float16"] = "float32"
-    """How Adam's moments are kept. Fewer bits than float32 need Transformer Engine's Adam (Megatron's precision-aware
-    optimizer), model.dtype=bfloat16 and `distributed`."""
-    main_parameters: Literal["float32", "float16"] = "float32"
-    """How the optimizer's own parameters are kept; float16 needs what fewer bits for the moments need."""
+    moments_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of both of Adam's moments (Megatron's exp_avg_dtype and exp_avg_sq_dtype). Fewer bits than float32 need
+    Transformer Engine's Adam (Megatron's precision-aware optimizer), model.dtype=bfloat16 and `distributed`."""
+    main_params_dtype: Literal["float32", "float16"] = "float32"
+    """Of the optimizer's own parameters; float16 needs what fewer bits for the moments need."""
     cpu_offload: float = ranged(0.0, "[0, 1]")
     """Share of the parameters whose optimizer state lives, and is stepped, on the host: less device memory for a slower
     step. Needs `distributed` and Transformer Engine. What leaves only while servers generate is `actor.offload`."""
@@ -132,7 +132,7 @@ class ActorConfig:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """How the model is split over ranks; data parallelism takes the remaining factor of the world size."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """Optimizer of the RL phase; the warm start overrides the learning rate."""
+    """Optimizer of the RL phase; SFT overrides the learning rate."""
     recompute: Literal["none", "selective", "full"] = field(default="none", metadata=FREE_AT_RESUME)
     """Activation recomputation: `full` recomputes every layer in the backward pass, `selective` only the parts of
     each layer that recompute_modules names."""
@@ -237,7 +237,7 @@ class Config:
     seed: int = ranged(0, "[0, 9223372036854775807]", why="it seeds 64-bit generators")
     """Seeds data order, sampling and every selection draw, each through its own counter-based stream."""
     steps: int = ranged(100, COUNT, free_at_resume=True)
-    """RL steps: one rollout and `objective.updates_per_step` optimizer updates each. 0: only the warm start, evaluated
+    """RL steps: one rollout and `objective.updates_per_step` optimizer updates each. 0: only SFT, evaluated
     and saved under hf/."""
     threads_per_rank: int = ranged(0, "[0, 1024]", free_at_resume=True)
     """CPU threads of torch in each rank; 0: cores of the machine divided by the ranks on it."""
@@ -245,7 +245,7 @@ class Config:
     """The model that is trained."""
     data: DataConfig = field(default_factory=DataConfig)
     """Problems to train and evaluate on."""
-    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     """Supervised phase before RL."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Generation."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, TypeAlias
 
-from dppo_megatron.config.sets import ResolvedSet
+from dppo_megatron.config.resolved_sets import ResolvedSet
 from dppo_megatron.data.rows import Row, listed
 from dppo_megatron.types import UserError
 

@@ -1,5 +1,5 @@
 """Loads problem sets: rows to prompts, with counts of what was left out, warnings, and a fingerprint; and the worked
-solutions of the warm start.
+solutions of SFT.
 
 A set is read once, before a process group or a model is made. Every rank reads it because every rank needs the prompts;
 only one of them reports on it.
@@ -17,8 +17,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.checks import planned_prompts, too_few_prompts
+from dppo_megatron.config.resolved_sets import ResolvedSet, eval_set_configs, train_set_configs, train_set_weights
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import ResolvedSet, eval_set_configs, train_set_configs, train_set_weights
 from dppo_megatron.data.fields import Messages, answer_of, check_text, get_field, kind, level_of, problem_of, source_of
 from dppo_megatron.data.hub import read_directory, read_hub
 from dppo_megatron.data.order import make_order
@@ -66,7 +66,7 @@ def load_set(
         UserError: a row without a problem, a prompt that is too long and may not be filtered, or no problems.
     """
     check_template(settings, tokenizer)
-    read = _Reading(settings, tokenizer, first_index)
+    read = _PromptReader(settings, tokenizer, first_index)
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance):
             read.add(rows)
@@ -89,7 +89,7 @@ def load_set(
     )
 
 
-class _Reading:
+class _PromptReader:
     """Rows of a set become prompts, batch by batch."""
 
     def __init__(self, settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase, first_index: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from jinja2 import Environment, TemplateSyntaxError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from dppo_megatron.config.sets import ResolvedSet, Template
+from dppo_megatron.config.resolved_sets import ResolvedSet, Template
 from dppo_megatron.data.fields import Messages, section_of
 from dppo_megatron.texts import reason
 from dppo_megatron.types import UserError

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
+from dppo_megatron.checkpoint.checkpoint_dir import named
 from dppo_megatron.checkpoint.manifest import read_manifest
-from dppo_megatron.checkpoint.shelf import named
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import load_config
@@ -85,7 +85,7 @@ def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]
 def _settings_of(target: _Target, given: EvalArguments, *, replaced: bool) -> dict[str, Any]:
     """Of the run or checkpoint, as far as they are of use here; `replaced`: other sets are evaluated than its own."""
     settings, data = dict(target.settings), dict(target.settings.get("data") or {})
-    for key in ("checkpoint", "run_dir", "warm_start"):  # they name files of the run, which may be absent here
+    for key in ("checkpoint", "run_dir", "sft"):  # they name files of the run, which may be absent here
         settings.pop(key, None)
     for key in ("train_path", "train_sets"):
         data.pop(key, None)

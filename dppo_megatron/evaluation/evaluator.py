@@ -11,11 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.config.reward import RewardConfig
-from dppo_megatron.config.sets import eval_set_configs
 from dppo_megatron.distributed import gather_all
-from dppo_megatron.evaluation.samples import EvalSample, problem_ids
-from dppo_megatron.evaluation.statistics import EvalScores, score
+from dppo_megatron.evaluation.eval_samples import EvalSample, problem_ids
+from dppo_megatron.evaluation.eval_scores import EvalScores, score
 from dppo_megatron.job import Job
 from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import Grader, GradeTask, deciding_reward, make_grader

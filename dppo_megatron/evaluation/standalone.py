@@ -12,12 +12,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from dppo_megatron.config.load import load_config
+from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import eval_set_configs
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
-from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders
-from dppo_megatron.evaluation.samples import (
+from dppo_megatron.evaluation.eval_samples import (
     RESULTS,
     SAMPLES,
     EvalSample,
@@ -27,9 +26,10 @@ from dppo_megatron.evaluation.samples import (
     write_samples,
     write_text,
 )
-from dppo_megatron.evaluation.statistics import Estimate, EvalScores, percent
+from dppo_megatron.evaluation.eval_scores import Estimate, EvalScores, percent
+from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders
 from dppo_megatron.job import Job, prepare_job
-from dppo_megatron.launched import launched_world_size
+from dppo_megatron.launcher_env import launched_world_size
 from dppo_megatron.progress import counted, progress
 from dppo_megatron.rewards.grading import make_grader
 from dppo_megatron.rewards.start_checks import check_grader

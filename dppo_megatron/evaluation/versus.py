@@ -11,7 +11,7 @@ import numpy as np
 
 from dppo_megatron.config.paths import in_short
 from dppo_megatron.evaluation.bootstrap import RESAMPLES, Difference, paired_bootstrap
-from dppo_megatron.evaluation.samples import COMPARISON, EvalSample, check_out, read_samples, write_text
+from dppo_megatron.evaluation.eval_samples import COMPARISON, EvalSample, check_out, read_samples, write_text
 from dppo_megatron.types import FloatArray, UserError
 
 

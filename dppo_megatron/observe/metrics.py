@@ -95,7 +95,7 @@ class Summary:
 
     steps: int = 0
     wall_s: float = 0.0
-    warm_start_s: float = 0.0
+    sft_s: float = 0.0
     train_s: float = 0.0
     train_cpu_s: float = 0.0
     """CPU seconds of rank 0's process in the RL steps; graders and servers are other processes."""
@@ -161,7 +161,7 @@ class Summary:
                 f"{self.completions_trained} trained, {not_trained} pruned of {self.completions_generated} generated",
             ),
             ("completion tokens", f"{self.tokens_trained} trained of {self.tokens_generated} generated"),
-            ("warm start", f"{self.warm_start_s:.1f} s"),
+            ("SFT", f"{self.sft_s:.1f} s"),
             ("RL steps", f"{self.train_s:.1f} s"),
         ]
         parts = sorted(((s, name) for name, s in self.phase_s.items() if name != "step"), reverse=True)

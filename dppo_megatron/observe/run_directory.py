@@ -19,9 +19,9 @@ from typing import Any
 from dppo_megatron.config import save_config
 from dppo_megatron.config.schema import Config
 from dppo_megatron.files import make_directory, open_own, remove_tree, write_text
+from dppo_megatron.observe.json_lines import OLD, JsonLines, move_to_old, put_first, rewind
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.lock import RunLock
-from dppo_megatron.observe.record import OLD, JsonLines, move_to_old, put_first, rewind
 from dppo_megatron.observe.samples import SAMPLES, rewind_samples
 from dppo_megatron.observe.timeline import PROFILE, TIMELINE
 from dppo_megatron.texts import log

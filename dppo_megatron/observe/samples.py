@@ -27,7 +27,7 @@ import numpy as np
 
 from dppo_megatron.config.observe import SamplesConfig
 from dppo_megatron.files import make_directory, replacing
-from dppo_megatron.observe.record import OLD, move_to_old
+from dppo_megatron.observe.json_lines import OLD, move_to_old
 from dppo_megatron.texts import log, reason, show
 from dppo_megatron.types import BoolArray, Completion, FloatArray, Group, IntArray
 

@@ -82,10 +82,13 @@ class Machine:
 
     def check_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Raise `UserError` for savings of memory that only Transformer Engine's Adam knows."""
-        saves = optimizer.cpu_offload or (optimizer.moments, optimizer.main_parameters) != ("float32", "float32")
+        saves = optimizer.cpu_offload or (optimizer.moments_dtype, optimizer.main_params_dtype) != (
+            "float32",
+            "float32",
+        )
         if saves and self.lacks_transformer_engine:
             raise UserError(
-                "actor.optimizer.moments and main_parameters below float32, and cpu_offload:"
+                "actor.optimizer.moments_dtype and main_params_dtype below float32, and cpu_offload:"
                 f" {self.lacks_transformer_engine}"
             )
 

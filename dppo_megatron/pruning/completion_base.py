@@ -151,7 +151,7 @@ def check_batch(batch: CompletionBatch) -> None:
         "advantages": ~np.isfinite(batch.advantages),
         "rewards": np.isinf(batch.rewards),
         "lengths": batch.lengths < 0,
-        "surprisal": ~(np.isfinite(batch.surprisal) & (batch.surprisal >= 0)),
+        "logit_grad_norm": ~(np.isfinite(batch.logit_grad_norm) & (batch.logit_grad_norm >= 0)),
         "denominator": ~(np.isfinite(batch.denominator) & (batch.denominator > 0)),
         "prompt_weight": ~(np.isfinite(batch.prompt_weight) & (batch.prompt_weight >= 0)),
     }

@@ -28,7 +28,7 @@ from dppo_megatron.pruning.weights import label_of_settings, weigh_by
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
 _READS = (
-    "p_min",
+    "min_inclusion_prob",
     "score",
     "design",
     "estimator",
@@ -62,8 +62,8 @@ class DppoCompletionPolicy(CompletionPolicy):
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        _check_support(key, config.p_min)
-        check_floor(key, config.p_min, cls.rate_of(config))
+        _check_support(key, config.min_inclusion_prob)
+        check_floor(key, config.min_inclusion_prob, cls.rate_of(config))
         if config.cost_aware and config.estimator == "c_form":
             raise UserError(
                 f"{key}.estimator = c_form with cost_aware = true: a token budget has no fixed count for C/(1-P) to"
@@ -72,8 +72,8 @@ class DppoCompletionPolicy(CompletionPolicy):
 
     @property
     def label(self) -> Label:
-        """Of the estimator, the design and the cap against 1 / p_min; exact where nothing that has gradient is
-        dropped."""
+        """Of the estimator, the design and the cap against 1 / min_inclusion_prob; exact where nothing that has
+        gradient is dropped."""
         config = self.config
         if self._keeps_all:
             return "exact"
@@ -81,7 +81,7 @@ class DppoCompletionPolicy(CompletionPolicy):
             config.estimator,
             # every budget is then a whole number, see `_target`
             fixed_size=config.design == "systematic" and not self._spends_tokens,
-            least_prob=config.p_min,
+            least_prob=config.min_inclusion_prob,
             max_weight=config.max_weight,
         )
 
@@ -104,7 +104,7 @@ class DppoCompletionPolicy(CompletionPolicy):
         live = self._can_carry_gradient(batch)
         score = np.where(live, self._score(batch), 0.0)
         cost = self._cost(batch)
-        lower = np.where(live, config.p_min, 0.0)
+        lower = np.where(live, config.min_inclusion_prob, 0.0)
         by_cost = self._spends_tokens
         size = score / np.sqrt(cost) if self._divides_by_cost else score
         target, note = self._target(score, cost, lower)
@@ -158,7 +158,7 @@ class DppoCompletionPolicy(CompletionPolicy):
         return carries if self.zero_advantage_slope > 0 else carries & (batch.advantages != 0)
 
     def _score(self, batch: CompletionBatch) -> FloatArray:
-        length = batch.surprisal if self.config.score == "free_norm" else np.ones(len(batch))
+        length = batch.logit_grad_norm if self.config.score == "free_norm" else np.ones(len(batch))
         return completion_score(
             batch.advantages,
             length,
@@ -201,7 +201,7 @@ class AutoCompletionPolicy(DppoCompletionPolicy):
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        _check_support(key, config.p_min)
+        _check_support(key, config.min_inclusion_prob)
         check_auto_rule(key, config)
 
     @property
@@ -232,10 +232,11 @@ class AutoCompletionPolicy(DppoCompletionPolicy):
         return float(math.ceil(wanted - 1e-9)), self.control.note
 
 
-def _check_support(key: str, p_min: float) -> None:
-    if p_min == 0:
+def _check_support(key: str, min_inclusion_prob: float) -> None:
+    if min_inclusion_prob == 0:
         raise UserError(
-            f"{key}.p_min = 0: must be in (0, 1]; a completion with an advantage but a score of zero would never"
+            f"{key}.min_inclusion_prob = 0: must be in (0, 1];"
+            " a completion with an advantage but a score of zero would never"
             " be drawn, which is biased. 0.05 bounds the weights by 20"
         )
 

@@ -3,7 +3,7 @@
 It has one method, `choose`, and the type of what it returns says how much is known about the choice. The trainer draws,
 weighs and labels, so the ledger stays true whatever a policy does:
 
-    probabilities   float array [n]: the trainer raises them to `p_min`, draws by them and weights with 1/pi: unbiased
+    probabilities   float array [n]: raised to `min_inclusion_prob`, drawn by, weighted with 1/pi: unbiased
     a design        `Draw`: drawn by the policy itself; its probabilities are taken at their word, and checked for what
                     cannot be (a row kept at probability 0): unbiased
     a pick          boolean array [n]: how else it could have come out is not known: biased, with weights of 1
@@ -11,7 +11,7 @@ weighs and labels, so the ledger stays true whatever a policy does:
 Example: prompts whose last group had variance are always kept, the others in a third of the cases.
 
     class Curious(CustomPromptPolicy):
-        reads = ("p_min",)
+        reads = ("min_inclusion_prob",)
 
         def choose(self, prompt_index, *, step, minibatch):
             return np.where(self.history.arrays["variance"][prompt_index] > 0, 1.0, 1 / 3)
@@ -37,7 +37,7 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserErro
 
 Choice = FloatArray | BoolArray | Draw
 """Probabilities [n], a pick [n], or a design of n rows."""
-_READS = ("p_min", "design", "estimator", "max_weight", "anneal_fraction")
+_READS = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
 _SMALLEST = float(np.finfo(np.float64).tiny)
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
 
@@ -66,7 +66,7 @@ class CustomPromptPolicy(PromptPolicy):
             return weigh_by(self, choice)
         if choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name)
-        pi = np.maximum(choice, self.config.p_min)
+        pi = np.maximum(choice, self.config.min_inclusion_prob)
         order = np.lexsort((self._ties(ids, step, minibatch), pi))
         return self._draw_and_weigh(ids, pi, order, step, minibatch)
 
@@ -92,8 +92,10 @@ class CustomCompletionPolicy(CompletionPolicy):
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        if config.p_min == 0:
-            raise UserError(f"{key}.p_min = 0: must be in (0, 1]; it is the floor of {config.method}'s probabilities")
+        if config.min_inclusion_prob == 0:
+            raise UserError(
+                f"{key}.min_inclusion_prob = 0: must be in (0, 1]; it is the floor of {config.method}'s probabilities"
+            )
 
     def _prune_sorted(
         self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
@@ -110,7 +112,7 @@ class CustomCompletionPolicy(CompletionPolicy):
         elif choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name, score)
         else:
-            drawn = self._draw(batch, np.where(live, np.maximum(choice, config.p_min), 0.0), counters)
+            drawn = self._draw(batch, np.where(live, np.maximum(choice, config.min_inclusion_prob), 0.0), counters)
         return weigh_by(self, drawn, label=self._label_of(choice), score=score)
 
     def _label_of_nothing(self, batch: CompletionBatch, counters: tuple[int, int]) -> Label:
@@ -135,7 +137,7 @@ class CustomCompletionPolicy(CompletionPolicy):
         if not isinstance(choice, Draw) and choice.dtype == np.bool_:
             return "biased"
         config = self.config
-        least = _SMALLEST if isinstance(choice, Draw) else config.p_min  # a design's own may be any
+        least = _SMALLEST if isinstance(choice, Draw) else config.min_inclusion_prob  # a design's own may be any
         return label_of_settings(config.estimator, fixed_size=False, least_prob=least, max_weight=config.max_weight)
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from dppo_megatron.types import BoolArray, FloatArray, GuardStop, IntArray, Label, Prompt, UserError
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, Prompt, RunAborted, UserError
 
 _LEAST_GROUPS = 48.0
 """Groups with gradient that a verdict needs, after fading: the error of fewer is itself not known."""
@@ -114,8 +114,9 @@ class CompletionBatch:
     """From the full group, before any pruning; 0 where the grader failed."""
     lengths: IntArray
     """Completion tokens."""
-    surprisal: FloatArray
-    """sqrt(sum_t (1 - p_t)^2) over the completion's tokens, from rollout log-probabilities; see `scores.surprisal`."""
+    logit_grad_norm: FloatArray
+    """sqrt(sum_t (1 - p_t)^2) over the completion's tokens, from rollout log-probabilities; see
+    `scores.logit_grad_norm`."""
     denominator: FloatArray
     """Frozen divisor of the token sum, 1 / omega."""
     prompt_weight: FloatArray
@@ -298,30 +299,30 @@ def check_state(state: dict[str, Any], expected: set[str], owner: str) -> None:
         raise ValueError(f"state of {owner}: missing keys {missing}, unknown keys {unknown}")
 
 
-def check_outcomes(prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, surprisal: FloatArray) -> None:
+def check_outcomes(prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, logit_grad_norm: FloatArray) -> None:
     """Check groups [K, G] of the prompts [K] before anything is chosen by them; a NaN reward is a failed grading.
 
     One absurd number makes every probability of a step NaN, and the message would then name an array. So the prompt is
     named here, by whom it concerns: the engine (the run stops with a checkpoint) or the user's grader.
 
     Raises:
-        GuardStop: a completion without tokens, or with log-probabilities that are no numbers: a bad answer of the
+        RunAborted: a completion without tokens, or with log-probabilities that are no numbers: a bad answer of the
             engine, which a graded zero must not hide.
         UserError: a reward that is infinite or too large to be squared: a mistake of the grader.
     """
-    if rewards.shape != lengths.shape or rewards.shape != surprisal.shape or len(prompt_index) != len(rewards):
+    if rewards.shape != lengths.shape or rewards.shape != logit_grad_norm.shape or len(prompt_index) != len(rewards):
         raise ValueError(
-            f"rewards {rewards.shape}, lengths {lengths.shape} and surprisal {surprisal.shape} of"
+            f"rewards {rewards.shape}, lengths {lengths.shape} and logit_grad_norm {logit_grad_norm.shape} of"
             f" {len(prompt_index)} prompts: shapes differ"
         )
-    no_surprisal = ~(np.isfinite(surprisal) & (surprisal >= 0))
-    bad = (lengths < 1) | no_surprisal
+    no_norm = ~(np.isfinite(logit_grad_norm) & (logit_grad_norm >= 0))
+    bad = (lengths < 1) | no_norm
     if bad.any():
         row, column = (int(i) for i in np.argwhere(bad)[0])
         why = f"has {lengths[row, column]} tokens; every completion has at least one, its stop token"
-        if no_surprisal[row, column]:
-            why = f"has log-probabilities that are none (their surprisal is {surprisal[row, column]})"
-        raise GuardStop(
+        if no_norm[row, column]:
+            why = f"has log-probabilities that are none (their logit_grad_norm is {logit_grad_norm[row, column]})"
+        raise RunAborted(
             f"rollout: completion {column} of prompt {prompt_index[row]} {why}. The engine's answer is bad, and nothing"
             " of this step was trained on"
         )

@@ -55,8 +55,8 @@ def weight_metrics(weights: FloatArray) -> dict[str, float]:
     total, squares = float(weights.sum()), float(np.square(weights).sum())
     effective = total**2 / squares if squares > 0 else 0.0
     return {
-        "prune/w_max": float(weights.max(initial=0.0)),
-        "prune/w_cv2": max(len(weights) / effective - 1.0, 0.0) if effective > 0 else 0.0,
+        "prune/weight_max": float(weights.max(initial=0.0)),
+        "prune/weight_cv2": max(len(weights) / effective - 1.0, 0.0) if effective > 0 else 0.0,
         "prune/ess": effective,
         "prune/ess_share": effective / len(weights) if len(weights) else 0.0,
     }

@@ -195,10 +195,11 @@ class GresoPolicy(PromptPolicy):
 
 
 class WeightedGresoPolicy(GresoPolicy):
-    """Method `greso_ht`: GRESO's probabilities above `p_min`, weighted by 1/pi, all groups, no refills: unbiased."""
+    """Method `greso_ht`: GRESO's probabilities above `min_inclusion_prob`, weighted by 1/pi, all groups, no refills:
+    unbiased."""
 
     methods: ClassVar[tuple[str, ...]] = ("greso_ht",)
-    reads: ClassVar[tuple[str, ...]] = ("greso", "p_min", "estimator", "max_weight")
+    reads: ClassVar[tuple[str, ...]] = ("greso", "min_inclusion_prob", "estimator", "max_weight")
 
     @property
     def resamples(self) -> bool:
@@ -213,7 +214,7 @@ class WeightedGresoPolicy(GresoPolicy):
 
     @property
     def _floor(self) -> float:
-        return self.config.p_min
+        return self.config.min_inclusion_prob
 
     def _weighed(self, drawn: Draw) -> Selection:
         return weigh_by(self, drawn)

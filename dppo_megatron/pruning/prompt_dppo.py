@@ -32,7 +32,7 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 _FOUND_WANTING = "the score's measured effect is worse than skipping at random"
 _READS = (
-    "p_min",
+    "min_inclusion_prob",
     "score",
     "discount",
     "prior",
@@ -47,7 +47,7 @@ _READS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _DrawPlan:
     """What a step's probabilities are made from, and the probabilities: [n]."""
 
     score: FloatArray
@@ -77,7 +77,7 @@ class DppoPromptPolicy(PromptPolicy):
 
     @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
-        check_floor(key, config.p_min, config.rate)
+        check_floor(key, config.min_inclusion_prob, config.rate)
 
     @classmethod
     def needs_unit_rewards(cls, config: PromptPruningConfig) -> bool:
@@ -115,23 +115,23 @@ class DppoPromptPolicy(PromptPolicy):
         """Nothing is skipped, but what skipping would do is measured."""
         return self._not_skipped(ids, self._plan(ids, step), why)
 
-    def _not_skipped(self, ids: IntArray, plan: _Plan | None, why: str) -> Selection:
+    def _not_skipped(self, ids: IntArray, plan: _DrawPlan | None, why: str) -> Selection:
         selection = keep_all(len(ids), self.name, why)
         if plan is None:
             return selection
         return self._with_figures(replace(selection, planned_prob=plan.pi), plan, selection.inclusion_prob)
 
-    def _with_figures(self, selection: Selection, plan: _Plan, pi: FloatArray) -> Selection:
+    def _with_figures(self, selection: Selection, plan: _DrawPlan, pi: FloatArray) -> Selection:
         metrics = figures(pi, design_effect(plan.score, pi), (pi <= plan.lower + 1e-12) & (plan.lower < 1))
         metrics["planned_effect"] = design_effect(plan.score, plan.pi)
         kept_cost = float(np.sum(pi * plan.cost) / np.sum(plan.cost))
         return replace(selection, metrics=metrics, kept_cost=kept_cost, effect=self.monitor.effect())
 
-    def _plan(self, ids: IntArray, step: int) -> _Plan | None:
+    def _plan(self, ids: IntArray, step: int) -> _DrawPlan | None:
         """The probabilities of a step in which prompts are skipped; None before a cost is measured."""
         score, cost = self._score(ids, step), self._relative_cost(ids, step)
         size = score / np.sqrt(cost) if self._divides_by_cost else score
-        lower = np.where(self._may_skip(ids), self.config.p_min, 1.0)
+        lower = np.where(self._may_skip(ids), self.config.min_inclusion_prob, 1.0)
         target = self._target(score, cost, lower)
         if target is None:
             return None
@@ -146,7 +146,7 @@ class DppoPromptPolicy(PromptPolicy):
         note = self.control.note
         if pi.sum() > target + 0.5:
             note = f"max_design_effect {self.config.max_design_effect:g} keeps {pi.sum():.0f} prompts, not {target:.0f}"
-        return _Plan(score, cost, lower, pi, note)
+        return _DrawPlan(score, cost, lower, pi, note)
 
     @property
     def _divides_by_cost(self) -> bool:

@@ -13,7 +13,7 @@ from dppo_megatron.pruning.designs import WaterFiller, bisect, design_effect
 from dppo_megatron.types import FloatArray
 
 
-def surprisal(logprobs: npt.NDArray[np.floating]) -> float:
+def logit_grad_norm(logprobs: npt.NDArray[np.floating]) -> float:
     """sqrt(sum_t (1 - p_t)^2) of one completion, from its behaviour log-probabilities [n].
 
     1 - p_t is within a factor sqrt(2) of the norm of the log-probability's gradient at the logits. An empty
@@ -24,7 +24,7 @@ def surprisal(logprobs: npt.NDArray[np.floating]) -> float:
 
 def completion_score(
     advantages: FloatArray,
-    surprisals: FloatArray,
+    logit_grad_norms: FloatArray,
     denominator: FloatArray,
     prompt_weight: FloatArray,
     *,
@@ -33,11 +33,11 @@ def completion_score(
 ) -> FloatArray:
     """Proxy of the norm of each completion's weighted gradient, [n].
 
-    prompt weight x omega x sqrt(A^2 + (zero_advantage_slope kl_slope)^2) x surprisal. The prompt's weight belongs to
-    it: rarely drawn prompts carry more, so more of their completions are worth keeping.
+    prompt weight x omega x sqrt(A^2 + (zero_advantage_slope kl_slope)^2) x logit_grad_norm. The prompt's weight belongs
+    to it: rarely drawn prompts carry more, so more of their completions are worth keeping.
     """
     slope = np.sqrt(np.square(advantages) + (zero_advantage_slope * kl_slope) ** 2)
-    return prompt_weight / denominator * slope * surprisals
+    return prompt_weight / denominator * slope * logit_grad_norms
 
 
 def group_second_moment(scores: FloatArray) -> FloatArray:

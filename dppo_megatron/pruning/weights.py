@@ -152,7 +152,8 @@ def label_of_settings(estimator: str, *, fixed_size: bool, least_prob: float, ma
         least_prob: no probability is below this where there is gradient, in (0, 1].
         max_weight: the cap; 0 for none.
 
-    Example: ht with p_min = 0.05 makes weights up to 20. A cap of 20 never acts: unbiased. A cap of 10 can: biased.
+    Example: ht with min_inclusion_prob = 0.05 makes weights up to 20. A cap of 20 never acts: unbiased. A cap of 10
+    can: biased.
     """
     inverse = estimator == "ht" or (estimator == "c_form" and fixed_size)
     # The ratio forms divide by what the draw kept; with one element kept its weight is about n, so any cap can act.

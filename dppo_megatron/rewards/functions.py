@@ -42,7 +42,7 @@ class NamedFunction:
     """What it is called in messages: `reward.function = 'math'`."""
 
 
-class Failed(Exception):
+class GradingFailed(Exception):
     """A grading failed; the text says how."""
 
 
@@ -133,7 +133,7 @@ def _graded(function: Callable[..., Any], calling: str, completion: str, answer:
         else:
             result = function(completion, answer, row=row)
         return result if _is_float(result) else _fields(result)
-    except Failed as failure:
+    except GradingFailed as failure:
         return {"failure": str(failure)}
     except MemoryError as error:
         return {"failure": f"raised {_described(error)}", "memory": True}
@@ -152,7 +152,7 @@ def _fields(result: Any) -> Any:
     if types is None or not isinstance(result, types.Grade):
         return _number(result, "")
     if result.failure:
-        raise Failed(_truncated(str(result.failure), _LONGEST_REASON))
+        raise GradingFailed(_truncated(str(result.failure), _LONGEST_REASON))
     reward, extracted, why = result.reward, result.extracted, result.why
     fields: dict[str, Any] = {"reward": reward if _is_float(reward) else _number(reward, "a Grade with the reward ")}
     if extracted is not None:
@@ -163,7 +163,7 @@ def _fields(result: Any) -> Any:
         if not held and type(held) is dict:
             continue
         if type(held) is not dict and not isinstance(held, Mapping):
-            raise Failed(f"returned a Grade whose {name} are {_shown(held)}, not a mapping")
+            raise GradingFailed(f"returned a Grade whose {name} are {_shown(held)}, not a mapping")
         if held:
             fields[name] = {
                 # the sentence for a value that is wrong is made only for one that may be
@@ -186,15 +186,15 @@ def _number(value: Any, where: str) -> float:
     elif callable(getattr(value, "item", None)) and getattr(value, "ndim", 0) == 0:
         number = value.item()
         if not isinstance(number, (bool, int, float)):
-            raise Failed(found)
+            raise GradingFailed(found)
     else:
-        raise Failed(found)
+        raise GradingFailed(found)
     try:
         as_float = float(number)
     except (OverflowError, ValueError):
-        raise Failed(f"{found}, which is too large") from None
+        raise GradingFailed(f"{found}, which is too large") from None
     if not math.isfinite(as_float):
-        raise Failed(found)
+        raise GradingFailed(found)
     return as_float
 
 

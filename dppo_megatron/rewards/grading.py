@@ -13,7 +13,7 @@ from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.functions import NamedFunction
 from dppo_megatron.rewards.graders import BUILT_IN
 from dppo_megatron.rewards.pool import Grader
-from dppo_megatron.types import Completion, Grade, GradeTask, Group, SelectedPrompt, UserError
+from dppo_megatron.types import Completion, Grade, GradeTask, Group, RolloutPrompt, UserError
 
 __all__ = ["GradeInClient", "GradeTask", "Grader", "deciding_reward", "grade_groups", "make_grader"]
 
@@ -60,7 +60,7 @@ class GradeInClient:
 
 def grade_groups(
     grader: Grader,
-    selected: Sequence[SelectedPrompt],
+    selected: Sequence[RolloutPrompt],
     completions: Sequence[Completion],
     size: int,
     known: Mapping[int, Grade] | None = None,

@@ -13,7 +13,7 @@ import numpy as np
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.texts import entry
-from dppo_megatron.types import FloatArray, Grade, Group, GuardStop
+from dppo_megatron.types import FloatArray, Grade, Group, RunAborted
 
 FACTS = ("parsed_share", "boxed_share")
 """Facts of the `math` grader: null in a step in which no grading has them, so that the columns are always there."""
@@ -88,14 +88,14 @@ class FailureGuard:
         """Look at the gradings of `step` so far.
 
         Raises:
-            GuardStop: too many have failed; it says how and how many.
+            RunAborted: too many have failed; it says how and how many.
         """
         total, failed, share = len(table.weight), sum(table.failures.values()), self._reward.max_failed_share
         allowed = max(share * total, 1.0) if share else 0.0
         if failed > allowed:
             common = collections.Counter(table.failures).most_common(3)
             reasons = "; ".join(f"{count} x {failure}" for failure, count in common)
-            raise GuardStop(
+            raise RunAborted(
                 f"step {step}: {failed} of {total} gradings failed, more than"
                 f" reward.max_failed_share = {share:g} allows: {reasons}"
             )

@@ -6,8 +6,8 @@ replaced. Such a grading is a failure with a reason; it is never a reward of 0.
 
 Samples of all calls wait in one queue. A lane is a thread with a process; it takes a chunk of samples, since most
 gradings cost less than a message: as many as are about 20 ms of work at the speed seen so far. Each sample still has
-its own deadline, by the board that the process keeps (`wire.py`). Those behind a slow sample of their chunk go back to
-the front of the queue, so k hangs over p processes cost about ceil(k / p) timeouts:
+its own deadline, by the board that the process keeps (`messages.py`). Those behind a slow sample of their chunk go back
+to the front of the queue, so k hangs over p processes cost about ceil(k / p) timeouts:
 
     caller: submit ──▶ queue ──▶ lane ──▶ process     a lane waits for the queue, then for its process or a deadline
     caller: waits for the batch's future ◀── lane     the last grade of a batch completes it
@@ -38,9 +38,9 @@ from typing import Any
 import msgspec
 
 from dppo_megatron.rewards.functions import NamedFunction
+from dppo_megatron.rewards.grader_process import GraderProcess, NoAnswers
 from dppo_megatron.rewards.measures import failed, log_failures
-from dppo_megatron.rewards.process import GraderProcess, NoAnswers
-from dppo_megatron.rewards.wire import NONE, Answers, Message, NoStart, Ready
+from dppo_megatron.rewards.messages import NONE, Answers, GraderReady, Message, NoStart
 from dppo_megatron.types import Grade, GradeTask, UserError
 
 _log = logging.getLogger(__name__)
@@ -323,7 +323,7 @@ class _Lane:
             for message in messages:
                 if isinstance(message, NoStart):
                     return message.text
-                if isinstance(message, Ready):
+                if isinstance(message, GraderReady):
                     pool.has_started, pool.sends_rows = True, message.wants_row
                     return ""
         return f"{pool.key}: its process was not ready after {_START_S:g} s"

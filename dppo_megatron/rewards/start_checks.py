@@ -31,7 +31,7 @@ _WRONG = "The answer is $\\boxed{this is not the answer}$."
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class RewardBounds:
     """Rewards that a job can train on."""
 
     least: float
@@ -40,7 +40,7 @@ class Bounds:
     """The setting that asks for it, and another that would not."""
 
 
-def check_grader(grader: Grader, prompt: Prompt, bounds: Bounds | None = None) -> None:
+def check_grader(grader: Grader, prompt: Prompt, bounds: RewardBounds | None = None) -> None:
     """Grade a right answer in every form, a wrong one and an empty text.
 
     Args:

@@ -30,7 +30,7 @@ import msgspec
 from dppo_megatron.children import die_with_parent
 from dppo_megatron.frames import framed, read_frame
 from dppo_megatron.rewards.functions import Rewards
-from dppo_megatron.rewards.wire import (
+from dppo_megatron.rewards.messages import (
     AT,
     BEGUN,
     CANNOT_ANSWER,
@@ -38,9 +38,9 @@ from dppo_megatron.rewards.wire import (
     NONE,
     SINCE_NS,
     Answers,
+    GraderReady,
     Message,
     NoStart,
-    Ready,
     encode,
     map_board,
 )
@@ -69,7 +69,7 @@ def main() -> None:
     gc.freeze()  # what was imported stays, and need not be looked through again and again
     if setup["memory_mb"]:
         _limit_memory(setup["memory_mb"] << 20)
-    _send(answers, Ready(rewards.wants_row))
+    _send(answers, GraderReady(rewards.wants_row))
     while (payload := read_frame(requests.read)) is not None:
         if not _grade_chunk(rewards, pickle.loads(payload), board, answers):
             return

@@ -33,7 +33,7 @@ class _FeedForward:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _DecoderLayer:
     input_norm: Tensor
     qkv: Tensor
     """[(H + 2 K) D, hidden]: queries, keys, values."""
@@ -168,7 +168,7 @@ class Decoder:
                 residual = residual.index_add(0, rows, answer * share.flatten()[pairs, None])
         return residual
 
-    def _layer(self, name: str) -> _Layer:
+    def _layer(self, name: str) -> _DecoderLayer:
         a = self._architecture
         sizes = {"q": a.num_heads * a.head_dim, "k": a.num_kv_heads * a.head_dim, "v": a.num_kv_heads * a.head_dim}
         attention = name + "self_attn."
@@ -176,7 +176,7 @@ class Decoder:
         if norm is not None:  # one vector of the checkpoint is copied into the row of every head
             self.named[attention + "q_norm.weight"] = norm[: a.num_heads]
             self.named[attention + "k_norm.weight"] = norm[a.num_heads :]
-        return _Layer(
+        return _DecoderLayer(
             input_norm=self._new(name + "input_layernorm.weight", a.hidden_size),
             qkv=self._joined({f"{attention}{part}_proj.weight": size for part, size in sizes.items()}, a.hidden_size),
             qkv_bias=self._joined({f"{attention}{part}_proj.bias": size for part, size in sizes.items()})

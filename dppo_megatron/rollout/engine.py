@@ -92,8 +92,8 @@ class RolloutStats:
 
     retries: int | None = None
     """Groups that were asked for again."""
-    cut_completions: int | None = None
-    """Completions that were aborted under `limits.straggler_share`."""
+    stragglers_aborted: int | None = None
+    """Completions that were aborted under `limits.finish_fraction`."""
     servers_live: int | None = None
     staleness_mean: float | None = None
     """Weight syncs between a token and the present weights."""

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from dppo_megatron.config.schema import Config
 from dppo_megatron.progress import counted, progress
 from dppo_megatron.randomness import uniform_rows
-from dppo_megatron.rollout.client.grading import Detokenizer
+from dppo_megatron.rollout.client.grading_hook import Detokenizer
 from dppo_megatron.rollout.decoder import Decoder
 from dppo_megatron.rollout.engine import Engine, Request, Sampling, Weights, own_requests
 from dppo_megatron.rollout.kv_cache import Moves
@@ -185,11 +185,11 @@ class HFEngine(Engine):
         rows = torch.tensor([row for row, _, _ in ended], device=self._device)
         tokens, logprobs = written.tokens[rows].cpu().numpy(), written.logprobs[rows].cpu().numpy()
         # copies: a view would keep the whole array, as wide as the longest possible completion
-        cut = [ids[:length].copy() for ids, (_, length, _) in zip(tokens, ended, strict=True)]
-        texts = self._detokenizer.decode(cut)
+        kept = [ids[:length].copy() for ids, (_, length, _) in zip(tokens, ended, strict=True)]
+        texts = self._detokenizer.decode(kept)
         return [
             (row, Completion(ids, values[:length].copy(), reason, text, ((self._version, length),)))
-            for (row, length, reason), ids, values, text in zip(ended, cut, logprobs, texts, strict=True)
+            for (row, length, reason), ids, values, text in zip(ended, kept, logprobs, texts, strict=True)
         ]
 
 
@@ -260,7 +260,7 @@ class _Chooser:
         """logits [n, V] of requests `rows` [n] at completion token `position` -> tokens [n], log-probabilities [n]."""
         if self._temperature > 0:
             scaled = logits.float() / self._temperature
-            logprobs = cut(scaled, self._sampling.top_p, self._sampling.top_k).log_softmax(-1)
+            logprobs = truncate_logits(scaled, self._sampling.top_p, self._sampling.top_k).log_softmax(-1)
             cumulative = logprobs.double().exp().cumsum(-1)
             target = self._uniforms[rows, position] * cumulative[:, -1]
             chosen = torch.searchsorted(cumulative, target[:, None], right=True).clamp_max(logits.size(-1) - 1)
@@ -270,7 +270,7 @@ class _Chooser:
         return chosen[:, 0], logprobs.gather(1, chosen)[:, 0]
 
 
-def cut(logits: Tensor, top_p: float, top_k: int) -> Tensor:
+def truncate_logits(logits: Tensor, top_p: float, top_k: int) -> Tensor:
     """Logits [n, V] with -inf where top-k, then top-p on what it leaves, forbid a token: the engines' order.
 
     A token is kept while the more likely ones have less than `top_p` together, so at least one is.

@@ -24,10 +24,10 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.progress import progress
 from dppo_megatron.rollout.job_nodes import check_network
 from dppo_megatron.rollout.servers.connect import make_server, make_servers
-from dppo_megatron.rollout.servers.directory import HEARTBEAT_S, Entry, Registration
+from dppo_megatron.rollout.servers.directory import HEARTBEAT_S, Registration, RegistryEntry
 from dppo_megatron.rollout.servers.server_process import LaunchedServer, stop_all
 from dppo_megatron.texts import log
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import RunAborted, UserError
 
 _READY_S = 5.0
 _LOOK_S = 0.5
@@ -44,13 +44,13 @@ def serve(config: Config, host: str) -> None:
 
     Raises:
         UserError: the address or directory cannot be used, or a server cannot be started.
-        GuardStop: a server ends at every start.
+        RunAborted: a server ends at every start.
     """
     check_writable("run_dir", config.run_dir, directory=True)  # for the servers' logs
     address = _resolved(host)
     check_network([address], config)
-    directory = Path(config.rollout.servers.addresses_from)
-    check_writable("rollout.servers.addresses_from", directory, directory=True)
+    directory = Path(config.rollout.servers.registry_dir)
+    check_writable("rollout.servers.registry_dir", directory, directory=True)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     name = f"{host}-{os.getpid()}-"
     with ExitStack() as undo:
@@ -78,7 +78,7 @@ class Served:
 
     def __init__(self, server: LaunchedServer, config: Config, directory: Path, name: str) -> None:
         self._server, self._directory, self._name = server, directory, name
-        self._entry = Entry(server.url, server.api_key, config.rollout.engine)
+        self._entry = RegistryEntry(server.url, server.api_key, config.rollout.engine)
         self._ask = partial(make_server(config.rollout, server.url, server.api_key, 0).healthy, timeout_s=_READY_S)
         self._timeout_s = config.rollout.limits.start_timeout_s
         self._registration: Registration | None = None
@@ -117,7 +117,7 @@ class Served:
         problem = f"ended with code {server.exit_code}"
         if not self._was_ready or self._starts >= _MOST_STARTS:
             text = server.with_log(f"{problem} before it was ready")
-            raise GuardStop(text) if self._was_ready else UserError(text)
+            raise RunAborted(text) if self._was_ready else UserError(text)
         log(f"serve: the rollout server at {server.url} {problem}; starting it again")
         self._starts, self._deadline = self._starts + 1, time.monotonic() + self._timeout_s
         server.start()

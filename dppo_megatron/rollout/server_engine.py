@@ -27,14 +27,14 @@ from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import barrier, from_rank_zero, gather_all
-from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory, grades_of
-from dppo_megatron.rollout.client.holding import completion_of, spans_of
-from dppo_megatron.rollout.client.messages import Address
+from dppo_megatron.rollout.client.completion_buffer import completion_of, spans_of
+from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory, grades_of
+from dppo_megatron.rollout.client.messages import ServerAddress
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import (
+    ClientRendezvous,
     Clients,
     Listener,
-    Meeting,
     NodeClient,
     Nodes,
     owners,
@@ -43,7 +43,8 @@ from dppo_megatron.rollout.client.remote import (
 )
 from dppo_megatron.rollout.engine import Engine, Request, RolloutStats, Sampling, Weights
 from dppo_megatron.rollout.job_nodes import NodeSupervisor, launch_everywhere
-from dppo_megatron.rollout.servers.connect import ChannelName, Connection, connect
+from dppo_megatron.rollout.servers.connect import ChannelName, ConnectedServers, connect
+from dppo_megatron.rollout.servers.device_map import DeviceMap, this_device
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch, grouped
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
@@ -52,7 +53,6 @@ from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.membership import Membership, inspect
 from dppo_megatron.rollout.servers.protocol import Generator
 from dppo_megatron.rollout.servers.router import RouterServer
-from dppo_megatron.rollout.servers.seats import Seats, this_device
 from dppo_megatron.rollout.servers.server_process import ServerProcess, stop_all
 from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
@@ -60,7 +60,7 @@ from dppo_megatron.rollout.sync.channels import Channel, DiskChannel, drain, in_
 from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.types import Completion, Grade, GuardStop
+from dppo_megatron.types import Completion, Grade, RunAborted
 from dppo_megatron.weights.architecture import Architecture
 
 _PROBE_S = 120.0
@@ -93,7 +93,7 @@ class ServerEngine(Engine):
         self._grades_in_client = client_hook is not None
         self._stats = RolloutStats()
         self._started: _Background | None = None
-        self._head: _Head | None = None
+        self._head: _RankZero | None = None
         """On rank 0."""
         self._client: NodeClient | None = None
         self._channel: Channel | None = None
@@ -104,10 +104,10 @@ class ServerEngine(Engine):
             if config.rollout.servers.launch == "local":
                 launched, self._supervisor = launch_everywhere(config, self._nodes)
 
-            def connected() -> tuple[Meeting, list[int], str, ChannelName, Seats]:
+            def connected() -> tuple[ClientRendezvous, list[int], str, ChannelName, DeviceMap]:
                 """On rank 0: reach every server, and wait for the clients from now on."""
                 found = connect(config, architecture, devices, launched)
-                self._head = head = _Head(config, architecture, found, launched, self._nodes.count)
+                self._head = head = _RankZero(config, architecture, found, launched, self._nodes.count)
                 return head.meeting, head.nodes, found.description, found.channel, found.seats
 
             meeting, self._owners, self.description, channel, seats = from_rank_zero(connected)
@@ -131,7 +131,7 @@ class ServerEngine(Engine):
         return self._sync.receivers
 
     def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
-        """Sync every server that answers; see `sync/weight_sync.py`. Raises GuardStop if none has the weights in the
+        """Sync every server that answers; see `sync/weight_sync.py`. Raises RunAborted if none has the weights in the
         end."""
         if self._config.rollout.servers.colocate:
             torch.cuda.empty_cache()  # what the update has freed is the servers' now, and torch would keep it
@@ -234,11 +234,11 @@ class ServerEngine(Engine):
                 each.callback(self._client.close)
             if self._head is not None:
                 each.callback(self._head.clients.close)
-            with suppress(GuardStop):  # a client that has ended has nothing to be cancelled
+            with suppress(RunAborted):  # a client that has ended has nothing to be cancelled
                 self.abort()
 
     @property
-    def _zero(self) -> _Head:
+    def _zero(self) -> _RankZero:
         assert self._head is not None, "rank 0 talks to the servers"
         return self._head
 
@@ -246,7 +246,7 @@ class ServerEngine(Engine):
     def _fleet(self) -> Fleet:
         return self._zero.fleet
 
-    def _make_channel(self, name: ChannelName, seats: Seats) -> Channel:
+    def _make_channel(self, name: ChannelName, seats: DeviceMap) -> Channel:
         """On every rank: some take part in a sync though only rank 0 talks to servers."""
         rollout, fleet = self._config.rollout, self._head.fleet if self._head is not None else None
         bucket_bytes, timeout_s = rollout.sync.bucket_mb << 20, rollout.limits.sync_timeout_s
@@ -273,7 +273,7 @@ class ServerEngine(Engine):
         prompts = []
         if trains and self._grades_in_client and self._head is not None:
             prompts = [pickle.dumps(replace(requests[place[0]].prompt, token_ids=())) for place in places]
-        return Work(groups, expected, prompts, may_be_cut=trains), places
+        return Work(groups, expected, prompts, allow_straggler_abort=trains), places
 
     def _take(self, places: list[list[int]]) -> dict[int, Completion]:
         """What this node's client holds for this rank, by position in the requests, in their order."""
@@ -296,18 +296,18 @@ class ServerEngine(Engine):
             stale = sum((self._sync.version - version) * tokens for version, tokens in spans)
             self._stats.staleness_mean = stale / max(1, sum(tokens for _, tokens in spans))
         self._stats.retries = (self._stats.retries or 0) + work.retries
-        self._stats.cut_completions = (self._stats.cut_completions or 0) + work.cut_completions
+        self._stats.stragglers_aborted = (self._stats.stragglers_aborted or 0) + work.stragglers_aborted
         self._stats.servers_live = len(self._fleet.live)
 
 
-class _Head:
+class _RankZero:
     """What rank 0 has beside: the servers as one fleet, and the clients that ask them."""
 
     def __init__(
         self,
         config: Config,
         architecture: Architecture,
-        found: Connection,
+        found: ConnectedServers,
         launched: Sequence[ServerProcess],
         num_nodes: int,
     ) -> None:
@@ -335,7 +335,7 @@ class _Head:
         )
 
     def await_clients(self) -> None:
-        """Raises GuardStop if one does not come."""
+        """Raises RunAborted if one does not come."""
         widest = max((member.width for member in self.fleet.members), default=1)
         self.clients.start(self._config.rollout.limits.max_concurrent_sequences * widest)
 
@@ -352,11 +352,11 @@ class _Head:
             self.clients.add(_address(self.fleet.places[asked.name], asked.server))
 
 
-def _address(place: int, server: Generator) -> Address:
+def _address(place: int, server: Generator) -> ServerAddress:
     key, proves = server.http.api_key, bool(server.http.proves)
     workers = sorted(server.named) if isinstance(server, RouterServer) else ()
     peers = tuple(Peer(url, key, proves) for url in workers)
-    return Address(place, Peer(server.http.url, key, proves), server.dialect, peers)
+    return ServerAddress(place, Peer(server.http.url, key, proves), server.dialect, peers)
 
 
 @dataclass

@@ -5,7 +5,7 @@ the choices and the state between steps. No model, no process group and no text:
 and `dppo-megatron simulate` on a recorded trace.
 """
 
-from dppo_megatron.selection.arrays import Chosen, Decision, Rollouts
+from dppo_megatron.selection.arrays import PromptDraw, Rollouts, TrainSelection
 from dppo_megatron.selection.selector import Selector
 
-__all__ = ["Chosen", "Decision", "Rollouts", "Selector"]
+__all__ = ["PromptDraw", "Rollouts", "Selector", "TrainSelection"]

@@ -18,7 +18,7 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray, StepCounts
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class PromptDraw:
     """Prompts to roll out."""
 
     prompt_index: IntArray
@@ -41,7 +41,7 @@ class Rollouts:
     """[K, G], NaN where the grader failed."""
     lengths: IntArray
     """[K, G] completion tokens."""
-    surprisal: FloatArray
+    logit_grad_norm: FloatArray
     """[K, G] root of the sum of squared (1 - p) of the sampled tokens."""
     prompt_tokens: IntArray | None = None
     """[K] tokens of each prompt; None where it was not recorded: completions then count alone in a micro-batch."""
@@ -50,7 +50,7 @@ class Rollouts:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class TrainSelection:
     """What to train on: flat arrays [K * G]."""
 
     kept: BoolArray
@@ -67,21 +67,21 @@ class Decision:
     """What skipping prompts has done to the variance so far; None: not measured."""
     offered: IntArray
     """Nominal prompts of the step, refills included; those not rolled out too."""
-    prompts: Chosen
+    prompts: PromptDraw
     """Those that were rolled out."""
     completion_prob: FloatArray
     """Inclusion probability of each completion given its group; NaN where it was not up for the draw: its group does
     not go on, or it was filtered."""
 
 
-def join(chosen: list[Chosen]) -> Chosen:
+def join(chosen: list[PromptDraw]) -> PromptDraw:
     """One selection of prompts from those of mini-batches and rounds, in their order."""
     columns = [(c.prompt_index, c.inclusion_prob, c.weight, c.minibatch, c.planned_prob) for c in chosen]
-    return Chosen(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+    return PromptDraw(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 def completion_batch(
-    prompts: Chosen,
+    prompts: PromptDraw,
     rollouts: Rollouts,
     advantages: FloatArray,
     denominator: FloatArray,
@@ -99,7 +99,7 @@ def completion_batch(
         rewards=rollouts.rewards.ravel(),
         advantages=advantages.ravel(),
         lengths=rollouts.lengths.ravel(),
-        surprisal=rollouts.surprisal.ravel(),
+        logit_grad_norm=rollouts.logit_grad_norm.ravel(),
         denominator=denominator.ravel(),
         prompt_weight=np.repeat(prompts.weight * groups.weight, size),
         tokens=None if tokens is None else tokens.ravel(),

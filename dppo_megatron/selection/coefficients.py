@@ -107,11 +107,12 @@ class Coefficients:
             self.mean_length = _LENGTH_DECAY * old + (1 - _LENGTH_DECAY) * mean if old else mean
 
     def full_scores(self, everything: Rollouts) -> FloatArray:
-        """[N, G] gradient-norm proxy |A| surprisal / denominator of all nominal prompts of a step, none skipped."""
+        """[N, G] gradient-norm proxy |A| logit_grad_norm / denominator of all nominal prompts of a step, none
+        skipped."""
         count = len(everything.rewards)
         minibatch = np.arange(count) * self._updates // max(count, 1)
         advantages = self.advantages(everything, np.ones(count))
         tokens = token_sums(everything.lengths, minibatch, self._updates)
         divisor = self._divisor(everything.lengths, tokens[minibatch])
-        scores: FloatArray = np.abs(advantages) * everything.surprisal / divisor
+        scores: FloatArray = np.abs(advantages) * everything.logit_grad_norm / divisor
         return scores

@@ -20,8 +20,8 @@ import numpy as np
 
 from dppo_megatron.config.checks import check_selection, planned_prompts, too_few_prompts
 from dppo_megatron.config.objective import zero_advantage_slope
+from dppo_megatron.config.resolved_sets import train_set_weights
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import train_set_weights
 from dppo_megatron.data.order import Order, make_order
 from dppo_megatron.pruning import (
     CompletionBatch,
@@ -36,9 +36,9 @@ from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCo
 from dppo_megatron.pruning.monitors import step_metrics
 from dppo_megatron.pruning.policies import bounds_noise, check_methods
 from dppo_megatron.selection.arrays import (
-    Chosen,
-    Decision,
+    PromptDraw,
     Rollouts,
+    TrainSelection,
     completion_batch,
     is_reweighted,
     join,
@@ -53,7 +53,7 @@ _NO_REFERENCE = "max_noise_ratio has too few unpruned steps to compare with"
 
 
 @dataclass
-class _Step:
+class _OpenStep:
     """A step that has begun and has had no feedback yet."""
 
     number: int
@@ -65,22 +65,22 @@ class _Step:
     offered: list[IntArray] = field(default_factory=list)
     selections: list[Selection] = field(default_factory=list)
     """Those of the first round's mini-batches, then one for each refill."""
-    chosen: list[Chosen] = field(default_factory=list)
+    chosen: list[PromptDraw] = field(default_factory=list)
     kept_costs: tuple[float, float] = (1.0, 1.0)
     """Of prompts and completions; see `StepCost.kept_cost`."""
     reweighted: bool = False
     """Whether chance had a part in its gradient."""
-    outcome: _Outcome | None = None
+    outcome: _Learned | None = None
     """What was finished and not learned yet."""
     before: dict[str, Any] | None = None
     """The state before it, copied when its outcome is learned for a step that begins ahead of its feedback."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _Learned:
     """What a step teaches: [K], [K, G] and [K]."""
 
-    prompts: Chosen
+    prompts: PromptDraw
     rollouts: Rollouts
     second_moment: FloatArray
 
@@ -161,12 +161,12 @@ class Selector:
         self._costs: list[StepCost] = []
         """Feedback that has not been passed to the prompt policy yet."""
         self._said: list[str] = []
-        self._open: list[_Step] = []
+        self._open: list[_OpenStep] = []
         """Steps that have begun and have had no feedback, oldest first; at most two."""
         self._before: dict[str, Any] | None = None
-        """The last `_Step.before`, whose memory the next one takes."""
+        """The last `_OpenStep.before`, whose memory the next one takes."""
 
-    def begin(self, step: int) -> Chosen:
+    def begin(self, step: int) -> PromptDraw:
         """The prompts of step `step` (from 1) that are worth a rollout.
 
         Raises:
@@ -182,10 +182,10 @@ class Selector:
         while self._costs and self._costs[0].step < step - self._delay:
             self._said += self._prompt_policy.feedback(self._costs.pop(0))
         wanting = self._bounds_noise and self._noise.is_wanting(step - self._delay)
-        self._open.append(_Step(step, self._position, _NO_REFERENCE if wanting else ""))
+        self._open.append(_OpenStep(step, self._position, _NO_REFERENCE if wanting else ""))
         return self._choose(self.prompts_per_step, self._open[-1], self._updates)
 
-    def refill(self, rewards: FloatArray, step: int) -> Chosen | None:
+    def refill(self, rewards: FloatArray, step: int) -> PromptDraw | None:
         """More prompts, for the methods that sample until enough groups have variance; None when it is enough.
 
         Args:
@@ -195,22 +195,22 @@ class Selector:
         missing = self._prompt_policy.missing_prompts(rewards, step=step - 1, rounds=of.rounds)
         return self._choose(min(missing, self._order.num_prompts), of, 1) if missing else None
 
-    def finish(self, rollouts: Rollouts, step: int) -> Decision:
+    def finish(self, rollouts: Rollouts, step: int) -> TrainSelection:
         """Advantages on full groups, then the completions worth training on.
 
         Raises:
-            GuardStop, UserError: an outcome that nothing can be chosen by; see `check_outcomes`.
+            RunAborted, UserError: an outcome that nothing can be chosen by; see `check_outcomes`.
         """
         of, zero_based, size = self._of(step), step - 1, rollouts.rewards.shape[1]
         prompts = join(of.chosen)
-        check_outcomes(prompts.prompt_index, rollouts.rewards, rollouts.lengths, rollouts.surprisal)
+        check_outcomes(prompts.prompt_index, rollouts.rewards, rollouts.lengths, rollouts.logit_grad_norm)
         groups = self._prompt_policy.keep_groups(rollouts.rewards, step=zero_based)
         minibatch = self._assign(prompts, groups)
         advantages = self._coefficients.advantages(rollouts, prompts.weight * groups.weight)
         denominator, denominator_row = self._denominator(rollouts.lengths, minibatch, groups, of)
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
-        moment = group_second_moment(advantages * rollouts.surprisal / denominator)
-        of.outcome = _Outcome(prompts, rollouts, moment)
+        moment = group_second_moment(advantages * rollouts.logit_grad_norm / denominator)
+        of.outcome = _Learned(prompts, rollouts, moment)
         trainable, filter_row = self._coefficients.trainable(rollouts, groups)
         nominal = self.prompts_per_step * size
         batch = completion_batch(prompts, rollouts, advantages, denominator, groups, trainable, nominal)
@@ -243,7 +243,7 @@ class Selector:
             tokens_generated=int(rollouts.lengths.sum()),
             tokens_trained=int(batch.lengths[completions.kept].sum()),
         )
-        return Decision(
+        return TrainSelection(
             kept=kept,
             weight=weight,
             advantages=advantages.ravel(),
@@ -280,7 +280,8 @@ class Selector:
         return said
 
     def full_scores(self, everything: Rollouts) -> FloatArray:
-        """[N, G] gradient-norm proxy |A| surprisal / denominator of all nominal prompts of a step, none skipped."""
+        """[N, G] gradient-norm proxy |A| logit_grad_norm / denominator of all nominal prompts of a step, none
+        skipped."""
         return self._coefficients.full_scores(everything)
 
     def state_dict(self) -> dict[str, Any]:
@@ -310,7 +311,7 @@ class Selector:
             "costs": [asdict(cost) for cost in self._costs],
         }
 
-    def _of(self, step: int) -> _Step:
+    def _of(self, step: int) -> _OpenStep:
         for one in self._open:
             if one.number == step:
                 return one
@@ -334,7 +335,7 @@ class Selector:
         )
         self._coefficients.learn_length(rollouts.lengths, outcome.prompts.weight)
 
-    def _choose(self, count: int, of: _Step, parts: int) -> Chosen:
+    def _choose(self, count: int, of: _OpenStep, parts: int) -> PromptDraw:
         nominal, self._position = self._order.take(self._position, count)
         seen = np.concatenate([*of.offered, np.empty(0, np.int64)])
         nominal = nominal[~np.isin(nominal, seen)]  # a refill may run into the next epoch, where they come again
@@ -347,12 +348,12 @@ class Selector:
             kept = selection.kept
             minibatch = np.full(int(kept.sum()), index, dtype=np.int64)
             columns = selection.inclusion_prob[kept], selection.weight[kept], minibatch, selection.planned[kept]
-            chosen.append(Chosen(mine[kept], *columns))
+            chosen.append(PromptDraw(mine[kept], *columns))
             of.selections.append(selection)
         of.chosen += chosen
         return join(chosen)
 
-    def _assign(self, prompts: Chosen, groups: Selection) -> IntArray:
+    def _assign(self, prompts: PromptDraw, groups: Selection) -> IntArray:
         """[K] mini-batch of each group.
 
         Where the rewards decide which groups go on (dynamic sampling, GRESO), the nominal positions mean nothing any
@@ -365,14 +366,14 @@ class Selector:
         return shared
 
     def _denominator(
-        self, lengths: IntArray, minibatch: IntArray, groups: Selection, of: _Step
+        self, lengths: IntArray, minibatch: IntArray, groups: Selection, of: _OpenStep
     ) -> tuple[FloatArray, tuple[LedgerRow, ...]]:
         by_draw = [bool((selection.inclusion_prob < 1).any()) for selection in of.selections]
         # resampled: the mean over the groups that go on, which are all known
         skips = np.array([False] if self._prompt_policy.resamples else by_draw)
         return self._coefficients.denominator(lengths, minibatch, groups, skips)
 
-    def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, of: _Step) -> Selection:
+    def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, of: _OpenStep) -> Selection:
         """The completion policy on each mini-batch [n], put together in the order of `batch`."""
         rows = [np.flatnonzero(minibatch == index) for index in range(self._updates)]
         parts = [
@@ -393,7 +394,7 @@ class Selector:
         batch: CompletionBatch,
         completions: Selection,
         rollouts: Rollouts,
-        prompts: Chosen,
+        prompts: PromptDraw,
         step: int,
     ) -> dict[str, float]:
         graded = ~np.isnan(rollouts.rewards)
@@ -402,7 +403,7 @@ class Selector:
         return {
             # weighted, because the generated prompts are a sample of the considered ones
             "reward/mean": float((weight * rewards).sum() / weight.sum()) if weight.sum() else math.nan,
-            "reward/failed": float((~graded).sum()),
+            "reward/failed_count": float((~graded).sum()),
             **step_metrics(offered, batch, completions),
             **self._prompt_policy.history_metrics(step=step),
         }

@@ -24,13 +24,13 @@ from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.pruning.interface import PromptFeatures, StepCost
 from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
 from dppo_megatron.rollout.engine import RolloutStats
-from dppo_megatron.selection import Chosen, Decision, Selector
+from dppo_megatron.selection import PromptDraw, Selector, TrainSelection
+from dppo_megatron.steps.annotations import SampleAnnotations
 from dppo_megatron.steps.build import token_capacity
-from dppo_megatron.steps.cost import cost_model
-from dppo_megatron.steps.outcomes import Outcomes
+from dppo_megatron.steps.rollout_cost import cost_model
+from dppo_megatron.steps.rollout_table import RolloutTable
 from dppo_megatron.steps.step import Step, UpdatePlan, sizes_of
 from dppo_megatron.steps.trace import trace_row
-from dppo_megatron.steps.verdicts import Verdicts
 from dppo_megatron.types import IntArray, PackPlan
 
 
@@ -56,24 +56,24 @@ class Coordinator:
             planned=self._selector.prompts_per_step,
             problems=len(job.train_prompts),
         )
-        self._outcomes: list[Outcomes] = []
+        self._outcomes: list[RolloutTable] = []
         """Of the present step's rollout rounds so far."""
 
-    def begin(self, number: int) -> Chosen:
+    def begin(self, number: int) -> PromptDraw:
         """The prompts of step `number`. The step before it may still be training, but has been decided."""
         self._outcomes = []
         return self._selector.begin(number)
 
-    def take(self, outcomes: Sequence[Outcomes], number: int) -> None:
-        """Add the outcomes of a round, one from each rank. Raises GuardStop if too many gradings failed."""
+    def take(self, outcomes: Sequence[RolloutTable], number: int) -> None:
+        """Add the outcomes of a round, one from each rank. Raises RunAborted if too many gradings failed."""
         self._outcomes += outcomes
-        self._failures.check(Outcomes.join(self._outcomes).grades, number)
+        self._failures.check(RolloutTable.join(self._outcomes).grades, number)
 
-    def refill(self, number: int) -> Chosen | None:
+    def refill(self, number: int) -> PromptDraw | None:
         """More prompts, for methods that ask until enough groups have variance; None: enough."""
-        return self._selector.refill(Outcomes.join(self._outcomes).rewards, number)
+        return self._selector.refill(RolloutTable.join(self._outcomes).rewards, number)
 
-    def decide(self, step: Step, stats: RolloutStats) -> tuple[list[UpdatePlan], IntArray, Verdicts]:
+    def decide(self, step: Step, stats: RolloutStats) -> tuple[list[UpdatePlan], IntArray, SampleAnnotations]:
         """What to train on, in which micro-batches; which rank holds each group; what becomes of each completion.
 
         Writes the step's metrics, ledger and trace row.
@@ -82,7 +82,7 @@ class Coordinator:
             stats: the engine's, of this step's rollout.
         """
         size, config = self._group_size, self._job.config
-        outcomes = Outcomes.join([*self._outcomes, Outcomes.of({}, size, 0)])
+        outcomes = RolloutTable.join([*self._outcomes, RolloutTable.of({}, size, 0)])
         self._outcomes = []
         rollouts = outcomes.rollouts(step.selected)
         decision = self._selector.finish(rollouts, step.number)
@@ -92,14 +92,14 @@ class Coordinator:
         record.metrics |= decision.metrics | stats.metrics()
         record.metrics |= grading_metrics(outcomes.grades, list(config.reward.functions))
         record.metrics["rollout/completion_tokens_mean"] = float(rollouts.lengths.mean()) if count else math.nan
-        record.metrics["rollout/truncated"] = float(outcomes.truncated.sum())
-        on_servers = *straggler_row(config.rollout, stats.cut_completions or 0, count), *aborted_row(config.rollout)
+        record.metrics["rollout/truncated_count"] = float(outcomes.truncated.sum())
+        on_servers = *straggler_row(config.rollout, stats.stragglers_aborted or 0, count), *aborted_row(config.rollout)
         record.ledger = (*decision.ledger, *on_servers, *overlong_row(self._job))
         record.trace = trace_row(step.number, decision, rollouts)
         with record.timers.phase("pack"):
             updates = range(config.objective.updates_per_step)
             plans = [self._plan_update(step, decision, rollouts.lengths, index) for index in updates]
-        return plans, outcomes.holder, Verdicts.of(config, step.number, decision, rollouts)
+        return plans, outcomes.holder, SampleAnnotations.of(config, step.number, decision, rollouts)
 
     def plan(self, samples: Sequence[Packable]) -> PackPlan:
         """Micro-batches for every data-parallel rank."""
@@ -138,7 +138,7 @@ class Coordinator:
         if "batch" in state:  # a checkpoint of before there was advice has none
             self._advisor.load_state_dict(state["batch"])
 
-    def _plan_update(self, step: Step, decision: Decision, lengths: IntArray, index: int) -> UpdatePlan:
+    def _plan_update(self, step: Step, decision: TrainSelection, lengths: IntArray, index: int) -> UpdatePlan:
         rows = np.flatnonzero(decision.kept & (decision.minibatch == index))
         tokens = lengths.ravel()[rows]
         pack = self.plan(sizes_of(rows, tokens, step.selected, self._group_size))
@@ -157,13 +157,13 @@ def overlong_row(job: Job) -> tuple[LedgerRow, ...]:
 
 
 def straggler_row(config: RolloutConfig, cut: float, total: int) -> tuple[LedgerRow, ...]:
-    """The row of `limits.straggler_share`, in every step in which servers may cut, whether or not they did.
+    """The row of `limits.finish_fraction`, in every step in which servers may cut, whether or not they did.
 
     A label must not depend on the outcome.
     """
-    if config.engine == "hf" or config.limits.straggler_share >= 1:
+    if config.engine == "hf" or config.limits.finish_fraction >= 1:
         return ()
-    note = f"{cut:.0f} completions were cut off by rollout.limits.straggler_share and count as truncated"
+    note = f"{cut:.0f} completions were aborted by rollout.limits.finish_fraction and count as truncated"
     return (LedgerRow("rollout/stragglers", 1.0 - cut / max(total, 1), "biased", note),)
 
 

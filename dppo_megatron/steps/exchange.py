@@ -28,9 +28,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from dppo_megatron.launched import launched_node
+from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.steps.step import Update, UpdatePlan, sample_of
-from dppo_megatron.types import Group, IntArray, SelectedPrompt, TrainSample
+from dppo_megatron.types import Group, IntArray, RolloutPrompt, TrainSample
 
 Column: TypeAlias = npt.NDArray[np.float32]
 """[completion tokens] one 4-byte value a token."""
@@ -113,7 +113,7 @@ def exchange(
     plans: Sequence[UpdatePlan],
     groups: Mapping[int, Group],
     holders: IntArray,
-    selected: Sequence[SelectedPrompt],
+    selected: Sequence[RolloutPrompt],
     group_size: int,
     replicas: Replicas,
     token_values: Mapping[int, Sequence[TokenValues]] | None = None,

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from dppo_megatron.actor.actor import Actor, warm_start_optimizer
+from dppo_megatron.actor.actor import Actor, sft_optimizer
 from dppo_megatron.actor.layout import build_layout, connect_groups
 from dppo_megatron.actor.logprobs import LogprobStore
 from dppo_megatron.algorithms.batch_size import half_of
@@ -33,8 +33,8 @@ from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.distributed import from_rank_zero, gather_all, to_rank_zero
+from dppo_megatron.evaluation.eval_scores import EvalScores
 from dppo_megatron.evaluation.evaluator import Evaluator
-from dppo_megatron.evaluation.statistics import EvalScores
 from dppo_megatron.job import Job
 from dppo_megatron.observe.metrics import Timers
 from dppo_megatron.observe.samples import add_actor_logprobs
@@ -45,11 +45,11 @@ from dppo_megatron.progress import Advance, progress
 from dppo_megatron.rewards.grading import grade_groups
 from dppo_megatron.rollout.engine import Request
 from dppo_megatron.rollout.sync.receipts import Canary
-from dppo_megatron.selection import Chosen
+from dppo_megatron.selection import PromptDraw
 from dppo_megatron.steps.build import make_engine, make_sampling, what_to_offload
 from dppo_megatron.steps.coordinator import Coordinator
 from dppo_megatron.steps.exchange import Replicas, exchange
-from dppo_megatron.steps.outcomes import Outcomes
+from dppo_megatron.steps.rollout_table import RolloutTable
 from dppo_megatron.steps.step import Step, StepRecord, Update
 from dppo_megatron.texts import log
 from dppo_megatron.types import (
@@ -57,7 +57,7 @@ from dppo_megatron.types import (
     FloatArray,
     PackPlan,
     Prompt,
-    SelectedPrompt,
+    RolloutPrompt,
     TrainSample,
 )
 
@@ -111,22 +111,22 @@ class Loop:
 
     # ---------------------------------------------------------------------------------------- before the first step
 
-    def warm_start(self) -> None:
-        """The supervised phase, through the same actor; nothing if `warm_start.steps` is 0."""
+    def sft(self) -> None:
+        """The supervised phase, through the same actor; nothing if `sft.steps` is 0."""
         config = self.job.config
-        warm, examples = config.warm_start, self.job.warm_start_examples
+        warm, examples = config.sft, self.job.sft_examples
         if warm.steps:
             self.actor.start_phase(
-                warm_start_optimizer(config.actor.optimizer, warm.learning_rate, warm.lr_warmup_steps), warm.steps
+                sft_optimizer(config.actor.optimizer, warm.learning_rate, warm.lr_warmup_steps), warm.steps
             )
         order, position = PromptOrder(len(examples), config.seed), 0
-        with progress("warm start", warm.steps, "steps") as advance:
+        with progress("SFT", warm.steps, "steps") as advance:
             for done in range(1, warm.steps + 1):
                 chosen, position = order.take(position, warm.examples_per_step)
                 num_tokens = float(sum(examples[i].num_completion_tokens for i in chosen))
                 batch = [replace(examples[i], denominator=num_tokens) for i in chosen]
                 if self.actor.update(batch, self.pack(batch), supervised()).is_skipped:
-                    raise FloatingPointError("warm start: loss or gradient is not finite; lower its learning rate")
+                    raise FloatingPointError("SFT: loss or gradient is not finite; lower its learning rate")
                 advance(done)
 
     def start_rl(self) -> None:
@@ -137,7 +137,7 @@ class Loop:
             self.actor.freeze_reference()
 
     def load_engine(self) -> None:
-        """Give the engine the actor's weights. Raises GuardStop if they do not arrive."""
+        """Give the engine the actor's weights. Raises RunAborted if they do not arrive."""
         if self._offload != "none":
             self.actor.offload()  # before servers wake
         bucket_bytes = self.job.config.rollout.sync.bucket_mb << 20
@@ -149,7 +149,7 @@ class Loop:
 
     def final_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights on rank 0, under their Hugging Face names. Nothing is generated after this. Collective; raises
-        GuardStop if servers turn out to have had others."""
+        RunAborted if servers turn out to have had others."""
         if self._offload == "all":
             self._engine.rest()
         self._canary.judge(self._score)
@@ -173,7 +173,7 @@ class Loop:
 
     def rollout(self, step: Step) -> None:
         """Generate and grade the step's groups; some methods then ask for more until enough groups have variance."""
-        more: Sequence[SelectedPrompt] = step.selected
+        more: Sequence[RolloutPrompt] = step.selected
         first = 0
         while more:
             self.generate(step, more, first)
@@ -184,7 +184,7 @@ class Loop:
         if step.reached == "selected":
             step.reach("rolled_out")
 
-    def generate(self, step: Step, selected: Sequence[SelectedPrompt], first: int) -> None:
+    def generate(self, step: Step, selected: Sequence[RolloutPrompt], first: int) -> None:
         """One round: groups `first`, first + 1, ... of the step. Every rank holds a share of them."""
         size, timers = self._group_size, step.record.timers
         with timers.phase("rollout"):
@@ -199,7 +199,7 @@ class Loop:
             graded = grade_groups(self.job.grade, [selected[group] for group in mine], flat, size, known)
             groups = {first + group: one for group, one in zip(mine, graded, strict=True)}
         with timers.phase("rollout"):
-            outcomes = to_rank_zero(Outcomes.of(groups, size, self._replicas.rank))
+            outcomes = to_rank_zero(RolloutTable.of(groups, size, self._replicas.rank))
         step.groups |= groups
         step.reach("rolled_out")
         from_rank_zero(lambda: self._coordinator.take(outcomes, step.number))
@@ -345,7 +345,7 @@ class Loop:
             step.selected = self._selected(from_rank_zero(lambda: self._coordinator.begin(step.number)))
         step.reach("selected")
 
-    def _start(self, step: Step, selected: Sequence[SelectedPrompt]) -> None:
+    def _start(self, step: Step, selected: Sequence[RolloutPrompt]) -> None:
         size = self._group_size
         requests = [Request(item.prompt, index, step.number) for item in selected for index in range(size)]
         self._engine.start(requests, self._sampling)
@@ -375,7 +375,7 @@ class Loop:
                     mine.add(values, sample.behaviour_logprobs, float(np.mean(sample.weight)))
         measured = Mismatch.join(gather_all([mine])).metrics()
         step.record.metrics |= measured
-        alarm = self.job.config.rollout.limits.mismatch_alarm
+        alarm = self.job.config.rollout.limits.logprob_diff_warning
         difference = measured.get("mismatch/logprob_abs_diff_mean", 0.0)
         if self._engine.has_servers and difference > alarm:
             log(f"warning: mean |log-probability difference| to the engine {difference:.3g} > {alarm:g}")
@@ -387,12 +387,12 @@ class Loop:
         own = self.actor.logprobs(samples, self.pack(samples), temperature=temperature)
         return from_rank_zero(lambda: own or [])
 
-    def _selected(self, chosen: Chosen | None) -> list[SelectedPrompt]:
+    def _selected(self, chosen: PromptDraw | None) -> list[RolloutPrompt]:
         if chosen is None:
             return []
         prompts = self.job.train_prompts
         rows = zip(chosen.prompt_index, chosen.inclusion_prob, chosen.weight, strict=True)
-        return [SelectedPrompt(prompts[index], float(prob), float(weight)) for index, prob, weight in rows]
+        return [RolloutPrompt(prompts[index], float(prob), float(weight)) for index, prob, weight in rows]
 
 
 def _told(get: Callable[[str], torch.Tensor], advance: Advance) -> Callable[[str], torch.Tensor]:

@@ -26,7 +26,7 @@ from dppo_megatron.types import (
     Group,
     IntArray,
     PackPlan,
-    SelectedPrompt,
+    RolloutPrompt,
     StepCounts,
     TrainSample,
     UpdateResult,
@@ -95,7 +95,7 @@ class Step:
 
     number: int
     """From 1."""
-    selected: list[SelectedPrompt] = field(default_factory=list)
+    selected: list[RolloutPrompt] = field(default_factory=list)
     """The prompts to roll out, the same on every rank; a refill adds to them. Group k belongs to selected[k]."""
     groups: dict[int, Group] = field(default_factory=dict)
     """k -> group, for the groups whose completions this rank holds."""
@@ -128,9 +128,7 @@ class Step:
         return self.reached in ("updated", "synced") and len(self.measured) == len(self.updates)
 
 
-def sizes_of(
-    rows: IntArray, lengths: IntArray, selected: Sequence[SelectedPrompt], group_size: int
-) -> list[SampleSize]:
+def sizes_of(rows: IntArray, lengths: IntArray, selected: Sequence[RolloutPrompt], group_size: int) -> list[SampleSize]:
     """The planner's input for the kept completions `rows` [n] with `lengths` [n] completion tokens."""
     found = []
     for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
@@ -142,7 +140,7 @@ def sizes_of(
 def sample_of(
     plan: UpdatePlan,
     place: int,
-    selected: Sequence[SelectedPrompt],
+    selected: Sequence[RolloutPrompt],
     group_size: int,
     tokens: IntArray,
     logprobs: np.ndarray[Any, np.dtype[np.float32]],

@@ -13,7 +13,7 @@ from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.observe.metrics import StepTiming
 from dppo_megatron.pruning.interface import PromptFeatures
-from dppo_megatron.selection import Decision, Rollouts
+from dppo_megatron.selection import Rollouts, TrainSelection
 
 FORMAT = "dppo_megatron trace 1"
 
@@ -34,8 +34,8 @@ def trace_header(config: Config, set_sizes: dict[str, int], features: PromptFeat
     }
 
 
-def trace_row(step: int, decision: Decision, rollouts: Rollouts) -> dict[str, Any]:
-    """A step's line, without its seconds. Failed gradings are null; surprisal has four significant digits."""
+def trace_row(step: int, decision: TrainSelection, rollouts: Rollouts) -> dict[str, Any]:
+    """A step's line, without its seconds. Failed gradings are null; logit_grad_norm has four significant digits."""
     rewards = [[None if np.isnan(r) else float(f"{r:.6g}") for r in group] for group in rollouts.rewards]
     return {
         "step": step,
@@ -44,7 +44,7 @@ def trace_row(step: int, decision: Decision, rollouts: Rollouts) -> dict[str, An
         "inclusion_prob": [float(f"{p:.6g}") for p in decision.prompts.inclusion_prob],
         "rewards": rewards,
         "lengths": rollouts.lengths.tolist(),
-        "surprisal": [[float(f"{s:.4g}") for s in group] for group in rollouts.surprisal],
+        "logit_grad_norm": [[float(f"{s:.4g}") for s in group] for group in rollouts.logit_grad_norm],
         "kept": np.flatnonzero(decision.kept).tolist(),
     }
 

@@ -135,7 +135,7 @@ def check_shapes(where: str, expected: Mapping[str, Shape], found: Mapping[str, 
 
 
 @dataclass(slots=True)
-class _Slot:
+class _TensorSlot:
     """Where a tensor goes."""
 
     file: BinaryIO
@@ -204,7 +204,7 @@ class HFWriter:
                 file.close()
         shutil.rmtree(self._aside, ignore_errors=True)
 
-    def _lay_out(self, shapes: Mapping[str, Shape], max_shard_bytes: int) -> dict[str, _Slot]:
+    def _lay_out(self, shapes: Mapping[str, Shape], max_shard_bytes: int) -> dict[str, _TensorSlot]:
         shards: list[list[str]] = [[]]
         filled = 0
         for name in shapes:
@@ -213,7 +213,7 @@ class HFWriter:
                 filled = 0
             shards[-1].append(name)
             filled += self._bytes[name]
-        slots: dict[str, _Slot] = {}
+        slots: dict[str, _TensorSlot] = {}
         weight_map = {}
         for number, names in enumerate(shards, start=1):
             only = len(shards) == 1
@@ -225,7 +225,7 @@ class HFWriter:
                 end = offset + self._bytes[name]
                 dtype = _DTYPES[self._dtypes[name]]
                 header[name] = {"dtype": dtype, "shape": list(shapes[name]), "data_offsets": [offset, end]}  # type: ignore[dict-item]
-                slots[name] = _Slot(file, offset, shapes[name])
+                slots[name] = _TensorSlot(file, offset, shapes[name])
                 weight_map[name], offset = file_name, end
             text = json.dumps(header).encode()
             text += b" " * (-len(text) % 8)  # the format wants 8-byte alignment

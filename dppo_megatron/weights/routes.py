@@ -54,7 +54,7 @@ class Block:
         return sum(self.sizes)
 
 
-class Told(NamedTuple):
+class RankReport(NamedTuple):
     """What a rank reports to all others when the stream is made."""
 
     node: int
@@ -127,7 +127,7 @@ class Route:
         return Role(source=source, onward=tuple(rank for rank in self._waiting if rank != relay))
 
 
-class Unit(NamedTuple):
+class BlockPart(NamedTuple):
     """What one bucket has of one block, end to end."""
 
     block: int
@@ -136,7 +136,7 @@ class Unit(NamedTuple):
     """This rank's in each piece of it; the pieces are of one size, up to an element."""
 
 
-class Bucket(NamedTuple):
+class RoutedBucket(NamedTuple):
     """What one rank does for one bucket."""
 
     items: list[Item]
@@ -152,7 +152,7 @@ class Catalogue:
         told: by each rank, in their order.
     """
 
-    def __init__(self, told: Sequence[Told]) -> None:
+    def __init__(self, told: Sequence[RankReport]) -> None:
         self._nodes = [node for node, _ in told]
         by_text: dict[bytes, list[int]] = {}
         for rank, (_, texts) in enumerate(told):
@@ -190,7 +190,7 @@ class Catalogue:
             total += numel
         return buckets
 
-    def plan(self, receivers: Sequence[int], max_numel: int, me: int) -> list[Bucket]:
+    def plan(self, receivers: Sequence[int], max_numel: int, me: int) -> list[RoutedBucket]:
         """What rank `me` does. It does not look at what it neither holds nor asks for."""
         on_node: dict[int, list[int]] = {}
         for rank in receivers:
@@ -211,14 +211,14 @@ class Catalogue:
                     if roles := route.roles(turns[number], pieces):
                         own[number] = roles
                     turns[number] += pieces
-            plan.append(Bucket(items, own))
+            plan.append(RoutedBucket(items, own))
         return plan
 
-    def units(self, bucket: Bucket) -> list[Unit]:
+    def units(self, bucket: RoutedBucket) -> list[BlockPart]:
         """Those in which a rank has a part, from its plan."""
         places: dict[int, list[Place]] = defaultdict(list)
         for item in bucket.items:
             for number in self.parts[item]:
                 if number in bucket.roles:
                     places[number].append(item[1])
-        return [Unit(number, own, bucket.roles[number]) for number, own in places.items()]
+        return [BlockPart(number, own, bucket.roles[number]) for number, own in places.items()]

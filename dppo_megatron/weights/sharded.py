@@ -32,12 +32,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch import Tensor
 
-from dppo_megatron.launched import launched_node
+from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import check_finite
 from dppo_megatron.weights.mapping import PADDED_TO_VOCAB, Place, hf_names, join, split
-from dppo_megatron.weights.routes import Block, Bucket, Catalogue, Item, Told, Unit
+from dppo_megatron.weights.routes import Block, BlockPart, Catalogue, Item, RankReport, RoutedBucket
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 _EXCHANGES_AT_A_TIME = 2
@@ -48,7 +48,7 @@ class _Exchange:
     """One bucket on its way."""
 
     items: list[Item]
-    units: list[Unit]
+    units: list[BlockPart]
     flat: list[Tensor]
     """Of each unit, kept until it has been sent or read."""
     works: list[dist.Work]
@@ -112,7 +112,7 @@ class WeightStream:
         parameter = next(iter(model[0].parameters()))
         self._dtype, self._device = parameter.dtype, parameter.device
         # as bytes: what many ranks report alike is unpickled once, not once a rank
-        told = [Told(launched_node(self._me), [pickle.dumps(block) for block in mine])]
+        told = [RankReport(launched_node(self._me), [pickle.dumps(block) for block in mine])]
         if dist.get_world_size() > 1:
             told = told * dist.get_world_size()
             dist.all_gather_object(told, told[0])
@@ -123,7 +123,7 @@ class WeightStream:
             if block in mine:
                 self._local |= {(number, place): data for place, data in zip(block.places, mine[block], strict=True)}
         self._hf_shapes = {block.key: _hf_shapes(block.key, block.shape, architecture) for block in self._blocks}
-        self._planned: tuple[Any, list[Bucket]] = (None, [])
+        self._planned: tuple[Any, list[RoutedBucket]] = (None, [])
 
     @torch.no_grad()
     def tensors(
@@ -158,7 +158,7 @@ class WeightStream:
         """Exchanges of one pass."""
         return len(self._catalogue.buckets(bucket_bytes // self._dtype.itemsize))
 
-    def _begin(self, bucket: Bucket) -> _Exchange:
+    def _begin(self, bucket: RoutedBucket) -> _Exchange:
         """Start sending what others lack of a bucket and we hold, and receiving what we lack."""
         units = self._catalogue.units(bucket)
         lacking = [unit for unit in units if not self._holds(unit)]
@@ -230,10 +230,10 @@ class WeightStream:
         for target, part in zip(targets, split(key, full, self._architecture), strict=True):
             target.copy_(part)
 
-    def _holds(self, unit: Unit) -> bool:
+    def _holds(self, unit: BlockPart) -> bool:
         return (unit.block, unit.places[0]) in self._local
 
-    def _packed(self, unit: Unit) -> Tensor:
+    def _packed(self, unit: BlockPart) -> Tensor:
         parts = [data for place in unit.places for data in self._local[unit.block, place]]
         return torch.cat([data.to(self._dtype).flatten() for data in parts])
 

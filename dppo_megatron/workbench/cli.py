@@ -19,7 +19,7 @@ from typing import NoReturn
 from dppo_megatron import __version__
 from dppo_megatron.progress import Display, shown_by
 from dppo_megatron.texts import logged, one_line, show
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.commands.terminal import drop, say, show_progress
 
 _COMMANDS = {  # in the order of --help; each is a module of `commands`
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None, display: Display = show_progress) -> int
 
         say(f"error: {explained(error, argv[0])}")
         return 2
-    except GuardStop as stop:
+    except RunAborted as stop:
         say(f"stopped: {stop}")
         return 3
     except KeyboardInterrupt:

@@ -17,7 +17,7 @@ _ABOUT = {
     "actor.md": "actor doctor platform",
     "checkpoints.md": "checkpoint convert run weights",
     "choosing.md": "compare simulate",
-    "cluster.md": "distributed launched serve",
+    "cluster.md": "distributed launcher_env serve",
     "configuration.md": "job",
     "data.md": "data",
     "engines.md": "rollout",

@@ -18,17 +18,17 @@ from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
-from dppo_megatron.steps.cost import RolloutCost
+from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.types import IntArray, UserError
 from dppo_megatron.workbench.runs.trace import Trace
 
 _MOSTLY_ROLLOUT = 0.9
 """Share of a step above which completion pruning is said to be of no help: it gains less than a ninth."""
-_COLUMNS = ("rewards", "lengths", "surprisal")
+_COLUMNS = ("rewards", "lengths", "logit_grad_norm")
 
 
 @dataclass(frozen=True, slots=True)
-class CostModel:
+class StepTimeModel:
     """Seconds of a step by its tokens."""
 
     rollout: RolloutCost
@@ -75,7 +75,7 @@ class Prediction:
     random skipping at the same cost; None where it measures none."""
 
 
-def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | None) -> CostModel:
+def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | None) -> StepTimeModel:
     """A cost model from the trace's own seconds; a given cost (seconds for 1,000 tokens) replaces the measured one.
 
     The update is taken as proportional to its tokens, and so is generation, but for the floor that the steps show
@@ -107,19 +107,19 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
         products = (np.ones_like(kept), kept, took, kept**2, kept * took, took**2)
         floor, mean_s = floor_share([float(np.sum(each)) for each in products]), float(took.mean())
         rollout = RolloutCost((0.0, 1000 * float(generated.mean())), (floor * mean_s, mean_s))
-    return CostModel(rollout, costs[1], fixed)
+    return StepTimeModel(rollout, costs[1], fixed)
 
 
-def simulate(trace: Trace, method: str, costs: CostModel) -> Prediction:
+def simulate(trace: Trace, method: str, costs: StepTimeModel) -> Prediction:
     """Replay `method` over the trace."""
     with progress(f"simulating {method}", len(trace.steps), "steps") as advance:
         return _replay(trace, method, costs, advance)
 
 
-def _replay(trace: Trace, method: str, costs: CostModel, advance: Advance) -> Prediction:
+def _replay(trace: Trace, method: str, costs: StepTimeModel, advance: Advance) -> Prediction:
     config = with_method(trace.config, method)
     selector = Selector(config, trace.num_prompts, set_sizes=trace.set_sizes, features=trace.features)
-    outcomes = _Outcomes(trace)
+    outcomes = _NearestRollouts(trace)
     counts = np.zeros(5)
     labels, kept_variance, kept_scale, full_variance, seconds, idle, nominal = {"exact"}, *[0.0] * 6
     for traced in counted(trace.steps, advance):
@@ -136,7 +136,7 @@ def _replay(trace: Trace, method: str, costs: CostModel, advance: Advance) -> Pr
         update_s = costs.update_s(trained)
         seconds += costs.step_s(rollout_s, update_s)
         counts += len(rollouts.rewards), rollouts.rewards.size, decision.kept.sum(), generated, trained
-        scores = np.abs(decision.advantages) * rollouts.surprisal.ravel() / decision.denominator
+        scores = np.abs(decision.advantages) * rollouts.logit_grad_norm.ravel() / decision.denominator
         step_variance = float(np.sum(np.square(decision.weight * scores)))
         kept_variance += step_variance
         kept_scale += float(np.sum(decision.weight * np.square(scores)))
@@ -182,7 +182,7 @@ def like_for_like(one: Prediction, base: Prediction) -> tuple[float, float] | No
     return faster / max(one.variance_ratio / base.variance_ratio, 1.0), faster
 
 
-def limits(predictions: list[Prediction], costs: CostModel) -> list[str]:
+def limits(predictions: list[Prediction], costs: StepTimeModel) -> list[str]:
     """What bounds the gain on this trace, from the first method (meant to be unpruned), a line each."""
     base = predictions[0]
     rollout_s, update_s = costs.rollout.of(base.tokens_generated), costs.update_s(base.tokens_trained)
@@ -208,7 +208,7 @@ def limits(predictions: list[Prediction], costs: CostModel) -> list[str]:
     return lines
 
 
-def table(predictions: list[Prediction], costs: CostModel) -> str:
+def table(predictions: list[Prediction], costs: StepTimeModel) -> str:
     """A table to print; speed-up is in seconds a step against the first method. Below it, what limits the gain."""
     header = (
         f"{'method':<18}{'label':<10} {'prompts':>8} {'generated':>10} {'trained':>8} {'gen. tok':>9}"
@@ -232,13 +232,13 @@ def table(predictions: list[Prediction], costs: CostModel) -> str:
     return "\n".join([*lines, *limits(predictions, costs)])
 
 
-def as_json(predictions: list[Prediction], costs: CostModel) -> dict[str, object]:
+def as_json(predictions: list[Prediction], costs: StepTimeModel) -> dict[str, object]:
     methods = [asdict(p) | {"like_for_like": like_for_like(p, predictions[0])} for p in predictions]
     described = asdict(costs) | {"rollout_s_per_1k_tokens": 1000 * costs.rollout.average}
     return {"costs": described, "methods": methods, "limits": limits(predictions, costs)}
 
 
-class _Outcomes:
+class _NearestRollouts:
     """The outcome of a prompt's rollout at the nearest recorded step."""
 
     def __init__(self, trace: Trace) -> None:

@@ -4,7 +4,7 @@
 
 GSM8K stays JSON Lines in this project's own layout. MATH becomes parquet as verl users have it: the prompt a list of
 messages, the reference under reward_model.ground_truth. The model is a Qwen3 of 0.6 million random parameters whose BPE
-tokenizer is learned from the problems. Its warm start teaches it one thing: to answer with a box, and which numbers
+tokenizer is learned from the problems. Its SFT teaches it one thing: to answer with a box, and which numbers
 are common. It cannot reason, and nothing that it scores means anything. What the example shows is that every part of a
 real job works on real rows.
 """
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from tiny_chat_model import write_tiny_chat_model
 
 EXAMPLES = 2048
-"""Rows of the warm start, half from each set."""
+"""Rows of SFT, half from each set."""
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def prepare(gsm8k: Path, math: Path, out: Path) -> None:
-    """Write `out/{gsm8k.jsonl, math.parquet, warm_start.jsonl, model/}`; the same input gives the same files."""
+    """Write `out/{gsm8k.jsonl, math.parquet, sft.jsonl, model/}`; the same input gives the same files."""
     out.mkdir(parents=True, exist_ok=True)
     own, theirs = _rows(gsm8k), _rows(math)
     _write_lines(out / "gsm8k.jsonl", own)
@@ -48,7 +48,7 @@ def prepare(gsm8k: Path, math: Path, out: Path) -> None:
         for row in [*own[:half], *theirs[:half]]
         if len(row["problem"]) < 400 and len(row["answer"]) < 12
     ]
-    _write_lines(out / "warm_start.jsonl", examples)
+    _write_lines(out / "sft.jsonl", examples)
     write_tiny_chat_model(out / "model", [row["problem"] for row in [*own, *theirs]], seed=0)
 
 

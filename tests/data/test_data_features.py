@@ -31,7 +31,7 @@ def test_features_reach_the_policy(tmp_path: Path) -> None:
 def test_rows_that_say_nothing_change_no_draw(tmp_path: Path) -> None:
     """The same length, source and no level everywhere: as if nothing had been told. Levels do change what is drawn."""
     config = job_config(write_job_files(tmp_path), tmp_path / "run", rollout__prompts_per_step=8)
-    config.pruning.prompt.rate, config.pruning.prompt.p_min = 0.5, 0.2
+    config.pruning.prompt.rate, config.pruning.prompt.min_inclusion_prob = 0.5, 0.2
     same = [Prompt(i, "x", (1, 2), "1", "a") for i in range(32)]
     levels = [Prompt(i, "x", (1, 2), "1", "a", level=float(i % 2)) for i in range(32)]
     selectors = [

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dppo_megatron.config.data import SetConfig, TrainSetConfig
+from dppo_megatron.config.resolved_sets import ResolvedSet, train_set_configs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import ResolvedSet, train_set_configs
 from dppo_megatron.data.fields import get_field, parse_level
 from dppo_megatron.data.sets import ProblemSet, load_set, overlap_notes
 from dppo_megatron.types import UserError

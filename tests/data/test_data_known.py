@@ -11,8 +11,8 @@ from chat_tokenizer import chat_tokenizer
 from support.known_layouts import LAYOUTS, write_repository
 
 from dppo_megatron.config.data import TrainSetConfig
+from dppo_megatron.config.resolved_sets import train_set_configs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import train_set_configs
 from dppo_megatron.data.known import KNOWN_SETS, after_hashes, last_boxed
 from dppo_megatron.data.sets import load_set
 from dppo_megatron.workbench.cli import main

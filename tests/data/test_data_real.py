@@ -10,8 +10,8 @@ import pytest
 from chat_tokenizer import chat_tokenizer
 
 from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig
+from dppo_megatron.config.resolved_sets import eval_set_configs, train_set_configs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import eval_set_configs, train_set_configs
 from dppo_megatron.data.sets import load_set, overlap_notes
 
 DATA = Path(os.environ.get("DPPO_DATA_DIR", Path(__file__).parents[2].parent / "shared" / "data"))

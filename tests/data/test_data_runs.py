@@ -12,7 +12,7 @@ from support.job import REPOSITORY, read_metrics, settings, write_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.data.fingerprint import check_data
-from dppo_megatron.data.report import safe_name
+from dppo_megatron.data.summary import safe_name
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 
@@ -22,7 +22,7 @@ LIMIT = 7
 def _arguments(files: Path, run_dir: Path, *more: str) -> list[str]:
     """Two training sets in two formats, three of the first for one of the second; long prompts of it are left out."""
     short = {
-        "warm_start__steps": 2,
+        "sft__steps": 2,
         "steps": 2,
         "rollout__prompts_per_step": 8,
         "checkpoint__every_steps": 1,

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig
 from dppo_megatron.config.ranges import check_ranges
+from dppo_megatron.config.resolved_sets import TEMPLATES, Template, check_data, eval_set_configs, train_set_configs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import TEMPLATES, Template, check_data, eval_set_configs, train_set_configs
 from dppo_megatron.data.sets import load_set, stop_token_ids
 from dppo_megatron.types import UserError
 

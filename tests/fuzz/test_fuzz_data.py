@@ -29,8 +29,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dppo_megatron.config.data import TrainSetConfig
+from dppo_megatron.config.resolved_sets import train_set_configs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import train_set_configs
 from dppo_megatron.data.sets import load_set
 from dppo_megatron.types import Prompt, UserError
 

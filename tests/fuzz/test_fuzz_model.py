@@ -32,8 +32,8 @@ from transformers import (
 )
 
 from dppo_megatron.config.data import TrainSetConfig
+from dppo_megatron.config.resolved_sets import train_set_configs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import train_set_configs
 from dppo_megatron.data.templates import check_template, generation_config_stops, render
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture

@@ -27,14 +27,14 @@ from support.job import QUICK, job_config, write_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.evaluation.samples import EvalSample, scores_of
+from dppo_megatron.evaluation.eval_samples import EvalSample, scores_of
 from dppo_megatron.evaluation.standalone import write_results
 from dppo_megatron.job import prepare_job
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
-from dppo_megatron.workbench.compare.record import read_method_run
+from dppo_megatron.workbench.compare.method_run import read_method_run
 
 COUNT = 80
 RESCORED = 15
@@ -256,12 +256,12 @@ def _is_a_trace(where: str, path: Path) -> None:
         before = step["step"]
         count = len(step["prompts"])
         assert all(type(one) is int and 0 <= one < head["num_prompts"] for one in step["prompts"]), where
-        for name in ("rewards", "lengths", "surprisal"):
+        for name in ("rewards", "lengths", "logit_grad_norm"):
             assert len(step[name]) == count and {len(group) for group in step[name]} == groups, f"{where}: {name}"
         rewards = [one for group in step["rewards"] for one in group if one is not None]
         assert all(type(one) in (int, float) and math.isfinite(one) for one in rewards), where
         assert all(type(one) is int and one >= 0 for group in step["lengths"] for one in group), where
-        assert all(math.isfinite(one) and one >= 0 for group in step["surprisal"] for one in group), where
+        assert all(math.isfinite(one) and one >= 0 for group in step["logit_grad_norm"] for one in group), where
         kept = step["kept"]
         assert all(type(one) is int and 0 <= one < count * max(groups) for one in kept), where
         assert len(set(kept)) == len(kept), where

@@ -31,7 +31,7 @@ EVERY_S, SPANS, MOST_MB_AN_HOUR = 10.0, 20, 1.0
 VALUES = {
     "steps": 1_000_000,
     "actor__optimizer__learning_rate": 1e-7,  # or it has soon learnt all there is, and trains on nothing
-    "warm_start__steps": 2,
+    "sft__steps": 2,
     "reward__function": "support.faulty:length_parity",
     "reward__min_self_consistency": 0,
     "checkpoint__every_steps": 50,

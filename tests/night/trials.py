@@ -33,7 +33,7 @@ from support.launch import RankError, run_ranks
 from night.blows import Blow, clear_up, strike
 
 RUN = {
-    "warm_start__steps": 2,
+    "sft__steps": 2,
     "checkpoint__every_steps": 1,
     "checkpoint__keep": 0,
     "steps": 4,

@@ -207,7 +207,7 @@ def test_advice_can_be_followed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     """Moments in bfloat16 and an optimizer on the host are refused together, so one is no advice for the other."""
     model = write_config(tmp_path, "qwen3_32b")
     recipe = str(REPOSITORY / "configs" / "h100" / "qwen3_32b_8gpus_grpo.yaml")
-    settings = [recipe, f"model.hf_path={model}", "actor.offload=none", "actor.optimizer.moments=bfloat16"]
+    settings = [recipe, f"model.hf_path={model}", "actor.offload=none", "actor.optimizer.moments_dtype=bfloat16"]
     assert main(["plan", *settings, "--methods", "grpo", "--gpu-memory", "70"]) == 2
     assert "cpu_offload" not in capsys.readouterr().err
     assert main(["plan", *settings, "--methods", "grpo", "actor.optimizer.cpu_offload=1"]) == 2

@@ -27,7 +27,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import TokenCapacity
 from dppo_megatron.pruning import StepCost, completion_base, prompt_base, prompt_baselines
-from dppo_megatron.selection import Decision, Rollouts, Selector
+from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.types import UserError
 
 SEED = 20261122
@@ -45,7 +45,7 @@ class Case:
     outcomes: Rollouts
     """[num_prompts, G], a row for each prompt."""
 
-    def run(self, outcomes: Rollouts | None = None) -> Decision:
+    def run(self, outcomes: Rollouts | None = None) -> TrainSelection:
         """The step from the same state, with whatever the uniform numbers are now."""
         table = outcomes or self.outcomes
         self.selector.load_state_dict(self.state)
@@ -94,7 +94,7 @@ def make_case(index: int) -> Case:
 
 def _rows_of(table: Rollouts, rows: np.ndarray) -> Rollouts:
     optional = [None if column is None else column[rows] for column in (table.prompt_tokens, table.truncated)]
-    return Rollouts(table.rewards[rows], table.lengths[rows], table.surprisal[rows], *optional)
+    return Rollouts(table.rewards[rows], table.lengths[rows], table.logit_grad_norm[rows], *optional)
 
 
 # ---------------------------------------------------------------------- coefficients of the full batch
@@ -149,7 +149,7 @@ def full_coefficients(case: Case, nominal: np.ndarray) -> tuple[dict[tuple[int, 
     return coefficient, inverse
 
 
-def drawn_coefficients(decision: Decision) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
+def drawn_coefficients(decision: TrainSelection) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
     """W A / D and W / D of every completion that one draw trains on."""
     size = len(decision.kept) // max(len(decision.prompts.prompt_index), 1)
     coefficient, inverse = {}, {}
@@ -221,7 +221,7 @@ class Dice:
 _REAL_DRAW = prompt_base.draw
 
 
-def every_draw(case: Case, dice: Dice, place: Place) -> Iterator[tuple[float, Decision]]:
+def every_draw(case: Case, dice: Dice, place: Place) -> Iterator[tuple[float, TrainSelection]]:
     """(probability, decision) of every draw at one place, everything else as `dice` has it. Run within `rolled`."""
     dice.asked.pop(place, None)
     decision = case.run()
@@ -269,7 +269,7 @@ class Expected:
     """P(kept) over the product of the probabilities that the decisions tell: 1 where those are true."""
     labels: set[tuple[tuple[str, str], ...]]
     """Every ledger that came up, as (name, label) pairs."""
-    decisions: list[Decision]
+    decisions: list[TrainSelection]
     total: float
     """Sum of the probabilities over mini-batches, to be their number."""
 
@@ -297,7 +297,7 @@ def expectation(case: Case) -> Expected:
     return found
 
 
-def _inverse_probabilities(decision: Decision) -> dict[tuple[int, int], float]:
+def _inverse_probabilities(decision: TrainSelection) -> dict[tuple[int, int], float]:
     size = max(len(decision.kept) // max(len(decision.prompts.prompt_index), 1), 1)
     rows = np.flatnonzero(decision.kept)
     both = decision.prompts.inclusion_prob[rows // size] * decision.completion_prob[rows]

@@ -51,13 +51,13 @@ def make_config(rng: np.random.Generator) -> Config:
     pruning.completion.method = one(*(weighted if rng.random() < 0.7 else [*COMPLETION_POLICIES, *OWN_COMPLETIONS]))
     for level in (pruning.prompt, pruning.completion):
         level.rate = one(0.0, 0.25, 0.3, 0.5, 0.5, 0.6, 0.7, 0.9, float(rng.uniform(0, 0.95)))
-        level.p_min = float(one(0.02, 0.05, 1 - level.rate, rng.uniform(0.01, 1 - level.rate)))
+        level.min_inclusion_prob = float(one(0.02, 0.05, 1 - level.rate, rng.uniform(0.01, 1 - level.rate)))
         level.design, level.estimator = (
             one("systematic", "systematic", "poisson"),
             one("ht", "ht", "ht", "c_form", "hajek"),
         )
         capped = rng.random() < 0.3
-        level.max_weight = float(one(1, 1.3, 2, 3, 5, 20, 1 / level.p_min, 100)) if capped else 0.0
+        level.max_weight = float(one(1, 1.3, 2, 3, 5, 20, 1 / level.min_inclusion_prob, 100)) if capped else 0.0
         level.anneal_fraction = float(one(*[1] * 8, 0.5, 0.0))
         level.cost_aware = one(False, False, True)
         level.max_design_effect = float(one(0, 0, 0, 0, 1.1, 1.6))
@@ -146,10 +146,10 @@ def make_outcomes(rng: np.random.Generator, num_prompts: int, size: int, *, bina
         rewards[:] = rng.choice([0.0, 1.0, np.nan])
     lengths = rng.integers(1, LIMIT + 1, shape)
     truncated = (lengths == LIMIT) & (rng.random(shape) < 0.8) if rng.random() < 0.5 else None
-    surprisal = rng.uniform(0.01, 1, shape) * np.sqrt(lengths)
-    surprisal[rng.random(shape) < rng.choice([0.0, 0.1])] = 0.0
+    logit_grad_norm = rng.uniform(0.01, 1, shape) * np.sqrt(lengths)
+    logit_grad_norm[rng.random(shape) < rng.choice([0.0, 0.1])] = 0.0
     tokens = rng.integers(1, 5, num_prompts) if rng.random() < 0.5 else None
-    return Rollouts(rewards, lengths, surprisal, tokens, truncated)
+    return Rollouts(rewards, lengths, logit_grad_norm, tokens, truncated)
 
 
 def make_features(rng: np.random.Generator, num_prompts: int) -> PromptFeatures | None:

@@ -141,7 +141,7 @@ def denominators(problem: Problem, normalisation: str) -> np.ndarray:
     }[normalisation]
 
 
-def surprisals(problem: Problem) -> np.ndarray:
+def logit_grad_norms(problem: Problem) -> np.ndarray:
     """sqrt(sum (1 - p)^2) under the old policy, [n]."""
     return np.sqrt((np.square(1 - np.exp(problem.old)) * problem.mask).sum(1))
 

@@ -14,9 +14,9 @@ from dppo_megatron.pruning import (
     CompletionBatch,
     StepCost,
     biased_rows,
+    logit_grad_norm,
     make_completion_policy,
     step_metrics,
-    surprisal,
 )
 from dppo_megatron.pruning.interface import keep_all
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES
@@ -45,7 +45,7 @@ def make_batch(seed=0, *, groups=GROUPS, size=G, failed=0, pass_rate=None):
         rewards=rewards.ravel(),
         advantages=advantages.ravel(),
         lengths=lengths,
-        surprisal=np.sqrt(lengths) * rng.uniform(0.2, 0.6, groups * size),
+        logit_grad_norm=np.sqrt(lengths) * rng.uniform(0.2, 0.6, groups * size),
         denominator=groups * size * lengths.astype(np.float64),
         prompt_weight=np.repeat(rng.uniform(1, 5, groups), size),
         num_nominal=2 * groups * size,
@@ -188,7 +188,7 @@ def test_a_token_budget_is_spent_in_tokens():
 
 def test_the_score_orders_probabilities_and_can_be_replaced_by_abs_advantage():
     batch = dataclasses.replace(make_batch(pass_rate=0.5), prompt_weight=np.ones(GROUPS * G))
-    size = np.abs(batch.advantages) * batch.surprisal / batch.denominator
+    size = np.abs(batch.advantages) * batch.logit_grad_norm / batch.denominator
     for score, measure in (("free_norm", size), ("abs_advantage", np.abs(batch.advantages) / batch.denominator)):
         pi = make(rate=0.8, score=score).prune(batch, step=0).inclusion_prob
         inside = (pi > 0.05 + 1e-9) & (pi < 1 - 1e-9)
@@ -299,7 +299,7 @@ def test_allocation_plans_more_prompts():
     ("field", "value", "message"),
     [
         ("advantages", np.nan, "advantages of prompt .* is nan"),
-        ("surprisal", -1.0, "surprisal of prompt .* is -1"),
+        ("logit_grad_norm", -1.0, "logit_grad_norm of prompt .* is -1"),
         ("denominator", 0.0, "denominator of prompt .* is 0"),
         ("prompt_weight", np.inf, "prompt_weight of prompt .* is inf"),
         ("rewards", np.inf, "rewards of prompt .* is inf"),
@@ -317,12 +317,14 @@ def test_bad_rows_are_named(field, value, message):
 
 
 def test_surprisal_of_log_probabilities():
-    assert surprisal(np.log(np.array([0.5, 0.9], dtype=np.float32))) == pytest.approx(np.sqrt(0.26), rel=1e-6)
-    assert surprisal(np.zeros(3, dtype=np.float32)) == 0.0 and surprisal(np.zeros(0, dtype=np.float32)) == 0.0
+    assert logit_grad_norm(np.log(np.array([0.5, 0.9], dtype=np.float32))) == pytest.approx(np.sqrt(0.26), rel=1e-6)
+    assert (
+        logit_grad_norm(np.zeros(3, dtype=np.float32)) == 0.0 and logit_grad_norm(np.zeros(0, dtype=np.float32)) == 0.0
+    )
 
 
 def test_certain_completions_with_an_advantage_still_have_a_floor():
-    batch = dataclasses.replace(make_batch(pass_rate=0.5), surprisal=np.zeros(GROUPS * G))
+    batch = dataclasses.replace(make_batch(pass_rate=0.5), logit_grad_norm=np.zeros(GROUPS * G))
     selection = make().prune(batch, step=0)
     assert (selection.inclusion_prob[batch.advantages != 0] > 0).all()
 
@@ -342,8 +344,8 @@ def test_monitors_read_one_when_weights_are_right_and_move_when_they_are_wrong()
     assert metrics["prune/biased_selections"] == 0
     weights = selection.weight[selection.kept]
     assert metrics["prune/ess"] == pytest.approx(weights.sum() ** 2 / (weights**2).sum())
-    assert metrics["prune/w_cv2"] == pytest.approx(weights.var() / weights.mean() ** 2)
-    assert metrics["prune/w_max"] == weights.max() <= 20
+    assert metrics["prune/weight_cv2"] == pytest.approx(weights.var() / weights.mean() ** 2)
+    assert metrics["prune/weight_max"] == weights.max() <= 20
     assert metrics["prune/completion_design_effect"] >= 1
 
     twice = dataclasses.replace(selection, weight=selection.weight**2)

@@ -36,7 +36,7 @@ def test_the_defaults_are_valid_and_survive_omegaconf():
     check_pruning(config)
     assert config == PruningConfig()
     assert (config.prompt.method, config.completion.method) == ("dppo", "dppo")
-    assert (config.prompt.rate, config.prompt.p_min, config.completion.rate) == (0.3, 0.2, None)
+    assert (config.prompt.rate, config.prompt.min_inclusion_prob, config.completion.rate) == (0.3, 0.2, None)
 
 
 @pytest.mark.parametrize("method", PROMPT_POLICIES)
@@ -68,9 +68,12 @@ def test_every_completion_method_is_constructible(method):
             r"pruning.prompt.method = 'dpo': no such choice; did you mean 'dppo'\? known: none, dppo,",
         ),
         ("completion.method=cpo", r"did you mean 'cppo'"),
-        ("prompt.p_min=0", r"pruning.prompt.p_min = 0.0: must be in \(0, 1\]"),
-        ("prompt.p_min=0.8", r"pruning.prompt.p_min = 0.8: must be at most 1 - rate = 0.7"),
-        ("completion.p_min=0", r"pruning.completion.p_min = 0: must be in \(0, 1\]; .* biased"),
+        ("prompt.min_inclusion_prob=0", r"pruning.prompt.min_inclusion_prob = 0.0: must be in \(0, 1\]"),
+        ("prompt.min_inclusion_prob=0.8", r"pruning.prompt.min_inclusion_prob = 0.8: must be at most 1 - rate = 0.7"),
+        (
+            "completion.min_inclusion_prob=0",
+            r"pruning.completion.min_inclusion_prob = 0: must be in \(0, 1\]; .* biased",
+        ),
         ("prompt.discount=0", r"pruning.prompt.discount = 0.0: must be in \(0, 1\]"),
         ("prompt.anneal_fraction=1.5", r"pruning.prompt.anneal_fraction = 1.5: must be in \[0, 1\]"),
         ("prompt.design=sistematic", r"did you mean 'systematic'"),
@@ -125,8 +128,10 @@ def test_settings_that_a_method_does_not_read_are_named():
     """Only those that were changed: methods are compared by changing one word of a config."""
     assert check(load()) == []
     assert check(load("prompt.method=none", "completion.method=none")) == []
-    said = check(load("prompt.method=greso", "prompt.rate=0.4", "prompt.p_min=0.1", "completion.method=none"))
-    assert said == ["pruning.prompt.method = greso does not read rate, p_min"]
+    said = check(
+        load("prompt.method=greso", "prompt.rate=0.4", "prompt.min_inclusion_prob=0.1", "completion.method=none")
+    )
+    assert said == ["pruning.prompt.method = greso does not read rate, min_inclusion_prob"]
     said = check(load("prompt.method=dppo_auto", "prompt.rate=0.1", "completion.quadratic_cost_per_token=0.1"))
     assert said == [
         "pruning.prompt.method = dppo_auto does not read rate",

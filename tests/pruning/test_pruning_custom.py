@@ -80,7 +80,7 @@ def test_the_ledger_of_a_plugged_policy_is_true(prompt: str, completion: str, la
     ("changes", "label"), [({"max_weight": 1.1}, "biased"), ({"estimator": "hajek"}, "ratio"), ({}, "unbiased")]
 )
 def test_settings_that_bend_the_weights_are_labelled(changes: dict[str, Any], label: str) -> None:
-    """As for the built-in methods: the house weighs."""
+    """As for the built-in methods: the trainer makes the weights."""
     config = _config("none", OWN + "Longer")
     for name, value in changes.items():
         setattr(config.pruning.completion, name, value)
@@ -130,9 +130,10 @@ def test_a_pick_of_nothing_is_a_pick() -> None:
 
 
 def test_a_completion_with_an_advantage_keeps_a_floor() -> None:
-    """Whatever `choose` says, nothing with gradient has less than p_min, and nothing without any has a chance."""
+    """Whatever `choose` says, nothing with gradient has less than min_inclusion_prob, and nothing without any has a
+    chance."""
     config = _config("none", OWN + "Longer")
-    config.pruning.completion.p_min = 0.5
+    config.pruning.completion.min_inclusion_prob = 0.5
     case = _case(config, 2)
     decision = case.run()
     assert decision.weight.max() <= 2.0

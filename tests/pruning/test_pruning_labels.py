@@ -41,7 +41,7 @@ from dppo_megatron.pruning import StepCost
 from dppo_megatron.pruning.designs import poisson, systematic
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, check_methods
 from dppo_megatron.pruning.weights import ESTIMATOR_WEIGHTS, largest_weight
-from dppo_megatron.selection import Decision, Rollouts, Selector
+from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.types import UserError
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -312,10 +312,10 @@ def _config(prompt: str = "none", completion: str = "none", rate: float = 0.5, *
 
 
 def _taken(table: Rollouts, rows: np.ndarray) -> Rollouts:
-    return Rollouts(table.rewards[rows], table.lengths[rows], table.surprisal[rows])
+    return Rollouts(table.rewards[rows], table.lengths[rows], table.logit_grad_norm[rows])
 
 
-def _decide(config: Config, steps: int = 8) -> Decision:
+def _decide(config: Config, steps: int = 8) -> TrainSelection:
     """The last of some steps in which three prompts of eight are always right."""
     rng = np.random.default_rng(0)
     rewards = np.where(np.arange(8)[:, None] < 3, 1.0, rng.integers(0, 2, (8, 4)))

@@ -38,7 +38,7 @@ def cppo_selection(advantages, rate, *, method="cppo_verl", group=None):
         rewards=np.zeros(n),
         advantages=advantages,
         lengths=np.ones(n, int),
-        surprisal=np.ones(n),
+        logit_grad_norm=np.ones(n),
         denominator=np.ones(n),
         prompt_weight=np.ones(n),
         num_nominal=n,

@@ -101,7 +101,7 @@ def test_wrong_states_are_refused_by_name():
 
 
 def test_dppo_probabilities_are_floored_exact_and_of_whole_sum():
-    policy = make("dppo", rate=0.4, p_min=0.2)
+    policy = make("dppo", rate=0.4, min_inclusion_prob=0.2)
     selections = play(policy, 0, 60)
     assert all(s.kept.all() and s.ledger[0].label == "exact" for s in selections[:4])  # the first epoch
     for s in selections[8:]:
@@ -267,8 +267,8 @@ def test_a_weight_cap_that_binds_is_labelled_and_one_that_cannot_is_not():
 
 @pytest.mark.parametrize("estimator", ["hajek", "c_form"])
 def test_a_cap_is_judged_by_the_largest_weight_that_can_occur(estimator):
-    """1/pi ends at 1/p_min; a ratio's weights do not, where few of the independent coins fall well."""
-    common = {"rate": 0.5, "p_min": 0.2, "design": "poisson", "estimator": estimator}
+    """1/pi ends at 1/min_inclusion_prob; a ratio's weights do not, where few of the independent coins fall well."""
+    common = {"rate": 0.5, "min_inclusion_prob": 0.2, "design": "poisson", "estimator": estimator}
     labels = [
         play(make("dppo", max_weight=cap, **common), 0, 20)[-1].ledger[0].label for cap in (0.0, 5.0, PER_STEP * 5.0)
     ]

@@ -12,7 +12,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning import StepCost
 from dppo_megatron.pruning.budget import RateControl, floor_share
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
-from dppo_megatron.selection import Chosen, Decision, Rollouts, Selector
+from dppo_megatron.selection import PromptDraw, Rollouts, Selector, TrainSelection
 
 NUM_PROMPTS, G, STEPS = 64, 4, 9
 
@@ -29,7 +29,7 @@ def make(prompt: str = "none", completion: str = "none", *, ahead: int = 0) -> S
     return Selector(config, NUM_PROMPTS)
 
 
-def finish(selector: Selector, chosen: Chosen, number: int) -> Decision:
+def finish(selector: Selector, chosen: PromptDraw, number: int) -> TrainSelection:
     """A step's end with random outcomes, most groups of which are easy or hard."""
     rng = np.random.default_rng(number)
 
@@ -48,7 +48,7 @@ def cost(number: int) -> StepCost:
     return StepCost(number, rollout_s=1.0, update_s=1.0, other_s=0.1 * number, grad_norm=norm)
 
 
-def decisions_equal(one: Decision, other: Decision) -> None:
+def decisions_equal(one: TrainSelection, other: TrainSelection) -> None:
     for name in ("kept", "weight", "advantages", "denominator", "minibatch", "offered"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
     assert one.ledger == other.ledger and one.metrics == other.metrics

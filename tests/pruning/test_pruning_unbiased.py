@@ -18,12 +18,12 @@ from numpy_policy import (
     OBJECTIVES,
     all_subsets,
     denominators,
+    logit_grad_norms,
     logprobs,
     make_problem,
     poisson_probability,
     sequence_gradients,
     sequence_losses,
-    surprisals,
 )
 
 from dppo_megatron.config.pruning import CompletionPruningConfig
@@ -40,7 +40,11 @@ def scored_probabilities(problem, normalisation, *, kl_coef, rate=0.5, floor=0.1
     advantages = problem.advantages
     weight = np.ones(len(advantages)) if prompt_weight is None else prompt_weight
     score = completion_score(
-        advantages, surprisals(problem), denominators(problem, normalisation), weight, zero_advantage_slope=kl_coef
+        advantages,
+        logit_grad_norms(problem),
+        denominators(problem, normalisation),
+        weight,
+        zero_advantage_slope=kl_coef,
     )
     lower = np.where((advantages != 0) | (kl_coef > 0), floor, 0.0)
     return WaterFiller(np.where(lower > 0, score, 0.0), lower).solve((1 - rate) * len(advantages))
@@ -136,7 +140,7 @@ def test_two_levels_are_unbiased_together():
         prompt_weight = horvitz_thompson(prompts)[problem.group][rows]
         score = completion_score(
             problem.advantages[rows],
-            surprisals(problem)[rows],
+            logit_grad_norms(problem)[rows],
             denominators(problem, "sequence_mean")[rows],
             prompt_weight,
             zero_advantage_slope=problem.kl_coef,
@@ -192,7 +196,7 @@ def test_break_no_support_without_advantage_under_kl():
     free = make_completion_policy(config, seed=0, total_steps=10, zero_advantage_slope=0.0).prune(
         as_batch(problem), step=0
     )
-    assert (floored.inclusion_prob >= config.p_min).all()
+    assert (floored.inclusion_prob >= config.min_inclusion_prob).all()
     assert (free.inclusion_prob[:4] == 0).all() and (free.inclusion_prob[4:] > 0).all()
 
 
@@ -279,7 +283,7 @@ def test_hajek_bias_is_its_covariance_with_the_estimated_count():
 def test_c_form_is_biased_with_a_random_size_and_exact_with_a_fixed_one():
     problem = make_problem()
     terms = sequence_gradients(problem, "clip") / denominators(problem, "sequence_mean")[:, None]
-    pi = WaterFiller(surprisals(problem), 0.1).solve(4.0)
+    pi = WaterFiller(logit_grad_norms(problem), 0.1).solve(4.0)
     random_size = sum(p * (c_form(drawn) @ terms) for p, drawn in poisson_outcomes(pi))
     assert relative_error(random_size, terms.sum(0)) > 1e-3
     for _, drawn in systematic_outcomes(pi, np.arange(8)):
@@ -311,7 +315,7 @@ def as_batch(problem, copies=1):
         rewards=np.tile(problem.rewards, copies),
         advantages=np.tile(problem.advantages, copies),
         lengths=np.tile(problem.lengths, copies),
-        surprisal=np.tile(surprisals(problem), copies),
+        logit_grad_norm=np.tile(logit_grad_norms(problem), copies),
         denominator=np.tile(denominators(problem, "sequence_mean"), copies),
         prompt_weight=np.ones(n * copies),
         num_nominal=n * copies,

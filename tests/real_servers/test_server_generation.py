@@ -21,7 +21,7 @@ from support.served import LONG, LONGEST, Served, prompts_of, requests_for, trai
 from support.settings import rollout_config
 
 from dppo_megatron.config.data import EvalSetConfig
-from dppo_megatron.config.sets import longest_sequence
+from dppo_megatron.config.resolved_sets import longest_sequence
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Sampling
@@ -30,7 +30,7 @@ from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.connect import make_server
 from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, VLLM_ARRAYS_PATH
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
-from dppo_megatron.rollout.servers.intake import Ask
+from dppo_megatron.rollout.servers.intake import Submit
 from dppo_megatron.rollout.servers.protocol import generate
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 
@@ -160,13 +160,13 @@ def test_evaluation_through_servers(served: Served, tmp_path: Path) -> None:
         assert [one.text for one in found[0]] == [one.text for one in found[1]]
 
 
-def _note_asks(engine: ServerEngine, note: Callable[[Ask], None]) -> None:
+def _note_asks(engine: ServerEngine, note: Callable[[Submit], None]) -> None:
     """Have `note` see every group that is sent to a server."""
     assert engine._head is not None
     clients: Any = engine._head.clients
     ask = clients.ask
 
-    def noted(asked: Ask) -> None:
+    def noted(asked: Submit) -> None:
         note(asked)
         ask(asked)
 
@@ -180,7 +180,7 @@ def test_both_servers_share_the_load(served: Served, tmp_path: Path) -> None:
     engine.load_weights(Reference(served.files / "model", 1).weights)
     names = list(asked)
 
-    def note(ask: Ask) -> None:
+    def note(ask: Submit) -> None:
         asked[names[ask.server]] += 1
 
     _note_asks(engine, note)
@@ -259,7 +259,7 @@ def test_stragglers_are_cut_and_entered_in_the_ledger(served: Served, tmp_path: 
     to do meanwhile is the work of a few tokens, on any machine. A server that stalls before it answers, as it may when
     it is asked for the first time on a busy one, is asked again.
     """
-    config = served.config(tmp_path / "run", 1, steps=2, rollout__limits__straggler_share=0.95, **ROOM, **QUICK)
+    config = served.config(tmp_path / "run", 1, steps=2, rollout__limits__finish_fraction=0.95, **ROOM, **QUICK)
     engine, reference = served.engine(config), Reference(served.files / "model", 11)
     job = prepare_job(config, 1)
     with torch.no_grad():
@@ -271,7 +271,7 @@ def test_stragglers_are_cut_and_entered_in_the_ledger(served: Served, tmp_path: 
         completions = engine.generate([*short, *long], Sampling(1, 1.0, 0))
         first, last = completions[: len(short)], completions[len(short) :]
         cut = [one for one in last if one.finish_reason == "length" and len(one.token_ids) < LONGEST]
-        assert engine.statistics().cut_completions == len(cut)
+        assert engine.statistics().stragglers_aborted == len(cut)
         if cut:
             break
     assert cut and len(last) == len(long) and [len(one.token_ids) for one in first] == [1] * len(short)

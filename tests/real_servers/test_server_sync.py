@@ -34,7 +34,7 @@ from dppo_megatron.rollout.servers.protocol import TensorNote
 from dppo_megatron.rollout.sync.colocated import OFFERS
 from dppo_megatron.rollout.sync.receipts import canary_difference
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
-from dppo_megatron.types import GuardStop
+from dppo_megatron.types import RunAborted
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def test_a_tensor_that_differs_is_named(served: Served, tmp_path: Path) -> None:
         load(path, version, timeout_s=timeout_s)
 
     server.load_from_disk = tampered
-    with pytest.raises(GuardStop, match=r"layers\.1\.input_layernorm\.weight"):
+    with pytest.raises(RunAborted, match=r"layers\.1\.input_layernorm\.weight"):
         engine.load_weights(Reference(served.files / "model", 5).weights)
 
 
@@ -77,7 +77,7 @@ def test_the_canary_catches_stale_packed_weights(served: Served, tmp_path: Path)
     scored = [
         new.logprobs(r.prompt.token_ids, c.token_ids.tolist()) for r, (_, c) in zip(requests, answers, strict=True)
     ]
-    with pytest.raises(GuardStop, match=f"{served.servers[0].url} scores a canary"):
+    with pytest.raises(RunAborted, match=f"{served.servers[0].url} scores a canary"):
         canary_difference([name for name, _ in answers], [c.logprobs for _, c in answers], scored, bound=0.05)
 
 
@@ -101,7 +101,7 @@ def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str) -> 
     """From the second step on completions are one sync old where the policy waits for them, and at most one elsewhere;
     the last step, which ends the run, looks at nothing ahead."""
     config = served.config(
-        tmp_path / "run", steps=4, warm_start__steps=0, rollout__async_steps=1, rollout__sync__in_flight=in_flight
+        tmp_path / "run", steps=4, sft__steps=0, rollout__async_steps=1, rollout__sync__in_flight=in_flight
     )
     run_ranks(train_on_this_rank, 1, config, 1, timeout_s=300)
     rows = read_metrics(tmp_path / "run")[1:]
@@ -214,7 +214,7 @@ def test_a_full_disk_fails_the_sync(served: Served, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))
     try:
-        with pytest.raises(GuardStop, match="weight sync 1 over disk failed"):
+        with pytest.raises(RunAborted, match="weight sync 1 over disk failed"):
             engine.load_weights(Reference(served.files / "model", 18).weights)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -33,7 +33,7 @@ from dppo_megatron.rollout.servers import sglang, vllm
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import RunAborted, UserError
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +99,7 @@ def test_a_request_that_takes_too_long_is_named(served: Served, tmp_path: Path) 
     engine.load_weights(Reference(served.files / "model", 6).weights)
     requests = requests_for(prompts_of(config)[:24], step=7)
     try:
-        with pytest.raises(GuardStop, match=rf"7-\d+-0 on {served.servers[0].url}"):
+        with pytest.raises(RunAborted, match=rf"7-\d+-0 on {served.servers[0].url}"):
             generate_while(engine, requests, lambda: send(served.servers[0], signal.SIGSTOP))
     finally:
         send(served.servers[0], signal.SIGCONT)
@@ -190,6 +190,6 @@ def _train_with_a_server_that_stops(config: Config, server: LaunchedServer, phas
 
             setattr(run.loop, phase, stop_and_call)
             train(run)
-    except GuardStop as stop:
+    except RunAborted as stop:
         return str(stop)
     return ""

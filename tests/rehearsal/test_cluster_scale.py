@@ -36,7 +36,7 @@ from dppo_megatron.packing.alignment import PackingLayout, packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.steps.exchange import Replicas, exchange
 from dppo_megatron.steps.step import UpdatePlan, sizes_of
-from dppo_megatron.types import Completion, Group, Prompt, SelectedPrompt
+from dppo_megatron.types import Completion, Group, Prompt, RolloutPrompt
 from dppo_megatron.weights.routes import Catalogue
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -122,7 +122,7 @@ def _descriptors(port: int) -> list[int]:
     counts.append(count())
     replicas = Replicas.agree(layout.data_parallel_rank)
     assert replicas.node.tolist() == np.repeat(starts[:-1], NODES).tolist()
-    selected = [SelectedPrompt(Prompt(k, "", (1, 2), "", ""), 1.0, 1.0) for k in range(2 * world)]
+    selected = [RolloutPrompt(Prompt(k, "", (1, 2), "", ""), 1.0, 1.0) for k in range(2 * world)]
     groups = [
         Group(
             one, tuple(Completion(np.array([k, j]), np.zeros(2, np.float32), "stop", "") for j in (0, 1)), np.zeros(2)

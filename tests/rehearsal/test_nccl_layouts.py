@@ -28,9 +28,9 @@ from dppo_megatron.actor import layout as actor_layout
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.algorithms.objectives import clipped_surrogate
 from dppo_megatron.platform import prepare
+from dppo_megatron.rollout.servers.device_map import DeviceMap
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.protocol import TensorNote
-from dppo_megatron.rollout.servers.seats import Seats
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
@@ -101,7 +101,7 @@ class Server:
             self._digest.update(name.encode() + tensors[name])
 
 
-def _channel(name: str, fleet: Fleet | None, seats: Seats, root: Path, model: Path) -> Channel:
+def _channel(name: str, fleet: Fleet | None, seats: DeviceMap, root: Path, model: Path) -> Channel:
     if name == "disk":
         return DiskChannel(fleet, root, str(model), BUCKET, TIMEOUT_S)
     if name == "ipc":

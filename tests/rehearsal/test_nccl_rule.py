@@ -17,7 +17,7 @@ from support.launch import RankError, run_ranks
 
 from dppo_megatron.distributed import check_interfaces, clock_offset, connect, gather_all
 from dppo_megatron.platform import prepare
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import RunAborted, UserError
 from rehearsal.nccl_rule import AT_START, ON_THE_HOST, RuleBroken, install, start_as_the_job_does, under_rule
 
 CPU = torch.device("cpu")
@@ -140,7 +140,7 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
 
 def _connecting(all_reduce: Any, timeout_s: float = 30.0) -> str:
     dist.all_reduce = all_reduce
-    with pytest.raises((UserError, GuardStop)) as stop:
+    with pytest.raises((UserError, RunAborted)) as stop:
         connect([dist.group.WORLD], CPU, timeout_s)
     return f"{stop.type.__name__}: {stop.value}"
 
@@ -158,7 +158,7 @@ def test_what_keeps_a_group_from_being_connected_is_a_sentence() -> None:
     for said in run_ranks(_connecting, 2, _raises(shared + " detected : rank 1 and rank 0 both on ...")):
         assert said.startswith("UserError: could not connect default_pg (ranks 0, 1): Duplicate GPU detected")
     silent = run_ranks(_connecting, 2, lambda *_, **__: threading.Event().wait(20), 0.2)
-    assert "GuardStop: could not connect default_pg (ranks 0, 1): not within guard.rendezvous_t" in silent[1]
+    assert "RunAborted: could not connect default_pg (ranks 0, 1): not within guard.rendezvous_t" in silent[1]
     refused = run_ranks(_connecting, 2, _raises("x\nLast error:\nsocketPollConnect: connect to 10.0.0.7<1> failed"))
     assert "(ranks 0, 1): socketPollConnect: connect to 10.0.0.7<1> failed. Do the machines" in refused[0]
     wordless = run_ranks(_connecting, 2, _raises("", ValueError))  # not taken for connected

@@ -70,7 +70,7 @@ def _rank(small: Miniature, command: list[str], folder: Path) -> int:
 def _be_on_a_device(name: str) -> None:
     from dppo_megatron.rollout import server_engine
     from dppo_megatron.rollout.servers import vllm
-    from dppo_megatron.rollout.servers.seats import RankDevice
+    from dppo_megatron.rollout.servers.device_map import RankDevice
     from dppo_megatron.rollout.sync.colocated import OFFERS
 
     server_engine.this_device = lambda node: RankDevice(node, frozenset((name,)))  # type: ignore[assignment]

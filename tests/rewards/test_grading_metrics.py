@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dppo_megatron.config.reward import RewardConfig
-from dppo_megatron.observe.progress import RunProgress
+from dppo_megatron.observe.progress_display import RunProgress
 from dppo_megatron.rewards.measures import FailureGuard, GradeTable, grading_metrics
-from dppo_megatron.types import Grade, Group, GuardStop, Prompt, SelectedPrompt
+from dppo_megatron.types import Grade, Group, Prompt, RolloutPrompt, RunAborted
 
 FAILED = Grade(math.nan, failure="raised ValueError: no")
 LATE = Grade(math.nan, failure="timed out after 30 s")
 
 
 def group_of(grades: list[Grade], weight: float = 1.0) -> Group:
-    selected = SelectedPrompt(Prompt(0, "", (1,), "", ""), 1 / weight, weight)
+    selected = RolloutPrompt(Prompt(0, "", (1,), "", ""), 1 / weight, weight)
     return Group(selected, (), np.array([grade.reward for grade in grades]), tuple(grades))
 
 
@@ -74,7 +74,7 @@ def test_the_guard_counts_a_whole_step(rounds: list[list[bool]], share: float) -
             guard.check(table, step=2)
             continue
         with pytest.raises(
-            GuardStop, match=f"step 2: {failed} of {total} gradings failed.*{failed} x raised ValueError"
+            RunAborted, match=f"step 2: {failed} of {total} gradings failed.*{failed} x raised ValueError"
         ):
             guard.check(table, step=2)
         return

@@ -11,7 +11,7 @@ import pytest
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.reward import RewardConfig, RewardFunctionConfig, check_reward
 from dppo_megatron.rewards.grading import Grader, make_grader
-from dppo_megatron.rewards.start_checks import MOST_REFERENCES, Bounds, check_grader, check_references
+from dppo_megatron.rewards.start_checks import MOST_REFERENCES, RewardBounds, check_grader, check_references
 from dppo_megatron.types import Prompt, UserError
 
 
@@ -133,8 +133,8 @@ def test_a_grader_for_an_evaluation_set_is_called_by_its_own_setting() -> None:
 
 
 def test_a_reward_that_the_prompt_score_cannot_use_is_said_before_the_run() -> None:
-    """score=beta counts rewards as successes: 1.1 would end the run in its first step, after the warm start."""
-    bounds = Bounds(0.0, 1.0, "pruning.prompt.score = beta counts it as a success")
+    """score=beta counts rewards as successes: 1.1 would end the run in its first step, after SFT."""
+    bounds = RewardBounds(0.0, 1.0, "pruning.prompt.score = beta counts it as a success")
     with grader_of(reward_of("obey")) as grader:
         check_grader(grader, prompts_of(["value 0.5"])[0], bounds)
         with pytest.raises(UserError, match=r"is 1\.1, and must be from 0 to 1: pruning\.prompt\.score"):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dppo_megatron.rewards.math import evaluate
-from dppo_megatron.rewards.math.evaluate import Work
+from dppo_megatron.rewards.math.evaluate import WorkLimit
 from dppo_megatron.rewards.math.grader import grade_math
 
 UNDONE = [
@@ -74,13 +74,13 @@ BOMBS = [
 def spent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Operations of the gradings since."""
     counted = [0]
-    spend = Work.spend
+    spend = WorkLimit.spend
 
-    def count(work: Work, operations: int = 1) -> None:
+    def count(work: WorkLimit, operations: int = 1) -> None:
         spend(work, operations)
         counted[0] += operations
 
-    monkeypatch.setattr(Work, "spend", count)
+    monkeypatch.setattr(WorkLimit, "spend", count)
     return counted
 
 

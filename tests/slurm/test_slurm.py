@@ -28,7 +28,7 @@ SCRIPTS = REPOSITORY / "examples" / "slurm"
 FREED_S = 60.0
 """Any crash frees the allocation in this time."""
 START_S = 240.0
-"""Two ranks on a busy machine: imports, a warm start, servers, the first step."""
+"""Two ranks on a busy machine: imports, SFT, servers, the first step."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,7 +54,7 @@ class Job:
         self.config = directory / "job.yaml"
         self.steps = steps
         values = {
-            "warm_start__steps": 0,
+            "sft__steps": 0,
             "rollout__prompts_per_step": 4,
             "rollout__servers__python": fake_python(directory),
             "rollout__sync__verify_every": 0,

@@ -1,6 +1,6 @@
 """A fleet over fake servers, with a clock of the test's.
 
-A fake server is its health; a fake intake is a function from an `Ask` to what comes of it. Nothing here sleeps: when
+A fake server is its health; a fake intake is a function from an `Submit` to what comes of it. Nothing here sleeps: when
 nothing happens the intake lets the clock go on.
 """
 
@@ -15,7 +15,7 @@ from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import Work
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
-from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Landed, Ready
+from dppo_megatron.rollout.servers.intake import AttemptFailed, Completed, Event, Graded, Submit
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 from support.said import heard
 from support.settings import rollout_config
@@ -64,23 +64,23 @@ class Inline(Executor):
         return future
 
 
-def answered(ask: Ask, reason: str = "stop", length: int = 2) -> Landed:
+def answered(ask: Submit, reason: str = "stop", length: int = 2) -> Completed:
     count = ask.group.count
-    return Landed(ask.ticket, [length] * count, [reason] * count, [(1, length * count)])
+    return Completed(ask.ticket, [length] * count, [reason] * count, [(1, length * count)])
 
 
-def broken(ask: Ask, text: str = "connection reset") -> Failed:
-    return Failed(ask.ticket, "unreachable", text)
+def broken(ask: Submit, text: str = "connection reset") -> AttemptFailed:
+    return AttemptFailed(ask.ticket, "unreachable", text)
 
 
 @dataclass
 class World:
     """Servers, a clock, and `reply`: what comes of an attempt now; None if nothing yet."""
 
-    reply: Callable[[Ask], Event | None] = answered
+    reply: Callable[[Submit], Event | None] = answered
     now: float = 0.0
-    asked: list[Ask] = field(default_factory=list)
-    open: dict[int, Ask] = field(default_factory=dict)
+    asked: list[Submit] = field(default_factory=list)
+    open: dict[int, Submit] = field(default_factory=dict)
     cancelled: list[int] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     late: list[Event] = field(default_factory=list)
@@ -99,7 +99,7 @@ class World:
     def room(self, server: int) -> int:
         return self.capacity
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, ask: Submit) -> None:
         self.asked.append(ask)
         self.open[ask.ticket] = ask
 
@@ -110,7 +110,7 @@ class World:
         self.cancelled += tickets
         for ticket in tickets:
             if self.open.pop(ticket, None) is not None:
-                self.late.append(Landed(ticket, [2], ["stop"], [(1, 2)]))
+                self.late.append(Completed(ticket, [2], ["stop"], [(1, 2)]))
 
     def events(self, timeout_s: float) -> list[Event]:
         found, self.late = self.late, []
@@ -118,7 +118,7 @@ class World:
             event = self.reply(ask)
             if event is not None:
                 del self.open[ask.ticket]
-                found += [event, Ready(ask.ticket)] if isinstance(event, Landed) else [event]
+                found += [event, Graded(ask.ticket)] if isinstance(event, Completed) else [event]
         if not found:
             self.now += timeout_s
         return found
@@ -128,7 +128,7 @@ def synced(fleet: Fleet) -> None:
     fleet.expect("1")
     with fleet.lock:
         for member in fleet.members:
-            member.took("1")
+            member.synced("1")
 
 
 def groups(*counts: int, tokens: int = 4) -> list[GenerateRequest]:

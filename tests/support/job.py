@@ -21,13 +21,13 @@ REPOSITORY = Path(__file__).parent.parent.parent
 
 def write_job_files(directory: Path) -> Path:
     """Problems and model under `directory`."""
-    write_task(directory, seed=0, num_train=48, num_heldout=24, num_warm_start=256)
+    write_task(directory, seed=0, num_train=48, num_heldout=24, num_sft=256)
     write_tiny_qwen3(directory / "model", seed=0)
     return directory
 
 
 def write_warm_job_files(directory: Path) -> Path:
-    """The same with a model that answers some problems already: one that a warm start of 30 steps has trained. A job of
+    """The same with a model that answers some problems already: one that SFT of 30 steps has trained. A job of
     these files warms up for 2 steps more instead of for 30, which are most of a small run's time."""
     write_job_files(directory)
     shutil.rmtree(directory / "model")
@@ -69,9 +69,9 @@ def settings(files: Path, run_dir: Path, **extra: Any) -> list[str]:
         "model.hf_path": files / "model",
         "data.train_path": files / "train.jsonl",
         "data.eval_paths.heldout": files / "heldout.jsonl",
-        "warm_start.examples_path": files / "warm_start.jsonl",
-        "warm_start.steps": 30,
-        "warm_start.examples_per_step": 64,
+        "sft.examples_path": files / "sft.jsonl",
+        "sft.steps": 30,
+        "sft.examples_per_step": 64,
         "rollout.prompts_per_step": 16,
         "rollout.sampling.max_completion_tokens": 16,
         "actor.optimizer.lr_warmup_steps": 1,
@@ -82,17 +82,17 @@ def settings(files: Path, run_dir: Path, **extra: Any) -> list[str]:
         "eval.every_steps": 0,
     }
     if (files / "model" / _WARM).exists():
-        values |= {"warm_start.steps": 2, "warm_start.learning_rate": 1e-5}  # Adam's first steps would undo the others
+        values |= {"sft.steps": 2, "sft.learning_rate": 1e-5}  # Adam's first steps would undo the others
     values |= {key.replace("__", "."): value for key, value in extra.items()}
     return [f"{key}={value}" for key, value in values.items()]
 
 
 QUICK = {
-    "warm_start__steps": 2,
+    "sft__steps": 2,
     "reward__function": "support.faulty:length_parity",
     "reward__min_self_consistency": 0,
 }
-"""For runs that need not solve problems: half of the rewards are 1 for any model, so it trains without a warm start."""
+"""For runs that need not solve problems: half of the rewards are 1 for any model, so it trains without SFT."""
 
 
 def job_config(files: Path, run_dir: Path, **extra: Any) -> Config:

@@ -19,7 +19,7 @@ import pytest
 from support.job import job_config
 from support.launch import RankError, run_ranks
 
-PHASES = ("warm_start", "select", "generate", "reward", "update", "sync", "record", "saving", "finish")
+PHASES = ("sft", "select", "generate", "reward", "update", "sync", "record", "saving", "finish")
 """Where a run can be killed."""
 
 
@@ -44,7 +44,7 @@ def train_or_die(files: Path, run_dir: Path, world_size: int, extra: dict[str, A
     from dppo_megatron.job import prepare_job
     from dppo_megatron.run import Run, Stopped
     from dppo_megatron.train import train
-    from dppo_megatron.types import GuardStop
+    from dppo_megatron.types import RunAborted
 
     job = prepare_job(job_config(files, run_dir, **extra), world_size)
     try:
@@ -52,7 +52,7 @@ def train_or_die(files: Path, run_dir: Path, world_size: int, extra: dict[str, A
             if kill is not None and kill.rank == int(os.environ["RANK"]):
                 arm(run, kill, kill.strike)
             train(run)
-    except GuardStop:
+    except RunAborted:
         return 3
     except Stopped:
         return 0
@@ -79,7 +79,7 @@ def arm(run: Any, moment: Kill, strike: Callable[[], None]) -> None:
     from dppo_megatron.checkpoint import store
 
     targets: dict[str, tuple[Any, str]] = {
-        "warm_start": (run.loop.actor, "update"),
+        "sft": (run.loop.actor, "update"),
         "select": (run.loop, "_select"),
         "generate": (run.loop, "generate"),
         "reward": (run.loop._engine, "_grade"),

@@ -12,7 +12,7 @@ from dppo_megatron.config.load import config_values
 from dppo_megatron.config.observe import SamplesConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.observe.samples import RecordedGroup, SampleWriter
-from dppo_megatron.types import Completion, Grade, Group, Prompt, SelectedPrompt
+from dppo_megatron.types import Completion, Grade, Group, Prompt, RolloutPrompt
 
 
 def write_record(
@@ -36,11 +36,11 @@ def write_record(
         phases = {f"time/{name}_s": float(rng.random()) for name in ("rollout", "reward", "select", "prune", "update")}
         others = {f"other/metric_{number}": float(rng.random()) for number in range(80)}
         row = {
-            "step": step, "reward/mean": float(rewards.mean()), "reward/failed": 0.0,
-            "rollout/completion_tokens_mean": float(lengths.mean()), "rollout/truncated": 2.0,
+            "step": step, "reward/mean": float(rewards.mean()), "reward/failed_count": 0.0,
+            "rollout/completion_tokens_mean": float(lengths.mean()), "rollout/truncated_count": 2.0,
             "train/grad_norm": float(rng.random()), "train/entropy": 0.5, "train/skipped_updates": float(step == 2),
             "mismatch/logprob_abs_diff_mean": 0.01, "prune/completions_generated": prompts * group,
-            "prune/completions_trained": prompts * group // 2, "prune/ess_share": 0.8, "prune/w_cv2": 0.25,
+            "prune/completions_trained": prompts * group // 2, "prune/ess_share": 0.8, "prune/weight_cv2": 0.25,
             "prune/prompt_design_effect": 1.1, "prune/completion_design_effect": 1.2, "pack/fill": 0.9,
             "tokens/generated": float(lengths.sum()), "tokens/trained": float(lengths.sum() // 2),
             "prune/ledger": [{"name": "prompt/dppo", "kept_fraction": 0.7, "label": "unbiased", "note": ""},
@@ -70,7 +70,7 @@ def recorded_group(position: int, size: int, text: str) -> RecordedGroup:
     grades = tuple(Grade(reward, "42" if reward == 1 else None, "exact") for reward in rewards.tolist())
     return RecordedGroup(
         position,
-        Group(SelectedPrompt(prompt, 0.5, 2.0), (completion,) * size, rewards, grades),
+        Group(RolloutPrompt(prompt, 0.5, 2.0), (completion,) * size, rewards, grades),
         advantages=np.linspace(1, -1, size),
         completion_prob=np.linspace(1, 0.1, size),
         weights=np.array([2.0] + [0.0] * (size - 1)),

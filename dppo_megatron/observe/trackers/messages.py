@@ -42,7 +42,7 @@ class StepLine(msgspec.Struct, frozen=True, tag=True):
     """A table of samples; empty: none with this step."""
 
 
-class End(msgspec.Struct, frozen=True, tag=True):
+class EndRun(msgspec.Struct, frozen=True, tag=True):
     finished: bool
     """As intended, and not by an error."""
 
@@ -75,7 +75,7 @@ class Mark(msgspec.Struct):
         write_text(path, msgspec.json.encode(self).decode() + "\n")
 
 
-ToTracker = Begin | StepLine | End
+ToTracker = Begin | StepLine | EndRun
 ENCODER = msgspec.json.Encoder()
 TO_TRACKER = msgspec.json.Decoder(ToTracker)
 ANSWER = msgspec.json.Decoder(Answer)

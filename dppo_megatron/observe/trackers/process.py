@@ -25,7 +25,7 @@ from typing import IO
 from dppo_megatron.children import ignore_signals
 from dppo_megatron.files import make_directory
 from dppo_megatron.frames import framed, read_frame
-from dppo_megatron.observe.trackers.messages import ENCODER, TO_TRACKER, Answer, Begin, End, Mark, StepLine
+from dppo_megatron.observe.trackers.messages import ENCODER, TO_TRACKER, Answer, Begin, EndRun, Mark, StepLine
 from dppo_megatron.observe.trackers.tools import TOOLS, Tracker
 from dppo_megatron.texts import one_line
 
@@ -42,11 +42,11 @@ class Sink:
         self._name, self._tracker = name, tracker
         self._mark, self._path = Mark(), Path()
 
-    def take(self, message: Begin | StepLine | End) -> None:
+    def take(self, message: Begin | StepLine | EndRun) -> None:
         """Raises what the tool raises."""
         if isinstance(message, Begin):
             self._begin(message)
-        elif isinstance(message, End):
+        elif isinstance(message, EndRun):
             self._tracker.end(finished=message.finished)
         elif message.step > self._mark.last_step:
             self._tracker.step(message)
@@ -76,20 +76,20 @@ def scrubbed(text: str) -> str:
 
 
 def serve(sink: Sink, messages: IO[bytes], answers: IO[bytes]) -> None:
-    """Until the messages end. Without an `End` among them, the trainer was killed, perhaps within a message."""
+    """Until the messages end. Without an `EndRun` among them, the trainer was killed, perhaps within a message."""
     ended = False
     while (frame := read_frame(messages.read)) is not None:
         message = TO_TRACKER.decode(frame)
-        ended = isinstance(message, End)
+        ended = isinstance(message, EndRun)
         answer = ENCODER.encode(Answer(_failure(sink, message)))
         with suppress(OSError):  # the trainer is gone; the messages will end
             answers.write(framed(answer))
             answers.flush()
     if not ended:
-        _failure(sink, End(finished=False))
+        _failure(sink, EndRun(finished=False))
 
 
-def _failure(sink: Sink, message: Begin | StepLine | End) -> str:
+def _failure(sink: Sink, message: Begin | StepLine | EndRun) -> str:
     try:
         sink.take(message)
     except (Exception, SystemExit) as error:  # a tool that gives up must not take its process with it

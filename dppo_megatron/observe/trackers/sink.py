@@ -31,7 +31,7 @@ from dppo_megatron.config.changes import flat
 from dppo_megatron.files import make_directory, write_text
 from dppo_megatron.frames import framed, read_frame
 from dppo_megatron.observe.samples import RecordedGroup, unicode_text
-from dppo_megatron.observe.trackers.messages import ANSWER, ENCODER, Begin, Cell, End, StepLine
+from dppo_megatron.observe.trackers.messages import ANSWER, ENCODER, Begin, Cell, EndRun, StepLine
 from dppo_megatron.texts import log
 
 TRACKERS = "trackers"
@@ -51,7 +51,7 @@ COLUMNS = ["group", "completion", "prompt", "text", "reference", "extracted", "r
 _LONGEST_TEXT = 4000
 
 
-class _Feed:
+class _TrackerQueue:
     """One tracker. `put`, `finish` and `close` are called by the main thread, the rest runs in a second one."""
 
     def __init__(self, name: str, begin: Begin, limit_s: float) -> None:
@@ -60,7 +60,7 @@ class _Feed:
         self._dropped, self._failed = 0, 0
         self._is_lost = False
         self._begin, self._limit_s = begin, limit_s
-        self._queue: queue.SimpleQueue[StepLine | End] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[StepLine | EndRun] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -78,7 +78,7 @@ class _Feed:
             self._dropped += 1
             self._note(f"slower than the steps; step {line.step} and perhaps others are left out")
 
-    def finish(self, end: End) -> None:
+    def finish(self, end: EndRun) -> None:
         """Nothing comes after this. Returns at once."""
         self._queue.put(end)
 
@@ -100,15 +100,15 @@ class _Feed:
         if failure:
             self._is_lost = True
             self._fail(f"{failure}; it gets nothing from this run")
-        message: StepLine | End | None = None
-        while not isinstance(message, End):
+        message: StepLine | EndRun | None = None
+        while not isinstance(message, EndRun):
             message = self._queue.get()
             if self._is_lost:
                 self._failed += isinstance(message, StepLine)
             elif failure := self._ask(message):
                 self._fail(failure)
 
-    def _ask(self, message: Begin | StepLine | End) -> str:
+    def _ask(self, message: Begin | StepLine | EndRun) -> str:
         """What went wrong; empty: nothing."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         try:
@@ -141,7 +141,7 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], begin: Begin, limit_s: float) -> None:
         self._directory, self._limit_s = Path(begin.directory), limit_s
-        self._feeds = [_Feed(name, begin, limit_s) for name in names]
+        self._feeds = [_TrackerQueue(name, begin, limit_s) for name in names]
 
     @property
     def failures(self) -> int:
@@ -157,7 +157,7 @@ class Trackers:
         """Deliver what waits, within the limit, and write down what was missed."""
         deadline = time.monotonic() + self._limit_s
         for feed in self._feeds:  # all of them first: one that hangs must not use up the time of the others
-            feed.finish(End(finished))
+            feed.finish(EndRun(finished))
         for feed in self._feeds:
             feed.close(deadline)
         missed = {one.name: {"failures": one.failures, "first": one.first_failure} for one in self._feeds}

@@ -47,7 +47,7 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AnswerList:
     """Several answers: a `list` has no brackets, a `tuple` has an order, a `set` has no order and no repetition."""
 
     kind: Literal["list", "tuple", "set"]
@@ -67,7 +67,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
+class Intervals:
     """A union of intervals; points are closed intervals of no length."""
 
     pieces: tuple[Piece, ...]
@@ -94,7 +94,7 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class Inequalities:
     """a < b < c of things that are no interval."""
 
     sides: tuple[Node, ...]
@@ -132,9 +132,23 @@ class Words:
     """The choice letters, if it is nothing else."""
 
 
-Answer = Value | Based | Clock | Ratio | Row | Spans | Relation | Named | Chain | Grid | Congruence | Cases | Words
+Answer = (
+    Value
+    | Based
+    | Clock
+    | Ratio
+    | AnswerList
+    | Intervals
+    | Relation
+    | Named
+    | Inequalities
+    | Grid
+    | Congruence
+    | Cases
+    | Words
+)
 
 
 def as_items(answer: Answer) -> tuple[Answer, ...]:
     """What a list, tuple or set holds; the answer itself if it is one."""
-    return answer.items if isinstance(answer, Row) else (answer,)
+    return answer.items if isinstance(answer, AnswerList) else (answer,)

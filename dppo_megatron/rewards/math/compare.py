@@ -16,24 +16,25 @@ from fractions import Fraction
 from dppo_megatron.rewards.math.answers import (
     TURNED,
     Answer,
+    AnswerList,
     Based,
     Cases,
-    Chain,
     Clock,
     Congruence,
     Grid,
+    Inequalities,
+    Intervals,
     Named,
     Piece,
     Ratio,
     Relation,
-    Row,
-    Spans,
     Value,
     Words,
     as_items,
 )
 from dppo_megatron.rewards.math.equality import same
-from dppo_megatron.rewards.math.evaluate import Work, rational
+from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
+from dppo_megatron.rewards.math.number_sets import normal
 from dppo_megatron.rewards.math.plain_kinds import (
     equal_based,
     equal_clocks,
@@ -41,7 +42,6 @@ from dppo_megatron.rewards.math.plain_kinds import (
     equal_ratios,
     equal_words,
 )
-from dppo_megatron.rewards.math.sets import normal
 from dppo_megatron.rewards.math.trees import Node, renamed, substituted, symbols
 from dppo_megatron.rewards.math.values import (
     Rules,
@@ -60,7 +60,7 @@ def equal(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         return True
     if isinstance(gold, Named) or isinstance(other, Named):
         return _named(gold, other, rules)
-    if isinstance(gold, Row) or isinstance(other, Row):
+    if isinstance(gold, AnswerList) or isinstance(other, AnswerList):
         return _rows(gold, other, rules)
     if isinstance(gold, Congruence) or isinstance(other, Congruence):
         return equal_congruences(gold, other, rules)
@@ -68,7 +68,7 @@ def equal(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         return _cases(gold, other, rules)
     if isinstance(gold, Grid) or isinstance(other, Grid):
         return _grids(gold, other, rules)
-    if isinstance(gold, Spans) or isinstance(other, Spans):
+    if isinstance(gold, Intervals) or isinstance(other, Intervals):
         return _spans(gold, other, rules)
     if isinstance(gold, Words) or isinstance(other, Words):
         return equal_words(gold, other)
@@ -80,7 +80,7 @@ def equal(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         return equal_ratios(gold, other, rules)
     if isinstance(gold, Relation) or isinstance(other, Relation):
         return _relations(gold, other, rules)
-    if isinstance(gold, Chain) or isinstance(other, Chain):
+    if isinstance(gold, Inequalities) or isinstance(other, Inequalities):
         return _chains(gold, other, rules)
     assert isinstance(gold, Value) and isinstance(other, Value)
     return equal_values(gold, other, rules)
@@ -101,7 +101,7 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     assert isinstance(named, Named)
     if isinstance(plain, Relation):
         return _as_relations(gold, other, rules)
-    if isinstance(plain, Spans) and isinstance(named.value, Value):
+    if isinstance(plain, Intervals) and isinstance(named.value, Value):
         return _spans(gold.value if isinstance(gold, Named) else gold, plain if plain is other else named.value, rules)
     if isinstance(gold, Named):
         return _functions(gold, other, rules)
@@ -206,7 +206,7 @@ def _difference(relation: Relation) -> tuple[str, Node]:
     return relation.op, ("+", relation.right, ("-", relation.left))
 
 
-def _constant_ratio(left: Node, right: Node, work: Work) -> Fraction | Verdict:
+def _constant_ratio(left: Node, right: Node, work: WorkLimit) -> Fraction | Verdict:
     """The constant c with left = c * right; False if there is none, None if that cannot be said."""
     names = sorted(symbols(left))
     for values in ([Fraction(p, 7) for p in (11, 17, 5, 23, 29, 3)], [Fraction(p, 5) for p in (3, 13, 7, 2, 17, 11)]):
@@ -223,17 +223,17 @@ def _constant_ratio(left: Node, right: Node, work: Work) -> Fraction | Verdict:
 
 def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     """Order matters in tuples only; how often something is listed matters in lists only."""
-    if isinstance(gold, Spans) or isinstance(other, Spans):
+    if isinstance(gold, Intervals) or isinstance(other, Intervals):
         return _spans(gold, other, rules)
     if isinstance(gold, Grid) or isinstance(other, Grid):
         return _grids(gold, other, rules)
-    if not isinstance(gold, Row) and not isinstance(other, Row):
+    if not isinstance(gold, AnswerList) and not isinstance(other, AnswerList):
         return None
     gold, other = _alone(gold), _alone(other)
-    kinds = {answer.kind for answer in (gold, other) if isinstance(answer, Row)}
-    if not isinstance(gold, Row) or not isinstance(other, Row):
-        row = gold if isinstance(gold, Row) else other
-        assert isinstance(row, Row)
+    kinds = {answer.kind for answer in (gold, other) if isinstance(answer, AnswerList)}
+    if not isinstance(gold, AnswerList) or not isinstance(other, AnswerList):
+        row = gold if isinstance(gold, AnswerList) else other
+        assert isinstance(row, AnswerList)
         if len(row.items) == 1 and row.kind == "set":  # {5} and 5
             return equal(row.items[0], other, rules) if row is gold else equal(gold, row.items[0], rules)
         plain = other if row is gold else gold
@@ -253,7 +253,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         return all_of([equal(a, b, rules.item(i)) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))])
     if "set" in kinds:
         return all_of([_covered(ours, theirs, rules), _covered(theirs, ours, rules)])
-    if len(theirs) > len(ours) and all(isinstance(item, Row) for item in ours):
+    if len(theirs) > len(ours) and all(isinstance(item, AnswerList) for item in ours):
         theirs = _distinct(theirs, rules)  # a solution listed twice is still one solution
     if len(ours) != len(theirs):
         return False
@@ -279,7 +279,12 @@ def _with_parameter(gold: tuple[Answer, ...], other: tuple[Answer, ...], rules: 
 
 def _alone(answer: Answer) -> Answer:
     """The tuple that a set holds alone: {(1, 2)} is the one solution (1, 2)."""
-    if isinstance(answer, Row) and answer.kind == "set" and len(answer.items) == 1 and isinstance(answer.items[0], Row):
+    if (
+        isinstance(answer, AnswerList)
+        and answer.kind == "set"
+        and len(answer.items) == 1
+        and isinstance(answer.items[0], AnswerList)
+    ):
         return answer.items[0]
     return answer
 
@@ -351,23 +356,23 @@ def _spans(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     return _pieces_matched(list(left.pieces), list(right.pieces), rules)
 
 
-def _as_spans(answer: Answer) -> Spans | None:
-    if isinstance(answer, Spans):
+def _as_spans(answer: Answer) -> Intervals | None:
+    if isinstance(answer, Intervals):
         return answer
-    if isinstance(answer, Row) and answer.kind == "tuple" and len(answer.items) == 2:
+    if isinstance(answer, AnswerList) and answer.kind == "tuple" and len(answer.items) == 2:
         low, high = answer.items
         if isinstance(low, Value) and isinstance(high, Value):
-            return Spans((Piece(low.node, False, high.node, False),))
-    if isinstance(answer, Row) and answer.kind == "list":  # (-oo, 1), (2, oo)
+            return Intervals((Piece(low.node, False, high.node, False),))
+    if isinstance(answer, AnswerList) and answer.kind == "list":  # (-oo, 1), (2, oo)
         parts = [_as_spans(item) for item in answer.items]
-        if None in parts or not any(isinstance(item, Spans) for item in answer.items):
+        if None in parts or not any(isinstance(item, Intervals) for item in answer.items):
             return None
-        return Spans(tuple(piece for part in parts if part for piece in part.pieces))
-    if isinstance(answer, Row) and answer.kind == "set":
+        return Intervals(tuple(piece for part in parts if part for piece in part.pieces))
+    if isinstance(answer, AnswerList) and answer.kind == "set":
         points = [item.node for item in as_items(answer) if isinstance(item, Value)]
         if len(points) < len(answer.items):  # a set of points of the plane, say
             return None
-        return Spans(tuple(Piece(node, True, node, True) for node in points))
+        return Intervals(tuple(Piece(node, True, node, True) for node in points))
     return None
 
 
@@ -418,10 +423,10 @@ def _is_vector(answer: Answer) -> bool:
 def _cells(answer: Answer) -> list[Node] | None:
     if isinstance(answer, Grid):
         return [cell for row in answer.rows for cell in row]
-    if isinstance(answer, Row) and answer.kind == "tuple":
+    if isinstance(answer, AnswerList) and answer.kind == "tuple":
         cells = [item.node for item in answer.items if isinstance(item, Value)]
         return cells if len(cells) == len(answer.items) else None
-    if isinstance(answer, Spans) and len(answer.pieces) == 1:  # [1, 2] may be a vector
+    if isinstance(answer, Intervals) and len(answer.pieces) == 1:  # [1, 2] may be a vector
         piece = answer.pieces[0]
         return [piece.low, piece.high] if piece.low_closed and piece.high_closed else None
     return None
@@ -429,15 +434,15 @@ def _cells(answer: Answer) -> list[Node] | None:
 
 def _chains(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     """a < b < c side by side; 2 + 3 = 5 is 5 if it is true."""
-    if isinstance(gold, Chain) and isinstance(other, Chain):
+    if isinstance(gold, Inequalities) and isinstance(other, Inequalities):
         if gold.ops != other.ops or len(gold.sides) != len(other.sides):
             turned = tuple(TURNED.get(op, op) for op in reversed(other.ops))
             if gold.ops != turned or len(gold.sides) != len(other.sides):
                 return False
-            other = Chain(tuple(reversed(other.sides)), turned)
+            other = Inequalities(tuple(reversed(other.sides)), turned)
         return all_of([equal_nodes(a, b, rules.exact()) for a, b in zip(gold.sides, other.sides, strict=True)])
-    chain, plain = (gold, other) if isinstance(gold, Chain) else (other, gold)
-    assert isinstance(chain, Chain)
+    chain, plain = (gold, other) if isinstance(gold, Inequalities) else (other, gold)
+    assert isinstance(chain, Inequalities)
     if not isinstance(plain, Value) or set(chain.ops) != {"="}:
         return False
     last = Value(chain.sides[-1])

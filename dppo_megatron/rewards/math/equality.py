@@ -29,7 +29,7 @@ from dppo_megatron.rewards.math.evaluate import (
     TooBig,
     Undefined,
     Unsure,
-    Work,
+    WorkLimit,
     digits,
     exact,
     rational,
@@ -63,7 +63,7 @@ class _NotRational(Exception):
     """No rational function."""
 
 
-def same(gold: Node, other: Node, work: Work | None = None) -> bool | None:
+def same(gold: Node, other: Node, work: WorkLimit | None = None) -> bool | None:
     """Whether the trees are equal; None if that cannot be said.
 
     Example:
@@ -72,7 +72,7 @@ def same(gold: Node, other: Node, work: Work | None = None) -> bool | None:
     """
     if gold == other:
         return True
-    work = work or Work()
+    work = work or WorkLimit()
     names = sorted(symbols(gold) | symbols(other))
     try:
         try:
@@ -122,7 +122,7 @@ def _residue(name: str) -> int:
     return random.Random(_SECRET + name.encode()).randrange(1, _modulus()[0])
 
 
-def _same_residue(gold: Node, other: Node, work: Work) -> bool | None:
+def _same_residue(gold: Node, other: Node, work: WorkLimit) -> bool | None:
     """None where one of the two is no rational function, or has no value."""
     try:
         return _modular(gold, work) == _modular(other, work)
@@ -130,7 +130,7 @@ def _same_residue(gold: Node, other: Node, work: Work) -> bool | None:
         return None
 
 
-def _modular(node: Node, work: Work) -> int:
+def _modular(node: Node, work: WorkLimit) -> int:
     work.spend()
     kind, (prime, root) = node[0], _modulus()
     if kind == "n":
@@ -168,7 +168,7 @@ def _inverse(value: int, prime: int) -> int:
     return pow(value, -1, prime)
 
 
-def _same_functions(gold: Node, other: Node, names: list[str], work: Work) -> bool | None:
+def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) -> bool | None:
     """By their values. With two variables or more below zero, roots and logarithms of products have other branches than
     products of roots; who writes them means positive numbers."""
     pair = ("+", gold, other)
@@ -220,7 +220,7 @@ def _points(names: Sequence[str], large: Fraction, drawn: random.Random) -> Iter
 
 
 def _around_breaks(
-    pair: Node, names: Sequence[str], drawn: random.Random, work: Work
+    pair: Node, names: Sequence[str], drawn: random.Random, work: WorkLimit
 ) -> Iterator[tuple[dict[str, Fraction], bool]]:
     """Along each variable, with the others fixed three times, every step (True) and points beside it."""
     far = Fraction(1)  # the farthest step so far: others depend on it where one step is in another
@@ -240,7 +240,7 @@ def _largest(node: Node) -> Fraction:
     return max((_largest(part) for part in node[1:] if isinstance(part, tuple)), default=Fraction(1))
 
 
-def _whole_points_agree(gold: Node, other: Node, names: Sequence[str], drawn: random.Random, work: Work) -> bool:
+def _whole_points_agree(gold: Node, other: Node, names: Sequence[str], drawn: random.Random, work: WorkLimit) -> bool:
     """Small whole numbers, for (-1)^n and the like, which have one value there and many elsewhere."""
     for bound in (9, 40):
         if _at(gold, other, {name: Fraction(drawn.randrange(1, bound)) for name in names}, work) == "different":
@@ -248,7 +248,7 @@ def _whole_points_agree(gold: Node, other: Node, names: Sequence[str], drawn: ra
     return True
 
 
-def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: random.Random, work: Work) -> bool | None:
+def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: random.Random, work: WorkLimit) -> bool | None:
     """Equal for whole numbers: runs of small ones, large ones, and both sides of every step."""
     points = [dict.fromkeys(names, Fraction(both)) for both in range(1, 13)]
     bounds = (*(12,) * 12 * (len(names) - 1), 30, 90, 300, 1000, 10**6, 10**13, 10**20)
@@ -264,7 +264,7 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: random.Ra
     return True if outcomes.count("equal") >= 4 * _ENOUGH else None
 
 
-def _at(gold: Node, other: Node, values: Mapping[str, Fraction], work: Work) -> str:
+def _at(gold: Node, other: Node, values: Mapping[str, Fraction], work: WorkLimit) -> str:
     """`equal`, `different`, `one is real` (or defined), `other branch`, `whole` (defined for whole numbers only), or
     `undefined` (or too large)."""
     kept, there = [], []
@@ -296,7 +296,7 @@ def _at(gold: Node, other: Node, values: Mapping[str, Fraction], work: Work) -> 
         return "undefined"
 
 
-def _near(gold: Node, other: Node, values: Mapping[str, Fraction], work: Work) -> str:
+def _near(gold: Node, other: Node, values: Mapping[str, Fraction], work: WorkLimit) -> str:
     """What `_at` says of irrational values: differences are found in double precision, equality with more digits."""
     bits = 0
     try:
@@ -315,7 +315,9 @@ def _near(gold: Node, other: Node, values: Mapping[str, Fraction], work: Work) -
     return found
 
 
-def _compared(gold: Node, other: Node, values: Mapping[str, Fraction], arithmetic: Any, work: Work) -> tuple[str, int]:
+def _compared(
+    gold: Node, other: Node, values: Mapping[str, Fraction], arithmetic: Any, work: WorkLimit
+) -> tuple[str, int]:
     """And the bits of the longest fraction that was rounded."""
     ours, theirs = Evaluation(values, arithmetic, work), Evaluation(values, arithmetic, work)
     ours_value, theirs_value = ours.of(gold), theirs.of(other)

@@ -1,8 +1,8 @@
 """The value of a tree where its variables have values, in a bounded number of operations.
 
 Numbers stay fractions as long as they can; what is irrational is computed in double precision or to many digits
-(mpmath, imported on first use). Nothing here looks at a clock: each operation is paid from the grading's `Work`, and
-what costs more than is left, or has more digits than are worth computing, is `TooBig`.
+(mpmath, imported on first use). Nothing here looks at a clock: each operation is paid from the grading's `WorkLimit`,
+and what costs more than is left, or has more digits than are worth computing, is `TooBig`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Irrational(Exception):
     """Not computable in fractions."""
 
 
-class Work:
+class WorkLimit:
     """What is left of a grading's operations."""
 
     def __init__(self, left: int = WORK) -> None:
@@ -101,19 +101,21 @@ def digits(count: int) -> Any:
     return Digits
 
 
-def exact(node: Node, values: Mapping[str, Fraction] | None = None, work: Work | None = None) -> Fraction | None:
+def exact(node: Node, values: Mapping[str, Fraction] | None = None, work: WorkLimit | None = None) -> Fraction | None:
     """The exact value; None if the tree is not rational.
 
     Raises:
         TooBig, Undefined.
     """
     try:
-        return _exact(Evaluation(values or {}, None, work or Work(_ALONE)).of(node))
+        return _exact(Evaluation(values or {}, None, work or WorkLimit(_ALONE)).of(node))
     except Irrational:
         return None
 
 
-def rational(node: Node, values: Mapping[str, Fraction] | None = None, work: Work | None = None) -> Fraction | None:
+def rational(
+    node: Node, values: Mapping[str, Fraction] | None = None, work: WorkLimit | None = None
+) -> Fraction | None:
     """As `exact`; None also for what has no value (0/0) or is not worth computing."""
     try:
         return exact(node, values, work)
@@ -121,10 +123,10 @@ def rational(node: Node, values: Mapping[str, Fraction] | None = None, work: Wor
         return None
 
 
-def approximate(node: Node, work: Work | None = None) -> float | None:
+def approximate(node: Node, work: WorkLimit | None = None) -> float | None:
     """A constant's value in double precision; None if it has no real one."""
     try:
-        value = Evaluation({}, Doubles, work or Work(_ALONE)).of(node)
+        value = Evaluation({}, Doubles, work or WorkLimit(_ALONE)).of(node)
         if isinstance(value, Fraction):
             return float(value)
     except (TooBig, Undefined, Unsure, Irrational, OverflowError, RecursionError, ZeroDivisionError, ValueError):
@@ -140,7 +142,7 @@ class Evaluation:
         arithmetic: `Doubles` or `digits(n)` for what is irrational; None: that raises Irrational.
     """
 
-    def __init__(self, values: Mapping[str, Fraction], arithmetic: Any, work: Work) -> None:
+    def __init__(self, values: Mapping[str, Fraction], arithmetic: Any, work: WorkLimit) -> None:
         self.values, self.arithmetic, self.work = dict(values), arithmetic, work
         self.has_branch = False
         """Whether a root, power or logarithm of something not positive was taken: one of several values."""

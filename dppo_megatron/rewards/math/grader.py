@@ -16,7 +16,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from dppo_megatron.rewards.math.answers import Answer, Row, Spans, Value, Words
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Value, Words
 from dppo_megatron.rewards.math.choices import as_choice, same_choices
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
@@ -133,13 +133,18 @@ def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None
         theirs = read_answer(with_digits(other))
     except (Unreadable, RecursionError, ValueError) as error:
         unread = str(error)
-    if isinstance(gold, Row) and isinstance(theirs, Value) and "," in other:
+    if isinstance(gold, AnswerList) and isinstance(theirs, Value) and "," in other:
         theirs = read_answer(other.replace(",", ", "))  # 45,135 is one number only where one is asked for
-    if isinstance(gold, Row) and isinstance(theirs, Row) and ", " in other and len(theirs.items) > len(gold.items):
+    if (
+        isinstance(gold, AnswerList)
+        and isinstance(theirs, AnswerList)
+        and ", " in other
+        and len(theirs.items) > len(gold.items)
+    ):
         theirs = _read(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", other)) or theirs  # (1,000, 2,000)
-    if isinstance(gold, Value) and isinstance(theirs, Row):
+    if isinstance(gold, Value) and isinstance(theirs, AnswerList):
         theirs = _ungrouped(other, theirs)
-    elif isinstance(gold, Row) and isinstance(theirs, Value):
+    elif isinstance(gold, AnswerList) and isinstance(theirs, Value):
         gold = _ungrouped(reference, gold)
     return gold, theirs, unread
 
@@ -196,10 +201,10 @@ def _in_currency(answer: Answer, text: str) -> Answer:
     return replace(answer, unit=_MONEY[currency])
 
 
-def _ungrouped(text: str, row: Row) -> Answer:
+def _ungrouped(text: str, row: AnswerList) -> Answer:
     """`1,234 apples`, which reads as a list, as the one number that it is where one is asked for; and an expression
     without the points that it leaves out (`\\frac{1}{x}, x \\ne 0`)."""
-    if len(row.items) == 2 and isinstance(row.items[1], Spans) and row.items[1].name and "\\ne" in text:
+    if len(row.items) == 2 and isinstance(row.items[1], Intervals) and row.items[1].name and "\\ne" in text:
         return row.items[0]
     read = _read(_GROUPED.sub(lambda number: number.group().replace(",", ""), text))
     return read if row.kind == "list" and isinstance(read, Value) else row
@@ -209,8 +214,13 @@ def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) ->
     verdict = equal(gold, other, rules)
     if verdict is False and isinstance(gold, Words) and isinstance(other, Words):
         return _states(gold.text, other.text, str(row.get("problem", "")))
-    if verdict is False and row.get("multiple") is True and isinstance(gold, Row) and isinstance(other, Row):
-        return equal(Row("list", gold.items), Row("list", other.items), rules)
+    if (
+        verdict is False
+        and row.get("multiple") is True
+        and isinstance(gold, AnswerList)
+        and isinstance(other, AnswerList)
+    ):
+        return equal(AnswerList("list", gold.items), AnswerList("list", other.items), rules)
     return verdict
 
 
@@ -256,7 +266,7 @@ _DECIMAL = re.compile(r"-?(\d*)\.(\d+)(?:\s*[%\\A-Za-z].*)?", re.ASCII)
 
 
 def _kind(gold: Answer) -> str:
-    return gold.kind if isinstance(gold, Row) else type(gold).__name__.lower()
+    return gold.kind if isinstance(gold, AnswerList) else type(gold).__name__.lower()
 
 
 _cleaned = functools.lru_cache(maxsize=4096)(clean)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from dppo_megatron.rewards.math.answers import INFINITY, TURNED, Answer, Chain, Piece, Ratio, Relation, Spans
+from dppo_megatron.rewards.math.answers import INFINITY, TURNED, Answer, Inequalities, Intervals, Piece, Ratio, Relation
 from dppo_megatron.rewards.math.clean import split_top
 from dppo_megatron.rewards.math.evaluate import TooBig, Undefined, exact
 from dppo_megatron.rewards.math.parse import parse
@@ -27,8 +27,8 @@ def _inequality(nodes: list[Node], ops: list[str]) -> Answer:
             if ops[0] in ("<", "\\le"):
                 return _inequality([low, inside, high], [ops[0], ops[0]])
             sides = [_inequality([inside, high], ops), _inequality([inside, low], [TURNED[ops[0]]])]
-            if isinstance(sides[0], Spans) and isinstance(sides[1], Spans):
-                return Spans(sides[0].pieces + sides[1].pieces, sides[0].name)
+            if isinstance(sides[0], Intervals) and isinstance(sides[1], Intervals):
+                return Intervals(sides[0].pieces + sides[1].pieces, sides[0].name)
         if left[0] == "s" and left[1] not in symbols(right):
             return _half_line(left[1], ops[0], right)
         if right[0] == "s" and right[1] not in symbols(left):
@@ -44,7 +44,7 @@ def _inequality(nodes: list[Node], ops: list[str]) -> Answer:
             nodes.reverse()
         if set(ops) <= {"<", "\\le"}:
             if middle[0] == "s" and middle[1] not in symbols(low) | symbols(high):
-                return Spans((Piece(low, ops[0] == "\\le", high, ops[1] == "\\le"),), middle[1])
+                return Intervals((Piece(low, ops[0] == "\\le", high, ops[1] == "\\le"),), middle[1])
             line, ends = _line(middle), [_constant(low), _constant(high)]
             if line is not None and ends[0] is not None and ends[1] is not None:
                 name, slope, offset = line
@@ -53,16 +53,16 @@ def _inequality(nodes: list[Node], ops: list[str]) -> Answer:
                 if slope < 0:
                     bounds.reverse()
                     closed.reverse()
-                return Spans((Piece(("n", bounds[0]), closed[0], ("n", bounds[1]), closed[1]),), name)
-    return Chain(tuple(nodes), tuple(ops))
+                return Intervals((Piece(("n", bounds[0]), closed[0], ("n", bounds[1]), closed[1]),), name)
+    return Inequalities(tuple(nodes), tuple(ops))
 
 
-def _half_line(name: str, op: str, bound: Node) -> Spans:
+def _half_line(name: str, op: str, bound: Node) -> Intervals:
     below = Piece(("-", INFINITY), False, bound, op == "\\le")
     above = Piece(bound, op == "\\ge", INFINITY, False)
     if op == "\\ne":
-        return Spans((below, above), name)
-    return Spans((below if op in ("<", "\\le") else above,), name)
+        return Intervals((below, above), name)
+    return Intervals((below if op in ("<", "\\le") else above,), name)
 
 
 def _line(node: Node) -> tuple[str, Fraction, Fraction] | None:

@@ -10,21 +10,21 @@ from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import (
     Answer,
+    AnswerList,
     Cases,
-    Chain,
     Grid,
+    Inequalities,
+    Intervals,
     Named,
     Piece,
     Relation,
-    Row,
-    Spans,
     Value,
 )
 from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.inequalities import read_inequality, read_ratio
+from dppo_megatron.rewards.math.number_sets import complement, intersection, whole_members
 from dppo_megatron.rewards.math.numbers import read_number
 from dppo_megatron.rewards.math.parse import parse
-from dppo_megatron.rewards.math.sets import complement, intersection, whole_members
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.trees import Node, Unreadable, signs, symbols
 from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, is_glued, read_compound, read_unit
@@ -142,7 +142,7 @@ def _read_separated(text: str, depth: int) -> Answer | None:
         for part in unions:
             pieces.extend(_pieces(read_answer(_without_membership(part), depth=depth + 1)))
         name = _membership(unions[0])
-        return Spans(tuple(pieces), name)
+        return Intervals(tuple(pieces), name)
     if ";" in text and "," in text and (solutions := _solutions(text, depth)):
         return solutions
     parts = split_top(text, _SEPARATOR)
@@ -152,20 +152,20 @@ def _read_separated(text: str, depth: int) -> Answer | None:
         raise Unreadable("too many items")
     read = [_item(part, depth) for part in parts if part.strip()]
     read = _with_carried_names(read)
-    spans = [item for item in read if isinstance(item, Spans)]
+    spans = [item for item in read if isinstance(item, Intervals)]
     if spans and _ANY_OR.search(text):
-        return Spans(tuple(piece for item in read for piece in _pieces(item)), spans[0].name)
+        return Intervals(tuple(piece for item in read for piece in _pieces(item)), spans[0].name)
     if len(spans) == len(read) == 2 and spans[0].name and spans[0].name == spans[1].name:
         both = intersection(spans[0], spans[1])
         if both is not None and (both.pieces or _ANY_AND.search(text)):  # x > 1 and x < 5
             return both
         if not _ANY_AND.search(text):  # x < 1, x > 5
-            return Spans(spans[0].pieces + spans[1].pieces, spans[0].name)
+            return Intervals(spans[0].pieces + spans[1].pieces, spans[0].name)
     items: list[Answer] = []
     for item in read:
         # a list within a list (of values with plus-minus signs, say) is one list
-        items.extend(item.items if isinstance(item, Row) and item.kind == "list" else [item])
-    return Row("list", tuple(items)) if len(items) > 1 else items[0]
+        items.extend(item.items if isinstance(item, AnswerList) and item.kind == "list" else [item])
+    return AnswerList("list", tuple(items)) if len(items) > 1 else items[0]
 
 
 def _item(text: str, depth: int) -> Answer:
@@ -189,7 +189,7 @@ def _solutions(text: str, depth: int) -> Answer | None:
         )
     if len({tuple(name for name, _ in point) for point in points}) > 1:
         return None
-    return Row("list", tuple(Row("tuple", tuple(value for _, value in point)) for point in points))
+    return AnswerList("list", tuple(AnswerList("tuple", tuple(value for _, value in point)) for point in points))
 
 
 _CASES = re.compile(
@@ -214,7 +214,7 @@ def _cases(text: str, depth: int) -> Answer | None:
         rest = re.match(r"(?:\\text\{\s*)?(?:otherwise|else)", where)
         condition = None if rest or not where else read_answer(where, depth=depth + 1)
         read.append((read_answer(parts[0].strip(" ,;"), depth=depth + 1), condition))
-    covered = Spans(tuple(piece for _, where in read if isinstance(where, Spans) for piece in where.pieces))
+    covered = Intervals(tuple(piece for _, where in read if isinstance(where, Intervals) for piece in where.pieces))
     return Cases(tuple((value, where or complement(covered)) for value, where in read))
 
 
@@ -256,9 +256,9 @@ def _read_relation(text: str, depth: int) -> Answer | None:
     if ops == ["\\in"]:
         found = read_answer(sides[1], depth=depth + 1)
         name = re.sub(r"\s", "", sides[0])
-        if isinstance(found, Row) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:
-            found = Spans(_pieces(found))  # x in (1, 2)
-        return replace(found, name=name) if isinstance(found, Spans) else found
+        if isinstance(found, AnswerList) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:
+            found = Intervals(_pieces(found))  # x in (1, 2)
+        return replace(found, name=name) if isinstance(found, Intervals) else found
     if any(op not in ("=", "<", ">", "\\le", "\\ge", "\\ne") for op in ops):
         raise Unreadable("a relation that is not known here")
     if set(ops) == {"="}:
@@ -298,8 +298,8 @@ def _equation(sides: list[str], depth: int) -> Answer:
     if len(nodes) == 2 and any(symbols(node) for node in nodes):
         return Relation("=", nodes[0], nodes[1])
     if not any(symbols(node) for node in nodes):
-        return Chain(tuple(nodes), tuple("=" for _ in nodes[1:]))
-    return Chain(tuple(nodes), tuple("=" for _ in nodes[1:]))
+        return Inequalities(tuple(nodes), tuple("=" for _ in nodes[1:]))
+    return Inequalities(tuple(nodes), tuple("=" for _ in nodes[1:]))
 
 
 def _read_bracketed(text: str, depth: int) -> Answer | None:
@@ -307,7 +307,7 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         return _set(text[2:-2].strip(), depth)
     if text.startswith("\\langle") and text.endswith("\\rangle"):
         items = split_top(text[7:-7], _COMMA)
-        return Row("tuple", tuple(read_answer(item, depth=depth + 1) for item in items))
+        return AnswerList("tuple", tuple(read_answer(item, depth=depth + 1) for item in items))
     if "\\setminus" in text:
         return _without_points(text, depth)
     if not text or text[0] not in "([" or text[-1] not in ")]" or not _is_one_pair(text):
@@ -326,12 +326,14 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         low, high = items
         endless = "infty" in low + high or "infinity" in low + high
         if text[0] == "[" or text[-1] == "]" or endless:
-            return Spans((Piece(parse(low), text[0] == "[", parse(high), text[-1] == "]"),))
+            return Intervals((Piece(parse(low), text[0] == "[", parse(high), text[-1] == "]"),))
     read = [read_answer(item, depth=depth + 1) for item in items]
-    if any(isinstance(item, Row) and item.signs for item in read):  # (\\pm 1, 2) are two points
-        choices = itertools.product(*(item.items if isinstance(item, Row) and item.signs else (item,) for item in read))
-        return Row("list", tuple(Row("tuple", tuple(choice)) for choice in itertools.islice(choices, 16)))
-    return Row("tuple", tuple(read))
+    if any(isinstance(item, AnswerList) and item.signs for item in read):  # (\\pm 1, 2) are two points
+        choices = itertools.product(
+            *(item.items if isinstance(item, AnswerList) and item.signs else (item,) for item in read)
+        )
+        return AnswerList("list", tuple(AnswerList("tuple", tuple(choice)) for choice in itertools.islice(choices, 16)))
+    return AnswerList("tuple", tuple(read))
 
 
 def _matrix_rows(inner: str) -> list[list[str]] | None:
@@ -366,28 +368,28 @@ def _is_one_pair(text: str) -> bool:
 
 def _set(inner: str, depth: int) -> Answer:
     if not inner:
-        return Spans(())
+        return Intervals(())
     conditions = split_top(inner, _BAR)
     if len(conditions) == 2 and (over := _OVER.fullmatch(conditions[0].strip())):
         found = read_answer(conditions[1], depth=depth + 1)
-        if over[1] in (None, "R") or not isinstance(found, Spans):
+        if over[1] in (None, "R") or not isinstance(found, Intervals):
             return found
         return whole_members(found, -math.inf if over[1] == "Z" else 1)
     items: list[Answer] = []
     for part in split_top(inner, _MEMBERS):
         item = read_answer(part, depth=depth + 1)
-        if isinstance(item, Spans):
+        if isinstance(item, Intervals):
             raise Unreadable("a set of sets")
-        items.extend(item.items if isinstance(item, Row) and item.kind == "list" else [item])
-    return Row("set", tuple(items))
+        items.extend(item.items if isinstance(item, AnswerList) and item.kind == "list" else [item])
+    return AnswerList("set", tuple(items))
 
 
 def _without_points(text: str, depth: int) -> Answer:
     """A set of reals without a set or some points."""
     whole, _, points = text.partition("\\setminus")
     answer = read_answer(_without_membership(whole), depth=depth + 1)
-    removed = complement(Spans(_pieces(read_answer(points, depth=depth + 1))))
-    left = removed and intersection(Spans(_pieces(answer), _membership(whole)), removed)
+    removed = complement(Intervals(_pieces(read_answer(points, depth=depth + 1))))
+    left = removed and intersection(Intervals(_pieces(answer), _membership(whole)), removed)
     if left is None:
         raise Unreadable("a difference of sets")
     return left
@@ -404,17 +406,17 @@ def _without_membership(text: str) -> str:
 
 
 def _pieces(answer: Answer) -> tuple[Piece, ...]:
-    if isinstance(answer, Spans):
+    if isinstance(answer, Intervals):
         return answer.pieces
     if isinstance(answer, Named):
         return _pieces(answer.value)
     if isinstance(answer, Value):
         return (Piece(answer.node, True, answer.node, True),)
-    if isinstance(answer, Row) and answer.kind == "tuple" and len(answer.items) == 2:
+    if isinstance(answer, AnswerList) and answer.kind == "tuple" and len(answer.items) == 2:
         low, high = answer.items
         if isinstance(low, Value) and isinstance(high, Value):
             return (Piece(low.node, False, high.node, False),)
-    if isinstance(answer, Row) and answer.kind == "set":
+    if isinstance(answer, AnswerList) and answer.kind == "set":
         return tuple(piece for item in answer.items for piece in _pieces(item))
     raise Unreadable("not a part of a union")
 
@@ -479,4 +481,4 @@ def _spread(node: Node, unit: Unit | None) -> Answer:
         if values[0][0] == "-" and values[0][1][0] == "deg":
             return Value(("-", values[0][1][1]), read_unit("degrees"))
         return Value(values[0], unit)
-    return Row("list", tuple(Value(value, unit) for value in values), signs=True)
+    return AnswerList("list", tuple(Value(value, unit) for value in values), signs=True)

@@ -12,8 +12,8 @@ from dppo_megatron.rewards.math.answers import (
     Clock,
     Congruence,
     Grid,
+    Intervals,
     Piece,
-    Spans,
     Value,
     Words,
 )
@@ -63,15 +63,15 @@ def read_special(text: str, depth: int) -> Answer | None:
     """The answer, if it has a form of its own; None if not."""
     plain = plain_words(text)
     if text == "\\emptyset" or text == "\\{ \\}" or text == "\\{\\}" or plain in _EMPTY:
-        return Spans(())
+        return Intervals(())
     if match := _HALF_LINE.fullmatch(text):
         sign = match[1] or match[2] or "+"
         closed = "e" in sign
         if ">" in sign or "+" in sign or "g" in sign:
-            return Spans((Piece(("n", Fraction(0)), closed, INFINITY, False),))
-        return Spans((Piece(("-", INFINITY), False, ("n", Fraction(0)), closed),))
+            return Intervals((Piece(("n", Fraction(0)), closed, INFINITY, False),))
+        return Intervals((Piece(("-", INFINITY), False, ("n", Fraction(0)), closed),))
     if text.lower() in _EVERYTHING or plain in _EVERYTHING:
-        return Spans(EVERY_REAL)
+        return Intervals(EVERY_REAL)
     if plain in _ENDLESS:
         return Value(INFINITY)
     if (number := read_number_words(plain)) is not None:

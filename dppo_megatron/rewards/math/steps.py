@@ -17,7 +17,7 @@ from dppo_megatron.rewards.math.evaluate import (
     TooBig,
     Undefined,
     Unsure,
-    Work,
+    WorkLimit,
     rational,
 )
 from dppo_megatron.rewards.math.trees import Node, symbols
@@ -34,7 +34,7 @@ _Quotient = tuple[Polynomial, Polynomial]
 
 
 def breaks(
-    node: Node, name: str, fixed: Mapping[str, Fraction], drawn: random.Random, work: Work
+    node: Node, name: str, fixed: Mapping[str, Fraction], drawn: random.Random, work: WorkLimit
 ) -> Iterator[tuple[Fraction, bool]]:
     """Each step of the tree along `name` (True), and points (False) between two neighbours and beyond the outermost.
 
@@ -86,7 +86,7 @@ def _steps(node: Node) -> Iterator[tuple[Node, bool]]:
 
 
 def _zeros(
-    inside: Node, name: str, fixed: Mapping[str, Fraction], is_stair: bool, drawn: random.Random, work: Work
+    inside: Node, name: str, fixed: Mapping[str, Fraction], is_stair: bool, drawn: random.Random, work: WorkLimit
 ) -> list[Fraction]:
     targets = [Fraction(0)]
     if is_stair:
@@ -109,7 +109,7 @@ class _NoPolynomial(Exception):
     """No quotient of polynomials of a small degree."""
 
 
-def _quotients(node: Node, name: str, fixed: Mapping[str, Fraction], work: Work) -> list[_Quotient]:
+def _quotients(node: Node, name: str, fixed: Mapping[str, Fraction], work: WorkLimit) -> list[_Quotient]:
     """The quotients of polynomials of the variable that the tree is made of, one in each of its pieces."""
     work.spend(3)
     kind, one = node[0], [Fraction(1)]
@@ -179,7 +179,7 @@ def _times(one: Polynomial, two: Polynomial) -> Polynomial:
     return product
 
 
-def _roots(polynomial: Polynomial, work: Work) -> list[Fraction]:
+def _roots(polynomial: Polynomial, work: WorkLimit) -> list[Fraction]:
     """The real roots, between those of the derivative; to 15 digits from degree two on."""
     while polynomial and not polynomial[-1]:
         polynomial = polynomial[:-1]
@@ -198,7 +198,7 @@ def _roots(polynomial: Polynomial, work: Work) -> list[Fraction]:
     return found
 
 
-def _bisected(polynomial: Polynomial, low: Fraction, high: Fraction, rises: bool, work: Work) -> Fraction:
+def _bisected(polynomial: Polynomial, low: Fraction, high: Fraction, rises: bool, work: WorkLimit) -> Fraction:
     floats = [float(part) for part in polynomial]
     a, b = float(low), float(high)
     for _ in range(70):
@@ -216,7 +216,9 @@ def _value(polynomial: Polynomial, at: Fraction) -> Fraction:
     return value
 
 
-def _crossings(inside: Node, name: str, fixed: Mapping[str, Fraction], target: Fraction, work: Work) -> list[Fraction]:
+def _crossings(
+    inside: Node, name: str, fixed: Mapping[str, Fraction], target: Fraction, work: WorkLimit
+) -> list[Fraction]:
     """Where something else than a polynomial crosses a value, between points of a wide grid."""
     found, before = [], None
     for place in (*(-size for size in reversed(_GRID)), *_GRID):
@@ -235,7 +237,7 @@ def _crossings(inside: Node, name: str, fixed: Mapping[str, Fraction], target: F
     return found
 
 
-def _double(node: Node, values: Mapping[str, Fraction], work: Work) -> float | None:
+def _double(node: Node, values: Mapping[str, Fraction], work: WorkLimit) -> float | None:
     try:
         value = Evaluation(values, Doubles, work).of(node)
     except (Undefined, Discrete, Unsure, Irrational, OverflowError, ZeroDivisionError, ValueError):

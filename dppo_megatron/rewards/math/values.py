@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import INFINITY, Value
 from dppo_megatron.rewards.math.equality import same
-from dppo_megatron.rewards.math.evaluate import Work, approximate, rational
+from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
 from dppo_megatron.rewards.math.numbers import rounds_to
 from dppo_megatron.rewards.math.trees import Node, renamed, substituted, symbols
 from dppo_megatron.rewards.math.units import Unit, read_unit
@@ -34,7 +34,7 @@ class Rules:
     """Places to which a decimal reference may be rounded, if the answer is an exact form that no decimal equals."""
     their_digits: int = 0
     """Significant digits of an answer that is a decimal."""
-    work: Work = field(default_factory=Work, compare=False)
+    work: WorkLimit = field(default_factory=WorkLimit, compare=False)
     """Operations that are left for all of the grading's comparisons."""
 
     def item(self, index: int) -> Rules:
@@ -171,7 +171,7 @@ def _endless(node: Node) -> Fraction | None:
     return None if rest == 1 else value
 
 
-def parameter_turn(gold: Node, other: Node, work: Work) -> tuple[str, Node] | None:
+def parameter_turn(gold: Node, other: Node, work: WorkLimit) -> tuple[str, Node] | None:
     """How the one parameter of `other` has to be replaced for `other` to be `gold`, both linear in theirs: by another
     name, a whole number further, or backwards, since n pi, k pi and (1 - k) pi are the same numbers for whole k."""
     ours, theirs = symbols(gold), symbols(other)

@@ -17,10 +17,10 @@ import msgspec
 from dppo_megatron.frames import framed, read_frame
 from dppo_megatron.rollout.servers.dialects import AnyDialect
 from dppo_megatron.rollout.servers.http import Peer
-from dppo_megatron.rollout.servers.intake import Ask, Failed, Landed, Ready
+from dppo_megatron.rollout.servers.intake import AttemptFailed, Completed, Graded, Submit
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class ClientHello(msgspec.Struct, frozen=True, tag=True):
     """A client's first message to rank 0."""
 
     node: int
@@ -28,7 +28,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """That it may open: the hard limit on open files, less what it needs itself."""
 
 
-class Address(msgspec.Struct, frozen=True):
+class ServerAddress(msgspec.Struct, frozen=True):
     """One server, by its position in the fleet."""
 
     server: int
@@ -41,29 +41,29 @@ class Address(msgspec.Struct, frozen=True):
 class Servers(msgspec.Struct, frozen=True, tag=True):
     """The servers that the client will be asked to ask."""
 
-    servers: list[Address]
+    servers: list[ServerAddress]
 
 
-class End(msgspec.Struct, frozen=True, tag=True):
+class EndRequests(msgspec.Struct, frozen=True, tag=True):
     tickets: list[int]
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+class CancelRequests(msgspec.Struct, frozen=True, tag=True):
     tickets: list[int]
 
 
-class Lost(msgspec.Struct, frozen=True, tag=True):
+class ClientLost(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-class Take(msgspec.Struct, frozen=True):
+class TakeShare(msgspec.Struct, frozen=True):
     """A rank of the client's node asks for its share of what is ready: every `shares`-th group, from `share` on."""
 
     share: int
     shares: int
 
 
-class HandedGroup(msgspec.Struct, frozen=True):
+class ShareGroup(msgspec.Struct, frozen=True):
     """One group; its tokens follow those of the groups before it in the buffers."""
 
     index: int
@@ -76,23 +76,23 @@ class HandedGroup(msgspec.Struct, frozen=True):
     """A msgpack list of the hook's `Grade`s; empty if it was not graded."""
 
 
-class Handed(msgspec.Struct, frozen=True):
+class ShareHeader(msgspec.Struct, frozen=True):
     """The header of a share; the buffers are in the memory file that comes with it: int32 tokens [n], float32
     log-probabilities [n], then the texts in UTF-8."""
 
-    groups: list[HandedGroup]
+    groups: list[ShareGroup]
     num_tokens: int
     num_bytes: int
 
 
-ToClient = Servers | Ask | End | Cancel
-FromClient = Hello | Landed | Ready | Failed | Lost
+ToClient = Servers | Submit | EndRequests | CancelRequests
+FromClient = ClientHello | Completed | Graded | AttemptFailed | ClientLost
 
 ENCODER = msgspec.msgpack.Encoder()
 TO_CLIENT = msgspec.msgpack.Decoder(ToClient)
 FROM_CLIENT = msgspec.msgpack.Decoder(FromClient)
-TAKE = msgspec.msgpack.Decoder(Take)
-HANDED = msgspec.msgpack.Decoder(Handed)
+TAKE = msgspec.msgpack.Decoder(TakeShare)
+SHARE_HEADER = msgspec.msgpack.Decoder(ShareHeader)
 
 _NONCE_BYTES = 32
 

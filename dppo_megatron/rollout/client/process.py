@@ -1,7 +1,7 @@
 """The rollout client's process: an event loop that asks servers, and threads that never touch a socket of theirs.
 
     event loop        one task a ticket: POST, decode, check          waits for: sockets
-      reads Ask/End/Cancel from rank 0, writes Landed/Ready/Failed
+      reads Submit/EndRequests/CancelRequests from rank 0, writes Completed/Graded/AttemptFailed
     text thread       a group's tokens to texts, in one batch         waits for: groups that have landed
     hook's threads    grade completions, see `rewards/pool.py`        wait for: texts, their processes
     hand-over thread  gives a rank of this node its share             waits for: the unix socket
@@ -34,20 +34,20 @@ import msgspec
 
 from dppo_megatron.children import die_with_parent, ignore_signals
 from dppo_megatron.frames import FrameBuffer, framed
-from dppo_megatron.launched import raise_file_limit
-from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory
-from dppo_megatron.rollout.client.holding import HeldGroup, Holdings, hand_over, spans_of
+from dppo_megatron.launcher_env import raise_file_limit
+from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, CompletionBuffer, hand_over, spans_of
+from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory
 from dppo_megatron.rollout.client.messages import (
     ENCODER,
     TAKE,
     TO_CLIENT,
-    Address,
-    Cancel,
-    End,
+    CancelRequests,
+    ClientHello,
+    ClientLost,
+    EndRequests,
     FromClient,
     HandshakeFailed,
-    Hello,
-    Lost,
+    ServerAddress,
     Servers,
     accept_handshake,
     connect,
@@ -66,7 +66,7 @@ from dppo_megatron.rollout.servers.http import (
     Unreachable,
     brief,
 )
-from dppo_megatron.rollout.servers.intake import Ask, Failed, Landed, Ready
+from dppo_megatron.rollout.servers.intake import AttemptFailed, Completed, Graded, Submit
 from dppo_megatron.rollout.servers.wire import Call, GenerateRequest, Sampled, checked
 from dppo_megatron.types import Grade, GradeTask
 
@@ -102,8 +102,8 @@ class Client:
 
     def __init__(self, setup: Setup, control: socket.socket) -> None:
         self._setup, self._control = setup, control
-        self._held = Holdings()
-        self._asks: dict[int, tuple[Ask, asyncio.Task[None]]] = {}
+        self._held = CompletionBuffer()
+        self._asks: dict[int, tuple[Submit, asyncio.Task[None]]] = {}
         self._other_tasks: set[asyncio.Task[None]] = set()
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._loop = asyncio.get_running_loop()
@@ -122,7 +122,7 @@ class Client:
     async def run(self) -> None:
         """Until rank 0 closes the connection."""
         reader, self._writer = await asyncio.open_connection(sock=self._control)
-        self._send(Hello(self._setup.node, self._sockets))
+        self._send(ClientHello(self._setup.node, self._sockets))
         threading.Thread(target=self._serve_ranks, name="hand-over", daemon=True).start()
         received = FrameBuffer()
         try:
@@ -136,13 +136,13 @@ class Client:
             if self._hook is not None:
                 self._hook.close()
 
-    def _obey(self, message: Servers | Ask | End | Cancel) -> None:
+    def _obey(self, message: Servers | Submit | EndRequests | CancelRequests) -> None:
         if isinstance(message, Servers):
             self._asker.know(message.servers)
-        elif isinstance(message, Ask):
+        elif isinstance(message, Submit):
             task = self._begin(self._answer(message))
             self._asks[message.ticket] = (message, task)
-        elif isinstance(message, End):
+        elif isinstance(message, EndRequests):
             for ask, _ in [self._asks[ticket] for ticket in message.tickets if ticket in self._asks]:
                 self._begin(self._asker.end(ask.server, ask.group))
         else:
@@ -157,27 +157,29 @@ class Client:
         task.add_done_callback(self._other_tasks.discard)
         return task
 
-    async def _answer(self, ask: Ask) -> None:
+    async def _answer(self, ask: Submit) -> None:
         try:
             sampled = await self._sampled(ask)
         except Refused as error:
-            self._fail(Failed(ask.ticket, "refused", str(error), error.status, error.retry_after_s))
+            self._fail(AttemptFailed(ask.ticket, "refused", str(error), error.status, error.retry_after_s))
         except BadAnswer as error:
-            self._fail(Failed(ask.ticket, "bad", str(error)))
+            self._fail(AttemptFailed(ask.ticket, "bad", str(error)))
         except Unreachable as error:
-            self._fail(Failed(ask.ticket, "unreachable", str(error)))
+            self._fail(AttemptFailed(ask.ticket, "unreachable", str(error)))
         except OurFault as error:
-            self._fail(Failed(ask.ticket, "ours", str(error)))
+            self._fail(AttemptFailed(ask.ticket, "ours", str(error)))
         except Exception as error:  # an answer that we do not foresee must not leave its request waiting
-            self._fail(Failed(ask.ticket, "bad", brief(error)))
+            self._fail(AttemptFailed(ask.ticket, "bad", brief(error)))
         else:
             self._asks.pop(ask.ticket, None)
-            self._held.put(ask.ticket, HeldGroup(ask.index, sampled))
+            self._held.put(ask.ticket, BufferedGroup(ask.index, sampled))
             lengths, reasons = [len(one.token_ids) for one in sampled], [one.finish_reason for one in sampled]
-            self._send(Landed(ask.ticket, lengths, list(reasons), [span for one in sampled for span in spans_of(one)]))
+            self._send(
+                Completed(ask.ticket, lengths, list(reasons), [span for one in sampled for span in spans_of(one)])
+            )
             self._texts.submit(self._text, ask, sampled)
 
-    async def _sampled(self, ask: Ask) -> list[Sampled]:
+    async def _sampled(self, ask: Submit) -> list[Sampled]:
         """Raises as `Asker.ask`."""
         for left in reversed(range(STALE_TRIES)):
             named = _with_own_id(ask)
@@ -190,7 +192,7 @@ class Client:
                 self._begin(self._asker.end(named.server, named.group))  # the server may have read it, and go on
         raise AssertionError("the last try returns or raises")
 
-    def _text(self, ask: Ask, sampled: Sequence[Sampled]) -> None:
+    def _text(self, ask: Submit, sampled: Sequence[Sampled]) -> None:
         """In the text thread."""
         try:
             detokenizer = self._setup.detokenizer
@@ -220,20 +222,20 @@ class Client:
     def _ready(self, ticket: int, texts: list[bytes], grades: bytes) -> None:
         """From any thread."""
         if self._held.settle(ticket, texts, grades):
-            self._loop.call_soon_threadsafe(self._send, Ready(ticket))
+            self._loop.call_soon_threadsafe(self._send, Graded(ticket))
 
     def _lost(self, error: BaseException) -> None:
         """From any thread: this client cannot do its work."""
-        self._loop.call_soon_threadsafe(self._send, Lost(brief(error)))
+        self._loop.call_soon_threadsafe(self._send, ClientLost(brief(error)))
 
-    def _fail(self, message: Failed) -> None:
+    def _fail(self, message: AttemptFailed) -> None:
         self._asks.pop(message.ticket, None)
         self._send(message)
 
     def _send(self, message: FromClient) -> None:
         """Have it sent soon, with what else there is by then."""
         now = self._loop.time()
-        when = now + _READY_S if isinstance(message, Ready) else max(now, self._flushed + _TOGETHER_S)
+        when = now + _READY_S if isinstance(message, Graded) else max(now, self._flushed + _TOGETHER_S)
         self._unsent.append(framed(ENCODER.encode(message)))
         if self._flush is None or when < self._flush.when():
             if self._flush is not None:
@@ -265,15 +267,15 @@ class Asker:
 
     def __init__(self, sockets: int) -> None:
         self._transport, self._sockets = Transport(sockets), sockets
-        self._servers: dict[int, Address] = {}
+        self._servers: dict[int, ServerAddress] = {}
 
-    def know(self, servers: list[Address]) -> None:
+    def know(self, servers: list[ServerAddress]) -> None:
         """The servers that may be asked, by their numbers."""
         self._servers |= {address.server: address for address in servers}
         for address in servers:
             self._transport.know(address.peer)
 
-    async def ask(self, ask: Ask) -> list[Sampled]:
+    async def ask(self, ask: Submit) -> list[Sampled]:
         """The completions of a group, checked.
 
         Raises:
@@ -313,7 +315,7 @@ class Asker:
             except (Unreachable, Refused, OurFault):
                 return
 
-    async def _post_all(self, server: Address, calls: Sequence[Call], max_bytes: int) -> list[bytes]:
+    async def _post_all(self, server: ServerAddress, calls: Sequence[Call], max_bytes: int) -> list[bytes]:
         """Their answers, in order. The first that fails ends the others."""
         peer, post = server.peer, self._transport.request
         if len(calls) == 1:
@@ -326,7 +328,7 @@ class Asker:
                 begun.cancel()
 
 
-def _with_own_id(ask: Ask) -> Ask:
+def _with_own_id(ask: Submit) -> Submit:
     """The attempt under a unique id: an earlier one at the same group, whose connection has just been closed, may still
     run on the server, and SGLang refuses an id that it has."""
     unique = f"{ask.group.request_id}.{secrets.token_hex(4)}"

@@ -31,18 +31,18 @@ import msgspec
 from dppo_megatron.children import start_python
 from dppo_megatron.config.rollout import LOOPBACK
 from dppo_megatron.frames import FrameBuffer
-from dppo_megatron.rollout.client.holding import Arrived, take_over
+from dppo_megatron.rollout.client.completion_buffer import Arrived, take_over
 from dppo_megatron.rollout.client.messages import (
     ENCODER,
     FROM_CLIENT,
-    Address,
-    Cancel,
-    End,
+    CancelRequests,
+    ClientHello,
+    ClientLost,
+    EndRequests,
     HandshakeFailed,
-    Hello,
-    Lost,
+    ServerAddress,
     Servers,
-    Take,
+    TakeShare,
     ToClient,
     accept_handshake,
     connect,
@@ -51,9 +51,9 @@ from dppo_megatron.rollout.client.messages import (
     send,
 )
 from dppo_megatron.rollout.client.process import OWN_FILES, Setup
-from dppo_megatron.rollout.servers.intake import Ask, Event
+from dppo_megatron.rollout.servers.intake import Event, Submit
 from dppo_megatron.texts import log
-from dppo_megatron.types import GuardStop
+from dppo_megatron.types import RunAborted
 
 _START_S = 120.0
 _HANDSHAKE_S = 10.0
@@ -107,7 +107,7 @@ class Nodes:
         return max(self.of_rank) + 1
 
 
-class Meeting(msgspec.Struct, frozen=True):
+class ClientRendezvous(msgspec.Struct, frozen=True):
     """What every rank must know so that clients find rank 0, and ranks their client."""
 
     address: str
@@ -131,13 +131,13 @@ class Listener:
             path = str(self._directory / "rank0")
             self.socket = socket.socket(socket.AF_UNIX)
             self.socket.bind(path)
-            self.meeting = Meeting(path, secret, name)
+            self.meeting = ClientRendezvous(path, secret, name)
         else:
             # the address by which the other nodes have found rank 0 already, and no other one of this machine
             host = socket.gethostbyname(os.environ.get("MASTER_ADDR", socket.gethostname()))
             self.socket = socket.create_server((host, 0))
             port = self.socket.getsockname()[1]
-            self.meeting = Meeting(f"{host}:{port}", secret, name)
+            self.meeting = ClientRendezvous(f"{host}:{port}", secret, name)
         self.socket.listen(num_nodes)
 
     def close(self) -> None:
@@ -177,16 +177,16 @@ def take(path: str, secret: bytes, share: int, shares: int) -> Iterator[Arrived]
     """This rank's share of what its node's client holds.
 
     Raises:
-        GuardStop: the client is gone.
+        RunAborted: the client is gone.
     """
     try:
         with connect(path, _HANDSHAKE_S) as peer:
             peer.settimeout(_TAKE_S)
             connect_handshake(peer, secret)
-            send(peer, ENCODER.encode(Take(share, shares)))
+            send(peer, ENCODER.encode(TakeShare(share, shares)))
             yield from take_over(peer)
     except OSError as error:
-        raise GuardStop(f"this node's rollout client has ended: {error}") from None
+        raise RunAborted(f"this node's rollout client has ended: {error}") from None
 
 
 def owners(urls: Sequence[str], num_clients: int, launched_on: Sequence[int] = ()) -> list[int]:
@@ -219,7 +219,11 @@ class Clients:
     """
 
     def __init__(
-        self, listener: Listener, addresses: Sequence[Address], of_server: Sequence[int], nodes: Sequence[int] = ()
+        self,
+        listener: Listener,
+        addresses: Sequence[ServerAddress],
+        of_server: Sequence[int],
+        nodes: Sequence[int] = (),
     ) -> None:
         self._listener, self._addresses, self._of_server = listener, list(addresses), list(of_server)
         self._nodes = sorted({*of_server, *nodes})
@@ -235,14 +239,14 @@ class Clients:
         """Wait for every client that owns a server, and send it its servers.
 
         Raises:
-            GuardStop: one has not connected after `_START_S`.
+            RunAborted: one has not connected after `_START_S`.
         """
         deadline = time.monotonic() + _START_S
         needed = set(self._nodes)
         while missing := needed - set(self._peers):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise GuardStop(f"the rollout clients of nodes {sorted(missing)} have not come after {_START_S:g} s")
+                raise RunAborted(f"the rollout clients of nodes {sorted(missing)} have not come after {_START_S:g} s")
             self._listener.socket.settimeout(left_s)
             with contextlib.suppress(OSError, HandshakeFailed, msgspec.DecodeError):
                 self._welcome(self._listener.socket.accept()[0])
@@ -257,7 +261,7 @@ class Clients:
                     f" that it would take; {len(mine) * wanted_per_server + OWN_FILES} would be enough for all"
                 )
 
-    def add(self, address: Address) -> None:
+    def add(self, address: ServerAddress) -> None:
         """One server more, or another one with a number that there was: the client that owns fewest asks it."""
         if address.server < len(self._addresses):
             self._addresses[address.server] = address
@@ -271,16 +275,16 @@ class Clients:
         node = self._of_server[server]
         return max(1, self._sockets[node] // self._of_server.count(node))
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, ask: Submit) -> None:
         node = self._of_server[ask.server]
         self._asked[ask.ticket] = node
         self._send(node, ask)
 
     def end(self, tickets: Sequence[int]) -> None:
-        self._tell(tickets, End)
+        self._tell(tickets, EndRequests)
 
     def cancel(self, tickets: Sequence[int]) -> None:
-        self._tell(tickets, Cancel)
+        self._tell(tickets, CancelRequests)
         for ticket in tickets:
             self._asked.pop(ticket, None)
 
@@ -299,11 +303,11 @@ class Clients:
             except OSError:
                 piece = b""
             if not piece:
-                raise GuardStop(f"the rollout client of node {node} has ended; what it held is lost")
+                raise RunAborted(f"the rollout client of node {node} has ended; what it held is lost")
             for message in map(FROM_CLIENT.decode, self._buffers[node].feed(piece)):
-                if isinstance(message, Lost):
-                    raise GuardStop(f"the rollout client of node {node} cannot go on: {message.text}")
-                if not isinstance(message, Hello):
+                if isinstance(message, ClientLost):
+                    raise RunAborted(f"the rollout client of node {node} cannot go on: {message.text}")
+                if not isinstance(message, ClientHello):
                     found.append(message)
         return found
 
@@ -321,13 +325,13 @@ class Clients:
         except BaseException:
             peer.close()
             raise
-        if isinstance(hello, Hello):
+        if isinstance(hello, ClientHello):
             peer.settimeout(_SEND_S)
             self._peers[hello.node], self._sockets[hello.node] = peer, hello.sockets
             self._buffers[hello.node] = FrameBuffer()
             self._selector.register(peer, selectors.EVENT_READ, hello.node)
 
-    def _tell(self, tickets: Sequence[int], kind: type[End] | type[Cancel]) -> None:
+    def _tell(self, tickets: Sequence[int], kind: type[EndRequests] | type[CancelRequests]) -> None:
         of_node: dict[int, list[int]] = {}
         for ticket in tickets:
             if ticket in self._asked:
@@ -340,4 +344,4 @@ class Clients:
             try:
                 send(self._peers[node], ENCODER.encode(message))
             except OSError as error:
-                raise GuardStop(f"the rollout client of node {node} has ended: {error}") from None
+                raise RunAborted(f"the rollout client of node {node} has ended: {error}") from None

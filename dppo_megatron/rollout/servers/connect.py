@@ -17,16 +17,16 @@ from typing import Literal
 
 import torch
 
+from dppo_megatron.config.resolved_sets import longest_sequence
 from dppo_megatron.config.rollout import RolloutConfig, check_endpoint
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import longest_sequence
 from dppo_megatron.progress import progress
-from dppo_megatron.rollout.servers.directory import Addresses, Directory, Entry
+from dppo_megatron.rollout.servers.device_map import CPU, DeviceMap, RankDevice, seats, visible_devices
+from dppo_megatron.rollout.servers.directory import Addresses, Directory, RegistryEntry
 from dppo_megatron.rollout.servers.http import BadAnswer, Http, Refused, Unreachable, clean_key
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
 from dppo_megatron.rollout.servers.router import RouterServer, named_now, named_workers, through
-from dppo_megatron.rollout.servers.seats import CPU, RankDevice, Seats, seats, visible_devices
 from dppo_megatron.rollout.servers.server_process import LaunchedServer, ServerProcess
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer, vllm_command, vllm_environment
@@ -43,14 +43,14 @@ ChannelName = Literal["disk", "gloo", "nccl", "ipc"]
 
 
 @dataclass
-class Connection:
+class ConnectedServers:
     """The checked servers of a run."""
 
     servers: list[Server]
     routers: list[RouterServer]
     channel: ChannelName
     description: str
-    seats: Seats
+    seats: DeviceMap
     """Under the channel ipc, the rank that hands weights to each worker; else empty."""
     directory: Addresses | None = None
     """The servers from now on, where they may come and go."""
@@ -58,7 +58,7 @@ class Connection:
 
 def connect(
     config: Config, architecture: Architecture, devices: Sequence[RankDevice], launched: Sequence[ServerProcess] = ()
-) -> Connection:
+) -> ConnectedServers:
     """Reach every server and check it.
 
     Args:
@@ -71,8 +71,8 @@ def connect(
     rollout = config.rollout
     routers: list[RouterServer] = []
     directory: Addresses | None = None
-    if rollout.servers.addresses_from:
-        files = Directory(Path(rollout.servers.addresses_from))
+    if rollout.servers.registry_dir:
+        files = Directory(Path(rollout.servers.registry_dir))
         directory, addresses = files.entries, _registered(files, rollout)
     elif launched:
         addresses = {server.url: server.api_key for server in launched}
@@ -92,7 +92,7 @@ def connect(
         check_server(server.http.url, info, config, architecture)
     routers = [router for router in routers if _passes(router, servers)]
     on_gpu = torch.cuda.is_available()
-    found = _seats(launched, infos, devices)
+    found = _device_map(launched, infos, devices)
     unequal = {url: dppo_nccl.difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
     works = {"ipc": [url for url in urls if found.get(url)], "nccl": [url for url in urls if not unequal[url]]}
     channel, why = choose_channel(
@@ -105,7 +105,7 @@ def connect(
         colocated=rollout.servers.colocate,
         unequal="; ".join(f"{url}: {said}" for url, said in unequal.items() if said),
     )
-    return Connection(
+    return ConnectedServers(
         servers=servers,
         routers=routers,
         channel=channel,
@@ -129,7 +129,7 @@ def _passes(router: RouterServer, servers: Sequence[Server]) -> bool:
 def _registered(directory: Directory, rollout: RolloutConfig) -> dict[str, str]:
     """Key by address of the servers that have come and may be asked."""
 
-    def answers(entry: Entry) -> bool:
+    def answers(entry: RegistryEntry) -> bool:
         """Whether the server is healthy; raises UserError if this run must not use it."""
         check_entry(entry, rollout)
         try:
@@ -138,11 +138,11 @@ def _registered(directory: Directory, rollout: RolloutConfig) -> dict[str, str]:
             return False
         return True
 
-    entries = directory.wait_for(rollout.servers.wait_for, rollout.limits.start_timeout_s, answers)
+    entries = directory.wait_for(rollout.servers.min_servers, rollout.limits.start_timeout_s, answers)
     return {url: entry.api_key for url, entry in entries.items()}
 
 
-def check_entry(entry: Entry, rollout: RolloutConfig) -> None:
+def check_entry(entry: RegistryEntry, rollout: RolloutConfig) -> None:
     """Raise UserError for a server of another engine, or one that may not be asked."""
     if entry.engine != rollout.engine:
         raise UserError(f"{entry.url} is a server of engine {entry.engine}; rollout.engine = {rollout.engine}")
@@ -204,7 +204,7 @@ def _named_workers(http: Http) -> list[str] | None:
         return None
 
 
-def _seats(
+def _device_map(
     launched: Sequence[ServerProcess], infos: Sequence[ServerInfo], devices: Sequence[RankDevice]
 ) -> dict[str, tuple[int, ...] | None]:
     """For each launched server by address the ranks that share its workers' devices; None for one with a worker on a
@@ -319,7 +319,7 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
 
 def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: int) -> None:
     """For servers that apply top_p before top_k, or give log-probabilities under them only up to a number of tokens."""
-    if not info.cuts_in_order and rollout.sampling.top_p < 1 and rollout.sampling.top_k > 0:
+    if not info.top_p_after_top_k and rollout.sampling.top_p < 1 and rollout.sampling.top_k > 0:
         raise UserError(
             f"{url} measures rollout.sampling.top_p before rollout.sampling.top_k cuts, all other"
             " engines after: use one of the two"

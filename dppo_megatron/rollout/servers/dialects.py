@@ -13,19 +13,19 @@ import msgspec
 import numpy as np
 
 from dppo_megatron.rollout.servers.http import BadAnswer, decoded
-from dppo_megatron.rollout.servers.wire import Call, GenerateRequest, Sampled, Span, as_sampled
+from dppo_megatron.rollout.servers.wire import Call, GenerateRequest, Sampled, VersionSpan, as_sampled
 
 T = TypeVar("T")
 
 # ----------------------------------------------------------------------------------- arrays (in_engine/dppo_arrays.py)
 
 
-class _Arrays(msgspec.Struct):
+class _ArraysLayout(msgspec.Struct):
     """What the header holds of one completion, beside its name."""
 
     tokens: Annotated[int, msgspec.Meta(ge=0)]
     finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
 def _opened(decoder: msgspec.json.Decoder[T], content: bytes) -> tuple[T, memoryview]:
@@ -34,7 +34,7 @@ def _opened(decoder: msgspec.json.Decoder[T], content: bytes) -> tuple[T, memory
     return decoded(decoder, content[4:start]), memoryview(content)[start:]
 
 
-def _in_turn(heads: Sequence[_Arrays], body: memoryview) -> list[Sampled]:
+def _in_turn(heads: Sequence[_ArraysLayout], body: memoryview) -> list[Sampled]:
     """Completions that lie one after the other: all token ids, then all log-probabilities."""
     total = sum(head.tokens for head in heads)
     if len(body) != 8 * total:
@@ -65,7 +65,7 @@ class _VLLMChoice(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: _VLLMLogprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
 class _VLLMAnswer(msgspec.Struct):
@@ -78,7 +78,7 @@ _VLLM_PREFIX = "generate-tokens-"
 """The server puts it before a request's id."""
 
 
-class _ArraysChoice(_Arrays, kw_only=True):
+class _ArraysChoice(_ArraysLayout, kw_only=True):
     index: int
 
 
@@ -189,7 +189,7 @@ class _SGLangMeta(msgspec.Struct):
     finish_reason: _Reason | None = None
     output_token_logprobs: list[_SGLangToken] | None = None
     output_token_sampling_logprobs: list[float] | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
     weight_version: str | None = None
 
 
@@ -202,7 +202,7 @@ _SGLANG_DECODER = msgspec.json.Decoder(list[_SGLangAnswer])
 _SGLANG_ONE_DECODER = msgspec.json.Decoder(_SGLangAnswer)
 
 
-class _ArraysAnswer(_Arrays, kw_only=True):
+class _ArraysAnswer(_ArraysLayout, kw_only=True):
     id: str
 
 
@@ -310,9 +310,9 @@ def _sglang_completion(answer: _SGLangAnswer, rid: str) -> Sampled:
         values = [entry.logprob for entry in entries]
     if entries and [entry.token for entry in entries] != tokens:
         raise BadAnswer(f"{rid}: its log-probabilities are of other tokens than it returns")
-    spans: Sequence[Span] = meta.weight_versions or ()
+    spans: Sequence[VersionSpan] = meta.weight_versions or ()
     if not spans and meta.weight_version is not None:
-        spans = [Span(meta.weight_version, 0, len(tokens))]
+        spans = [VersionSpan(meta.weight_version, 0, len(tokens))]
     return as_sampled(tokens, values, meta.finish_reason.type if meta.finish_reason else None, spans)
 
 

@@ -1,7 +1,7 @@
 """Addresses of servers as files in a directory that inference and training nodes share.
 
     dppo-megatron serve (an inference node)                         trainer, rank 0
-    server is ready -> NAME.json {url, key, engine} ------------->  start: waits for `wait_for` of them
+    server is ready -> NAME.json {url, key, engine} ------------->  start: waits for `min_servers` of them
     touches it every 5 s ---------------------------------------->  each weight sync: which are new, which have left
     ends -> removes it
 
@@ -36,13 +36,13 @@ _LARGEST_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RegistryEntry:
     url: str
     api_key: str = field(repr=False)
     engine: str
 
 
-Addresses: TypeAlias = Callable[[], dict[str, Entry]]
+Addresses: TypeAlias = Callable[[], dict[str, RegistryEntry]]
 """A run's present servers, by address. Raises UserError where that cannot be read."""
 
 
@@ -56,7 +56,7 @@ class Registration:
         OSError: it cannot be written.
     """
 
-    def __init__(self, directory: Path, name: str, entry: Entry) -> None:
+    def __init__(self, directory: Path, name: str, entry: RegistryEntry) -> None:
         self._path = directory / f"{name}{_SUFFIX}"
         content = {"url": entry.url, "api_key": entry.api_key, "engine": entry.engine}
         with replacing(self._path, mode=0o600) as file:  # whole, or not there
@@ -84,13 +84,13 @@ class Directory:
         self._seen: dict[str, tuple[int, float]] = {}
         """By file name its time stamp, and when that was first seen: clocks of two machines are never compared."""
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, RegistryEntry]:
         """The servers by address, those whose heartbeat has not stopped; the later file of two with one address.
 
         Raises:
             UserError: a file holds a key that others can read, belongs to another user, or cannot be read.
         """
-        found: dict[str, tuple[int, Entry]] = {}
+        found: dict[str, tuple[int, RegistryEntry]] = {}
         names = sorted(self._path.glob(f"[!.]*{_SUFFIX}")) if self._path.is_dir() else []
         for path in names:
             try:
@@ -98,7 +98,7 @@ class Directory:
             except FileNotFoundError:  # it has just been removed
                 continue
             except OSError as error:  # another user's, a link, a directory, a file system that hangs
-                raise UserError(f"rollout.servers.addresses_from: {path} cannot be read: {error.strerror}") from None
+                raise UserError(f"rollout.servers.registry_dir: {path} cannot be read: {error.strerror}") from None
             last, since = self._seen.get(path.name, (0, 0.0))
             if stamp != last:
                 self._seen[path.name] = last, since = stamp, self._clock()
@@ -107,7 +107,9 @@ class Directory:
                 found[entry.url] = stamp, entry
         return {url: entry for url, (_, entry) in found.items()}
 
-    def wait_for(self, count: int, timeout_s: float, answers: Callable[[Entry], bool]) -> dict[str, Entry]:
+    def wait_for(
+        self, count: int, timeout_s: float, answers: Callable[[RegistryEntry], bool]
+    ) -> dict[str, RegistryEntry]:
         """The servers by address that answer, as soon as there are `count` of them.
 
         Args:
@@ -126,9 +128,9 @@ class Directory:
             if time.monotonic() > deadline:
                 silent = ", ".join(sorted(entries.keys() - ready.keys()))
                 raise UserError(
-                    f"rollout.servers.addresses_from = '{shown(self._path)}': after rollout.limits.start_timeout_s ="
+                    f"rollout.servers.registry_dir = '{shown(self._path)}': after rollout.limits.start_timeout_s ="
                     f" {timeout_s:g} s only {state}{f'; no answer from {silent}' if silent else ''}. Start them with:"
-                    f" dppo-megatron serve CONFIG rollout.servers.addresses_from={shlex.quote(str(self._path))}"
+                    f" dppo-megatron serve CONFIG rollout.servers.registry_dir={shlex.quote(str(self._path))}"
                 )
             if state != said:
                 log(f"rollout: waiting for servers; {state}")
@@ -136,19 +138,19 @@ class Directory:
             time.sleep(_LOOK_S)
 
 
-def _read(path: Path) -> tuple[int, Entry | None]:
+def _read(path: Path) -> tuple[int, RegistryEntry | None]:
     """Its time stamp in ns and its content; None for a file of something else."""
     with open_to_read(path) as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise UserError(
-                f"rollout.servers.addresses_from: {path} must belong to you and be readable by you only (0600):"
+                f"rollout.servers.registry_dir: {path} must belong to you and be readable by you only (0600):"
                 " it names where weights are sent, and holds a key"
             )
         content = file.read(_LARGEST_BYTES)
     try:
         values = json.loads(content)
-        entry = Entry(str(values["url"]).rstrip("/"), str(values["api_key"]).strip(), str(values["engine"]))
+        entry = RegistryEntry(str(values["url"]).rstrip("/"), str(values["api_key"]).strip(), str(values["engine"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         return status.st_mtime_ns, None
     return status.st_mtime_ns, entry

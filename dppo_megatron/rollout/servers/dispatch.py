@@ -3,9 +3,9 @@
 Runs on rank 0 and decides from scalars; the rollout clients hold the sockets and the tokens.
 
     rank 0, rollout thread            rollout client (one a node)              servers
-    Dispatch.run -- Ask(ticket) ----> one task a ticket ---- POST -----------> generate
-         <------ Landed | Failed ---- typed decoding, check <-- answer --------
-         <------ Ready -------------- decoded, graded
+    Dispatch.run -- Submit(ticket) -> one    task a ticket ---- POST -----------> generate
+         <- Completed|AttemptFailed - typed decoding, check <-- answer --------
+         <------ Graded ------------- decoded, graded
       waits for: events, a tick        waits for: sockets, graders
 
 The rules:
@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Landed, Ready
+from dppo_megatron.rollout.servers.intake import AttemptFailed, Completed, Event, Graded, Submit
 from dppo_megatron.rollout.servers.member import Endpoint
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 from dppo_megatron.texts import log
-from dppo_megatron.types import GuardStop
+from dppo_megatron.types import RunAborted
 
 _TICK_S = 0.2
 _ANSWER_S = 30.0
@@ -110,9 +110,9 @@ class Work:
     expected: Expected
     prompts: Sequence[bytes] = ()
     """For the grading hook, one a group; empty: nothing is graded."""
-    may_be_cut: bool = True
-    """`rollout.limits.straggler_share` applies. Not to an evaluation: aborted completions would count as wrong."""
-    done: dict[int, Landed] = field(default_factory=dict)
+    allow_straggler_abort: bool = True
+    """`rollout.limits.finish_fraction` applies. Not to an evaluation: aborted completions would count as wrong."""
+    done: dict[int, Completed] = field(default_factory=dict)
     landed: dict[int, int] = field(default_factory=dict)
     """The ticket that brought each group's answer -> the group."""
     ready: set[int] = field(default_factory=set)
@@ -124,9 +124,9 @@ class Work:
     retries: int = 0
     given_up: bool = False
     """The rest is not wanted any more: `dispatch` ends its requests and returns."""
-    cut: bool = False
+    stragglers_ended: bool = False
     """The straggler rule has aborted the rest."""
-    cut_completions: int = 0
+    stragglers_aborted: int = 0
 
     @property
     def is_complete(self) -> bool:
@@ -148,7 +148,7 @@ def dispatch(fleet: Fleet, work: Work) -> Iterator[int]:
 
     Raises:
         NeedsWeights: no live server, but at least one to sync.
-        GuardStop: a request or the whole fleet has been waited for long enough.
+        RunAborted: a request or the whole fleet has been waited for long enough.
     """
     return Dispatch(fleet, work).run()
 
@@ -178,7 +178,7 @@ class Dispatch:
                     if (landed := self._settle(event)) is not None:
                         yield landed
                 self._drop_the_lost()
-                self._cut_stragglers()
+                self._abort_stragglers()
                 if self._check_deadlines():
                     self._fleet.probe_all()
             if work.given_up:
@@ -191,7 +191,7 @@ class Dispatch:
     def _assign(self) -> None:
         while self._pending:
             group = self._work.groups[self._pending[0]]
-            free = [asked for asked in self._fleet.doors(group) if self._has_room(asked, group)]
+            free = [asked for asked in self._fleet.targets_for(group) if self._has_room(asked, group)]
             if not free:
                 return
             self._ask(min(free, key=lambda asked: asked.outstanding_tokens / asked.width), self._pending.popleft())
@@ -205,7 +205,7 @@ class Dispatch:
         self._attempts[ticket] = _Attempt(index, member, self._fleet.spans.clock(), member.outages)
         prompt = work.prompts[index] if work.prompts else b""
         self._intake.ask(
-            Ask(ticket, index, self._places[member.name], group, work.expected, left_s + _ANSWER_S, prompt)
+            Submit(ticket, index, self._places[member.name], group, work.expected, left_s + _ANSWER_S, prompt)
         )
 
     def _has_room(self, member: Endpoint, group: GenerateRequest) -> bool:
@@ -223,7 +223,7 @@ class Dispatch:
 
     def _settle(self, event: Event) -> int | None:
         """The group that has landed, if one has. Tickets that are no longer wanted are passed over."""
-        if isinstance(event, Ready):
+        if isinstance(event, Graded):
             if event.ticket in self._work.landed:
                 index = self._work.landed[event.ticket]
                 self._work.ready.add(index)
@@ -235,14 +235,14 @@ class Dispatch:
         attempt = self._forget(event.ticket)
         landed_s = self._landed_s[event.ticket] = self._fleet.spans.clock()
         self._show(f"requests {attempt.member.name}", attempt.index, attempt.began_s, landed_s, event.ticket)
-        if isinstance(event, Failed):
+        if isinstance(event, AttemptFailed):
             self._failed(attempt, event)
             return None
         aborted = event.reasons.count("abort")
-        if aborted and not (self._work.cut and all(event.lengths)):
+        if aborted and not (self._work.stragglers_ended and all(event.lengths)):
             self._aborted(attempt, event.ticket)
             return None
-        self._work.cut_completions += aborted
+        self._work.stragglers_aborted += aborted
         self._work.done[attempt.index] = event
         self._work.landed[event.ticket] = attempt.index
         self._fleet.delivered(attempt.member)
@@ -257,17 +257,17 @@ class Dispatch:
         self._work.retries += 1
         self._pending.appendleft(index)
 
-    def _failed(self, attempt: _Attempt, event: Failed) -> None:
-        """Raises GuardStop for a failure that another server would repeat."""
+    def _failed(self, attempt: _Attempt, event: AttemptFailed) -> None:
+        """Raises RunAborted for a failure that another server would repeat."""
         member, request_id = attempt.member, self._work.groups[attempt.index].request_id
         if event.kind == "ours":
-            raise GuardStop(f"request {request_id}: {event.text}")
+            raise RunAborted(f"request {request_id}: {event.text}")
         self._again(attempt.index)
         if event.kind == "refused" and event.status in BUSY:
             self._fleet.rest(member, event.retry_after_s)
             return
         if event.kind == "refused" and 400 <= event.status < 500 and event.status not in _NOT_THE_SERVER:
-            raise GuardStop(f"{member.name} refused request {request_id}: {event.text}")
+            raise RunAborted(f"{member.name} refused request {request_id}: {event.text}")
         self._blame(attempt, event.text)
 
     def _aborted(self, attempt: _Attempt, ticket: int) -> None:
@@ -287,7 +287,7 @@ class Dispatch:
         said.append(f"{member.name}: {why}")
         self._fleet.mark_out(member, why)
         if len(said) >= _MOST_FAILURES:
-            raise GuardStop(
+            raise RunAborted(
                 f"request {work.groups[attempt.index].request_id} has failed {len(said)} times: {'; '.join(said)}"
             )
 
@@ -312,7 +312,7 @@ class Dispatch:
             if self._clock() > deadline:
                 states = "; ".join(f"{name} {state}" for name, state in fleet.health().items())
                 ids = [self._work.groups[index].request_id for index in self._pending]
-                raise GuardStop(
+                raise RunAborted(
                     f"all {len(fleet.members)} rollout servers have been gone for rollout.limits.engine_wait_s ="
                     f" {wait_s:g} s ({states}); waiting requests: {_listed(ids)}"
                 )
@@ -322,13 +322,13 @@ class Dispatch:
             fleet.restart_dead()
             fleet.revive()
 
-    def _cut_stragglers(self) -> None:
-        work, share = self._work, self._limits.straggler_share
-        if share == 1 or not work.may_be_cut or work.cut or self._pending or not self._attempts:
+    def _abort_stragglers(self) -> None:
+        work, share = self._work, self._limits.finish_fraction
+        if share == 1 or not work.allow_straggler_abort or work.stragglers_ended or self._pending or not self._attempts:
             return
         total = sum(group.count for group in work.groups)
         if sum(work.groups[index].count for index in work.done) >= share * total:
-            work.cut = True
+            work.stragglers_ended = True
             self._intake.end(list(self._attempts))
 
     def _check_deadlines(self) -> bool:
@@ -341,7 +341,7 @@ class Dispatch:
         asked = self._work.first_asked
         if late := [index for index in waiting if now - asked.get(index, now) > limit_s]:
             names = [f"{self._work.groups[index].request_id}{where.get(index, '')}" for index in late]
-            raise GuardStop(
+            raise RunAborted(
                 f"{len(late)} requests (step-prompt-completion) have waited longer than"
                 f" rollout.limits.request_timeout_s = {limit_s:g} s since their first try: {_listed(names)}"
             )

@@ -1,9 +1,9 @@
 """Several servers as one: which of them answer, which have the present weights, and who has room for a request.
 
-    rank 0, rollout thread: dispatch --> live, began, ended, rests, failed     (dispatch.py: who gets which request)
+    rank 0, rollout thread: dispatch --> live, began, ended, back_off, failed     (dispatch.py: who gets which request)
             probe threads:  GET health ----> answers, or the member is out
             main thread:    trains, or waits in `finish` for the rollout thread; a weight sync takes its turn there:
-                            expects(new) for all, took(new) for each
+                            set_target(new) for all, synced(new) for each
 
 The rules:
 
@@ -112,7 +112,7 @@ class Fleet:
     def endpoints(self) -> list[Endpoint]:
         return [*self.members, *self.routers]
 
-    def doors(self, group: GenerateRequest) -> list[Endpoint]:
+    def targets_for(self, group: GenerateRequest) -> list[Endpoint]:
         """Who may be asked for `group`: live routers that pass all of it on, and live servers behind none of them."""
         routers = [r for r in self.routers if r.state == "live" and r.server.dialect.carries(group)]
         behind = {name for router in routers for name in router.server.named}
@@ -138,7 +138,7 @@ class Fleet:
         with self.lock:
             self._expected = version
             for asked in self.endpoints:
-                asked.expects(version)
+                asked.set_target(version)
 
     def mark_out(self, member: Endpoint, reason: str) -> None:
         """No more requests; those in flight are closed and go elsewhere."""
@@ -167,17 +167,17 @@ class Fleet:
             member = next((known for known in self.members if known.name == url), None)
             if member is None:
                 member = Member(server, self.lock, self.clock)
-                member.expects(self._expected)
+                member.set_target(self._expected)
                 self.members.append(member)
             else:
                 member.replaced_by(server)
-            member.answers()
+            member.answered()
         return member
 
     def let_go(self, member: Member, reason: str) -> None:
         """Its owner has taken it away: no more requests and no more questions."""
         with self.lock:
-            news = member.left(reason)
+            news = member.removed(reason)
         if news:
             log(f"rollout: {member.name}: {reason}")
             member.server.http.close()
@@ -212,7 +212,7 @@ class Fleet:
         times = self._busy[member.name] = self._busy.get(member.name, 0) + 1
         own_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** min(times - 1, 16))
         with self.lock:
-            member.rests(own_s if wanted_s is None else min(_LONGEST_REST_S, wanted_s))
+            member.back_off(own_s if wanted_s is None else min(_LONGEST_REST_S, wanted_s))
 
     def delivered(self, member: Endpoint) -> None:
         self._busy.pop(member.name, None)
@@ -252,11 +252,11 @@ class Fleet:
             if asked.reason != str(error):
                 log(f"rollout: {asked.name} answers again and is not used: {error}")
             with self.lock:
-                asked.misfits(str(error))
+                asked.reject(str(error))
 
     def _is_back(self, member: Endpoint) -> None:
         with self.lock:
-            member.answers()
+            member.answered()
         # a probe that was begun while it hung may fail only now, and would mark it out again
         self._probing[member.name].answer = None
         waits_for = "after a weight sync" if isinstance(member, Member) else "when all of its workers do"

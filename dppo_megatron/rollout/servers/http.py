@@ -41,7 +41,7 @@ import msgspec
 
 from dppo_megatron.rollout.servers.identity import LARGEST_ANSWER, Question
 from dppo_megatron.texts import one_line
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import RunAborted, UserError
 
 T = TypeVar("T")
 
@@ -194,7 +194,7 @@ class Transport:
             good = 200 <= response.status < 300
             limit = max_bytes if good else ERROR_BYTES
             content = bytearray()
-            async with _Slot(self._reading, content):
+            async with _ReadSlot(self._reading, content):
                 async for part in response.content.iter_any():
                     content += part
                     if len(content) > limit:
@@ -295,7 +295,7 @@ class Http:
         except CancelledError:
             raise Unreachable(f"{self.url}{path}: the call was cut") from None
         except OurFault as error:
-            raise GuardStop(f"the trainer cannot open a connection to {self.url}: {error}") from None
+            raise RunAborted(f"the trainer cannot open a connection to {self.url}: {error}") from None
         finally:
             call.cancel()  # a KeyboardInterrupt may have ended the wait before the call
             with self._lock:
@@ -383,7 +383,7 @@ def _place(url: str) -> tuple[str | None, int]:
     return parts.hostname, parts.port or 80
 
 
-class _Slot:
+class _ReadSlot:
     """The right to read an answer's body, until it is read or turns out to be slow.
 
     An answer of 48,000 tokens is 8 MB, and a thousand may come at once: those that wait stay at the servers. A slow one

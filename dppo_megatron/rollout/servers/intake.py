@@ -15,7 +15,7 @@ import msgspec
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class Submit(msgspec.Struct, frozen=True, tag=True):
     ticket: int
     index: int
     """Of the group in its rollout."""
@@ -28,7 +28,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     """What the grading hook is given with the texts (a pickled `Prompt`); empty: not graded there."""
 
 
-class Landed(msgspec.Struct, frozen=True, tag=True):
+class Completed(msgspec.Struct, frozen=True, tag=True):
     """A group was answered, and the answer is what was asked for."""
 
     ticket: int
@@ -40,13 +40,13 @@ class Landed(msgspec.Struct, frozen=True, tag=True):
     """(weights version, tokens sampled under it), of all completions together."""
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class Graded(msgspec.Struct, frozen=True, tag=True):
     """A group that has landed is decoded, and graded if that was wanted."""
 
     ticket: int
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class AttemptFailed(msgspec.Struct, frozen=True, tag=True):
     """An attempt came to nothing."""
 
     ticket: int
@@ -57,7 +57,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     retry_after_s: float | None = None
 
 
-Event = Landed | Ready | Failed
+Event = Completed | Graded | AttemptFailed
 
 
 class Intake(Protocol):
@@ -66,7 +66,7 @@ class Intake(Protocol):
     def room(self, server: int) -> int:
         """Groups that may be in flight on `server`: each holds a socket of its client."""
 
-    def ask(self, ask: Ask) -> None: ...
+    def ask(self, ask: Submit) -> None: ...
 
     def end(self, tickets: Sequence[int]) -> None:
         """Have the servers end these now: what they have so far lands, as `abort`."""
@@ -75,4 +75,4 @@ class Intake(Protocol):
         """Close the connections of these, and drop what they have brought."""
 
     def events(self, timeout_s: float) -> list[Event]:
-        """What has happened, waiting for it up to `timeout_s`. Raises GuardStop if the intake itself is lost."""
+        """What has happened, waiting for it up to `timeout_s`. Raises RunAborted if the intake itself is lost."""

@@ -1,17 +1,17 @@
 """One server's life, as a state machine without network or threads, on a given clock.
 
-             answers()            took(version)
+            answered()           synced(version)
       out ---------------> stale ---------------> live
        ^                    |  ^                   |  |
        |      failed()      |  '-------------------'  |
-       '--------------------+      expects(new)       |
+       '--------------------+    set_target(new)      |
        '----------------------------------------------'
                           failed()
 
-A server that has left (`left`, `may_return`) is out, and no answer brings it back before its owner offers it again.
+A server that has left (`removed`, `may_return`) is out, and no answer brings it back before its owner offers it again.
 
 There is no arrow from out to live: a server that comes back holds old weights, or none, and gets no request before a
-complete sync. `took` on a server that has failed meanwhile therefore changes nothing; that race is real, since health
+complete sync. `synced` on a server that has failed meanwhile therefore changes nothing; that race is real, since health
 probes go on in one thread while another syncs.
 
 Who may call: the thread that holds the fleet's lock. Every method that changes a member asserts it. No call to a
@@ -65,7 +65,7 @@ class Endpoint:
         self._state: State = "stale"
         self.reason = "not synced yet"
         """Why it is not live; empty if it is."""
-        self.expected = ""
+        self.target_version = ""
         """The version that makes it live."""
         self.outages = 0
         """How often it has gone out."""
@@ -117,31 +117,31 @@ class Endpoint:
             self._asked_again_at = self._clock() + (wait_s if self.failures > _FREE_FAILURES else 0.0)
         return was_in
 
-    def misfits(self, reason: str) -> None:
+    def reject(self, reason: str) -> None:
         """It answers, and is not a server that this run can use. Asked again after a while: its owner may mend it."""
         self._owned()
         self.reason, self._asked_again_at = reason, self._clock() + _MISFIT_S
 
-    def answers(self) -> None:
+    def answered(self) -> None:
         """It answers, with any weights. One that has left may answer an earlier question."""
         self._owned()
         if self._state == "out" and not self._has_left:
             self._state, self.reason = "stale", "back, to be synced"
 
-    def expects(self, version: str) -> None:
+    def set_target(self, version: str) -> None:
         """From now on `version` is what makes it live."""
         self._owned()
-        self.expected = version
+        self.target_version = version
         if self._state == "live":
             self._state, self.reason = "stale", f"to get weight sync {version}"
 
-    def took(self, version: str) -> bool:
+    def synced(self, version: str) -> bool:
         """It has all weights of `version` and generates. Returns whether it is live: not if it has failed meanwhile, or
         if others are expected by now."""
         self._owned()
-        if self._state == "stale" and version == self.expected:
+        if self._state == "stale" and version == self.target_version:
             self._state, self.reason, self.has_leftovers = "live", "", False
-        return self._state == "live" and version == self.expected
+        return self._state == "live" and version == self.target_version
 
     def delivered(self) -> None:
         """A good answer: what went wrong before counts no more."""
@@ -169,7 +169,7 @@ class Endpoint:
         self.groups -= 1
         self.completions -= completions
 
-    def rests(self, seconds: float) -> None:
+    def back_off(self, seconds: float) -> None:
         """Back off for `seconds` (HTTP 408, 429, 503); its state does not change."""
         self._owned()
         self._free_at = max(self._free_at, self._clock() + seconds)
@@ -190,10 +190,10 @@ class Member(Endpoint):
 
     Example:
         member = Member(server, lock)     # stale: it answers, and has no weights of ours
-        member.expects("1"); member.took("1")     # live
+        member.set_target("1"); member.synced("1")     # live
         member.failed("no answer to its health probe")     # out; its requests go elsewhere
-        member.answers()     # stale: it may hold version 1, or nothing
-        member.took("1")     # live again, after a whole sync
+        member.answered()     # stale: it may hold version 1, or nothing
+        member.synced("1")     # live again, after a whole sync
     """
 
     server: Server
@@ -224,7 +224,7 @@ class Member(Endpoint):
         self._state, self.reason = "out", "its process was started again"
         self.asleep, self.has_leftovers = frozenset(), False
 
-    def left(self, reason: str) -> bool:
+    def removed(self, reason: str) -> bool:
         """Its address was removed: it is asked nothing more. Returns whether that is news."""
         self._owned()
         news = not self._has_left

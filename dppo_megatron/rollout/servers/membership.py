@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.rollout.servers.connect import Connection, check_entry, check_server, described, make_server
-from dppo_megatron.rollout.servers.directory import Addresses, Entry
+from dppo_megatron.rollout.servers.connect import ConnectedServers, check_entry, check_server, described, make_server
+from dppo_megatron.rollout.servers.directory import Addresses, RegistryEntry
 from dppo_megatron.rollout.servers.dispatch import BUSY
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import BadAnswer, NotProven, Refused, Unreachable
@@ -30,7 +30,7 @@ from dppo_megatron.weights.architecture import Architecture
 _ASK_S = 10.0
 
 
-def inspect(server: Server, known: Connection, config: Config, architecture: Architecture) -> None:
+def inspect(server: Server, known: ConnectedServers, config: Config, architecture: Architecture) -> None:
     """Have a server describe itself, to see that it fits this run.
 
     Raises:
@@ -57,7 +57,7 @@ class Membership:
     def __init__(
         self,
         addresses: Addresses,
-        known: Connection,
+        known: ConnectedServers,
         config: Config,
         architecture: Architecture,
         introduce: Callable[[Member], None],
@@ -93,7 +93,7 @@ class Membership:
             if one not in here and not self._rejected.get(one):
                 self._try(fleet, entry)
 
-    def _try(self, fleet: Fleet, entry: Entry) -> None:
+    def _try(self, fleet: Fleet, entry: RegistryEntry) -> None:
         config = self._config
         try:
             check_entry(entry, config.rollout)
@@ -112,7 +112,7 @@ class Membership:
         self._introduce(fleet.let_in(server))
         log(f"rollout: {entry.url} has come; it gets requests after a weight sync")
 
-    def _reject(self, fleet: Fleet, entry: Entry, why: str, *, for_good: bool) -> None:
+    def _reject(self, fleet: Fleet, entry: RegistryEntry, why: str, *, for_good: bool) -> None:
         """Log it once. Unless it is `for_good` (the server does not fit), it is asked again at the next sync."""
         one = entry.url, entry.api_key
         if one not in self._rejected:

@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import msgspec
 
-from dppo_megatron.rollout.servers.answers import ModelFile
+from dppo_megatron.rollout.servers.control_answers import ModelFile
 from dppo_megatron.rollout.servers.dialects import AnyDialect
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled, checked
-from dppo_megatron.rollout.transfer.groups import BroadcastGroup, Meeting
+from dppo_megatron.rollout.transfer.groups import BroadcastGroup, GroupRendezvous
 from dppo_megatron.types import UserError
 
 InFlight = Literal["finish", "abort", "continue"]
@@ -45,7 +45,7 @@ class ServerInfo:
     """Log-probabilities are taken after temperature, top_p and top_k, as the loss needs them."""
     max_top_k: int | None = None
     """Log-probabilities under top_p or top_k are given for a top_k of at most this; None: always."""
-    cuts_in_order: bool = True
+    top_p_after_top_k: bool = True
     """top_p is measured on what top_k leaves, as everywhere else; not on the whole distribution."""
     devices: tuple[str, ...] = ()
     """UUID of each worker's GPU, or `cpu`, replica by replica; empty: not reported."""
@@ -109,11 +109,11 @@ class Server(Generator, Protocol):
 
     # ------------------------------------------------ weights in buckets, between `begin_update` and `end_update`
 
-    def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
+    def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
         """Have the workers join a broadcast group as ranks `first_rank` and following, and leave an earlier one. Other
         servers' workers have the ranks before and after. Returns when all members have joined."""
 
-    def own_group(self, meeting: Meeting) -> BroadcastGroup:
+    def own_group(self, meeting: GroupRendezvous) -> BroadcastGroup:
         """The trainer's end of that group. Returns when all have joined."""
 
     def begin_update(self, *, timeout_s: float) -> None:

@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dppo_megatron.rollout.servers import answers
+from dppo_megatron.rollout.servers import control_answers
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, SGLangRouterDialect, VLLMDialect
-from dppo_megatron.rollout.servers.directory import Entry
+from dppo_megatron.rollout.servers.directory import RegistryEntry
 from dppo_megatron.rollout.servers.http import MAX_ANSWER_BYTES, BadAnswer, Http, Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Endpoint, Member, OwnedLock
 
@@ -74,25 +74,27 @@ class Router(Endpoint):
             return f"its worker {failed[0]} has failed; those with the present weights are asked themselves"
         missing = sorted(name for name in named if name not in members or members[name].state != "live")
         if missing and self.state == "live":
-            self.expects(self.expected)
+            self.set_target(self.target_version)
             self.reason = f"its worker {missing[0]} has not the present weights"
         if named and not missing:
-            self.took(self.expected)
+            self.synced(self.target_version)
         return ""
 
 
-def named_now(servers: Sequence[str], routers: Sequence[RouterServer], key: str, engine: str) -> dict[str, Entry]:
+def named_now(
+    servers: Sequence[str], routers: Sequence[RouterServer], key: str, engine: str
+) -> dict[str, RegistryEntry]:
     """`servers` and the workers that `routers` name, by address. One that does not answer has those it named last."""
     for router in routers:
         with contextlib.suppress(Unreachable, Refused):
             router.healthy(timeout_s=_ASK_S)
     urls = [*servers, *(url for router in routers for url in sorted(router.named))]
-    return {url: Entry(url, key, engine) for url in urls}
+    return {url: RegistryEntry(url, key, engine) for url in urls}
 
 
 def named_workers(http: Http, timeout_s: float) -> list[str]:
     """The addresses that `GET /workers` names. Raises as `Http.get`."""
-    answer = http.get("/workers", answers.RoutedWorkers, timeout_s=timeout_s)
+    answer = http.get("/workers", control_answers.RoutedWorkers, timeout_s=timeout_s)
     return [worker.url.rstrip("/") for worker in answer.workers]
 
 

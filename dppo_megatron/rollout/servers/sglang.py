@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.servers import answers
+from dppo_megatron.rollout.servers import control_answers
 from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, SGLANG_NCCL_PATH, SGLangDialect
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
@@ -28,7 +28,7 @@ from dppo_megatron.rollout.servers.protocol import (
     architecture_of,
     check_version,
 )
-from dppo_megatron.rollout.transfer.groups import Broadcast, BroadcastGroup, Meeting
+from dppo_megatron.rollout.transfer.groups import BroadcastGroup, GroupRendezvous, TorchBroadcastGroup
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer, pickled
 from dppo_megatron.types import UserError
 
@@ -69,8 +69,8 @@ class SGLangServer:
 
     def describe(self, *, timeout_s: float) -> ServerInfo:
         """Raises UserError for a server that is no SGLang or too old."""
-        info = self.http.find("/server_info", answers.ServerArgs, timeout_s=timeout_s)
-        model = self.http.find("/model_info", answers.Model, timeout_s=timeout_s)
+        info = self.http.find("/server_info", control_answers.ServerArgs, timeout_s=timeout_s)
+        model = self.http.find("/model_info", control_answers.Model, timeout_s=timeout_s)
         if info is None or model is None:
             raise UserError(f"{self.http.url} answers, but is no SGLang server (no /server_info)")
         check_version("SGLang", info.version, MINIMUM_VERSION, self.http.url)
@@ -81,7 +81,7 @@ class SGLangServer:
         root = info.model_path or model.model_path  # the latter may be a snapshot of an earlier run's
         architecture, vocab_size = architecture_of(root)
         single = info.pp_size == self.replicas == 1  # SGLang numbers group members by TP
-        nccl = self.http.find(SGLANG_NCCL_PATH, answers.Nccl, timeout_s=timeout_s) if self._arrays else None
+        nccl = self.http.find(SGLANG_NCCL_PATH, control_answers.Nccl, timeout_s=timeout_s) if self._arrays else None
         return ServerInfo(
             engine_version=info.version,
             served_model=root,
@@ -92,7 +92,7 @@ class SGLangServer:
             world_size=self.world_size,
             logprobs_are_processed=None,
             max_top_k=info.sampling_mask_max_tokens or 0,
-            cuts_in_order=False,
+            top_p_after_top_k=False,
             nccl=nccl or _OWN_NCCL,
         )
 
@@ -116,16 +116,16 @@ class SGLangServer:
         self.http.do("/update_weights_from_disk", body, timeout_s=timeout_s)
 
     def weights_version(self, *, timeout_s: float) -> str:
-        return self.http.get("/model_info", answers.NamedWeights, timeout_s=timeout_s).weight_version
+        return self.http.get("/model_info", control_answers.NamedWeights, timeout_s=timeout_s).weight_version
 
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
         """The first 16 digits of SHA-256, on a CPU without splits; elsewhere the canary is the receipt."""
         if not self._hashes_bytes or self.world_size > 1:
             return []
-        answer = self.http.post("/weights_checker", answers.Ranks, {"action": "checksum"}, timeout_s=timeout_s)
+        answer = self.http.post("/weights_checker", control_answers.Ranks, {"action": "checksum"}, timeout_s=timeout_s)
         return [rank.checksums for rank in answer.ranks]
 
-    def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
+    def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
         """Every tensor-parallel worker joins. A server that was started again has no group to leave: no failure."""
         if self._group:
             with contextlib.suppress(Refused):
@@ -141,9 +141,9 @@ class SGLangServer:
         }
         self.http.do("/init_weights_update_group", body, timeout_s=timeout_s)
 
-    def own_group(self, meeting: Meeting) -> BroadcastGroup:
+    def own_group(self, meeting: GroupRendezvous) -> BroadcastGroup:
         """SGLang's end is a process group of torch's."""
-        return Broadcast(meeting, as_torch_does=True)
+        return TorchBroadcastGroup(meeting, as_torch_does=True)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """Opens a session; one that an interrupted sync has left open is closed first."""
@@ -187,7 +187,7 @@ class SGLangServer:
         self.http.do("/resume_memory_occupation", {"tags": [what]}, timeout_s=timeout_s)
 
 
-def _longest(info: answers.ServerArgs) -> int | None:
+def _longest(info: control_answers.ServerArgs) -> int | None:
     """Prompt and completion together that it generates in full; max_req_input_len is 4 less."""
     if info.context_length is not None:
         return info.context_length - _SPARE

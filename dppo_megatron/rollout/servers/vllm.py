@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from urllib.parse import quote
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.servers import answers
+from dppo_megatron.rollout.servers import control_answers
 from dppo_megatron.rollout.servers.dialects import VLLM_ARRAYS_PATH, VLLM_WORKERS_PATH, VLLMDialect
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
@@ -29,7 +29,13 @@ from dppo_megatron.rollout.servers.protocol import (
     architecture_of,
     check_version,
 )
-from dppo_megatron.rollout.transfer.groups import CHUNK_BYTES, Broadcast, BroadcastGroup, Chain, Meeting
+from dppo_megatron.rollout.transfer.groups import (
+    CHUNK_BYTES,
+    BroadcastGroup,
+    ChainGroup,
+    GroupRendezvous,
+    TorchBroadcastGroup,
+)
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 from dppo_megatron.types import UserError
 
@@ -58,14 +64,16 @@ class VLLMServer:
     def describe(self, *, timeout_s: float) -> ServerInfo:
         """Raises UserError for a server that is no vLLM, too old, or not started for RL."""
         http = self.http
-        engine = http.find("/version", answers.VLLMVersion, timeout_s=timeout_s)
+        engine = http.find("/version", control_answers.VLLMVersion, timeout_s=timeout_s)
         if engine is None:
             raise UserError(f"{http.url} answers, but is no vLLM server (no /version)")
         check_version("vLLM", engine.version, MINIMUM_VERSION, http.url)
-        card = http.get("/v1/models", answers.Cards, timeout_s=timeout_s).data[0]
+        card = http.get("/v1/models", control_answers.Cards, timeout_s=timeout_s).data[0]
         # at the first call vLLM collects a description of its machine (0.32, `_get_system_env_info_cached`)
-        settings = http.find("/server_info?config_format=json", answers.Settings, timeout_s=max(60.0, timeout_s))
-        if settings is None or http.find("/weight_info", answers.NamedWeights, timeout_s=timeout_s) is None:
+        settings = http.find(
+            "/server_info?config_format=json", control_answers.Settings, timeout_s=max(60.0, timeout_s)
+        )
+        if settings is None or http.find("/weight_info", control_answers.NamedWeights, timeout_s=timeout_s) is None:
             raise UserError(f"{http.url}: vLLM without its RL endpoints; {_RL_CALLS}")
         config = settings.vllm_config
         transfer, parallel = config.weight_transfer_config, config.parallel_config
@@ -74,7 +82,7 @@ class VLLMServer:
         self._seeded = not (on_cpu and config.scheduler_config.enable_chunked_prefill)
         self._arrays = http.find(VLLM_ARRAYS_PATH, dict[str, int], timeout_s=timeout_s) == {"form": 1}
         self.replicas = parallel.data_parallel_size
-        self.world_size = http.get("/get_world_size", answers.WorldSize, timeout_s=timeout_s).world_size
+        self.world_size = http.get("/get_world_size", control_answers.WorldSize, timeout_s=timeout_s).world_size
         models = self._workers(timeout_s)
         if models:
             architecture, vocab_size = models[0].architecture, models[0].vocab_size
@@ -115,7 +123,7 @@ class VLLMServer:
         self._forget_prefixes(timeout_s)
         self.http.do("/update_weight_version", {"new_version": version}, timeout_s=timeout_s)
 
-    def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
+    def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
         """Through vLLM's weight transfer interface, with our receiver, which leaves an earlier group by itself."""
         info = {
             "backend": meeting.backend,
@@ -130,8 +138,8 @@ class VLLMServer:
         }
         self.http.do("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
 
-    def own_group(self, meeting: Meeting) -> BroadcastGroup:
-        return own_chain(meeting) if meeting.backend == "gloo" else Broadcast(meeting, as_torch_does=False)
+    def own_group(self, meeting: GroupRendezvous) -> BroadcastGroup:
+        return own_chain(meeting) if meeting.backend == "gloo" else TorchBroadcastGroup(meeting, as_torch_does=False)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """An update that was left half-way stays open and bars the next; ended, its mixed weights have a name that no
@@ -155,12 +163,14 @@ class VLLMServer:
         self._forget_prefixes(timeout_s)
 
     def weights_version(self, *, timeout_s: float) -> str:
-        return self.http.get("/weight_info", answers.NamedWeights, timeout_s=timeout_s).weight_version
+        return self.http.get("/weight_info", control_answers.NamedWeights, timeout_s=timeout_s).weight_version
 
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
         """By vLLM's names (dp0:pp0:pcp0:tp0:NAME), of engines without tensor or pipeline splits; packed weights (CPU)
         show as empty."""
-        found = self.http.post("/weight_checker", answers.VLLMChecksums, {"action": "checksum"}, timeout_s=timeout_s)
+        found = self.http.post(
+            "/weight_checker", control_answers.VLLMChecksums, {"action": "checksum"}, timeout_s=timeout_s
+        )
         workers: dict[str, dict[str, str]] = {}
         for name, digest in found.checksums.items():
             worker, _, tensor = name.rpartition(":")
@@ -186,16 +196,16 @@ class VLLMServer:
         """Refused while blocks are still held."""
         self.http.do("/reset_prefix_cache?reset_running_requests=true", timeout_s=timeout_s)
 
-    def _workers(self, timeout_s: float) -> list[answers.Worker]:
+    def _workers(self, timeout_s: float) -> list[control_answers.Worker]:
         """Each worker's `dppo_model` (`in_engine`), replica by replica; empty without our extension. Raises UserError
         for replicas of which not all workers answer: the others would be left without weights."""
-        models: list[answers.Worker] = []
+        models: list[control_answers.Worker] = []
         if self._extended and self._arrays:
-            replicas = self.http.get(VLLM_WORKERS_PATH, answers.Models, timeout_s=timeout_s).replicas
+            replicas = self.http.get(VLLM_WORKERS_PATH, control_answers.Models, timeout_s=timeout_s).replicas
             models = sorted((model for replica in replicas for model in replica), key=lambda model: model.place)
         elif self._extended:  # of the first replica only
             asked = _call("dppo_model", timeout_s)
-            models = self.http.post(_RPC, answers.Models, asked, timeout_s=timeout_s).results
+            models = self.http.post(_RPC, control_answers.Models, asked, timeout_s=timeout_s).results
         world_size = self.world_size
         whole = [model.place for model in models] == list(range(world_size)) and world_size % self.replicas == 0
         if not whole and (self.replicas > 1 or self._extended):
@@ -211,13 +221,13 @@ def _call(method: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
     return {"method": method, "kwargs": arguments, "timeout": timeout_s}
 
 
-def own_chain(meeting: Meeting) -> Chain:
+def own_chain(meeting: GroupRendezvous) -> ChainGroup:
     """The trainer's end of a group with our receivers over gloo. Returns when all have joined and proven it."""
 
     def prove(group: Any) -> None:
         dppo_wire.prove(group, meeting.secret, 0, 1, meeting.joining)
 
-    return Chain(meeting, dppo_wire.Sealed(meeting.store, meeting.secret), prove)
+    return ChainGroup(meeting, dppo_wire.Sealed(meeting.store, meeting.secret), prove)
 
 
 def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:

@@ -186,7 +186,7 @@ def _as_it_ended(one: Sampled, group: GenerateRequest) -> Sampled:
     return one
 
 
-class Span(msgspec.Struct, gc=False):
+class VersionSpan(msgspec.Struct, gc=False):
     """Tokens [start, end) of a completion were sampled under `version`; both engines' form."""
 
     version: str
@@ -194,7 +194,7 @@ class Span(msgspec.Struct, gc=False):
     end: int
 
 
-def as_sampled(tokens: Ints, logprobs: Floats, reason: str | None, spans: Sequence[Span]) -> Sampled:
+def as_sampled(tokens: Ints, logprobs: Floats, reason: str | None, spans: Sequence[VersionSpan]) -> Sampled:
     """A completion from its lists. Raises BadAnswer for what no array can hold."""
     if reason not in ("stop", "length", "abort"):
         raise BadAnswer(f"a completion that ended by {str(reason)[:80]!r}")

@@ -27,7 +27,7 @@ from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.server_process import address_toward
 from dppo_megatron.rollout.sync.channels import FAILURES, Bucket, BucketChannel, Offers, Tensors, at_once, in_thread
-from dppo_megatron.rollout.transfer.groups import BroadcastBackend, BroadcastGroup, Meeting, listening_store
+from dppo_megatron.rollout.transfer.groups import BroadcastBackend, BroadcastGroup, GroupRendezvous, listening_store
 
 _SHORTER = 0.75
 """Of the timeout of a request: servers give up a broadcast before it, and so can still answer that they live."""
@@ -73,7 +73,7 @@ class BroadcastChannel(BucketChannel):
         joining_s = min(_JOINING_S, self._timeout_s)
         world_size = 1 + sum(member.server.world_size for member in members)
         host = _own_address([member.name for member in members])
-        meeting = Meeting(
+        meeting = GroupRendezvous(
             name=f"dppo-{uuid.uuid4().hex}",
             backend=self._backend,
             host=host,

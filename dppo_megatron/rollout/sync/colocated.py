@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from dppo_megatron.distributed import on_loopback_if_one_machine
 from dppo_megatron.rollout.servers import sglang, vllm
+from dppo_megatron.rollout.servers.device_map import DeviceMap
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Offer, TensorNote
-from dppo_megatron.rollout.servers.seats import Seats
 from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, Offers, Tensors, buckets, drain, on_each
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 
@@ -43,10 +43,10 @@ class SharedMemoryChannel(BucketChannel):
     name = "ipc"
 
     def __init__(
-        self, fleet: Fleet | None, seats: Seats, offer: MakeOffer, bucket_bytes: int, timeout_s: float
+        self, fleet: Fleet | None, seats: DeviceMap, offer: MakeOffer, bucket_bytes: int, timeout_s: float
     ) -> None:
         super().__init__(fleet, bucket_bytes, timeout_s)
-        self._seats, self._make_offer = seats, offer
+        self._device_map, self._make_offer = seats, offer
         self.receivers = sorted({0, *(rank for ranks in seats.values() for rank in ranks)})
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._group: Any = None
@@ -71,7 +71,9 @@ class SharedMemoryChannel(BucketChannel):
 
     def _offer(self, bucket: Bucket, turn: int) -> Offers | str:
         """Fill a buffer; how each worker that reads here finds it."""
-        readers = [(url, w) for url, ranks in self._seats.items() for w, rank in enumerate(ranks) if rank == self._rank]
+        readers = [
+            (url, w) for url, ranks in self._device_map.items() for w, rank in enumerate(ranks) if rank == self._rank
+        ]
         if not readers:
             return {}
         try:
@@ -103,7 +105,7 @@ class SharedMemoryChannel(BucketChannel):
         failures = "; ".join(part for part in offers if isinstance(part, str))
 
         def read(member: Member) -> None:
-            own = [places.get((member.name, worker)) for worker in range(len(self._seats[member.name]))]
+            own = [places.get((member.name, worker)) for worker in range(len(self._device_map[member.name]))]
             if any(offer is None for offer in own):
                 raise RuntimeError(failures)
             member.server.receive_shared(own, bucket.notes, timeout_s=self._timeout_s)  # type: ignore[arg-type]

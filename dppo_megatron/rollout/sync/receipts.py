@@ -33,7 +33,7 @@ from dppo_megatron.rollout.servers.protocol import generate
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled
 from dppo_megatron.rollout.sync.channels import FAILURES, at_once
 from dppo_megatron.texts import log
-from dppo_megatron.types import Completion, GuardStop, Prompt
+from dppo_megatron.types import Completion, Prompt, RunAborted
 
 MOST_MISSED = 3
 CANARY_TOKENS = 64
@@ -64,13 +64,13 @@ class Receipt:
         return self._missed > 0
 
     def settle(self, answered: int, asked: int) -> None:
-        """Record how many servers have answered. Raises GuardStop after `MOST_MISSED` times none in a row."""
+        """Record how many servers have answered. Raises RunAborted after `MOST_MISSED` times none in a row."""
         if answered or not asked:
             self._missed = 0
             return
         self._missed += 1
         if self._missed >= MOST_MISSED:
-            raise GuardStop(
+            raise RunAborted(
                 f"no rollout server has answered for its {self._name} after {self._missed} weight syncs in a row:"
                 " nothing shows that they generate with the actor's weights"
             )
@@ -174,7 +174,7 @@ class Canary:
         return self._receipt.is_overdue
 
     def ask(self, engine: Engine, prompt: Prompt) -> None:
-        """Ask all servers at once. Collective. Raises GuardStop as `Receipt.settle`."""
+        """Ask all servers at once. Collective. Raises RunAborted as `Receipt.settle`."""
         asked = sum(state == "live" for state in engine.health().values())
         requests = [Request(prompt, index, 0) for index in range(self._count)]
         self._prompt, self._answers = prompt, engine.probe(requests, self._sampling)
@@ -188,7 +188,7 @@ class Canary:
             `rollout/canary_servers`, how many answered, and `rollout/canary_logprob_diff` if any did.
 
         Raises:
-            GuardStop: a server computes with other weights.
+            RunAborted: a server computes with other weights.
         """
         prompt, answers = self._prompt, self._answers
         self._prompt, self._answers = None, []
@@ -244,7 +244,7 @@ def canary_difference(
         scored: the same tokens' under the actor.
 
     Raises:
-        GuardStop: a server is above `bound`: it computes with other weights than the actor.
+        RunAborted: a server is above `bound`: it computes with other weights than the actor.
     """
     worst = 0.0
     for server in dict.fromkeys(servers):
@@ -255,7 +255,7 @@ def canary_difference(
         ]
         mean = float(np.concatenate(differences).mean())
         if not mean <= bound:
-            raise GuardStop(
+            raise RunAborted(
                 f"{server} scores a canary completion {mean:.3g} a token away from the actor, more than"
                 f" rollout.sync.max_canary_logprob_diff = {bound:g}: it computes with other weights or another model."
                 " vLLM on a CPU with tied embeddings needs this project's worker extension (docs/engines.md)"

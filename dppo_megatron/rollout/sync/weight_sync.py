@@ -36,7 +36,7 @@ from dppo_megatron.rollout.sync.channels import FAILURES, Channel, Tensors, at_o
 from dppo_megatron.rollout.sync.receipts import Digests, Receipt, differing
 from dppo_megatron.spans import recorder
 from dppo_megatron.texts import log
-from dppo_megatron.types import GuardStop
+from dppo_megatron.types import RunAborted
 
 Stage = Literal["done", "reviving", "waking", "pausing", "sending", "handed over", "finishing", "proving"]
 _RETRY_S = 1.0
@@ -100,7 +100,7 @@ class WeightSync:
             Whether this sync is one of those that are proven: checksums were asked for, and the canary is due.
 
         Raises:
-            GuardStop: no server has the weights in the end, or one holds others than it was sent.
+            RunAborted: no server has the weights in the end, or one holds others than it was sent.
         """
         self.version += 1
         self._weights, self._release = weights, release
@@ -250,7 +250,7 @@ class WeightSync:
 
         for member in on_each(self._fleet, members, finish):
             with self._fleet.lock:
-                member.took(version)
+                member.synced(version)
 
     def _compare(self, digests: Digests) -> None:
         """Checksums of all live servers at the same time. One that does not answer is no outage, and no proof."""
@@ -266,7 +266,7 @@ class WeightSync:
             for replica, held in enumerate(answer.result()):
                 names, compared = differing(sent, held)
                 if names:
-                    raise GuardStop(
+                    raise RunAborted(
                         f"{member.part(replica)} holds other bytes than weight sync {self.version} sent:"
                         f" {', '.join(names[:8])} ({len(names)} of {compared} tensors compared)"
                     )
@@ -274,11 +274,11 @@ class WeightSync:
         self._checksums.settle(answered, len(live))
 
     def _needs_another_pass(self, problem: Exception | None, passes: int, wait_until: float) -> bool:
-        """On rank 0. Raises GuardStop if no server has the weights and none has come for them."""
-        if isinstance(problem, GuardStop):
+        """On rank 0. Raises RunAborted if no server has the weights and none has come for them."""
+        if isinstance(problem, RunAborted):
             raise problem
         if problem is not None:
-            raise GuardStop(
+            raise RunAborted(
                 f"weight sync {self.version} over {self._channel.name} failed while {self.stage}: {problem}"
             ) from problem
         fleet = self._fleet
@@ -296,7 +296,7 @@ class WeightSync:
                 break
             time.sleep(_RETRY_S)
         states = "; ".join(f"{name} {state}" for name, state in fleet.health().items())
-        raise GuardStop(f"no rollout server has taken weight sync {self.version} ({states})")
+        raise RunAborted(f"no rollout server has taken weight sync {self.version} ({states})")
 
     def _any_stale(self) -> bool:
         self._fleet.revive()

@@ -35,7 +35,7 @@ _GIVEN_UP = "given up"
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class GroupRendezvous:
     """Where the members of one group find each other, and what they agree on."""
 
     name: str
@@ -74,7 +74,7 @@ class BroadcastGroup(ABC):
         """Leave a group of which a member may have failed, without waiting for anything. Once more does nothing."""
 
 
-class Chain(BroadcastGroup):
+class ChainGroup(BroadcastGroup):
     """Over gloo to our own receivers: to the first worker, which passes it on. Returns when all have joined.
 
     Args:
@@ -82,7 +82,7 @@ class Chain(BroadcastGroup):
         prove: raises RuntimeError unless the first worker's end of a group knows the secret.
     """
 
-    def __init__(self, meeting: Meeting, sealed: Store, prove: Callable[[Any], None]) -> None:
+    def __init__(self, meeting: GroupRendezvous, sealed: Store, prove: Callable[[Any], None]) -> None:
         self._sealed = sealed  # C++ calls it, and keeps no Python object alive
         self._backend: Any = _backend(meeting, PrefixStore(_PREFIX, sealed))
         self._timeout = meeting.timeout
@@ -100,14 +100,14 @@ class Chain(BroadcastGroup):
         self._backend = None  # closes its sockets when the last sender is done with it
 
 
-class Broadcast(BroadcastGroup):
+class TorchBroadcastGroup(BroadcastGroup):
     """Through torch's broadcast: NCCL to our own receivers, either backend to SGLang's. Returns when all have joined.
 
     Args:
         as_torch_does: find each other as `torch.distributed` does for a backend's name: SGLang calls it.
     """
 
-    def __init__(self, meeting: Meeting, *, as_torch_does: bool) -> None:
+    def __init__(self, meeting: GroupRendezvous, *, as_torch_does: bool) -> None:
         self._store = meeting.store
         prefixed = PrefixStore(_PREFIX, meeting.store)
         if as_torch_does:
@@ -139,7 +139,7 @@ def _abort(backend: Any) -> None:
         backend.abort()
 
 
-def _backend(meeting: Meeting, store: PrefixStore) -> Any:
+def _backend(meeting: GroupRendezvous, store: PrefixStore) -> Any:
     if meeting.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         # longer than the request's: torch ends this whole process when a broadcast is what times out first

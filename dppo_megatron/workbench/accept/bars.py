@@ -106,13 +106,13 @@ def _run(on_cpu: OnCpu) -> dict[str, Figure]:
 
 
 STEPS: tuple[Step, ...] = (
-    Step("environment", "What is installed, and a matrix product", "machine.environment", 60, {
+    Step("environment", "What is installed, and a matrix product", "basics.environment", 60, {
         "matmul": Figure("8192 x 8192 bfloat16 product", "TFLOP/s", 0.75, None, True, "else throttled or shared"),
         "faults": _most("faults that `doctor` finds", 0, "each says what would be right", "shown"),
         "fp8_recipes": Figure("FP8 recipes that run here", "", 1, None, True, "three from Hopper on", predicted=3),
     }),
-    Step("ipc", "Memory of one process mapped by another", "machine.ipc", 40, _ipc("judged")),
-    Step("ipc-expandable", "The same from expandable segments", "machine.ipc", 40, _ipc(""), ("cuda",), _EXPANDABLE),
+    Step("ipc", "Memory of one process mapped by another", "basics.ipc", 40, _ipc("judged")),
+    Step("ipc-expandable", "The same from expandable segments", "basics.ipc", 40, _ipc(""), ("cuda",), _EXPANDABLE),
     Step("parity", "Against stored float32 references of a CPU, local layers", "parity.against_references", 90,
          _parity("float32 local", 1e-4, 1e-4, _EXACT, "judged") | _parity("bfloat16 local", 0.02, 0.03, _HALF),
          given=("local", "float32", "bfloat16")),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.children import die_with_parent
-from dppo_megatron.observe.record import finite
+from dppo_megatron.observe.json_lines import finite
 from dppo_megatron.workbench.accept.bars import STEPS, Step
 
 

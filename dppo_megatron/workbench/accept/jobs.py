@@ -30,8 +30,8 @@ from dppo_megatron.config.paths import shipped
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.workbench.accept.basics import this_site
 from dppo_megatron.workbench.accept.child import Sheet
-from dppo_megatron.workbench.accept.machine import this_site
 from dppo_megatron.workbench.accept.runner import tests_directory
 from dppo_megatron.workbench.accept.workload import RandomWeights
 from dppo_megatron.workbench.planning.memory import plan_memory
@@ -66,7 +66,7 @@ def killed_and_resumed(sheet: Sheet) -> None:
             "steps": steps,
             "checkpoint.every_steps": every,
             "checkpoint.async_save": str(sheet.cuda).lower(),
-            "warm_start.steps": 200 if sheet.cuda else 20,
+            "sft.steps": 200 if sheet.cuda else 20,
         }
         first = subprocess.Popen(_train(settings))
         while first.poll() is None and (not (rows := _metrics(files)) or max(rows) < kill_at):
@@ -99,7 +99,7 @@ def three_steps(sheet: Sheet, more: dict[str, str], ranks: int = 1, arguments: t
     """A training run beside a server that it launches; `arguments` are the server's."""
     with _task(sheet, "training") as files:
         settings = _settings(files, sheet) | _serving(sheet, *arguments) | more
-        settings |= {"steps": 3, "warm_start.steps": 30, "rollout.sync.verify_every": 1}
+        settings |= {"steps": 3, "sft.steps": 30, "rollout.sync.verify_every": 1}
         subprocess.run(_train(settings, ranks), check=True)
         rows = _metrics(files)
     sheet.note("steps", len(rows))
@@ -181,7 +181,7 @@ def _task(sheet: Sheet, part: str) -> Iterator[Path]:
     directory of the step for each of its parts."""
     with tempfile.TemporaryDirectory() as scratch:
         files = Path(scratch)
-        write_task(files, seed=0, num_train=512, num_heldout=16, num_warm_start=4096)
+        write_task(files, seed=0, num_train=512, num_heldout=16, num_sft=4096)
         write_tiny_qwen3(files / "model", seed=0, hidden_size=256, num_heads=4, tie_word_embeddings=True)
         try:
             yield files
@@ -199,7 +199,7 @@ def _settings(files: Path, sheet: Sheet) -> dict[str, Any]:
         "model.dtype": "bfloat16" if sheet.cuda else "float32",
         "data.train_path": files / "train.jsonl",
         "data.eval_paths.heldout": files / "heldout.jsonl",
-        "warm_start.examples_path": files / "warm_start.jsonl",
+        "sft.examples_path": files / "sft.jsonl",
         "rollout.prompts_per_step": 64 if sheet.cuda else 16,
         "rollout.sampling.max_completion_tokens": 56 if sheet.cuda else 24,
         "eval.every_steps": 0,

@@ -23,8 +23,8 @@ from dppo_megatron.platform.capabilities import LayerSpec
 from dppo_megatron.workbench.accept.child import Sheet
 from dppo_megatron.workbench.accept.workload import (
     TEN_MILLION,
-    Lengths,
     RandomWeights,
+    SampleLengths,
     Shape,
     architecture_of,
     random_samples,
@@ -78,7 +78,7 @@ def measure(model: str, of: LayoutConfig, dtype: torch.dtype, spec: LayerSpec) -
 
     start_process_group(rendezvous_timeout_s=60.0)
     architecture = architecture_of(MODELS[model])
-    samples = random_samples(Lengths(24, 96, 0.9, 400), architecture.vocab_size, seed=1)
+    samples = random_samples(SampleLengths(24, 96, 0.9, 400), architecture.vocab_size, seed=1)
     config = ActorConfig(layout=of, layer_spec=spec, optimizer=OptimizerConfig(learning_rate=1e-4))
     layout = build_layout(of, seed=0)
     actor = Actor(config, layout, architecture, RandomWeights(architecture), dtype=dtype)

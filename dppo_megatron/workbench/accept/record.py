@@ -40,7 +40,7 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FigureRow:
     """A figure beside its prediction, its bar and its verdict."""
 
     step: str
@@ -61,11 +61,11 @@ class Record:
     """Of the machine, as the step `environment` found them."""
     steps: dict[str, Ran] = field(default_factory=dict)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[FigureRow]:
         """Every figure of the table, in its order."""
         return [self._row(step, name, figure) for step in STEPS for name, figure in step.figures.items()]
 
-    def _row(self, step: Step, name: str, figure: Figure) -> Row:
+    def _row(self, step: Step, name: str, figure: Figure) -> FigureRow:
         ran = self.steps.get(step.name, Ran("not run", "not asked for"))
         found = ran.figures.get(name, {})
         value, prediction = found.get("value"), found.get("prediction")
@@ -74,7 +74,9 @@ class Record:
         verdict, note = _judged(figure, value, prediction, on_cpu=not self.facts.get("gpus")), found.get("note", "")
         if value is None:
             verdict, note = self._missing(ran, figure, note)
-        return Row(step.name, figure.what, figure.unit, value, prediction, _bar(figure), verdict, note, figure.source)
+        return FigureRow(
+            step.name, figure.what, figure.unit, value, prediction, _bar(figure), verdict, note, figure.source
+        )
 
     def _missing(self, ran: Ran, figure: Figure, note: str) -> tuple[Verdict, str]:
         if note:
@@ -162,7 +164,7 @@ def write_page(path: Path, record: Record) -> None:
     write_html(path, template, "dppo-megatron accept", parts, [])
 
 
-def _row(row: Row) -> str:
+def _row(row: FigureRow) -> str:
     value, prediction = (_number(one, row.unit) for one in (row.value, row.prediction))
     cells = (_text(row.what), value, prediction, _text(row.bar), _chip(row.verdict, row.verdict))
     return _line("td", (*cells, _text(row.note), _text(row.source)))

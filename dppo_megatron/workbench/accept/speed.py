@@ -24,8 +24,8 @@ from dppo_megatron.workbench.accept.workload import (
     CAP,
     SHAPES,
     TEN_MILLION,
-    Lengths,
     RandomWeights,
+    SampleLengths,
     Shape,
     architecture_of,
     equal_samples,
@@ -42,7 +42,7 @@ _STEPS = {"warmup_steps": 2, "timed_steps": 3}
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class PlanTiming:
     """What one plan took on one actor."""
 
     seconds: list[float]
@@ -72,7 +72,7 @@ def built_actor(shape: Shape, config: ActorConfig, layout: Layout, dtype: torch.
 
 def time_steps(
     actor: Actor, samples: Sequence[TrainSample], plan: PackPlan, *, warmup_steps: int, timed_steps: int
-) -> Timing:
+) -> PlanTiming:
     """`Actor.update` from the samples on; the host's share of a step is part of it."""
     objective = clipped_surrogate(0.2, 0.2, 0.0)
     for _ in range(warmup_steps):
@@ -88,7 +88,7 @@ def time_steps(
         _synchronize()
         seconds.append(time.perf_counter() - started)
     peak_memory_gib = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-    return Timing(seconds, peak_memory_gib, actor.description, metrics)
+    return PlanTiming(seconds, peak_memory_gib, actor.description, metrics)
 
 
 def utilization(sheet: Sheet, spec: str) -> None:
@@ -107,7 +107,7 @@ def lengths(sheet: Sheet) -> None:
 
 def _timed(
     sheet: Sheet, figure: str, layout: Layout, model: str, config: ActorConfig, of: tuple[int, int, int]
-) -> Timing:
+) -> PlanTiming:
     """Notes the utilization of a step of equal samples: `of` is their length, the micro-batches, the cap of one."""
     shape = shape_named(model)
     samples = equal_samples(architecture_of(shape), *of)
@@ -126,9 +126,9 @@ def packed(sheet: Sheet) -> None:
     """One actor, three plans of the same samples; without CUDA a tiny one in float32."""
     shape = SHAPES["0.6b" if sheet.cuda else "smoke"]
     if sheet.cuda:
-        of, cap, dtype = Lengths(48, 1024, 0.9, 8192, (64, 256)), 16384, torch.bfloat16
+        of, cap, dtype = SampleLengths(48, 1024, 0.9, 8192, (64, 256)), 16384, torch.bfloat16
     else:
-        of, cap, dtype = Lengths(24, 32, 0.9, 256, (4, 16)), 512, torch.float32
+        of, cap, dtype = SampleLengths(24, 32, 0.9, 256, (4, 16)), 512, torch.float32
     samples, config, layout = random_samples(of, shape["vocab_size"]), _actor_config(), _one_rank()
     placing = packing_layout(config, 1)
     plans = {
@@ -174,8 +174,8 @@ def fp8(sheet: Sheet) -> None:
         worst = max(findings, key=lambda one: one.value / one.bound if one.bound else one.value)
         sheet.note(f"{recipe}_gate", worst.value / worst.bound if worst.bound else worst.value, note=worst.what)
     shape = shape_named(sheet.model or "4b")
-    samples = random_samples(Lengths(48, 1024, 0.9, 7900, (64, 256)), shape["vocab_size"])
-    timings: dict[str, Timing] = {}
+    samples = random_samples(SampleLengths(48, 1024, 0.9, 7900, (64, 256)), shape["vocab_size"])
+    timings: dict[str, PlanTiming] = {}
     for recipe in ("off", *recipes):
         actor_config = _actor_config(layer_spec="te", fp8=recipe)
         plan = plan_microbatches(samples, layout=packing_layout(actor_config, 1), max_tokens_per_microbatch=CAP)

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from dppo_megatron.packing.alignment import PackingLayout
-from dppo_megatron.steps.cost import cost_model
+from dppo_megatron.steps.rollout_cost import cost_model
 from dppo_megatron.types import PackedMicrobatch, PackPlan, TrainSample
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.mapping import hf_shapes
@@ -115,7 +115,7 @@ class RandomWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class SampleLengths:
     """A step's samples: prompts of uniform length, completions of log-normal length, clipped."""
 
     samples: int
@@ -126,7 +126,7 @@ class Lengths:
     """Shortest and longest prompt."""
 
 
-def random_samples(lengths: Lengths, vocab_size: int, seed: int = 0) -> list[TrainSample]:
+def random_samples(lengths: SampleLengths, vocab_size: int, seed: int = 0) -> list[TrainSample]:
     """Random tokens with GRPO's denominators (samples * completion length) and weight 1.
 
     The behaviour's log-probabilities are around those of a uniform policy, which a model with `RandomWeights` nearly
@@ -154,7 +154,7 @@ def equal_samples(architecture: Architecture, tokens: int, microbatches: int, ca
     """Samples of one length that fill their micro-batches, so that only the kernels and our layer are measured."""
     prompt = tokens // 8
     completion = tokens + 1 - prompt  # the last token is only a target: length + 1 tokens are length inputs
-    lengths = Lengths(microbatches * (cap // tokens), completion, 0.0, completion, (prompt, prompt))
+    lengths = SampleLengths(microbatches * (cap // tokens), completion, 0.0, completion, (prompt, prompt))
     return random_samples(lengths, architecture.vocab_size)
 
 

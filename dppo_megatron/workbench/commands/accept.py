@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dppo_megatron.config.paths import check_directory, check_file, check_writable
 from dppo_megatron.texts import show
-from dppo_megatron.types import GuardStop
+from dppo_megatron.types import RunAborted
 from dppo_megatron.workbench.accept.bars import STEPS
 from dppo_megatron.workbench.commands.parser import Commands, add_command, check_number
 
@@ -70,5 +70,5 @@ def _accept(arguments: argparse.Namespace) -> int:
     show(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + f"; {page}: open it in a browser")
     if counts["fail"] or not counts["pass"]:
         failed = [f"{row.step}: {row.what}" for row in rows if row.verdict == "fail"]
-        raise GuardStop("; ".join(failed[:3]) + f" ({len(failed)} failed)" if failed else "nothing was measured")
+        raise RunAborted("; ".join(failed[:3]) + f" ({len(failed)} failed)" if failed else "nothing was measured")
     return 0

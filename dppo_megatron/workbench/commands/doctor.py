@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from dppo_megatron.config import load_config
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.paths import check_writable
-from dppo_megatron.launched import (
-    check_launched,
+from dppo_megatron.launcher_env import (
+    check_launcher_env,
     launched_rank,
     launched_world_size,
     place_from_slurm,
@@ -33,7 +33,7 @@ from dppo_megatron.workbench.commands.parser import (
 from dppo_megatron.workbench.commands.terminal import quiet_libraries
 
 if TYPE_CHECKING:  # it imports torch
-    from dppo_megatron.workbench.doctor.rows import Row
+    from dppo_megatron.workbench.doctor.check_rows import CheckRow
 
 _DOCTOR = """\
 Say what is installed and what this machine can do; under torchrun or srun, or with CONFIG, whether the job's machines
@@ -62,7 +62,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.fp8_gate:
         return _gate(arguments)
     place_from_slurm()
-    check_launched()
+    check_launcher_env()
     config_path, settings = "", list(arguments.overrides)
     if settings and "=" not in settings[0]:
         config_path = settings.pop(0)
@@ -94,7 +94,7 @@ def _cluster(arguments: argparse.Namespace, config_path: str, settings: list[str
         from dppo_megatron.workbench.doctor.cluster import check_cluster
     size, began = launched_world_size(), time.monotonic()
 
-    def report(rows: list[Row]) -> None:
+    def report(rows: list[CheckRow]) -> None:
         for row in rows:
             show(f"{row.verdict:<9}{row.what:<24}{row.said}{f' [{row.ranks}]' if row.ranks else ''}")
         counts = ", ".join(f"{sum(row.verdict == one for row in rows)} {one}" for one in ("fault", "warning", "ok"))
@@ -108,7 +108,7 @@ def _cluster(arguments: argparse.Namespace, config_path: str, settings: list[str
 
 
 def _gate(arguments: argparse.Namespace) -> int:
-    check_launched()
+    check_launcher_env()
     set_cuda_variables()
     config = read_config(arguments.fp8_gate, arguments.overrides, writes_run=False)
     with progress("loading libraries"):

@@ -15,7 +15,7 @@ from dppo_megatron.config.checks import Purpose
 from dppo_megatron.config.load import load_config
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.config.schema import Config
-from dppo_megatron.launched import launched_world_size
+from dppo_megatron.launcher_env import launched_world_size
 from dppo_megatron.progress import progress
 from dppo_megatron.pruning.methods import METHODS, parse_methods
 from dppo_megatron.texts import show

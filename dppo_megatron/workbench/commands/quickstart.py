@@ -23,7 +23,7 @@ Write an arithmetic task and a tiny model into runs/task_seedSEED, train on it f
 
   dppo-megatron quickstart
   dppo-megatron quickstart --nproc 4 --tp 2 --pp 2 --seed 1
-  dppo-megatron quickstart steps=2 warm_start.steps=10       # any setting of configs/quickstart.yaml
+  dppo-megatron quickstart steps=2 sft.steps=10       # any setting of configs/quickstart.yaml
 """
 
 
@@ -66,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "model.hf_path": task / "model",
         "data.train_path": task / "train.jsonl",
         "data.eval_paths.heldout": task / "heldout.jsonl",
-        "warm_start.examples_path": task / "warm_start.jsonl",
+        "sft.examples_path": task / "sft.jsonl",
     }
     config = arguments.config or str(shipped("configs", "quickstart.yaml"))
     given = [*(f"{key}={value}" for key, value in settings.items()), *arguments.overrides]

@@ -31,7 +31,7 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
 def _report(arguments: argparse.Namespace) -> int:
     with progress("loading libraries"):
         from dppo_megatron.workbench.report.page import write_page
-        from dppo_megatron.workbench.runs.record import read_run
+        from dppo_megatron.workbench.runs.run_record import read_run
     runs: list[Path] = arguments.runs
     out: Path = arguments.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     with progress("reading", len(runs), "runs") as advance:

@@ -11,8 +11,8 @@ from dppo_megatron.workbench.commands.parser import Commands, add_command, add_c
 _SERVE = """\
 Start rollout servers on this machine for a trainer on another one, and keep them running until it is asked to end:
 
-  dppo-megatron serve CONFIG rollout.servers.addresses_from=DIR --host NAME      (on each inference node)
-  dppo-megatron train CONFIG rollout.servers.addresses_from=DIR                  (on the training nodes)
+  dppo-megatron serve CONFIG rollout.servers.registry_dir=DIR --host NAME      (on each inference node)
+  dppo-megatron train CONFIG rollout.servers.registry_dir=DIR                  (on the training nodes)
 
 with the same CONFIG and settings. DIR lies on a file system that both see; addresses and keys are written there, and
 nobody but you can read them. rollout.servers.count servers are started. More may be started, and ended, while the
@@ -33,8 +33,8 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.config, arguments.overrides, writes_run=False)
-    if not config.rollout.servers.addresses_from:
-        raise UserError("serve writes addresses for a trainer: set rollout.servers.addresses_from=DIR, as for train")
+    if not config.rollout.servers.registry_dir:
+        raise UserError("serve writes addresses for a trainer: set rollout.servers.registry_dir=DIR, as for train")
     with progress("loading libraries"):
         from dppo_megatron.rollout.serve import serve
     serve(config, arguments.host)

@@ -8,7 +8,7 @@ import warnings
 from contextlib import AbstractContextManager, suppress
 from typing import TextIO
 
-from dppo_megatron.launched import check_launched, launched_rank
+from dppo_megatron.launcher_env import check_launcher_env, launched_rank
 from dppo_megatron.progress import Advance, unshown
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
@@ -34,14 +34,14 @@ def show_progress(what: str, total: int, unit: str) -> AbstractContextManager[Ad
     """Progress on the terminal or log of the rank that prints (`say`); see `progress.Display`."""
     if not _speaks():
         return unshown(what, total, unit)
-    from dppo_megatron.observe.progress import Progress
+    from dppo_megatron.observe.progress_display import Progress
 
     return Progress(what, total, unit)
 
 
 def _speaks() -> bool:
     with suppress(UserError):  # a command that no launcher starts must not fail at what a launcher would have set
-        check_launched()
+        check_launcher_env()
         return launched_rank() == 0
     return True
 

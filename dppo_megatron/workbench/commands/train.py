@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dppo_megatron.launched import check_launched, launched_world_size, set_cuda_variables
+from dppo_megatron.launcher_env import check_launcher_env, launched_world_size, set_cuda_variables
 from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, check_actor_settings, read_config
@@ -43,7 +43,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return dry_run(arguments.config, [*arguments.overrides, *resume], arguments.gpus)
     if arguments.gpus is not None:
         raise UserError("--gpus belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
-    check_launched()
+    check_launcher_env()
     set_cuda_variables()
     config = read_config(arguments.config, [*arguments.overrides, *resume])
     with progress("loading libraries"):

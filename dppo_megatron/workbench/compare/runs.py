@@ -1,6 +1,6 @@
 """Starts the runs of a comparison, one process after another, and logs how far they are.
 
-Each run is a separate process, as a user would start it. For each seed there is one warm start, and all arms begin
+Each run is a separate process, as a user would start it. For each seed there is one SFT run, and all arms begin
 from its checkpoint with the same data order and evaluation. The order of the arms rotates from seed to seed, so that a
 machine that slows down does not always penalize the same one.
 
@@ -26,15 +26,15 @@ from typing import TypeAlias
 from dppo_megatron.children import start_python
 from dppo_megatron.config import load_config
 from dppo_megatron.config.load import config_values
+from dppo_megatron.config.resolved_sets import eval_set_configs, train_set_configs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import eval_set_configs, train_set_configs
 from dppo_megatron.files import write_text
-from dppo_megatron.launched import launched_world_size
+from dppo_megatron.launcher_env import launched_world_size
 from dppo_megatron.progress import Advance, progress
 from dppo_megatron.texts import log
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.compare.arms import Arm
-from dppo_megatron.workbench.compare.record import MethodRun, read_method_run
+from dppo_megatron.workbench.compare.method_run import MethodRun, read_method_run
 from dppo_megatron.workbench.quickstart.make import read_recipe, write_quickstart
 
 _KEPT = "compare.json"
@@ -42,8 +42,8 @@ _KEPT = "compare.json"
 _ERRORS = "stderr.txt"
 """In the directory of a run that crashed."""
 _STEP_LINE = re.compile(r"step +(\d+)/(\d+) ")
-_PROGRESS_LINE = re.compile(r"[a-z][^:]*: \d+ of \d+ ")
-"""`warm start: 40 of 700 steps, about 83 s left`"""
+_PROGRESS_LINE = re.compile(r"[A-Za-z][^:]*: \d+ of \d+ ")
+"""`SFT: 40 of 700 steps, about 83 s left`"""
 _EVERY_S = 10.0
 """Between two lines of a run in progress."""
 Launch: TypeAlias = Callable[[Path, list[str], Callable[[str], None]], None]
@@ -97,15 +97,15 @@ def run_all(
 
     Raises:
         UserError: no evaluation set, torchrun, settings that an arm cannot have, or a run ended with exit code 2.
-        GuardStop: a run was stopped by a guard or a signal, or crashed.
+        RunAborted: a run was stopped by a guard or a signal, or crashed.
     """
     if not (config.data.eval_paths or config.data.eval_sets):
         raise UserError("data.eval_paths and data.eval_sets are empty: there is nothing to compare by")
     if launched_world_size() != 1:
         raise UserError("compare starts its own processes: run it without torchrun")
-    for arm in arms:  # now, and not after the warm start
+    for arm in arms:  # now, and not after SFT
         load_config(config_path, [*overrides, *arm.settings], writes_run=False)
-    warm, shared = bool(config.warm_start.steps), shared_task(config)
+    warm, shared = bool(config.sft.steps), shared_task(config)
     total = seeds * (len(arms) + warm)
     with progress("compare", total, "runs") as advance:
         lines = RunLog(total, advance)
@@ -120,7 +120,7 @@ def run_all(
             start = ""
             if warm:
                 start = train([*settings, "steps=0"], home / "start")
-                settings += [f"model.hf_path={home / 'start' / 'hf'}", "warm_start.steps=0"]
+                settings += [f"model.hf_path={home / 'start' / 'hf'}", "sft.steps=0"]
             first = offset % len(arms)
             for arm in [*arms[first:], *arms[:first]]:
                 run_dir = home / arm.directory
@@ -158,7 +158,7 @@ def _train(config_path: str, settings: list[str], run_dir: Path, lines: RunLog, 
     if not (
         run_dir / "summary.json"
     ).exists():  # a signal ended it with a checkpoint: exit code 0, but it is half a run
-        raise GuardStop(f"{run_dir}: the run was stopped before its end; the same command runs it again")
+        raise RunAborted(f"{run_dir}: the run was stopped before its end; the same command runs it again")
     write_text(run_dir / _KEPT, wanted)
     return wanted
 
@@ -178,18 +178,18 @@ def check_end(run_dir: Path, code: int, said: str) -> None:
 
     Raises:
         UserError: 2, a mistake in the settings.
-        GuardStop: a guard stopped it, or it crashed; then with the last line of what it said, all of which is kept.
+        RunAborted: a guard stopped it, or it crashed; then with the last line of what it said, all of which is kept.
     """
     if code == 2:
         # the last line; progress and libraries may have printed before it
         raise UserError(f"\n{said.strip()}".rpartition("\nerror: ")[2].strip())
     if code == 3:
-        raise GuardStop(f"{run_dir}: {said.strip().rpartition('stopped: ')[2]}")
+        raise RunAborted(f"{run_dir}: {said.strip().rpartition('stopped: ')[2]}")
     if code:
         how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
         write_text(run_dir / _ERRORS, said)
         last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "nothing on stderr")
-        raise GuardStop(f"{run_dir}: the run {how}: {last} (all of it: {run_dir / _ERRORS})")
+        raise RunAborted(f"{run_dir}: the run {how}: {last} (all of it: {run_dir / _ERRORS})")
 
 
 def _identity(config_path: str, settings: list[str], start: str) -> str:
@@ -199,7 +199,7 @@ def _identity(config_path: str, settings: list[str], start: str) -> str:
     """
     config = load_config(config_path, settings, writes_run=False)
     sets = *train_set_configs(config).values(), *eval_set_configs(config).values()
-    paths = [Path(path) for path in (*(one.path for one in sets), config.warm_start.examples_path) if path]
+    paths = [Path(path) for path in (*(one.path for one in sets), config.sft.examples_path) if path]
     data = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
     came_from = hashlib.sha256(start.encode()).hexdigest() if start else ""
     return json.dumps({"settings": config_values(config), "data": data, "start": came_from}, default=str)
@@ -239,7 +239,7 @@ def task_settings(config: Config, seed: int, directory: Path) -> list[str]:
     paths = {
         "model.hf_path": config.model.hf_path,
         "data.train_path": config.data.train_path,
-        "warm_start.examples_path": config.warm_start.examples_path,
+        "sft.examples_path": config.sft.examples_path,
         **{f"data.eval_paths.{name}": path for name, path in config.data.eval_paths.items()},
         **{f"data.eval_sets.{name}.path": one.path for name, one in config.data.eval_sets.items()},
         **{f"data.train_sets.{name}.path": one.path for name, one in config.data.train_sets.items()},

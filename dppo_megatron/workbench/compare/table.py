@@ -15,7 +15,7 @@ from typing import Any
 
 from dppo_megatron import __version__
 from dppo_megatron.files import write_text
-from dppo_megatron.workbench.compare.record import MethodRun
+from dppo_megatron.workbench.compare.method_run import MethodRun
 from dppo_megatron.workbench.compare.verdict import BUDGETS, SHARES, ArmVerdict, Verdict
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 

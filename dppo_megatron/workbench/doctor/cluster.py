@@ -31,11 +31,11 @@ import torch.distributed as dist
 from dppo_megatron.actor.layout import build_layout, start_process_group, stop_process_group
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import said_by_each_rank
-from dppo_megatron.launched import launched_local_rank, launched_rank, launched_world_size
-from dppo_megatron.types import GuardStop
+from dppo_megatron.launcher_env import launched_local_rank, launched_rank, launched_world_size
+from dppo_megatron.types import RunAborted
+from dppo_megatron.workbench.doctor.check_rows import CheckRow, report_of
 from dppo_megatron.workbench.doctor.environment import allocator_row
 from dppo_megatron.workbench.doctor.machine import copy_rows, machine_rows, reduce_row, server_rows
-from dppo_megatron.workbench.doctor.rows import Row, report_of
 
 _TICK_S, _OTHERS_S, _EXIT_S = 0.1, 5.0, 10.0
 """Between two looks; for what others see of a fault; for rank 0's report after the limit."""
@@ -50,14 +50,14 @@ class _State:
     host: str
     stage: str = "ranks"
     is_done: bool = False
-    rows: list[Row] = field(default_factory=list)
+    rows: list[CheckRow] = field(default_factory=list)
 
 
-def check_cluster(config: Config | None, limit_s: float, report: Callable[[list[Row]], None]) -> int:
+def check_cluster(config: Config | None, limit_s: float, report: Callable[[list[CheckRow]], None]) -> int:
     """Look at everything, have rank 0 `report` it, return the exit code: there 2 after a fault. Collective.
 
     Raises:
-        GuardStop: there is no answer at MASTER_ADDR.
+        RunAborted: there is no answer at MASTER_ADDR.
     """
     mine, until, code = _State(socket.gethostname()), time.monotonic() + limit_s, 0
     store = _reach(limit_s / 2)
@@ -88,7 +88,7 @@ def _reach(timeout_s: float) -> Any:
     try:
         return dist.TCPStore(host, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)  # type: ignore[attr-defined]
     except RuntimeError as error:
-        raise GuardStop(
+        raise RunAborted(
             f"{socket.gethostname()} reaches nobody at MASTER_ADDR={host}, MASTER_PORT={port}"
             f" ({str(error).splitlines()[0]}): is rank 0 there, and the port open?"
         ) from None
@@ -103,13 +103,13 @@ def _look(config: Config | None, mine: _State, store: Any, until: float) -> None
         post()
         _meet(store, (until - time.monotonic()) / 2)
         for found in _findings(config, until):
-            if isinstance(found, Row):
+            if isinstance(found, CheckRow):
                 mine.rows.append(found)
             else:
                 mine.stage = found
             post()
     except Exception as error:  # whatever it is: rank 0 has to hear of it
-        mine.rows.append(Row(mine.stage, "fault", " ".join(str(error).split()) or repr(error)))
+        mine.rows.append(CheckRow(mine.stage, "fault", " ".join(str(error).split()) or repr(error)))
         store.set("stop", "")
     mine.is_done = True
     post()
@@ -122,13 +122,13 @@ def _meet(store: Any, timeout_s: float) -> None:
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        raise GuardStop(
+        raise RunAborted(
             f"{len(missing)} of {len(keys)} ranks did not come (rank {', '.join(missing)}): were they started with this"
             " WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and what does their own output say?"
         ) from None
 
 
-def _findings(config: Config | None, until: float) -> Iterator[str | Row]:
+def _findings(config: Config | None, until: float) -> Iterator[str | CheckRow]:
     """This rank's, and before what may hang or fail a name for it. Collective."""
     local, device = launched_local_rank(), torch.device("cpu")
     if local < torch.cuda.device_count():  # else the process group reports it
@@ -143,7 +143,7 @@ def _findings(config: Config | None, until: float) -> Iterator[str | Row]:
     yield from copy_rows(device)
     yield "process group"
     start_process_group(max(1.0, until - time.monotonic() - _RESERVE_S))
-    yield Row("process group", "ok", "all ranks have met")
+    yield CheckRow("process group", "ok", "all ranks have met")
     for name, group in _groups(config).items():
         if group.size() > 1:
             yield f"all-reduce {name}"
@@ -176,7 +176,7 @@ def _groups(config: Config | None) -> dict[str, dist.ProcessGroup]:
     return groups
 
 
-def _wait_for_all(store: Any, until: float, limit_s: float) -> list[Row]:
+def _wait_for_all(store: Any, until: float, limit_s: float) -> list[CheckRow]:
     """Rank 0's report, when all are done or have had their time."""
     ranks, end = range(launched_world_size()), until
     while not store.check([f"done/{rank}" for rank in ranks]) and time.monotonic() < end:
@@ -187,6 +187,6 @@ def _wait_for_all(store: Any, until: float, limit_s: float) -> list[Row]:
     states = {rank: msgspec.json.decode(store.get(f"state/{rank}"), type=_State) for rank in known}
     for state in states.values():
         if not state.is_done and not store.check(["stop"]):
-            state.rows.append(Row(state.stage, "fault", f"still there after {limit_s:g} s (--limit-s)"))
+            state.rows.append(CheckRow(state.stage, "fault", f"still there after {limit_s:g} s (--limit-s)"))
     rows = {rank: state.rows for rank, state in states.items()}
     return list(report_of(rows, {rank: state.host for rank, state in states.items()}))

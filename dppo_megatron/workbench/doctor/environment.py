@@ -13,7 +13,7 @@ from dppo_megatron.actor.logprobs import choose_softmax
 from dppo_megatron.actor.varlen import find_kernel
 from dppo_megatron.platform.capabilities import Machine, this_machine, transformer_engine_warning
 from dppo_megatron.rollout.servers.connect import ipc_warning
-from dppo_megatron.workbench.doctor.rows import Row
+from dppo_megatron.workbench.doctor.check_rows import CheckRow
 
 _PACKAGES = {
     "torch": "required",
@@ -66,21 +66,21 @@ def environment(variables: Mapping[str, str], device: str) -> str:
     return "; ".join([*said, allocator_row(variables, device, colocated=None).said])
 
 
-def allocator_row(variables: Mapping[str, str], device: str, colocated: bool | None) -> Row:
+def allocator_row(variables: Mapping[str, str], device: str, colocated: bool | None) -> CheckRow:
     """Whether expandable segments fit the job.
 
     Args:
         colocated: `rollout.servers.colocate`; None: no job is known.
     """
     if device == "cpu":
-        return Row("allocator", "ok", "nothing to set on a CPU")
+        return CheckRow("allocator", "ok", "nothing to set on a CPU")
     if said := ipc_warning(variables).removeprefix("; "):
-        return Row("allocator", "warning" if colocated else "ok", said)
+        return CheckRow("allocator", "warning" if colocated else "ok", said)
     if colocated:
-        return Row("allocator", "ok", "no expandable segments, which suits CUDA IPC to colocated servers")
+        return CheckRow("allocator", "ok", "no expandable segments, which suits CUDA IPC to colocated servers")
     condition = "" if colocated is False else ", unless servers are colocated,"
     said = f"without expandable segments (PYTORCH_ALLOC_CONF){condition} packs of varied length fragment memory"
-    return Row("allocator", "ok" if colocated is None else "warning", said)
+    return CheckRow("allocator", "ok" if colocated is None else "warning", said)
 
 
 def _version(package: str, purpose: str) -> str:

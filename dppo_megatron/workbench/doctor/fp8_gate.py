@@ -35,7 +35,7 @@ _DELAYED_WARMUPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class Tolerances:
     """How far two computations of the same thing may be apart in one number format."""
 
     logprob: float
@@ -44,15 +44,15 @@ class Bounds:
     """Norm of the difference of all gradients over the norm."""
 
 
-PACKING_BOUNDS = {"float32": Bounds(1e-4, 1e-4), "bfloat16": Bounds(0.02, 0.05), "fp8": Bounds(0.05, 0.25)}
+PACKING_BOUNDS = {"float32": Tolerances(1e-4, 1e-4), "bfloat16": Tolerances(0.02, 0.05), "fp8": Tolerances(0.05, 0.25)}
 """Packed against one by one. float32: sums in another order. bfloat16 keeps 8 bits, so a logit of 16 moves by 0.06 and
 averages out. FP8 scales are taken over other tensors when packed, on 3 or 2 bits of mantissa."""
-FORMAT_BOUNDS = Bounds(0.1, 0.5)
+FORMAT_BOUNDS = Tolerances(0.1, 0.5)
 """FP8 against bfloat16: rounding of a few per cent a layer. A broken recipe is off by more than the values' size."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class GateResult:
     what: str
     value: float
     bound: float
@@ -71,7 +71,7 @@ class _Measured:
 
 def run_gate(
     config: Config, layout: Layout, architecture: Architecture, get_weight: Callable[[str], Tensor]
-) -> list[Finding]:
+) -> list[GateResult]:
     """All findings, the same on every rank. Collective; `layout` is the config's, built by the caller, since Megatron
     builds its groups once in a process."""
     actor = replace(config.actor, optimizer=replace(config.actor.optimizer, distributed=False))
@@ -114,7 +114,7 @@ def _compare_packing(
     get_weight: Callable[[str], Tensor],
     samples: Sequence[TrainSample],
     number_format: str,
-) -> tuple[list[Finding], _Measured]:
+) -> tuple[list[GateResult], _Measured]:
     dtype = getattr(torch, config.model.dtype)
     actor = Actor(actor_config, layout, architecture, get_weight, dtype=dtype)
     planner = packing_layout(actor_config, layout.world_size)
@@ -125,7 +125,7 @@ def _compare_packing(
     ]
     unsafe = [line for plan in plans for line in unsafe_patterns(plan, samples, planner)]
     what = f"{number_format}: packed against one by one"
-    findings = [Finding("; ".join([f"{number_format}: unsafe patterns in the plan", *unsafe[:3]]), len(unsafe), 0)]
+    findings = [GateResult("; ".join([f"{number_format}: unsafe patterns in the plan", *unsafe[:3]]), len(unsafe), 0)]
     if unsafe:
         return findings, _Measured(None, {})
     warmups = warmups_of(actor_config.fp8)
@@ -148,7 +148,7 @@ def _measure(
     return _Measured(logprobs, {name: gradient.cpu() for name, gradient in actor.gradients()})
 
 
-def _differences(what: str, mine: _Measured, theirs: _Measured, bounds: Bounds) -> list[Finding]:
+def _differences(what: str, mine: _Measured, theirs: _Measured, bounds: Tolerances) -> list[GateResult]:
     gradient = math.sqrt(
         sum(float((mine.gradients[name].double() - g.double()).square().sum()) for name, g in theirs.gradients.items())
         / sum(float(g.double().square().sum()) for g in theirs.gradients.values())
@@ -157,8 +157,8 @@ def _differences(what: str, mine: _Measured, theirs: _Measured, bounds: Bounds) 
     if mine.logprobs is not None and theirs.logprobs is not None:  # rank 0 holds them
         logprob = float(np.abs(np.concatenate(mine.logprobs) - np.concatenate(theirs.logprobs)).mean())
     return [
-        Finding(f"{what}: log-probs, mean |difference|", logprob, bounds.logprob),
-        Finding(f"{what}: gradients, relative difference", gradient, bounds.gradient),
+        GateResult(f"{what}: log-probs, mean |difference|", logprob, bounds.logprob),
+        GateResult(f"{what}: gradients, relative difference", gradient, bounds.gradient),
     ]
 
 

@@ -24,7 +24,7 @@ from dppo_megatron.distributed import connect
 from dppo_megatron.rollout.servers.connect import ipc_warning, make_servers
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
-from dppo_megatron.workbench.doctor.rows import Row, Verdict
+from dppo_megatron.workbench.doctor.check_rows import CheckRow, Verdict
 
 _DOCKERS_SHM, _ENOUGH_SHM = 64 << 20, 1 << 30
 """What Docker gives by default; NCCL's segments beside vLLM's ring of 10 chunks of 16 MiB a server."""
@@ -35,7 +35,7 @@ _SLOWED = {0x08: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot
 """NVML's bits. The others are no trouble: idle, the power cap under load, clocks set by hand."""
 
 
-def machine_rows(world_size: int, *, first_here: bool) -> list[Row]:
+def machine_rows(world_size: int, *, first_here: bool) -> list[CheckRow]:
     """Limits of this process; of its machine's first rank also what all of them share."""
     wires = Path("/sys/class/infiniband")
     rows = [
@@ -45,55 +45,62 @@ def machine_rows(world_size: int, *, first_here: bool) -> list[Row]:
     return [*rows, shm_row(shutil.disk_usage("/dev/shm").free), *_gpus()] if first_here else rows
 
 
-def files_row(hard: int, world_size: int) -> Row:
+def files_row(hard: int, world_size: int) -> CheckRow:
     """`ulimit -Hn`, to which ranks raise their own; -1: none. gloo has a socket for each other rank."""
     needed, said = _OWN_FILES + world_size, f"{'unlimited' if hard < 0 else hard} open files (hard limit)"
     if 0 <= hard < needed:
-        return Row("ulimit -n", "fault", f"{said}, but a rank of {world_size} needs {needed}: raise it (ulimit -Hn)")
-    return Row("ulimit -n", "ok", said)
+        return CheckRow(
+            "ulimit -n", "fault", f"{said}, but a rank of {world_size} needs {needed}: raise it (ulimit -Hn)"
+        )
+    return CheckRow("ulimit -n", "ok", said)
 
 
-def locked_row(soft_bytes: int, has_infiniband: bool) -> Row:
+def locked_row(soft_bytes: int, has_infiniband: bool) -> CheckRow:
     """`ulimit -l`; -1: none."""
     said = f"{'unlimited' if soft_bytes < 0 else f'{soft_bytes} bytes'} may be locked"
     if soft_bytes < 0 or not has_infiniband:
-        return Row("ulimit -l", "ok", said)
+        return CheckRow("ulimit -l", "ok", said)
     said += ": InfiniBand registers NCCL's buffers there; `ulimit -l unlimited`, in Docker --ulimit memlock=-1"
-    return Row("ulimit -l", "warning", said)
+    return CheckRow("ulimit -l", "warning", said)
 
 
-def shm_row(free: int) -> Row:
+def shm_row(free: int) -> CheckRow:
     """Bytes of shared memory for NCCL and the engines."""
     if free >= _ENOUGH_SHM:
-        return Row("/dev/shm", "ok", f"{free >> 20:,} MiB free")
+        return CheckRow("/dev/shm", "ok", f"{free >> 20:,} MiB free")
     said = "NCCL and vLLM (160 MiB a server) share memory there; remove what is left in it, or give more"
     verdict: Verdict = "fault" if free < _DOCKERS_SHM else "warning"
-    return Row("/dev/shm", verdict, f"{free >> 20:,} MiB free: {said} (Docker: --shm-size=16g)")
+    return CheckRow("/dev/shm", verdict, f"{free >> 20:,} MiB free: {said} (Docker: --shm-size=16g)")
 
 
-def _gpus() -> list[Row]:
+def _gpus() -> list[CheckRow]:
     query = ["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"]
     try:
         return gpu_rows(subprocess.run(query, capture_output=True, text=True, timeout=15, check=True).stdout)
     except FileNotFoundError:
-        return [Row("clocks and ECC", "ok", "not measured: no nvidia-smi")]
+        return [CheckRow("clocks and ECC", "ok", "not measured: no nvidia-smi")]
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stdout", None) or error
-        return [Row("clocks and ECC", "warning", f"nvidia-smi does not answer: {said}".replace("\n", " "))]
+        return [CheckRow("clocks and ECC", "warning", f"nvidia-smi does not answer: {said}".replace("\n", " "))]
 
 
-def gpu_rows(text: str) -> list[Row]:
+def gpu_rows(text: str) -> list[CheckRow]:
     """Clocks and ECC errors from what nvidia-smi prints for `_GPU_FIELDS`: a line a GPU, `[N/A]` for what it lacks."""
     cards = [line.split(", ") for line in text.splitlines()]
     speeds = ", ".join(f"{now} of {most}" for _, now, most, *_ in cards)
-    clocks, ecc = Row("clocks", "ok", f"{speeds} MHz; none slowed down"), Row("ECC", "ok", "no uncorrected error")
+    clocks, ecc = (
+        CheckRow("clocks", "ok", f"{speeds} MHz; none slowed down"),
+        CheckRow("ECC", "ok", "no uncorrected error"),
+    )
     bits = {index: int(reasons, 16) if reasons.startswith("0x") else 0 for index, _, _, reasons, _ in cards}
     slowed = {index: ", ".join(name for bit, name in _SLOWED.items() if bits[index] & bit) for index in bits}
     if named := [f"GPU {index}: {reasons}" for index, reasons in slowed.items() if reasons]:
-        clocks = Row("clocks", "warning", f"{'; '.join(named)}: look after cooling and power, or leave the node out")
+        clocks = CheckRow(
+            "clocks", "warning", f"{'; '.join(named)}: look after cooling and power, or leave the node out"
+        )
     if broken := [f"GPU {index}: {errors}" for index, *_, errors in cards if errors.isdigit() and int(errors)]:
         said = f"uncorrected errors ({', '.join(broken)}): have the GPU reset, or leave the node out"
-        ecc = Row("ECC", "fault", said)
+        ecc = CheckRow("ECC", "fault", said)
     return [clocks, ecc]
 
 
@@ -104,10 +111,12 @@ _REDUCED_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 _REPEATS = 5
 
 
-def server_rows(config: Config | None, device: torch.device, timeout_s: float) -> list[Row]:
+def server_rows(config: Config | None, device: torch.device, timeout_s: float) -> list[CheckRow]:
     """Start the servers' Python with a server's variables, have it map memory of this rank, compare both NCCLs."""
     if config is not None and config.rollout.servers.launch != "local":
-        return [Row("servers", "ok", "none is started here; running ones are compared when a job connects to them")]
+        return [
+            CheckRow("servers", "ok", "none is started here; running ones are compared when a job connects to them")
+        ]
     channel, is_shared, python, variables = "", False, sys.executable, dict(os.environ)
     if config is not None:
         channel, python = config.rollout.sync.channel, config.rollout.servers.python or python
@@ -122,19 +131,19 @@ def server_rows(config: Config | None, device: torch.device, timeout_s: float) -
         came_back = torch.equal(buffer.memory.cpu(), 255 - content)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # the last: torch loads slowly (--limit-s)
         verdict: Verdict = "warning" if isinstance(error, subprocess.TimeoutExpired) else "fault"
-        return [Row("servers' Python", verdict, f"rollout.servers.python: {python} cannot be asked: {error}")]
+        return [CheckRow("servers' Python", verdict, f"rollout.servers.python: {python} cannot be asked: {error}")]
     finally:
         buffer.close()
     what = "CUDA IPC" if device.type == "cuda" else "shared memory"
-    shared = Row(what, "ok", f"{python} reads and writes this rank's")
+    shared = CheckRow(what, "ok", f"{python} reads and writes this rank's")
     if not came_back:
         advice = ipc_warning() or "; let the container share IPC and process namespaces, or choose disk"
         said = f"{python}: {answer.get('error') or 'other bytes came back'}{advice} (rollout.sync.channel)"
-        shared = Row(what, "fault" if is_shared else "warning", said)
-    both = Row("NCCL of both ends", "ok", answer["nccl"].get("version", "none in rollout.servers.python"))
+        shared = CheckRow(what, "fault" if is_shared else "warning", said)
+    both = CheckRow("NCCL of both ends", "ok", answer["nccl"].get("version", "none in rollout.servers.python"))
     if unlike := dppo_nccl.difference(answer["nccl"]):
         said = f"{unlike}: make them equal, or choose another rollout.sync.channel than nccl"
-        both = Row("NCCL of both ends", "fault" if channel == "nccl" else "warning", said)
+        both = CheckRow("NCCL of both ends", "fault" if channel == "nccl" else "warning", said)
     return [shared, both]
 
 
@@ -149,21 +158,21 @@ def _ask(python: str, variables: dict[str, str], handle: str, timeout_s: float) 
     return answer
 
 
-def copy_rows(device: torch.device) -> list[Row]:
+def copy_rows(device: torch.device) -> list[CheckRow]:
     """GB/s of copies between pinned host memory and the device, all ranks at once, as an offload does them."""
     size = _COPIED_BYTES[device.type]
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     other = torch.zeros(size, dtype=torch.uint8, device=device)
     to, back = _gb_s(lambda: other.copy_(host), size), _gb_s(lambda: host.copy_(other), size)
     if device.type == "cpu":
-        return [Row("memory copy", "ok", f"{to:.1f} GB/s; pinned memory is not measured: no GPU")]
+        return [CheckRow("memory copy", "ok", f"{to:.1f} GB/s; pinned memory is not measured: no GPU")]
     return [
-        Row("pinned memory to GPU", "ok", f"{to:.1f} GB/s, all ranks at once", to),
-        Row("GPU to pinned memory", "ok", f"{back:.1f} GB/s, all ranks at once", back),
+        CheckRow("pinned memory to GPU", "ok", f"{to:.1f} GB/s, all ranks at once", to),
+        CheckRow("GPU to pinned memory", "ok", f"{back:.1f} GB/s, all ranks at once", back),
     ]
 
 
-def reduce_row(name: str, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> Row:
+def reduce_row(name: str, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> CheckRow:
     """Bus bandwidth of an all-reduce, 2 (n - 1) / n x bytes / s: what each link carries however many ranks n take part.
     Collective. Raises RuntimeError if the sum is wrong, and as `connect`."""
     ranks, size = group.size(), _REDUCED_BYTES[device.type]
@@ -175,7 +184,7 @@ def reduce_row(name: str, group: dist.ProcessGroup, device: torch.device, timeou
     speed = 2 * (ranks - 1) / ranks * _gb_s(lambda: dist.all_reduce(tensor, group=group), size)
     backend = "gloo" if device.type == "cpu" else "nccl"
     said = f"{speed:.3g} GB/s over {ranks} ranks (bus bandwidth; {backend}, {size >> 20} MiB)"
-    return Row(f"all-reduce {name}", "ok", said, speed)
+    return CheckRow(f"all-reduce {name}", "ok", said, speed)
 
 
 def _gb_s(call: Callable[[], object], num_bytes: int) -> float:

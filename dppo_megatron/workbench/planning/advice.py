@@ -9,8 +9,8 @@ from functools import reduce
 from typing import Any, TypeAlias
 
 from dppo_megatron.config.checks import check_values, check_world_size
+from dppo_megatron.config.resolved_sets import longest_sequence
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import longest_sequence
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.workbench.planning.memory import MemoryPlan, plan_memory
@@ -30,7 +30,7 @@ _Settings: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class SettingAdvice:
     change: str
     """As it would be written on the command line."""
     total: float
@@ -41,7 +41,7 @@ class Advice:
     """Seconds of a step with it, of one that makes the job faster."""
 
 
-def advise(config: Config, architecture: Architecture, site: Site, mean_tokens: float) -> list[Advice]:
+def advise(config: Config, architecture: Architecture, site: Site, mean_tokens: float) -> list[SettingAdvice]:
     """Changes that lower the largest phase by half a GiB or more, the best first."""
     now = plan_memory(config, architecture, site, mean_tokens).largest.total
     tried = [(_written(settings), price, _changed(config, settings), site) for settings, price in _smaller(config)]
@@ -50,15 +50,15 @@ def advise(config: Config, architecture: Architecture, site: Site, mean_tokens: 
     for change, price, changed, there in tried:
         memory = _planned(changed, architecture, there, mean_tokens)
         if memory and now - memory.largest.total >= _LEAST:
-            found.append(Advice(change, memory.largest.total, price))
+            found.append(SettingAdvice(change, memory.largest.total, price))
     return sorted(found, key=lambda advice: advice.total)
 
 
 def advise_speed(
     config: Config, architecture: Architecture, site: Site, lengths: Lengths, speeds: Speeds, now: Timing
-) -> list[Advice]:
+) -> list[SettingAdvice]:
     """Changes with which the job fits and a step is a hundredth shorter or more, the best first."""
-    found: dict[str, Advice] = {}
+    found: dict[str, SettingAdvice] = {}
     for kind, settings in _faster(config):
         if kind in found:  # the first of a kind that fits does least to the rest
             continue
@@ -69,7 +69,7 @@ def advise_speed(
         cost = None if _ARGS in settings else now.rollout
         timing = plan_timing(changed, architecture, site, memory.engine, lengths, speeds, cost)
         if timing and timing.step_s <= now.step_s * (1 - _FASTER):
-            found[kind] = Advice(_written(settings), memory.largest.total, step_s=timing.step_s)
+            found[kind] = SettingAdvice(_written(settings), memory.largest.total, step_s=timing.step_s)
     return sorted(found.values(), key=lambda one: one.step_s)
 
 

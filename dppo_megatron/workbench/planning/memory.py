@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from dppo_megatron.config.resolved_sets import longest_sequence
 from dppo_megatron.config.schema import ActorConfig, Config
-from dppo_megatron.config.sets import longest_sequence
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.pipeline import split_layers
 from dppo_megatron.workbench.planning.activations import (
@@ -30,7 +30,7 @@ from dppo_megatron.workbench.planning.activations import (
     layer_kept,
     layer_saved,
 )
-from dppo_megatron.workbench.planning.engine import EnginePlan, plan_engine
+from dppo_megatron.workbench.planning.engine_memory import EnginePlan, plan_engine
 from dppo_megatron.workbench.planning.shares import Degrees, Share, share_of
 from dppo_megatron.workbench.planning.site import (
     CONTEXT_BYTES,
@@ -119,7 +119,7 @@ def state_bytes(share: Share, degrees: Degrees, actor: ActorConfig, dtype: str) 
     numel = share.count(padded_to=padded)
     optimizer = actor.optimizer
     # Adam's two moments, and for bfloat16 a main parameter of more bits
-    each = 2 * _BYTES[optimizer.moments] + (_BYTES[optimizer.main_parameters] if half else 0)
+    each = 2 * _BYTES[optimizer.moments_dtype] + (_BYTES[optimizer.main_params_dtype] if half else 0)
     sharing = {True: degrees.sharing_expert_state, False: degrees.sharing_state}
     state = sum(
         share.count(experts=of_experts, padded_to=padded) * each / (ranks if distributed else 1)
@@ -145,7 +145,7 @@ def host_copies(share: Share, degrees: Degrees, actor: ActorConfig, dtype: str) 
     """Pinned bytes for a rank's optimizer state and weights while servers have the GPU (`actor/offload.py`): a block
     for each piece of a parameter that the rank updates and each of its states, and one for each buffer of weights."""
     optimizer, half = actor.optimizer, dtype == "bfloat16"
-    kinds = [_BYTES[optimizer.moments]] * 2 + ([_BYTES[optimizer.main_parameters]] if half else [])
+    kinds = [_BYTES[optimizer.moments_dtype]] * 2 + ([_BYTES[optimizer.main_params_dtype]] if half else [])
     found = {"optimizer": 0.0, "weights": 0.0}
     for of_experts, ranks in {True: degrees.sharing_expert_state, False: degrees.sharing_state}.items():
         tensors = [one for one in share.tensors if one.is_expert == of_experts]

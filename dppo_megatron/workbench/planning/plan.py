@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.config.checks import check_world_size, planned_prompts
+from dppo_megatron.config.resolved_sets import longest_prompt_tokens
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.sets import longest_prompt_tokens
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.workbench.planning.advice import Advice, advise, advise_speed
+from dppo_megatron.workbench.planning.advice import SettingAdvice, advise, advise_speed
 from dppo_megatron.workbench.planning.memory import PARTS, MemoryPlan, Phase, plan_memory
 from dppo_megatron.workbench.planning.roofline import ROOFLINE, SPREAD, Lengths, capped
 from dppo_megatron.workbench.planning.shares import active_parameters, whole_model
 from dppo_megatron.workbench.planning.site import CONTEXT_BYTES, ENGINE_WORK_BYTES, GIB, SLEEPING_BYTES, Site
 from dppo_megatron.workbench.planning.timing import Speeds, Timing, plan_timing
 from dppo_megatron.workbench.runs.trace import Trace, TracedStep
-from dppo_megatron.workbench.simulate import CostModel, Prediction, like_for_like, simulate
+from dppo_megatron.workbench.simulate import Prediction, StepTimeModel, like_for_like, simulate
 
 _PROMPT_TOKENS = 150
 """Of a problem of mathematics in a chat template. An assumption."""
@@ -50,8 +50,8 @@ class Plan:
     timing: Timing | None
     speeds: Speeds
     predictions: tuple[Prediction, ...]
-    advice: tuple[Advice, ...]
-    faster: tuple[Advice, ...]
+    advice: tuple[SettingAdvice, ...]
+    faster: tuple[SettingAdvice, ...]
     has_trace: bool
 
     @property
@@ -288,7 +288,7 @@ def predict(
     update_s = seconds["log-probs"] + seconds["update"]
     fixed_s = seconds["sync"] + seconds["checkpoint"] + seconds["other"]
     update_s_per_1k = update_s / scale / timing.tokens_trained * 1000
-    costs = CostModel(timing.rollout.scaled(scale), update_s_per_1k, fixed_s, timing.overlaps)
+    costs = StepTimeModel(timing.rollout.scaled(scale), update_s_per_1k, fixed_s, timing.overlaps)
     return [simulate(trace, method, costs) for method in methods]
 
 

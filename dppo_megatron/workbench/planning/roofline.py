@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from dppo_megatron.randomness import generator
-from dppo_megatron.steps.cost import RolloutCost
+from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.types import FloatArray, IntArray
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.workbench.planning.engine import EnginePlan
+from dppo_megatron.workbench.planning.engine_memory import EnginePlan
 from dppo_megatron.workbench.planning.shares import active_parameters
 from dppo_megatron.workbench.planning.site import Site
 

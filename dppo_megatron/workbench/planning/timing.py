@@ -16,10 +16,10 @@ import numpy as np
 
 from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.steps.cost import RolloutCost, cost_model
+from dppo_megatron.steps.rollout_cost import RolloutCost, cost_model
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.pipeline import split_layers
-from dppo_megatron.workbench.planning.engine import EnginePlan
+from dppo_megatron.workbench.planning.engine_memory import EnginePlan
 from dppo_megatron.workbench.planning.memory import microbatches
 from dppo_megatron.workbench.planning.roofline import LINK_BYTES_S, Lengths, replica_of, rollout_cost
 from dppo_megatron.workbench.planning.shares import Degrees, whole_model

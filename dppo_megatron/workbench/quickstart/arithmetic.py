@@ -5,7 +5,7 @@ last. Chains of additions and subtractions give a dial for that (one more operat
 worked step can be checked by a reader, and a few characters are enough tokens. A real data set was the alternative, but
 no model that a CPU trains in minutes can read one.
 
-The demonstrations of the warm start are a mixture: some work the chain out line by line, most state the result
+The demonstrations of SFT are a mixture: some work the chain out line by line, most state the result
 outright, as text found in the wild does, and the longer the chain the more of them do. A model trained on both mostly
 guesses; reinforcement learning teaches it to work in steps, the short chains first, and reliably. So groups without
 reward variance are spread as on real sets: a third at the start (always or never solved), six in ten at the end,
@@ -29,7 +29,7 @@ from dppo_megatron.types import UserError
 
 _MAX_TOTAL = 30
 """Bound of every intermediate result: few enough facts to learn in a minute, enough that a guess is mostly wrong.
-With 20 a guesser scored ten points more; with 99 a warm start of this length had hardly learned to add."""
+With 20 a guesser scored ten points more; with 99 SFT of this length had hardly learned to add."""
 _MAX_OPERAND = 9
 _DRAWS_WITHOUT_NEWS = 10_000
 """After this many repetitions in a row a level is taken to have no new problem left."""
@@ -44,7 +44,7 @@ class Level:
     problem_share: float
     """Share of this level in the train and held-out sets; the shares add up to 1."""
     example_share: float
-    """Share of this level in the warm start's examples; they add up to 1."""
+    """Share of this level in SFT's examples; they add up to 1."""
     guess_share: float
     """Share of this level's examples that state the result without working it out."""
 
@@ -72,18 +72,18 @@ class Exercise:
 
 
 def write_task(
-    directory: str | Path, seed: int, num_train: int = 512, num_heldout: int = 384, num_warm_start: int = 16384
+    directory: str | Path, seed: int, num_train: int = 512, num_heldout: int = 384, num_sft: int = 16384
 ) -> None:
-    """Write `train.jsonl`, `heldout.jsonl` and `warm_start.jsonl` into `directory`, which is made if it is missing.
+    """Write `train.jsonl`, `heldout.jsonl` and `sft.jsonl` into `directory`, which is made if it is missing.
 
-    No two rows of the train and held-out sets share a problem, and no example of the warm start is one of those
-    problems. Examples are drawn with replacement: the short levels have fewer problems than a warm start has steps
+    No two rows of the train and held-out sets share a problem, and no example of SFT is one of those
+    problems. Examples are drawn with replacement: the short levels have fewer problems than SFT has steps
     to show. The same arguments give the same bytes.
 
     Raises:
         UserError: a count below 1, or more problems of a level than the level has.
     """
-    counts = {"num_train": num_train, "num_heldout": num_heldout, "num_warm_start": num_warm_start}
+    counts = {"num_train": num_train, "num_heldout": num_heldout, "num_sft": num_sft}
     for name, count in counts.items():
         if count < 1:
             raise UserError(f"{name} = {count}: must be at least 1")
@@ -92,15 +92,16 @@ def write_task(
     heldout = _exercises(seed, "heldout", num_heldout, problem_shares, used, repeat=False)
     train = _exercises(seed, "train", num_train, problem_shares, used, repeat=False)
     example_shares = [level.example_share for level in LEVELS]
-    examples = _exercises(seed, "warm_start", num_warm_start, example_shares, used, repeat=True)
+    # the stream of random numbers keeps its old name: another would be another task for every seed
+    examples = _exercises(seed, "warm_start", num_sft, example_shares, used, repeat=True)
     guess_shares = {level.name: level.guess_share for level in LEVELS}
-    uniforms = generator(seed, "arithmetic/guess").random(num_warm_start)
+    uniforms = generator(seed, "arithmetic/guess").random(num_sft)
     out = Path(directory)
     out.mkdir(parents=True, exist_ok=True)
     _write_jsonl(out / "train.jsonl", map(_problem_row, train))
     _write_jsonl(out / "heldout.jsonl", map(_problem_row, heldout))
     rows = (_example_row(e, guess=bool(u < guess_shares[e.source])) for e, u in zip(examples, uniforms, strict=True))
-    _write_jsonl(out / "warm_start.jsonl", rows)
+    _write_jsonl(out / "sft.jsonl", rows)
 
 
 def _exercises(

@@ -32,18 +32,18 @@ class Recipe(NamedTuple):
     seed: int = 0
     num_train: int = 512
     num_heldout: int = 384
-    num_warm_start: int = 16384
+    num_sft: int = 16384
 
 
 def write_quickstart(directory: Path, recipe: Recipe) -> None:
-    """Write `{train,heldout,warm_start}.jsonl`, `model/` and `task.json` into `directory`, made if it is missing.
+    """Write `{train,heldout,sft}.jsonl`, `model/` and `task.json` into `directory`, made if it is missing.
 
     Raises:
         UserError: the task cannot be made with these counts.
     """
     from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3  # torch and transformers: seconds
 
-    write_task(directory, recipe.seed, recipe.num_train, recipe.num_heldout, recipe.num_warm_start)
+    write_task(directory, recipe.seed, recipe.num_train, recipe.num_heldout, recipe.num_sft)
     write_tiny_qwen3(directory / "model", recipe.seed)
     (directory / RECIPE).write_text(json.dumps({"maker": _MAKER} | recipe._asdict()) + "\n", encoding="utf-8")
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     disable_progress_bar()
     try:
-        changed = _make(args.out, Recipe(args.seed, args.train, args.heldout, args.warm_start))
+        changed = _make(args.out, Recipe(args.seed, args.train, args.heldout, args.sft))
     except UserError as error:
         show(f"error: {error}", file=sys.stderr)
         return 2
@@ -130,7 +130,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems and of the model (default: 0)")
     parser.add_argument("--train", type=int, default=512, help="training problems (default: 512)")
     parser.add_argument("--heldout", type=int, default=384, help="held-out problems (default: 384)")
-    parser.add_argument("--warm-start", type=int, default=16384, help="examples of the warm start (default: 16384)")
+    parser.add_argument("--sft", type=int, default=16384, help="examples of SFT (default: 16384)")
     args = parser.parse_args(argv)
     if args.seed < 0:
         parser.error(f"--seed {args.seed}: must not be negative")

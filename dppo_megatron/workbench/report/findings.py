@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
-from dppo_megatron.workbench.runs.record import RunRecord, finite_number
+from dppo_megatron.workbench.runs.run_record import RunRecord, finite_number
 
 _MISMATCH_ALARM = 0.05
 """Used if the run's settings are missing: mean |log-probability difference| to the engine."""
@@ -31,12 +31,12 @@ def findings(run: RunRecord) -> list[Finding]:
         if biased:
             notes = f": {'; '.join(row['notes'])}" if row["notes"] else ""
             found.append(Finding("warning", f"{row['name']} changes the expected gradient{notes}", _spans(biased)))
-    alarm = finite_number(run.setting("rollout.limits.mismatch_alarm", None))
+    alarm = finite_number(run.setting("rollout.limits.logprob_diff_warning", None))
     alarm = _MISMATCH_ALARM if alarm is None else alarm
     rules: list[tuple[str, str, Callable[[float], bool], str]] = [
         ("bad", "train/skipped_updates", lambda v: v > 0, "an update was skipped: loss or gradient was not finite"),
         ("warning", "observe/tracker_failures", lambda v: v > 0, "a tracker has missed steps or failed"),
-        ("warning", "reward/failed", lambda v: v > 0, "gradings failed"),
+        ("warning", "reward/failed_count", lambda v: v > 0, "gradings failed"),
         ("warning", "mismatch/logprob_abs_diff_mean", lambda v: v > alarm, f"engine and actor differ by > {alarm:g}"),
         ("warning", "rollout/truncated_share", lambda v: v > 0.5, "more than half of the completions were truncated"),
         ("note", "train/entropy", lambda v: v < 0.01, "entropy below 0.01: the policy has almost stopped exploring"),

@@ -74,7 +74,7 @@ def read_trace(path: str) -> Trace:
         config = _read_config(head, path)
         group_size, steps = config.rollout.completions_per_prompt, list[TracedStep]()
         for number, line in enumerate(lines, start=2):
-            row = decoded(line.replace(*_RENAMED_COLUMN), _Row, f"{path}:{number}")
+            row = decoded(line.replace(*_RENAMED_COLUMN), _TraceLine, f"{path}:{number}")
             if trouble := _trouble(row, head.num_prompts, group_size, steps[-1].step if steps else 0):
                 raise UserError(f"{path}:{number}: {trouble}")
             steps.append(_step(row, group_size))
@@ -96,7 +96,7 @@ class _Features(msgspec.Struct):
     sources: list[str]
 
 
-class _Head(msgspec.Struct):
+class _HeaderLine(msgspec.Struct):
     num_prompts: _Some
     config: dict[str, Any]
     set_sizes: dict[str, _Some] | None = None
@@ -109,26 +109,26 @@ class _Seconds(msgspec.Struct):
     other: _Amount
 
 
-class _Row(msgspec.Struct):
+class _TraceLine(msgspec.Struct):
     """The fields of a step's line that are read."""
 
     step: _Some
     prompts: list[_Count]
     rewards: list[list[float | None]]
     lengths: list[list[_Count]]
-    surprisal: list[list[_Amount]]
+    logit_grad_norm: list[list[_Amount]]
     kept: list[_Count]
     seconds: _Seconds
 
 
-def _read_head(line: bytes, path: str) -> _Head:
+def _read_head(line: bytes, path: str) -> _HeaderLine:
     raw = decoded(line or b"{}", object, f"{path}:1")
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise UserError(f"trace '{path}': does not begin with a line of format '{FORMAT}'; name a run's trace.jsonl")
-    return decoded(line, _Head, f"{path}:1")
+    return decoded(line, _HeaderLine, f"{path}:1")
 
 
-def _read_config(head: _Head, path: str) -> Config:
+def _read_config(head: _HeaderLine, path: str) -> Config:
     config = config_from_values(head.config, where=path)
     try:
         check_ranges(config)
@@ -141,13 +141,13 @@ def _read_config(head: _Head, path: str) -> Config:
     return config
 
 
-def _trouble(row: _Row, num_prompts: int, group_size: int, step_before: int) -> str:
+def _trouble(row: _TraceLine, num_prompts: int, group_size: int, step_before: int) -> str:
     """What the kinds of its fields cannot show; empty if nothing is wrong."""
     if row.step <= step_before:
         return f"step {row.step} stands behind step {step_before}"
     if any(prompt >= num_prompts for prompt in row.prompts):
         return f"prompts: there are only {num_prompts}"
-    for name in ("rewards", "lengths", "surprisal"):
+    for name in ("rewards", "lengths", "logit_grad_norm"):
         groups = getattr(row, name)
         if len(groups) != len(row.prompts) or any(len(group) != group_size for group in groups):
             return f"{name}: must be {len(row.prompts)} groups of {group_size}"
@@ -156,7 +156,7 @@ def _trouble(row: _Row, num_prompts: int, group_size: int, step_before: int) -> 
     return ""
 
 
-def _features(head: _Head, path: str) -> PromptFeatures | None:
+def _features(head: _HeaderLine, path: str) -> PromptFeatures | None:
     values = head.features
     if values is None:
         return None
@@ -173,7 +173,7 @@ def _features(head: _Head, path: str) -> PromptFeatures | None:
     return features
 
 
-def _step(row: _Row, group_size: int) -> TracedStep:
+def _step(row: _TraceLine, group_size: int) -> TracedStep:
     shape = len(row.prompts), group_size
     rewards: FloatArray = np.array(row.rewards, dtype=np.float64).reshape(shape)  # null becomes NaN
     lengths = np.array(row.lengths, dtype=np.int64).reshape(shape)
@@ -182,7 +182,7 @@ def _step(row: _Row, group_size: int) -> TracedStep:
     return TracedStep(
         step=row.step,
         prompt_index=np.array(row.prompts, dtype=np.int64),
-        rollouts=Rollouts(rewards, lengths, np.array(row.surprisal, dtype=np.float64).reshape(shape)),
+        rollouts=Rollouts(rewards, lengths, np.array(row.logit_grad_norm, dtype=np.float64).reshape(shape)),
         kept=kept,
         seconds=msgspec.structs.asdict(row.seconds),
     )

@@ -25,8 +25,8 @@ from dppo_megatron.observe.samples import SAMPLES
 from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth, read_health
 from dppo_megatron.texts import one_line
 from dppo_megatron.workbench.report.findings import findings
-from dppo_megatron.workbench.runs.record import Follow, RunRecord, finite_number, read_settings
-from dppo_megatron.workbench.runs.samples import newest_sample_file, read_rows
+from dppo_megatron.workbench.runs.run_record import Follow, RunRecord, finite_number, read_settings
+from dppo_megatron.workbench.runs.sample_rows import newest_sample_file, read_rows
 
 _STATE = {"finished": "green", "running": "cyan", "stopped": "yellow", "crashed": "bold red"}
 _SERVER = {"live": "green", "stale": "yellow", "out": "bold red"}
@@ -50,7 +50,7 @@ _CURVES = (
 
 
 @dataclass
-class Sampled:
+class SampledGroup:
     """One group of the newest step with samples."""
 
     step: int = 0
@@ -64,7 +64,7 @@ class Latest:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._follow = Follow(path)
-        self.samples = Sampled()
+        self.samples = SampledGroup()
         self._sample_file: Path | None = None
 
     @property
@@ -93,7 +93,7 @@ class Latest:
             return None
 
 
-def _read_samples(path: Path) -> Sampled | None:
+def _read_samples(path: Path) -> SampledGroup | None:
     """The group of the file's last step whose rewards differ most, the first of equals.
 
     None if the file cannot be read: it may be merged into another one at this moment.
@@ -108,7 +108,7 @@ def _read_samples(path: Path) -> Sampled | None:
     for row in rows:
         groups.setdefault(row["group"], []).append(row)
     chosen = max(groups.values(), key=_spread)
-    return Sampled(chosen[0]["step"], chosen[0]["prompt"] or "", chosen)
+    return SampledGroup(chosen[0]["step"], chosen[0]["prompt"] or "", chosen)
 
 
 def _spread(group: list[dict[str, Any]]) -> float:
@@ -171,7 +171,7 @@ def _head(record: RunRecord, latest: Latest, view: View) -> RenderableType:
     if record.status == "running" and idle_s is not None:
         line.append(f", last step {duration(idle_s)} ago" if record.steps else "", style="dim")
     if not record.steps:
-        line = Text("no step yet: loading, warm start, or the evaluation before RL")
+        line = Text("no step yet: loading, SFT, or the evaluation before RL")
     methods = [str(record.setting(f"pruning.{level}.method", "?")) for level in ("prompt", "completion")]
     model = str(record.setting("model.hf_path", "?")).rstrip("/").rpartition("/")[2]
     what = f"{model}, {record.setting('rollout.engine', '?')}, pruning {' / '.join(methods)}"
@@ -257,7 +257,7 @@ def _servers(servers: Sequence[ServerHealth], age_s: float) -> RenderableType:
     return table
 
 
-def _samples(samples: Sampled, view: View) -> RenderableType:
+def _samples(samples: SampledGroup, view: View) -> RenderableType:
     """A prompt, its best completion, and then its worst ones."""
     members = sorted(samples.members, key=lambda one: -1e30 if one["reward"] is None else one["reward"], reverse=True)
     shown = [*members[:1], *members[:0:-1]][: view.members]

@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory
-from dppo_megatron.rollout.client.holding import Arrived
-from dppo_megatron.rollout.client.messages import Address
+from dppo_megatron.rollout.client.completion_buffer import Arrived
+from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory
+from dppo_megatron.rollout.client.messages import ServerAddress
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, take
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http, Peer
-from dppo_megatron.rollout.servers.intake import Ask, Event
+from dppo_megatron.rollout.servers.intake import Event, Submit
 from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
@@ -50,9 +50,9 @@ class Rig:
         self.engines = [engine for engine, _ in addresses]
         self.urls = [url for _, url in addresses]
         dialects = {"vllm": VLLMDialect(), "sglang": SGLangDialect(VOCABULARY, seeded=True)}
-        known = [Address(i, Peer(url), dialects[engine]) for i, (engine, url) in enumerate(addresses)]
+        known = [ServerAddress(i, Peer(url), dialects[engine]) for i, (engine, url) in enumerate(addresses)]
         known += [
-            Address(len(addresses) + i, Peer(router.http.url), router.dialect, tuple(map(Peer, router.named)))
+            ServerAddress(len(addresses) + i, Peer(router.http.url), router.dialect, tuple(map(Peer, router.named)))
             for i, router in enumerate(routers)
         ]
         self.known = known
@@ -91,9 +91,9 @@ class _Some:
     def room(self, server: int) -> int:
         return self._clients.room(self._places[server])
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, ask: Submit) -> None:
         self._clients.ask(
-            Ask(ask.ticket, ask.index, self._places[ask.server], ask.group, ask.expected, ask.timeout_s, ask.prompt)
+            Submit(ask.ticket, ask.index, self._places[ask.server], ask.group, ask.expected, ask.timeout_s, ask.prompt)
         )
 
     def end(self, tickets: Sequence[int]) -> None:
@@ -111,7 +111,7 @@ def sync(fleet: Fleet) -> None:
     fleet.expect("1")
     with fleet.lock:
         for member in fleet.members:
-            member.took("1")
+            member.synced("1")
 
 
 def requests(count: int, size: int = 3, limit: int = 12, name: str = "r") -> list[GenerateRequest]:

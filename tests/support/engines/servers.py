@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.engine import Request
-from dppo_megatron.rollout.hf import cut
+from dppo_megatron.rollout.hf import truncate_logits
 from dppo_megatron.rollout.servers.connect import make_servers
 from dppo_megatron.rollout.servers.http import Done, Http
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
@@ -127,7 +127,7 @@ class Reference:
         """[n] log-probability of each of `tokens` after `prompt`."""
         ids = torch.tensor([[*prompt, *tokens]])
         logits = self.model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
-        scores = cut(logits, top_p, top_k).log_softmax(-1)
+        scores = truncate_logits(logits, top_p, top_k).log_softmax(-1)
         return scores.gather(1, torch.tensor(list(tokens))[:, None])[:, 0].numpy()
 
     def difference(self, requests: Sequence[Request], completions: Sequence[Completion], **sampling: Any) -> np.ndarray:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dppo_nccl import settings as nccl_settings
-from dppo_wire import Arrival, Broadcast, Chain, map_memory
+from dppo_wire import Arrival, BroadcastReceiver, ChainReceiver, map_memory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -70,7 +70,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    _group: Chain | Broadcast | None = None
+    _group: ChainReceiver | BroadcastReceiver | None = None
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -87,10 +87,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         address = (init_info.master_address, init_info.master_port, init_info.world_size)
         store = dist.TCPStore(*address, False, joining, wait_for_workers=False)
         if init_info.backend == "nccl":
-            self._group = Broadcast(store, rank, init_info.world_size, timeout, self.device)
+            self._group = BroadcastReceiver(store, rank, init_info.world_size, timeout, self.device)
         else:
             more = init_info.chunk_bytes, init_info.secret
-            self._group = Chain(store, rank, init_info.world_size, joining, timeout, *more)
+            self._group = ChainReceiver(store, rank, init_info.world_size, joining, timeout, *more)
 
     def start_weight_update(self) -> None:
         """The layers take tensors in checkpoint form from here on. One that an update left half loaded, when a bucket

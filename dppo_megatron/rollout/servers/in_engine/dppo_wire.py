@@ -93,7 +93,7 @@ class Arrival(Protocol):
 _BUCKETS = 2
 
 
-class Chain:
+class ChainReceiver:
     """One worker's place in the chain."""
 
     def __init__(
@@ -202,7 +202,7 @@ class _Passing(threading.Thread):
         self.wait_for(self.memory.nbytes)
 
 
-class Broadcast:
+class BroadcastReceiver:
     """One worker's end of an NCCL group. No GPU has run it."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:

@@ -76,7 +76,7 @@ function pruning() {
     metric("Completions", "Generated, and trained on.", [{ key: "prune/completions_generated", name: "generated" }, { key: "prune/completions_trained", name: "trained" }], zero),
     metric("Design effect", "Predicted from the scores at both levels; realised by the weights: 1 + their squared coefficient of variation.", [{ key: "prune/prompt_design_effect", name: "prompts, predicted" }, { key: "prune/completion_design_effect", name: "completions, predicted" }, { key: "prune/realised_design_effect", name: "realised" }]),
     metric("Effective sample size", "Kish: (ΣW)² / ΣW² of the trained completions' weights, as a share of their number.", [{ key: "prune/ess_share", name: "ESS share" }], share),
-    metric("Largest weight", "Of a trained completion.", [{ key: "prune/w_max", name: "largest" }], zero),
+    metric("Largest weight", "Of a trained completion.", [{ key: "prune/weight_max", name: "largest" }], zero),
     metric("At the floor, at one", "Share of completions with the smallest probability, and of those that are kept with certainty.", [{ key: "prune/completion_share_at_floor", name: "floor" }, { key: "prune/completion_share_at_one", name: "one" }, { key: "prune/completion_share_without_gradient", name: "no gradient" }], share),
     metric("Weight total", "Over its expectation: 1 in the mean, where nothing is biased.", [{ key: "prune/weight_total", name: "completions" }, { key: "prune/weight_total_tokens", name: "tokens" }]),
     metric("History", "Share of the prompts that has been visited; epochs since the last visit, in the mean.", [{ key: "prune/history_coverage", name: "coverage" }, { key: "prune/history_staleness_mean_epochs", name: "staleness, epochs" }], zero),

@@ -19,7 +19,7 @@ _NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckRow:
     """One finding, of one rank or of the whole job."""
 
     what: str
@@ -32,7 +32,7 @@ class Row:
     """Whose it is, in the job's report; empty: everybody's."""
 
 
-def report_of(found: Mapping[int, Sequence[Row]], hosts: Mapping[int, str]) -> Iterator[Row]:
+def report_of(found: Mapping[int, Sequence[CheckRow]], hosts: Mapping[int, str]) -> Iterator[CheckRow]:
     """For each thing that was looked at, every kind of the worst trouble with it; where all are well, one of them. Of a
     speed the slowest.
 
@@ -53,7 +53,7 @@ def report_of(found: Mapping[int, Sequence[Row]], hosts: Mapping[int, str]) -> I
         else:
             for said in dict.fromkeys(row.said for row in own.values() if row.verdict == worst):
                 ranks = [rank for rank, row in own.items() if row.said == said]
-                yield Row(what, worst, said, None, _named(ranks, hosts) if len(ranks) < len(found) else "")
+                yield CheckRow(what, worst, said, None, _named(ranks, hosts) if len(ranks) < len(found) else "")
 
 
 def _named(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:

@@ -66,7 +66,7 @@ def is_on_one_machine() -> bool:
     return launched_world_size() == launched_here()
 
 
-def check_launched() -> None:
+def check_launcher_env() -> None:
     """Raise UserError for a launcher's environment with which the ranks cannot meet."""
     rank, size, local = launched_rank(), launched_world_size(), launched_local_rank()
     here = launched_here() if "LOCAL_WORLD_SIZE" in os.environ else size

@@ -20,7 +20,7 @@ _LARGEST_FOR_SUBSETS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SampleOutcome:
     """The outcome of a sample; small, because ranks exchange these."""
 
     problem: int
@@ -109,7 +109,7 @@ def percent(estimate: Estimate) -> str:
     return f"{100 * estimate.value:.1f} %" + (f" ± {100 * estimate.se:.1f}" if estimate.se is not None else "")
 
 
-def score(name: str, problems: int, samples: int, outcomes: Sequence[Outcome]) -> EvalScores:
+def score(name: str, problems: int, samples: int, outcomes: Sequence[SampleOutcome]) -> EvalScores:
     """The scores of a set.
 
     Args:
@@ -117,7 +117,7 @@ def score(name: str, problems: int, samples: int, outcomes: Sequence[Outcome]) -
         samples: requested for every problem.
         outcomes: of every sample, in any order.
     """
-    by_problem: dict[int, list[Outcome]] = {}
+    by_problem: dict[int, list[SampleOutcome]] = {}
     for outcome in outcomes:
         if outcome.correct is not None:
             by_problem.setdefault(outcome.problem, []).append(outcome)
@@ -190,7 +190,7 @@ Ballot = tuple[int, tuple[int, ...], int]
 """Votes of a problem: for the correct answer, for each other answer, and abstentions."""
 
 
-def ballot(outcomes: Sequence[Outcome]) -> Ballot:
+def ballot(outcomes: Sequence[SampleOutcome]) -> Ballot:
     """Count the votes of one problem.
 
     All correct samples vote for one answer, however they wrote it: the grader has found each equal to the reference.

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dppo_megatron.pruning import surprisal
+from dppo_megatron.pruning import logit_grad_norm
 from dppo_megatron.rewards.measures import GradeTable
 from dppo_megatron.selection import Rollouts
-from dppo_megatron.types import BoolArray, FloatArray, Group, IntArray, SelectedPrompt
+from dppo_megatron.types import BoolArray, FloatArray, Group, IntArray, RolloutPrompt
 
 
 @dataclass(frozen=True, slots=True)
-class Outcomes:
+class RolloutTable:
     """The outcomes of k groups."""
 
     position: IntArray
@@ -29,48 +29,50 @@ class Outcomes:
     """[k, G], NaN where grading failed."""
     lengths: IntArray
     """[k, G] completion tokens."""
-    surprisal: FloatArray
-    """[k, G], see `pruning.surprisal`."""
+    logit_grad_norm: FloatArray
+    """[k, G], see `pruning.logit_grad_norm`."""
     truncated: BoolArray
     """[k, G] stopped at the token limit."""
     grades: GradeTable
 
     @staticmethod
-    def of(groups: Mapping[int, Group], group_size: int, rank: int) -> Outcomes:
+    def of(groups: Mapping[int, Group], group_size: int, rank: int) -> RolloutTable:
         """Outcomes of the groups that `rank` holds; `groups` maps position in the step to group."""
         completions = [completion for group in groups.values() for completion in group.completions]
         shape = (len(groups), group_size)
-        return Outcomes(
+        return RolloutTable(
             position=np.array(list(groups), dtype=np.int64),
             holder=np.full(len(groups), rank, dtype=np.int64),
             rewards=np.array([group.rewards for group in groups.values()], dtype=np.float64).reshape(shape),
             lengths=np.array([len(c.token_ids) for c in completions], dtype=np.int64).reshape(shape),
-            surprisal=np.array([surprisal(c.logprobs) for c in completions], dtype=np.float64).reshape(shape),
+            logit_grad_norm=np.array([logit_grad_norm(c.logprobs) for c in completions], dtype=np.float64).reshape(
+                shape
+            ),
             truncated=np.array([c.finish_reason == "length" for c in completions], dtype=np.bool_).reshape(shape),
             grades=GradeTable.of(groups.values()),
         )
 
     @staticmethod
-    def join(parts: Sequence[Outcomes]) -> Outcomes:
+    def join(parts: Sequence[RolloutTable]) -> RolloutTable:
         """All groups of a step, sorted by position; `grades` stay in the order of `parts`."""
         position = np.concatenate([part.position for part in parts])
         order = np.argsort(position)
-        return Outcomes(
+        return RolloutTable(
             position=position[order],
             holder=np.concatenate([part.holder for part in parts])[order],
             rewards=np.concatenate([part.rewards for part in parts])[order],
             lengths=np.concatenate([part.lengths for part in parts])[order],
-            surprisal=np.concatenate([part.surprisal for part in parts])[order],
+            logit_grad_norm=np.concatenate([part.logit_grad_norm for part in parts])[order],
             truncated=np.concatenate([part.truncated for part in parts])[order],
             grades=GradeTable.join([part.grades for part in parts]),
         )
 
-    def rollouts(self, selected: Sequence[SelectedPrompt]) -> Rollouts:
+    def rollouts(self, selected: Sequence[RolloutPrompt]) -> Rollouts:
         """The selector's input; `selected` [k] are the prompts of the groups."""
         return Rollouts(
             rewards=self.rewards,
             lengths=self.lengths,
-            surprisal=self.surprisal,
+            logit_grad_norm=self.logit_grad_norm,
             prompt_tokens=np.array([len(item.prompt.token_ids) for item in selected], dtype=np.int64),
             truncated=self.truncated,
         )

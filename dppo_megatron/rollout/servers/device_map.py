@@ -16,7 +16,7 @@ import torch
 
 CPU = "cpu"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-Seats: TypeAlias = dict[str, tuple[int, ...]]
+DeviceMap: TypeAlias = dict[str, tuple[int, ...]]
 """For each server by address, the rank that hands weights to each of its workers."""
 
 

@@ -18,7 +18,17 @@ import msgspec
 from dppo_megatron.children import start_python
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.rewards.functions import NamedFunction
-from dppo_megatron.rewards.wire import AT, BEGUN, CANNOT_ANSWER, LIMIT, NONE, SINCE_NS, Message, board_file, map_board
+from dppo_megatron.rewards.messages import (
+    AT,
+    BEGUN,
+    CANNOT_ANSWER,
+    LIMIT,
+    NONE,
+    SINCE_NS,
+    Message,
+    board_file,
+    map_board,
+)
 
 _READ_BYTES = 1 << 16
 """What a pipe holds on Linux by default."""

@@ -158,9 +158,9 @@ def train_set_weights(config: Config) -> dict[str, float] | None:
 
 
 def example_set_config(config: Config) -> ResolvedSet:
-    """The warm start's worked solutions, as a set that inherits all settings."""
-    entry = SetConfig(path=config.warm_start.examples_path)
-    return _resolved(ResolvedSet, "warm_start.examples_path", entry, config.data)
+    """SFT's worked solutions, as a set that inherits all settings."""
+    entry = SetConfig(path=config.sft.examples_path)
+    return _resolved(ResolvedSet, "sft.examples_path", entry, config.data)
 
 
 def longest_prompt_tokens(config: Config, *, training: bool = False) -> int:
@@ -210,7 +210,7 @@ def check_data(config: Config, *, trains: bool = True) -> None:
     sets: list[ResolvedSet] = [*eval_set_configs(config).values()]
     if trains:
         sets = [*train_set_configs(config).values(), *sets]
-    if trains and config.warm_start.steps:
+    if trains and config.sft.steps:
         sets.append(example_set_config(config))
     for one in sets:
         _check_resolved(one)

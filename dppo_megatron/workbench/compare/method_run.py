@@ -56,7 +56,7 @@ def read_method_run(arm: str, seed: int, run_dir: Path) -> MethodRun:
     try:
         curve, labels, solved = _read_metrics(run_dir / "metrics.jsonl")
         path = run_dir / "summary.json"
-        summary = decoded(_read(path), _Summary, str(path))
+        summary = decoded(_read(path), _SummaryFile, str(path))
     except UserError as error:
         raise UserError(f"{error}; remove this run's directory, and the same command runs it again") from None
     return MethodRun(arm, seed, curve, labels, _mean_of_last(solved), summary.phase_s)
@@ -66,25 +66,25 @@ _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0)]
 _Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
-class _Row(msgspec.Struct):
+class _MetricsRow(msgspec.Struct):
     step: Annotated[int, msgspec.Meta(ge=0)]
     problems: dict[str, list[_Share | None]] = msgspec.field(name="eval/problems", default_factory=dict)
 
 
-class _Entry(msgspec.Struct):
+class _LedgerEntry(msgspec.Struct):
     name: str
     label: Literal["exact", "unbiased", "ratio", "biased"]
 
 
-class _Step(msgspec.Struct):
+class _StepRow(msgspec.Struct):
     seconds: _Amount = msgspec.field(name="time/step_s")
     cpu_seconds: _Amount = msgspec.field(name="time/step_cpu_s")
     generated: _Amount = msgspec.field(name="tokens/generated")
     trained: _Amount = msgspec.field(name="tokens/trained")
-    ledger: list[_Entry] = msgspec.field(name="prune/ledger")
+    ledger: list[_LedgerEntry] = msgspec.field(name="prune/ledger")
 
 
-class _Summary(msgspec.Struct):
+class _SummaryFile(msgspec.Struct):
     phase_s: dict[str, _Amount]
 
 
@@ -95,12 +95,12 @@ def _read_metrics(path: Path) -> tuple[list[Point], dict[str, str], list[dict[st
     solved: list[dict[str, list[float | None]]] = []
     for number, line in enumerate(_read(path).splitlines(), start=1):
         where = f"{path}:{number}"
-        row = decoded(line, _Row, where)
+        row = decoded(line, _MetricsRow, where)
         if steps and row.step != steps[-1] + 1:
             raise UserError(f"{where}: step {row.step} behind step {steps[-1]}")
         steps.append(row.step)
         if row.step:
-            step = decoded(line, _Step, where)
+            step = decoded(line, _StepRow, where)
             total = replace(
                 total,
                 train_s=total.train_s + step.seconds,

@@ -14,7 +14,7 @@ import numpy as np
 from dppo_megatron.config.schema import Config
 from dppo_megatron.observe.samples import RecordedGroup
 from dppo_megatron.randomness import uniforms
-from dppo_megatron.selection import Decision, Rollouts
+from dppo_megatron.selection import Rollouts, TrainSelection
 from dppo_megatron.types import BoolArray, FloatArray, Group, IntArray
 
 _BYTES_A_TOKEN = 16
@@ -22,7 +22,7 @@ _BYTES_A_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Verdicts:
+class SampleAnnotations:
     """The decisions about the R recorded groups of a step; arrays are [R, G] except `position`."""
 
     position: IntArray
@@ -34,7 +34,7 @@ class Verdicts:
     why: list[tuple[str, ...]]
 
     @staticmethod
-    def of(config: Config, step: int, decision: Decision, rollouts: Rollouts) -> Verdicts:
+    def of(config: Config, step: int, decision: TrainSelection, rollouts: Rollouts) -> SampleAnnotations:
         """Collect what is recorded of `step`."""
         position = recorded_positions(config, step, decision.prompts.prompt_index, rollouts)
         reasons = reasons_of(config, decision, rollouts)
@@ -43,7 +43,7 @@ class Verdicts:
         def part(flat: FloatArray) -> FloatArray:
             return flat.reshape(shape)[position]
 
-        return Verdicts(
+        return SampleAnnotations(
             position=position,
             advantages=part(decision.advantages),
             completion_prob=part(decision.completion_prob),
@@ -84,7 +84,9 @@ def recorded_positions(config: Config, step: int, prompt_index: IntArray, rollou
     return positions
 
 
-def reasons_of(config: Config, decision: Decision, rollouts: Rollouts) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
+def reasons_of(
+    config: Config, decision: TrainSelection, rollouts: Rollouts
+) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
     """[K * G] one word for why each completion was kept or not (docs/run_directory.md lists them).
 
     A policy reports the probability with which it keeps a completion, not the reason. A probability between the floor
@@ -97,7 +99,7 @@ def reasons_of(config: Config, decision: Decision, rollouts: Rollouts) -> np.nda
     prob = decision.completion_prob
     not_drawn = np.isnan(prob)
     failed = np.isnan(rollouts.rewards.ravel()) & ~decision.kept
-    floor = config.pruning.completion.p_min
+    floor = config.pruning.completion.min_inclusion_prob
     conditions = [
         (failed, "failed"),
         (not_drawn & truncated, "overlong"),

@@ -6,8 +6,8 @@ import itertools
 import math
 from fractions import Fraction
 
-from dppo_megatron.rewards.math.answers import INFINITY, Answer, Piece, Row, Spans, Value
-from dppo_megatron.rewards.math.evaluate import Work, approximate, rational
+from dppo_megatron.rewards.math.answers import INFINITY, Answer, AnswerList, Intervals, Piece, Value
+from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
 from dppo_megatron.rewards.math.trees import Node, Unreadable, symbols
 
 _MAX_MEMBERS = 200
@@ -16,7 +16,7 @@ _Placed = tuple[Fraction | float, bool, Fraction | float, bool, Piece]
 """Low end, whether closed, high end, whether closed, and the piece."""
 
 
-def normal(spans: Spans) -> Spans:
+def normal(spans: Intervals) -> Intervals:
     """In order, without empty pieces, and with those in one that touch; as it is where an end is not a number.
 
     Example: [0, 1) and [1, 2] are [0, 2].
@@ -34,10 +34,10 @@ def normal(spans: Spans) -> Spans:
         elif (piece[2], piece[3]) > (last[2], last[3]):
             joined = Piece(last[4].low, last[1], piece[4].high, piece[3])
             merged[-1] = (last[0], last[1], piece[2], piece[3], joined)
-    return Spans(tuple(piece[4] for piece in merged), spans.name)
+    return Intervals(tuple(piece[4] for piece in merged), spans.name)
 
 
-def intersection(one: Spans, two: Spans) -> Spans | None:
+def intersection(one: Intervals, two: Intervals) -> Intervals | None:
     """What is in both; None where an end is not a number."""
     left, right = _placed(one), _placed(two)
     if left is None or right is None:
@@ -48,10 +48,10 @@ def intersection(one: Spans, two: Spans) -> Spans | None:
         high = min(a, b, key=lambda piece: (piece[2], piece[3]))
         if low[0] <= high[2]:
             pieces.append(Piece(low[4].low, low[1], high[4].high, high[3]))
-    return normal(Spans(tuple(pieces), one.name or two.name))
+    return normal(Intervals(tuple(pieces), one.name or two.name))
 
 
-def complement(spans: Spans) -> Spans | None:
+def complement(spans: Intervals) -> Intervals | None:
     """Every other real number; None where an end is not a number."""
     if _placed(spans) is None:
         return None
@@ -62,10 +62,10 @@ def complement(spans: Spans) -> Spans | None:
         low, closed = piece.high, not piece.high_closed
     if low != INFINITY:
         pieces.append(Piece(low, closed, INFINITY, False))
-    return Spans(tuple(pieces))
+    return Intervals(tuple(pieces))
 
 
-def whole_members(spans: Spans, least: float = -math.inf) -> Answer:
+def whole_members(spans: Intervals, least: float = -math.inf) -> Answer:
     """The whole numbers in a bounded set."""
     placed = _placed(normal(spans))
     if placed is None:
@@ -77,10 +77,10 @@ def whole_members(spans: Spans, least: float = -math.inf) -> Answer:
             raise Unreadable("too many whole numbers")
         inside = range(math.ceil(low), math.floor(high) + 1)
         members += [x for x in inside if (x > low or low_closed) and (x < high or high_closed)]
-    return Row("set", tuple(Value(("n", Fraction(member))) for member in members))
+    return AnswerList("set", tuple(Value(("n", Fraction(member))) for member in members))
 
 
-def _placed(spans: Spans) -> list[_Placed] | None:
+def _placed(spans: Intervals) -> list[_Placed] | None:
     placed = []
     for piece in spans.pieces:
         low, high = _place(piece.low), _place(piece.high)
@@ -95,8 +95,8 @@ def _place(node: Node) -> Fraction | float | None:
         return math.inf if node == INFINITY else -math.inf
     if symbols(node):
         return None
-    value = rational(node, None, Work(300))
+    value = rational(node, None, WorkLimit(300))
     if value is not None:
         return value
-    near = approximate(node, Work(300))
+    near = approximate(node, WorkLimit(300))
     return None if near is None else round(Fraction(near), 12)  # two spellings of one number are one place

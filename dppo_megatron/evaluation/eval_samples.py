@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from dppo_megatron.config.paths import json_reason
-from dppo_megatron.evaluation.statistics import EvalScores, Outcome, score
+from dppo_megatron.evaluation.eval_scores import EvalScores, SampleOutcome, score
 from dppo_megatron.files import make_directory, replacing
 from dppo_megatron.types import Prompt, UserError
 
@@ -62,10 +62,10 @@ class EvalSample:
     """The difficulty that the row states; null: none."""
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SampleOutcome:
         """What scores are computed from."""
         truncated = self.finish_reason == "length"
-        return Outcome(self.problem_index, self.correct, self.vote, truncated, self.unparsed, self.tokens)
+        return SampleOutcome(self.problem_index, self.correct, self.vote, truncated, self.unparsed, self.tokens)
 
 
 def problem_ids(prompts: Sequence[Prompt]) -> list[str]:

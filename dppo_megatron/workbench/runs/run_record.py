@@ -2,7 +2,7 @@
 
 Damaged lines are skipped and counted, and a missing file leaves its part empty: a person wants to see whatever there
 is. What the trainer resumes from and what figures are computed from is read strictly elsewhere (`trace.py`,
-`observe/record.py`).
+`observe/json_lines.py`).
 
 metrics.jsonl is followed: each look reads what was added since the last one. A run of 10,000 steps has some 30 MB; read
 again every two seconds they would keep a core busy beside the trainer, and a look costs one `stat` and the new lines. A
@@ -31,8 +31,8 @@ from dppo_megatron.config.changes import flat
 from dppo_megatron.config.load import config_values, with_new_names
 from dppo_megatron.config.schema import Config
 from dppo_megatron.files import open_to_read
+from dppo_megatron.observe.json_lines import finite
 from dppo_megatron.observe.lock import FILE as LOCK
-from dppo_megatron.observe.record import finite
 from dppo_megatron.observe.trackers.sink import FAILURES, TRACKERS
 from dppo_megatron.types import UserError
 
@@ -44,15 +44,15 @@ _CHUNK_BYTES = 1 << 20
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _RATIOS = (
-    ("rollout/truncated_share", "rollout/truncated", "prune/completions_generated"),
-    ("reward/failed_share", "reward/failed", "prune/completions_generated"),
+    ("rollout/truncated_share", "rollout/truncated_count", "prune/completions_generated"),
+    ("reward/failed_share", "reward/failed_count", "prune/completions_generated"),
     ("tokens/generated_per_s", "tokens/generated", "time/rollout_s"),
     ("tokens/trained_per_s", "tokens/trained", "time/update_s"),
 )
 """Figures that are computed from two others."""
 _OF_THE_TRAINED = (
     "mismatch/logprob_abs_diff_mean", "pack/fill", "pack/imbalance", "pack/largest_over_mean", "pack/padding",
-    "prune/ess_share", "prune/w_cv2", "prune/w_max",
+    "prune/ess_share", "prune/weight_cv2", "prune/weight_max",
     "train/clip_fraction", "train/entropy", "train/loss", "train/ratio",
 )  # fmt: skip
 """Metrics of trained completions: in a step without any they are 0, which is shown as missing."""
@@ -255,7 +255,7 @@ def _figures(row: Mapping[str, Any]) -> dict[str, float | None]:
         values[name] = finite_number(a / b) if a is not None and b else None
     if not finite_number(row.get("prune/completions_trained")):
         values |= dict.fromkeys(_OF_THE_TRAINED)
-    spread = values.get("prune/w_cv2")
+    spread = values.get("prune/weight_cv2")
     return values | {"prune/realised_design_effect": None if spread is None else 1.0 + spread}
 
 

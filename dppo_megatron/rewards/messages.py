@@ -28,7 +28,7 @@ CANNOT_ANSWER = 74
 _BOARD_BYTES = 32
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class GraderReady(msgspec.Struct, frozen=True, tag=True):
     """A process has imported its graders."""
 
     wants_row: bool
@@ -51,7 +51,7 @@ class Answers(msgspec.Struct, frozen=True, tag=True):
     """The last of the grades failed for that, and the process has ended."""
 
 
-Message = Ready | NoStart | Answers
+Message = GraderReady | NoStart | Answers
 
 
 def encode(value: Any) -> bytes:

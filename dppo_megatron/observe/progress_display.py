@@ -49,7 +49,7 @@ class Progress:
     evaluation it is an underestimate.
 
     Args:
-        what: `evaluation`, `warm start`.
+        what: `evaluation`, `SFT`.
         total: 0 if it is not known.
         unit: in the plural; empty: nothing is counted.
         stream: where a terminal would be.

@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dppo_megatron.frames import framed
-from dppo_megatron.rollout.client.messages import ENCODER, HANDED, Handed, HandedGroup, receive
+from dppo_megatron.rollout.client.messages import ENCODER, SHARE_HEADER, ShareGroup, ShareHeader, receive
 from dppo_megatron.rollout.servers.wire import Sampled, version_number
 from dppo_megatron.types import Completion
 
 
 @dataclass
-class HeldGroup:
+class BufferedGroup:
     index: int
     sampled: Sequence[Sampled]
     texts: list[bytes] = field(default_factory=list)
@@ -34,15 +34,15 @@ class HeldGroup:
     of two clients one may have all even ones."""
 
 
-class Holdings:
+class CompletionBuffer:
     """Held groups by ticket. The event loop puts; the hand-over thread takes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._groups: dict[int, HeldGroup] = {}
+        self._groups: dict[int, BufferedGroup] = {}
         self._landed = 0
 
-    def put(self, ticket: int, group: HeldGroup) -> None:
+    def put(self, ticket: int, group: BufferedGroup) -> None:
         with self._lock:
             group.number, self._landed = self._landed, self._landed + 1
             self._groups[ticket] = group
@@ -63,7 +63,7 @@ class Holdings:
                 self._groups[ticket].texts, self._groups[ticket].grades = texts, grades
             return ticket in self._groups
 
-    def take(self, share: int, shares: int) -> list[HeldGroup]:
+    def take(self, share: int, shares: int) -> list[BufferedGroup]:
         """What is ready and belongs to a share, in the order of the groups; it is held no longer."""
         with self._lock:
             mine = [ticket for ticket, group in self._groups.items() if group.texts and group.number % shares == share]
@@ -80,15 +80,15 @@ class Arrived:
     """In its group."""
     completion: Completion
     grades: bytes
-    """Of its whole group; see `HandedGroup.grades`."""
+    """Of its whole group; see `ShareGroup.grades`."""
 
 
-def hand_over(peer: socket.socket, groups: Sequence[HeldGroup]) -> None:
+def hand_over(peer: socket.socket, groups: Sequence[BufferedGroup]) -> None:
     """Send a share: its header, then the descriptor of the memory file."""
     completions = [one for group in groups for one in group.sampled]
     num_tokens = sum(len(one.token_ids) for one in completions)
     num_bytes = 8 * num_tokens + sum(len(text) for group in groups for text in group.texts)
-    header = Handed([_header_of(group) for group in groups], num_tokens, num_bytes)
+    header = ShareHeader([_header_of(group) for group in groups], num_tokens, num_bytes)
     descriptor = os.memfd_create("dppo-completions", os.MFD_CLOEXEC)
     try:
         os.truncate(descriptor, max(1, num_bytes))
@@ -111,7 +111,7 @@ def hand_over(peer: socket.socket, groups: Sequence[HeldGroup]) -> None:
 
 def take_over(peer: socket.socket) -> Iterator[Arrived]:
     """The completions of a share, as views of the memory that came with it."""
-    handed: Handed = HANDED.decode(receive(peer))
+    handed: ShareHeader = SHARE_HEADER.decode(receive(peer))
     _, [descriptor], _, _ = socket.recv_fds(peer, 1, 1)
     try:
         memory = mmap.mmap(descriptor, max(1, handed.num_bytes))
@@ -152,8 +152,8 @@ def spans_of(sampled: Sampled) -> list[tuple[int, int]]:
     return [(version_number(version), end - start) for version, start, end in sampled.weights_versions]
 
 
-def _header_of(group: HeldGroup) -> HandedGroup:
-    return HandedGroup(
+def _header_of(group: BufferedGroup) -> ShareGroup:
+    return ShareGroup(
         group.index,
         [len(one.token_ids) for one in group.sampled],
         [one.finish_reason for one in group.sampled],
