@@ -55,7 +55,7 @@ def read_recipe(directory: Path) -> Recipe | None:
         if values.pop("maker") != _MAKER:
             return None
         return Recipe(**{name: int(value) for name, value in values.items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
