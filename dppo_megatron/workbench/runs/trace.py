@@ -86,7 +86,7 @@ def read_trace(path: str) -> Trace:
 _RENAMED_COLUMN = b'"surprisal":', b'"logit_grad_norm":'  # older name
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _Some: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
-_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0)]
+_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
 class _Features(msgspec.Struct):
@@ -114,7 +114,7 @@ class _TraceLine(msgspec.Struct):
 
     step: _Some
     prompts: list[_Count]
-    rewards: list[list[float | None]]
+    rewards: list[list[Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)] | None]]  # squares have to fit a float32
     lengths: list[list[_Count]]
     logit_grad_norm: list[list[_Amount]]
     kept: list[_Count]
