@@ -50,7 +50,7 @@ def batches(path: str) -> Iterator[CompletionBatch]:
             rewards=rewards.ravel(),
             advantages=group_advantages(rewards, divide_by_std=True, eps=1e-6).ravel(),
             lengths=lengths.ravel(),
-            logit_grad_norm=np.array(row["logit_grad_norm"], dtype=np.float64).ravel(),
+            logit_grad_norm=np.array(row.get("logit_grad_norm", row.get("surprisal")), dtype=np.float64).ravel(),
             denominator=(groups * size * lengths).ravel().astype(np.float64),
             prompt_weight=np.ones(groups * size),
             num_nominal=groups * size,

@@ -74,7 +74,9 @@ def read(path: str, problems: str | None) -> Recorded:
     head, steps = rows[0], []
     for row in rows[1:]:
         rewards, lengths = np.array(row["rewards"], dtype=np.float64), np.array(row["lengths"], dtype=np.int64)
-        moment = second_moments(rewards, lengths, np.array(row["logit_grad_norm"], dtype=np.float64))
+        moment = second_moments(
+            rewards, lengths, np.array(row.get("logit_grad_norm", row.get("surprisal")), dtype=np.float64)
+        )
         steps.append((np.array(row["prompts"], dtype=np.int64), rewards, lengths, moment))
     features = None
     if problems is not None:

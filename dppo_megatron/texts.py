@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import TextIO
 
 _LONGEST_ENTRY = 10_000
-_LOG = logging.getLogger("dppo_megatron.log")
-_LOG.setLevel(logging.INFO)
-_LOG.propagate = False  # a library that sets up the root's handlers would print every line once more
+_LOGS: list[Callable[[str], object]] = [lambda line: show(line)]
+"""The last one takes the lines of `log`. Not a logger: a plug-in that sets up `logging` would silence a run, and not a
+context variable: a new thread has none."""
 
 
 def plain(text: str) -> str:
@@ -55,21 +55,17 @@ def show(*texts: str, file: TextIO | None = None) -> None:
 def log(*lines: str) -> None:
     """Log lines of a run or command, from any thread: `logged` decides on each rank where they go."""
     for line in lines:
-        _LOG.info(line)
+        _LOGS[-1](line)
 
 
 @contextmanager
 def logged(write: Callable[[str], object]) -> Iterator[None]:
     """In the block `write` takes the lines of `log`, and nothing else that took them before it."""
-    before, own = _LOG.handlers, [logging.Handler()]
-    # not wrapped in an `except`: when the reader of its log has gone, a run ends
-    own[0].emit = lambda record: write(record.getMessage())  # type: ignore[method-assign, assignment]
-    _LOG.handlers = own
+    _LOGS.append(write)
     try:
         yield
     finally:
-        if _LOG.handlers is own:
-            _LOG.handlers = before
+        _LOGS.remove(write)
 
 
 def guard_errors() -> None:

@@ -1,6 +1,6 @@
 """The nouns of one training step, in the order in which the data meets them.
 
-Prompt -> SelectedPrompt -> Group(completions, rewards, advantages) -> TrainSample -> PackPlan -> metrics.
+Prompt -> RolloutPrompt -> Group(completions, rewards, advantages) -> TrainSample -> PackPlan -> metrics.
 
 Everything here is plain data: numpy arrays and scalars, no torch, no process group. It crosses process
 boundaries by pickling between the ranks of one job, so every class is a slotted dataclass and cheap to send.

@@ -99,6 +99,10 @@ def test_a_run_that_was_saved_with_older_names_resumes(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(old))
     assert saved_values(path) == config_values(config)
+    with pytest.raises(UserError, match="unknown key"):
+        read_config(str(path), [])
+    (tmp_path / "run.json").write_text("{}")  # a run's own file: what it prints at its end is `train RUN/config.yaml`
+    assert read_config(str(path), []) == config
     with pytest.raises(UserError, match=r"rollout\.limits\.finish_fraction: 0\.9 -> 1\.0"):
         check_changes(read_config(QUICKSTART, [one for one in CHANGED if "fraction" not in one]), old, "saved")
 

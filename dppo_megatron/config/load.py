@@ -154,8 +154,29 @@ def _layers(path: Path, chain: tuple[Path, ...]) -> list[Layer]:
         raise UserError(f"{source.where(own[1][0])}: the key '{_PARENTS}' stands here twice; it takes a list")
     parents = [name for _, value in own for name in _parents(value, source)]
     node.value = [pair for pair in node.value if pair not in own]
+    if (
+        path.parent / "run.json"
+    ).exists():  # a run wrote it, perhaps an older one, and printed the command that reads it
+        _use_new_names(node)
     inherited = [layer for name in parents for layer in _layers(path.parent / name, (*chain, path))]
     return [*inherited, Layer(source, node)]
+
+
+def _use_new_names(node: MappingNode) -> None:
+    """As `with_new_names`, and each key keeps its line."""
+    for older, newer in RENAMED.items():
+        *sections, name = older.split(".")
+        inside = node.value
+        for part in sections:
+            inside = [
+                pair
+                for key, value in inside
+                if key.value == part and isinstance(value, MappingNode)
+                for pair in value.value
+            ]
+        for key, _ in inside:
+            if key.value == name:
+                key.value = newer
 
 
 def _parents(node: Node, source: Source) -> list[str]:

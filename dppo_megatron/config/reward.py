@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from dppo_megatron.config.ranges import SECONDS, ranged
 from dppo_megatron.types import UserError
 
-_TAKEN = ("mean", "failed", "timeouts", "parsed_share", "boxed_share")
+_TAKEN = ("mean", "failed", "failed_count", "timeouts", "parsed_share", "boxed_share")
 """Names of metrics under reward/."""
 
 

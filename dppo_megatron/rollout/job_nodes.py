@@ -72,6 +72,9 @@ def launch_everywhere(config: Config, nodes: Nodes) -> tuple[list[ServerProcess]
         failed = error
         text = str(error) if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: {error}"
         problem = f"{socket.gethostname()} (rank {nodes.rank}): {text}" if nodes.rank else text
+    except BaseException:  # Ctrl-C: nobody else knows of these yet
+        stop_all(own)
+        raise
     reports = gather_all([(problem, announced)])  # in the order of ranks, and so of machines
     if problems := [said for said, _ in reports if said]:
         if supervisor is not None:

@@ -38,7 +38,7 @@ from dppo_megatron.types import RunAborted
 
 _TICK_S = 0.2
 _ANSWER_S = 30.0
-"""A client waits longer than the limit by this, so that `_watch` comes first and names the late request."""
+"""A client waits longer than the limit by this, so that `_check_deadlines` comes first and names the late request."""
 _MOST_FAILURES = 4
 """Answers to one request that went wrong, on any server: then it is the request. Attempts that are lost because another
 one's failure has marked their server out do not count."""
