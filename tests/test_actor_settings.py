@@ -334,7 +334,7 @@ def test_names_of_other_programs_are_known() -> None:
         ({"megatron": {"tp_comm_overlap": True}}, "are made by Megatron's training program"),
         ({"megatron": {"overlap_moe_expert_parallel_comm": True}}, "which needs its own forward step"),
         ({"megatron": {"cuda_graph_impl": "local"}}, "packs have a new shape every time"),
-        ({"optimizer": OptimizerConfig(moments="bfloat16")}, "Transformer Engine (transformer-engine[pytorch]"),
+        ({"optimizer": OptimizerConfig(moments_dtype="bfloat16")}, "Transformer Engine (transformer-engine[pytorch]"),
         ({"optimizer": OptimizerConfig(cpu_offload=0.5)}, "and cpu_offload: Transformer Engine (transformer-engine"),
         ({"megatron": {"hidden_size": 8}}, "actor.megatron.hidden_size: is decided by the model's config.json"),
         ({"megatron": {"moe_expert_capacity_factor": 1.0}}, "tokens beyond the capacity would be dropped"),

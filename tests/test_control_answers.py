@@ -30,7 +30,7 @@ from support.said import heard
 from support.settings import rollout_config
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.rollout.servers import connect, dialects, router, sglang, vllm
+from dppo_megatron.rollout.servers import connect, control_answers, dialects, router, sglang, vllm
 from dppo_megatron.rollout.servers.connect import ConnectedServers, describe, make_server
 from dppo_megatron.rollout.servers.directory import RegistryEntry
 from dppo_megatron.rollout.servers.fleet import Fleet
@@ -259,7 +259,7 @@ def test_in_a_health_probe(row: Row, stubs: StubServers, files: Path) -> None:
 
 def test_settings_are_vllms_own() -> None:
     """No section of a server's settings has one of our fields for something else (`answers.Section`)."""
-    assert set(VLLM_SETTINGS) == set(vllm.answers.VLLMConfig.__struct_fields__)
+    assert set(VLLM_SETTINGS) == set(control_answers.VLLMConfig.__struct_fields__)
 
 
 # ------------------------------------------------------------------------------------------------ the blocking calls

@@ -63,7 +63,7 @@ def test_a_good_server_is_understood(stage: Stage, engine: str) -> None:
 def test_beside_a_good_server(stage: Stage, name: str, engine: str) -> None:
     """All right completions come, none of them wrong; or the run is ended by a message that names a request."""
     places = [stage.places[name], stage.places[f"good {engine}"]]
-    fleet = stage.rig.fleet(places, {"request_timeout_s": 20.0}, lambda line: None)
+    fleet = stage.rig.fleet(places, {"request_timeout_s": 20.0})
     try:
         run(fleet, requests(3))
     except RunAborted as stop:
@@ -78,7 +78,7 @@ def test_beside_a_good_server(stage: Stage, name: str, engine: str) -> None:
 @pytest.mark.parametrize(("name", "engine"), [(name, engine) for name, engine, _ in WRONG], ids=lambda value: value)
 def test_alone(stage: Stage, name: str, engine: str) -> None:
     """It answers every health probe and takes every sync, and the run still ends, with the request's id."""
-    fleet = stage.rig.fleet([stage.places[name]], {"request_timeout_s": 0.5}, lambda line: None)
+    fleet = stage.rig.fleet([stage.places[name]], {"request_timeout_s": 0.5})
     try:
         run(fleet, requests(1))
     except RunAborted as stop:
@@ -123,7 +123,7 @@ def test_certainty_that_cannot_be(rows: tuple[tuple[int, ...], ...], how: dict[s
 @pytest.mark.parametrize(("name", "engine"), [(name, engine) for name, engine, _ in SLOW], ids=lambda value: value)
 def test_a_call_has_a_deadline_as_a_whole(stage: Stage, name: str, engine: str) -> None:
     """Bytes that come now and then, or not, hold nobody for longer than a request may take."""
-    fleet = stage.rig.fleet([stage.places[name]], {"request_timeout_s": 0.5}, lambda line: None)
+    fleet = stage.rig.fleet([stage.places[name]], {"request_timeout_s": 0.5})
     with pytest.raises(RunAborted, match=r"request_timeout_s = 0.5 s since their first try: r-0 on"):
         run(fleet, requests(1))
     fleet.close()

@@ -177,6 +177,12 @@ class _Reader(ast.NodeVisitor):
                 elif isinstance(to, ast.Attribute) and self._classes and classes:
                     self._known.note(self._classes[-1], to.attr, classes)
 
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """Note what the name is said to be."""
+        self.generic_visit(node)
+        if isinstance(node.target, ast.Name):
+            self._names[-1][node.target.id] = classes_in(node.annotation)
+
     def visit_For(self, node: ast.For) -> None:
         self._each(node.target, node.iter)
         self.generic_visit(node)
