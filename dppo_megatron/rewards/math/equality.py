@@ -224,9 +224,10 @@ def _around_breaks(
 ) -> Iterator[tuple[dict[str, Fraction], bool]]:
     """Along each variable, with the others fixed three times, every step (True) and points beside it."""
     far = Fraction(1)  # the farthest step so far: others depend on it where one step is in another
+    wide = _largest(pair) * 9 if len(names) > 1 else far
     for turn in range(3 if len(names) > 1 else 1):
         for name in names:
-            size = (Fraction(1), _largest(pair) * 9, far)[turn]
+            size = (Fraction(1), wide, far)[turn]
             fixed = {other: Fraction(drawn.randrange(-997, 997), 331) * size for other in names if other != name}
             for place, is_step in breaks(pair, name, fixed, drawn, work):
                 far = max(far, abs(place))

@@ -234,7 +234,7 @@ class Evaluation:
         if power.denominator != 1:
             if power.denominator > 100 or base < 0:
                 raise Irrational
-            base, power = _root(base, power.denominator), Fraction(power.numerator)
+            base, power = self._exact_root(base, power.denominator), Fraction(power.numerator)
         if base in (0, 1, -1):
             if base == 0 and power <= 0:
                 raise Undefined("0 to the power 0 or less")
@@ -267,7 +267,7 @@ class Evaluation:
         """Real for odd degrees of real numbers."""
         if isinstance(inside, Fraction):
             try:
-                return _root(inside, degree)
+                return self._exact_root(inside, degree)
             except Irrational:
                 inside = self.lift(inside)
         if not inside or degree == 1:
@@ -276,6 +276,11 @@ class Evaluation:
             return -self._exp(self._ln(-inside.real) / degree)
         self.has_branch |= not _is_positive(inside)
         return _real(self.arithmetic.sqrt(inside)) if degree == 2 else self._exp(self._ln(inside) / degree)
+
+    def _exact_root(self, value: Fraction, degree: int) -> Fraction:
+        bits = value.numerator.bit_length() + value.denominator.bit_length()
+        self.work.spend(bits * bits // 300_000)  # 30,000 bits take 4 ms, which is 2,700 operations
+        return _root(value, degree)
 
     def _log(self, node: Node) -> Any:
         value = self._ln(self.lift(self.of(node[2])))
@@ -428,13 +433,12 @@ def _root(value: Fraction, degree: int) -> Fraction:
 
 
 def _whole_root(value: int, degree: int) -> int:
-    if degree == 2:
+    """Rounded down, by Newton's method from above."""
+    if degree == 2 or value < 2:
         return math.isqrt(value)
-    low, high = 0, 1 << (value.bit_length() // degree + 1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if middle**degree <= value:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    root = 1 << -(-value.bit_length() // degree)
+    while True:
+        better = ((degree - 1) * root + value // root ** (degree - 1)) // degree
+        if better >= root:
+            return root
+        root = better

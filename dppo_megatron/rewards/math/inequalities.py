@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import INFINITY, TURNED, Answer, Inequalities, Intervals, Piece, Ratio, Relation
 from dppo_megatron.rewards.math.clean import split_top
-from dppo_megatron.rewards.math.evaluate import TooBig, Undefined, exact
+from dppo_megatron.rewards.math.evaluate import TooBig, Undefined, WorkLimit, exact
 from dppo_megatron.rewards.math.parse import parse
 from dppo_megatron.rewards.math.trees import Node, symbols
 
@@ -71,10 +71,10 @@ def _line(node: Node) -> tuple[str, Fraction, Fraction] | None:
     if len(names) != 1:
         return None
     (name,) = names
-    values = []
+    values, work = [], WorkLimit(300)  # together: a list may have hundreds of these
     for point in (0, 1, 2, 3, 7):
         try:
-            values.append(exact(node, {name: Fraction(point)}))
+            values.append(exact(node, {name: Fraction(point)}, work))
         except (TooBig, Undefined):
             return None
     if any(value is None for value in values):

@@ -35,7 +35,7 @@ _MIXED = re.compile(r"\s*\\frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)", 
 _MIXED_SLASHED = re.compile(r"\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _PRIMES = re.compile(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
 _CHOICES = re.compile(r"C\s*\(([^(),]{1,60}),([^(),]{1,60})\)")
-_BRACKETED = re.compile(r"[^A-Z(]\)\s*\Z")  # a bracket has closed, and it is no choice letter's
+_BRACKETED = re.compile(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a bracket has closed, and it is no choice letter's; 2!3!, 2^{3}3
 _BIG = {"sum": "sum", "prod": "prod"}
 _SEVERAL = frozenset(["max", "min", "gcd", "lcm"])
 _INDEX = re.compile(r"\s*\{\s*([A-Za-z])\s*=")

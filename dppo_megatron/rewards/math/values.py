@@ -171,11 +171,18 @@ def _endless(node: Node) -> Fraction | None:
     return None if rest == 1 else value
 
 
+_PARAMETERS = frozenset("kst")
+
+
 def parameter_turn(gold: Node, other: Node, work: WorkLimit) -> tuple[str, Node] | None:
     """How the one parameter of `other` has to be replaced for `other` to be `gold`, both linear in theirs: by another
-    name, a whole number further, or backwards, since n pi, k pi and (1 - k) pi are the same numbers for whole k."""
+    name, a whole number further, or backwards, since n pi, k pi and (1 - k) pi are the same numbers for whole k.
+
+    None for the same name, if it need not be a parameter's: where (n - 2) pi is the sum of a polygon's angles,
+    (n - 1) pi is another number.
+    """
     ours, theirs = symbols(gold), symbols(other)
-    if not len(ours) == len(theirs) == 1:
+    if not len(ours) == len(theirs) == 1 or (ours == theirs and not ours <= _PARAMETERS):
         return None
     (mine,), (name,) = ours, theirs
     ends = [
