@@ -62,6 +62,10 @@ class EvalSample:
     """The difficulty that the row states; null: none."""
 
     @property
+    def is_graded(self) -> bool:
+        return self.correct is not None or bool(self.failure)
+
+    @property
     def outcome(self) -> SampleOutcome:
         """What scores are computed from."""
         truncated = self.finish_reason == "length"
