@@ -17,14 +17,15 @@ from typing import Any
 from dppo_megatron import __version__
 from dppo_megatron.config.load import load_config
 from dppo_megatron.config.resolved_sets import eval_set_configs
-from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.evaluation.eval_samples import (
+    FORMAT,
     RESULTS,
     SAMPLES,
     EvalSample,
     check_out,
+    read_results,
     read_samples,
     scores_of,
     write_samples,
@@ -41,10 +42,9 @@ from dppo_megatron.rewards.start_checks import check_grader
 from dppo_megatron.rollout.engine import Engine
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.texts import one_line, show
+from dppo_megatron.texts import show
 from dppo_megatron.types import Prompt, UserError
 
-_FORMAT = "dppo_megatron evaluation 1"
 _MOST = 20
 """A column of more values is a measure, not a level."""
 Levels = Mapping[str, Mapping[str, Estimate]]
@@ -118,7 +118,7 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     beside = (path if path.is_dir() else path.parent) / RESULTS
     with progress(f"reading {path}"):
         unfinished = read_unfinished(path) if not beside.is_file() else None
-        before, samples = unfinished or (_read_results(beside) if beside.is_file() else {}, read_samples(path))
+        before, samples = unfinished or (read_results(beside) if beside.is_file() else {}, read_samples(path))
     for item in settings:
         if not item.startswith(("reward.", "seed=")):
             raise UserError(f"{item}: grading again only reads reward.* settings")
@@ -194,7 +194,7 @@ def write_results(
     settings = settings or {name: {"grader": function} for name, function in (graders or {}).items()}
     packages = ("torch", "transformers", "numpy", "megatron-core")
     results = {
-        "format": _FORMAT,
+        "format": FORMAT,
         **about,
         "seed": config.seed,
         "engine": config.rollout.engine,
@@ -279,19 +279,6 @@ def _engine(job: Job) -> Engine:
         engine.close()
         raise
     return engine
-
-
-def _read_results(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw["format"] != _FORMAT or not all(isinstance(of, dict) for of in raw["sets"].values()):
-            raise ValueError("another format")
-        RewardConfig(**raw["reward"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        said = one_line(f"{type(error).__name__}: {error}")
-        raise UserError(f"'{path}' is no results of an evaluation: {said}") from None
-    found: dict[str, Any] = raw
-    return found
 
 
 def _interval(of: Estimate) -> str:
