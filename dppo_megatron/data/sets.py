@@ -7,7 +7,7 @@ only one of them reports on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from itertools import combinations, islice
@@ -17,9 +17,20 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.checks import planned_prompts, too_few_prompts
+from dppo_megatron.config.conditions import Condition
 from dppo_megatron.config.resolved_sets import ResolvedSet, eval_set_configs, train_set_configs, train_set_weights
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.fields import Messages, answer_of, check_text, get_field, kind, level_of, problem_of, source_of
+from dppo_megatron.data.fields import (
+    Messages,
+    answer_of,
+    check_text,
+    get_field,
+    kind,
+    level_of,
+    problem_of,
+    section_of,
+    source_of,
+)
 from dppo_megatron.data.hub import read_directory, read_hub
 from dppo_megatron.data.order import make_order
 from dppo_megatron.data.rows import Row, listed, read_file
@@ -66,15 +77,24 @@ def load_set(
         UserError: a row without a problem, a prompt that is too long and may not be filtered, or no problems.
     """
     check_template(settings, tokenizer)
-    read = _PromptReader(settings, tokenizer, first_index)
+    read, where = _PromptReader(settings, tokenizer, first_index), _Where(settings)
     with progress(f"reading {settings.path}", 0, "rows") as advance:
-        for rows in read_set(settings, advance):
+        for rows in read_set(settings, advance, where):
             read.add(rows)
+    where.check_fields()
     prompts = read.prompts
     if not prompts:
         why = f": all {read.filtered} are longer than {settings.max_prompt_tokens} tokens" if read.filtered else ""
+        why = why or (f": {where.left_out} rows do not meet 'where'" if where.left_out else "")
+        why = why or (f": answer_from={settings.answer_from} finds no answer" if read.unanswered else "")
         raise UserError(f"{settings.path}: holds no problems{why}")
     notes = [*read.repeats.notes()]
+    if where.left_out:
+        notes.append(f"{where.left_out} rows are left out by where = {settings.where}")
+    if read.unanswered:
+        notes.append(
+            f"{read.unanswered} rows are left out, in which answer_from={settings.answer_from} finds no answer"
+        )
     if read.unknown_levels:
         notes.append(f"{read.unknown_levels} rows have a level that is no number; it is left out")
     return ProblemSet(
@@ -97,7 +117,7 @@ class _PromptReader:
         self._shared = shared_ids(tokenizer)
         self.prompts: list[Prompt] = []
         self.repeats, self.hashed = _Repeats(self.prompts), _SetHash()
-        self.filtered = self.unknown_levels = 0
+        self.filtered = self.unknown_levels = self.unanswered = 0
 
     def add(self, rows: list[Row]) -> None:
         settings = self._settings
@@ -108,11 +128,15 @@ class _PromptReader:
         for row, problem, text, token_ids in zip(rows, problems, texts, ids, strict=True):
             level, unknown = level_of(row, settings)
             self.unknown_levels += unknown
+            answer = answer_of(row, settings)
+            if not answer:
+                self.unanswered += 1
+                continue
             prompt = Prompt(
                 self._first_index + len(self.prompts),
                 text,
                 token_ids,
-                answer_of(row, settings),
+                answer,
                 source_of(row, settings),
                 level=level,
                 row=row.values,
@@ -126,8 +150,33 @@ class _PromptReader:
             self.repeats.add(problem)
 
 
-def read_set(settings: ResolvedSet, advance: Advance) -> Iterator[list[Row]]:
-    """The set's rows from any source, in batches, at most `limit` in all.
+class _Where:
+    """Whether a row meets a set's conditions, with what it has to say about all of them."""
+
+    def __init__(self, settings: ResolvedSet) -> None:
+        self._settings, self._conditions = settings, [Condition.parse(text) for text in settings.where]
+        self.left_out = 0
+        self._never_there = {condition.field for condition in self._conditions}
+
+    def __call__(self, row: Row) -> bool:
+        values = [get_field(row.values, condition.field) for condition in self._conditions]
+        pairs = list(zip(self._conditions, values, strict=True))
+        self._never_there -= {condition.field for condition, value in pairs if value is not None}
+        meets = all(condition.holds(value) for condition, value in pairs)
+        self.left_out += not meets
+        return meets
+
+    def check_fields(self) -> None:
+        """Raise UserError for a field that no row had: it is misspelt, or belongs to another set."""
+        if self._never_there:
+            key = f"{section_of(self._settings)}.where"
+            raise UserError(f"{self._settings.path}: no row has the field '{min(self._never_there)}' of {key}")
+
+
+def read_set(
+    settings: ResolvedSet, advance: Advance, where: Callable[[Row], bool] = lambda row: True
+) -> Iterator[list[Row]]:
+    """The set's rows from any source that meet `where`, in batches, at most `limit` in all.
 
     Args:
         advance: called with the number of rows that the caller has finished.
@@ -141,6 +190,7 @@ def read_set(settings: ResolvedSet, advance: Advance) -> Iterator[list[Row]]:
         rows = read_directory(settings.path, settings.subset, settings.split)
     else:
         rows = read_file(settings.path)
+    rows = filter(where, rows)
     rows = islice(rows, settings.limit) if settings.limit else rows
     done = 0
     while batch := list(islice(rows, _BATCH)):
