@@ -71,7 +71,7 @@ def _is(value: Any, wanted: str) -> bool:
 def _number(value: Any) -> Fraction | None:
     """A number, or text that is one: 0.5, "0.5", "3/8"."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return Fraction(value) if math.isfinite(value) else None
+        return Fraction(repr(value)) if math.isfinite(value) else None  # as it is written: 0.1 is 1/10
     text = value.strip() if isinstance(value, str) else ""
     if not _NUMBER.fullmatch(text):
         return None

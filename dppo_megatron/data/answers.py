@@ -57,7 +57,7 @@ def last_item(value: Any) -> str:
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = json.loads(value)
+            return last_item(json.loads(value))
         except (ValueError, RecursionError):  # an interval, [1, 2)
             return value.strip()
     return as_is(value[-1] if isinstance(value, (list, tuple)) and value else value)

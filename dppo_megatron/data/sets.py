@@ -92,9 +92,7 @@ def load_set(
     if where.left_out:
         notes.append(f"{where.left_out} rows are left out by where = {settings.where}")
     if read.unanswered:
-        notes.append(
-            f"{read.unanswered} rows are left out, in which answer_from={settings.answer_from} finds no answer"
-        )
+        notes.append(f"{read.unanswered} rows are left out: answer_from={settings.answer_from} finds no answer there")
     if read.unknown_levels:
         notes.append(f"{read.unknown_levels} rows have a level that is no number; it is left out")
     return ProblemSet(
