@@ -96,6 +96,9 @@ class DataConfig:
     mixing: Literal["concatenate", "weighted"] = "concatenate"
     """`concatenate`: an epoch is every problem of every set once. `weighted`: every step takes from each set in
     proportion to its weight, and each set has epochs of its own."""
+    contamination: Literal["warn", "drop", "refuse"] = "warn"
+    """What happens to training problems that are problems of an evaluation set, also written otherwise or with an
+    instruction: a warning, left out of training, or an error."""
     problem_field: str = "problem"
     """Field of a row that holds the problem's text or a list of chat messages; dots reach into nested rows."""
     answer_field: str = "answer"

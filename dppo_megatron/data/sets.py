@@ -8,7 +8,7 @@ only one of them reports on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
 from itertools import combinations, islice
 from pathlib import Path
@@ -20,6 +20,7 @@ from dppo_megatron.config.checks import planned_prompts, too_few_prompts
 from dppo_megatron.config.conditions import Condition
 from dppo_megatron.config.resolved_sets import ResolvedSet, eval_set_configs, train_set_configs, train_set_weights
 from dppo_megatron.config.schema import Config
+from dppo_megatron.data.contamination import Contamination, HeldOut, Words, words_of
 from dppo_megatron.data.fields import (
     Messages,
     answer_of,
@@ -66,20 +67,43 @@ class ProblemSet:
     """Warnings about its rows: duplicates, levels that are not numbers."""
     problems: Mapping[bytes, int]
     """Hash of each problem's text (white space normalized) to where it first occurs; for comparing sets."""
+    words: Sequence[Words] = ()
+    """Of each problem of an evaluation set, in its order: by these it is found among training problems."""
+    held_out: Mapping[str, int] = field(default_factory=dict)
+    """Of a training set: how many problems of each evaluation set are in it, or were and have been dropped."""
+    dropped: int = 0
+    """Problems left out for that."""
 
 
 def load_set(
-    name: str, settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase, *, first_index: int = 0
+    name: str,
+    settings: ResolvedSet,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    first_index: int = 0,
+    held_out: HeldOut | None = None,
+    drops: bool = False,
 ) -> ProblemSet:
     """Read, render and tokenize one set. Its prompts are numbered from `first_index`.
+
+    Args:
+        held_out: problems to look for, in a training set; None: this is an evaluation set.
+        drops: leave out those that are found.
 
     Raises:
         UserError: a row without a problem, a prompt that is too long and may not be filtered, or no problems.
     """
     check_template(settings, tokenizer)
     read, where = _PromptReader(settings, tokenizer, first_index), _Where(settings)
+    looked_for, words, dropped = Contamination(held_out or HeldOut()), list[Words](), 0
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance, where):
+            if held_out is None:
+                words += [words_of(_asked(problem_of(row, settings))) for row in rows]
+            elif held_out:
+                is_held_out = looked_for.look([words_of(_asked(problem_of(row, settings))) for row in rows])
+                dropped += sum(is_held_out) if drops else 0
+                rows = [row for row, one in zip(rows, is_held_out, strict=True) if not (one and drops)]
             read.add(rows)
     where.check_fields()
     prompts = read.prompts
@@ -89,6 +113,8 @@ def load_set(
         why = why or (f": answer_from={settings.answer_from} finds no answer" if read.unanswered else "")
         raise UserError(f"{settings.path}: holds no problems{why}")
     notes = [*read.repeats.notes()]
+    if dropped:
+        notes.append(f"{dropped} problems are left out: they are problems of evaluation sets")
     if where.left_out:
         notes.append(f"{where.left_out} rows are left out by where = {settings.where}")
     if read.unanswered:
@@ -104,6 +130,9 @@ def load_set(
         read.hashed.hexdigest(),
         tuple(notes),
         read.repeats.first,
+        words,
+        looked_for.counts(),
+        dropped,
     )
 
 
@@ -197,17 +226,27 @@ def read_set(
         advance(done)
 
 
-def load_train_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
+def load_train_sets(
+    config: Config, tokenizer: PreTrainedTokenizerBase, evaluated: Mapping[str, ProblemSet]
+) -> dict[str, ProblemSet]:
     """All sets to train on, their prompts numbered consecutively.
 
+    Args:
+        evaluated: whose problems are looked for, and treated as `data.contamination` says.
+
     Raises:
-        UserError: as `load_set`; or a step needs more problems of a set than it has.
+        UserError: as `load_set`; a step needs more problems of a set than it has; or evaluated problems are trained on.
     """
     sets: dict[str, ProblemSet] = {}
-    settings = train_set_configs(config)
+    settings, held_out = train_set_configs(config), HeldOut()
+    for name, other in evaluated.items():
+        held_out.add(name, other.words)
+    drops = config.data.contamination == "drop"
     for name, one in settings.items():
         first = sum(len(done.prompts) for done in sets.values())
-        sets[name] = load_set(name, one, tokenizer, first_index=first)
+        sets[name] = load_set(name, one, tokenizer, first_index=first, held_out=held_out, drops=drops)
+    if config.data.contamination == "refuse" and (found := contamination_notes(sets, evaluated)):
+        raise UserError(f"{found[0].removeprefix('warning: ')}, and data.contamination=refuse")
     paths = ", ".join(one.path for one in settings.values())
     if too_few := too_few_prompts(config, sum(len(one.prompts) for one in sets.values()), paths):
         raise UserError(too_few)
@@ -293,22 +332,24 @@ class _Repeats:
             yield f"warning: {self._contradictions} of them with another answer: {self._contradiction}"
 
 
-def overlap_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> list[str]:
-    """A line for each evaluation set some of whose problems are trained on, and for each pair of training sets that
-    share some: those are trained on twice an epoch."""
-    notes = []
-    for (name, one), (other, another) in combinations(train.items(), 2):
-        if shared := len(one.problems.keys() & another.problems.keys()):
-            notes.append(f"warning: {shared} problems stand in both training sets '{name}' and '{other}'")
-    for name, held_out in evaluated.items():
-        for other, trained in train.items():
-            shared = len(held_out.problems.keys() & trained.problems.keys())
-            if shared:
-                notes.append(
-                    f"warning: {shared} of the {len(held_out.problems)} problems of the evaluation set '{name}'"
-                    f" are trained on (set '{other}'): its scores will be too high"
-                )
-    return notes
+def overlap_notes(train: Mapping[str, ProblemSet]) -> list[str]:
+    """A line for each pair of training sets that share problems: those are trained on twice an epoch."""
+    return [
+        f"warning: {shared} problems stand in both training sets '{name}' and '{other}'"
+        for (name, one), (other, another) in combinations(train.items(), 2)
+        if (shared := len(one.problems.keys() & another.problems.keys()))
+    ]
+
+
+def contamination_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> list[str]:
+    """A line for each evaluation set some of whose problems are trained on."""
+    return [
+        f"warning: {found} of the {len(evaluated[name].words)} problems of the evaluation set '{name}' are trained on"
+        f" (set '{other}'): its scores will be too high"
+        for other, trained in train.items()
+        if not trained.dropped
+        for name, found in trained.held_out.items()
+    ]
 
 
 def _is_too_long(prompt: Prompt, settings: ResolvedSet) -> bool:
@@ -334,6 +375,10 @@ def _identity(problem: str | Messages) -> str:
     if len(problem) == 1:
         return " ".join(problem[0]["content"].split())
     return "\n".join(f"{turn['role']}: {' '.join(turn['content'].split())}" for turn in problem)
+
+
+def _asked(problem: str | Messages) -> str:
+    return problem if isinstance(problem, str) else "\n".join(turn["content"] for turn in problem)
 
 
 def load_examples(
