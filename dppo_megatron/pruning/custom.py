@@ -3,8 +3,8 @@
 It has one method, `choose`, and the type of what it returns says how much is known about the choice:
 
     probabilities   float array [n]: raised to `min_inclusion_prob`, drawn by, weighted with 1/pi: unbiased
-    a design        `Draw`: drawn by the policy itself; its probabilities are tested against what it keeps as the run
-                    goes on (`declared.py`): unbiased until they are refuted, from then on biased
+    a design        `Draw`: drawn by the policy itself; unbiased, until what it keeps refutes its probabilities
+                    (`declared.py`), from then on biased
     a pick          boolean array [n]: how else it could have come out is not known: biased, with weights of 1
 
 Example: prompts whose last group had variance are always kept, the others in a third of the cases.
@@ -15,9 +15,11 @@ Example: prompts whose last group had variance are always kept, the others in a 
         def choose(self, prompt_index, *, step, minibatch):
             return np.where(self.history.arrays["variance"][prompt_index] > 0, 1.0, 1 / 3)
 
-The classes here are no policies: the trainer's own policy holds such an object and asks it (`plugged.py`), so nothing
-that it defines besides can touch draws, weights or labels. The price of this narrow interface: weights other than the
-estimators' cannot be plugged in, and no part of a built-in method can be replaced.
+`choose` must not change the policy's state: a step may be chosen and then given up. It learns in `learn` (prompts)
+and `feedback`; what it keeps goes through `own_state` and `load_own_state`.
+
+The trainer's own policies (`plugged.py`) hold such an object and ask it; they draw, weigh and label. The price: weights
+other than the estimators' cannot be plugged in, nor parts of a built-in method be replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig
 from dppo_megatron.pruning.designs import Draw
 from dppo_megatron.pruning.history import PromptHistory
 from dppo_megatron.pruning.interface import CompletionBatch, PromptFeatures, StepCost
@@ -37,10 +38,17 @@ _READS = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fra
 
 
 class CustomPolicy:
-    """What policies of a user's own have in common at both levels. The public names of a base are all that is used."""
+    """What a user's policies of both levels have. The public names of a base are all that the trainer uses."""
 
     reads: ClassVar[tuple[str, ...]]
-    """Settings of `pruning.<level>` that mean something to it; others that are changed are logged."""
+    """Settings of `pruning.<level>` that mean something to it."""
+    config: Any
+    """A copy of the section."""
+    seed: int
+    """For random numbers of its own; not the run's, or its coins could be those that it is drawn by."""
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
 
     def feedback(self, cost: StepCost) -> list[str]:
         """What a finished step cost; returns lines for the log where something changed because of it."""
@@ -55,38 +63,19 @@ class CustomPolicy:
 
 
 class CustomPromptPolicy(CustomPolicy):
-    """Base of a user's prompt policy.
-
-    Args:
-        config: a copy of the prompt section.
-        history: to be read: `arrays` by prompt index (variance, mean_abs, tokens, visits, last_step), `posterior`,
-            `seen`, `age_epochs`.
-        features: what is known of each prompt before it is tried; None: nothing.
-        seed: for random numbers of its own, other than those that the trainer draws with.
-        completions_per_prompt: G.
-        prompts_per_step: nominal prompts of a step, N.
-    """
+    """Base of a user's prompt policy."""
 
     reads: ClassVar[tuple[str, ...]] = (*_READS, "warmup_epochs", "discount", "prior")
-
-    def __init__(
-        self,
-        config: PromptPruningConfig,
-        *,
-        history: PromptHistory,
-        features: PromptFeatures | None,
-        seed: int,
-        completions_per_prompt: int,
-        prompts_per_step: int,
-    ) -> None:
-        self.config, self.history, self.features, self.seed = config, history, features, seed
-        self.completions_per_prompt, self.prompts_per_step = completions_per_prompt, prompts_per_step
+    history: PromptHistory
+    """To be read: `arrays` by prompt index (variance, mean_abs, tokens, visits, last_step), `posterior`, `seen`,
+    `age_epochs`."""
+    features: PromptFeatures | None
+    """What is known of each prompt before a visit; None: nothing."""
+    completions_per_prompt: int
+    prompts_per_step: int
 
     def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
-        """Which of the nominal prompts [n], sorted by index, are worth a rollout. Steps count from 0.
-
-        Must not change what `own_state` saves: a step may be chosen and then given up.
-        """
+        """Which of the nominal prompts [n], sorted by index, are worth a rollout. Steps count from 0."""
         raise NotImplementedError
 
     def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
@@ -94,27 +83,17 @@ class CustomPromptPolicy(CustomPolicy):
 
 
 class CustomCompletionPolicy(CustomPolicy):
-    """Base of a user's completion policy.
-
-    Args:
-        config: a copy of the completion section.
-        seed: as for `CustomPromptPolicy`.
-        zero_advantage_slope: above 0, completions without advantage carry gradient too.
-        group_size: completions of a whole group, G; 0: not known.
-    """
+    """Base of a user's completion policy."""
 
     reads: ClassVar[tuple[str, ...]] = (*_READS, "warmup_steps")
-
-    def __init__(
-        self, config: CompletionPruningConfig, *, seed: int, zero_advantage_slope: float, group_size: int
-    ) -> None:
-        self.config, self.seed = config, seed
-        self.zero_advantage_slope, self.group_size = zero_advantage_slope, group_size
+    zero_advantage_slope: float
+    """Above 0 completions without advantage carry gradient too."""
+    group_size: int
+    """Completions of a whole group; 0: not known."""
 
     def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
         """Which completions [n] to train on, sorted by prompt and completion. Steps count from 0.
 
-        Those without gradient need no probability. There may be none at all: what is asked then is the kind of answer,
-        which is the same in the whole run. Must not change what `own_state` saves.
+        Those without gradient need no probability. There may be none at all: what is asked then is the kind of answer.
         """
         raise NotImplementedError

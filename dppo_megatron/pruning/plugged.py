@@ -1,9 +1,8 @@
 """The trainer's policies around a user's own (`custom.py`): they ask it, and draw, weigh, label and save by themselves.
 
 Composition, because a class that inherited them could replace any step between its answer and the label. What a user's
-class defines beside the public names of its base would have no effect; if the name is one of a policy's, that is said.
-What it is given is a copy wherever a change of it could reach a weight; code that reaches into the interpreter on
-purpose is not held off.
+class defines beside the public names of its base has no effect; if the name is one of a policy's, that is an error.
+Code that reaches into the package on purpose is not held off.
 """
 
 from __future__ import annotations
@@ -19,14 +18,7 @@ from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningC
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.custom import Choice, CustomCompletionPolicy, CustomPolicy, CustomPromptPolicy
 from dppo_megatron.pruning.designs import Draw
-from dppo_megatron.pruning.interface import (
-    CompletionBatch,
-    Policy,
-    Selection,
-    StepCapacity,
-    StepCost,
-    check_state,
-)
+from dppo_megatron.pruning.interface import CompletionBatch, Policy, Selection, StepCapacity, StepCost, check_state
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.weights import label_of_settings, weigh_biased, weigh_by
 from dppo_megatron.randomness import generator
@@ -40,30 +32,26 @@ class _Plugged(Policy):
     """What both levels do with a user's object `own`."""
 
     own_class: ClassVar[type[CustomPolicy]]
-    own: CustomPolicy
+    own: Any
     kind: str = ""
     """Of a completion policy's answers so far: a Draw, a pick or probabilities."""
 
     def _make_own(self, seed: int, **given: Any) -> None:
-        what, config = f"pruning.{self._level}.method = '{self.config.method}'", copy.deepcopy(self.config)
-        # with the run's seed its coins could be the trainer's: it would know the draw before it gives probabilities
-        other = int(generator(seed, f"{self.name} of a user").integers(2**62))
+        what = f"pruning.{self._level}.method = '{self.config.method}'"
+        seed = int(generator(seed, f"{self.name} of a user").integers(2**62))
         try:
-            self.own = self.own_class(config, seed=other, **given)  # type: ignore[call-arg]
+            self.own = self.own_class(config=copy.deepcopy(self.config), seed=seed, **given)
         except TypeError as error:
             raise UserError(f"{what}: {error}; an __init__ takes (*args, **kwargs) and hands them to super()") from None
-        _refuse_taken(vars(self.own), type(self.own), f"{what}: its objects have")
-        state: object = self.own.own_state()
+        _refuse_taken(vars(self.own), self.own_class, f"{what}: its objects have")
+        _check_storable(state := self.own.own_state(), f"{what}: own_state()")
         if not isinstance(state, dict):
             raise UserError(f"{what}: own_state() is a {type(state).__name__}, expected a dict")
-        _check_storable(state, f"{what}: own_state()")
 
     def feedback(self, cost: StepCost) -> list[str]:
-        said: object = self.own.feedback(cost)
+        said = self.own.feedback(cost)
         if not isinstance(said, list) or not all(isinstance(line, str) for line in said):
-            raise UserError(
-                f"{self.config.method}.feedback returned {said!r:.80}; expected a list of lines for the log"
-            )
+            raise UserError(f"{self.config.method}.feedback returned {said!r:.60}; expected a list of log lines")
         return said
 
     def own_state(self) -> dict[str, Any]:
@@ -77,8 +65,6 @@ class _Plugged(Policy):
 
 class PluggedPromptPolicy(_Plugged, PromptPolicy):
     """Asks a `CustomPromptPolicy`."""
-
-    own: CustomPromptPolicy
 
     def __init__(self, config: PromptPruningConfig, *, seed: int, **settings: Any) -> None:
         super().__init__(config, seed=seed, **settings)
@@ -103,8 +89,6 @@ class PluggedPromptPolicy(_Plugged, PromptPolicy):
 
 class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
     """Asks a `CustomCompletionPolicy`."""
-
-    own: CustomCompletionPolicy
 
     def __init__(self, config: CompletionPruningConfig, *, seed: int, **settings: Any) -> None:
         super().__init__(config, seed=seed, **settings)
@@ -206,37 +190,31 @@ def _picked(kept: BoolArray, name: str, score: FloatArray | None = None) -> Sele
 
 
 def plug(cls: object, base: type, key: str, path: str) -> type[PromptPolicy] | type[CompletionPolicy]:
-    """The trainer's policy class that asks objects of a user's class.
-
-    Args:
-        base: `PromptPolicy` or `CompletionPolicy`.
+    """The policy class, of base `PromptPolicy` or `CompletionPolicy`, that asks objects of a user's class.
 
     Raises:
         UserError: `cls` is no class derived from the base of its level, or defines what only the trainer decides.
     """
-    plugged, own, other, level, of = (
-        (PluggedPromptPolicy, CustomPromptPolicy, CustomCompletionPolicy, "prompt", "completions")
-        if base is PromptPolicy
-        else (PluggedCompletionPolicy, CustomCompletionPolicy, CustomPromptPolicy, "completion", "prompts")
-    )
+    at_prompts = base is PromptPolicy
+    level, of = ("prompt", "completions") if at_prompts else ("completion", "prompts")
+    own, other = (CustomPromptPolicy, CustomCompletionPolicy)[:: 1 if at_prompts else -1]
     if not isinstance(cls, type) or not issubclass(cls, own) or issubclass(cls, (Policy, other)):
         hint = ""
-        if isinstance(cls, type) and issubclass(cls, other):
-            hint = f"; it is one of {of}"
-        elif isinstance(cls, type) and issubclass(cls, Policy):
-            hint = "; no part of a built-in method can be replaced: give its probabilities from choose"
+        if isinstance(cls, type) and issubclass(cls, (Policy, other)):
+            built_in = "no part of a built-in method can be replaced: give its probabilities from choose"
+            hint = f"; {built_in if issubclass(cls, Policy) else f'it is one of {of}'}"
         raise UserError(
             f"{key} = '{path}' is no {level} policy: expected a class derived from"
             f" dppo_megatron.pruning.{own.__name__}{hint}"
         )
-    if cls.choose is own.choose:
+    if cls.choose is own.choose:  # type: ignore[attr-defined]
         raise UserError(f"{key} = '{path}': has no method choose")
     for ancestor in cls.__mro__[: cls.__mro__.index(own)]:
         _refuse_taken(vars(ancestor), own, f"{key} = '{path}': replaces")
-    section = PromptPruningConfig if base is PromptPolicy else CompletionPruningConfig
-    known = [item.name for item in fields(section)]
+    known = [item.name for item in fields(PromptPruningConfig if at_prompts else CompletionPruningConfig)]
     if not isinstance(cls.reads, tuple) or any(name not in known for name in cls.reads):
         raise UserError(f"{key} = '{path}': reads = {cls.reads!r}: expected a tuple of settings of pruning.{level}")
+    plugged = PluggedPromptPolicy if at_prompts else PluggedCompletionPolicy
     made = type(cls.__name__, (plugged,), {"own_class": cls, "reads": cls.reads})
     return cast("type[PromptPolicy] | type[CompletionPolicy]", made)
 
@@ -258,19 +236,13 @@ def _refuse_taken(names: Mapping[str, Any], own: type, where: str) -> None:
 
 def _check_storable(state: object, where: str) -> None:
     """Raise `UserError` for what a checkpoint does not hold, before the first one is written."""
-    if isinstance(state, dict):
-        for name, value in state.items():
+    if isinstance(state, dict | list | tuple):
+        for name, value in state.items() if isinstance(state, dict) else enumerate(state):
             _check_storable(value, f"{where}[{name!r}]")
-    elif isinstance(state, list | tuple):
-        for place, value in enumerate(state):
-            _check_storable(value, f"{where}[{place}]")
-    elif not (state is None or isinstance(state, bool | int | float | str) or _is_plain_array(state)):
+        return
+    kind = getattr(getattr(state, "dtype", None), "kind", "O")
+    if not (state is None or isinstance(state, bool | int | float | str) or kind in "biuf"):
         raise UserError(
             f"{where} holds a {type(state).__name__}: a checkpoint keeps numbers, texts, numpy arrays of numbers, and"
             " lists and dicts of these"
         )
-
-
-def _is_plain_array(value: object) -> bool:
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and getattr(dtype, "kind", "O") in "biuf"

@@ -32,7 +32,7 @@ from dppo_megatron.pruning import (
     make_prompt_policy,
 )
 from dppo_megatron.pruning.budget import NoiseReference
-from dppo_megatron.pruning.declared import DeclaredTest, Deviation, deviation
+from dppo_megatron.pruning.declared import DeclaredTest, deviations
 from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCost, check_outcomes
 from dppo_megatron.pruning.monitors import step_metrics
 from dppo_megatron.pruning.policies import bounds_noise, check_methods
@@ -71,8 +71,8 @@ class _OpenStep:
     """Of prompts and completions; see `StepCost.kept_cost`."""
     reweighted: bool = False
     """Whether chance had a part in its gradient."""
-    deviations: tuple[Deviation | None, Deviation | None] = (None, None)
-    """Of prompts and completions kept from their probabilities."""
+    deviations: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
+    """Of what was kept of prompts and of completions from the probabilities."""
     outcome: _Learned | None = None
     """What was finished and not learned yet."""
     before: dict[str, Any] | None = None
@@ -240,7 +240,13 @@ class Selector:
         )
         of.reweighted = is_reweighted(planned) or is_reweighted(completions)
         of.kept_costs = _kept_cost(planned), _kept_cost(completions)
-        of.deviations = self._deviations(offered, np.concatenate(of.offered), completions, batch)
+        facts = {
+            name: getattr(batch, name) for name in ("completion_index", "advantages", "lengths", "logit_grad_norm")
+        }
+        of.deviations = (
+            deviations(offered, self._prompt_facts(np.concatenate(of.offered))),
+            deviations(completions, facts | {"size of advantage": np.abs(batch.advantages)}),
+        )
         counts = StepCounts(
             prompts_considered=len(offered.kept),
             prompts_generated=int(offered.kept.sum()),
@@ -320,7 +326,7 @@ class Selector:
             "unpruned_noise": self._noise.state_dict(),
             "mean_length": self._coefficients.mean_length,
             "costs": [asdict(cost) for cost in self._costs],
-            "declared": [test.state_dict() for test in self._declared],
+            "declared": [asdict(test) for test in self._declared],
         }
 
     def _of(self, step: int) -> _OpenStep:
@@ -347,20 +353,10 @@ class Selector:
         )
         self._coefficients.learn_length(rollouts.lengths, outcome.prompts.weight)
 
-    def _deviations(
-        self, prompts: Selection, index: IntArray, completions: Selection, batch: CompletionBatch
-    ) -> tuple[Deviation | None, Deviation | None]:
-        """What was kept of prompts [n] of this index and of completions, beside what they could be chosen by."""
+    def _prompt_facts(self, prompt_index: IntArray) -> dict[str, FloatArray]:
+        """What prompts [n] may have been chosen by."""
         past = self._prompt_policy.history.arrays
-        of_prompts = {"index": index} | {name: past[name][index] for name in ("variance", "tokens", "visits")}
-        of_completions = {
-            "index": batch.completion_index,
-            "advantage": batch.advantages,
-            "size of advantage": np.abs(batch.advantages),
-            "length": batch.lengths,
-            "logit_grad_norm": batch.logit_grad_norm,
-        }
-        return deviation(prompts, of_prompts), deviation(completions, of_completions)
+        return {"index": prompt_index} | {name: past[name][prompt_index] for name in ("variance", "tokens", "visits")}
 
     def _choose(self, count: int, of: _OpenStep, parts: int) -> PromptDraw:
         nominal, self._position = self._order.take(self._position, count)
