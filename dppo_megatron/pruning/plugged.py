@@ -207,10 +207,11 @@ def plug(cls: object, base: type, key: str, path: str) -> type[PromptPolicy] | t
             f"{key} = '{path}' is no {level} policy: expected a class derived from"
             f" dppo_megatron.pruning.{own.__name__}{hint}"
         )
-    if cls.choose is own.choose:  # type: ignore[attr-defined]
-        raise UserError(f"{key} = '{path}': has no method choose")
     for ancestor in cls.__mro__[: cls.__mro__.index(own)]:
         _refuse_taken(vars(ancestor), own, f"{key} = '{path}': replaces")
+    for name in _used(own):
+        if not callable(getattr(cls, name)) or cls.choose is own.choose:  # type: ignore[attr-defined]
+            raise UserError(f"{key} = '{path}': has no method {name}")
     known = [item.name for item in fields(PromptPruningConfig if at_prompts else CompletionPruningConfig)]
     if not isinstance(cls.reads, tuple) or any(name not in known for name in cls.reads):
         raise UserError(f"{key} = '{path}': reads = {cls.reads!r}: expected a tuple of settings of pruning.{level}")
@@ -224,14 +225,17 @@ _POLICIES = (PromptPolicy, CompletionPolicy, CustomPromptPolicy, CustomCompletio
 
 def _refuse_taken(names: Mapping[str, Any], own: type, where: str) -> None:
     """Raise `UserError` for a name that means something to the trainer's policies, and is none that is called."""
-    used = {name for name in dir(own) if not name.startswith("_")}
-    taken = {name for cls in _POLICIES for name in dir(cls) if not name.startswith("__")} - used
+    taken = {name for cls in _POLICIES for name in dir(cls) if not name.startswith("__")} - {*_used(own), "reads"}
     if found := sorted(taken & set(names)):
-        called = ", ".join(sorted(used - {"reads"}))
         raise UserError(
             f"{where} {found[0]}, which is the trainer's own, because draws, weights and labels are made there; only"
-            f" {called} are called. Give probabilities, a Draw or a pick from choose; rename a helper of that name"
+            f" {', '.join(_used(own))} are called. Give probabilities, a Draw or a pick from choose; rename a helper of"
+            " that name"
         )
+
+
+def _used(own: type) -> list[str]:
+    return [name for name in dir(own) if not name.startswith("_") and name != "reads"]
 
 
 def _check_storable(state: object, where: str) -> None:
