@@ -12,8 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dppo_megatron.algorithms.loss_trial import check_policy_loss
-from dppo_megatron.algorithms.objectives import PolicyLoss
+from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.config.checks import check_world_size, planned_prompts
 from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.resolved_sets import eval_set_configs, example_set_config, longest_sequence

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from dppo_megatron.algorithms.correction import Mismatch, importance_factor
-from dppo_megatron.algorithms.loss_trial import check_policy_loss
-from dppo_megatron.algorithms.objectives import kl_estimate, make_objective
+from dppo_megatron.algorithms.objectives import check_policy_loss, kl_estimate, make_objective
 from dppo_megatron.algorithms.policy_losses import clip
 from dppo_megatron.algorithms.tokens import TokenBatch, TokenLoss
 from dppo_megatron.config.objective import CorrectionConfig, KLConfig, ObjectiveConfig

@@ -4,7 +4,7 @@ It has one method, `choose`, and the type of what it returns says how much is kn
 
     probabilities   float array [n]: raised to `min_inclusion_prob`, drawn by, weighted with 1/pi: unbiased
     a design        `Draw`: drawn by the policy itself; unbiased, until what it keeps refutes its probabilities
-                    (`declared.py`), from then on biased
+                    (`monitors.py`), from then on biased
     a pick          boolean array [n]: how else it could have come out is not known: biased, with weights of 1
 
 Example: prompts whose last group had variance are always kept, the others in a third of the cases.

@@ -32,9 +32,8 @@ from dppo_megatron.pruning import (
     make_prompt_policy,
 )
 from dppo_megatron.pruning.budget import NoiseReference
-from dppo_megatron.pruning.declared import DeclaredTest, deviations
 from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCost, check_outcomes
-from dppo_megatron.pruning.monitors import step_metrics
+from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
 from dppo_megatron.pruning.policies import bounds_noise, check_methods
 from dppo_megatron.selection.arrays import (
     PromptDraw,
@@ -240,13 +239,7 @@ class Selector:
         )
         of.reweighted = is_reweighted(planned) or is_reweighted(completions)
         of.kept_costs = _kept_cost(planned), _kept_cost(completions)
-        facts = {
-            name: getattr(batch, name) for name in ("completion_index", "advantages", "lengths", "logit_grad_norm")
-        }
-        of.deviations = (
-            deviations(offered, self._prompt_facts(np.concatenate(of.offered))),
-            deviations(completions, facts | {"size of advantage": np.abs(batch.advantages)}),
-        )
+        of.deviations = self._deviations(offered, np.concatenate(of.offered)), deviations(completions, batch.facts())
         counts = StepCounts(
             prompts_considered=len(offered.kept),
             prompts_generated=int(offered.kept.sum()),
@@ -353,10 +346,10 @@ class Selector:
         )
         self._coefficients.learn_length(rollouts.lengths, outcome.prompts.weight)
 
-    def _prompt_facts(self, prompt_index: IntArray) -> dict[str, FloatArray]:
-        """What prompts [n] may have been chosen by."""
+    def _deviations(self, offered: Selection, prompt_index: IntArray) -> dict[str, float]:
         past = self._prompt_policy.history.arrays
-        return {"index": prompt_index} | {name: past[name][prompt_index] for name in ("variance", "tokens", "visits")}
+        facts = {name: past[name][prompt_index] for name in ("variance", "tokens", "visits")}
+        return deviations(offered, facts | {"index": prompt_index})
 
     def _choose(self, count: int, of: _OpenStep, parts: int) -> PromptDraw:
         nominal, self._position = self._order.take(self._position, count)

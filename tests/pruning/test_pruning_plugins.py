@@ -22,7 +22,7 @@ from test_pruning_custom import _case, _config
 from test_pruning_labels import check
 from torch import Tensor
 
-from dppo_megatron.algorithms.loss_trial import check_policy_loss
+from dppo_megatron.algorithms.objectives import check_policy_loss
 from dppo_megatron.algorithms.policy_losses import cispo, clip, divergence_tv, gspo
 from dppo_megatron.algorithms.tokens import PolicyLoss, TokenBatch, TokenLoss, sequence_sums
 from dppo_megatron.config.objective import ObjectiveConfig
@@ -36,9 +36,9 @@ from dppo_megatron.pruning import (
     PromptPolicy,
     StepCost,
 )
-from dppo_megatron.pruning.declared import DeclaredTest, deviations
 from dppo_megatron.pruning.designs import poisson, systematic
 from dppo_megatron.pruning.interface import Selection, keep_all
+from dppo_megatron.pruning.monitors import DeclaredTest, deviations
 from dppo_megatron.pruning.weights import weigh
 from dppo_megatron.selection import Selector
 from dppo_megatron.types import UserError
