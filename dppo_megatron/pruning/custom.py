@@ -18,22 +18,44 @@ Example: prompts whose last group had variance are always kept, the others in a 
 `choose` must not change the policy's state: a step may be chosen and then given up. It learns in `learn` (prompts)
 and `feedback`; what it keeps goes through `own_state` and `load_own_state`.
 
-The trainer's own policies (`plugged.py`) hold such an object and ask it; they draw, weigh and label. The price: weights
-other than the estimators' cannot be plugged in, nor parts of a built-in method be replaced.
+The trainer's policies (`Plugged...`) hold such an object and ask it; they draw, weigh, label and save by themselves.
+Composition, because a class that inherited them could replace any step between its answer and the label. What it
+defines beside the public names of its base has no effect; if the name is one of a policy's, that is an error. Code that
+reaches into the package on purpose is not held off. The price: weights other than the estimators' cannot be plugged
+in, nor parts of a built-in method be replaced.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import fields
+from typing import Any, ClassVar, cast
 
+import numpy as np
+
+from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig
+from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.designs import Draw
 from dppo_megatron.pruning.history import PromptHistory
-from dppo_megatron.pruning.interface import CompletionBatch, PromptFeatures, StepCost
-from dppo_megatron.types import BoolArray, FloatArray, IntArray
+from dppo_megatron.pruning.interface import (
+    CompletionBatch,
+    Policy,
+    PromptFeatures,
+    Selection,
+    StepCapacity,
+    StepCost,
+    check_state,
+)
+from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
+from dppo_megatron.pruning.weights import label_of_settings, weigh_biased, weigh_by
+from dppo_megatron.randomness import generator
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
 Choice = FloatArray | BoolArray | Draw
 """Probabilities [n], a pick [n], or a design of n rows."""
+_SMALLEST = float(np.finfo(np.float64).tiny)
+_PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
 _READS = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
 
 
@@ -97,3 +119,227 @@ class CustomCompletionPolicy(CustomPolicy):
         Those without gradient need no probability. There may be none at all: what is asked then is the kind of answer.
         """
         raise NotImplementedError
+
+
+class _Plugged(Policy):
+    """What both levels do with a user's object `own`."""
+
+    own_class: ClassVar[type[CustomPolicy]]
+    own: Any
+    kind: str = ""
+    """Of a completion policy's answers so far: a Draw, a pick or probabilities."""
+
+    def _make_own(self, seed: int, **given: Any) -> None:
+        what = f"pruning.{self._level}.method = '{self.config.method}'"
+        seed = int(generator(seed, f"{self.name} of a user").integers(2**62))
+        try:
+            self.own = self.own_class(config=copy.deepcopy(self.config), seed=seed, **given)
+        except TypeError as error:
+            raise UserError(f"{what}: {error}; an __init__ takes (*args, **kwargs) and hands them to super()") from None
+        _refuse_taken(vars(self.own), self.own_class, f"{what}: its objects have")
+        _check_storable(state := self.own.own_state(), f"{what}: own_state()")
+        if not isinstance(state, dict):
+            raise UserError(f"{what}: own_state() is a {type(state).__name__}, expected a dict")
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        said = self.own.feedback(cost)
+        if not isinstance(said, list) or not all(isinstance(line, str) for line in said):
+            raise UserError(f"{self.config.method}.feedback returned {said!r:.60}; expected a list of log lines")
+        return said
+
+    def own_state(self) -> dict[str, Any]:
+        return {"kind": self.kind, "own": self.own.own_state()}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        check_state(state["own"], set(self.own.own_state()), f"{self.name}.own_state()")
+        self.kind = str(state["kind"])
+        self.own.load_own_state(state["own"])
+
+
+class PluggedPromptPolicy(_Plugged, PromptPolicy):
+    """Asks a `CustomPromptPolicy`."""
+
+    def __init__(self, config: PromptPruningConfig, *, seed: int, **settings: Any) -> None:
+        super().__init__(config, seed=seed, **settings)
+        sizes = {name: settings[name] for name in ("completions_per_prompt", "prompts_per_step")}
+        self._make_own(seed, history=self.history, features=self.features, **sizes)
+
+    def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
+        choice = _checked(self.own.choose(ids.copy(), step=step, minibatch=minibatch), len(ids), self.config.method)
+        if isinstance(choice, Draw):
+            _check_support(choice, np.ones(len(ids), dtype=np.bool_), self.config.method)
+            return weigh_by(self, choice)
+        if choice.dtype == np.bool_:
+            return _picked(choice.astype(np.bool_), self.name)
+        pi = np.maximum(choice, self.config.min_inclusion_prob)
+        order = np.lexsort((self._ties(ids, step, minibatch), pi))
+        return self._draw_and_weigh(ids, pi, order, step, minibatch)
+
+    def _learn(self, visits: Visits, step: int) -> None:
+        super()._learn(visits, step)
+        self.own.learn(visits.ids, visits.rewards, visits.lengths, step=step)
+
+
+class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
+    """Asks a `CustomCompletionPolicy`."""
+
+    def __init__(self, config: CompletionPruningConfig, *, seed: int, **settings: Any) -> None:
+        super().__init__(config, seed=seed, **settings)
+        self._make_own(seed, zero_advantage_slope=self.zero_advantage_slope, group_size=self.group_size)
+
+    @classmethod
+    def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
+        if config.min_inclusion_prob == 0:
+            raise UserError(
+                f"{key}.min_inclusion_prob = 0: must be in (0, 1]; it is the floor of {config.method}'s probabilities"
+            )
+
+    def _prune_sorted(
+        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
+    ) -> Selection:
+        config = self.config
+        live = batch.prompt_weight > 0
+        if self.zero_advantage_slope == 0:
+            live = live & (batch.advantages != 0)
+        choice = self._chosen(batch, *counters)
+        score = np.abs(batch.advantages)
+        if isinstance(choice, Draw):
+            _check_support(choice, live, config.method)
+            drawn = choice
+        elif choice.dtype == np.bool_:
+            return _picked(choice.astype(np.bool_), self.name, score)
+        else:
+            drawn = self._draw(batch, np.where(live, np.maximum(choice, config.min_inclusion_prob), 0.0), counters)
+        return weigh_by(self, drawn, label=self._label_of(choice), score=score)
+
+    def _label_of_nothing(self, batch: CompletionBatch, counters: tuple[int, int]) -> Label:
+        return self._label_of(self._chosen(batch, *counters))
+
+    def _chosen(self, batch: CompletionBatch, step: int, minibatch: int) -> Choice:
+        """The answer of `choose`, always of one kind: which prompts were drawn must not decide the label."""
+        copied = batch.take(np.arange(len(batch)))
+        choice = _checked(self.own.choose(copied, step=step, minibatch=minibatch), len(batch), self.config.method)
+        if not len(batch) and not isinstance(choice, Draw) and self.kind == "a pick":
+            choice = choice.astype(np.bool_)  # numpy's array of nothing is of floats
+        kind = "a Draw" if isinstance(choice, Draw) else "a pick" if choice.dtype == np.bool_ else "probabilities"
+        if self.kind and kind != self.kind:
+            raise UserError(
+                f"{self.config.method}.choose returned {kind} and, earlier in this run, {self.kind}: the label would"
+                " depend on what was drawn; return the same kind always, for an empty batch too"
+            )
+        self.kind = kind
+        return choice
+
+    def _label_of(self, choice: Choice) -> Label:
+        """By the kind of the answer and the settings: the probabilities depend on which prompts were drawn."""
+        if not isinstance(choice, Draw) and choice.dtype == np.bool_:
+            return "biased"
+        config = self.config
+        least = _SMALLEST if isinstance(choice, Draw) else config.min_inclusion_prob  # a design's own may be any
+        return label_of_settings(config.estimator, fixed_size=False, least_prob=least, max_weight=config.max_weight)
+
+
+def _checked(choice: Any, count: int, method: str) -> Choice:
+    """A copy of what `choose` answered, if it is an answer: numpy's own arrays, so that nothing changes afterwards."""
+    what = f"{method}.choose returned"
+    if isinstance(choice, Draw):
+        _check_array(choice.kept, count, f"{what} a Draw whose kept", kinds="b")
+        _check_array(choice.inclusion_prob, count, f"{what} a Draw whose inclusion_prob", kinds="f")
+    else:
+        _check_array(choice, count, what, kinds="bf")
+    given = choice.inclusion_prob if isinstance(choice, Draw) else choice
+    pi = np.array(given, dtype=None if given.dtype == np.bool_ else np.float64)
+    if pi.dtype != np.bool_ and not bool(np.all((pi >= 0) & (pi <= 1))):  # NaN is neither
+        row = int(np.flatnonzero(~((pi >= 0) & (pi <= 1)))[0])
+        raise UserError(f"{what} {pi[row]} in row {row}: probabilities are in [0, 1]")
+    # how many a design keeps at least is its word; the label of a cap must not rest on it
+    return Draw(np.array(choice.kept), pi, bool(choice.fixed_size)) if isinstance(choice, Draw) else pi
+
+
+def _check_array(array: Any, count: int, what: str, *, kinds: str) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in kinds or array.shape != (count,):
+        got = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+        wanted = {"b": "booleans", "f": "floats", "bf": "floats (probabilities), booleans (a pick) or a Draw"}[kinds]
+        raise UserError(f"{what} {got}; expected a numpy array [{count}] of {wanted}")
+
+
+def _check_support(draw: Draw, live: BoolArray, method: str) -> None:
+    """Raise `UserError` for a design that contradicts itself, or that can never keep a row with gradient."""
+    pi = draw.inclusion_prob
+    for wrong, why in (
+        (draw.kept & (pi == 0), "kept a row of probability 0"),
+        (~draw.kept & (pi == 1), "left out a row of probability 1"),
+        (live & (pi == 0), "gives probability 0 to a row that can carry gradient, which no weight makes up for"),
+    ):
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            raise UserError(f"{method}.choose: its Draw {why} (row {row}); return booleans for a pick labelled biased")
+
+
+def _picked(kept: BoolArray, name: str, score: FloatArray | None = None) -> Selection:
+    drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
+    note = _PICKED.format(name.partition("/")[2])
+    return weigh_biased(drawn, name=name, scale=1.0, note=note, label="biased", score=score)
+
+
+def plug(cls: object, base: type, key: str, path: str) -> type[PromptPolicy] | type[CompletionPolicy]:
+    """The policy class, of base `PromptPolicy` or `CompletionPolicy`, that asks objects of a user's class.
+
+    Raises:
+        UserError: `cls` is no class derived from the base of its level, or defines what only the trainer decides.
+    """
+    at_prompts = base is PromptPolicy
+    level, of = ("prompt", "completions") if at_prompts else ("completion", "prompts")
+    own, other = (CustomPromptPolicy, CustomCompletionPolicy)[:: 1 if at_prompts else -1]
+    if not isinstance(cls, type) or not issubclass(cls, own) or issubclass(cls, (Policy, other)):
+        hint = ""
+        if isinstance(cls, type) and issubclass(cls, (Policy, other)):
+            built_in = "no part of a built-in method can be replaced: give its probabilities from choose"
+            hint = f"; {built_in if issubclass(cls, Policy) else f'it is one of {of}'}"
+        raise UserError(
+            f"{key} = '{path}' is no {level} policy: expected a class derived from"
+            f" dppo_megatron.pruning.{own.__name__}{hint}"
+        )
+    for ancestor in cls.__mro__[: cls.__mro__.index(own)]:
+        _refuse_taken(vars(ancestor), own, f"{key} = '{path}': replaces")
+    for name in _used(own):
+        if not callable(getattr(cls, name)) or cls.choose is own.choose:  # type: ignore[attr-defined]
+            raise UserError(f"{key} = '{path}': has no method {name}")
+    known = [item.name for item in fields(PromptPruningConfig if at_prompts else CompletionPruningConfig)]
+    if not isinstance(cls.reads, tuple) or any(name not in known for name in cls.reads):
+        raise UserError(f"{key} = '{path}': reads = {cls.reads!r}: expected a tuple of settings of pruning.{level}")
+    plugged = PluggedPromptPolicy if at_prompts else PluggedCompletionPolicy
+    made = type(cls.__name__, (plugged,), {"own_class": cls, "reads": cls.reads})
+    return cast("type[PromptPolicy] | type[CompletionPolicy]", made)
+
+
+_POLICIES = (PromptPolicy, CompletionPolicy, CustomPromptPolicy, CustomCompletionPolicy)
+
+
+def _refuse_taken(names: Mapping[str, Any], own: type, where: str) -> None:
+    """Raise `UserError` for a name that means something to the trainer's policies, and is none that is called."""
+    taken = {name for cls in _POLICIES for name in dir(cls) if not name.startswith("__")} - {*_used(own), "reads"}
+    if found := sorted(taken & set(names)):
+        raise UserError(
+            f"{where} {found[0]}, which is the trainer's own, because draws, weights and labels are made there; only"
+            f" {', '.join(_used(own))} are called. Give probabilities, a Draw or a pick from choose; rename a helper of"
+            " that name"
+        )
+
+
+def _used(own: type) -> list[str]:
+    return [name for name in dir(own) if not name.startswith("_") and name != "reads"]
+
+
+def _check_storable(state: object, where: str) -> None:
+    """Raise `UserError` for what a checkpoint does not hold, before the first one is written."""
+    if isinstance(state, dict | list | tuple):
+        for name, value in state.items() if isinstance(state, dict) else enumerate(state):
+            _check_storable(value, f"{where}[{name!r}]")
+        return
+    kind = getattr(getattr(state, "dtype", None), "kind", "O")
+    if not (state is None or isinstance(state, bool | int | float | str) or kind in "biuf"):
+        raise UserError(
+            f"{where} holds a {type(state).__name__}: a checkpoint keeps numbers, texts, numpy arrays of numbers, and"
+            " lists and dicts of these"
+        )

@@ -18,8 +18,8 @@ from dppo_megatron.config.pruning import (
 from dppo_megatron.pruning import completion_baselines as baselines
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
+from dppo_megatron.pruning.custom import plug
 from dppo_megatron.pruning.interface import PromptFeatures
-from dppo_megatron.pruning.plugged import plug
 from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.pruning.prompt_baselines import (
     DynamicSamplingPolicy,
