@@ -242,18 +242,20 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
 def _checked(choice: Any, count: int, method: str) -> Choice:
     """A copy of what `choose` answered, if it is an answer: numpy's own arrays, so that nothing changes afterwards."""
     what = f"{method}.choose returned"
+    kept = None
     if isinstance(choice, Draw):
-        _check_array(choice.kept, count, f"{what} a Draw whose kept", kinds="b")
-        _check_array(choice.inclusion_prob, count, f"{what} a Draw whose inclusion_prob", kinds="f")
-    else:
-        _check_array(choice, count, what, kinds="bf")
-    given = choice.inclusion_prob if isinstance(choice, Draw) else choice
-    pi = np.array(given, dtype=None if given.dtype == np.bool_ else np.float64)
-    if pi.dtype != np.bool_ and not bool(np.all((pi >= 0) & (pi <= 1))):  # NaN is neither
+        kept, choice, fixed_size = choice.kept, choice.inclusion_prob, bool(choice.fixed_size)
+        _check_array(kept, count, f"{what} a Draw whose kept", kinds="b")
+        _check_array(choice, count, f"{what} a Draw whose inclusion_prob", kinds="f")
+    _check_array(choice, count, what, kinds="bf")
+    if choice.dtype == np.bool_:
+        return np.array(choice, dtype=np.bool_)
+    pi = np.array(choice, dtype=np.float64)
+    if not bool(np.all((pi >= 0) & (pi <= 1))):  # NaN is neither
         row = int(np.flatnonzero(~((pi >= 0) & (pi <= 1)))[0])
         raise UserError(f"{what} {pi[row]} in row {row}: probabilities are in [0, 1]")
-    # how many a design keeps at least is its word; the label of a cap must not rest on it
-    return Draw(np.array(choice.kept), pi, bool(choice.fixed_size)) if isinstance(choice, Draw) else pi
+    # without `least_kept`: the label of a cap must not rest on a word
+    return pi if kept is None else Draw(np.array(kept), pi, fixed_size)
 
 
 def _check_array(array: Any, count: int, what: str, *, kinds: str) -> None:
@@ -313,12 +315,10 @@ def plug(cls: object, base: type, key: str, path: str) -> type[PromptPolicy] | t
     return cast("type[PromptPolicy] | type[CompletionPolicy]", made)
 
 
-_POLICIES = (PromptPolicy, CompletionPolicy, CustomPromptPolicy, CustomCompletionPolicy)
-
-
 def _refuse_taken(names: Mapping[str, Any], own: type, where: str) -> None:
     """Raise `UserError` for a name that means something to the trainer's policies, and is none that is called."""
-    taken = {name for cls in _POLICIES for name in dir(cls) if not name.startswith("__")} - {*_used(own), "reads"}
+    policies = (PromptPolicy, CompletionPolicy, CustomPromptPolicy, CustomCompletionPolicy)
+    taken = {name for cls in policies for name in dir(cls) if not name.startswith("__")} - {*_used(own), "reads"}
     if found := sorted(taken & set(names)):
         raise UserError(
             f"{where} {found[0]}, which is the trainer's own, because draws, weights and labels are made there; only"
