@@ -151,7 +151,7 @@ def _verdict(level: str, chosen: list[tuple[str, str]], seed: int) -> str:
             assert any(f"replaces {name}," in str(refusal) for name, _ in chosen if name not in USED), refusal
         return "refused"
     except Bug:
-        assert {("raises")} <= {how for _, how in chosen}
+        assert "raises" in {how for _, how in chosen}
         return "ended"
 
 
@@ -165,7 +165,7 @@ def test_no_single_override_makes_a_label_lie(level: str) -> None:
     assert used == (USED if level == "prompt" else USED - {"learn"}) and len(found) > 20
     for name in found.keys() - used:
         assert set(found[name]) == {"refused"}, name
-    assert all(found[name]["unbiased"] for name in used - {"reads", "choose"}), found
+    assert all(found[name]["unbiased"] for name in used - {"reads"}), found
 
 
 def test_no_pair_of_overrides_makes_a_label_lie(cases: Choose) -> None:
@@ -175,8 +175,7 @@ def test_no_pair_of_overrides_makes_a_label_lie(cases: Choose) -> None:
     for number in chosen:
         rng = np.random.default_rng((20261123, number))
         level = str(rng.choice(list(LEVELS)))
-        names = [name for name in _names(level) if name in USED or rng.random() < 0.5 or number % 2]
-        pair = rng.choice([name for name in names if name in USED] if number % 2 == 0 else names, 2, replace=False)
+        pair = rng.choice([name for name in _names(level) if name in USED or number % 2], 2, replace=False)
         hows = [(str(n), str(rng.choice(list(_behaviours(LEVELS[level][0], str(n)))))) for n in pair]
         try:
             labels[_verdict(level, hows, number)] += 1
@@ -196,6 +195,15 @@ def test_an_object_of_the_user_with_a_taken_name_is_refused() -> None:
     globals()["Generated"] = Sets
     with pytest.raises(UserError, match="its objects have keep_groups, which is the trainer's own"):
         Selector(_config(f"{__name__}:Generated"), 8)
+
+
+def test_groups_that_are_left_out_are_in_the_ledger() -> None:
+    """Whichever policy leaves them out, also one that does not say that it resamples."""
+    selector = Selector(_config(), 8)
+    selector._prompt_policy.keep_groups = lambda rewards, step: _half(len(rewards))  # type: ignore[method-assign]
+    rows = selector.begin(1).prompt_index
+    decision = selector.finish(make_outcomes(np.random.default_rng(0), len(rows), 3, binary=True), 1)
+    assert "prompt/x" in {row.name for row in decision.ledger}
 
 
 def test_the_kind_of_answers_is_resumed() -> None:
@@ -486,6 +494,7 @@ def _true_in_every_draw(loss: PolicyLoss) -> bool:
     return torch.allclose(expected, together, rtol=1e-9) and torch.allclose(alone, together, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_loss_is_local_or_refused(cases: Choose) -> None:
     """Every way of looking elsewhere, on every local loss in turn; the local ones are accepted and enumerated."""
     ways: list[tuple[str, Callable[[PolicyLoss], PolicyLoss]]] = [*NOT_LOCAL.items()]
