@@ -33,7 +33,7 @@ from dppo_megatron.pruning import (
 )
 from dppo_megatron.pruning.budget import NoiseReference
 from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCost, check_outcomes
-from dppo_megatron.pruning.monitors import step_metrics
+from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
 from dppo_megatron.pruning.policies import bounds_noise, check_methods
 from dppo_megatron.selection.arrays import (
     PromptDraw,
@@ -70,6 +70,8 @@ class _OpenStep:
     """Of prompts and completions; see `StepCost.kept_cost`."""
     reweighted: bool = False
     """Whether chance had a part in its gradient."""
+    deviations: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
+    """Of what was kept of prompts and of completions from the probabilities."""
     outcome: _Learned | None = None
     """What was finished and not learned yet."""
     before: dict[str, Any] | None = None
@@ -160,6 +162,8 @@ class Selector:
         cost, and one that does not, because a checkpoint is due, must choose the same."""
         self._costs: list[StepCost] = []
         """Feedback that has not been passed to the prompt policy yet."""
+        self._declared = DeclaredTest(), DeclaredTest()
+        """Of the probabilities of prompts and of completions."""
         self._said: list[str] = []
         self._open: list[_OpenStep] = []
         """Steps that have begun and have had no feedback, oldest first; at most two."""
@@ -215,7 +219,7 @@ class Selector:
         nominal = self.prompts_per_step * size
         batch = completion_batch(prompts, rollouts, advantages, denominator, groups, trainable, nominal)
         rows = np.flatnonzero(trainable)
-        completions = self._prune_minibatches(batch, minibatch[rows // size], of)
+        completions = self._declared[1].judged(self._prune_minibatches(batch, minibatch[rows // size], of))
         kept = np.zeros(rollouts.rewards.size, dtype=np.bool_)
         weight = np.zeros(rollouts.rewards.size)
         kept[rows] = completions.kept
@@ -223,11 +227,11 @@ class Selector:
         completion_prob = np.full(rollouts.rewards.size, math.nan)
         completion_prob[rows] = completions.inclusion_prob
         first, later = of.selections[: self._updates], of.selections[self._updates :]
-        planned = merge(first, np.arange(sum(len(selection.kept) for selection in first)))
+        planned = self._declared[0].judged(merge(first, np.arange(sum(len(selection.kept) for selection in first))))
         offered = with_refills(planned, later)
         ledger = (
             *planned.ledger,
-            *(groups.ledger if self._prompt_policy.resamples else ()),
+            *(groups.ledger if self._prompt_policy.resamples or (groups.weight != 1).any() else ()),
             *self._coefficients.whitening_row(planned),
             *denominator_row,
             *filter_row,
@@ -235,6 +239,7 @@ class Selector:
         )
         of.reweighted = is_reweighted(planned) or is_reweighted(completions)
         of.kept_costs = _kept_cost(planned), _kept_cost(completions)
+        of.deviations = self._deviations(offered, np.concatenate(of.offered)), deviations(completions, batch.facts())
         counts = StepCounts(
             prompts_considered=len(offered.kept),
             prompts_generated=int(offered.kept.sum()),
@@ -271,6 +276,8 @@ class Selector:
         if of.before is None:  # else the next step, which has begun, has made it learn
             self._learn()
         self._open.pop(0)
+        for test, found in zip(self._declared, of.deviations, strict=True):
+            test.observe(found)
         ratio = self._noise.ratio(cost.grad_norm * cost.grad_norm, cost.step, pruned=of.reweighted)
         of_prompts, of_completions = (replace(cost, noise_ratio=ratio, kept_cost=kept) for kept in of.kept_costs)
         self._costs.append(of_prompts)
@@ -298,6 +305,9 @@ class Selector:
         self._noise.load_state_dict(state["unpruned_noise"])
         self._coefficients.mean_length = state["mean_length"]
         self._costs = [StepCost(**cost) for cost in state["costs"]]
+        if "declared" in state:  # a checkpoint of before they were tested has none
+            for test, saved in zip(self._declared, state["declared"], strict=True):
+                test.load_state_dict(saved)
         self._open, self._said = [], []
 
     def _state(self, position: int, memory: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -309,6 +319,7 @@ class Selector:
             "unpruned_noise": self._noise.state_dict(),
             "mean_length": self._coefficients.mean_length,
             "costs": [asdict(cost) for cost in self._costs],
+            "declared": [asdict(test) for test in self._declared],
         }
 
     def _of(self, step: int) -> _OpenStep:
@@ -334,6 +345,11 @@ class Selector:
             planned_prob=outcome.prompts.planned_prob,
         )
         self._coefficients.learn_length(rollouts.lengths, outcome.prompts.weight)
+
+    def _deviations(self, offered: Selection, prompt_index: IntArray) -> dict[str, float]:
+        past = self._prompt_policy.history.arrays
+        facts = {name: past[name][prompt_index] for name in ("variance", "tokens", "visits")}
+        return deviations(offered, facts | {"index": prompt_index})
 
     def _choose(self, count: int, of: _OpenStep, parts: int) -> PromptDraw:
         nominal, self._position = self._order.take(self._position, count)
