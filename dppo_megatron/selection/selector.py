@@ -256,6 +256,8 @@ class Selector:
             offered=np.concatenate(of.offered),
             prompts=prompts,
             completion_prob=completion_prob,
+            has_support=self._completion_policy.has_support and not self._prompt_policy.resamples,
+            zero_carries=self._completion_policy.zero_advantage_slope > 0,
         )
 
     def feedback(self, cost: StepCost) -> list[str]:
