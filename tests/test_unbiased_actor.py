@@ -63,6 +63,7 @@ def _batch(normalization: str) -> list[TrainSample]:
         replace(
             sample,
             weight=1.0,
+            figure_weight=1.0,
             denominator=NORMALIZATIONS[normalization](sample),
             old_logprobs=0.95 * sample.behaviour_logprobs.astype(np.float64) - 0.1,
             reference_logprobs=1.1 * sample.behaviour_logprobs.astype(np.float64) - 0.2,
