@@ -202,6 +202,10 @@ def _raises(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     return TokenLoss(batch.rewards)  # type: ignore[attr-defined]
 
 
+def _named_as_ours(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+    return TokenLoss(clip(batch, config).loss, {"entropy": batch.entropy.detach()})
+
+
 def _with_own_kl(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     return TokenLoss(clip(batch, config).loss + 0.1 * (batch.logprobs - batch.old_logprobs).square())
 
@@ -213,6 +217,7 @@ def _with_own_kl(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
         (_returns_a_tensor, "returned Tensor, expected TokenLoss"),
         (_detached, "does not depend on batch.logprobs"),
         (_raises, "raised AttributeError on a small made-up batch"),
+        (_named_as_ours, "train/entropy is the trainer's"),
         (_with_own_kl, "set objective.zero_advantage_slope"),
     ],
 )

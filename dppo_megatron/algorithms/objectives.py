@@ -23,6 +23,9 @@ from dppo_megatron.algorithms.tokens import (
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig
 from dppo_megatron.types import UserError
 
+_OWN_FIGURES = frozenset(("loss", "tokens", "entropy", "grad_norm", "learning_rate", "skipped_updates"))
+"""What a loss's diagnostics may not be called."""
+
 __all__ = ["Objective", "PolicyLoss", "TokenBatch", "TokenLoss", "clipped_surrogate", "make_objective", "supervised"]
 
 
@@ -124,6 +127,8 @@ def check_result(result: object, batch: TokenBatch, function: str) -> None:
     """Raise UserError unless a user's loss returned a TokenLoss of vectors [T]."""
     if not isinstance(result, TokenLoss):
         raise UserError(f"objective.function = '{function}': returned {type(result).__name__}, expected TokenLoss")
+    if taken := sorted(_OWN_FIGURES & result.diagnostics.keys()):
+        raise UserError(f"objective.function = '{function}': train/{taken[0]} is the trainer's; rename the diagnostic")
     for name, values in {"loss": result.loss, **result.diagnostics}.items():
         if not isinstance(values, Tensor) or values.shape != batch.logprobs.shape:
             got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__

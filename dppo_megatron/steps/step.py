@@ -87,8 +87,16 @@ class UpdatePlan:
     @staticmethod
     def of(decision: TrainSelection, rows: IntArray, lengths: IntArray, pack: PackPlan) -> UpdatePlan:
         """To train on the completions `rows` [n] of a step, with their lengths [n]."""
-        columns = decision.advantages, decision.weight, decision.denominator, decision.figure_weight
-        return UpdatePlan(rows, lengths, *(column[rows] for column in columns), pack, decision.has_support)
+        return UpdatePlan(
+            rows=rows,
+            lengths=lengths,
+            advantages=decision.advantages[rows],
+            weights=decision.weight[rows],
+            denominators=decision.denominator[rows],
+            figure_weights=decision.figure_weight[rows],
+            pack=pack,
+            has_support=decision.has_support,
+        )
 
 
 @dataclass
