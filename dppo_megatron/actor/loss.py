@@ -102,7 +102,7 @@ class LossHook:
             self.logprobs_out.add(microbatch, logprobs)
         self._add("loss", loss.detach())
         counted = microbatch.figure_weight
-        self._add("tokens", counted.sum())
+        self._add("tokens", (counted > 0).double() @ counted)  # a product as below: the mean of ones is exactly 1
         for name, values in result.diagnostics.items():
             self._add(name, torch.where(counted > 0, values.double(), 0.0) @ counted)
         return loss * (self.num_microbatches * self.layout.data_parallel), {}
