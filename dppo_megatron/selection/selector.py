@@ -400,7 +400,7 @@ class Selector:
         step: int,
     ) -> dict[str, float]:
         graded = ~np.isnan(rollouts.rewards)
-        weight = np.where(graded, prompts.weight[:, None], 0.0)
+        weight = np.where(graded, 1.0 / prompts.inclusion_prob[:, None], 0.0)  # no estimator's weights, and no cap
         rewards = np.where(graded, rollouts.rewards, 0.0)
         return {
             # weighted, because the generated prompts are a sample of the considered ones
