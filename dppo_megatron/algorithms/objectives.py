@@ -40,6 +40,8 @@ _TRIAL_PACKS: tuple[tuple[tuple[int, ...], float, float, int], ...] = (
     ((1500, 20, 500), 0.3, 0.1, 0),
     ((), 1.0, 0.1, 4),  # what a rank without samples runs
 )
+_OWN_FIGURES = frozenset(("loss", "tokens", "entropy", "grad_norm", "learning_rate", "skipped_updates"))
+"""What a loss's diagnostics may not be called."""
 
 __all__ = ["Objective", "PolicyLoss", "TokenBatch", "TokenLoss", "clipped_surrogate", "make_objective", "supervised"]
 
@@ -119,6 +121,8 @@ def check_result(result: object, batch: TokenBatch, function: str) -> None:
     """Raise UserError unless a user's loss returned a TokenLoss of vectors [T]."""
     if not isinstance(result, TokenLoss):
         raise UserError(f"objective.function = '{function}': returned {type(result).__name__}, expected TokenLoss")
+    if taken := sorted(_OWN_FIGURES & result.diagnostics.keys()):
+        raise UserError(f"objective.function = '{function}': train/{taken[0]} is the trainer's; rename the diagnostic")
     for name, values in {"loss": result.loss, **result.diagnostics}.items():
         if not isinstance(values, Tensor) or values.shape != batch.logprobs.shape:
             got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__

@@ -212,6 +212,10 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
             drawn = self._draw(batch, np.where(live, np.maximum(choice, config.min_inclusion_prob), 0.0), counters)
         return weigh_by(self, drawn, label=self._label_of(choice), score=score)
 
+    @property
+    def has_support(self) -> bool:
+        return self._kind != "a pick"
+
     def _label_of_nothing(self, batch: CompletionBatch, counters: tuple[int, int]) -> Label:
         return self._label_of(self._chosen(batch, *counters))
 

@@ -261,6 +261,8 @@ class Selector:
             offered=np.concatenate(of.offered),
             prompts=prompts,
             completion_prob=completion_prob,
+            has_support=self._completion_policy.has_support and not self._prompt_policy.resamples,
+            zero_carries=self._completion_policy.zero_advantage_slope > 0,
         )
 
     def feedback(self, cost: StepCost) -> list[str]:
@@ -414,7 +416,7 @@ class Selector:
         step: int,
     ) -> dict[str, float]:
         graded = ~np.isnan(rollouts.rewards)
-        weight = np.where(graded, prompts.weight[:, None], 0.0)
+        weight = np.where(graded, 1.0 / prompts.inclusion_prob[:, None], 0.0)  # no estimator's weights, and no cap
         rewards = np.where(graded, rollouts.rewards, 0.0)
         return {
             # weighted, because the generated prompts are a sample of the considered ones
