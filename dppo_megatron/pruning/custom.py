@@ -214,7 +214,7 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
 
     @property
     def has_support(self) -> bool:
-        return self._kind != "a pick"
+        return self.kind != "a pick"
 
     def _label_of_nothing(self, batch: CompletionBatch, counters: tuple[int, int]) -> Label:
         return self._label_of(self._chosen(batch, *counters))
