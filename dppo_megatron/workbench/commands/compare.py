@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.progress import progress
@@ -14,7 +16,13 @@ from dppo_megatron.pruning.methods import METHODS
 from dppo_megatron.texts import logged, show
 from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, check_number, read_config
 
+if TYPE_CHECKING:  # they import numpy and more
+    from dppo_megatron.workbench.compare.arms import Arm
+    from dppo_megatron.workbench.compare.method_run import MethodRun
+    from dppo_megatron.workbench.compare.sweep import Grid
+
 _METHODS = "grpo,grpo_nonzero,cppo,greso,dppo_paper,dppo,dppo_auto"
+_SWEPT = "grpo,grpo_nonzero,dppo"
 _COMPARE = f"""\
 Train CONFIG's job under several pruning methods; report the speed-up of each over GRPO at equal accuracy, and its final
 accuracy (docs/pruning.md):
@@ -25,6 +33,14 @@ METHOD@N is a method with N prompts a step, and as many more or fewer steps. The
 are listed. grpo_nonzero is GRPO that leaves out completions without gradient. One run after another on this machine,
 from the same start; those that had finished in --out are kept. Writes results.json and report.html.
 
+--sweep tunes each method first, over prompts a step, learning rate and schedule (by default around the config's own);
+--sweep KEY=A,B gives the values of one of them, or of a further setting:
+
+  dppo-megatron compare configs/quickstart.yaml --seeds 4 --sweep actor.optimizer.learning_rate=5e-4,7e-4,1e-3
+
+All candidates run on one seed, the better half on a second, its better half on two more. The table is then of the best
+of each, and sweep.json has every rung.
+
 {textwrap.fill(f"Methods: {', '.join(METHODS)}, grpo_nonzero, or module:Class for a policy of your own.", 119)}
 """
 
@@ -32,7 +48,9 @@ from the same start; those that had finished in --out are kept. Writes results.j
 def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     command = add_command(commands, "compare", _compare, summary=summary, description=_COMPARE)
     add_config(command)
-    command.add_argument("--methods", default=_METHODS, metavar="A,B@N,...", help=f"default: {_METHODS}")
+    command.add_argument(
+        "--methods", metavar="A,B@N,...", help=f"default: {_METHODS}; with --sweep: {_SWEPT}, without @N"
+    )
     command.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds from the config's on (default: 1)")
     command.add_argument(
         "--steps-factor",
@@ -40,6 +58,14 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
         default=1.0,
         metavar="F",
         help="methods other than GRPO run F times the steps, because pruned steps are cheaper (default: 1)",
+    )
+    command.add_argument(
+        "--sweep",
+        action="append",
+        nargs="?",
+        const="",
+        metavar="KEY=A,B",
+        help="tune each method first; may be given again for a further setting",
     )
     command.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
 
@@ -51,25 +77,52 @@ def _compare(arguments: argparse.Namespace) -> int:
     with progress("loading libraries"):
         from dppo_megatron.workbench.compare.arms import parse_arms
         from dppo_megatron.workbench.compare.runs import in_a_process, run_all, shared_task
+        from dppo_megatron.workbench.compare.sweep import candidates, parse_grid
         from dppo_megatron.workbench.compare.table import results, table, write_page, write_results
         from dppo_megatron.workbench.compare.verdict import judge
 
-    arms = parse_arms(arguments.methods, config, arguments.steps_factor)
+    factor, swept = arguments.steps_factor, arguments.sweep is not None
+    grid = parse_grid(arguments.sweep, config) if swept else {}
+    methods = arguments.methods or (_SWEPT if swept else _METHODS)
+    arms = candidates(methods, grid, config, factor) if swept else parse_arms(methods, config, factor)
     out: Path = arguments.out
-    for name in ("", "results.json", "report.html"):
+    for name in ("", "results.json", "report.html", *["sweep.json"] * swept):
         check_writable("--out", out / name, directory=not name)
     out.mkdir(parents=True, exist_ok=True)
 
     shared = shared_task(config)
     each = f"All seeds share one task: {shared}." if shared else "Each seed has a task, a model and a held-out set."
     notes = [each] if arguments.seeds > 1 else ["One seed: no interval over seeds."]
-    given = config, arguments.config, arguments.overrides, arms
+    run = partial(run_all, config, arguments.config, arguments.overrides, out=out, launch=in_a_process)
     with logged(partial(show, file=sys.stderr)):
-        runs = run_all(*given, seeds=arguments.seeds, out=out, launch=in_a_process)
+        if swept:
+            arms, runs = _tune(arms, grid, arguments.seeds, run, out, same_problems=shared is not None)
+            notes.append("The settings were chosen on these seeds, which flatters them: compare on others (seed=N).")
+        else:
+            runs = run(arms, seeds=arguments.seeds)
     with progress("comparing"):
         verdict = judge(runs, arms, same_problems=shared is not None)
         text, values = table(verdict), results(verdict, runs, notes)
     write_results(out / "results.json", values)
     write_page(out / "report.html", f"{arguments.config}: methods compared", text, values)
-    show(*text.splitlines(), *notes, f"{out}/: results.json, report.html")
+    show(*text.splitlines(), *notes, f"{out}/: results.json, report.html{', sweep.json' * swept}")
     return 0
+
+
+def _tune(
+    arms: list[Arm], grid: Grid, seeds: int, run: Callable[..., list[MethodRun]], out: Path, *, same_problems: bool
+) -> tuple[list[Arm], list[MethodRun]]:
+    """The best candidate of each method and their runs; each rung is printed and in sweep.json once it is done."""
+    from dppo_megatron.workbench.compare.sweep import Row, best_lines, halve, rung_table, sweep_results
+    from dppo_megatron.workbench.compare.table import about, write_results
+
+    def report(rungs: list[list[Row]]) -> None:
+        write_results(out / "sweep.json", about() | sweep_results(rungs, grid))
+        show(f"rung {len(rungs)}", *rung_table(rungs[-1]), "")
+
+    def seeds_from(arms: Sequence[Arm], first: int, until: int) -> list[MethodRun]:
+        return run(arms, first_seed=first, seeds=until, stops_are_left_out=True)
+
+    best, runs = halve(arms, seeds, seeds_from, report, same_problems=same_problems)
+    show(*best_lines(best, grid), "")
+    return [row.arm for row in best], runs
