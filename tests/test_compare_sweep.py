@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -26,8 +27,18 @@ PROMPTS, RATE, SCHEDULE = "rollout.prompts_per_step", "actor.optimizer.learning_
 GRID = {PROMPTS: ["8", "16"], RATE: ["5e-4", "1e-3"], SCHEDULE: ["constant", "linear"]}
 
 
-def _quickstart(*overrides: str) -> Config:
-    return load_config(CONFIG, list(overrides), writes_run=False)
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings of a small job whose files exist."""
+    files = write_job_files(tmp_path_factory.mktemp("task"))
+    return [one for one in settings(files, Path("unused")) if not one.startswith("run_dir")]
+
+
+def _config(prompts: int = 64, schedule: Literal["constant", "cosine"] = "constant") -> Config:
+    config = Config()
+    config.rollout.prompts_per_step, config.steps, config.eval.every_steps = prompts, 40, 4
+    config.actor.optimizer.learning_rate, config.actor.optimizer.lr_schedule = 1e-3, schedule
+    return config
 
 
 def _run(arm: str, seed: int, end: float, problems: int = 4) -> MethodRun:
@@ -39,24 +50,24 @@ def _run(arm: str, seed: int, end: float, problems: int = 4) -> MethodRun:
 
 def test_the_three_that_interact_are_always_in_the_grid() -> None:
     """Around the config's own values, which are among them; a method's prompts are not swept alone."""
-    grid = parse_grid([""], _quickstart("rollout.prompts_per_step=64", f"{RATE}=1e-3"))
+    grid = parse_grid([""], _config())
     assert list(grid) == [PROMPTS, RATE, SCHEDULE]
     assert grid[PROMPTS] == ["32", "64", "128"] and 1e-3 in map(float, grid[RATE])
     assert grid[SCHEDULE] == ["constant", "linear"]
-    grid = parse_grid([f"{PROMPTS}=16", "objective.clip_low=0.1,0.2"], _quickstart(f"{SCHEDULE}=cosine"))
+    grid = parse_grid([f"{PROMPTS}=16", "objective.clip_low=0.1,0.2"], _config(schedule="cosine"))
     assert grid[PROMPTS] == ["16"] and len(grid[RATE]) == 4 and grid[SCHEDULE] == ["constant", "cosine"]
     assert grid["objective.clip_low"] == ["0.1", "0.2"]
 
 
-def test_every_candidate_is_a_job_of_equally_many_prompts() -> None:
+def test_every_candidate_is_a_job_of_equally_many_prompts(job: list[str]) -> None:
     """Its settings load, have the grid's values, and train on as many prompts, up to half a step."""
-    config = _quickstart()
-    arms = candidates("grpo,grpo_nonzero,dppo", GRID, config, 1.5)
-    assert len(arms) == len({arm.directory for arm in arms}) == 24
+    config = load_config(CONFIG, job, writes_run=False)
+    arms = candidates("grpo_nonzero,dppo", GRID, config, 1.5)
+    assert len(arms) == len({arm.directory for arm in arms}) == 16
     assert not [arm for arm in arms if set(arm.directory) & set("/:= ")]
     whole = config.steps * config.rollout.prompts_per_step
     for arm in arms:
-        loaded = _quickstart(*arm.settings)
+        loaded = load_config(CONFIG, [*job, *arm.settings], writes_run=False)
         prompts = loaded.rollout.prompts_per_step
         assert abs(loaded.steps * prompts / whole - (1.5 if arm.method == "dppo" else 1)) * whole <= prompts / 2
         optimizer = loaded.actor.optimizer
@@ -84,7 +95,7 @@ def _halved(
 def test_the_better_half_goes_on(cases: Choose) -> None:
     """Counted by hand from a table of ends: on each rung the survivors' mean over all seeds so far is above that of
     each that is dropped, they are the larger half, no run is made twice, and the last has the best."""
-    config = _quickstart()
+    config = _config()
     every = candidates("grpo,dppo", GRID, config, 1.0)
     for number in cases("sweeps", 40):
         draw = np.random.default_rng(number)
@@ -120,9 +131,7 @@ def test_the_better_half_goes_on(cases: Choose) -> None:
 
 def test_what_cannot_be_told_from_the_best_is_called_noise() -> None:
     """Two seeds: one candidate is 40 points below on both, the other 1 point above on one and 2 below on the other."""
-    arms = candidates(
-        "grpo", {PROMPTS: ["16"], RATE: ["1e-3", "2e-3", "3e-3"], SCHEDULE: ["linear"]}, _quickstart(), 1.0
-    )
+    arms = candidates("grpo", {PROMPTS: ["16"], RATE: ["1e-3", "2e-3", "3e-3"], SCHEDULE: ["linear"]}, _config(), 1.0)
     ends = {arms[0].name: [0.8, 0.8], arms[1].name: [0.81, 0.78], arms[2].name: [0.4, 0.4]}
     _, rungs, _ = _halved(arms, ends, 2, set(), problems=400)
     found = {row.arm.name: row.verdict and row.verdict.end_difference for row in rungs[0]}
@@ -137,7 +146,7 @@ def test_what_cannot_be_told_from_the_best_is_called_noise() -> None:
 
 
 def test_a_method_whose_candidates_were_all_stopped() -> None:
-    arms = candidates("grpo", GRID, _quickstart(), 1.0)
+    arms = candidates("grpo", GRID, _config(), 1.0)
     with pytest.raises(RunAborted, match="every candidate of grpo was stopped"):
         _halved(arms, {arm.name: [0.5] for arm in arms}, 1, {(arm.name, 0) for arm in arms})
 
@@ -146,11 +155,9 @@ def test_a_method_whose_candidates_were_all_stopped() -> None:
 
 
 @pytest.fixture
-def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]]]:
+def swept(job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]]]:
     """The command with runs that only leave their record, at an end given by the learning rate; returns its exit code
     and what was started."""
-    files = write_job_files(tmp_path / "task")
-    job = [one for one in settings(files, tmp_path / "unused") if not one.startswith("run_dir")]
 
     def sweep(*options: str, dies_at: int = -1, stopped: str = "") -> tuple[int, list[str]]:
         started: list[str] = []
@@ -169,48 +176,39 @@ def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
                 for one in _run("", 0, end).curve
             ]  # fmt: skip
             (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (run_dir / "hf").mkdir()
             (run_dir / "summary.json").write_text('{"phase_s": {"step": 4.0}}')
 
         monkeypatch.setattr(compare_runs, "in_a_process", launch)
-        given = [*(["--out", str(tmp_path / "out")]), *options]
-        return main(["compare", CONFIG, *job, *given]), started
+        return main(["compare", CONFIG, *job, "--out", str(tmp_path / "out"), *options]), started
 
     return sweep
 
 
-SMALL = [
-    "--methods",
-    "grpo,dppo",
-    "--sweep",
-    f"{PROMPTS}=8,16",
-    "--sweep",
-    f"{RATE}=1e-4,1e-3",
-    "--sweep",
-    f"{SCHEDULE}=linear",
-]
+SMALL = f"--methods grpo,dppo --sweep {PROMPTS}=8 --sweep {RATE}=1e-4,1e-3 --sweep {SCHEDULE}=linear".split()
 
 
 def test_an_unfinished_sweep_goes_on_where_it_was(
-    swept: Callable[..., tuple[int, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    swept: Callable[..., tuple[int, list[str]]], job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """However far it had come, no run is made twice, and in the end it is as if nothing had happened. What is printed
     as the best is a line that gives that job."""
     options = [*SMALL, "--seeds", "2"]
     pieces: list[str] = []
-    for dies_at in (0, 3, 4, 1):
+    for dies_at in (0, 3, 2):
         code, started = swept(*options, dies_at=dies_at)
         assert code == 3 and len(started) == dies_at
         pieces += started
     code, started = swept(*options)
     assert code == 0
     pieces += started
-    assert len(pieces) == len(set(pieces)) == 2 + 8 + 4
+    assert len(pieces) == len(set(pieces)) == 2 + 4 + 2
     assert swept(*options) == (0, [])
     best = json.loads((tmp_path / "out" / "sweep.json").read_text())
-    assert [len(rung) for rung in best["rungs"]] == [8, 4] and set(best["best"]) == {"grpo", "dppo"}
+    assert [len(rung) for rung in best["rungs"]] == [4, 2] and set(best["best"]) == {"grpo", "dppo"}
     printed = capsys.readouterr().out
     line = next(line for line in reversed(printed.splitlines()) if line.startswith("dppo: "))
-    config = load_config(CONFIG, shlex.split(line.removeprefix("dppo: ")), writes_run=False)
+    config = load_config(CONFIG, [*job, *shlex.split(line.removeprefix("dppo: "))], writes_run=False)
     assert config.actor.optimizer.learning_rate == 1e-3 and config.pruning.completion.method == "dppo"
     assert f"{RATE} = 1e-3 is at the edge of the grid" in printed
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -223,10 +221,10 @@ def test_a_candidate_that_a_guard_stops_is_left_out(
 ) -> None:
     """A rate so high that it diverges is a finding of a sweep, and not its end; without --sweep it is."""
     code, started = swept(*SMALL, stopped="1e-3")
-    assert code == 0 and len(started) == 1 + 8
+    assert code == 0 and len(started) == 1 + 4
     found = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert all(f"{RATE}=1e-4" in best for best in found["best"].values())
-    assert capsys.readouterr().out.count("stopped by a guard") == 4
+    assert capsys.readouterr().out.count("stopped by a guard") == 2
     assert swept("--methods", "grpo", stopped="grpo")[0] == 3
 
 
