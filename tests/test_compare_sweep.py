@@ -42,8 +42,8 @@ def _config(prompts: int = 64, schedule: Literal["constant", "cosine"] = "consta
 
 
 def _run(arm: str, seed: int, end: float, problems: int = 4) -> MethodRun:
-    """Its last two evaluations are at `end`, and so are as many of its problems as can be."""
-    curve = [Point(i, value, 10.0 * i, 10.0 * i, i, i) for i, value in enumerate((0.1, end, end))]
+    """Its last two evaluations are at `end`, and so are as many of its problems as can be; cheaper the lower it ends."""
+    curve = [Point(i, value, end**4 * i, end**4 * i, i, i) for i, value in enumerate((0.1, end, end))]
     solved: list[float | None] = [float(i < round(problems * end)) for i in range(problems)]
     return MethodRun(arm, seed, curve, {}, {"h": solved}, {"step": 1.0})
 
