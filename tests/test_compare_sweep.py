@@ -14,6 +14,7 @@ from support.cases import Choose
 from support.job import REPOSITORY, settings, write_job_files
 
 from dppo_megatron.config import Config, load_config
+from dppo_megatron.evaluation.bootstrap import Difference
 from dppo_megatron.types import RunAborted
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.compare import runs as compare_runs
@@ -134,15 +135,19 @@ def test_what_cannot_be_told_from_the_best_is_called_noise() -> None:
     arms = candidates("grpo", {PROMPTS: ["16"], RATE: ["1e-3", "2e-3", "3e-3"], SCHEDULE: ["linear"]}, _config(), 1.0)
     ends = {arms[0].name: [0.8, 0.8], arms[1].name: [0.81, 0.78], arms[2].name: [0.4, 0.4]}
     _, rungs, _ = _halved(arms, ends, 2, set(), problems=400)
-    found = {row.arm.name: row.verdict and row.verdict.end_difference for row in rungs[0]}
+    found = {row.arm.name: _to_best(row) for row in rungs[0]}
     assert rungs[0][0].arm.name == arms[1].name, "the best of one seed"
     assert found[arms[1].name] is None
     second = {row.arm.name: row for row in rungs[1]}
     assert second[arms[0].name].goes_on and not second[arms[1].name].goes_on
-    difference = second[arms[1].name].verdict.end_difference  # type: ignore[union-attr]
+    difference, worst = _to_best(second[arms[1].name]), found[arms[2].name]
     assert difference is not None and difference.within_noise and difference.difference == pytest.approx(-0.005)
-    worst = next(one for name, one in found.items() if name == arms[2].name)
     assert worst is not None and not worst.within_noise
+
+
+def _to_best(row: Row) -> Difference | None:
+    assert row.verdict is not None
+    return row.verdict.end_difference
 
 
 def test_a_method_whose_candidates_were_all_stopped() -> None:

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.evaluation.bootstrap import Difference
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.compare.arms import Arm, parse_arms
 from dppo_megatron.workbench.compare.method_run import MethodRun
@@ -204,7 +203,7 @@ def sweep_results(rungs: Sequence[Sequence[Row]], grid: Grid) -> dict[str, Any]:
 
 
 def _row_values(row: Row) -> dict[str, Any]:
-    found: Difference | None = row.verdict and row.verdict.end_difference
+    found = row.verdict.end_difference if row.verdict else None
     return {
         "arm": asdict(row.arm),
         "ends": row.ends,
