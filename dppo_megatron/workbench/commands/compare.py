@@ -5,21 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.progress import progress
 from dppo_megatron.pruning.methods import METHODS
 from dppo_megatron.texts import logged, show
 from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, check_number, read_config
-
-if TYPE_CHECKING:  # they import numpy and more
-    from dppo_megatron.workbench.compare.arms import Arm
-    from dppo_megatron.workbench.compare.method_run import MethodRun
-    from dppo_megatron.workbench.compare.sweep import Grid
 
 _METHODS = "grpo,grpo_nonzero,cppo,greso,dppo_paper,dppo,dppo_auto"
 _SWEPT = "grpo,grpo_nonzero,dppo"
@@ -60,12 +53,7 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
         help="methods other than GRPO run F times the steps, because pruned steps are cheaper (default: 1)",
     )
     command.add_argument(
-        "--sweep",
-        action="append",
-        nargs="?",
-        const="",
-        metavar="KEY=A,B",
-        help="tune each method first; may be given again for a further setting",
+        "--sweep", action="append", nargs="?", const="", metavar="KEY=A,B", help="tune each method first, as above"
     )
     command.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
 
@@ -77,8 +65,15 @@ def _compare(arguments: argparse.Namespace) -> int:
     with progress("loading libraries"):
         from dppo_megatron.workbench.compare.arms import parse_arms
         from dppo_megatron.workbench.compare.runs import in_a_process, run_all, shared_task
-        from dppo_megatron.workbench.compare.sweep import candidates, parse_grid
-        from dppo_megatron.workbench.compare.table import results, table, write_page, write_results
+        from dppo_megatron.workbench.compare.sweep import (
+            best_lines,
+            candidates,
+            halve,
+            parse_grid,
+            rung_table,
+            sweep_results,
+        )
+        from dppo_megatron.workbench.compare.table import about, results, table, write_page, write_results
         from dppo_megatron.workbench.compare.verdict import judge
 
     factor, swept = arguments.steps_factor, arguments.sweep is not None
@@ -96,7 +91,14 @@ def _compare(arguments: argparse.Namespace) -> int:
     run = partial(run_all, config, arguments.config, arguments.overrides, out=out, launch=in_a_process)
     with logged(partial(show, file=sys.stderr)):
         if swept:
-            arms, runs = _tune(arms, grid, arguments.seeds, run, out, same_problems=shared is not None)
+            rungs = []
+            for rows, of_those_left in halve(arms, arguments.seeds, run, same_problems=shared is not None):
+                rungs.append(rows)
+                runs = of_those_left
+                write_results(out / "sweep.json", about() | sweep_results(rungs, grid))
+                show(*rung_table(rows), "")
+            arms = [row.arm for row in rows if row.goes_on]
+            show(*best_lines(rows, grid), "")
             notes.append("The settings were chosen on these seeds, which flatters them: compare on others (seed=N).")
         else:
             runs = run(arms, seeds=arguments.seeds)
@@ -107,22 +109,3 @@ def _compare(arguments: argparse.Namespace) -> int:
     write_page(out / "report.html", f"{arguments.config}: methods compared", text, values)
     show(*text.splitlines(), *notes, f"{out}/: results.json, report.html{', sweep.json' * swept}")
     return 0
-
-
-def _tune(
-    arms: list[Arm], grid: Grid, seeds: int, run: Callable[..., list[MethodRun]], out: Path, *, same_problems: bool
-) -> tuple[list[Arm], list[MethodRun]]:
-    """The best candidate of each method and their runs; each rung is printed and in sweep.json once it is done."""
-    from dppo_megatron.workbench.compare.sweep import Row, best_lines, halve, rung_table, sweep_results
-    from dppo_megatron.workbench.compare.table import about, write_results
-
-    def report(rungs: list[list[Row]]) -> None:
-        write_results(out / "sweep.json", about() | sweep_results(rungs, grid))
-        show(f"rung {len(rungs)}", *rung_table(rungs[-1]), "")
-
-    def seeds_from(arms: Sequence[Arm], first: int, until: int) -> list[MethodRun]:
-        return run(arms, first_seed=first, seeds=until, stops_are_left_out=True)
-
-    best, runs = halve(arms, seeds, seeds_from, report, same_problems=same_problems)
-    show(*best_lines(best, grid), "")
-    return [row.arm for row in best], runs

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -47,11 +47,6 @@ class Row:
     verdict: ArmVerdict | None
     """Against the best candidate of its method on this rung; None where a guard has stopped one of its runs."""
     goes_on: bool
-
-    @property
-    def end(self) -> float:
-        """Mean over seeds; -1 if it was stopped."""
-        return statistics.mean(self.ends.values()) if self.verdict else -1.0
 
 
 def parse_grid(given: Sequence[str], config: Config) -> dict[str, list[str]]:
@@ -111,37 +106,27 @@ def rung_seeds(seeds: int) -> list[int]:
 
 
 def halve(
-    arms: Sequence[Arm],
-    seeds: int,
-    run: Callable[[Sequence[Arm], int, int], list[MethodRun]],
-    report: Callable[[list[list[Row]]], None],
-    *,
-    same_problems: bool,
-) -> tuple[list[Row], list[MethodRun]]:
-    """Run rung after rung; returns the best candidate of each method and their runs on all seeds.
+    arms: Sequence[Arm], seeds: int, run: Callable[..., list[MethodRun]], *, same_problems: bool
+) -> Iterator[tuple[list[Row], list[MethodRun]]]:
+    """Run rung after rung; after each, its rows and all runs so far of the candidates that go on.
 
     Args:
-        run: runs arms on the seeds from one number to before another; leaves out what a guard has stopped.
-        report: takes the rungs so far, after each.
+        run: `run_all` of a job.
 
     Raises:
         RunAborted: all candidates of a method were stopped.
     """
     runs: list[MethodRun] = []
-    rungs: list[list[Row]] = []
-    first, left = 0, list(arms)
-    best: list[Row] = []
+    first = 0
     for until in rung_seeds(seeds):
-        runs += run(left, first, until)
-        rungs.append([])
-        for method in dict.fromkeys(arm.method for arm in left):
-            of_method = [arm for arm in left if arm.method == method]
-            rungs[-1] += _ranked(of_method, runs, until, last=until == seeds, same_problems=same_problems)
-        best = [row for row in rungs[-1] if row.goes_on]
-        left = [row.arm for row in best]
-        report(rungs)
+        runs += run(arms, first_seed=first, seeds=until, stops_are_left_out=True)
+        rows: list[Row] = []
+        for method in dict.fromkeys(arm.method for arm in arms):
+            of_method = [arm for arm in arms if arm.method == method]
+            rows += _ranked(of_method, runs, until, last=until == seeds, same_problems=same_problems)
+        arms = [row.arm for row in rows if row.goes_on]
         first = until
-    return best, [one for arm in left for one in runs if one.arm == arm.name]
+        yield rows, [one for arm in arms for one in runs if one.arm == arm.name]
 
 
 def _ranked(
@@ -151,66 +136,50 @@ def _ranked(
     ends = {arm.name: {run.seed: _end(run) for run in runs if run.arm == arm.name} for arm in arms}
     whole = [arm for arm in arms if len(ends[arm.name]) == seeds]
     if not whole:
-        raise RunAborted(f"every candidate of {arms[0].method} was stopped; their directories have the reasons")
-    whole.sort(key=lambda arm: -statistics.mean(ends[arm.name].values()))
+        raise RunAborted(f"every candidate of {arms[0].method} was stopped; the log has the reasons")
+    whole.sort(key=lambda arm: -_mean(ends[arm.name]))
     # without a GRPO among them the first is what the others are compared with: here the best, not the soonest
     verdict = judge(runs, [replace(arm, method="") for arm in whole], same_problems=same_problems)
-    kept = 1 if last else (len(whole) + 1) // 2
-    rows = [
-        Row(arm, ends[arm.name], one, i < kept) for i, (arm, one) in enumerate(zip(whole, verdict.arms, strict=True))
-    ]
+    on = whole[: 1 if last else (len(whole) + 1) // 2]
+    rows = [Row(arm, ends[arm.name], one, arm in on) for arm, one in zip(whole, verdict.arms, strict=True)]
     return rows + [Row(arm, ends[arm.name], None, goes_on=False) for arm in arms if arm not in whole]
 
 
 def rung_table(rows: Sequence[Row]) -> list[str]:
     """For people: what was compared on a rung, and which go on."""
     width = max(len(row.arm.name) for row in rows) + 2
-    seeds = max(len(row.ends) for row in rows)
     lines = [f"{'candidate':<{width}}{'steps':>6} {'end':>7} {'end - best':>28} {'CPU s':>7} {'tokens':>11}"]
     for row in rows:
-        told = f"{row.arm.name:<{width}}{row.arm.steps:>6}"
-        if row.verdict is None:
-            lines.append(f"{told} stopped by a guard")
-            continue
-        costs = row.verdict.costs
-        told += f" {100 * row.end:>6.1f}% {difference_text(row.verdict):>28}"
-        lines.append(f"{told} {costs['train_cpu_s']:>7.1f} {costs['tokens_generated']:>11,.0f}{' *' * row.goes_on}")
-    return [f"seeds: {seeds}; * goes on", *lines]
+        told = f"{row.arm.name:<{width}}{row.arm.steps:>6} "
+        if row.verdict:
+            cpu_s, tokens = (row.verdict.costs[kind] for kind in ("train_cpu_s", "tokens_generated"))
+            told += f"{100 * _mean(row.ends):>6.1f}% {difference_text(row.verdict):>28} {cpu_s:>7.1f} {tokens:>11,.0f}"
+        lines.append(told + (" *" if row.goes_on else "" if row.verdict else "stopped by a guard"))
+    return [f"{max(len(row.ends) for row in rows)} seeds; * goes on", *lines]
 
 
-def best_lines(best: Sequence[Row], grid: Grid) -> list[str]:
-    """The best of each method as settings to paste, and where the grid ends too soon."""
+def best_lines(rows: Sequence[Row], grid: Grid) -> list[str]:
+    """The best of each method as settings to paste, and where the grid may end too soon."""
     lines = []
-    for row in best:
-        lines.append(f"{row.arm.method}: {' '.join(row.arm.settings)}")
-        settings = dict(setting.split("=", 1) for setting in row.arm.settings)
-        numbers = {key: [n for v in values if isinstance(n := _number(v), float)] for key, values in grid.items()}
-        lines += [
-            f"  {key} = {settings[key]} is at the edge of the grid; a wider one may have a better"
-            for key, known in numbers.items()
-            if len(known) > 1 and _number(settings[key]) in (min(known), max(known))
-        ]
+    for row in rows:
+        if row.goes_on:
+            settings = dict(setting.split("=", 1) for setting in row.arm.settings)
+            values = {key: _number(settings[key]) for key in grid}
+            known = {key: sorted(n for n in map(_number, grid[key]) if isinstance(n, float)) for key in grid}
+            edges = [key for key in grid if len(known[key]) > 1 and values[key] in (known[key][0], known[key][-1])]
+            lines.append(f"{row.arm.method}: {' '.join(row.arm.settings)}")
+            lines += [f"  {key} is at the edge of its grid; a value beyond may be better" for key in edges]
     return lines
 
 
 def sweep_results(rungs: Sequence[Sequence[Row]], grid: Grid) -> dict[str, Any]:
     """For sweep.json."""
-    return {
-        "grid": dict(grid),
-        "rungs": [[_row_values(row) for row in rows] for rows in rungs],
-        "best": {row.arm.method: list(row.arm.settings) for row in rungs[-1] if row.goes_on},
-    }
+    best = {row.arm.method: row.arm.settings for row in rungs[-1] if row.goes_on}
+    return {"grid": grid, "rungs": [[asdict(row) for row in rows] for rows in rungs], "best": best}
 
 
-def _row_values(row: Row) -> dict[str, Any]:
-    found = row.verdict.end_difference if row.verdict else None
-    return {
-        "arm": asdict(row.arm),
-        "ends": row.ends,
-        "end_minus_best": found.as_json() if found else None,
-        "costs": row.verdict.costs if row.verdict else None,
-        "goes_on": row.goes_on,
-    }
+def _mean(ends: Mapping[int, float]) -> float:
+    return statistics.mean(ends.values())
 
 
 def _end(run: MethodRun) -> float:
