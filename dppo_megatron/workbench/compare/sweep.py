@@ -155,7 +155,8 @@ def rung_table(rows: Sequence[Row]) -> list[str]:
             cpu_s, tokens = (row.verdict.costs[kind] for kind in ("train_cpu_s", "tokens_generated"))
             told += f"{100 * _mean(row.ends):>6.1f}% {difference_text(row.verdict):>28} {cpu_s:>7.1f} {tokens:>11,.0f}"
         lines.append(told + (" *" if row.goes_on else "" if row.verdict else "stopped by a guard"))
-    return [f"{max(len(row.ends) for row in rows)} seeds; * goes on", *lines]
+    seeds = max(len(row.ends) for row in rows)
+    return [f"seeds: {seeds}{', so intervals are over problems only' * (seeds == 1)}; * goes on", *lines]
 
 
 def best_lines(rows: Sequence[Row], grid: Grid) -> list[str]:
