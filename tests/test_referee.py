@@ -12,10 +12,11 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from referee import measure, methods
+from referee import methods, replay
 from referee.bound import readings
-from referee.measure import GROUP, PROMPTS, ROWS, Outcome, World, judge, uniform_prompts, weighted
+from referee.measure import judge
 from referee.record import sequence_masks
+from referee.replay import GROUP, PROMPTS, ROWS, Outcome, World, uniform_prompts, weighted
 
 # ------------------------------------------------------------------------------------------------- the definitions
 
@@ -136,7 +137,7 @@ def test_the_expectation_is_that_over_every_group() -> None:
     np.testing.assert_allclose(world.expected(size=3), total / len(groups), rtol=1e-6)
 
 
-def _judged(row: measure.Replay, world: World, replays: int = 80) -> dict[str, float]:
+def _judged(row: replay.Replay, world: World, replays: int = 80) -> dict[str, float]:
     exact = world.expected()
     found = judge([list(row(world, [world], seed)) for seed in range(replays)], exact)
     for name in ("variance_ratio", "variance_ratio_error"):
@@ -170,7 +171,7 @@ def test_another_length_is_scale_and_another_direction_is_not() -> None:
 def test_the_full_batch_is_itself() -> None:
     """The package's Selector without pruning: the same gradient, to rounding."""
     world = _world()
-    for outcome in measure.package("grpo")(world, [world], 0):
+    for outcome in replay.package("grpo")(world, [world], 0):
         np.testing.assert_allclose(outcome.gradient, outcome.full, rtol=1e-6, atol=1e-9)
         assert outcome.generated == outcome.trained == 1.0
 

@@ -19,8 +19,9 @@ import numpy as np
 from dppo_megatron.pruning.designs import WaterFiller
 from dppo_megatron.types import FloatArray
 from referee import methods
-from referee.measure import GROUP, World, read_worlds
+from referee.measure import read_worlds
 from referee.record import MEASURED, REPOSITORY
+from referee.replay import GROUP, World
 
 RATES = (0.3, 0.5, 0.7, 0.9)
 _FLOOR = 0.2
@@ -43,12 +44,11 @@ def prompt_moments(world: World, last: World, groups: int = 64) -> tuple[FloatAr
 
 def completion_moments(world: World) -> tuple[FloatArray, FloatArray]:
     """|A gradient|^2 and |A| of the completions of one epoch's groups, flat; what is known after the rollout."""
-    rows, moments, sizes = np.arange(len(world.rewards)), [], []
+    rows = np.arange(len(world.rewards))
     group = world.groups(rows, GROUP, np.random.default_rng(1))
     advantages = methods.advantages_of(world.rewards[rows[:, None], group])
     squared = np.square(world.gradients["unit"][rows[:, None], group], dtype=np.float64).sum(-1)
-    moments, sizes = (advantages**2 * squared).ravel(), np.abs(advantages).ravel()
-    return moments, sizes
+    return (advantages**2 * squared).ravel(), np.abs(advantages).ravel()
 
 
 def readings(moments: FloatArray, score: FloatArray, rate: float, floor: float) -> dict[str, float]:

@@ -43,7 +43,8 @@ def cost_aware(advantages: FloatArray, lengths: IntArray, draws: int, rng: np.ra
         return np.zeros(len(size))
     prob = size / size.sum()
     counts = rng.multinomial(draws, prob)
-    return counts / (draws * np.where(prob > 0, prob, 1.0))
+    weight: FloatArray = counts / (draws * np.where(prob > 0, prob, 1.0))
+    return weight
 
 
 def pods(rewards: FloatArray, keep: int, rng: np.random.Generator) -> tuple[BoolArray, FloatArray]:
@@ -81,7 +82,7 @@ def vip_allocation(pass_rate: FloatArray, budget: int, low: int, high: int) -> I
     for _ in range(200):
         level = (below + above) / 2
         below, above = (level, above) if np.clip(level * size, low, high).sum() < budget else (below, level)
-    count = np.floor(np.clip(above * size, low, high) + 1e-9).astype(np.int64)
+    count: IntArray = np.floor(np.clip(above * size, low, high) + 1e-9).astype(np.int64)
     while count.sum() < budget and (count < high).any():
         count[np.argmax(np.where(count < high, size**2 / (count * (count + 1)), -1.0))] += 1
     return count
@@ -106,7 +107,8 @@ def duet_allocation(spread: FloatArray, length: FloatArray, tokens: float, most:
 
 def _duet_count(spread: FloatArray, length: FloatArray, log_level: float, most: int) -> IntArray:
     real = spread / np.sqrt(np.exp(log_level) * np.maximum(length, 1.0))
-    return np.clip(np.rint(real), 1, most).astype(np.int64)
+    count: IntArray = np.clip(np.rint(real), 1, most).astype(np.int64)
+    return count
 
 
 def duet_abort(
@@ -133,7 +135,8 @@ def speed_screen(rewards: FloatArray, screening: int) -> BoolArray:
     of the screening too.
     """
     first = rewards[:, :screening]
-    return first.max(1) > first.min(1)
+    passes: BoolArray = first.max(1) > first.min(1)
+    return passes
 
 
 # ------------------------------------------------------------------------------------------------- tokens

@@ -73,7 +73,8 @@ class Gradients:
         def values(parameters: dict[str, Tensor], ids: Tensor, at: Tensor, mask: Tensor) -> Tensor:
             logits = functional_call(self.model, parameters, (ids[None],), {"use_cache": False}).logits[0]
             chosen = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-            return (mask * chosen[at]).sum(-1)
+            value: Tensor = (mask * chosen[at]).sum(-1)
+            return value
 
         parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         by_name = vmap(jacrev(values), (None, 0, 0, 0))(parameters, tokens, place, masks)
@@ -84,7 +85,8 @@ class Gradients:
         """[n, tokens] entropy of the distribution that each completion token was drawn from."""
         tokens, place = _padded(pairs)
         logp = self.model(tokens, use_cache=False).logits.log_softmax(-1)
-        return (-(logp.exp() * logp).sum(-1)).gather(1, place)
+        per_token: Tensor = -(logp.exp() * logp).sum(-1)
+        return per_token.gather(1, place)
 
 
 def _padded(pairs: Sequence[tuple[Sequence[int], Completion]]) -> tuple[Tensor, Tensor]:
@@ -133,10 +135,10 @@ def token_designs(gradients: Gradients, pairs: Sequence[tuple[Sequence[int], Com
     return {f"design_{name}": np.array(values) for name, values in found.items()}
 
 
-def make_loop(work: Path, sft_steps: int, overrides: Sequence[str]) -> Loop:
-    """The quickstart's job without pruning, from its own task."""
-    write_task(work, seed=0)
-    write_tiny_qwen3(work / "model", seed=0)
+def make_loop(work: Path, sft_steps: int, overrides: Sequence[str], seed: int = 0) -> Loop:
+    """The quickstart's job without pruning, on the task of this seed, after SFT."""
+    write_task(work, seed=seed)
+    write_tiny_qwen3(work / "model", seed=seed)
     settings = {
         "run_dir": work / "run",
         "model.hf_path": work / "model",
