@@ -102,11 +102,11 @@ class Learner:
         weight: FloatArray = np.ones(length)
         until = length
         if self.row == "tokens, nat uniform 50 %":
-            weight = 2.0 * (self.rng.random(length) < 0.5)
+            weight = np.where(self.rng.random(length) < 0.5, 2.0, 0.0)
         elif self.row == "tokens, nat prefix":
             cut, inclusion = methods.nat_prefix(length, max(int(PREFIX * length), 1))
             until = int(self.rng.choice(length, p=cut)) + 1
-            weight = np.where(np.arange(length) < until, 1.0 / inclusion, 0.0)
+            weight = np.asarray(np.where(np.arange(length) < until, 1.0 / inclusion, 0.0))
         elif self.row == "tokens, first half":
             until = -(-length // 2)
             weight = (np.arange(length) < until).astype(np.float64)

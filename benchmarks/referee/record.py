@@ -213,7 +213,9 @@ def all_gradients(
     """Sketches [prompts, completions, SKETCH] of every kind, and the exact designs of some completions."""
     prompts, per_prompt = loop.job.train_prompts, len(completions[0])
     flat = [(prompts[q].token_ids, one) for q, row in enumerate(completions) for one in row]
-    order = sorted(range(len(flat)), key=lambda i: len(flat[i][0]) + len(flat[i][1].token_ids))
+    # no group of a prompt whose completions are all alike has an advantage
+    mixed = np.flatnonzero((rewards.min(1) < rewards.max(1)).repeat(per_prompt)).tolist()
+    order = sorted(mixed, key=lambda i: len(flat[i][0]) + len(flat[i][1].token_ids))
     out = {kind: np.zeros((len(flat), SKETCH), dtype=np.float32) for kind in KINDS}
     for start in range(0, len(order), chunk):
         rows = order[start : start + chunk]
@@ -222,8 +224,6 @@ def all_gradients(
         sketched = gradients.sketch(gradients.rows(pairs, masks).flatten(0, 1)).view(len(rows), len(KINDS), SKETCH)
         for index, kind in enumerate(KINDS):
             out[kind][rows] = sketched[:, index].numpy()
-    # of prompts that have gradient, as only those are cut
-    mixed = np.flatnonzero((rewards.min(1) < rewards.max(1)).repeat(per_prompt))
     some = generator(0, "designs").choice(mixed, min(DESIGNS, len(mixed)), replace=False)
     found = token_designs(gradients, [flat[i] for i in some]) | {"design_index": some}
     return {kind: rows.reshape(len(prompts), per_prompt, SKETCH) for kind, rows in out.items()} | found

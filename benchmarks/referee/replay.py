@@ -62,8 +62,9 @@ class World:
 
     def gradient(self, prompts: IntArray, chosen: IntArray, factors: FloatArray, kind: str = "unit") -> FloatArray:
         """sum of factors [K, n] times gradients."""
-        rows = self.gradients[kind][np.repeat(prompts, chosen.shape[1]), chosen.ravel()]
-        return np.asarray(factors.ravel() @ rows, dtype=np.float64)
+        row, column = np.nonzero(factors)
+        rows = self.gradients[kind][prompts[row], chosen[row, column]]
+        return np.asarray(factors[row, column].astype(np.float32) @ rows, dtype=np.float64)
 
     def expected(self, kind: str = "unit", size: int = GROUP) -> FloatArray:
         """E g of the full batch over every group of `size`: exact, for rewards of 0 and 1.
@@ -226,7 +227,7 @@ CHOICES: dict[str, Choose] = {
 }
 
 
-def weighted(choose: Choose, kind: str = "unit") -> Replay:
+def weighted(choose: Choose, kind: str = "unit", share: float = 1.0) -> Replay:
     """A method that gives each completion of a full batch a weight: choose(rewards, advantages, lengths, rng)."""
 
     def run(world: World, _: list[World], seed: int) -> Iterable[Outcome]:
@@ -235,9 +236,9 @@ def weighted(choose: Choose, kind: str = "unit") -> Replay:
             at = rows[:, None], group
             advantages, lengths = methods.advantages_of(world.rewards[at]), world.lengths[at]
             weight = choose(world.rewards[at], advantages, lengths, rng)
-            share = float((lengths * (weight != 0)).sum() / lengths.sum())
+            trained = share * float((lengths * (weight != 0)).sum() / lengths.sum())
             full = world.gradient(rows, group, advantages / advantages.size)
-            yield Outcome(world.gradient(rows, group, weight * advantages / advantages.size, kind), full, 1.0, share)
+            yield Outcome(world.gradient(rows, group, weight * advantages / advantages.size, kind), full, 1.0, trained)
 
     return run
 
@@ -396,6 +397,6 @@ ROWS: dict[str, Replay] = {
     "completions, infobatch 50 %": _completions("infobatch"),
     "completions, infobatch 70 %": _completions("infobatch", 0.7),
     "completions, max_variance 50 %": _completions("max_variance"),
-    "tokens, first half": weighted(everything, "first_half"),
-    "tokens, entropy 20 %": weighted(everything, "entropy"),
+    "tokens, first half": weighted(everything, "first_half", 0.5),
+    "tokens, entropy 20 %": weighted(everything, "entropy", 0.2),
 }
