@@ -77,12 +77,13 @@ def main() -> None:
     """Print a table for each level."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--world", type=Path, default=REPOSITORY / "runs" / "referee", help="what `record` wrote")
+    parser.add_argument("--after", nargs="+", type=int, choices=MEASURED, default=list(MEASURED), help="steps")
     parser.add_argument("--json", type=Path, help="also write every figure here")
     arguments = parser.parse_args()
     found: dict[str, dict[str, float]] = {}
     print("| after | level | r | 1 / (1 - r) | all | lower half | by score | by the true moment |")
     print("|---|---|---|---|---|---|---|---|")
-    for after in MEASURED:
+    for after in arguments.after:
         world, earlier = read_worlds(arguments.world, after)
         levels = {"prompts": (*prompt_moments(world, earlier[-1]), _FLOOR)}
         levels["completions"] = (*completion_moments(world), 0.0)
