@@ -43,7 +43,7 @@ KINDS = ("unit", "first_half", "entropy")
 """Gradients of all tokens, of the first half, and of the fifth with the largest entropy; all over the full length."""
 RECORDED, MEASURED = (0, 8, 16, 24, 32, 40), (8, 24, 40)
 """Steps after which outcomes are recorded, an epoch apart; those after which methods are judged by gradients."""
-DESIGNS = 128
+DESIGNS = 384
 """Completions whose every token's gradient is taken."""
 PREFIX = 0.25
 """NAT's shortest prefix, as a share of the completion."""

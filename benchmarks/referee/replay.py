@@ -291,6 +291,12 @@ def vip(budget: float) -> Plan:
     return plan
 
 
+def half_groups(last: Visit) -> tuple[IntArray, FloatArray]:
+    """Every prompt half as many: the yardstick of an allocation of half the rollouts."""
+    count = np.full(len(last.pass_rate), GROUP // 2)
+    return count, 1.0 / (len(count) * count)
+
+
 def duet(budget: float) -> Plan:
     """DUET with this share of a full step's tokens."""
 
@@ -381,6 +387,7 @@ ROWS: dict[str, Replay] = {
     "prompts, greso_ht": _prompts("greso_ht"),
     "prompts, dynamic_sampling": package("dynamic_sampling"),
     "prompts, speed": speed(4),
+    "prompts, groups of 4": allocated(half_groups),
     "prompts, vip 100 %": allocated(vip(1.0)),
     "prompts, vip 50 %": allocated(vip(0.5)),
     "prompts, duet 100 %, no abort": allocated(duet(1.0)),
