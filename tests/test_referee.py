@@ -176,7 +176,6 @@ def test_the_full_batch_is_itself() -> None:
         assert outcome.generated == outcome.trained == 1.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS)
 def test_every_row_can_be_repeated(row: str) -> None:
     """An epoch after one of history, on made-up outcomes: finite gradients, and costs within what there is."""
