@@ -159,10 +159,11 @@ class _Line(msgspec.Struct):
 
 
 class _Part(NamedTuple):
-    """Where in the file a line is, without its newline."""
+    """Where in the file a line is, and where the next one begins."""
 
     start: int
     size: int
+    end: int
 
 
 @dataclass
@@ -213,13 +214,12 @@ def rewind(
         said.append(f"warning: {path}: the lines of {len(missing)} finished steps are lost ({listed})")
     parts = [found.kept[step] for step in sorted(found.kept)]
     first = [] if header is None or _HEADER in found.kept else [_line(header)]
-    ends = [part.start + part.size + 1 for part in parts]
-    end = ends[-1] if ends else 0
-    if first or [part.start for part in parts] != [0, *ends][: len(parts)] or end > found.size:
+    ends = [0, *(part.end for part in parts)]
+    if first or any(part != (end, part.size, end + part.size + 1) for end, part in zip(ends, parts, strict=False)):
         with replacing(path, durable=True) as file:
             file.writelines(line + b"\n" for source in (first, _lines_at(path, parts)) for line in source)
-    elif end < found.size:
-        _truncate(path, end)
+    elif ends[-1] < found.size:
+        _truncate(path, ends[-1])
     found.sums.pop(_HEADER, None)
     return said, found.sums
 
@@ -235,7 +235,7 @@ def _look_through(path: Path, last_step: int, sums: Mapping[int, int] | None) ->
             start, line = found.size + len(whole) - len(whole.lstrip(_BLANK)), whole.strip(_BLANK + b"\n")
             found.size += len(whole)
             if whole.endswith(b"\n") or _parsed(line) or found.missing(sums):
-                _place(found, _Part(start, len(line)), line, last_step, sums)
+                _place(found, _Part(start, len(line), found.size), line, last_step, sums)
             # else it is a torn line, which was never completely written
     return found
 
@@ -276,7 +276,7 @@ def move_to_old(path: Path, old: Path | None = None) -> Path | None:
 def _parsed(line: bytes) -> _Line | None:
     """None if it is no line of a record."""
     try:
-        row = _decode(line)
+        row = _decode(line.decode())  # of bytes, msgspec does not look at the strings that it skips
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return None if row.step is row.format is msgspec.UNSET else row
