@@ -169,37 +169,39 @@ def _noisy(arm: str, seed: int, evaluations: int, step_s: float, noise: float, r
     return MethodRun(arm, seed, curve, {"prompts": "unbiased"}, {}, {})
 
 
-def _noisy_factors(seeds: int, true: float, noise: float, trials: int, share: str) -> list[Interval]:
+def _noisy_factors(seeds: int, true: float, noise: float, trials: int) -> dict[str, list[Interval]]:
     """Of `dppo` with twice the evaluations and this true factor, which is the ratio of the seconds a step at any level:
     both are on one curve."""
-    found, rng, arms = [], np.random.default_rng(seeds), parse_arms("grpo,dppo", _config(), 1.0)
+    found, rng, arms = (
+        dict[str, list[Interval]](),
+        np.random.default_rng(seeds),
+        parse_arms("grpo,dppo", _config(), 1.0),
+    )
     for _ in range(trials):
         runs = [_noisy("grpo", seed, 11, 1.26, noise, rng) for seed in range(seeds)]
         runs += [_noisy("dppo", seed, 21, 1.26 / true, noise, rng) for seed in range(seeds)]
-        factor = judge(runs, arms).arms[1].factors["train_cpu_s"][share]
-        assert factor is not None
-        found.append(factor)
+        for share, factor in judge(runs, arms).arms[1].factors["train_cpu_s"].items():
+            assert factor is not None
+            found.setdefault(share, []).append(factor)
     return found
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-@pytest.mark.parametrize("share", ["0.9", "0.95"])
-def test_the_interval_of_a_factor_holds_the_truth(seeds: int, share: str) -> None:
+def test_the_interval_of_a_factor_holds_the_truth(seeds: int) -> None:
     """Of 120 comparisons with 3 points of noise, what the quickstart's evaluations show at a constant rate: the true
-    factor is in at least 89 %, three standard errors below the nominal 95. It is no wider than it must be: 4 of 5
+    factor is in at least 89 %, three standard errors below the nominal 95. It is no wider than it must be: 7 of 10
     factors of 2.8 are told from 1."""
-    found = _noisy_factors(seeds, 2.8, 0.03, 120, share)
-    held = np.mean([one.low <= 2.8 <= one.high for one in found])
-    assert held >= 0.89, held
-    told = np.mean([not one.is_noise for one in found])
-    assert told >= 0.8, told
+    for share, found in _noisy_factors(seeds, 2.8, 0.03, 120).items():
+        held = np.mean([one.low <= 2.8 <= one.high for one in found])
+        told = np.mean([not one.is_noise for one in found])
+        assert held >= 0.89 and told >= 0.7, (share, held, told)
 
 
 @pytest.mark.parametrize(("true", "noise"), [(1.0, 0.03), (1.2, 0.05)])
 def test_a_factor_whose_error_is_larger_than_its_effect_is_not_printed(true: float, noise: float) -> None:
     """No effect at all, or one that is lost in the noise: shown in no more than a tenth of 60 comparisons."""
-    found = _noisy_factors(1, true, noise, 60, "0.95")
-    assert np.mean([one.median > 0 and not one.is_noise for one in found]) <= 0.1
+    for share, found in _noisy_factors(1, true, noise, 60).items():
+        assert np.mean([one.median > 0 and not one.is_noise for one in found]) <= 0.1, share
 
 
 def test_what_is_not_printed_is_told_below() -> None:

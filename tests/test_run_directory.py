@@ -437,7 +437,11 @@ def test_a_full_trace_loses_its_older_half_and_says_so_once(tmp_path: Path) -> N
         assert head["dropped_before"] <= rows[0]["step"] and rows[-1]["step"] == 100
         assert 500 < (tmp_path / "trace.jsonl").stat().st_size <= 1000
     told = [line for line in said if "trace.jsonl" in line]
-    assert [("is full" in line, "after step 40" in line) for line in told] == [(True, False), (False, True), (True, False)]
+    assert [("is full" in line, "after step 40" in line) for line in told] == [
+        (True, False),
+        (False, True),
+        (True, False),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints

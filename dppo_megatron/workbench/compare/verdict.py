@@ -133,20 +133,22 @@ def accuracy_at(curve: Curve, cost: float) -> float:
 
 
 def median_over_seeds(values: Sequence[float] | Sequence[FloatArray]) -> Interval:
-    """Median with its bootstrap interval: as many seeds drawn with replacement, again and again, each with the noise of
-    one of its copies.
+    """Median with its bootstrap interval: as many seeds drawn with replacement, again and again, and of n drawn seeds
+    2 n / (n + 1) in the noise of one of their copies.
 
-    Seeds alone are too few: the interval of three holds the true median in 75 % of cases, since all three are on one
-    side of it in the others.
+    One seed has no spread but that of its copies; the spread of ten has their noise in it. Seeds alone are too few: the
+    interval of three holds the true median in 75 % of cases, since all three are on one side of it in the others. With
+    this share it is 94 to 97 % for 1, 3, 5 and 10 seeds that differ by noise; with all drawn from copies, 99 to 100 %.
 
     Args:
         values: one a seed, at least one; 0 for a factor of a run that never got there, since it is slower than any
             that did. Or [1 + copies] of each: the value and what it is in noisy copies.
     """
     array = np.asarray(values, dtype=np.float64).reshape(len(values), -1)
-    noisy, draw = array[:, 1:] if array.shape[1] > 1 else array, generator(0, "bootstrap over seeds", len(array))
-    chosen = draw.integers(len(array), size=(RESAMPLES, len(array)))
-    drawn = noisy[chosen, draw.integers(noisy.shape[1], size=chosen.shape)]
+    count, draw = len(array), generator(0, "bootstrap over seeds", len(array))
+    chosen = draw.integers(count, size=(RESAMPLES, count))
+    copy = draw.integers(array.shape[1] > 1, array.shape[1], size=chosen.shape)
+    drawn = array[chosen, np.where(draw.random(chosen.shape) * (count + 1) < 2, copy, 0)]
     low, high = (float(end) for end in np.quantile(np.median(drawn, axis=1), (0.025, 0.975)))
     median = float(np.median(array[:, 0]))
     return Interval(median, low, high, is_noise=median > 0 and low < high and low <= 1.0 <= high)
