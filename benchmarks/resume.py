@@ -41,23 +41,19 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         run = Path(folder)
-        sums = {
-            name: _write(run / name, arguments.steps, line)
-            for name, line in (
-                ("metrics.jsonl", {f"group/metric_{number}": 0.123456789 for number in range(100)}),
-                ("trace.jsonl", _trace(arguments.prompts, arguments.completions)),
-            )
-        }
+        metrics: dict[str, object] = {f"group/metric_{number}": 0.123456789 for number in range(100)}
+        rows = {"metrics.jsonl": metrics, "trace.jsonl": _trace(arguments.prompts, arguments.completions)}
+        sums = {name: _write(run / name, arguments.steps, row) for name, row in rows.items()}
         (run / "run.json").write_text('{"format": "dppo_megatron run 1", "run": "x"}')
-        row = {"steps": arguments.steps, "trace_gb": (run / "trace.jsonl").stat().st_size / 1e9}
+        found = {"steps": arguments.steps, "trace_gb": (run / "trace.jsonl").stat().st_size / 1e9}
         with get_context("spawn").Pool(1) as pool:  # a process of its own has its own peak of memory
-            row |= pool.apply(_resume, (run, arguments.steps - AGAIN, sums))
+            found |= pool.apply(_resume, (run, arguments.steps - AGAIN, sums))
     shown = "{steps:,} steps, trace of {trace_gb:.2f} GB: {cpu_s:.2f} CPU s ({wall_s:.2f} s), {mb:.0f} MB"
-    print(shown.format(**row))
+    print(shown.format(**found))
     if arguments.json:
-        row |= {"version": __version__, "machine": platform.processor() or platform.machine()}
-        arguments.json.write_text(json.dumps(row, indent=1) + "\n")
-    return int(row["cpu_s"] >= MOST_CPU_S or row["mb"] >= MOST_MB)
+        about = {"version": __version__, "machine": platform.processor() or platform.machine()}
+        arguments.json.write_text(json.dumps(found | about, indent=1) + "\n")
+    return int(found["cpu_s"] >= MOST_CPU_S or found["mb"] >= MOST_MB)
 
 
 def _trace(prompts: int, completions: int) -> dict[str, object]:

@@ -4,9 +4,8 @@ No line is ever lost. One that does not fit on a full disk waits in memory. One 
 that is done again, is moved to `old/` beside the record, whole: two lines whose newline was lost are one damaged line.
 A checkpoint stores a checksum of every line up to its step, so that even a changed digit is detected.
 
-That costs one pass over the file, which holds one line at a time and parses none that has its checksum: 10,000 steps of
-512 x 16 rollouts are a trace of 1.8 GB. A bounded record drops its older half when it is full, so that over the life of
-a run no byte is copied more than once on average.
+That costs one pass over the file, a line at a time, in which none that has its checksum is parsed: 10,000 steps of
+512 x 16 rollouts are 1.9 GB. A bounded record drops its older half when it is full: a byte is copied once on average.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -53,7 +52,7 @@ class JsonLines:
         self._path, self._max_bytes = path, max_bytes
         self._file = append_to(path)  # open for the life of the run
         self._waiting: list[bytes] = []
-        self._said: set[str] = set()
+        self._is_cut = False
         self.sums = dict(sums or {})
         """CRC-32 of every line that has a step, written or waiting."""
 
@@ -108,28 +107,21 @@ class JsonLines:
         size = os.fstat(self._file.fileno()).st_size
         if not (last and 0 < self._max_bytes < size):
             return []
-        try:
-            said = self._drop_older_half(size, last)
-        except OSError as error:  # no room for the copy: the lines themselves are safe
-            said = f"warning: {self._path} cannot be kept below its bound ({error.strerror}), and grows beyond it"
-            self._max_bytes += self._max_bytes // 8  # not again with each line
-        told = said in self._said
-        self._said.add(said)
-        return [] if told or not said else [said]
-
-    def _drop_older_half(self, size: int, last: int) -> str:
         with open_to_read(self._path) as file:
             head = file.readline()
             file.seek(max(len(head), min(size - self._max_bytes // 2, size - last)) - 1)
             file.readline()
             start, first = file.tell(), _parsed(file.readline())
-        if start == len(head) or first is None or _parsed(head) is None:
-            return ""
-        first_step = _step_of(first)
-        header = msgspec.json.decode(head) | {"dropped_before": first_step}
-        self._rewrite(_line(header) + b"\n", start)
-        self.sums = {step: crc for step, crc in self.sums.items() if step >= first_step}
-        return f"{self._path} is full: its older half is dropped, now and whenever it is full again"
+        if start == len(head) or not first or not _parsed(head):
+            return []
+        told, self._is_cut = self._is_cut, True
+        try:
+            self._rewrite(_line(msgspec.json.decode(head) | {"dropped_before": first.number}) + b"\n", start)
+        except OSError as error:  # no room for the copy: the lines themselves are safe
+            self._max_bytes = 0
+            return [f"warning: {self._path} cannot be shortened ({error.strerror}), and grows beyond its bound"]
+        self.sums = {step: crc for step, crc in self.sums.items() if step >= first.number}
+        return [] if told else [f"{self._path} is full: its older half is dropped, now and whenever it is full again"]
 
     def _rewrite(self, head: bytes, start: int) -> None:
         """Replace the record by `head` and what the open file holds from `start` on."""
@@ -157,19 +149,17 @@ class _Line(msgspec.Struct):
     format: str | msgspec.UnsetType = msgspec.UNSET
     dropped_before: Annotated[int, msgspec.Meta(ge=0)] = 0
 
+    @property
+    def number(self) -> int:
+        return _HEADER if self.step is msgspec.UNSET else self.step
 
-class _Part(NamedTuple):
-    """Where in the file a line is, and where the next one begins."""
 
-    start: int
-    size: int
-    end: int
+_Part: TypeAlias = tuple[int, int, int]
+"""Where in the file a line begins, its bytes, and where the next one begins."""
 
 
 @dataclass
 class _Found:
-    """What a record holds."""
-
     kept: dict[int, _Part] = field(default_factory=dict)
     sums: dict[int, int] = field(default_factory=dict)
     """CRC-32 of those."""
@@ -214,12 +204,14 @@ def rewind(
         said.append(f"warning: {path}: the lines of {len(missing)} finished steps are lost ({listed})")
     parts = [found.kept[step] for step in sorted(found.kept)]
     first = [] if header is None or _HEADER in found.kept else [_line(header)]
-    ends = [0, *(part.end for part in parts)]
-    if first or any(part != (end, part.size, end + part.size + 1) for end, part in zip(ends, parts, strict=False)):
+    ends = [0, *(end for _, _, end in parts)]
+    if first or any(part != (end, part[1], end + part[1] + 1) for end, part in zip(ends, parts, strict=False)):
         with replacing(path, durable=True) as file:
             file.writelines(line + b"\n" for source in (first, _lines_at(path, parts)) for line in source)
     elif ends[-1] < found.size:
-        _truncate(path, ends[-1])
+        with open(open_own(path, os.O_RDWR), "r+b") as file:
+            file.truncate(ends[-1])
+            os.fsync(file.fileno())
     found.sums.pop(_HEADER, None)
     return said, found.sums
 
@@ -235,7 +227,7 @@ def _look_through(path: Path, last_step: int, sums: Mapping[int, int] | None) ->
             start, line = found.size + len(whole) - len(whole.lstrip(_BLANK)), whole.strip(_BLANK + b"\n")
             found.size += len(whole)
             if whole.endswith(b"\n") or _parsed(line) or found.missing(sums):
-                _place(found, _Part(start, len(line), found.size), line, last_step, sums)
+                _place(found, (start, len(line), found.size), line, last_step, sums)
             # else it is a torn line, which was never completely written
     return found
 
@@ -248,7 +240,7 @@ def _place(found: _Found, part: _Part, line: bytes, last_step: int, sums: Mappin
         if row is None:
             found.damaged.extend([part] if line.strip(_BLANK + b"\0") else [])
             return
-        step = _step_of(row)
+        step = row.number
         found.dropped_before = max(found.dropped_before, row.dropped_before)
     if step > last_step:
         found.later.append(part)
@@ -276,25 +268,18 @@ def move_to_old(path: Path, old: Path | None = None) -> Path | None:
 def _parsed(line: bytes) -> _Line | None:
     """None if it is no line of a record."""
     try:
-        row = _decode(line.decode())  # of bytes, msgspec does not look at the strings that it skips
+        row = msgspec.json.decode(line.decode(), type=_Line)  # of bytes, it does not look at the strings that it skips
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return None if row.step is row.format is msgspec.UNSET else row
 
 
-_decode = msgspec.json.Decoder(_Line).decode
-
-
-def _step_of(row: _Line) -> int:
-    return _HEADER if row.step is msgspec.UNSET else row.step
-
-
 def _lines_at(path: Path, parts: Sequence[_Part]) -> Iterator[bytes]:
     if parts:
         with open_to_read(path) as file:
-            for part in parts:
-                file.seek(part.start)
-                yield file.read(part.size)
+            for start, size, _ in parts:
+                file.seek(start)
+                yield file.read(size)
 
 
 def _append(path: Path, lines: Iterator[bytes]) -> None:
@@ -303,12 +288,6 @@ def _append(path: Path, lines: Iterator[bytes]) -> None:
         for line in lines:
             file.write(line + b"\n")
         os.fsync(file.fileno())  # before they disappear from the record
-
-
-def _truncate(path: Path, size: int) -> None:
-    with open(open_own(path, os.O_RDWR), "r+b") as file:
-        file.truncate(size)
-        os.fsync(file.fileno())
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

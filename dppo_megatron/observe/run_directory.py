@@ -11,7 +11,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -87,10 +87,10 @@ class RunDirectory:
                 if resumed_step is None and (where := move_to_old(path)):
                     log(f"warning: {path} is the record of a run without a checkpoint; it is now {where}")
                 said, kept = rewind(path, resumed_step or 0, sums.get(name), header if is_trace else None)
-                _log(said)
+                log(*said)
                 self._lines[name] = JsonLines(path, kept, int(config.observe.trace_max_gb * 1e9) if is_trace else 0)
             if resumed_step is not None:
-                _log(rewind_samples(self._path / SAMPLES, resumed_step, self._path / OLD))
+                log(*rewind_samples(self._path / SAMPLES, resumed_step, self._path / OLD))
                 return
             for name in _PRODUCTS:
                 if where := move_to_old(self._path / name):
@@ -99,7 +99,7 @@ class RunDirectory:
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Append a line to a log. If the disk is full the line waits, with one warning."""
         try:
-            _log(self._lines[name].write(row))
+            log(*self._lines[name].write(row))
         except OSError as error:
             if name not in self._troubled:
                 self._troubled.add(name)
@@ -129,7 +129,7 @@ class RunDirectory:
         """
         for name, lines in self._lines.items():
             try:
-                _log(lines.sync())
+                log(*lines.sync())
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self._path / name)) from None
             self._troubled.discard(name)
@@ -157,17 +157,12 @@ class RunDirectory:
     def close(self) -> None:
         for name, lines in self._lines.items():
             try:
-                _log(lines.flush())
+                log(*lines.flush())
             except OSError as error:
                 log(f"warning: {self._path / name} ends {lines.num_waiting} lines early ({error.strerror})")
             lines.close()
         self._lines = {}
         self._lock.release()
-
-
-def _log(said: Iterable[str]) -> None:
-    for line in said:
-        log(line)
 
 
 @contextmanager

@@ -7,9 +7,8 @@ The rules, chosen so that a sceptic would choose them:
 - A factor is the baseline's own cost to a level over the arm's cost to the same level, on curves smoothed alike. It is
   given for 90 and 95 % of the gain, by the clock and in CPU seconds; the latter hardly feel what else the machine does.
 - Where a noisy curve first touches a level is luck: the more evaluations, the earlier. So every curve is a moving mean
-  over three evaluations before anything is read from it, the baseline's too. (An isotonic fit is raised by
-  every peak: on exponential curves with 3 points of noise it errs 1.4 times as much and is 9 to 17 % low to 95 % of the
-  gain, the mean 2 to 4.)
+  over three evaluations before anything is read from it, the baseline's too. (An isotonic fit
+  is raised by every peak: with 3 points of noise it errs 1.4 times as much, and is 9 to 17 % low to 95 % of the gain.)
 - A level is a seed's own: its start plus a share of the gain that the best baseline made on that seed.
 - A factor has the error of its seeds and that of its curves: near the end a curve is so flat that a point of noise
   moves a crossing by a fifth of the run. Noisy copies of every curve show how much, end and level included. A factor
@@ -71,15 +70,13 @@ class Curve:
         """[1 + COPIES, n] this curve and noisy copies of it, all smoothed; equal for equal `name` and length.
 
         A copy is the smoothed curve plus residuals of it, drawn one by one with random signs. They are of the inner
-        points, enlarged by what their own share in the mean took away. Not in blocks: smoothing makes residuals of
-        neighbours opposed to each other, so that they average out in the copy's own mean, and 95 % intervals of one
-        seed from blocks of three hold the truth in 78 to 92 % of cases (one by one: 93 to 99). If the noise itself is
-        correlated, by .4 from one evaluation to the next, they are too narrow: 74 to 87 %, and 93 to 99 of three seeds.
+        points, enlarged by what their own share in the mean took away. Not in blocks: smoothing opposes residuals of
+        neighbours, which then average out in the copy, and 95 % intervals of one seed hold the truth in 78 to 92 % of
+        cases (one by one: 93 to 99; but 74 to 87 where the noise of an evaluation is correlated by .4 with the next).
         """
         mean, draw = moving_mean(self.accuracy), generator(0, f"noise of {name}")
         noise = (self.accuracy - mean)[1:-1] * np.sqrt(WINDOW / (WINDOW - 1)) if len(mean) > 2 else np.ones(1)
-        shape = COPIES, len(mean)
-        copies = mean + draw.choice(noise, shape) * draw.choice([-1.0, 1.0], shape)
+        copies = mean + draw.choice([*noise, *-noise], (COPIES, len(mean)))
         copies[:, 0] = self.accuracy[0]  # on a steep curve the mean of two is far from the start
         return Curve(self.cost, np.vstack([mean, moving_mean(copies)]))
 
@@ -212,21 +209,21 @@ def judge(runs: Sequence[MethodRun], arms: Sequence[Arm], *, same_problems: bool
     ends = {seed: _end(run) for seed, run in by_arm[best].items()}
     baseline = min(candidates, key=lambda name: _typical_cost(by_arm[name], ends))
     base = by_arm[baseline]
-    pace = [statistics.median(map(_clock_of_cpu, by_arm[arm.name].values())) for arm in arms]
-    copied = {name: {seed: _Copied.of(run) for seed, run in own.items()} for name, own in by_arm.items()}
+    lasts = [[run.curve[-1] for run in own.values()] for own in by_arm.values()]
+    pace = [statistics.median(one.train_s / max(one.train_cpu_s, 1e-9) for one in last) for last in lasts]
     return Verdict(
         baseline=baseline,
         gain_from=best,
         candidates=candidates,
         start=statistics.median(run.curve[0].accuracy for run in base.values()),
         gain=statistics.median(ends[seed] - run.curve[0].accuracy for seed, run in base.items()),
-        clock_spread=max(pace) / min(pace),
+        clock_spread=max(pace) / max(min(pace), 1e-9),
         arms=[
             _arm_verdict(
                 arm.name,
                 by_arm[arm.name],
                 base,
-                _factors(copied[arm.name], copied[baseline], copied[best]),
+                _factors(by_arm[arm.name], base, by_arm[best]),
                 None if arm.name == baseline else _ends_compared(by_arm[arm.name], base, same_problems),
             )
             for arm in arms
@@ -270,11 +267,6 @@ def _end(run: MethodRun) -> float:
     return float(Curve.of(run, "step").smoothed().accuracy[-1])
 
 
-def _clock_of_cpu(run: MethodRun) -> float:
-    """Clock seconds of a CPU second."""
-    return max(run.curve[-1].train_s, 1e-9) / max(run.curve[-1].train_cpu_s, 1e-9)
-
-
 def _typical_cost(runs: dict[int, MethodRun], ends: dict[int, float]) -> float:
     """Median CPU seconds to the highest level, infinite where it was not reached."""
     costs = []
@@ -285,32 +277,20 @@ def _typical_cost(runs: dict[int, MethodRun], ends: dict[int, float]) -> float:
     return statistics.median(costs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """A run with its smoothed accuracies [1 + COPIES, n], those of noisy copies behind its own."""
-
-    run: MethodRun
-    accuracy: FloatArray
-
-    @staticmethod
-    def of(run: MethodRun) -> _Copied:
-        return _Copied(run, Curve.of(run, "step").with_copies(f"{run.arm} on seed {run.seed}").accuracy)
-
-    def against(self, cost: Cost) -> Curve:
-        return Curve(Curve.of(self.run, cost).cost, self.accuracy)
-
-
 def _factors(
-    runs: dict[int, _Copied], base: dict[int, _Copied], best: dict[int, _Copied]
+    runs: dict[int, MethodRun], base: dict[int, MethodRun], best: dict[int, MethodRun]
 ) -> dict[str, dict[str, list[FloatArray]]]:
     """Clock, then share of the gain of `best`, to the factors of each seed and its copies, [1 + COPIES] each."""
     found: dict[str, dict[str, list[FloatArray]]] = {clock: {str(share): [] for share in SHARES} for clock in CLOCKS}
-    for clock, share in product(CLOCKS, SHARES):
-        for seed, run in runs.items():
-            start, end = base[seed].run.curve[0].accuracy, best[seed].accuracy[:, -1]
-            level = start + share * (end - start)
-            factor = _factor(run.against(clock), base[seed].against(clock), level)
-            if end[0] > start and np.isfinite(factor[0]):
+    for clock, seed in product(CLOCKS, runs):
+        ours, theirs, top = (
+            Curve.of(run, clock).with_copies(f"{run.arm} on seed {seed}")
+            for run in (runs[seed], base[seed], best[seed])
+        )
+        start, end = base[seed].curve[0].accuracy, top.accuracy[:, -1]
+        for share in SHARES if end[0] > start else ():
+            factor = _factor(ours, theirs, start + share * (end - start))
+            if np.isfinite(factor[0]):
                 found[clock][str(share)].append(factor)
     return found
 
@@ -322,12 +302,11 @@ def _factor(curve: Curve, base: Curve, level: FloatArray) -> FloatArray:
     start. A copy of such a baseline has the cost of its whole run, or that of its first evaluation.
     """
     theirs, ours = cost_to(base, level), cost_to(curve, level)
-    if theirs[0] == 0 or np.isinf(theirs[0]):
-        return np.full_like(level, np.inf)
     # smoothing lifts the start too: it was there by the first evaluation, no sooner is known
-    found_theirs = np.where(theirs == 0, base.cost[:2][-1], np.minimum(theirs, base.cost[-1]))
-    found_ours = np.where(ours == 0, curve.cost[:2][-1], ours)
-    return np.where(np.isinf(theirs) & np.isinf(ours), 1.0, found_theirs / found_ours)
+    found = np.where(theirs == 0, base.cost[:2][-1], np.minimum(theirs, base.cost[-1]))
+    found /= np.where(ours == 0, curve.cost[:2][-1], ours)
+    found[np.isinf(theirs) & np.isinf(ours)] = 1.0
+    return found if 0 < theirs[0] < np.inf else np.full_like(level, np.inf)
 
 
 def _at_budgets(runs: dict[int, MethodRun], base: dict[int, MethodRun], clock: Cost) -> dict[str, float]:
