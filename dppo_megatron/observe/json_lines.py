@@ -129,8 +129,8 @@ class JsonLines:
         with replacing(self._path, durable=True) as file:
             file.write(head)
             shutil.copyfileobj(self._file, file, _BLOCK)
-        self._file.close()
-        self._file = append_to(self._path)
+        before, self._file = self._file, append_to(self._path)
+        before.close()
 
     def sync(self) -> list[str]:
         """Flush everything to the disk. Raises OSError if that fails."""
