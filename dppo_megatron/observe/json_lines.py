@@ -159,7 +159,7 @@ _Part: TypeAlias = tuple[int, int, int]
 
 
 @dataclass
-class _Found:
+class _Contents:
     kept: dict[int, _Part] = field(default_factory=dict)
     sums: dict[int, int] = field(default_factory=dict)
     """CRC-32 of those."""
@@ -216,10 +216,10 @@ def rewind(
     return said, found.sums
 
 
-def _look_through(path: Path, last_step: int, sums: Mapping[int, int] | None) -> _Found:
+def _look_through(path: Path, last_step: int, sums: Mapping[int, int] | None) -> _Contents:
     """Which lines are good. A link, which may lead to anything that this user can read, is an OSError: damaged lines
     are copied to `old/`."""
-    found = _Found()
+    found = _Contents()
     if not os.path.lexists(path):
         return found
     with open(open_own(path, os.O_RDONLY), "rb", buffering=_BLOCK) as file:
@@ -232,7 +232,7 @@ def _look_through(path: Path, last_step: int, sums: Mapping[int, int] | None) ->
     return found
 
 
-def _place(found: _Found, part: _Part, line: bytes, last_step: int, sums: Mapping[int, int] | None) -> None:
+def _place(found: _Contents, part: _Part, line: bytes, last_step: int, sums: Mapping[int, int] | None) -> None:
     crc, match = zlib.crc32(line), _STEP.match(line)
     step = int(match[1]) if match else _HEADER
     if sums is None or step > last_step or sums.get(step) != crc:
