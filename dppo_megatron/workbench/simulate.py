@@ -8,18 +8,21 @@ cannot know how another method would have changed the model: figures are for the
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from dppo_megatron.data.order import Order
+from dppo_megatron.packing.alignment import packing_layout
+from dppo_megatron.packing.planner import TokenCapacity
 from dppo_megatron.progress import Advance, counted, progress
 from dppo_megatron.pruning.budget import floor_share
-from dppo_megatron.pruning.interface import StepCost
+from dppo_megatron.pruning.interface import StepCapacity, StepCost
 from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps.rollout_cost import RolloutCost
-from dppo_megatron.types import IntArray, UserError
+from dppo_megatron.types import FloatArray, IntArray, UserError
 from dppo_megatron.workbench.runs.trace import Trace
 
 _MOSTLY_ROLLOUT = 0.9
@@ -64,8 +67,13 @@ class Prediction:
     """sum W s^2 / sum s^2, s the gradient-norm proxy of docs/pruning.md: about how long the expected gradient is,
     relative to the full batch's. 1 for an unbiased method, up to the noise of the draws."""
     variance_ratio: float
-    """sum W^2 s^2 over the trained completions / sum s^2 over all nominal ones / scale^2: the growth of the
-    gradient's variance at equal length, if completions' gradients are uncorrelated."""
+    """Growth of the gradient's variance at equal length: the mean over the steps of sum W^2 s^2 of the trained
+    completions / sum s^2 of all nominal ones, over scale^2. Each step counts alike: a ratio of sums over steps would
+    be that of the first few, whose gradients are largest and which skip nothing."""
+    variance_skipping: float
+    """The same over the steps that could skip prompts, without warm-up and annealing; of all where none could."""
+    predicted_variance: float
+    """Mean over the steps of the growth that was predicted before each draw; at equal length for unbiased methods."""
     imputed_share: float
     """Groups whose outcome was not recorded at that step and came from another visit."""
     without_gradient: float
@@ -110,18 +118,54 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
     return StepTimeModel(rollout, costs[1], fixed)
 
 
-def simulate(trace: Trace, method: str, costs: StepTimeModel) -> Prediction:
-    """Replay `method` over the trace."""
+def simulate(
+    trace: Trace, method: str, costs: StepTimeModel, capacity: StepCapacity | None = None, order: Order | None = None
+) -> Prediction:
+    """Replay `method` over the trace.
+
+    Args:
+        capacity: what a step's micro-batches hold, for `fill_slack`; None: nothing is filled.
+        order: of the prompts; None: the recorded run's.
+    """
     with progress(f"simulating {method}", len(trace.steps), "steps") as advance:
-        return _replay(trace, method, costs, advance)
+        return _replay(trace, method, costs, capacity, order, advance)
 
 
-def _replay(trace: Trace, method: str, costs: StepTimeModel, advance: Advance) -> Prediction:
+def capacity_of(trace: Trace) -> StepCapacity | None:
+    """Of the recorded run's micro-batches."""
+    layout = trace.config.actor.layout
+    ranks = max(trace.ranks, layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel)
+    return TokenCapacity.of(trace.config.packing, packing_layout(trace.config.actor, ranks))
+
+
+@dataclass
+class _Sums:
+    """Over the steps of a replay."""
+
+    counts: FloatArray = field(default_factory=lambda: np.zeros(5))
+    seconds: float = 0.0
+    idle: float = 0.0
+    nominal: float = 0.0
+    labels: set[str] = field(default_factory=lambda: {"exact"})
+    growth: list[tuple[float, float, float, bool]] = field(default_factory=list)
+    """Of each step with a gradient: realised, predicted, scale, and whether prompts could be skipped."""
+
+    def mean_growth(self, column: int = 0, *, skipping: bool = False) -> float:
+        chosen = [step[column] for step in self.growth if step[3] or not skipping]
+        return float(np.mean(chosen)) if chosen else 1.0
+
+
+def _replay(
+    trace: Trace,
+    method: str,
+    costs: StepTimeModel,
+    capacity: StepCapacity | None,
+    order: Order | None,
+    advance: Advance,
+) -> Prediction:
     config = with_method(trace.config, method)
-    selector = Selector(config, trace.num_prompts, set_sizes=trace.set_sizes, features=trace.features)
-    outcomes = _NearestRollouts(trace)
-    counts = np.zeros(5)
-    labels, kept_variance, kept_scale, full_variance, seconds, idle, nominal = {"exact"}, *[0.0] * 6
+    selector = Selector(config, trace.num_prompts, order, capacity, trace.set_sizes, trace.features)
+    outcomes, sums = _NearestRollouts(trace), _Sums()
     for traced in counted(trace.steps, advance):
         step = traced.step
         rollouts = outcomes.of(selector.begin(step).prompt_index, step)
@@ -131,38 +175,37 @@ def _replay(trace: Trace, method: str, costs: StepTimeModel, advance: Advance) -
             rollout_s += costs.rollout.of(float(added.lengths.sum()))
             rollouts = _append(rollouts, added)
         decision = selector.finish(rollouts, step)
-        labels.update(row.label for row in decision.ledger)
+        sums.labels.update(row.label for row in decision.ledger)
         generated, trained = float(rollouts.lengths.sum()), float(rollouts.lengths.ravel()[decision.kept].sum())
         update_s = costs.update_s(trained)
-        seconds += costs.step_s(rollout_s, update_s)
-        counts += len(rollouts.rewards), rollouts.rewards.size, decision.kept.sum(), generated, trained
-        scores = np.abs(decision.advantages) * rollouts.logit_grad_norm.ravel() / decision.denominator
-        step_variance = float(np.sum(np.square(decision.weight * scores)))
-        kept_variance += step_variance
-        kept_scale += float(np.sum(decision.weight * np.square(scores)))
+        sums.seconds += costs.step_s(rollout_s, update_s)
+        sums.counts += len(rollouts.rewards), rollouts.rewards.size, decision.kept.sum(), generated, trained
         everything = outcomes.of(decision.offered[: selector.prompts_per_step], step)
-        scores = selector.full_scores(everything)
-        full_variance += float(np.sum(np.square(scores)))
-        idle, nominal = idle + float(everything.lengths[scores == 0].sum()), nominal + float(everything.lengths.sum())
-        selector.feedback(StepCost(step, rollout_s, update_s, costs.fixed_s, step_variance**0.5))
-    count = len(trace.steps)
-    scale = kept_scale / full_variance if full_variance else 1.0
-    worst = max(labels, key=("exact", "unbiased", "ratio", "biased").index)
-    effect = decision.effect
-    prompts, completions, trained_on, tokens, tokens_trained = (counts / count).tolist()
+        scores, account = selector.full_scores(everything), decision.variance
+        if full := float(np.sum(np.square(scores))):
+            skips = bool((decision.prompts.inclusion_prob < 1).any())
+            sums.growth.append((account.kept / full, account.growth.predicted, account.expected / full, skips))
+        sums.idle += float(everything.lengths[scores == 0].sum())
+        sums.nominal += float(everything.lengths.sum())
+        selector.feedback(StepCost(step, rollout_s, update_s, costs.fixed_s))
+    count, scale = len(trace.steps), sums.mean_growth(2)
+    skipped, effect = any(step[3] for step in sums.growth), decision.effect
+    prompts, completions, trained_on, tokens, tokens_trained = (sums.counts / count).tolist()
     return Prediction(
         method=method,
-        label=worst,
+        label=max(sums.labels, key=("exact", "unbiased", "ratio", "biased").index),
         prompts_generated=prompts,
         completions_generated=completions,
         completions_trained=trained_on,
         tokens_generated=tokens,
         tokens_trained=tokens_trained,
-        step_s=seconds / count,
+        step_s=sums.seconds / count,
         scale=scale,
-        variance_ratio=kept_variance / full_variance / scale**2 if full_variance and scale else 1.0,
+        variance_ratio=sums.mean_growth() / scale**2 if scale else 1.0,
+        variance_skipping=sums.mean_growth(skipping=skipped) / scale**2 if scale else 1.0,
+        predicted_variance=sums.mean_growth(1),
         imputed_share=outcomes.imputed / max(outcomes.asked, 1),
-        without_gradient=idle / max(nominal, 1.0),
+        without_gradient=sums.idle / max(sums.nominal, 1.0),
         prompt_effect=(effect.realised, effect.error, effect.uniform) if effect else None,
     )
 
@@ -213,7 +256,7 @@ def table(predictions: list[Prediction], costs: StepTimeModel) -> str:
     header = (
         f"{'method':<18}{'label':<10} {'prompts':>8} {'generated':>10} {'trained':>8} {'gen. tok':>9}"
         f" {'train. tok':>10} {'s/step':>7} {'speed-up':>9} {'like for like':>14} {'scale':>6} {'variance':>9}"
-        f" {'imputed':>8}"
+        f" {'skipping':>8} {'imputed':>8}"
     )
     lines = [
         f"cost model: {1000 * costs.rollout.average:.3g} s for 1,000 generated tokens,"
@@ -227,7 +270,7 @@ def table(predictions: list[Prediction], costs: StepTimeModel) -> str:
             f"{p.method:<18}{p.label:<10} {p.prompts_generated:>8.1f} {p.completions_generated:>10.1f}"
             f" {p.completions_trained:>8.1f} {p.tokens_generated:>9.0f} {p.tokens_trained:>10.0f} {p.step_s:>7.3f}"
             f" {predictions[0].step_s / p.step_s:>8.2f}x {between:>14} {p.scale:>6.2f} {p.variance_ratio:>9.2f}"
-            f" {p.imputed_share:>7.0%}"
+            f" {p.variance_skipping:>8.2f} {p.imputed_share:>7.0%}"
         )
     return "\n".join([*lines, *limits(predictions, costs)])
 
@@ -249,6 +292,7 @@ class _NearestRollouts:
                 self._visits.setdefault(prompt, []).append((traced.step, position, row))
         self._anything = [visit for visits in self._visits.values() for visit in visits]
         self._seed = trace.config.seed
+        self._prompt_tokens = trace.features and trace.features.prompt_tokens
         self.asked = self.imputed = 0
 
     def of(self, prompts: IntArray, step: int) -> Rollouts:
@@ -262,7 +306,8 @@ class _NearestRollouts:
             *(
                 np.stack([getattr(of, name)[row] for of, row in steps]) if steps else getattr(empty, name)[:0]
                 for name in _COLUMNS
-            )
+            ),
+            prompt_tokens=None if self._prompt_tokens is None else self._prompt_tokens[prompts],
         )
 
     def _nearest(self, prompt: int, step: int) -> tuple[int, int, int]:
@@ -274,4 +319,8 @@ class _NearestRollouts:
 
 
 def _append(first: Rollouts, second: Rollouts) -> Rollouts:
-    return Rollouts(*(np.concatenate([getattr(first, name), getattr(second, name)]) for name in _COLUMNS))
+    tokens = [one.prompt_tokens for one in (first, second) if one.prompt_tokens is not None]
+    return Rollouts(
+        *(np.concatenate([getattr(first, name), getattr(second, name)]) for name in _COLUMNS),
+        prompt_tokens=np.concatenate(tokens) if tokens else None,
+    )

@@ -52,12 +52,11 @@ _RATIOS = (
 """Figures that are computed from two others."""
 _OF_THE_TRAINED = (
     "mismatch/logprob_abs_diff_mean", "pack/fill", "pack/imbalance", "pack/largest_over_mean", "pack/padding",
-    "prune/ess_share", "prune/weight_cv2", "prune/weight_max",
+    "prune/weight_max",
     "train/clip_fraction", "train/entropy", "train/loss", "train/ratio",
 )  # fmt: skip
 """Metrics of trained completions: in a step without any they are 0, which is shown as missing."""
 _OLDER = {
-    "prune/w_cv2": "prune/weight_cv2",
     "prune/w_max": "prune/weight_max",
     "reward/failed": "reward/failed_count",
     "rollout/truncated": "rollout/truncated_count",
@@ -255,8 +254,7 @@ def _figures(row: Mapping[str, Any]) -> dict[str, float | None]:
         values[name] = finite_number(a / b) if a is not None and b else None
     if not finite_number(row.get("prune/completions_trained")):
         values |= dict.fromkeys(_OF_THE_TRAINED)
-    spread = values.get("prune/weight_cv2")
-    return values | {"prune/realised_design_effect": None if spread is None else 1.0 + spread}
+    return values
 
 
 class _TraceRow(msgspec.Struct):
