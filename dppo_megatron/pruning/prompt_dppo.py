@@ -124,7 +124,7 @@ class DppoPromptPolicy(PromptPolicy):
         metrics = figures(pi, (pi <= plan.lower + 1e-12) & (plan.lower < 1))
         metrics["planned_effect"] = design_effect(plan.score, plan.pi)
         kept_cost = float(np.sum(pi * plan.cost) / np.sum(plan.cost))
-        growth = design_effect(plan.score, pi)
+        growth = 1.0 + (design_effect(plan.score, pi) - 1.0) * self._inflation()
         return replace(selection, metrics=metrics, growth=growth, kept_cost=kept_cost, effect=self.monitor.effect())
 
     def _plan(self, ids: IntArray, step: int) -> _DrawPlan | None:

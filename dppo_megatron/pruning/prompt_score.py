@@ -110,13 +110,13 @@ class FittedScore:
         if not len(ids):
             return
         x = self._columns(ids, step)
-        mean = float(np.sum(weight * moment) / np.sum(weight))
+        usual = self._usual_moment(x, moment, weight)
         # a batch without any gradient has no information on which prompts have more of it
-        if mean > np.finfo(np.float64).tiny:
+        if usual > np.finfo(np.float64).tiny:
             if self.is_ready:
                 # 1 / pi^2 as in the design effect that it has to get right: once for the draw, once for the effect
-                self._slope.update(self._predicted(x), moment / mean, np.square(weight))
-            self._moment.update(x, moment / mean)
+                self._slope.update(self._predicted(x), moment / usual, np.square(weight))
+            self._moment.update(x, moment / usual)
         if tokens.any():
             self._tokens.update(self._with_unseen(x), tokens / tokens.mean())
         self._remember(ids, np.where(graded, rewards, 0.0).sum(axis=1) / graded.sum(axis=1), spread(rewards) == 0)
@@ -136,6 +136,18 @@ class FittedScore:
         self._slope.load_state_dict(state["slope"])
         self._tokens.load_state_dict(state["tokens"])
         self._mean_reward = float(state["mean_reward"])
+
+    def _usual_moment(self, x: FloatArray, moment: FloatArray, weight: FloatArray) -> float:
+        """Mean moment of the batch that the visited prompts, columns x [K, p], were drawn from.
+
+        Not their weighted mean: that grows with each one's own outcome, and most where the weight is large. Over it,
+        outcomes of prompts that are rarely drawn look smaller than they are, and what skipping costs was predicted 1 to
+        5 % too low at a rate of 0.5. Their plain mean treats all alike; what is expected of them all, weighted over
+        plain, makes it the batch's.
+        """
+        exponent = self._slope.exponent(self._predicted(x)) if self.is_ready else np.zeros(len(x))
+        expected = np.exp(np.minimum(exponent, _HIGHEST))
+        return float(moment.mean() / expected.mean() * np.sum(weight * expected) / np.sum(weight))
 
     def _remember(self, ids: IntArray, mean: FloatArray, flat: npt.NDArray[np.bool_]) -> None:
         """Which of the three kinds each visit was: all answers alike and poor, alike and good, or different."""

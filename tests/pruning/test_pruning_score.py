@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from dppo_megatron.config.pruning import PromptPruningConfig
 from dppo_megatron.pruning import StepCost
-from dppo_megatron.pruning.budget import EffectMonitor
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.pruning.prompt_dppo import DppoPromptPolicy
 from dppo_megatron.pruning.prompt_score import FadingRegression, RowColumns
+from dppo_megatron.pruning.variance import EffectMonitor
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 from prompt_score import RATES, averaged, replay, synthetic

@@ -44,7 +44,7 @@ def findings(run: RunRecord) -> list[Finding]:
         ("note", "train/entropy", lambda v: v < 0.01, "entropy below 0.01: the policy has almost stopped exploring"),
         ("note", "prune/completions_trained", lambda v: v == 0, "nothing was trained on"),
         # of one micro-batch, the least there can be, any part may be free
-        ("note", "pack/fill, pack/microbatches", lambda v, n: v < 0.5 and n > 1, "micro-batches are less than half full"),
+        ("note", "pack/fill, pack/microbatches", lambda v, n: v < 0.5 and n > 1, "micro-batches are not half full"),
     ]
     for level, keys, is_odd, text in rules:
         values = zip(run.steps, *(run.columns.get(key, []) for key in keys.split(", ")), strict=False)
