@@ -8,6 +8,7 @@ cannot know how another method would have changed the model: figures are for the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ from dppo_megatron.progress import Advance, counted, progress
 from dppo_megatron.pruning.budget import floor_share
 from dppo_megatron.pruning.interface import StepCapacity, StepCost
 from dppo_megatron.pruning.methods import with_method
+from dppo_megatron.pruning.variance import StepVariance
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps.rollout_cost import RolloutCost
@@ -67,13 +69,14 @@ class Prediction:
     """sum W s^2 / sum s^2, s the gradient-norm proxy of docs/pruning.md: about how long the expected gradient is,
     relative to the full batch's. 1 for an unbiased method, up to the noise of the draws."""
     variance_ratio: float
-    """Growth of the gradient's variance at equal length: the mean over the steps of sum W^2 s^2 of the trained
-    completions / sum s^2 of all nominal ones, over scale^2. Each step counts alike: a ratio of sums over steps would
-    be that of the first few, whose gradients are largest and which skip nothing."""
+    """Growth of the gradient's variance at equal length: the mean over the steps of what each step's account says was
+    realised. A ratio of sums over steps would be that of the first few, whose gradients are largest and which skip
+    nothing. Of a biased method, whose account knows no full batch, sum W^2 s^2 over the full batch's sum s^2, over
+    scale^2."""
     variance_skipping: float
     """The same over the steps that could skip prompts, without warm-up and annealing; of all where none could."""
     predicted_variance: float
-    """Mean over the steps of the growth that was predicted before each draw; at equal length for unbiased methods."""
+    """Mean over the steps of the growth that was predicted before each draw."""
     imputed_share: float
     """Groups whose outcome was not recorded at that step and came from another visit."""
     without_gradient: float
@@ -147,12 +150,12 @@ class _Sums:
     idle: float = 0.0
     nominal: float = 0.0
     labels: set[str] = field(default_factory=lambda: {"exact"})
-    growth: list[tuple[float, float, float, bool]] = field(default_factory=list)
-    """Of each step with a gradient: realised, predicted, scale, and whether prompts could be skipped."""
+    accounts: list[tuple[StepVariance, float, bool]] = field(default_factory=list)
+    """Of each step with a gradient: its account, the full batch's sum s^2, and whether prompts could be skipped."""
 
-    def mean_growth(self, column: int = 0, *, skipping: bool = False) -> float:
-        chosen = [step[column] for step in self.growth if step[3] or not skipping]
-        return float(np.mean(chosen)) if chosen else 1.0
+    def mean(self, of: Callable[[StepVariance, float], float], *, skipping: bool = False) -> float:
+        values = [of(account, full) for account, full, skips in self.accounts if skips or not skipping]
+        return float(np.mean(values)) if values else 1.0
 
 
 def _replay(
@@ -183,17 +186,20 @@ def _replay(
         everything = outcomes.of(decision.offered[: selector.prompts_per_step], step)
         scores, account = selector.full_scores(everything), decision.variance
         if full := float(np.sum(np.square(scores))):
-            skips = bool((decision.prompts.inclusion_prob < 1).any())
-            sums.growth.append((account.kept / full, account.growth.predicted, account.expected / full, skips))
+            sums.accounts.append((account, full, bool((decision.prompts.inclusion_prob < 1).any())))
         sums.idle += float(everything.lengths[scores == 0].sum())
         sums.nominal += float(everything.lengths.sum())
         selector.feedback(StepCost(step, rollout_s, update_s, costs.fixed_s))
-    count, scale = len(trace.steps), sums.mean_growth(2)
-    skipped, effect = any(step[3] for step in sums.growth), decision.effect
+    count, scale = len(trace.steps), sums.mean(lambda account, full: account.expected / full)
+    label, effect = max(sums.labels, key=("exact", "unbiased", "ratio", "biased").index), decision.effect
+
+    def growth(account: StepVariance, full: float) -> float:
+        return account.growth.realised if label != "biased" else account.kept / full / scale**2
+
     prompts, completions, trained_on, tokens, tokens_trained = (sums.counts / count).tolist()
     return Prediction(
         method=method,
-        label=max(sums.labels, key=("exact", "unbiased", "ratio", "biased").index),
+        label=label,
         prompts_generated=prompts,
         completions_generated=completions,
         completions_trained=trained_on,
@@ -201,9 +207,9 @@ def _replay(
         tokens_trained=tokens_trained,
         step_s=sums.seconds / count,
         scale=scale,
-        variance_ratio=sums.mean_growth() / scale**2 if scale else 1.0,
-        variance_skipping=sums.mean_growth(skipping=skipped) / scale**2 if scale else 1.0,
-        predicted_variance=sums.mean_growth(1),
+        variance_ratio=sums.mean(growth) if scale else 1.0,
+        variance_skipping=sums.mean(growth, skipping=any(skips for *_, skips in sums.accounts)) if scale else 1.0,
+        predicted_variance=sums.mean(lambda account, _: account.growth.predicted),
         imputed_share=outcomes.imputed / max(outcomes.asked, 1),
         without_gradient=sums.idle / max(sums.nominal, 1.0),
         prompt_effect=(effect.realised, effect.error, effect.uniform) if effect else None,

@@ -391,6 +391,7 @@ def test_a_selection_is_plain_data():
         "weight",
         "ledger",
         "metrics",
+        "growth",
         "planned_prob",
         "kept_cost",
         "effect",
