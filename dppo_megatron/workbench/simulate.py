@@ -298,7 +298,7 @@ class _NearestRollouts:
                 self._visits.setdefault(prompt, []).append((traced.step, position, row))
         self._anything = [visit for visits in self._visits.values() for visit in visits]
         self._seed = trace.config.seed
-        self._prompt_tokens = trace.features and trace.features.prompt_tokens
+        self._features = trace.features
         self.asked = self.imputed = 0
 
     def of(self, prompts: IntArray, step: int) -> Rollouts:
@@ -308,13 +308,12 @@ class _NearestRollouts:
         self.imputed += sum(at != step for at, _, _ in places)
         steps = [(self._steps[position].rollouts, row) for _, position, row in places]
         empty = self._steps[0].rollouts
-        return Rollouts(
-            *(
-                np.stack([getattr(of, name)[row] for of, row in steps]) if steps else getattr(empty, name)[:0]
-                for name in _COLUMNS
-            ),
-            prompt_tokens=None if self._prompt_tokens is None else self._prompt_tokens[prompts],
-        )
+        columns = {
+            name: np.stack([getattr(of, name)[row] for of, row in steps]) if steps else getattr(empty, name)[:0]
+            for name in _COLUMNS
+        }
+        tokens = None if self._features is None else self._features.prompt_tokens[prompts]
+        return Rollouts(**columns, prompt_tokens=tokens)
 
     def _nearest(self, prompt: int, step: int) -> tuple[int, int, int]:
         visits = self._visits.get(prompt)
@@ -326,7 +325,5 @@ class _NearestRollouts:
 
 def _append(first: Rollouts, second: Rollouts) -> Rollouts:
     tokens = [one.prompt_tokens for one in (first, second) if one.prompt_tokens is not None]
-    return Rollouts(
-        *(np.concatenate([getattr(first, name), getattr(second, name)]) for name in _COLUMNS),
-        prompt_tokens=np.concatenate(tokens) if tokens else None,
-    )
+    columns = {name: np.concatenate([getattr(first, name), getattr(second, name)]) for name in _COLUMNS}
+    return Rollouts(**columns, prompt_tokens=np.concatenate(tokens) if tokens else None)
