@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -111,7 +112,11 @@ class DppoCompletionPolicy(CompletionPolicy):
             return keep_all(len(batch), self.name, "no cost measured yet")
         filler = WaterFiller(size, lower, cost if by_cost else None)
         pi = budgeted_probabilities(
-            filler, score, target, max_design_effect=config.max_design_effect, whole=not by_cost
+            filler,
+            target,
+            partial(design_effect, score),
+            max_design_effect=config.max_design_effect,
+            whole=not by_cost,
         )
         spent = float(np.sum(filler.cost * pi))
         if config.max_design_effect and spent > target * (1 + 1e-9) and spent > float(np.sum(filler.cost * lower)):

@@ -9,8 +9,9 @@ visits in place of the last visit alone, a floor of 0.2, and unvisited prompts a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -54,6 +55,8 @@ class _DrawPlan:
     cost: FloatArray
     lower: FloatArray
     pi: FloatArray
+    growth: Callable[[FloatArray], float]
+    """Of the variance by a draw with probabilities [n]."""
     note: str
 
 
@@ -122,10 +125,11 @@ class DppoPromptPolicy(PromptPolicy):
 
     def _with_figures(self, selection: Selection, plan: _DrawPlan, pi: FloatArray) -> Selection:
         metrics = figures(pi, (pi <= plan.lower + 1e-12) & (plan.lower < 1))
-        metrics["planned_effect"] = design_effect(plan.score, plan.pi)
+        metrics["planned_effect"] = plan.growth(plan.pi)
         kept_cost = float(np.sum(pi * plan.cost) / np.sum(plan.cost))
-        growth = 1.0 + (design_effect(plan.score, pi) - 1.0) * self._inflation()
-        return replace(selection, metrics=metrics, growth=growth, kept_cost=kept_cost, effect=self.monitor.effect())
+        return replace(
+            selection, metrics=metrics, growth=plan.growth(pi), kept_cost=kept_cost, effect=self.monitor.effect()
+        )
 
     def _plan(self, ids: IntArray, step: int) -> _DrawPlan | None:
         """The probabilities of a step in which prompts are skipped; None before a cost is measured."""
@@ -135,18 +139,14 @@ class DppoPromptPolicy(PromptPolicy):
         target = self._target(score, cost, lower)
         if target is None:
             return None
-        pi = budgeted_probabilities(
-            WaterFiller(size, lower),
-            score,
-            target,
-            max_design_effect=self.config.max_design_effect,
-            whole=True,
-            inflation=self._inflation(),
-        )
+        optimism = self.fitted.optimism(ids, step) if self.fitted else np.zeros(len(ids))
+        growth = partial(_growth, score, lower, optimism, self._inflation())
+        bound = self.config.max_design_effect
+        pi = budgeted_probabilities(WaterFiller(size, lower), target, growth, max_design_effect=bound, whole=True)
         note = ""
         if pi.sum() > target + 0.5:
             note = f"max_design_effect {self.config.max_design_effect:g} keeps {pi.sum():.0f} prompts, not {target:.0f}"
-        return _DrawPlan(score, cost, lower, pi, note)
+        return _DrawPlan(score, cost, lower, pi, growth, note)
 
     @property
     def _divides_by_cost(self) -> bool:
@@ -273,6 +273,18 @@ class PaperPromptPolicy(PromptPolicy):
         )
         at_floor, rate = float(np.mean(drawn.inclusion_prob == 0)), 1.0 - float(drawn.kept.mean())
         return replace(selection, metrics=selection.metrics | {"rate_effective": rate, "share_at_floor": at_floor})
+
+
+def _growth(
+    score: FloatArray, lower: FloatArray, optimism: FloatArray, inflation: float, inclusion_prob: FloatArray
+) -> float:
+    """Of the variance as the score predicts it, less its optimism, and as earlier steps have measured it."""
+    squared, follows = np.square(score), (inclusion_prob > lower + 1e-12) & (inclusion_prob < 1)
+    total, missed = (
+        float(np.sum(squared)),
+        float(np.sum(optimism[follows] * squared[follows] / inclusion_prob[follows])),
+    )
+    return 1.0 + (design_effect(score, inclusion_prob) + (missed / total if total > 0 else 0.0) - 1.0) * inflation
 
 
 def _least(lower: FloatArray) -> int:

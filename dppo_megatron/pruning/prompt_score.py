@@ -40,6 +40,7 @@ _SLOPE_FADE, _SLOPE_RIDGE = 0.9, np.array([0.01, 100.0, 20.0])
 """Of the constant, of the slope on the prediction, and of that on the logarithm of the cost."""
 _TOKENS_COLUMN = 8
 """Of the answers' length at earlier visits: the first guess of the next one's."""
+_ERROR_FADE, _LARGEST_OPTIMISM = 0.97, 0.2
 _WIDEST = 6.0
 """Predicted moments of one batch are within exp(-6) and exp(6) of their geometric mean."""
 _MOST_CLASSES = 16
@@ -66,6 +67,8 @@ class FittedScore:
         as_before = np.where(np.arange(columns) == _TOKENS_COLUMN, 1.0, 0.0)
         self._tokens = FadingRegression(as_before, np.ones(columns), _FADE)
         self._mean_reward = np.nan
+        self._error = np.zeros(2)
+        """Faded sums over the slope's rows: squares of what it missed by, and what they would be of Poisson counts."""
 
     @property
     def is_ready(self) -> bool:
@@ -83,6 +86,16 @@ class FittedScore:
         # the mean of an exponential grows with the uncertainty of the exponent
         exponent = self._slope.exponent(self._predicted(x)) + 0.5 * self._moment.variance(x)
         return np.asarray(np.exp(np.clip(exponent - exponent.mean(), -_WIDEST, _WIDEST)))
+
+    def optimism(self, ids: IntArray, step: int) -> FloatArray:
+        """[n] share by which a prompt's part of the design effect is predicted too low, where pi follows the score.
+
+        An error e of the predicted logarithm, of variance v, raises log pi by e / 2. The prediction sees its own error
+        in both and becomes E exp(e / 2) / E exp(e), what comes is E exp(-e / 2): exp(-v / 2) of it is predicted.
+        """
+        x = self._predicted(self._columns(ids, step))
+        dispersion = self._error[0] / self._error[1] if self._error[1] > 0 else 1.0
+        return np.minimum(0.5 * dispersion * self._slope.variance(x - x.mean(axis=0)), _LARGEST_OPTIMISM)
 
     def expected_cost(self, ids: IntArray, step: int) -> FloatArray:
         """E[tokens of a completion] of prompts [n], relative to the batch's mean; 1 before it has learned."""
@@ -115,7 +128,11 @@ class FittedScore:
         if usual > np.finfo(np.float64).tiny:
             if self.is_ready:
                 # 1 / pi^2 as in the design effect that it has to get right: once for the draw, once for the effect
-                self._slope.update(self._predicted(x), moment / usual, np.square(weight))
+                known, twice = self._predicted(x), np.square(weight)
+                mean = np.exp(np.minimum(self._slope.exponent(known), _HIGHEST))
+                missed = float(np.sum(np.square(twice * (moment / usual - mean)))), float(np.sum(twice * mean))
+                self._error = _ERROR_FADE * self._error + missed
+                self._slope.update(known, moment / usual, twice)
             self._moment.update(x, moment / usual)
         if tokens.any():
             self._tokens.update(self._with_unseen(x), tokens / tokens.mean())
@@ -127,15 +144,18 @@ class FittedScore:
             "slope": self._slope.state_dict(),
             "tokens": self._tokens.state_dict(),
             "mean_reward": float(self._mean_reward),
+            "error": self._error.copy(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore; raises ValueError on other keys or columns."""
-        check_state(dict(state), {"moment", "slope", "tokens", "mean_reward"}, "the prompt score")
+        """Restore, also of an older checkpoint; raises ValueError on other keys or columns."""
+        state = {"error": np.zeros(2)} | dict(state)
+        check_state(state, {"moment", "slope", "tokens", "mean_reward", "error"}, "the prompt score")
         self._moment.load_state_dict(state["moment"])
         self._slope.load_state_dict(state["slope"])
         self._tokens.load_state_dict(state["tokens"])
         self._mean_reward = float(state["mean_reward"])
+        self._error = np.array(state["error"], dtype=np.float64)
 
     def _usual_moment(self, x: FloatArray, moment: FloatArray, weight: FloatArray) -> float:
         """Mean moment of the batch that the visited prompts, columns x [K, p], were drawn from.
