@@ -280,11 +280,9 @@ def _growth(
 ) -> float:
     """Of the variance as the score predicts it, less its optimism, and as earlier steps have measured it."""
     squared, follows = np.square(score), (inclusion_prob > lower + 1e-12) & (inclusion_prob < 1)
-    total, missed = (
-        float(np.sum(squared)),
-        float(np.sum(optimism[follows] * squared[follows] / inclusion_prob[follows])),
-    )
-    return 1.0 + (design_effect(score, inclusion_prob) + (missed / total if total > 0 else 0.0) - 1.0) * inflation
+    missed = float(np.sum((optimism * squared)[follows] / inclusion_prob[follows]))
+    effect = design_effect(score, inclusion_prob) + (missed / float(np.sum(squared)) if missed else 0.0)
+    return 1.0 + (effect - 1.0) * inflation
 
 
 def _least(lower: FloatArray) -> int:

@@ -114,6 +114,16 @@ def test_predicted_is_realised_and_beats_random_skipping(rows: bool) -> None:
         assert found.gain > (1.10 if rows and rate > 0.2 else 1.03), (rate, found)
 
 
+def test_live_at_half_the_prompts_the_prediction_has_no_sign() -> None:
+    """What is learned only of prompts that were kept, each over a mean that it is part of, made every run's prediction
+    too low: by 0.9 % here and 4 % on runs of the quickstart. Over eight made-up runs of two draws it is within 0.75 %."""
+    found = [
+        averaged([replay(synthetic(seed), 0.5, "fit", rows=True, live=True, seed=draw) for draw in range(2)]).off
+        for seed in range(8)
+    ]
+    assert abs(np.mean(found)) < 0.0075, found
+
+
 def test_live_it_is_still_calibrated() -> None:
     """Where it learns only from what it kept, the effect that it reports at rate 0.3 is the true one within 5 %, and so
     is the predicted one at 0.3 and 0.5. (What it reports is of the last 20 steps, which at 0.5 differ from the run.)"""
