@@ -116,7 +116,7 @@ def test_predicted_is_realised_and_beats_random_skipping(rows: bool) -> None:
 
 def test_live_at_half_the_prompts_the_prediction_has_no_sign() -> None:
     """What is learned only of prompts that were kept, each over a mean that it is part of, made every run's prediction
-    too low: by 0.9 % here and 4 % on runs of the quickstart. Over eight made-up runs of two draws it is within 0.75 %."""
+    too low: by 0.9 % here, by 4 % on runs of the quickstart. Over eight made-up runs it is within 0.75 %."""
     found = [
         averaged([replay(synthetic(seed), 0.5, "fit", rows=True, live=True, seed=draw) for draw in range(2)]).off
         for seed in range(8)
