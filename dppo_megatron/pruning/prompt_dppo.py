@@ -201,12 +201,15 @@ class DppoPromptPolicy(PromptPolicy):
         moment = visits.second_moment
         if moment is None:
             moment = (spread(visits.rewards) > 0).astype(np.float64)
+        follows = (visits.planned > self.config.min_inclusion_prob + 1e-12) & (visits.planned < 1)
+        optimism = self.fitted.optimism(visits.ids, step) * follows if self.fitted else np.zeros(len(visits.ids))
         self.monitor.observe(
             moment[graded],
             np.square(self._score(visits.ids, step))[graded],
             visits.lengths.mean(axis=1, dtype=np.float64)[graded],
             visits.inclusion[graded],
             visits.planned[graded],
+            optimism[graded],
         )
         self._said = self.monitor.judge() or self._said
         if self.fitted:

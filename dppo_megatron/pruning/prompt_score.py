@@ -95,7 +95,7 @@ class FittedScore:
         """
         x = self._predicted(self._columns(ids, step))
         dispersion = self._error[0] / self._error[1] if self._error[1] > 0 else 1.0
-        return np.minimum(0.5 * dispersion * self._slope.variance(x - x.mean(axis=0)), _LARGEST_OPTIMISM)
+        return np.minimum(0.5 * dispersion * self._slope.scatter(x - x.mean(axis=0)), _LARGEST_OPTIMISM)
 
     def expected_cost(self, ids: IntArray, step: int) -> FloatArray:
         """E[tokens of a completion] of prompts [n], relative to the batch's mean; 1 before it has learned."""
@@ -321,6 +321,12 @@ class FadingRegression:
     def variance(self, x: FloatArray) -> FloatArray:
         """Of the exponent, [n], from what the data and the ridge know."""
         return np.asarray(np.einsum("np,pq,nq->n", x, np.linalg.inv(self.information + self._ridge), x, optimize=True))
+
+    def scatter(self, x: FloatArray) -> FloatArray:
+        """Variance [n] by which the exponent would scatter over other data of Poisson counts; ridge holds it down."""
+        held = np.linalg.inv(self.information + self._ridge)
+        held = np.einsum("pq,qr,rs->ps", held, self.information, held)
+        return np.asarray(np.einsum("np,pq,nq->n", x, held, x, optimize=True))
 
     def update(self, x: FloatArray, y: FloatArray, weight: FloatArray | None = None) -> None:
         """Take in rows x [n, p] with targets y [n] >= 0, finite; a row of weight 2 counts as two."""

@@ -116,9 +116,16 @@ class EffectMonitor:
         )
 
     def observe(
-        self, moment: FloatArray, score: FloatArray, tokens: FloatArray, inclusion: FloatArray, planned: FloatArray
+        self,
+        moment: FloatArray,
+        score: FloatArray,
+        tokens: FloatArray,
+        inclusion: FloatArray,
+        planned: FloatArray,
+        optimism: FloatArray | float = 0.0,
     ) -> None:
-        """Visited prompts [K]: outcomes, squared scores, tokens, and the probabilities of the draw and of the plan."""
+        """Visited prompts [K]: outcomes, squared scores, tokens, the probabilities of the draw and of the plan, and by
+        which share the scores predict too little."""
         share = float(moment.sum())
         tiny = np.finfo(np.float64).tiny
         if not (len(moment) and float(planned.min()) < 1.0 and share > tiny and float(score.sum()) > tiny):
@@ -128,7 +135,7 @@ class EffectMonitor:
         seen = {
             "effect": m * w / planned,
             "moment": m * w,
-            "predicted": s * w / planned,
+            "predicted": s * (1.0 + optimism) * w / planned,
             "score": s * w,
             "kept": tokens * w * planned,
             "tokens": tokens * w,
