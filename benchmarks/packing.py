@@ -285,7 +285,7 @@ def measure_slack(ranks: int, rate: float, seeds: int) -> dict[str, float]:
             slowest = judge([[mb.members for mb in rank] for rank in plan.microbatches], lengths)["t_over_ideal"]
             for key, value in (
                 ("kept", 1 - selection.metrics["rate_effective"]),
-                ("design_effect", selection.metrics["design_effect"]),
+                ("design_effect", selection.growth),
                 ("tokens", float(lengths.sum())),
                 ("microbatches", float(plan.num_microbatches)),
                 ("fill", plan.fill),

@@ -159,7 +159,7 @@ def replay(config: Config, recordings: list[Recording], num_prompts: int, seed: 
         gradients.append(coefficient @ recording.sketches[rows].reshape(len(coefficient), SKETCH))
         kept = full.lengths[rows].ravel()[decision.kept].sum()
         shares.append(kept / full.lengths.sum())
-        selector.feedback(StepCost(step, rollout_s=1.0, update_s=1.0, other_s=0.0, grad_norm=1.0))
+        selector.feedback(StepCost(step, rollout_s=1.0, update_s=1.0, other_s=0.0))
     return np.stack(gradients), np.array(shares)
 
 

@@ -347,7 +347,9 @@ class Run:
         assert self._files is not None
         self._files.open_record(
             self._config,
-            trace_header(job.config, set_sizes(job.train_sets), PromptFeatures.of(job.train_prompts)),
+            trace_header(
+                job.config, set_sizes(job.train_sets), PromptFeatures.of(job.train_prompts), dist.get_world_size()
+            ),
             own.step if own is not None else None,
             own.record_sums if own is not None else {},
         )

@@ -114,14 +114,6 @@ def test_arms_see_equally_many_prompts() -> None:
     assert "pruning.prompt.method=none" in arms["grpo_nonzero"].settings
 
 
-def test_the_best_baseline_is_not_held_back_by_a_bound() -> None:
-    """`grpo_nonzero` has no noise of its own: a bound on it would only leave its first steps unpruned."""
-    config = _config()
-    config.pruning.completion.max_noise_ratio = 2.0
-    [arm] = parse_arms("grpo_nonzero", config, 1.0)
-    assert {f"pruning.{level}.max_noise_ratio=0" for level in ("prompt", "completion")} <= set(arm.settings)
-
-
 @pytest.mark.parametrize("names", ["", "grpo,grpo", "grop", "grpo@0", "grpo@x", "grpo@-1", "dppo@", "grpo_nonzero@1.5"])
 def test_arms_that_are_none(names: str) -> None:
     if names == "dppo@":

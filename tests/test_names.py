@@ -16,7 +16,7 @@ from support.record import write_record
 
 from dppo_megatron.config.changes import check_changes, saved_values
 from dppo_megatron.config.hints import all_keys, other_names
-from dppo_megatron.config.load import RENAMED, config_from_values, config_values, load_config, read_config
+from dppo_megatron.config.load import REMOVED, RENAMED, config_from_values, config_values, load_config, read_config
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.steps.trace import trace_header
 from dppo_megatron.types import Prompt, UserError
@@ -79,6 +79,11 @@ def _as_saved_before(values: dict[str, Any]) -> dict[str, Any]:
         for part in sections:
             section = section[part]
         section[name] = section.pop(newer)
+    for gone in REMOVED:
+        section = old
+        for part in gone.split(".")[:-1]:
+            section = section[part]
+        section[gone.rpartition(".")[2]] = 0.0
     return old
 
 
@@ -125,12 +130,29 @@ def test_a_person_is_told_the_name_of_today(older: str, tmp_path: Path) -> None:
         load_config(str(file), [])
 
 
+@pytest.mark.parametrize("gone", REMOVED)
+def test_a_person_is_told_what_to_use_instead(gone: str, tmp_path: Path) -> None:
+    """Also where a run had it on: what it did then is not done any more."""
+    said = rf"unknown key '{gone}'; here it is no setting: .*max_design_effect"
+    assert gone not in all_keys()
+    with pytest.raises(UserError, match=said):
+        load_config(QUICKSTART, [f"{gone}=0"])
+    saved = _as_saved_before(config_values(read_config(QUICKSTART, [])))
+    saved["pruning"][gone.split(".")[1]]["max_noise_ratio"] = 1.5
+    with pytest.raises(UserError, match=said):
+        config_from_values(saved, "saved")
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    with pytest.raises(UserError, match=said):
+        read_config(str(tmp_path / "config.yaml"), [])
+
+
 def test_metrics_of_older_runs_are_shown(tmp_path: Path) -> None:
     run = write_record(tmp_path / "run", 6)
     as_now = read_run(run).columns
     text = (run / "metrics.jsonl").read_text()
     for older, newer in (
-        ("prune/w_cv2", "prune/weight_cv2"),
+        ("prune/w_max", "prune/weight_max"),
         ("reward/failed", "reward/failed_count"),
         ("rollout/truncated", "rollout/truncated_count"),
     ):

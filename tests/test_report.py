@@ -152,6 +152,26 @@ def test_figures_of_older_and_of_biased_runs(tmp_path: Path) -> None:
     }
 
 
+def test_notes_are_about_what_can_be_mended(tmp_path: Path) -> None:
+    """Room in a step's only micro-batch is no fault; in several it is. The variance of skipping has to be beyond
+    chance, and what counts is the last step's, which is over twenty."""
+    run = write_record(tmp_path / "run", 6)
+    record, plain = read_run(run), len(findings(read_run(run)))
+    for count, expected in ((1.0, plain), (2.0, plain + 1)):
+        record.columns |= {"pack/fill": [None] + [0.3] * 6, "pack/microbatches": [None] + [count] * 6}
+        assert len(findings(record)) == expected
+    assert findings(record)[-1].steps == "1-6" and "not half full" in findings(record)[-1].text
+    for realised, noted in ((1.29, 0), (1.31, 1)):
+        columns = {
+            "predicted_effect": [1.2] * 6,
+            "realised_effect": [9.0] * 5 + [realised],
+            "realised_error": [0.033] * 6,
+        }
+        record.columns |= {f"prune/prompt_{name}": [None, *values] for name, values in columns.items()}
+        assert len(findings(record)) == plain + 1 + noted
+    assert "1.31 times the variance, 1.20 was predicted" in findings(record)[-1].text
+
+
 def test_samples_fit_into_their_room(tmp_path: Path) -> None:
     run = write_record(tmp_path / "run", 100, prompts=4, text="x" * 500, sampled=range(1, 101))
     whole, small = read_samples(run, "", 10**9), read_samples(run, "", 200_000)

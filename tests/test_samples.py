@@ -91,9 +91,10 @@ def test_a_run_leaves_what_its_trace_says(finished: tuple[Path, Any]) -> None:
         assert mine.tokens.tolist() == np.ravel(row["lengths"]).tolist()
         assert np.flatnonzero(mine.kept).tolist() == row["kept"]
         assert mine.tokens[mine.kept].sum() == measured["tokens/trained"]
-        weight = mine.weight[mine.kept]
-        if len(weight):
-            assert weight.sum() ** 2 / (weight**2).sum() == pytest.approx(measured["prune/ess"], rel=1e-9)
+        squares = (mine.advantage * np.ravel(row["logit_grad_norm"]) / mine.tokens) ** 2  # of sequence_mean
+        full, kept = (squares / mine.prompt_prob).sum(), (squares * mine.weight**2).sum()
+        growth = kept / full if full else 1.0
+        assert measured["prune/realised_design_effect"] == pytest.approx(growth, rel=1e-3)
         assert (mine.advantage[mine.why == "zero advantage"] == 0).all()
         kept = mine[mine.kept]
         assert (kept.completion_prob > 0).all()

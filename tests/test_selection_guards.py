@@ -1,4 +1,4 @@
-"""What the selector refuses, what it does about gradient noise, and the counts of CPPO: by arrays alone, no model."""
+"""What the selector refuses, what it learns from seconds, and the counts of CPPO: by arrays alone, no model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import CompletionBatch, StepCost, make_completion_policy
 from dppo_megatron.pruning.designs import count_kept, floor_kept
 from dppo_megatron.pruning.methods import METHODS, with_method
-from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, check_methods
+from dppo_megatron.pruning.policies import check_methods
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.steps.coordinator import aborted_row, straggler_row
 from dppo_megatron.types import RunAborted, UserError
@@ -48,141 +48,6 @@ def _step(selector: Selector, step: int) -> TrainSelection:
     return selector.finish(Rollouts(REWARDS[rows], LENGTHS[rows], LOGIT_GRAD_NORM[rows]), step)
 
 
-def _feedback(selector: Selector, step: int, grad_norm: float) -> list[str]:
-    return selector.feedback(StepCost(step, rollout_s=1.0, update_s=1.0, other_s=0.1, grad_norm=grad_norm))
-
-
-# --------------------------------------------------------------------------------------------- gradient noise
-
-
-def _played(config: Config, norms: list[float]) -> tuple[list[TrainSelection], list[list[str]]]:
-    selector = Selector(config, 64)
-    decisions, lines = [], []
-    for step, norm in enumerate(norms, start=1):
-        decisions.append(_step(selector, step))
-        lines.append(_feedback(selector, step, norm))
-    return decisions, lines
-
-
-@pytest.mark.parametrize("level", ["prompt", "completion"])
-def test_noise_acts_at_the_defaults(level: str) -> None:
-    """Only the bound is set. Steps like the first ones move nothing; a gradient of 1,000 times their norm takes the
-    rate of that level away within 50 steps, each fall with a line; when the noise is gone the rate comes back."""
-    config = _config()
-    getattr(config.pruning, level).max_noise_ratio = 2.0
-    decisions, lines = _played(config, [1.0] * 20 + [1000.0] * 50 + [1.0] * 200)
-    key = f"prune/{level}_design_effect"  # 1 where nothing that has gradient is left to chance
-    assert all(decision.weight[decision.kept].max() == 1.0 for decision in decisions[:4]), "nothing to compare with"
-    assert not any(lines[:20])
-    assert decisions[19].metrics[key] > 1.05
-    said = [line for step in lines[20:70] for line in step]
-    assert len(said) >= 5 and all(line.startswith(f"pruning.{level}: gradient noise is") for line in said)
-    assert decisions[40].metrics[key] < 1.001 < 1.05 < decisions[-1].metrics[key]
-    other = "completion" if level == "prompt" else "prompt"
-    assert decisions[69].metrics[f"prune/{other}_design_effect"] > 1.05, "a level without a bound does not move"
-
-
-COMBINATIONS = [(p, "dppo", "completion") for p in PROMPT_POLICIES] + [
-    ("dppo", c, "prompt") for c in COMPLETION_POLICIES
-]
-
-
-@pytest.mark.parametrize(("prompt", "completion", "level"), COMBINATIONS)
-def test_noise_acts_beside_any_other_method(prompt: str, completion: str, level: str) -> None:
-    """Whatever the other level does, there are steps to compare with, and the bound lowers this level's rate."""
-    config = _config(prompt, completion)
-    getattr(config.pruning, level).max_noise_ratio = 2.0
-    decisions, lines = _played(config, [1.0] * 8 + [1000.0] * 25)
-    assert sum(f"pruning.{level}: gradient noise" in line for step in lines[8:] for line in step) >= 5
-    assert min(decision.metrics[f"prune/{level}_design_effect"] for decision in decisions[-15:]) < 1.001
-
-
-def test_without_a_bound_no_step_is_left_unpruned() -> None:
-    """The four steps are the price of the bound and of nothing else."""
-    decisions, lines = _played(_config(), [1.0, 1000.0, 1.0])
-    assert (decisions[0].weight > 1).any() and not any(lines)
-
-
-@pytest.mark.parametrize("norm", [np.inf, np.nan, 1e200])
-def test_a_gradient_without_a_norm_spoils_no_reference(norm: float) -> None:
-    """One broken step among the first ones: afterwards the bound still acts."""
-    config = _config()
-    config.pruning.completion.max_noise_ratio = 2.0
-    _, lines = _played(config, [1.0, norm, 1.0, 1.0, 1.0, 1000.0])
-    assert not any(lines[:5]) and lines[5]
-
-
-def test_the_bound_waits_for_a_gradient() -> None:
-    """Ten steps whose answers are all wrong give nothing to compare with, and neither do skipped updates: nothing is
-    pruned until four steps had a gradient, and then the bound acts."""
-    config = _config()
-    config.pruning.completion.max_noise_ratio = 2.0
-    norms = [0.0] * 10 + [1.0, np.nan, 1.0, 1.0, 0.0, 1.0] + [1.0] * 4 + [1000.0] * 10
-    decisions, lines = _played(config, norms)
-    assert all(decision.weight[decision.kept].max() == 1.0 for decision in decisions[:16])
-    assert all(decision.weight.max() > 1.0 for decision in decisions[16:20]) and not any(lines[:20])
-    assert all(lines[20:25])
-
-
-def test_steps_without_a_gradient_do_not_blame_the_others() -> None:
-    """Half of the steps have only wrong answers, so that nothing of them is left to chance. They are no measure of an
-    unpruned step's gradient, or every step that has one would be called noisy."""
-    config = _config("none", "dppo")
-    config.pruning.completion.max_noise_ratio = 2.0
-    selector = Selector(config, 64)
-    lines, weights = [], []
-    for step in range(1, 80):
-        flat = step > 4 and step % 2 == 0
-        rows = selector.begin(step).prompt_index
-        rewards = np.zeros((N, G)) if flat else REWARDS[rows]
-        weights.append(selector.finish(Rollouts(rewards, LENGTHS[rows], LOGIT_GRAD_NORM[rows]), step).weight.max())
-        lines += _feedback(selector, step, 0.0 if flat else 1.0)
-    assert not lines and max(weights[4:]) > 1.0
-
-
-def test_a_bound_that_is_set_at_a_resume_acts() -> None:
-    """The steps before it were all pruned, so four of the resumed run are left unpruned."""
-    config = _config("none", "dppo")
-    selector = Selector(config, 64)
-    for step in range(1, 10):
-        assert _step(selector, step).weight.max() > 1.0
-        _feedback(selector, step, 1.0)
-    config.pruning.completion.max_noise_ratio = 2.0
-    resumed = Selector(config, 64)
-    resumed.load_state_dict(selector.state_dict())
-    weights, lines = [], []
-    for step in range(10, 20):
-        weights.append(_step(resumed, step).weight.max())
-        lines.append(_feedback(resumed, step, 1.0 if step < 16 else 1000.0))
-    assert weights[:4] == [1.0] * 4 and min(weights[4:6]) > 1.0
-    assert not any(lines[:6]) and lines[6] and lines[7]
-
-
-REFUSED = [
-    (level, method)
-    for level, policies in (("prompt", PROMPT_POLICIES), ("completion", COMPLETION_POLICIES))
-    for method in policies
-    if method not in ("dppo", "dppo_auto")
-]
-
-
-@pytest.mark.parametrize(("level", "method"), REFUSED)
-def test_a_bound_that_cannot_act_is_refused(level: str, method: str) -> None:
-    """By the check before the run and by the selector; comparing methods turns it off where it means nothing."""
-    config = _config()
-    for each in ("prompt", "completion"):
-        getattr(config.pruning, each).max_noise_ratio = 2.0
-    Selector(config, 64)
-    for name in METHODS:
-        Selector(with_method(config, name), 64)
-    getattr(config.pruning, level).method = method
-    message = rf"pruning.{level}.max_noise_ratio = 2: method={method} has no rate that could back off"
-    with pytest.raises(UserError, match=message):
-        Selector(config, 64)
-    with pytest.raises(UserError, match=message):
-        check_methods(config.pruning)
-
-
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_seconds_are_divided_by_what_their_own_step_had_kept(ahead: int) -> None:
     """The self-tuned rule's cost ratio, from each step's own seconds and kept share, while the next has begun."""
@@ -201,7 +66,7 @@ def test_seconds_are_divided_by_what_their_own_step_had_kept(ahead: int) -> None
         rollout, update, other = (
             rng.uniform(0.5, 9, 3) * [*[metrics.get("prune/prompt_kept_cost", 1.0)] * 2, 1]
         ).tolist()
-        selector.feedback(StepCost(step, rollout, update, other, grad_norm=1.0))
+        selector.feedback(StepCost(step, rollout, update, other))
         heard = ratios["prompt"]  # a step that begins ahead has not heard of the one before it
         for level, saved in (("prompt", rollout + update), ("completion", update)):
             kept = metrics.get(f"prune/{level}_kept_cost", 1.0)
@@ -230,7 +95,7 @@ def _finish(rewards: np.ndarray, lengths: np.ndarray, logit_grad_norm: np.ndarra
         if step > 1:
             rows = selector.begin(step).prompt_index
         decision = selector.finish(Rollouts(rewards[rows], lengths[rows], logit_grad_norm[rows]), step)
-        _feedback(selector, step, 1.0)
+        selector.feedback(StepCost(step, rollout_s=1.0, update_s=1.0, other_s=0.1))
     return decision
 
 
@@ -299,7 +164,7 @@ def test_degenerate_steps(outcome: str, num_prompts: int, size: int) -> None:
             figures = {name: value for name, value in decision.metrics.items() if name != "reward/mean"}
             assert np.isfinite(list(figures.values())).all(), method
             assert not decision.kept[decision.weight == 0].any()
-            selector.feedback(StepCost(step, 1.0, 1.0, 0.1, grad_norm=0.0))
+            selector.feedback(StepCost(step, 1.0, 1.0, 0.1))
 
 
 @given(st.integers(0, 10**6), st.sampled_from([-300, -30, -8, 0, 8, 14]), st.sampled_from(["rms", "mean_abs"]))

@@ -21,12 +21,22 @@ from dppo_megatron.train import train
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.runs.trace import read_trace
-from dppo_megatron.workbench.simulate import Prediction, StepTimeModel, fit_costs, like_for_like, limits, simulate
+from dppo_megatron.workbench.simulate import (
+    Prediction,
+    StepTimeModel,
+    capacity_of,
+    fit_costs,
+    like_for_like,
+    limits,
+    simulate,
+)
 
 pytestmark = pytest.mark.slow
 
 COSTS = StepTimeModel(RolloutCost.proportional(2.0), update_s_per_1k_tokens=5.0, fixed_s=0.5)
 STEPS = 9  # three epochs of three steps
+CAP = 256
+"""Of a micro-batch: a tenth of a step's tokens or so, for there to be room in the last one."""
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +49,8 @@ def _run(files: Path, run_dir: Path, method: str, learning_rate: float) -> list[
     extra = {
         "steps": STEPS,
         "actor__optimizer__learning_rate": learning_rate,
+        "packing__max_tokens_per_microbatch": CAP,
+        "pruning__completion__fill_slack": True,
         "pruning__prompt__method": prompt,
         "pruning__completion__method": completion,
     }
@@ -70,9 +82,18 @@ MEASURED = {
 
 @pytest.mark.parametrize("method", ["dppo", "cppo", "greso_ht", "infobatch", "dppo_paper"])
 def test_prediction_is_what_a_real_run_does(files: Path, still: Path, tmp_path: Path, method: str) -> None:
-    """With a policy that stands still the replay is exact: every count, of every step's mean."""
-    prediction = simulate(read_trace(str(still / "trace.jsonl")), method, COSTS)
+    """With a policy that stands still the replay is exact: every count, of every step's mean, and the growth of the
+    variance. `dppo` fills its micro-batches: without their capacity it would be another selection."""
+    trace = read_trace(str(still / "trace.jsonl"))
+    prediction = simulate(trace, method, COSTS, capacity_of(trace))
     rows = _run(files, tmp_path / method, method, 1e-12)
+    if method == "dppo":
+        assert sum(row["prune/completion_slack_filled_tokens"] for row in rows) > 0
+        assert simulate(trace, method, COSTS).tokens_trained < prediction.tokens_trained
+    if prediction.label != "biased":
+        for key, growth in (("realised_design_effect", "variance_ratio"), ("design_effect", "predicted_variance")):
+            measured = np.mean([row[f"prune/{key}"] for row in rows])
+            assert getattr(prediction, growth) == pytest.approx(measured, rel=1e-3), key  # norms of four digits
     for name, key in MEASURED.items():
         assert getattr(prediction, name) == pytest.approx(sum(row[key] for row in rows) / STEPS, rel=1e-12), name
     assert prediction.imputed_share == 0
@@ -96,6 +117,18 @@ def test_variance_ratio_and_labels(still: Path) -> None:
     assert (full.label, full.variance_ratio, full.scale) == ("exact", pytest.approx(1.0), pytest.approx(1.0))
     assert simulate(trace, "dppo", COSTS).label == "unbiased"
     assert simulate(trace, "cppo", COSTS).label == "biased"
+
+
+def test_each_step_s_growth_counts_alike(still: Path) -> None:
+    """A first step whose gradients are a thousand times the others' has no larger part in the mean; its epoch skips
+    nothing, and what skipping comes to is shown apart."""
+    trace = read_trace(str(still / "trace.jsonl"))
+    first = trace.steps[0]
+    loud = replace(first.rollouts, logit_grad_norm=1000.0 * first.rollouts.logit_grad_norm)
+    one = simulate(replace(trace, steps=[replace(first, rollouts=loud), *trace.steps[1:]]), "greso_ht", COSTS)
+    other = simulate(trace, "greso_ht", COSTS)
+    assert one.variance_ratio == pytest.approx(other.variance_ratio, rel=1e-9) and other.variance_ratio > 1.001
+    assert other.variance_skipping > other.variance_ratio
 
 
 def test_costs_are_fitted_from_the_trace(still: Path) -> None:
@@ -166,6 +199,8 @@ def _prediction(**changes: Any) -> Prediction:
         "step_s": 10.0,
         "scale": 1.0,
         "variance_ratio": 1.0,
+        "variance_skipping": 1.0,
+        "predicted_variance": 1.0,
         "imputed_share": 0.0,
         "without_gradient": 0.5,
         "prompt_effect": None,

@@ -122,11 +122,11 @@ def test_never_keeps_less(
     assert filled.metrics["rate_before_slack"] == plain.metrics["rate_effective"]
     added = float(np.sum(batch.tokens * (filled.inclusion_prob - plain.inclusion_prob)))
     assert filled.metrics["slack_filled_tokens"] == pytest.approx(added, abs=1e-6)
-    assert filled.metrics["design_effect"] <= plain.metrics["design_effect"] + 1e-12
+    assert filled.growth <= plain.growth + 1e-12
     if not cost_aware or method == "dppo_auto":
         assert filled.inclusion_prob.sum() == pytest.approx(round(filled.inclusion_prob.sum()), abs=1e-6)
     if bound:
-        assert filled.metrics["design_effect"] <= bound + 1e-9
+        assert filled.growth <= bound + 1e-9
 
 
 def test_switch_and_other_methods() -> None:
@@ -201,7 +201,7 @@ def test_one_more_round_is_rare_and_variance_falls(layout: PackingLayout) -> Non
         ]
         plan = plan_microbatches(samples, layout=layout, max_tokens_per_microbatch=CAP)
         over += plan.num_microbatches * layout.data_parallel > count
-        effects.append((plain.metrics["design_effect"], selection.metrics["design_effect"]))
+        effects.append((plain.growth, selection.growth))
     assert filled >= 20
     assert over <= 0.1 * filled
     before, after = np.mean(effects, axis=0)
@@ -213,7 +213,7 @@ def test_design_effect_is_of_the_filled_probabilities() -> None:
     batch = make_batch(16, 8, seed=5)
     selection = make_completion_policy(RATE_75, seed=0, total_steps=10).prune(batch, step=1, capacity=capacity())
     score = np.abs(batch.advantages) * batch.logit_grad_norm / batch.denominator
-    assert selection.metrics["design_effect"] == pytest.approx(design_effect(score, selection.inclusion_prob))
+    assert selection.growth == pytest.approx(design_effect(score, selection.inclusion_prob))
     assert selection.metrics["rate_effective"] == pytest.approx(1 - selection.inclusion_prob.mean())
 
 

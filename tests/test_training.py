@@ -38,7 +38,7 @@ PROMISED = {
     "prune/prompts_generated",
     "prune/completions_generated",
     "prune/completions_trained",
-    "prune/ess",
+    "prune/realised_design_effect",
     "pack/fill",
     "pack/microbatches",
     "mismatch/logprob_abs_diff_mean",
@@ -122,7 +122,8 @@ def test_grpo_prunes_nothing(unpruned: list[dict[str, Any]]) -> None:
     assert [row["step"] for row in unpruned] == [0, 1, 2, 3, 4]
     for row in unpruned[1:]:
         assert row["prune/prompts_generated"] == row["prune/prompts_considered"] == 16
-        assert row["prune/completions_trained"] == row["prune/completions_generated"] == row["prune/ess"] == 128
+        assert row["prune/completions_trained"] == row["prune/completions_generated"] == 128
+        assert row["prune/design_effect"] == row["prune/realised_design_effect"] == row["prune/weight_max"] == 1
 
 
 def test_a_biased_method_says_so_once(files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,10 @@ RENAMED = {
     "warm_start": "sft",
 }
 """Settings that runs were saved with -> their names of today. A person who gives an older name gets a hint instead."""
+REMOVED = ("pruning.completion.max_noise_ratio", "pruning.prompt.max_noise_ratio")
+"""Settings that are gone: passed over in what a run has saved where they were off, else unknown with a hint."""
+_OLDER = {**RENAMED, **dict.fromkeys(REMOVED, "")}
+_OFF = ("0", "0.0")
 
 
 def load_config(
@@ -88,7 +92,7 @@ def config_from_values(values: Mapping[str, Any], where: str) -> Config:
 def with_new_names(values: Mapping[Any, Any]) -> dict[Any, Any]:
     """Saved settings under the names of today. A setting that is there under both names keeps the newer's value."""
     found = dict(values)
-    for older, newer in RENAMED.items():
+    for older, newer in _OLDER.items():
         *sections, name = older.split(".")
         section: Any = found
         for part in sections:
@@ -96,8 +100,10 @@ def with_new_names(values: Mapping[Any, Any]) -> dict[Any, Any]:
             if inside:
                 section[part] = inside
             section = inside
-        if name in section:
+        if name in section and newer:
             section.setdefault(newer, section.pop(name))
+        elif name in section and str(section[name]) in _OFF:
+            del section[name]
     return found
 
 
@@ -164,19 +170,17 @@ def _layers(path: Path, chain: tuple[Path, ...]) -> list[Layer]:
 
 def _use_new_names(node: MappingNode) -> None:
     """As `with_new_names`, and each key keeps its line."""
-    for older, newer in RENAMED.items():
+    for older, newer in _OLDER.items():
         *sections, name = older.split(".")
-        inside = node.value
+        found = [node]
         for part in sections:
-            inside = [
-                pair
-                for key, value in inside
-                if key.value == part and isinstance(value, MappingNode)
-                for pair in value.value
-            ]
-        for key, _ in inside:
-            if key.value == name:
-                key.value = newer
+            inside = [pair for one in found for pair in one.value]
+            found = [value for key, value in inside if key.value == part and isinstance(value, MappingNode)]
+        for one in found:
+            one.value = [pair for pair in one.value if newer or pair[0].value != name or pair[1].value not in _OFF]
+            for key, _ in one.value:
+                if key.value == name:
+                    key.value = newer or name
 
 
 def _parents(node: Node, source: Source) -> list[str]:

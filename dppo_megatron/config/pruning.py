@@ -98,10 +98,6 @@ class PromptPruningConfig:
     max_design_effect: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of the growth of the variance, as sum(s^2/pi)/sum(s^2) of the score predicts it and earlier steps have
     measured it; 0 for none. The rate backs off to hold it."""
-    max_noise_ratio: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
-    """Bound of the measured gradient noise (squared gradient norm) relative to an unpruned step; 0 for none. The rate
-    backs off while the loop reports more. To have unpruned steps to compare with, the first 4 steps that have a
-    gradient are then left unpruned at both levels. Refused with a method that has no rate to back off."""
     auto_rule: str = "cost"
     """cost (keep probability = root of variance share over cost share) or design_effect (the highest rate
     inside max_design_effect)."""
@@ -151,9 +147,6 @@ class CompletionPruningConfig:
     max_design_effect: float = ranged(1.1, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of sum(s^2/pi)/sum(s^2); 0 for none. The rate backs off to hold it. On the quickstart's task 1.1 trains
     on 16 % of the tokens (docs/pruning.md)."""
-    max_noise_ratio: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
-    """Bound of the measured gradient noise relative to an unpruned step; 0 for none. As at prompt level, with 4
-    unpruned steps at the start; refused with a method that has no rate to back off."""
     fill_slack: bool = True
     """Keep more than the rate asks for where a step's last round of micro-batches has room: less variance for no
     extra micro-batch, at the cost of the added tokens' time."""

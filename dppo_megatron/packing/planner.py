@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from dppo_megatron.config.schema import PackingConfig
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.balance import deal, exchange
 from dppo_megatron.packing.bins import Bins, best_fit, first_fit, level, split_to, window_greedy
@@ -254,6 +255,11 @@ class TokenCapacity:
     """Share of the cap that the planner can be relied on to fill; measured in docs/packing.md."""
     margin_sd: float = 2.0
     """Standard deviations of the drawn token total that stay free."""
+
+    @staticmethod
+    def of(config: PackingConfig, layout: PackingLayout) -> TokenCapacity | None:
+        """None for mode=none, where each micro-batch holds one sequence and none has room."""
+        return None if config.mode == "none" else TokenCapacity(layout, config.max_tokens_per_microbatch)
 
     def microbatches(self, tokens: IntArray, inclusion_prob: FloatArray) -> int:
         """Micro-batches that the expected tokens need, over all ranks."""

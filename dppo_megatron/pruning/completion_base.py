@@ -91,21 +91,17 @@ class CompletionPolicy(Policy):
         step: int,
         minibatch: int = 0,
         capacity: StepCapacity | None = None,
-        rest: str = "",
     ) -> Selection:
         """Decide about one mini-batch, once: a draw reused after an update is biased. Changes no state.
 
         Steps count from 0. With a capacity, the methods that read `fill_slack` keep more where micro-batches have room.
-        `rest` is that of `PromptPolicy.select`.
 
         Raises:
             ValueError: arrays of different lengths, NaN advantages, denominators that are not positive.
         """
         check_batch(batch)
-        if not rest and not self.warmup_steps <= step <= self.last_active_step:
-            rest = "annealed" if step > self.last_active_step else "warm-up"
-        if rest:
-            return keep_all(len(batch), self.name, rest)
+        if not self.warmup_steps <= step <= self.last_active_step:
+            return keep_all(len(batch), self.name, "annealed" if step > self.last_active_step else "warm-up")
         if len(batch) == 0:  # which prompts were drawn decides that, so the label must be that of any other batch
             return keep_all(0, self.name, "empty batch", self._label_of_nothing(batch, (step, minibatch)))
         order = np.lexsort((batch.completion_index, batch.group, batch.prompt_index))

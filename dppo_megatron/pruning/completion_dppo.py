@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig, check_auto_rule, check_floor
-from dppo_megatron.pruning.budget import RateControl
+from dppo_megatron.pruning.budget import MeasuredCost
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.designs import WaterFiller, bisect, count_kept, design_effect
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, StepCost, figures, keep_all
@@ -38,7 +39,6 @@ _READS = (
     "quadratic_cost_per_token",
     "kl_slope",
     "max_design_effect",
-    "max_noise_ratio",
     "fill_slack",
 )
 
@@ -53,7 +53,7 @@ class DppoCompletionPolicy(CompletionPolicy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.control = RateControl()
+        self.control = MeasuredCost()
 
     @classmethod
     def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:
@@ -107,12 +107,16 @@ class DppoCompletionPolicy(CompletionPolicy):
         lower = np.where(live, config.min_inclusion_prob, 0.0)
         by_cost = self._spends_tokens
         size = score / np.sqrt(cost) if self._divides_by_cost else score
-        target, note = self._target(score, cost, lower)
+        target, note = self._target(score, cost, lower), ""
         if target is None:
-            return keep_all(len(batch), self.name, note)
+            return keep_all(len(batch), self.name, "no cost measured yet")
         filler = WaterFiller(size, lower, cost if by_cost else None)
         pi = budgeted_probabilities(
-            filler, score, target, max_design_effect=config.max_design_effect, whole=not by_cost
+            filler,
+            target,
+            partial(design_effect, score),
+            max_design_effect=config.max_design_effect,
+            whole=not by_cost,
         )
         spent = float(np.sum(filler.cost * pi))
         if config.max_design_effect and spent > target * (1 + 1e-9) and spent > float(np.sum(filler.cost * lower)):
@@ -128,8 +132,9 @@ class DppoCompletionPolicy(CompletionPolicy):
         return replace(
             selection,
             kept_cost=float(np.sum(pi * cost) / np.sum(cost)),
+            growth=design_effect(score, pi),
             metrics={
-                **figures(pi, design_effect(score, pi), live & (pi <= lower + 1e-12)),
+                **figures(pi, live & (pi <= lower + 1e-12)),
                 "rate_before_slack": 1.0 - float(before.mean()),
                 "slack_filled_tokens": float(np.sum(tokens * (pi - before))),
                 "share_without_gradient": float(np.mean(~live)),
@@ -139,8 +144,7 @@ class DppoCompletionPolicy(CompletionPolicy):
     def feedback(self, cost: StepCost) -> list[str]:
         """Dropping a completion saves its update only; rollout and the rest of a step are its fixed cost."""
         self.control.observe_cost(cost.rollout_s + cost.other_s, cost.update_s, cost.kept_cost)
-        said = self.control.observe_noise(cost, self.config.max_noise_ratio, "pruning.completion")
-        return [said] if said else []
+        return []
 
     def _filled(
         self, filler: WaterFiller, pi: FloatArray, tokens: IntArray, capacity: StepCapacity, *, whole: bool
@@ -172,14 +176,12 @@ class DppoCompletionPolicy(CompletionPolicy):
         tokens = np.maximum(batch.lengths, 1).astype(np.float64)
         return tokens * (1.0 + self.config.quadratic_cost_per_token * tokens)
 
-    def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> tuple[float | None, str]:
-        """Budget (a whole count, or cost with cost_aware) and why it is not what the rate says; None keeps all."""
-        scale = self.control.rate_scale
-        note = self.control.note
+    def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
+        """Budget: a whole count, or cost with cost_aware. None: no cost is known yet."""
         if self._spends_tokens:
-            return (1.0 - self.rate * scale) * float(cost.sum()), note
+            return (1.0 - self.rate) * float(cost.sum())
         least = math.ceil(float(lower.sum()) - 1e-9)
-        return float(max(count_kept(len(score), self.rate * scale), least)), note
+        return float(max(count_kept(len(score), self.rate), least))
 
     def own_state(self) -> dict[str, Any]:
         return {"control": self.control.state_dict()}
@@ -220,16 +222,14 @@ class AutoCompletionPolicy(DppoCompletionPolicy):
     def _cost_ratio(self) -> float:
         return self.config.rollout_cost_ratio or self.control.cost_ratio
 
-    def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> tuple[float | None, str]:
-        """The count of the rule; gradient noise moves it towards that of no pruning. None: no cost is known yet."""
+    def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
+        """The count of the rule; None: no cost is known yet."""
         if self.config.auto_rule != "cost":
             return super()._target(score, cost, lower)
         if self._cost_ratio == 0:
-            return None, "no cost measured yet"
-        scale = self.control.rate_scale
+            return None
         pi = efficient_probabilities(score, cost, lower, self._cost_ratio * float(cost.sum()))
-        wanted = float(pi.sum()) * scale + float(np.sum(lower > 0)) * (1.0 - scale)
-        return float(math.ceil(wanted - 1e-9)), self.control.note
+        return float(math.ceil(float(pi.sum()) - 1e-9))
 
 
 def _check_support(key: str, min_inclusion_prob: float) -> None:

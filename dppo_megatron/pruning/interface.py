@@ -7,7 +7,6 @@ is known to the ledger only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
@@ -83,7 +82,9 @@ class Selection:
     prompt's and the completion's weight."""
     ledger: tuple[LedgerRow, ...]
     metrics: dict[str, float]
-    """Figures of this decision: `rate_effective`, `design_effect`, `share_at_floor`, `share_at_one`, and others."""
+    """Figures of this decision: `rate_effective`, `share_at_floor`, `share_at_one`, and others."""
+    growth: float = 1.0
+    """Of the gradient's variance by this selection, as the scores predict it before the draw; a factor."""
     planned_prob: FloatArray | None = None
     """[n] what the probabilities would be if the method skipped; None: `inclusion_prob`. Read only to measure what
     skipping would do."""
@@ -160,13 +161,9 @@ class StepCost:
     update_s: float
     other_s: float
     """The rest of the step: selecting, packing, syncing."""
-    grad_norm: float = math.nan
-    """Norm of the step's gradient; NaN where it has none, because an update was skipped."""
     kept_cost: float = 1.0
     """Expected share of the variable cost that this level's selection kept in this very step, in (0, 1]. Known to
     `Selector`."""
-    noise_ratio: float | None = None
-    """Squared gradient norm over that of steps without pruning; None: not known. Known to `Selector`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,19 +259,18 @@ def keep_all(count: int, name: str, note: str = "", label: Label = "exact") -> S
         inclusion_prob=ones,
         weight=ones.copy(),
         ledger=(LedgerRow(name, 1.0, label, note),),
-        metrics=figures(ones, 1.0),
+        metrics=figures(ones),
     )
 
 
-def figures(pi: FloatArray, effect: float, at_floor: BoolArray | None = None) -> dict[str, float]:
+def figures(pi: FloatArray, at_floor: BoolArray | None = None) -> dict[str, float]:
     """`Selection.metrics` of probabilities pi [n]; None: those of the smallest pi below 1 are at the floor."""
     if not len(pi):
-        return {"rate_effective": 0.0, "design_effect": 1.0, "share_at_floor": 0.0, "share_at_one": 1.0}
+        return {"rate_effective": 0.0, "share_at_floor": 0.0, "share_at_one": 1.0}
     if at_floor is None:
         at_floor = (pi == pi.min()) & (pi < 1)
     return {
         "rate_effective": 1.0 - float(pi.mean()),
-        "design_effect": effect,
         "share_at_floor": float(np.mean(at_floor)),
         "share_at_one": float(np.mean(pi >= 1)),
     }

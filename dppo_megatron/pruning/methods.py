@@ -12,7 +12,6 @@ from dppo_megatron.pruning.policies import (
     COMPLETION_POLICIES,
     PROMPT_POLICIES,
     completion_policy_class,
-    prompt_policy_class,
 )
 from dppo_megatron.types import UserError
 
@@ -77,11 +76,10 @@ def with_method(config: C, name: str) -> C:
     return changed
 
 
-def _settings(name: str) -> list[tuple[str, str, str | float]]:
+def _settings(name: str) -> list[tuple[str, str, str | bool]]:
     """(level, setting, value) of both methods; what is refused with one of them is off."""
     prompt, completion = levels(name)
-    settings: list[tuple[str, str, str | float]] = [("prompt", "method", prompt), ("completion", "method", completion)]
-    reads = {"prompt": prompt_policy_class(prompt).reads, "completion": completion_policy_class(completion).reads}
-    if "allocation" not in reads["completion"]:
+    settings: list[tuple[str, str, str | bool]] = [("prompt", "method", prompt), ("completion", "method", completion)]
+    if "allocation" not in completion_policy_class(completion).reads:
         settings.append(("completion", "allocation", False))
-    return [*settings, *((level, "max_noise_ratio", 0) for level in reads if "max_noise_ratio" not in reads[level])]
+    return settings

@@ -39,7 +39,7 @@ def step_metrics(prompts: Selection, batch: CompletionBatch, completions: Select
         **_counts("prompts", prompts),
         **_counts("completions", completions),
         **_tokens(batch, completions),
-        **weight_metrics((batch.prompt_weight * completions.weight)[completions.kept]),
+        "prune/weight_max": float(np.max((batch.prompt_weight * completions.weight)[completions.kept], initial=0.0)),
         **_totals(batch, completions),
         "prune/group_imbalance": group_imbalance(batch, completions),
         "prune/biased_selections": float(sum(row.label == "biased" for row in ledger)),
@@ -59,18 +59,6 @@ def _figures(level: str, selection: Selection) -> dict[str, float]:
             "uniform_effect": effect.uniform,
         }
     return {f"prune/{level}_{name}": value for name, value in figures.items()}
-
-
-def weight_metrics(weights: FloatArray) -> dict[str, float]:
-    """Spread of the kept samples' weights [n]: max, CV^2, Kish's effective sample size and its share; 0 if empty."""
-    total, squares = float(weights.sum()), float(np.square(weights).sum())
-    effective = total**2 / squares if squares > 0 else 0.0
-    return {
-        "prune/weight_max": float(weights.max(initial=0.0)),
-        "prune/weight_cv2": max(len(weights) / effective - 1.0, 0.0) if effective > 0 else 0.0,
-        "prune/ess": effective,
-        "prune/ess_share": effective / len(weights) if len(weights) else 0.0,
-    }
 
 
 def group_imbalance(batch: CompletionBatch, selection: Selection) -> float:

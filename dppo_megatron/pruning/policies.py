@@ -99,15 +99,6 @@ def check_methods(config: PruningConfig, *, group_size: int = 0, minibatch_size:
             f"pruning.completion.allocation = true: method={config.completion.method} has no rate that more prompts"
             " could fill; set it to false"
         )
-    for key, section, reads in (
-        ("pruning.prompt", config.prompt, prompt.reads),
-        ("pruning.completion", config.completion, completion.reads),
-    ):
-        if section.max_noise_ratio > 0 and "max_noise_ratio" not in reads:
-            raise UserError(
-                f"{key}.max_noise_ratio = {section.max_noise_ratio:g}: method={section.method} has no rate that could"
-                " back off, so it would bound nothing; set it to 0, or use method=dppo or dppo_auto"
-            )
     if is_plugin(config.prompt.method):  # a trial, because its __init__ may be wrong too
         make_prompt_policy(
             config.prompt, num_prompts=1, completions_per_prompt=1, prompts_per_step=1, total_steps=1, seed=0
@@ -118,12 +109,6 @@ def check_methods(config: PruningConfig, *, group_size: int = 0, minibatch_size:
         *_unread("pruning.prompt", config.prompt, prompt.reads, prompt.unread(config.prompt)),
         *_unread("pruning.completion", config.completion, completion.reads, completion.unread(config.completion)),
     ]
-
-
-def bounds_noise(config: PruningConfig) -> bool:
-    """Whether either level has a `max_noise_ratio`. Both levels then stop pruning until
-    unpruned steps exist to compare with, because one gradient norm mixes the noise of both."""
-    return config.prompt.max_noise_ratio > 0 or config.completion.max_noise_ratio > 0
 
 
 def make_prompt_policy(

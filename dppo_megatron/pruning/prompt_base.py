@@ -97,14 +97,13 @@ class PromptPolicy(Policy):
         """The rewards decide how many prompts are rolled out and which groups go on: `keep_groups` is a selection."""
         return False
 
-    def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0, rest: str = "") -> Selection:
+    def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0) -> Selection:
         """Decide about the nominal prompts [n] of one optimizer mini-batch. Same arguments and history, same answer.
 
-        Steps count from 0. Changes no state: a step that is given up after it leaves nothing behind. `rest` says why
-        nothing is to be skipped; empty: the policy itself knows of no reason but warm-up and annealing.
+        Steps count from 0. Changes no state: a step that is given up after it leaves nothing behind.
         """
         ids = check_ids(prompt_index, len(self.history))
-        resting = rest or self._resting(step)
+        resting = self._resting(step)
         order = np.argsort(ids, kind="stable")
         if len(ids) == 0:
             return keep_all(0, self.name, resting)

@@ -246,7 +246,7 @@ class InfoBatchPolicy(PromptPolicy):
         pi = two_class(low, self.config.rate)
         order = np.lexsort((self._ties(ids, step, minibatch), score))
         selection = self._draw_and_weigh(ids, pi, order, step, minibatch)
-        return replace(selection, metrics=figures(pi, design_effect(score, pi), low))
+        return replace(selection, growth=design_effect(score, pi), metrics=figures(pi, low))
 
 
 def check_greso(config: GresoConfig, key: str) -> None:

@@ -9,14 +9,15 @@ visits in place of the last visit alone, a floor of 0.2, and unvisited prompts a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dppo_megatron.config.pruning import PromptPruningConfig, check_auto_rule, check_floor
-from dppo_megatron.pruning.budget import EffectMonitor, RateControl
+from dppo_megatron.pruning.budget import MeasuredCost
 from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect, deterministic
 from dppo_megatron.pruning.interface import Selection, StepCost, figures, keep_all
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
@@ -27,6 +28,7 @@ from dppo_megatron.pruning.scores import (
     nondegenerate_probability,
     spread,
 )
+from dppo_megatron.pruning.variance import EffectMonitor
 from dppo_megatron.pruning.weights import weigh_biased
 from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
@@ -42,7 +44,6 @@ _READS = (
     "warmup_epochs",
     "anneal_fraction",
     "max_design_effect",
-    "max_noise_ratio",
 )
 
 
@@ -54,6 +55,8 @@ class _DrawPlan:
     cost: FloatArray
     lower: FloatArray
     pi: FloatArray
+    growth: Callable[[FloatArray], float]
+    """Of the variance by a draw with probabilities [n]."""
     note: str
 
 
@@ -65,7 +68,7 @@ class DppoPromptPolicy(PromptPolicy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.control = RateControl()
+        self.control = MeasuredCost()
         self.monitor = EffectMonitor()
         self.fitted = FittedScore(self.history, self.features) if self.config.score == "fit" else None
         self._said = ""
@@ -88,8 +91,7 @@ class DppoPromptPolicy(PromptPolicy):
         """Skipping a prompt saves its update and its part of the rollout; the rest of a step is its fixed cost."""
         self.control.observe_cost(cost.other_s, cost.rollout_s + cost.update_s, cost.kept_cost, has_floor=True)
         said, self._said = self._said, ""
-        noisy = self.control.observe_noise(cost, self.config.max_noise_ratio, "pruning.prompt")
-        return [line for line in (said, noisy) if line]
+        return [said] if said else []
 
     def own_state(self) -> dict[str, Any]:
         fitted = {"fitted": self.fitted.state_dict()} if self.fitted else {}
@@ -122,10 +124,12 @@ class DppoPromptPolicy(PromptPolicy):
         return self._with_figures(replace(selection, planned_prob=plan.pi), plan, selection.inclusion_prob)
 
     def _with_figures(self, selection: Selection, plan: _DrawPlan, pi: FloatArray) -> Selection:
-        metrics = figures(pi, design_effect(plan.score, pi), (pi <= plan.lower + 1e-12) & (plan.lower < 1))
-        metrics["planned_effect"] = design_effect(plan.score, plan.pi)
+        metrics = figures(pi, (pi <= plan.lower + 1e-12) & (plan.lower < 1))
+        metrics["planned_effect"] = plan.growth(plan.pi)
         kept_cost = float(np.sum(pi * plan.cost) / np.sum(plan.cost))
-        return replace(selection, metrics=metrics, kept_cost=kept_cost, effect=self.monitor.effect())
+        return replace(
+            selection, metrics=metrics, growth=plan.growth(pi), kept_cost=kept_cost, effect=self.monitor.effect()
+        )
 
     def _plan(self, ids: IntArray, step: int) -> _DrawPlan | None:
         """The probabilities of a step in which prompts are skipped; None before a cost is measured."""
@@ -135,18 +139,14 @@ class DppoPromptPolicy(PromptPolicy):
         target = self._target(score, cost, lower)
         if target is None:
             return None
-        pi = budgeted_probabilities(
-            WaterFiller(size, lower),
-            score,
-            target,
-            max_design_effect=self.config.max_design_effect,
-            whole=True,
-            inflation=self._inflation(),
-        )
-        note = self.control.note
+        optimism = self.fitted.optimism(ids, step) if self.fitted else np.zeros(len(ids))
+        growth = partial(_growth, score, lower, optimism, self._inflation())
+        bound = self.config.max_design_effect
+        pi = budgeted_probabilities(WaterFiller(size, lower), target, growth, max_design_effect=bound, whole=True)
+        note = ""
         if pi.sum() > target + 0.5:
             note = f"max_design_effect {self.config.max_design_effect:g} keeps {pi.sum():.0f} prompts, not {target:.0f}"
-        return _DrawPlan(score, cost, lower, pi, note)
+        return _DrawPlan(score, cost, lower, pi, growth, note)
 
     @property
     def _divides_by_cost(self) -> bool:
@@ -159,7 +159,7 @@ class DppoPromptPolicy(PromptPolicy):
     def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
         """Whole number of prompts to keep: all that may not be skipped, and the share of the rest."""
         num_skippable = int((lower < 1).sum())
-        by_rate = len(lower) - num_skippable + count_kept(num_skippable, self.config.rate * self.control.rate_scale)
+        by_rate = len(lower) - num_skippable + count_kept(num_skippable, self.config.rate)
         return float(max(by_rate, _least(lower)))
 
     def _may_skip(self, ids: IntArray) -> BoolArray:
@@ -201,12 +201,15 @@ class DppoPromptPolicy(PromptPolicy):
         moment = visits.second_moment
         if moment is None:
             moment = (spread(visits.rewards) > 0).astype(np.float64)
+        follows = (visits.planned > self.config.min_inclusion_prob + 1e-12) & (visits.planned < 1)
+        optimism = self.fitted.optimism(visits.ids, step) * follows if self.fitted else np.zeros(len(visits.ids))
         self.monitor.observe(
             moment[graded],
             np.square(self._score(visits.ids, step))[graded],
             visits.lengths.mean(axis=1, dtype=np.float64)[graded],
             visits.inclusion[graded],
             visits.planned[graded],
+            optimism[graded],
         )
         self._said = self.monitor.judge() or self._said
         if self.fitted:
@@ -235,16 +238,15 @@ class AutoPromptPolicy(DppoPromptPolicy):
         return True
 
     def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
-        """The count of the rule; gradient noise moves it towards that of no pruning. None: no cost is known yet."""
-        config, scale = self.config, self.control.rate_scale
+        """The count of the rule; None: no cost is known yet."""
+        config = self.config
         if config.auto_rule != "cost":
             return super()._target(score, cost, lower)
         ratio = config.fixed_cost_ratio or self.control.cost_ratio
         if ratio == 0:
             return None
         pi = efficient_probabilities(score, cost, lower, ratio * float(cost.sum()), self._inflation())
-        wanted = float(pi.sum()) * scale + len(lower) * (1.0 - scale)
-        return float(max(_least(lower), math.ceil(wanted - 1e-9)))
+        return float(max(_least(lower), math.ceil(float(pi.sum()) - 1e-9)))
 
 
 class PaperPromptPolicy(PromptPolicy):
@@ -274,6 +276,16 @@ class PaperPromptPolicy(PromptPolicy):
         )
         at_floor, rate = float(np.mean(drawn.inclusion_prob == 0)), 1.0 - float(drawn.kept.mean())
         return replace(selection, metrics=selection.metrics | {"rate_effective": rate, "share_at_floor": at_floor})
+
+
+def _growth(
+    score: FloatArray, lower: FloatArray, optimism: FloatArray, inflation: float, inclusion_prob: FloatArray
+) -> float:
+    """Of the variance as the score predicts it, less its optimism, and as earlier steps have measured it."""
+    squared, follows = np.square(score), (inclusion_prob > lower + 1e-12) & (inclusion_prob < 1)
+    missed = float(np.sum((optimism * squared)[follows] / inclusion_prob[follows]))
+    effect = design_effect(score, inclusion_prob) + (missed / float(np.sum(squared)) if missed else 0.0)
+    return 1.0 + (effect - 1.0) * inflation
 
 
 def _least(lower: FloatArray) -> int:

@@ -6,10 +6,12 @@ these are cheap proxies (rollout log-probabilities, reward history) and none of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
-from dppo_megatron.pruning.designs import WaterFiller, bisect, design_effect
+from dppo_megatron.pruning.designs import WaterFiller, bisect
 from dppo_megatron.types import FloatArray
 
 
@@ -98,12 +100,11 @@ def efficient_probabilities(
 
 def budgeted_probabilities(
     filler: WaterFiller,
-    score: FloatArray,
     target: float,
+    growth: Callable[[FloatArray], float],
     *,
     max_design_effect: float,
     whole: bool,
-    inflation: float = 1.0,
 ) -> FloatArray:
     """Probabilities [n] that spend `target`, or the least above it that keeps the design effect within its bound.
 
@@ -112,18 +113,17 @@ def budgeted_probabilities(
 
     Args:
         filler: sizes, floors and costs.
-        score: [n], the design effect is sum(score^2 / pi) / sum(score^2).
+        growth: the design effect of probabilities [n].
         max_design_effect: >= 1, or 0 for no bound.
         whole: keep the budget a whole number apart from `target`, so that systematic draws have a fixed size.
-        inflation: measured over predicted growth of the variance; the bound is one of the measured effect.
     """
-    pi, bound = filler.solve(target), 1.0 + (max_design_effect - 1.0) / inflation
-    if max_design_effect == 0 or design_effect(score, pi) <= bound:
+    pi = filler.solve(target)
+    if max_design_effect == 0 or growth(pi) <= max_design_effect:
         return pi
     full = float(np.sum(filler.cost[filler.support]))
 
     def is_beyond(more: float) -> bool:
-        return design_effect(score, filler.solve(target + more)) > bound
+        return growth(filler.solve(target + more)) > max_design_effect
 
     return filler.solve(target + bisect(0.0, full - target, 1e-3 * full, is_beyond, whole=whole)[1])
 

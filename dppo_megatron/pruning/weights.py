@@ -67,7 +67,7 @@ def weigh(
     Args:
         label: of the settings, where the probabilities are themselves the outcome of an earlier draw; None: from the
             probabilities and the design. Never from what was kept.
-        score: [n], for the design effect among the figures; None: all alike.
+        score: [n], for the growth of the variance; None: all alike.
     """
     weight = ESTIMATOR_WEIGHTS[estimator](draw)
     notes = [note] if note else []
@@ -118,7 +118,8 @@ def _selection(
 ) -> Selection:
     pi, kept_fraction = draw.inclusion_prob, float(draw.kept.mean()) if len(draw.kept) else 1.0
     effect = design_effect(np.ones(len(pi)) if score is None else score, pi)
-    return Selection(draw.kept, pi, weight, (LedgerRow(name, kept_fraction, label, note),), figures(pi, effect))
+    ledger = (LedgerRow(name, kept_fraction, label, note),)
+    return Selection(draw.kept, pi, weight, ledger, figures(pi), growth=effect)
 
 
 def _cap_notes(draw: Draw, estimator: str, max_weight: float) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from dppo_megatron.pruning import CompletionBatch, LedgerRow, Selection
 from dppo_megatron.pruning.interface import Effect
+from dppo_megatron.pruning.variance import StepVariance
 from dppo_megatron.pruning.weights import worst
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, StepCounts
 
@@ -63,6 +64,7 @@ class TrainSelection:
     ledger: tuple[LedgerRow, ...]
     metrics: dict[str, float]
     counts: StepCounts
+    variance: StepVariance
     effect: Effect | None
     """What skipping prompts has done to the variance so far; None: not measured."""
     offered: IntArray
@@ -149,6 +151,7 @@ def merge(parts: list[Selection], order: IntArray) -> Selection:
             name: float(np.mean([part.metrics[name] for part in parts if name in part.metrics]))
             for name in dict.fromkeys(name for part in parts for name in part.metrics)
         },
+        growth=float(np.mean([part.growth for part in parts])),
         kept_cost=float(np.mean(costs)) if costs else None,
         effect=next((part.effect for part in parts if part.effect is not None), None),
     )
@@ -166,12 +169,6 @@ def _columns(parts: list[Selection]) -> dict[str, Any]:
         "weight": np.concatenate([part.weight for part in parts]),
         "planned_prob": np.concatenate([part.planned for part in parts]),
     }
-
-
-def is_reweighted(selection: Selection) -> bool:
-    """Whether chance or a factor had a part in it: not where each row is certain, or certainly out, with weight 1."""
-    by_chance = (selection.inclusion_prob > 0) & (selection.inclusion_prob < 1)
-    return bool(by_chance.any() or (selection.weight[selection.kept] != 1.0).any())
 
 
 def _merge_rows(rows: list[tuple[LedgerRow, int]]) -> tuple[LedgerRow, ...]:

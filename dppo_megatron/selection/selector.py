@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -31,16 +31,15 @@ from dppo_megatron.pruning import (
     make_completion_policy,
     make_prompt_policy,
 )
-from dppo_megatron.pruning.budget import NoiseReference
 from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCost, check_outcomes
 from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
-from dppo_megatron.pruning.policies import bounds_noise, check_methods
+from dppo_megatron.pruning.policies import check_methods
+from dppo_megatron.pruning.variance import step_variance
 from dppo_megatron.selection.arrays import (
     PromptDraw,
     Rollouts,
     TrainSelection,
     completion_batch,
-    is_reweighted,
     join,
     merge,
     part,
@@ -48,8 +47,6 @@ from dppo_megatron.selection.arrays import (
 )
 from dppo_megatron.selection.coefficients import Coefficients
 from dppo_megatron.types import FloatArray, IntArray, StepCounts, UserError
-
-_NO_REFERENCE = "max_noise_ratio has too few unpruned steps to compare with"
 
 
 @dataclass
@@ -59,8 +56,6 @@ class _OpenStep:
     number: int
     position: int
     """Of the order, before its first prompt."""
-    rest: str = ""
-    """Why nothing is pruned in it, beside the policies' own reasons (warm-up, annealing); empty: no reason."""
     rounds: int = 0
     offered: list[IntArray] = field(default_factory=list)
     selections: list[Selection] = field(default_factory=list)
@@ -68,8 +63,6 @@ class _OpenStep:
     chosen: list[PromptDraw] = field(default_factory=list)
     kept_costs: tuple[float, float] = (1.0, 1.0)
     """Of prompts and completions; see `StepCost.kept_cost`."""
-    reweighted: bool = False
-    """Whether chance had a part in its gradient."""
     deviations: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
     """Of what was kept of prompts and of completions from the probabilities."""
     outcome: _Learned | None = None
@@ -156,7 +149,6 @@ class Selector:
         sizes = {"": num_prompts} if set_sizes is None else set_sizes
         self._order = order or make_order(sizes, train_set_weights(config), config.seed, self.prompts_per_step)
         self._position = 0
-        self._bounds_noise, self._noise = bounds_noise(config.pruning), NoiseReference()
         self._delay = min(config.rollout.async_steps, 1)
         """Steps that a prompt policy's feedback comes late: a step that begins ahead cannot know what the one before it
         cost, and one that does not, because a checkpoint is due, must choose the same."""
@@ -185,8 +177,7 @@ class Selector:
         self._learn()
         while self._costs and self._costs[0].step < step - self._delay:
             self._said += self._prompt_policy.feedback(self._costs.pop(0))
-        wanting = self._bounds_noise and self._noise.is_wanting(step - self._delay)
-        self._open.append(_OpenStep(step, self._position, _NO_REFERENCE if wanting else ""))
+        self._open.append(_OpenStep(step, self._position))
         return self._choose(self.prompts_per_step, self._open[-1], self._updates)
 
     def refill(self, rewards: FloatArray, step: int) -> PromptDraw | None:
@@ -237,7 +228,7 @@ class Selector:
             *filter_row,
             *completions.ledger,
         )
-        of.reweighted = is_reweighted(planned) or is_reweighted(completions)
+        variance = step_variance(planned, batch, completions)
         of.kept_costs = _kept_cost(planned), _kept_cost(completions)
         of.deviations = self._deviations(offered, np.concatenate(of.offered)), deviations(completions, batch.facts())
         counts = StepCounts(
@@ -255,8 +246,11 @@ class Selector:
             denominator=denominator.ravel(),
             minibatch=np.repeat(minibatch, size),
             ledger=ledger,
-            metrics=counts.metrics() | self._metrics(offered, batch, completions, rollouts, prompts, zero_based),
+            metrics=counts.metrics()
+            | variance.metrics()
+            | self._metrics(offered, batch, completions, rollouts, prompts, zero_based),
             counts=counts,
+            variance=variance,
             effect=offered.effect,
             offered=np.concatenate(of.offered),
             prompts=prompts,
@@ -266,12 +260,8 @@ class Selector:
         )
 
     def feedback(self, cost: StepCost) -> list[str]:
-        """What the step cost and how noisy its gradient was; lines for the log if a rate moved.
-
-        Called once each step, also where an update was skipped: its gradient norm is then NaN, and only the seconds are
-        learned. The noise ratio is the squared gradient norm over its running mean on steps where every weight was 1;
-        a step without a gradient has none.
-        """
+        """What the step cost; lines for the log if a rate moved. Called once each step, also where an update was
+        skipped."""
         of = self._of(cost.step)
         if of is not self._open[0] or (of.outcome is None and of.before is None):
             raise ValueError(f"feedback of step {cost.step}, which is not the oldest step that is finished")
@@ -280,8 +270,7 @@ class Selector:
         self._open.pop(0)
         for test, found in zip(self._declared, of.deviations, strict=True):
             test.observe(found)
-        ratio = self._noise.ratio(cost.grad_norm * cost.grad_norm, cost.step, pruned=of.reweighted)
-        of_prompts, of_completions = (replace(cost, noise_ratio=ratio, kept_cost=kept) for kept in of.kept_costs)
+        of_prompts, of_completions = (replace(cost, kept_cost=kept) for kept in of.kept_costs)
         self._costs.append(of_prompts)
         if not self._delay:
             self._said += self._prompt_policy.feedback(self._costs.pop(0))
@@ -304,9 +293,9 @@ class Selector:
         self._prompt_policy.load_state_dict(state["prompt"])
         self._completion_policy.load_state_dict(state["completion"])
         self._position = state["position"]
-        self._noise.load_state_dict(state["unpruned_noise"])
         self._coefficients.mean_length = state["mean_length"]
-        self._costs = [StepCost(**cost) for cost in state["costs"]]
+        known = {item.name for item in fields(StepCost)}  # an older checkpoint's have more
+        self._costs = [StepCost(**{key: cost[key] for key in known}) for cost in state["costs"]]
         if "declared" in state:  # a checkpoint of before they were tested has none
             for test, saved in zip(self._declared, state["declared"], strict=True):
                 test.load_state_dict(saved)
@@ -318,7 +307,6 @@ class Selector:
             "prompt": self._prompt_policy.state_dict(memory and memory["prompt"]),
             "completion": self._completion_policy.state_dict(),
             "position": position,
-            "unpruned_noise": self._noise.state_dict(),
             "mean_length": self._coefficients.mean_length,
             "costs": [asdict(cost) for cost in self._costs],
             "declared": [asdict(test) for test in self._declared],
@@ -362,7 +350,7 @@ class Selector:
         chosen = []
         for index, mine in enumerate(np.array_split(nominal, parts)):
             place = len(of.selections)
-            selection = self._prompt_policy.select(mine, step=of.number - 1, minibatch=place, rest=of.rest)
+            selection = self._prompt_policy.select(mine, step=of.number - 1, minibatch=place)
             kept = selection.kept
             minibatch = np.full(int(kept.sum()), index, dtype=np.int64)
             columns = selection.inclusion_prob[kept], selection.weight[kept], minibatch, selection.planned[kept]
@@ -400,7 +388,6 @@ class Selector:
                 step=of.number - 1,
                 minibatch=index,
                 capacity=self._capacity,
-                rest=of.rest,
             )
             for index, mine in enumerate(rows)
         ]

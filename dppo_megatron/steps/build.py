@@ -1,4 +1,4 @@
-"""Builds engine, sampling and packing capacity from a job's settings.
+"""Builds engine and sampling from a job's settings.
 
 Apart from `loop.py`, so that a new engine is one branch here and no phase of the loop knows which one runs.
 """
@@ -10,10 +10,8 @@ from typing import Literal
 
 import torch
 
-from dppo_megatron.config.schema import Config, PackingConfig
+from dppo_megatron.config.schema import Config
 from dppo_megatron.job import Job
-from dppo_megatron.packing.alignment import PackingLayout
-from dppo_megatron.packing.planner import TokenCapacity
 from dppo_megatron.rewards.grading import GradeInClient
 from dppo_megatron.rollout.engine import Engine, Sampling
 from dppo_megatron.rollout.hf import HFEngine
@@ -52,8 +50,3 @@ def make_sampling(job: Job) -> Sampling:
     return Sampling(
         how.max_completion_tokens, how.temperature, job.config.seed, how.top_p, how.top_k, job.stop_token_ids
     )
-
-
-def token_capacity(config: PackingConfig, layout: PackingLayout) -> TokenCapacity | None:
-    """How much a step's micro-batches hold; None for mode=none, where each holds one sequence and none has room."""
-    return None if config.mode == "none" else TokenCapacity(layout, config.max_tokens_per_microbatch)

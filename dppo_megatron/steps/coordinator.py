@@ -8,7 +8,6 @@ It knows scalars and no tokens: the loop brings outcomes here and sends what is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,14 +18,13 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.job import Job
 from dppo_megatron.packing.alignment import PackingLayout
-from dppo_megatron.packing.planner import Packable, plan_microbatches
+from dppo_megatron.packing.planner import Packable, TokenCapacity, plan_microbatches
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.pruning.interface import PromptFeatures, StepCost
 from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
 from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.selection import PromptDraw, Selector, TrainSelection
 from dppo_megatron.steps.annotations import SampleAnnotations
-from dppo_megatron.steps.build import token_capacity
 from dppo_megatron.steps.rollout_cost import cost_model
 from dppo_megatron.steps.rollout_table import RolloutTable
 from dppo_megatron.steps.step import Step, UpdatePlan, sizes_of
@@ -46,7 +44,7 @@ class Coordinator:
         self._selector = Selector(
             config,
             len(job.train_prompts),
-            capacity=token_capacity(config.packing, layout),
+            capacity=TokenCapacity.of(config.packing, layout),
             set_sizes=set_sizes(job.train_sets),
             features=PromptFeatures.of(job.train_prompts),
         )
@@ -113,12 +111,10 @@ class Coordinator:
         )
 
     def learn(self, step: Step) -> list[str]:
-        """Report a finished step's cost to the policies; returns log lines. A skipped update has no gradient norm."""
+        """Report a finished step's cost to the policies; returns log lines."""
         took, counts = step.record.timing, step.record.counts
         assert counts is not None, f"step {step.number} has not been decided"
-        skipped = any(one.is_skipped for one in step.measured)
-        grad_norm = math.nan if skipped else float(np.mean([one.grad_norm for one in step.measured]))
-        said = self._selector.feedback(StepCost(step.number, took.rollout_s, took.update_s, took.other_s, grad_norm))
+        said = self._selector.feedback(StepCost(step.number, took.rollout_s, took.update_s, took.other_s))
         tokens = float(counts.tokens_generated), float(counts.tokens_trained)
         self._advisor.time(took.rollout_s, took.update_s, took.other_s, *tokens)
         step.record.metrics |= self._advisor.metrics()

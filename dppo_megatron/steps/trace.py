@@ -18,12 +18,14 @@ from dppo_megatron.selection import Rollouts, TrainSelection
 FORMAT = "dppo_megatron trace 1"
 
 
-def trace_header(config: Config, set_sizes: dict[str, int], features: PromptFeatures) -> dict[str, Any]:
-    """The first line; `set_sizes` are the problems of each training set, `features` what their rows say."""
+def trace_header(config: Config, set_sizes: dict[str, int], features: PromptFeatures, ranks: int = 1) -> dict[str, Any]:
+    """The first line; `set_sizes` are the problems of each training set, `features` what their rows say. `ranks` the
+    run begins on: with the layout they give what a step's micro-batches hold."""
     return {
         "format": FORMAT,
         "num_prompts": sum(set_sizes.values()),
         "set_sizes": set_sizes,
+        "ranks": ranks,
         "config": config_values(config),
         "features": {
             "prompt_tokens": features.prompt_tokens.tolist(),

@@ -8,18 +8,23 @@ cannot know how another method would have changed the model: figures are for the
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from dppo_megatron.data.order import Order
+from dppo_megatron.packing.alignment import packing_layout
+from dppo_megatron.packing.planner import TokenCapacity
 from dppo_megatron.progress import Advance, counted, progress
 from dppo_megatron.pruning.budget import floor_share
-from dppo_megatron.pruning.interface import StepCost
+from dppo_megatron.pruning.interface import StepCapacity, StepCost
 from dppo_megatron.pruning.methods import with_method
+from dppo_megatron.pruning.variance import StepVariance
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps.rollout_cost import RolloutCost
-from dppo_megatron.types import IntArray, UserError
+from dppo_megatron.types import FloatArray, IntArray, UserError
 from dppo_megatron.workbench.runs.trace import Trace
 
 _MOSTLY_ROLLOUT = 0.9
@@ -64,8 +69,14 @@ class Prediction:
     """sum W s^2 / sum s^2, s the gradient-norm proxy of docs/pruning.md: about how long the expected gradient is,
     relative to the full batch's. 1 for an unbiased method, up to the noise of the draws."""
     variance_ratio: float
-    """sum W^2 s^2 over the trained completions / sum s^2 over all nominal ones / scale^2: the growth of the
-    gradient's variance at equal length, if completions' gradients are uncorrelated."""
+    """Growth of the gradient's variance at equal length: the mean over the steps of what each step's account says was
+    realised. A ratio of sums over steps would be that of the first few, whose gradients are largest and which skip
+    nothing. Of a biased method, whose account knows no full batch, sum W^2 s^2 over the full batch's sum s^2, over
+    scale^2."""
+    variance_skipping: float
+    """The same over the steps that could skip prompts, without warm-up and annealing; of all where none could."""
+    predicted_variance: float
+    """Mean over the steps of the growth that was predicted before each draw."""
     imputed_share: float
     """Groups whose outcome was not recorded at that step and came from another visit."""
     without_gradient: float
@@ -110,18 +121,54 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
     return StepTimeModel(rollout, costs[1], fixed)
 
 
-def simulate(trace: Trace, method: str, costs: StepTimeModel) -> Prediction:
-    """Replay `method` over the trace."""
+def simulate(
+    trace: Trace, method: str, costs: StepTimeModel, capacity: StepCapacity | None = None, order: Order | None = None
+) -> Prediction:
+    """Replay `method` over the trace.
+
+    Args:
+        capacity: what a step's micro-batches hold, for `fill_slack`; None: nothing is filled.
+        order: of the prompts; None: the recorded run's.
+    """
     with progress(f"simulating {method}", len(trace.steps), "steps") as advance:
-        return _replay(trace, method, costs, advance)
+        return _replay(trace, method, costs, capacity, order, advance)
 
 
-def _replay(trace: Trace, method: str, costs: StepTimeModel, advance: Advance) -> Prediction:
+def capacity_of(trace: Trace) -> StepCapacity | None:
+    """Of the recorded run's micro-batches."""
+    layout = trace.config.actor.layout
+    ranks = max(trace.ranks, layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel)
+    return TokenCapacity.of(trace.config.packing, packing_layout(trace.config.actor, ranks))
+
+
+@dataclass
+class _Sums:
+    """Over the steps of a replay."""
+
+    counts: FloatArray = field(default_factory=lambda: np.zeros(5))
+    seconds: float = 0.0
+    idle: float = 0.0
+    nominal: float = 0.0
+    labels: set[str] = field(default_factory=lambda: {"exact"})
+    accounts: list[tuple[StepVariance, float, bool]] = field(default_factory=list)
+    """Of each step with a gradient: its account, the full batch's sum s^2, and whether prompts could be skipped."""
+
+    def mean(self, of: Callable[[StepVariance, float], float], *, skipping: bool = False) -> float:
+        values = [of(account, full) for account, full, skips in self.accounts if skips or not skipping]
+        return float(np.mean(values)) if values else 1.0
+
+
+def _replay(
+    trace: Trace,
+    method: str,
+    costs: StepTimeModel,
+    capacity: StepCapacity | None,
+    order: Order | None,
+    advance: Advance,
+) -> Prediction:
     config = with_method(trace.config, method)
-    selector = Selector(config, trace.num_prompts, set_sizes=trace.set_sizes, features=trace.features)
-    outcomes = _NearestRollouts(trace)
-    counts = np.zeros(5)
-    labels, kept_variance, kept_scale, full_variance, seconds, idle, nominal = {"exact"}, *[0.0] * 6
+    selector = Selector(config, trace.num_prompts, order, capacity, trace.set_sizes, trace.features)
+    outcomes, sums = _NearestRollouts(trace), _Sums()
     for traced in counted(trace.steps, advance):
         step = traced.step
         rollouts = outcomes.of(selector.begin(step).prompt_index, step)
@@ -131,38 +178,40 @@ def _replay(trace: Trace, method: str, costs: StepTimeModel, advance: Advance) -
             rollout_s += costs.rollout.of(float(added.lengths.sum()))
             rollouts = _append(rollouts, added)
         decision = selector.finish(rollouts, step)
-        labels.update(row.label for row in decision.ledger)
+        sums.labels.update(row.label for row in decision.ledger)
         generated, trained = float(rollouts.lengths.sum()), float(rollouts.lengths.ravel()[decision.kept].sum())
         update_s = costs.update_s(trained)
-        seconds += costs.step_s(rollout_s, update_s)
-        counts += len(rollouts.rewards), rollouts.rewards.size, decision.kept.sum(), generated, trained
-        scores = np.abs(decision.advantages) * rollouts.logit_grad_norm.ravel() / decision.denominator
-        step_variance = float(np.sum(np.square(decision.weight * scores)))
-        kept_variance += step_variance
-        kept_scale += float(np.sum(decision.weight * np.square(scores)))
+        sums.seconds += costs.step_s(rollout_s, update_s)
+        sums.counts += len(rollouts.rewards), rollouts.rewards.size, decision.kept.sum(), generated, trained
         everything = outcomes.of(decision.offered[: selector.prompts_per_step], step)
-        scores = selector.full_scores(everything)
-        full_variance += float(np.sum(np.square(scores)))
-        idle, nominal = idle + float(everything.lengths[scores == 0].sum()), nominal + float(everything.lengths.sum())
-        selector.feedback(StepCost(step, rollout_s, update_s, costs.fixed_s, step_variance**0.5))
-    count = len(trace.steps)
-    scale = kept_scale / full_variance if full_variance else 1.0
-    worst = max(labels, key=("exact", "unbiased", "ratio", "biased").index)
-    effect = decision.effect
-    prompts, completions, trained_on, tokens, tokens_trained = (counts / count).tolist()
+        scores, account = selector.full_scores(everything), decision.variance
+        if full := float(np.sum(np.square(scores))):
+            sums.accounts.append((account, full, bool((decision.prompts.inclusion_prob < 1).any())))
+        sums.idle += float(everything.lengths[scores == 0].sum())
+        sums.nominal += float(everything.lengths.sum())
+        selector.feedback(StepCost(step, rollout_s, update_s, costs.fixed_s))
+    count, scale = len(trace.steps), sums.mean(lambda account, full: account.expected / full)
+    label, effect = max(sums.labels, key=("exact", "unbiased", "ratio", "biased").index), decision.effect
+
+    def growth(account: StepVariance, full: float) -> float:
+        return account.growth.realised if label != "biased" else account.kept / full / scale**2
+
+    prompts, completions, trained_on, tokens, tokens_trained = (sums.counts / count).tolist()
     return Prediction(
         method=method,
-        label=worst,
+        label=label,
         prompts_generated=prompts,
         completions_generated=completions,
         completions_trained=trained_on,
         tokens_generated=tokens,
         tokens_trained=tokens_trained,
-        step_s=seconds / count,
+        step_s=sums.seconds / count,
         scale=scale,
-        variance_ratio=kept_variance / full_variance / scale**2 if full_variance and scale else 1.0,
+        variance_ratio=sums.mean(growth) if scale else 1.0,
+        variance_skipping=sums.mean(growth, skipping=any(skips for *_, skips in sums.accounts)) if scale else 1.0,
+        predicted_variance=sums.mean(lambda account, _: account.growth.predicted),
         imputed_share=outcomes.imputed / max(outcomes.asked, 1),
-        without_gradient=idle / max(nominal, 1.0),
+        without_gradient=sums.idle / max(sums.nominal, 1.0),
         prompt_effect=(effect.realised, effect.error, effect.uniform) if effect else None,
     )
 
@@ -213,7 +262,7 @@ def table(predictions: list[Prediction], costs: StepTimeModel) -> str:
     header = (
         f"{'method':<18}{'label':<10} {'prompts':>8} {'generated':>10} {'trained':>8} {'gen. tok':>9}"
         f" {'train. tok':>10} {'s/step':>7} {'speed-up':>9} {'like for like':>14} {'scale':>6} {'variance':>9}"
-        f" {'imputed':>8}"
+        f" {'skipping':>8} {'imputed':>8}"
     )
     lines = [
         f"cost model: {1000 * costs.rollout.average:.3g} s for 1,000 generated tokens,"
@@ -227,7 +276,7 @@ def table(predictions: list[Prediction], costs: StepTimeModel) -> str:
             f"{p.method:<18}{p.label:<10} {p.prompts_generated:>8.1f} {p.completions_generated:>10.1f}"
             f" {p.completions_trained:>8.1f} {p.tokens_generated:>9.0f} {p.tokens_trained:>10.0f} {p.step_s:>7.3f}"
             f" {predictions[0].step_s / p.step_s:>8.2f}x {between:>14} {p.scale:>6.2f} {p.variance_ratio:>9.2f}"
-            f" {p.imputed_share:>7.0%}"
+            f" {p.variance_skipping:>8.2f} {p.imputed_share:>7.0%}"
         )
     return "\n".join([*lines, *limits(predictions, costs)])
 
@@ -249,6 +298,7 @@ class _NearestRollouts:
                 self._visits.setdefault(prompt, []).append((traced.step, position, row))
         self._anything = [visit for visits in self._visits.values() for visit in visits]
         self._seed = trace.config.seed
+        self._features = trace.features
         self.asked = self.imputed = 0
 
     def of(self, prompts: IntArray, step: int) -> Rollouts:
@@ -258,12 +308,12 @@ class _NearestRollouts:
         self.imputed += sum(at != step for at, _, _ in places)
         steps = [(self._steps[position].rollouts, row) for _, position, row in places]
         empty = self._steps[0].rollouts
-        return Rollouts(
-            *(
-                np.stack([getattr(of, name)[row] for of, row in steps]) if steps else getattr(empty, name)[:0]
-                for name in _COLUMNS
-            )
-        )
+        columns = {
+            name: np.stack([getattr(of, name)[row] for of, row in steps]) if steps else getattr(empty, name)[:0]
+            for name in _COLUMNS
+        }
+        tokens = None if self._features is None else self._features.prompt_tokens[prompts]
+        return Rollouts(**columns, prompt_tokens=tokens)
 
     def _nearest(self, prompt: int, step: int) -> tuple[int, int, int]:
         visits = self._visits.get(prompt)
@@ -274,4 +324,6 @@ class _NearestRollouts:
 
 
 def _append(first: Rollouts, second: Rollouts) -> Rollouts:
-    return Rollouts(*(np.concatenate([getattr(first, name), getattr(second, name)]) for name in _COLUMNS))
+    tokens = [one.prompt_tokens for one in (first, second) if one.prompt_tokens is not None]
+    columns = {name: np.concatenate([getattr(first, name), getattr(second, name)]) for name in _COLUMNS}
+    return Rollouts(**columns, prompt_tokens=np.concatenate(tokens) if tokens else None)

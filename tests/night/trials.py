@@ -315,7 +315,9 @@ def _compare(mine: Path, theirs: Path, struck: Struck) -> None:
     _same_steps(rows, struck, "metrics.jsonl")
     trace = [{step: json.loads(line) for step, line in _lines(run / "trace.jsonl").items()} for run in (mine, theirs)]
     _same_steps(
-        [{k: _without(v, ("seconds", "config")) for k, v in one.items()} for one in trace], struck, "trace.jsonl"
+        [{k: _without(v, ("seconds", "config", "ranks")) for k, v in one.items()} for one in trace],
+        struck,
+        "trace.jsonl",
     )
     weights = [load_file(run / "hf" / "model.safetensors") for run in (mine, theirs)]
     assert weights[0].keys() == weights[1].keys()

@@ -83,8 +83,7 @@ def make_case(index: int) -> Case:
         case.run()
         if config.rollout.async_steps and rng.random() < 0.5:  # else a checkpoint was due
             selector.begin(step + 1)
-        norm = float(rng.choice([0.0, np.nan, 1.0, 1.0, rng.uniform(0.5, 2.0)]))
-        selector.feedback(StepCost(step, 2.0, float(rng.uniform(0.1, 5)), 0.5, grad_norm=norm))
+        selector.feedback(StepCost(step, 2.0, float(rng.uniform(0.1, 5)), 0.5))
         case.step, case.state = step + 1, selector.state_dict()
     if "monitor" in case.state["prompt"] and rng.random() < 0.1:
         case.state["prompt"]["monitor"]["believed"] = False  # what 48 groups of a bad score come to

@@ -61,7 +61,6 @@ def make_config(rng: np.random.Generator) -> Config:
         level.anneal_fraction = float(one(*[1] * 8, 0.5, 0.0))
         level.cost_aware = one(False, False, True)
         level.max_design_effect = float(one(0, 0, 0, 0, 1.1, 1.6))
-        level.max_noise_ratio = float(one(*[0] * 7, 1.5))
         level.auto_rule = one("cost", "design_effect")
     pruning.prompt.score = one("fit", "fit", "beta", "mean_abs", "rms")
     pruning.completion.rate = one(pruning.completion.rate, pruning.completion.rate, pruning.completion.rate, None)

@@ -71,9 +71,9 @@ def test_decisions_do_not_depend_on_the_order_of_rows(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_restored_policy_decides_the_same(method):
-    policy, other = make(method, max_noise_ratio=1.2), make(method, max_noise_ratio=1.2)
+    policy, other = make(method), make(method)
     policy.prune(make_batch(), step=0)
-    policy.feedback(StepCost(1, rollout_s=3.0, update_s=1.0, other_s=0.0, noise_ratio=2.0))
+    policy.feedback(StepCost(1, rollout_s=3.0, update_s=1.0, other_s=0.0))
     other.load_state_dict(policy.state_dict())
     for step in (1, 2):
         one, two = policy.prune(make_batch(step), step=step), other.prune(make_batch(step), step=step)
@@ -207,17 +207,8 @@ def test_auto_follows_the_cost_of_rollouts():
     policy.feedback(StepCost(1, rollout_s=10.0, update_s=1.0, other_s=0.0))
     assert policy.prune(batch, step=1).kept.sum() == kept[2]
     bounded = make("dppo_auto", auto_rule="design_effect", max_design_effect=1.1, rate=0.95).prune(batch, step=0)
-    assert 1.0 < bounded.metrics["design_effect"] <= 1.1
+    assert 1.0 < bounded.growth <= 1.1
     assert "max_design_effect 1.1 lowers the rate" in bounded.ledger[0].note
-
-
-def test_noise_backs_the_rate_off():
-    batch = make_batch(pass_rate=0.5)
-    policy = make(rate=0.8, max_noise_ratio=1.3)
-    before = policy.prune(batch, step=0).kept.sum()
-    line = policy.feedback(StepCost(1, rollout_s=1.0, update_s=1.0, other_s=0.0, noise_ratio=1.31))
-    assert len(line) == 1 and line[0].startswith("pruning.completion: gradient noise is 1.31 times")
-    assert policy.prune(batch, step=1).kept.sum() > before
 
 
 def test_warm_up_and_annealing():
@@ -343,10 +334,7 @@ def test_monitors_read_one_when_weights_are_right_and_move_when_they_are_wrong()
     assert metrics["prune/tokens_kept"] == batch.lengths[selection.kept].sum()
     assert metrics["prune/biased_selections"] == 0
     weights = selection.weight[selection.kept]
-    assert metrics["prune/ess"] == pytest.approx(weights.sum() ** 2 / (weights**2).sum())
-    assert metrics["prune/weight_cv2"] == pytest.approx(weights.var() / weights.mean() ** 2)
     assert metrics["prune/weight_max"] == weights.max() <= 20
-    assert metrics["prune/completion_design_effect"] >= 1
 
     twice = dataclasses.replace(selection, weight=selection.weight**2)
     assert step_metrics(prompts, batch, twice)["prune/weight_total"] > 1.2

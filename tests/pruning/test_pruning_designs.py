@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -234,8 +235,8 @@ def test_the_self_tuned_rule_prunes_less_when_more_of_the_step_is_fixed():
 def test_the_budget_backs_off_to_hold_the_design_effect(whole):
     score = np.random.default_rng(3).exponential(size=100)
     filler = WaterFiller(score, 0.05)
-    free = budgeted_probabilities(filler, score, 20.0, max_design_effect=0.0, whole=whole)
-    bound = budgeted_probabilities(filler, score, 20.0, max_design_effect=1.2, whole=whole)
+    free = budgeted_probabilities(filler, 20.0, partial(design_effect, score), max_design_effect=0.0, whole=whole)
+    bound = budgeted_probabilities(filler, 20.0, partial(design_effect, score), max_design_effect=1.2, whole=whole)
     assert free.sum() == pytest.approx(20.0) and design_effect(score, free) > 1.2
     assert design_effect(score, bound) <= 1.2
     one_less = filler.solve(bound.sum() - 1.0)

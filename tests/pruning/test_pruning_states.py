@@ -10,7 +10,7 @@ import pytest
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning import StepCost
-from dppo_megatron.pruning.budget import RateControl, floor_share
+from dppo_megatron.pruning.budget import MeasuredCost, floor_share
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
 from dppo_megatron.selection import PromptDraw, Rollouts, Selector, TrainSelection
 
@@ -24,8 +24,6 @@ def make(prompt: str = "none", completion: str = "none", *, ahead: int = 0) -> S
     config.objective.normalization = "token_mean"
     config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
     config.pruning.prompt.warmup_epochs = 0.0
-    for level, policies in ((config.pruning.prompt, PROMPT_POLICIES), (config.pruning.completion, COMPLETION_POLICIES)):
-        level.max_noise_ratio = 1.5 if "max_noise_ratio" in policies[level.method].reads else 0.0
     return Selector(config, NUM_PROMPTS)
 
 
@@ -43,9 +41,7 @@ def finish(selector: Selector, chosen: PromptDraw, number: int) -> TrainSelectio
 
 
 def cost(number: int) -> StepCost:
-    """Some steps are noisy, and one had a skipped update."""
-    norm = np.nan if number == 6 else float(np.random.default_rng(number).choice([1.0, 9.0]))
-    return StepCost(number, rollout_s=1.0, update_s=1.0, other_s=0.1 * number, grad_norm=norm)
+    return StepCost(number, rollout_s=1.0, update_s=1.0, other_s=0.1 * number)
 
 
 def decisions_equal(one: TrainSelection, other: TrainSelection) -> None:
@@ -116,7 +112,7 @@ def test_floor_is_measured_and_not_imagined(floor: float) -> None:
     rng = np.random.default_rng(7)
     kept = np.concatenate([np.ones(10), rng.uniform(0.5, 0.8, 30)])
     seconds = 10 * (floor + (1 - floor) * kept) * rng.normal(1, 0.03, 40)
-    control, plain, alike = RateControl(), RateControl(), RateControl()
+    control, plain, alike = MeasuredCost(), MeasuredCost(), MeasuredCost()
     for share, took in zip(kept.tolist(), seconds.tolist(), strict=True):
         control.observe_cost(1.0, took, share, has_floor=True)
         plain.observe_cost(1.0, took, share)
@@ -130,8 +126,8 @@ def test_floor_is_measured_and_not_imagined(floor: float) -> None:
         assert control.cost_ratio > plain.cost_ratio
     else:
         assert found == 0 and control.cost_ratio == plain.cost_ratio
-    resumed = RateControl()
+    resumed = MeasuredCost()
     resumed.load_state_dict(control.state_dict())
     assert resumed == control
-    resumed.load_state_dict({"rate_scale": 0.5, "cost_ratio": 2.0})  # of before there was a floor
-    assert resumed == RateControl(0.5, 2.0)
+    resumed.load_state_dict({"rate_scale": 1.0, "cost_ratio": 2.0})  # an older checkpoint's
+    assert resumed == MeasuredCost(2.0)

@@ -35,7 +35,7 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
 def _simulate(arguments: argparse.Namespace) -> int:
     with progress("loading libraries"):
         from dppo_megatron.workbench.runs.trace import read_trace
-        from dppo_megatron.workbench.simulate import as_json, fit_costs, simulate, table
+        from dppo_megatron.workbench.simulate import as_json, capacity_of, fit_costs, simulate, table
     methods = parse_methods(arguments.methods)
     for name in ("rollout_cost", "update_cost"):
         check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), "[0, 1e9]")
@@ -43,7 +43,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
         check_writable("--json", arguments.json, directory=False)
     trace = read_trace(arguments.trace)
     costs = fit_costs(trace, arguments.rollout_cost, arguments.update_cost)
-    predictions = [simulate(trace, method, costs) for method in methods]
+    predictions = [simulate(trace, method, costs, capacity_of(trace)) for method in methods]
     show(*table(predictions, costs).splitlines())
     if arguments.json is not None:
         Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)

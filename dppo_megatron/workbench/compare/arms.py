@@ -18,12 +18,10 @@ WITHOUT_ZEROS = "grpo_nonzero"
 method is worth beyond it is what its draws are worth."""
 _WITHOUT_ZEROS = (
     *method_overrides("grpo")[:1],
-    "pruning.prompt.max_noise_ratio=0",
     "pruning.completion.method=dppo",
     "pruning.completion.allocation=false",
     "pruning.completion.max_design_effect=1",  # no growth of the variance: all that has gradient is kept
     "pruning.completion.fill_slack=false",
-    "pruning.completion.max_noise_ratio=0",  # or its first steps would train on everything
 )
 
 

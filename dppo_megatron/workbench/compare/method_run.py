@@ -44,6 +44,8 @@ class MethodRun:
     grading failed."""
     phase_s: dict[str, float]
     """Seconds of each phase of the steps."""
+    variance: float | None = None
+    """Realised growth of the gradient's variance by pruning, mean over the steps; None for an older run."""
 
 
 def read_method_run(arm: str, seed: int, run_dir: Path) -> MethodRun:
@@ -54,12 +56,13 @@ def read_method_run(arm: str, seed: int, run_dir: Path) -> MethodRun:
             no score at its start or its end, because every grading of an evaluation set failed.
     """
     try:
-        curve, labels, solved = _read_metrics(run_dir / "metrics.jsonl")
+        curve, labels, solved, growth = _read_metrics(run_dir / "metrics.jsonl")
         path = run_dir / "summary.json"
         summary = decoded(_read(path), _SummaryFile, str(path))
     except UserError as error:
         raise UserError(f"{error}; remove this run's directory, and the same command runs it again") from None
-    return MethodRun(arm, seed, curve, labels, _mean_of_last(solved), summary.phase_s)
+    variance = statistics.mean(growth) if growth else None
+    return MethodRun(arm, seed, curve, labels, _mean_of_last(solved), summary.phase_s, variance)
 
 
 _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0)]
@@ -82,16 +85,17 @@ class _StepRow(msgspec.Struct):
     generated: _Amount = msgspec.field(name="tokens/generated")
     trained: _Amount = msgspec.field(name="tokens/trained")
     ledger: list[_LedgerEntry] = msgspec.field(name="prune/ledger")
+    growth: _Amount | None = msgspec.field(name="prune/realised_design_effect", default=None)
 
 
 class _SummaryFile(msgspec.Struct):
     phase_s: dict[str, _Amount]
 
 
-def _read_metrics(path: Path) -> tuple[list[Point], dict[str, str], list[dict[str, list[float | None]]]]:
-    """The curve, the labels, and what each evaluation has solved."""
+def _read_metrics(path: Path) -> tuple[list[Point], dict[str, str], list[dict[str, list[float | None]]], list[float]]:
+    """The curve, the labels, what each evaluation has solved, and each step's growth of the variance."""
     total = Point(0, 0.0, 0.0, 0.0, 0, 0)
-    curve, steps, labels = list[Point](), list[int](), dict[str, str]()
+    curve, steps, labels, growth = list[Point](), list[int](), dict[str, str](), list[float]()
     solved: list[dict[str, list[float | None]]] = []
     for number, line in enumerate(_read(path).splitlines(), start=1):
         where = f"{path}:{number}"
@@ -108,6 +112,8 @@ def _read_metrics(path: Path) -> tuple[list[Point], dict[str, str], list[dict[st
                 tokens_generated=total.tokens_generated + int(step.generated),
                 tokens_trained=total.tokens_trained + int(step.trained),
             )
+            if step.growth is not None:
+                growth.append(step.growth)
             for entry in step.ledger:
                 labels[entry.name] = max(labels.get(entry.name, "exact"), entry.label, key=_LABELS.index)
         scores = _scores(line, where)
@@ -122,7 +128,7 @@ def _read_metrics(path: Path) -> tuple[list[Point], dict[str, str], list[dict[st
         )
     if any({k: len(v) for k, v in one.items()} != {k: len(v) for k, v in solved[0].items()} for one in solved):
         raise UserError(f"{path}: its evaluations are not of the same problems")
-    return curve, labels, solved
+    return curve, labels, solved, growth
 
 
 def _scores(line: bytes, where: str) -> list[float | None]:

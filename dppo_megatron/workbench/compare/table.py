@@ -59,6 +59,7 @@ def headline(verdict: Verdict) -> list[str]:
 def legend(verdict: Verdict) -> list[str]:
     """How the columns are meant."""
     biased = [one.arm for one in verdict.arms if one.biased]
+    grown = [f"{one.arm} {one.variance:.2f}" for one in verdict.arms if one.variance is not None and not one.biased]
     left_out = max(one.seeds - len(values) for one in verdict.arms for values in one.by_seed["train_cpu_s"].values())
     seeds = verdict.arms[0].seeds
     missing = f"{left_out} of {seeds} seeds are in no factor: base gained nothing there, or never reached its level."
@@ -78,6 +79,7 @@ def legend(verdict: Verdict) -> list[str]:
         *([missing] if left_out else []),
         "at 1/2, 1/3: pass@1 after that part of base's CPU seconds. CPU seconds are those of the trainer's process,"
         " without graders and servers. Evaluations are not counted in any cost.",
+        *([f"Variance of a step's gradient over that without pruning, realised: {', '.join(grown)}."] if grown else []),
         f"Methods that change the expected gradient: {', '.join(biased) or 'none'}.",
     ]
 

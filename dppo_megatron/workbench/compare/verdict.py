@@ -176,6 +176,8 @@ class ArmVerdict:
     """Seconds of each phase, median over seeds."""
     biased: bool
     """A selection of it changes the expected gradient."""
+    variance: float | None = None
+    """Realised growth of the gradient's variance by pruning; median over seeds, None where a run does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +242,7 @@ def _arm_verdict(
 ) -> ArmVerdict:
     kinds: tuple[Cost, ...] = ("step", *CLOCKS, "tokens_generated", "tokens_trained")
     phases = list(dict.fromkeys(phase for run in runs.values() for phase in run.phase_s))
+    grown = [run.variance for run in runs.values() if run.variance is not None]
     return ArmVerdict(
         arm=name,
         seeds=len(runs),
@@ -259,6 +262,7 @@ def _arm_verdict(
         end_difference_by_seed=[_end(run) - _end(base[seed]) for seed, run in runs.items()],
         phase_s={phase: statistics.median(run.phase_s.get(phase, 0.0) for run in runs.values()) for phase in phases},
         biased=any("biased" in run.labels.values() for run in runs.values()),
+        variance=statistics.median(grown) if len(grown) == len(runs) else None,
     )
 
 

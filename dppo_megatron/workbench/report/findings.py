@@ -10,6 +10,8 @@ from dppo_megatron.workbench.runs.run_record import RunRecord, finite_number
 
 _MISMATCH_ALARM = 0.05
 """Used if the run's settings are missing: mean |log-probability difference| to the engine."""
+_ERRORS = 3.0
+"""Standard errors that are no chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ def findings(run: RunRecord) -> list[Finding]:
     alarm = finite_number(run.setting("rollout.limits.logprob_diff_warning", None))
     alarm = _MISMATCH_ALARM if alarm is None else alarm
     differs = f"engine and actor differ by > {alarm:g}"
-    rules: list[tuple[str, str, Callable[[float], bool], str]] = [
+    rules: list[tuple[str, str, Callable[..., bool], str]] = [
         ("bad", "train/skipped_updates", lambda v: v > 0, "an update was skipped: loss or gradient was not finite"),
         ("warning", "observe/tracker_failures", lambda v: v > 0, "a tracker has missed steps or failed"),
         ("warning", "reward/failed_count", lambda v: v > 0, "gradings failed"),
@@ -43,15 +45,28 @@ def findings(run: RunRecord) -> list[Finding]:
         ("warning", "rollout/truncated_share", lambda v: v > 0.5, "more than half of the completions were truncated"),
         ("note", "train/entropy", lambda v: v < 0.01, "entropy below 0.01: the policy has almost stopped exploring"),
         ("note", "prune/completions_trained", lambda v: v == 0, "nothing was trained on"),
-        ("note", "prune/ess_share", lambda v: v < 0.3, "the weights reduce the effective sample size below 30 %"),
-        ("note", "pack/fill", lambda v: v < 0.5, "micro-batches are less than half full"),
+        # of one micro-batch, the least there can be, any part may be free
+        ("note", "pack/fill, pack/microbatches", lambda v, n: v < 0.5 and n > 1, "micro-batches are not half full"),
     ]
-    for level, key, is_odd, text in rules:
-        values = zip(run.steps, run.columns.get(key, []), strict=False)
-        steps = [step for step, value in values if value is not None and step and is_odd(value)]
+    for level, keys, is_odd, text in rules:
+        values = zip(run.steps, *(run.columns.get(key, []) for key in keys.split(", ")), strict=False)
+        steps = [step for step, *known in values if None not in known and step and is_odd(*known)]
         if steps:
-            found.append(Finding(level, f"{text} ({key})", _spans(steps)))
+            found.append(Finding(level, f"{text} ({keys})", _spans(steps)))
+    found += _skipping(run)
     return sorted(found, key=lambda one: ("bad", "warning", "note").index(one.level))
+
+
+def _skipping(run: RunRecord) -> list[Finding]:
+    """Where the last steps' variance was larger than predicted, beyond chance: what a rate costs is then not known."""
+    names = ("predicted_effect", "realised_effect", "realised_error")
+    columns = [run.columns.get(f"prune/prompt_{name}", []) for name in names]
+    known = [row for row in zip(*columns, strict=False) if None not in row]
+    predicted, realised, error = known[-1] if known else (1.0, 1.0, 1.0)
+    if realised - predicted <= _ERRORS * error:
+        return []
+    text = f"skipping prompts had {realised:.2f} times the variance, {predicted:.2f} was predicted"
+    return [Finding("note", f"{text}: bound it by pruning.prompt.max_design_effect, or lower the rate", "")]
 
 
 def _spans(steps: list[int]) -> str:

@@ -49,6 +49,8 @@ class Trace:
     features: PromptFeatures | None
     """What the prompts' rows say; None in older traces."""
     steps: list[TracedStep]
+    ranks: int = 1
+    """Of the run; 1 for older traces, which do not say."""
 
 
 def decoded(line: bytes, kind: type[_T], where: str) -> _T:
@@ -84,7 +86,7 @@ def read_trace(path: str) -> Trace:
             steps.append(_step(row, group_size))
     if not any(len(step.prompt_index) for step in steps):
         raise UserError(f"trace '{path}': holds no {'outcomes' if steps else 'steps'}")
-    return Trace(config, head.num_prompts, head.set_sizes, _features(head, path), steps)
+    return Trace(config, head.num_prompts, head.set_sizes, _features(head, path), steps, head.ranks)
 
 
 @contextmanager
@@ -114,6 +116,7 @@ class _HeaderLine(msgspec.Struct):
     config: dict[str, Any]
     set_sizes: dict[str, _Some] | None = None
     features: _Features | None = None
+    ranks: _Some = 1
 
 
 class _Seconds(msgspec.Struct):

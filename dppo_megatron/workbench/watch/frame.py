@@ -229,8 +229,8 @@ def _pruning(record: RunRecord) -> RenderableType:
         kept, of = _recent(record, above), _recent(record, below)
         if kept is not None and of:
             parts.append(f"{kept / of:.0%} of {name} {word}")
-    if (share := _recent(record, "prune/ess_share")) is not None:
-        parts.append(f"ESS {share:.0%}")
+    if (growth := _recent(record, "prune/realised_design_effect")) is not None:
+        parts.append(f"variance {growth:.2f}x")
     if (fill := _recent(record, "pack/fill")) is not None:
         parts.append(f"micro-batches {fill:.0%} full")
     return Text.assemble((" pruning  ", "bold"), ", ".join(parts))

@@ -1,0 +1,177 @@
+"""How much noisier pruning makes a gradient: the one account of it, predicted before a draw and realised after it.
+
+A completion of score s (|A| logit_grad_norm / denominator, a proxy of its gradient's norm) adds s^2 to the full batch's
+variance, and W^2 s^2 to that of a step which trains on it with weight W. Only what was rolled out is known, each with
+its prompt's weight w, so a step's growths are those of its own full batch, estimated from it:
+
+    by skipping prompts        sum w^2 s^2 / sum w s^2
+    by dropping completions    sum W^2 s^2 / sum w^2 s^2
+    by both                    sum W^2 s^2 / sum w s^2, the product
+
+A growth of 1.2 is a batch 1.2 times smaller. What it leaves out: that completions' gradients may be correlated, and
+that a systematic draw is quieter than the independent one of these sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.pruning.interface import CompletionBatch, Effect, Selection, check_state
+from dppo_megatron.types import FloatArray
+
+_EFFECT_FADE = 0.95
+"""A horizon of 20 steps."""
+_SUMS = ("effect", "moment", "predicted", "score", "kept", "tokens", "effect2", "cross", "moment2", "groups")
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Of the variance by a selection, as a factor."""
+
+    predicted: float
+    """From scores and probabilities, before the draw."""
+    realised: float
+    """By the outcomes of the same step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepVariance:
+    """The account of one step."""
+
+    prompts: Growth
+    completions: Growth
+    kept: float
+    """sum W^2 s^2."""
+    expected: float
+    """sum W s^2, for an unbiased method an estimate of the full batch's sum s^2."""
+
+    @property
+    def growth(self) -> Growth:
+        """By both selections."""
+        first, second = self.prompts, self.completions
+        return Growth(first.predicted * second.predicted, first.realised * second.realised)
+
+    def metrics(self) -> dict[str, float]:
+        """As `prune/*` figures."""
+        stages = {"prompt_": self.prompts, "completion_": self.completions, "": self.growth}
+        predicted = {f"prune/{stage}design_effect": growth.predicted for stage, growth in stages.items()}
+        return predicted | {f"prune/{stage}realised_design_effect": each.realised for stage, each in stages.items()}
+
+
+def step_variance(prompts: Selection, batch: CompletionBatch, completions: Selection) -> StepVariance:
+    """Of a step whose `batch` was offered to the completion policy; without any gradient nothing grows.
+
+    Example: two prompts of one completion each, drawn with probabilities 1/2 and 1; s^2 = 1 and 4. Both were kept, and
+    all their completions: the full batch's sum is put at 2 x 1 + 4 = 6, and that of the draw is 4 x 1 + 4 = 8.
+    """
+    moment = np.square(batch.advantages * batch.logit_grad_norm / batch.denominator)
+    first, weight = batch.prompt_weight, batch.prompt_weight * completions.weight
+    full, drawn, kept, expected = (
+        float(np.sum(factor * moment)) for factor in (first, np.square(first), np.square(weight), weight)
+    )
+    return StepVariance(
+        Growth(prompts.growth, drawn / full if full else 1.0),
+        Growth(completions.growth, kept / drawn if drawn else 1.0),
+        kept,
+        expected,
+    )
+
+
+class EffectMonitor:
+    """What skipping did to the variance, measured: fading sums over steps, and whether the score is believed.
+
+    A prompt of second moment m, drawn with probability pi, adds m / pi to the variance where the full batch has m.
+    Only kept prompts show their m, each with the weight 1 / pi, so over the kept
+
+        effect = sum(m / pi / planned) / sum(m / pi)
+
+    where `planned` is the probability that the score asks for. It is pi itself, except where nothing is skipped
+    (warm-up, or after the score was found wanting): what skipping would do is then measured all the same, and pruning
+    can begin, or begin again, on evidence. Beside it stands what skipping at random would do at the same cost, the
+    inverse of the share of tokens that is planned to be kept. A score that does worse than that is worse than none.
+    """
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(_SUMS, 0.0)
+        self.believed = True
+        """False from the step whose measured effect was worse than skipping at random, until it no longer is."""
+
+    def effect(self) -> Effect | None:
+        """None before the first step in which skipping was planned and something had gradient."""
+        s = self._sums
+        if not (s["moment"] > 0 and s["score"] > 0 and s["kept"] > 0):
+            return None
+        realised = s["effect"] / s["moment"]
+        squares = s["effect2"] - 2.0 * realised * s["cross"] + realised**2 * s["moment2"]
+        return Effect(
+            predicted=s["predicted"] / s["score"],
+            realised=realised,
+            error=float(np.sqrt(max(squares, 0.0))) / s["moment"],
+            uniform=s["tokens"] / s["kept"],
+            groups=s["groups"],
+        )
+
+    def observe(
+        self,
+        moment: FloatArray,
+        score: FloatArray,
+        tokens: FloatArray,
+        inclusion: FloatArray,
+        planned: FloatArray,
+        optimism: FloatArray | float = 0.0,
+    ) -> None:
+        """Visited prompts [K]: outcomes, squared scores, tokens, the probabilities of the draw and of the plan, and by
+        which share the scores predict too little."""
+        share = float(moment.sum())
+        tiny = np.finfo(np.float64).tiny
+        if not (len(moment) and float(planned.min()) < 1.0 and share > tiny and float(score.sum()) > tiny):
+            return
+        # each step counts alike, whatever the size of its gradients
+        m, s, w = moment / (share / len(moment)), score / score.mean(), 1.0 / inclusion
+        seen = {
+            "effect": m * w / planned,
+            "moment": m * w,
+            "predicted": s * (1.0 + optimism) * w / planned,
+            "score": s * w,
+            "kept": tokens * w * planned,
+            "tokens": tokens * w,
+            "effect2": np.square(m * w / planned),
+            "cross": np.square(m * w) / planned,
+            "moment2": np.square(m * w),
+            "groups": m > 0,
+        }
+        for name, values in seen.items():
+            fade = _EFFECT_FADE**2 if name in ("effect2", "cross", "moment2") else _EFFECT_FADE
+            self._sums[name] = fade * self._sums[name] + float(np.sum(values))
+
+    def judge(self) -> str:
+        """Believe the score, or stop believing it; a line for the log where that changes, else empty."""
+        effect = self.effect()
+        if effect is None:
+            return ""
+        said = f"{effect.realised:.2f} +- {effect.error:.2f} times the variance, random skipping {effect.uniform:.2f}"
+        if self.believed and effect.is_worse:
+            self.believed = False
+            return (
+                f"pruning.prompt: skipping has {said} at the same cost: no prompt is skipped until the score is better"
+            )
+        if not self.believed and effect.realised < effect.uniform:
+            self.believed = True
+            return (
+                f"pruning.prompt: skipping by score would now have {said} at the same cost: prompts are skipped again"
+            )
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": dict(self._sums), "believed": self.believed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore; raises ValueError on other keys."""
+        check_state(dict(state), {"sums", "believed"}, "the measured effect")
+        check_state(dict(state["sums"]), set(_SUMS), "the measured effect's sums")
+        self._sums = {name: float(state["sums"][name]) for name in _SUMS}
+        self.believed = bool(state["believed"])

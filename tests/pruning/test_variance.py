@@ -1,0 +1,147 @@
+"""The account of the variance against every outcome of a draw, enumerated, and against gradients that are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.pruning import CompletionBatch, Selection, StepCost
+from dppo_megatron.pruning.designs import Draw, design_effect
+from dppo_megatron.pruning.variance import StepVariance, step_variance
+from dppo_megatron.pruning.weights import weigh
+from dppo_megatron.selection import Rollouts, Selector
+from dppo_megatron.types import BoolArray, FloatArray
+
+G = 2
+PROMPT_PI = np.array([0.3, 0.8, 1.0, 0.5])
+COMPLETION_PI = np.array([0.9, 0.4, 1.0, 0.6, 0.5, 0.5, 0.7, 1.0])
+SCORES = np.array([1.0, 0.2, 3.0, 0.5, 0.0, 1.5, 2.0, 0.1])
+
+
+def _selection(kept: BoolArray, pi: FloatArray, score: FloatArray) -> Selection:
+    return weigh(Draw(kept, pi, fixed_size=False), name="any", score=score)
+
+
+def _batch(rows: np.ndarray, prompt_weight: FloatArray) -> CompletionBatch:
+    """Completions `rows` of the eight, their scores split over advantage, norm and divisor."""
+    return CompletionBatch(
+        prompt_index=rows // G,
+        completion_index=rows % G,
+        group=np.unique(rows // G, return_inverse=True)[1],
+        rewards=np.zeros(len(rows)),
+        advantages=-2.0 * SCORES[rows],
+        lengths=np.ones(len(rows), dtype=np.int64),
+        logit_grad_norm=np.full(len(rows), 3.0),
+        denominator=np.full(len(rows), 6.0),
+        prompt_weight=prompt_weight,
+        num_nominal=len(SCORES),
+    )
+
+
+def _outcomes() -> list[tuple[float, StepVariance, FloatArray, float]]:
+    """Chance, account, weights [8] and second moment of what was rolled out, of every outcome of independent draws."""
+    found = []
+    moments = np.square(SCORES).reshape(-1, G).sum(axis=1)
+    for visited in product([False, True], repeat=len(PROMPT_PI)):
+        kept = np.array(visited)
+        first = float(np.prod(np.where(kept, PROMPT_PI, 1.0 - PROMPT_PI)))
+        if first == 0:
+            continue
+        prompts = _selection(kept, PROMPT_PI, np.sqrt(moments))
+        rows = np.flatnonzero(np.repeat(kept, G))
+        batch, pi = _batch(rows, np.repeat(prompts.weight, G)[rows]), COMPLETION_PI[rows]
+        for trained in product([False, True], repeat=len(rows)):
+            chosen = np.array(trained)
+            second = float(np.prod(np.where(chosen, pi, 1.0 - pi)))
+            if second:
+                completions = _selection(chosen, pi, batch.prompt_weight * SCORES[rows])
+                weight = np.zeros(len(SCORES))
+                weight[rows] = batch.prompt_weight * completions.weight
+                offered = float(np.square(batch.prompt_weight * SCORES[rows]).sum())
+                found.append((first * second, step_variance(prompts, batch, completions), weight, offered))
+    return found
+
+
+def test_every_outcome_enumerated() -> None:
+    """Each completion's gradient is a direction of its own. Over all outcomes, the squared length of the drawn
+    gradient has the mean of `kept`, the weighted moments that of the full batch, and kept over full is what the two
+    predictions multiply to. In each outcome the realised growths are those sums over what was rolled out."""
+    chances, accounts, weights, offered = zip(*_outcomes(), strict=True)
+    chance = np.array(chances)
+    assert chance.sum() == pytest.approx(1.0, abs=1e-12) and len(chance) == 180
+    lengths = np.array([np.square(weight * SCORES).sum() for weight in weights])
+    moments = np.square(SCORES).reshape(-1, G).sum(axis=1)
+    np.testing.assert_allclose([one.kept for one in accounts], lengths, rtol=1e-12)
+    assert chance @ [one.expected for one in accounts] == pytest.approx(moments.sum(), rel=1e-12)
+    both = np.repeat(PROMPT_PI, G) * COMPLETION_PI
+    assert chance @ lengths / moments.sum() == pytest.approx(design_effect(SCORES, both), rel=1e-12)
+    # given the prompts, the second stage's prediction is the mean of what it realises
+    second = np.array([one.completions.predicted for one in accounts]) * offered
+    assert chance @ second == pytest.approx(chance @ lengths, rel=1e-12)
+    for one, rolled_out in zip(accounts, offered, strict=True):
+        assert one.prompts.predicted == pytest.approx(design_effect(np.sqrt(moments), PROMPT_PI))
+        if rolled_out:
+            assert one.completions.realised == pytest.approx(one.kept / rolled_out)
+        assert one.growth.realised == pytest.approx(one.prompts.realised * one.completions.realised)
+
+
+def test_the_example_of_its_docstring() -> None:
+    prompts = _selection(np.ones(2, dtype=bool), np.array([0.5, 1.0]), np.array([1.0, 2.0]))
+    batch = replace(_batch(np.array([0, 2]), np.array([2.0, 1.0])), advantages=np.array([2.0, -4.0]))
+    account = step_variance(prompts, batch, _selection(np.ones(2, dtype=bool), np.ones(2), np.ones(2)))
+    assert (account.kept, account.expected) == (8.0, 6.0)
+    assert account.prompts.realised == account.growth.realised == pytest.approx(8 / 6)
+    assert account.prompts.predicted == pytest.approx((1 / 0.5 + 4) / 5) and account.completions.predicted == 1
+
+
+def test_nothing_grows_without_pruning_or_without_gradient() -> None:
+    everything = _selection(np.ones(4, dtype=bool), np.ones(4), np.ones(4))
+    batch = _batch(np.arange(8), np.ones(8))
+    completions = _selection(np.ones(8, dtype=bool), np.ones(8), SCORES)
+    for one in (batch, replace(batch, advantages=np.zeros(8))):
+        assert set(step_variance(everything, one, completions).metrics().values()) == {1.0}
+
+
+@pytest.mark.parametrize("rates", [(0.0, 0.7), (0.5, 0.7)])
+def test_a_selector_s_account_is_the_variance_of_its_gradients(rates: tuple[float, float]) -> None:
+    """Many seeds draw from one step's outcomes, each completion's gradient being a random direction of the length of
+    its score. Over the seeds the drawn gradients' mean squared length over the full ones' is what the account says was
+    realised, within three standard errors, and what it predicted where the scores are known."""
+    prompts, size = 64, 4
+    rng = np.random.default_rng(3)
+    rewards = (rng.random((prompts, size)) < rng.random((prompts, 1))).astype(np.float64)
+    norms, lengths = rng.uniform(0.5, 2.0, (prompts, size)), rng.integers(5, 20, (prompts, size))
+    squares, fulls, predicted, realised = [], [], [], []
+    for seed in range(200):
+        config = Config(steps=100, seed=seed)
+        config.rollout.prompts_per_step, config.rollout.completions_per_prompt = prompts, size
+        pruning = config.pruning
+        pruning.prompt.method, pruning.prompt.rate = "dppo" if rates[0] else "none", rates[0]
+        pruning.prompt.warmup_epochs, pruning.prompt.score = 1.0, "rms"
+        pruning.completion.method, pruning.completion.rate = "dppo" if rates[1] else "none", rates[1]
+        pruning.completion.max_design_effect, pruning.completion.design = 0.0, "poisson"
+        pruning.prompt.design = "poisson"
+        selector = Selector(config, prompts)
+        for step in (1, 2):
+            rows = selector.begin(step).prompt_index
+            decision = selector.finish(Rollouts(rewards[rows], lengths[rows], norms[rows]), step)
+            selector.feedback(StepCost(step, 1.0, 1.0, 0.1))
+        score = np.abs(decision.advantages) * norms[rows].ravel() / decision.denominator
+        which = (rows[:, None] * size + np.arange(size)).ravel()
+        everything = selector.full_scores(Rollouts(rewards, lengths, norms)).ravel()
+        directions = rng.normal(size=(prompts * size, 50)) / 50**0.5
+        squares.append(float(np.square(directions[which].T @ (decision.weight * score)).sum()))
+        fulls.append(float(np.square(directions.T @ everything).sum()))
+        account = decision.variance
+        realised.append(account.kept)
+        predicted.append(account.growth.predicted)
+    growth, error = np.mean(squares) / np.mean(fulls), np.std(np.array(squares) / fulls) / len(squares) ** 0.5
+    full = float(np.square(everything).sum())
+    assert growth > 1.05 and error < 0.05 * growth
+    assert np.mean(realised) / full == pytest.approx(growth, abs=3 * error)
+    if not rates[0]:  # the scores of completions are known before their draw; those of prompts are guesses
+        assert np.mean(predicted) == pytest.approx(np.mean(realised) / full, rel=0.02)
