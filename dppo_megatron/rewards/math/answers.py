@@ -118,9 +118,9 @@ class Congruence:
 
 @dataclass(frozen=True, slots=True)
 class Cases:
-    """A function by pieces: the value of each and where it holds, None for otherwise."""
+    """A function by pieces: the value of each and where it holds."""
 
-    rows: tuple[tuple[Answer, Answer | None], ...]
+    rows: tuple[tuple[Answer, Answer], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,6 @@ class Words:
     """Text, folded to lower case without punctuation."""
 
     text: str
-    letters: tuple[str, ...] = field(default=())
-    """The choice letters, if it is nothing else."""
 
 
 Answer = (
@@ -147,8 +145,3 @@ Answer = (
     | Cases
     | Words
 )
-
-
-def as_items(answer: Answer) -> tuple[Answer, ...]:
-    """What a list, tuple or set holds; the answer itself if it is one."""
-    return answer.items if isinstance(answer, AnswerList) else (answer,)

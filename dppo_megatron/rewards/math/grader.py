@@ -17,9 +17,10 @@ from fractions import Fraction
 from typing import Any
 
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Value, Words
-from dppo_megatron.rewards.math.choices import as_choice, same_choices
+from dppo_megatron.rewards.math.choices import same_choices
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
+from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import Extraction, extract
 from dppo_megatron.rewards.math.number_words import with_digits
 from dppo_megatron.rewards.math.numbers import is_decimal, read_number, significant_digits
@@ -73,6 +74,8 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
         return _decide(answer, text, row)
     except (Unreadable, RecursionError, ArithmeticError, ValueError) as error:
         return None, f"not understood: {error}"
+    except TooBig as error:
+        return None, str(error)
 
 
 def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, str]:
@@ -85,22 +88,15 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, st
         return None, "the final answer is empty"
     if (currency := _currency(answer)) and _currency(text) not in ("", currency):
         return False, "another currency"
-    if other == reference or _squeezed(other) == _squeezed(reference) or _is_same_word(reference, other):
+    if other == reference:
         return True, "normalized"
-    if same_choices(reference, other):
-        return True, "choices"
-    other = as_choice(reference, other, str(row.get("problem", "")))
+    if (chosen := same_choices(reference, other, str(row.get("problem", "")))) is not None:
+        return chosen, "choices"
     rules = _rules(row, reference)
     if rules is None and (same_number := _same_number(reference, other)) is not None:
         return same_number, "number"
     gold, theirs, unread = _read_both(reference, other)
-    if (letter := _choice(reference, gold)) and (led := _LED.fullmatch(other)):
-        return led["letter"] == letter, "words"
-    if (
-        isinstance(gold, Words)
-        and not gold.letters
-        and (words := as_words(other, with_digits=bool(_has_digit(gold.text))))
-    ):
+    if isinstance(gold, Words) and (words := as_words(other, with_digits=bool(_has_digit(gold.text)))):
         theirs = words  # `odd` without \\text reads as a product of letters
     if gold is not None and theirs is not None:
         if rules is None:
@@ -164,20 +160,6 @@ _UNDONE = re.compile(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 
 _has_digit = re.compile(r"\d").search
 _GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?![\d,])")  # 12,34,567 in India
-# (C) \frac{1}{2} is a choice with its value, not a product
-_LED = re.compile(
-    r"(?:\\text\{\s*)?\(?(?P<letter>[A-Z])(?:\)\s*\}?|:)(?:\s+-)?\s*(?:\d|\\(?:frac|sqrt|pi)(?![A-Za-z]))"
-    r"(?:(?!\([A-Z]\)|[A-Z]:|\b(?:or|and|not)\b).)*"
-)
-
-
-def _choice(reference: str, gold: Answer | None) -> str:
-    """The letter, where the reference is a single choice."""
-    if isinstance(gold, Words):
-        return gold.letters[0] if len(gold.letters) == 1 else ""
-    return reference if re.fullmatch("[A-E]", reference) else ""
-
-
 _CURRENCIES = {
     "dollars": re.compile(r"\\\$|\\(?:text)?dollar|\A\$(?=[\d.,]+\Z)|\bUSD\b|\bdollars?\b"),
     "euros": re.compile(r"€|\\euro|\bEUR\b|\beuros?\b"),
@@ -297,22 +279,6 @@ def _read(reference: str) -> Answer | None:
 
 
 _SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
-
-
-def _is_same_word(reference: str, other: str) -> bool:
-    """A short name that would read as a product of letters: Ann and \\text{Ann}."""
-    if not 2 <= len(reference) <= 3 or not reference.isalpha():
-        return False
-    return other.startswith("\\text{") and other[6:-1].strip() == reference
-
-
-def _squeezed(text: str) -> str:
-    """Without spaces, where no two words or numbers would meet."""
-    parts = text.split()
-    return "".join(
-        part if not index or not (parts[index - 1][-1].isalnum() and part[0].isalnum()) else " " + part
-        for index, part in enumerate(parts)
-    )
 
 
 def _rules(row: Mapping[str, Any], reference: str) -> Rules | None:

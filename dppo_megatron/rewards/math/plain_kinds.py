@@ -34,20 +34,10 @@ def equal_congruences(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     return turn is not None and same(members, substituted(plain.node, *turn), rules.work)
 
 
-def equal_words(gold: Answer, other: Answer) -> Verdict:
-    """Choices by their letters, other text by its words."""
-    if isinstance(gold, Words) and isinstance(other, Words):
-        if gold.letters:
-            return gold.letters == other.letters
-        return _folded(gold.text) == _folded(other.text) or _answers(gold.text, other.text)
-    words, plain = (gold, other) if isinstance(gold, Words) else (other, gold)
-    assert isinstance(words, Words)
-    if words.letters and isinstance(plain, Value):
-        # a choice letter reads as a variable where it has no brackets
-        return plain.node in (("s", words.letters[0]), ("c", words.letters[0].lower())) or (
-            plain.node == ("s", words.letters[0].lower()) and words is gold
-        )
-    return False
+def equal_words(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+    if not isinstance(gold, Words) or not isinstance(other, Words):
+        return False
+    return _folded(gold.text) == _folded(other.text) or _answers(gold.text, other.text)
 
 
 def _folded(text: str) -> str:

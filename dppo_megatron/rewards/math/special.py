@@ -32,9 +32,6 @@ _BASED_WORDS = re.compile(r"([0-9A-Fa-f]+)\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\
 _ENVIRONMENT = re.compile(
     r"\\begin\s*\{([pbB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL
 )
-_CHOICE = re.compile(r"\(?([A-Z])\)?")
-_CHOICE_TEXT = re.compile(r"\\text\{\s*\(?\s*([A-Za-z])\s*\)?\s*[.:]?\s*\}|\(\s*(?:\\text\{\s*)?([A-Za-z])\s*\}?\s*\)")
-_LED_CHOICE = re.compile(r"\(?(?:\\text\{\s*)?\(?([A-Z])\)?\s*[).:]\s*\}?\s*(.+)", re.DOTALL)
 _LEAD = re.compile(
     r"(?:so|thus|hence|therefore)?,?\s*(?:the\s+)?(?:final\s+)?(?:correct\s+)?(?:answer|solution|result)s?(?![A-Za-z])"
     r"(?:\s+set)?\s*(?:is|are|:|=)?\s*:?\s*",
@@ -74,11 +71,6 @@ def read_special(text: str, depth: int) -> Answer | None:
         return Intervals(EVERY_REAL)
     if plain in _ENDLESS:
         return Value(INFINITY)
-    if (number := read_number_words(plain)) is not None:
-        return Value(("n", number))
-    if match := _CHOICE_TEXT.fullmatch(text):
-        letter = next(group for group in match.groups() if group)
-        return Words(letter.lower(), (letter.upper(),))
     if match := _BASED.fullmatch(WRAPPED_TEXT.sub(r"\1", text) if "}_" in text else text) or _BASED_WORDS.fullmatch(
         text
     ):
@@ -110,10 +102,6 @@ def without_sentence(text: str) -> str:
 
 def read_words(text: str) -> Answer:
     """A reference or answer that is neither a number nor a formula: words."""
-    if (match := _LED_CHOICE.fullmatch(text)) and not re.search(r"=|\([A-Z]\)|\b(?:or|and|not)\b", match[2]):
-        return Words(plain_words(match[2]), (match[1],))
-    if match := _CHOICE.fullmatch(text):
-        return Words(match[1].lower(), (match[1],))
     plain = plain_words(text)
     if not plain or not re.search(r"[a-z]{2}", plain) or re.search(r"[\\^_{}=<>]", plain):
         raise Unreadable("neither mathematics nor words")
