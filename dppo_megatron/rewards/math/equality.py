@@ -211,7 +211,8 @@ def _points(names: Sequence[str], large: Fraction, drawn: random.Random) -> Iter
             yield {name: large * Fraction(drawn.randrange(-9970, 9970), 331) for name in names}
         for _ in range(16 if len(names) > 1 else 4):
             yield {
-                name: Fraction(drawn.randrange(-997, 997)) * Fraction(10) ** drawn.randrange(-9, 16) for name in names
+                name: Fraction(drawn.randrange(-997, 997), 331) * Fraction(10) ** drawn.randrange(-9, 18)
+                for name in names
             }
     for size, negative in _SIZES:
         point = {name: Fraction(drawn.randrange(1, 997), 997) * size for name in names}

@@ -16,12 +16,14 @@ _UP_TO_NINETEEN = (
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _SMALL = {word: value for value, word in enumerate(_UP_TO_NINETEEN.split())}
 _SMALL |= {word: value for value, word in zip(range(20, 100, 10), _TENS.split(), strict=True)}
-SCALES = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _PARTS = "half third quarter fourth fifth sixth seventh eighth ninth tenth"
 _DENOMINATORS = dict(zip(_PARTS.split(), (2, 3, 4, 4, 5, 6, 7, 8, 9, 10), strict=True)) | {"halve": 2}
+MULTIPLIERS = {"hundred": 100, **_SCALES}
+NUMBER_WORDS = frozenset({*_SMALL, *MULTIPLIERS, *_DENOMINATORS})
 _SIGNS = ("minus", "negative")
 
-_WORD = "|".join(sorted({*_SMALL, *SCALES, "hundred", "and", "an", "a", *(f"{p}s?" for p in _DENOMINATORS)}, key=len))
+_WORD = "|".join(sorted({*_SMALL, *_SCALES, "hundred", "and", "an", "a", *(f"{p}s?" for p in _DENOMINATORS)}, key=len))
 _RUN = re.compile(
     rf"(?<![\w\\-])(?:(?:{'|'.join(_SIGNS)})[ ]+)?(?:{_WORD})(?:(?:-|[ ]+)(?:{_WORD}))*(?![\w-])", re.IGNORECASE
 )
@@ -76,7 +78,7 @@ def _whole(words: Sequence[str]) -> int | None:
     total, group, last, bound = 0, 0, "start", 10**15
     for index, word in enumerate(words):
         after = words[index + 1] if index + 1 < len(words) else ""
-        if word in ("a", "an") and last == "start" and (after in SCALES or after == "hundred"):
+        if word in ("a", "an") and last == "start" and (after in _SCALES or after == "hundred"):
             group, last = 1, "ones"
         elif word == "and" and last in ("hundred", "scale") and after in _SMALL:
             continue
@@ -89,8 +91,8 @@ def _whole(words: Sequence[str]) -> int | None:
             last = "tens" if value >= 20 else "ones"
         elif word == "hundred" and 0 < group < 100 and last in ("ones", "tens"):
             group, last = group * 100, "hundred"
-        elif word in SCALES and group and SCALES[word] < bound:
-            bound = SCALES[word]
+        elif word in _SCALES and group and _SCALES[word] < bound:
+            bound = _SCALES[word]
             total, group, last = total + group * bound, 0, "scale"
         else:
             return None

@@ -25,11 +25,12 @@ from dppo_megatron.rewards.math.answers import (
 )
 from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
+from dppo_megatron.rewards.math.number_words import MULTIPLIERS
 from dppo_megatron.rewards.math.numbers import read_number
 from dppo_megatron.rewards.math.parse import parse
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.trees import Node, Unreadable, signs, symbols
-from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, is_glued, read_compound, read_unit
+from dppo_megatron.rewards.math.units import Unit, is_glued, read_compound, read_unit
 
 _MAX_ITEMS = 200
 _SEPARATOR = re.compile(
@@ -50,7 +51,7 @@ _PERCENT_TAIL = re.compile(
     r"\s*(?:%|\\text\{\s*(?:%|percent|per cent|pct)\s*\}|(?<=[\d)}\s])(?:percent|per cent|pct))\s*$", re.IGNORECASE
 )
 _WORD_TAIL = re.compile(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
-_GLUED_TAIL = re.compile(r"(?<=[\d}])(?P<unit>[A-Za-z]+)(?P<power>\^\s*\{?\s*[23]\s*\}?)?$")
+_GLUED_TAIL = re.compile(r"(?<=[\d}])(?P<unit>[A-Za-z]+(?:\^\s*\{?\s*[23]\s*\}?)?)$")
 # what stands behind an answer and says only what its letters are; up to the next answer of a list
 _CLAUSE = re.compile(
     r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some)\b|\\forall(?![A-Za-z])"
@@ -60,9 +61,6 @@ _CLAUSE = re.compile(
     re.DOTALL,
 )
 _LABEL = re.compile(r"\s*(?:\\text\{\s*)?([A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)", re.DOTALL)
-_BUILDER = re.compile(
-    r"(?P<name>[A-Za-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*[|:]\s*(?=[^|:]*(?P=name)[^|:]*\Z)(?=.*[<>]|.*\\[lg]e)"
-)
 _FRENCH = re.compile(
     r"(?P<lead>\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)(?P<body>\s*[\[\]][^\[\]()]{1,200}[\[\]])"
 )
@@ -97,8 +95,6 @@ def read_answer(text: str, *, depth: int = 0) -> Answer:
     if depth:
         text = text.rstrip(".")
     value = read_number(text) if depth == 0 or "," not in text else None
-    if match := _BUILDER.match(text):  # {x | x > 1} whose braces were not escaped
-        text = text[match.end() :]
     if text.startswith("\\approx"):
         return read_answer(text[len("\\approx") :], depth=depth + 1)
     if value is not None:
@@ -215,9 +211,6 @@ def _read_relation(text: str, depth: int) -> Answer | None:
             position = match.end()
     if not sides[-1] and ops[-1] in ("=",):  # `x = ` states nothing
         raise Unreadable("an empty side")
-    for arrow in ("\\Rightarrow", "\\implies", "\\to"):
-        if arrow in ops:
-            raise Unreadable(arrow)
     if "\\approx" in ops:  # the exact side is the answer
         first = ops.index("\\approx")
         sides, ops = sides[: first + 1], ops[:first]
@@ -390,36 +383,26 @@ def _read_value(text: str, depth: int) -> Answer | None:
     if percent := _PERCENT_TAIL.search(text):
         core = text[: percent.start()].strip()
         return _with_words(core, "percent") if core else None
-    glued = _WORD_TAIL.search(text) or _GLUED_TAIL.search(text)
-    if (
-        glued is None or len(glued["unit"]) < 2 or not is_glued(glued["unit"].partition("^")[0])
-    ):  # 25 mph is not 25 m p h
+    tails = [pattern.search(text) for pattern in (_UNIT_TAIL, _WORD_TAIL, _GLUED_TAIL)]
+    glued = tails[1] or tails[2]
+    if glued is None or len(glued["unit"]) < 2 or not is_glued(glued["unit"]):  # 25 mph is not 25 m p h
         try:
             return _spread(parse(text), None)
         except Unreadable:
             pass
-    for pattern in (_UNIT_TAIL, _WORD_TAIL, _GLUED_TAIL):
-        match = pattern.search(text)
-        if match is None or not match.start("unit"):
+    for tail in tails:
+        words = WRAPPED_TEXT.sub(r"\1", tail["unit"]) if tail and tail.start("unit") else ""
+        if not re.search("[A-Za-z%]", words) or (tail is tails[2] and not is_glued(words)):
             continue
-        words = WRAPPED_TEXT.sub(r"\1", match.group("unit"))
-        if not re.search(r"[A-Za-z%]", words) or (pattern is _GLUED_TAIL and not is_glued(words)):
-            continue
-        if pattern is _GLUED_TAIL:
-            words += match.group("power") or ""
-        core = text[: match.start("unit")].strip()
-        found = _with_words(core, words)
-        if found is not None:
+        if tail and (found := _with_words(text[: tail.start("unit")].strip(), words)) is not None:
             return found
     return None
 
 
 def _with_words(core: str, words: str) -> Answer | None:
-    factor = Fraction(1)
     first, _, rest = words.strip().partition(" ")
-    if first.lower().strip(".") in MULTIPLIERS:
-        factor, words = Fraction(MULTIPLIERS[first.lower().strip(".")]), rest
-    unit = read_unit(words)
+    factor = MULTIPLIERS.get(first.lower().strip("."), 1)
+    unit = read_unit(words if factor == 1 else rest)
     if unit is None:
         return None
     value = read_number(core)
@@ -427,15 +410,13 @@ def _with_words(core: str, words: str) -> Answer | None:
         node = ("n", value) if value is not None else parse(core)
     except Unreadable:
         return None
-    return _spread(node if factor == 1 else ("*", node, ("n", factor)), unit if unit.words else None)
+    return _spread(node if factor == 1 else ("*", node, ("n", Fraction(factor))), unit if unit.words else None)
 
 
 def _spread(node: Node, unit: Unit | None) -> Answer:
     values = signs(node)
+    if node[0] == "-" and node[1][0] == "deg":
+        node = ("deg", ("-", node[1][1]))
     if len(values) == 1:
-        if values[0][0] == "deg":
-            return Value(values[0][1], read_unit("degrees"))
-        if values[0][0] == "-" and values[0][1][0] == "deg":
-            return Value(("-", values[0][1][1]), read_unit("degrees"))
-        return Value(values[0], unit)
+        return Value(node[1], read_unit("degrees")) if node[0] == "deg" else Value(node, unit)
     return AnswerList("list", tuple(Value(value, unit) for value in values), signs=True)

@@ -56,12 +56,13 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
     other_unit = other.unit or _NO_UNIT
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
         return _percents(gold, gold_unit, other, other_unit, rules)
-    if {gold_unit.dimension, other_unit.dimension} == {"angle", "angle:radian"}:
+    if {gold_unit.dimension, other_unit.dimension} == {"angle", "radians"}:
         degrees, radians = (gold, other) if gold_unit.dimension == "angle" else (other, gold)
         return same(("deg", degrees.node), radians.node, rules.work)
     if gold_unit.dimension and other.unit is None and (written := _with_unit(other.node, gold_unit)):
         return equal_values(gold, written, rules)
-    if gold_unit.dimension and other_unit.dimension:
+    stated = gold.unit.words if gold.unit else gold_unit.dimension
+    if stated and other_unit.words:
         if gold_unit.dimension != other_unit.dimension:
             return False
         if gold_unit.factor != other_unit.factor:
