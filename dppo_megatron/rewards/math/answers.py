@@ -23,7 +23,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Based:
-    """Digits in a stated base."""
+    """Digits in a base other than ten, without zeros at the ends."""
 
     digits: str
     base: int
@@ -77,11 +77,10 @@ class Intervals:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """An equation or inequality between two expressions."""
+    """An equation or inequality between expressions, or several in a row: a < b < c."""
 
-    op: str
-    left: Node
-    right: Node
+    sides: tuple[Node, ...]
+    ops: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +90,6 @@ class Named:
     name: str
     value: Answer
     left: Node | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Inequalities:
-    """a < b < c of things that are no interval."""
-
-    sides: tuple[Node, ...]
-    ops: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +121,4 @@ class Words:
     text: str
 
 
-Answer = (
-    Value
-    | Based
-    | Clock
-    | Ratio
-    | AnswerList
-    | Intervals
-    | Relation
-    | Named
-    | Inequalities
-    | Grid
-    | Congruence
-    | Cases
-    | Words
-)
+Answer = Value | Based | Clock | Ratio | AnswerList | Intervals | Relation | Named | Grid | Congruence | Cases | Words

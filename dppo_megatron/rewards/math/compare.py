@@ -21,7 +21,6 @@ from dppo_megatron.rewards.math.answers import (
     Clock,
     Congruence,
     Grid,
-    Inequalities,
     Intervals,
     Named,
     Piece,
@@ -33,14 +32,7 @@ from dppo_megatron.rewards.math.answers import (
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
 from dppo_megatron.rewards.math.number_sets import as_spans, normal
-from dppo_megatron.rewards.math.plain_kinds import (
-    equal_based,
-    equal_clocks,
-    equal_congruences,
-    equal_ratios,
-    equal_words,
-)
-from dppo_megatron.rewards.math.trees import Node, renamed, symbols
+from dppo_megatron.rewards.math.trees import Node, renamed, substituted, symbols
 from dppo_megatron.rewards.math.values import (
     Rules,
     Verdict,
@@ -48,8 +40,13 @@ from dppo_megatron.rewards.math.values import (
     any_of,
     equal_nodes,
     equal_values,
+    parameter_turn,
 )
 
+_ARTICLES = {"the", "a", "an"}
+_MONTHS = frozenset(["january", "february", "march", "april", "may", "june", "july", "august", "september", "october"])
+_MONTHS |= {"november", "december"}
+_NEGATIONS = frozenset(["not", "no", "never", "neither", "nor"])
 T = TypeVar("T")
 
 
@@ -84,8 +81,6 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     assert isinstance(named, Named)
     if isinstance(plain, Relation):
         return _as_relations(gold, other, rules)
-    if isinstance(plain, Intervals) and isinstance(named.value, Value):
-        return _spans(gold.value if isinstance(gold, Named) else gold, plain if plain is other else named.value, rules)
     return equal(gold.value, other, rules) if isinstance(gold, Named) else equal(gold, named.value, rules)
 
 
@@ -121,42 +116,53 @@ def _relation(answer: Answer) -> Relation | None:
     if isinstance(answer, Relation):
         return answer
     if isinstance(answer, Named) and answer.left is not None and isinstance(answer.value, Value):
-        return Relation("=", answer.left, answer.value.node)
+        return Relation((answer.left, answer.value.node), ("=",))
     return None
 
 
 def _relations(gold: Answer, other: Answer, rules: Rules) -> Verdict:
-    """Equations with the same solutions up to a constant factor; inequalities up to a positive one."""
-    if isinstance(gold, Relation) and isinstance(other, Value):
-        # xy = 6 names its value; x^2 + y = 0 does not
-        return same(gold.right, other.node, rules.work) if gold.op == "=" and _only_names(gold.left) else False
-    if isinstance(gold, Value) and isinstance(other, Relation) and not symbols(gold.node) | symbols(other.right):
-        # m + n = 12 for 12; the reference x + y = 12 is a line
-        return (
-            same(gold.node, other.right, rules.work) if other.op == "=" and _only_names(other.left, "*/+-") else False
-        )
-    if not isinstance(gold, Relation) or not isinstance(other, Relation):
+    """Equations with the same solutions up to a constant factor, inequalities up to a positive one, chains side by
+    side. An equation is its last side where the others are names or equal to it: xy = 6, 2 + 3 = 5; m + n = 12 as an
+    answer only, since the reference x + y = 12 is a line."""
+    if isinstance(gold, Relation) and isinstance(other, Relation):
+        if len(gold.sides) == len(other.sides) == 2:
+            return _same_solutions(gold, other, rules.work)
+        if gold.ops != other.ops:
+            return False
+        return all_of([equal_nodes(a, b, rules.exact()) for a, b in zip(gold.sides, other.sides, strict=True)])
+    chain, plain = (gold, other) if isinstance(gold, Relation) else (other, gold)
+    assert isinstance(chain, Relation)
+    *before, last = chain.sides
+    if not isinstance(plain, Value) or set(chain.ops) != {"="}:
         return False
+    if chain is other and symbols(plain.node) | symbols(last):
+        return False
+    names = "*/" if chain is gold else "*/+-"
+    holds: list[Verdict] = [_only_names(side, names) or same(side, last, rules.work) for side in before]
+    value = Value(last)
+    return all_of([*holds, equal_values(value, plain, rules) if chain is gold else equal_values(plain, value, rules)])
+
+
+def _same_solutions(gold: Relation, other: Relation, work: WorkLimit) -> Verdict:
     left, right = _difference(gold), _difference(other)
-    if left[0] != right[0]:
+    if left[0] != right[0] or symbols(left[1]) != symbols(right[1]):
         return False
-    if symbols(left[1]) != symbols(right[1]):
-        return False
-    ratio = _constant_ratio(left[1], right[1], rules.work)
+    ratio = _constant_ratio(left[1], right[1], work)
     if ratio is None or ratio is False:
         return ratio
-    return ratio > 0 or gold.op in ("=", "\\ne")
+    return ratio > 0 or left[0] in ("=", "\\ne")
 
 
-def _only_names(node: Node, operations: str = "*/") -> bool:
+def _only_names(node: Node, operations: str) -> bool:
     return node[0] == "s" or (node[0] in operations and all(_only_names(part, operations) for part in node[1:]))
 
 
 def _difference(relation: Relation) -> tuple[str, Node]:
     """`0 op difference`, with > and >= turned round."""
-    if relation.op in (">", "\\ge"):
-        return TURNED[relation.op], ("+", relation.left, ("-", relation.right))
-    return relation.op, ("+", relation.right, ("-", relation.left))
+    (left, right), (op,) = relation.sides, relation.ops
+    if op in (">", "\\ge"):
+        return TURNED[op], ("+", left, ("-", right))
+    return op, ("+", right, ("-", left))
 
 
 def _constant_ratio(left: Node, right: Node, work: WorkLimit) -> Fraction | Verdict:
@@ -291,32 +297,96 @@ def _cells(answer: Answer) -> list[Node] | None:
     return None
 
 
-def _chains(gold: Answer, other: Answer, rules: Rules) -> Verdict:
-    """a < b < c side by side; 2 + 3 = 5 is 5 if it is true."""
-    if isinstance(gold, Inequalities) and isinstance(other, Inequalities):
-        if gold.ops != other.ops or len(gold.sides) != len(other.sides):
-            return False
-        return all_of([equal_nodes(a, b, rules.exact()) for a, b in zip(gold.sides, other.sides, strict=True)])
-    chain, plain = (gold, other) if isinstance(gold, Inequalities) else (other, gold)
-    assert isinstance(chain, Inequalities)
-    if not isinstance(plain, Value) or set(chain.ops) != {"="}:
+def _congruences(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+    """x = 5k + 3 is x congruent 3 modulo 5; and 3 modulo 5 is 3, where that is asked for."""
+    if isinstance(gold, Congruence) and isinstance(other, Congruence):
+        return gold == other
+    class_, plain = (gold, other) if isinstance(gold, Congruence) else (other, gold)
+    assert isinstance(class_, Congruence)
+    if not isinstance(plain, Value):
         return False
-    last = Value(chain.sides[-1])
-    holds = all_of([same(chain.sides[-1], side, rules.work) for side in chain.sides[:-1]])
-    return all_of([holds, equal_values(last, plain, rules) if chain is gold else equal_values(plain, last, rules)])
+    if not symbols(plain.node):
+        return class_ is other and same(plain.node, ("n", Fraction(class_.remainder)), rules.work)
+    if class_ is other:
+        return False  # x modulo 1 would be right for every letter
+    members = ("+", ("*", ("n", Fraction(class_.modulus)), ("s", "_")), ("n", Fraction(class_.remainder)))
+    turn = parameter_turn(members, plain.node, rules.work)
+    return turn is not None and same(members, substituted(plain.node, *turn), rules.work)
+
+
+def _words(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+    if not isinstance(gold, Words) or not isinstance(other, Words):
+        return False
+    return _folded(gold.text) == _folded(other.text) or _answers(gold.text, other.text)
+
+
+def _folded(text: str) -> str:
+    if text in ("dne", "d n e"):
+        return "doesnotexist"
+    words = [word for word in text.replace("-", " ").split() if word not in _ARTICLES]
+    if _MONTHS & set(words):  # 12th of May
+        words = sorted(re.sub(r"(?<=\d)(?:st|nd|rd|th)$", "", word) for word in words if word not in ("of", "on"))
+    return "".join(words)
+
+
+def _answers(gold: str, other: str) -> bool:
+    """Whether a sentence states a short reference: yes or no as its first word, or what something is."""
+    words = other.split()
+    if gold in ("yes", "no", "true", "false"):
+        return len(words) > 1 and words[0] == gold and not {"yes", "no", "true", "false"} & set(words[1:])
+    if len(gold.split()) > 3 or _NEGATIONS & set(words):
+        return False
+    _, found, said = re.sub(r"^(?:the|this|it|its|that)\b", "", other).partition(" is ")
+    return bool(found) and other.split()[0] in ("the", "this", "it", "that") and _folded(said) == _folded(gold)
+
+
+def _clocks(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+    if isinstance(gold, Clock) and isinstance(other, Clock):
+        if (gold.hour, gold.minute) == (other.hour, other.minute):
+            return gold.half == other.half or not gold.half or not other.half
+        return _day_minutes(gold) == _day_minutes(other) and bool(gold.half) != bool(other.half)
+    clock, plain = (gold, other) if isinstance(gold, Clock) else (other, gold)
+    assert isinstance(clock, Clock)
+    if isinstance(plain, Value) and clock is gold and clock.half and not clock.minute:
+        return same(("n", Fraction(clock.hour)), plain.node, rules.work)  # 9 for 9 a.m.
+    if isinstance(plain, (Value, Ratio)) and not clock.half and clock.minute:
+        ratio = Ratio((("n", Fraction(clock.hour)), ("n", Fraction(clock.minute))))
+        return _ratios(ratio, plain, rules) if clock is gold else _ratios(plain, ratio, rules)
+    return False
+
+
+def _day_minutes(clock: Clock) -> int:
+    hour = clock.hour
+    if clock.half:
+        hour = hour % 12 + (12 if clock.half == "p" else 0)
+    return hour % 24 * 60 + clock.minute
+
+
+def _ratios(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+    """3 : 1 is 6 : 2 and 3/1."""
+    left, right = _parts(gold), _parts(other)
+    if left is None or right is None or len(left) != len(right):
+        return False
+    pairs = zip(left[1:], right[1:], strict=True)
+    return all_of([same(("*", left[0], b), ("*", a, right[0]), rules.work) for a, b in pairs])
+
+
+def _parts(answer: Answer) -> tuple[Node, ...] | None:
+    if isinstance(answer, Ratio):
+        return answer.parts
+    return (answer.node, ("n", Fraction(1))) if isinstance(answer, Value) else None
 
 
 _BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], Verdict]], ...] = (
     (Named, _named),
     (AnswerList, _rows),
-    (Congruence, equal_congruences),
+    (Congruence, _congruences),
     (Cases, _cases),
     (Grid, _grids),
     (Intervals, _spans),
-    (Words, equal_words),
-    (Clock, equal_clocks),
-    (Based, equal_based),
-    (Ratio, equal_ratios),
+    (Words, _words),
+    (Clock, _clocks),
+    (Based, lambda gold, other, rules: False),
+    (Ratio, _ratios),
     (Relation, _relations),
-    (Inequalities, _chains),
 )

@@ -13,7 +13,6 @@ from dppo_megatron.rewards.math.answers import (
     TURNED,
     Answer,
     AnswerList,
-    Inequalities,
     Intervals,
     Named,
     Piece,
@@ -36,7 +35,7 @@ def read_inequality(sides: list[str], ops: list[str]) -> Answer:
     """A set where one variable is bounded (also as 2x + 1 < 5 or |x| > 1), else the relations as they stand."""
     nodes = [parse(side) for side in sides]
     if len(nodes) == 2:
-        return _solved(nodes[0], ops[0], nodes[1]) or Relation(ops[0], nodes[0], nodes[1])
+        return _solved(nodes[0], ops[0], nodes[1]) or Relation(tuple(nodes), tuple(ops))
     if set(ops) <= {">", "\\ge"}:
         nodes.reverse()
         ops = [TURNED[op] for op in reversed(ops)]
@@ -47,7 +46,7 @@ def read_inequality(sides: list[str], ops: list[str]) -> Answer:
         ends = _solved(low, ops[0], middle), _solved(middle, ops[1], high)
         if ends[0] and ends[1] and not symbols(low) | symbols(high) and (both := intersection(ends[0], ends[1])):
             return both
-    return Inequalities(tuple(nodes), tuple(ops))
+    return Relation(tuple(nodes), tuple(ops))
 
 
 def _solved(left: Node, op: str, right: Node) -> Intervals | None:

@@ -14,7 +14,6 @@ from dppo_megatron.rewards.math.answers import (
     AnswerList,
     Cases,
     Grid,
-    Inequalities,
     Intervals,
     Named,
     Piece,
@@ -272,10 +271,7 @@ def _equation(sides: list[str], depth: int) -> Answer:
         return Named(re.sub(r"[\s{}]", "", sides[0]), _equation(sides[1:], depth))
     if len(sides) == 2 and (":" in sides[0] or ":" in sides[1]):
         return Named(re.sub(r"[\s{}]", "", sides[0]), read_answer(sides[1], depth=depth + 1))
-    nodes = [parse(side) for side in sides]
-    if len(nodes) == 2 and any(symbols(node) for node in nodes):
-        return Relation("=", nodes[0], nodes[1])
-    return Inequalities(tuple(nodes), tuple("=" for _ in nodes[1:]))
+    return Relation(tuple(parse(side) for side in sides), ("=",) * (len(sides) - 1))
 
 
 def _read_bracketed(text: str, depth: int) -> Answer | None:

@@ -76,7 +76,7 @@ def read_special(text: str, depth: int) -> Answer | None:
     ):
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
         if 2 <= base <= 36 and has_digits_of(match[1], base):
-            return Based(match[1].upper().lstrip("+"), base)
+            return _based(match[1].upper(), base)
         if match[1].isdigit() and base:
             return Words(text)  # 7_7 is no number
     if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and depth == 0:
@@ -119,6 +119,14 @@ def plain_words(text: str) -> str:
         return ""
     text = WRAPPED_TEXT.sub(r"\1", text) if "text" in text else text
     return " ".join(re.sub(r"[.,;:!?\"'`“”]", " ", text).lower().split())
+
+
+def _based(digits: str, base: int) -> Answer:
+    """Another base is another answer: a question that asks for a conversion would else be answered by itself."""
+    if base == 10:
+        return Value(("n", Fraction(digits)))
+    whole, point, rest = digits.lstrip("-").lstrip("0").partition(".")
+    return Based("-" * digits.startswith("-") + whole + (point + rest).rstrip("0").rstrip("."), base)
 
 
 def has_digits_of(digits: str, base: int) -> bool:
