@@ -333,7 +333,8 @@ def _answers(gold: str, other: str) -> bool:
     """Whether a sentence states a short reference: yes or no as its first word, or what something is."""
     words = other.split()
     if gold in ("yes", "no", "true", "false"):
-        return len(words) > 1 and words[0] == gold and not {"yes", "no", "true", "false"} & set(words[1:])
+        other_way = {"yes", "no", "true", "false", *(_NEGATIONS if gold in ("yes", "true") else ())}
+        return len(words) > 1 and words[0] == gold and not other_way & set(words[1:])
     if len(gold.split()) > 3 or _NEGATIONS & set(words):
         return False
     _, found, said = re.sub(r"^(?:the|this|it|its|that)\b", "", other).partition(" is ")

@@ -40,20 +40,10 @@ from dppo_megatron.rewards.math.trees import Node, contains, symbols
 _SECRET = os.urandom(16)
 _WHOLE = frozenset("nmkljNMK")
 _MAX_NAMES = 12
-_SIZES = (
-    (1, 0),
-    (1, 1),
-    (4, 0),
-    (1, 0),
-    (1, 9),
-    (1, 0),
-    (30, 0),
-    (3, 1),
-    (300, 0),
-    (10**6, 0),
-    (10**5, 1),
-    (10**15, 0),
-)
+_MAX_PERIOD = 60
+_SIZES = (1, 1, 4, 1, 1, 1, 30, 3, 300, 10**6, 10**5, 10**15)
+_NEGATIVE = {1: "one", 4: "all", 7: "one", 10: "one"}
+"""Which of the sizes are for points of which one variable, or all, are below zero."""
 _ENOUGH = 3
 """Points at which two functions have to be equal; of whole numbers, four times as many."""
 _DIGITS = (60, 120, 250, 500, 1000, 2000)
@@ -177,8 +167,9 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) 
     drawn = random.Random(_SECRET + repr(names).encode())
     has_roots = contains(pair, {"root", "log", "^", "f"}, _is_branched)
     outcomes = []
-    anywhere = ((point, False) for point in _points(names, _largest(pair) if has_steps(pair) else Fraction(0), drawn))
-    for point, is_step in itertools.chain(anywhere, _around_breaks(pair, names, drawn, work)):
+    large = _largest(pair, work) if has_steps(pair) else Fraction(0)
+    anywhere = ((point, False) for point in _points(names, large, drawn))
+    for point, is_step in itertools.chain(anywhere, _around_breaks(pair, names, large, drawn, work)):
         if has_roots and sum(value < 0 for value in point.values()) > 1:
             continue
         found = _at(gold, other, point, work)
@@ -214,34 +205,37 @@ def _points(names: Sequence[str], large: Fraction, drawn: random.Random) -> Iter
                 name: Fraction(drawn.randrange(-997, 997), 331) * Fraction(10) ** drawn.randrange(-9, 18)
                 for name in names
             }
-    for size, negative in _SIZES:
+    for turn, size in enumerate(_SIZES):
+        below = {"one": [drawn.choice(names)], "all": names}.get(_NEGATIVE.get(turn, ""), ())
         point = {name: Fraction(drawn.randrange(1, 997), 997) * size for name in names}
-        if negative == 1:
-            below = drawn.choice(names)
-            point[below] = -point[below]
-        yield {name: -value for name, value in point.items()} if negative == 9 else point
+        yield {name: -value if name in below else value for name, value in point.items()}
 
 
 def _around_breaks(
-    pair: Node, names: Sequence[str], drawn: random.Random, work: WorkLimit
+    pair: Node, names: Sequence[str], large: Fraction, drawn: random.Random, work: WorkLimit
 ) -> Iterator[tuple[dict[str, Fraction], bool]]:
     """Along each variable, with the others fixed three times, every step (True) and points beside it."""
     far = Fraction(1)  # the farthest step so far: others depend on it where one step is in another
-    wide = _largest(pair) * 9 if len(names) > 1 else far
     for turn in range(3 if len(names) > 1 else 1):
         for name in names:
-            size = (Fraction(1), wide, far)[turn]
+            size = (Fraction(1), large * 9, far)[turn]
             fixed = {other: Fraction(drawn.randrange(-997, 997), 331) * size for other in names if other != name}
             for place, is_step in breaks(pair, name, fixed, drawn, work):
                 far = max(far, abs(place))
                 yield {**fixed, name: place}, is_step
 
 
-def _largest(node: Node) -> Fraction:
+def _largest(node: Node, work: WorkLimit) -> Fraction:
     """Number in the tree, carried out."""
     if not symbols(node):
-        return abs(rational(node) or Fraction(1))
-    return max((_largest(part) for part in node[1:] if isinstance(part, tuple)), default=Fraction(1))
+        return abs(rational(node, None, work) or Fraction(1))
+    return max((_largest(part, work) for part in node[1:] if isinstance(part, tuple)), default=Fraction(1))
+
+
+def _number_functions(node: Node) -> set[Node]:
+    """Where the tree takes a gcd, lcm or remainder of something with a variable."""
+    own = {node} if node[0] == "of" and node[1] in ("gcd", "lcm", "mod") and symbols(node) else set()
+    return own.union(*(_number_functions(part) for part in node[1:] if isinstance(part, tuple)))
 
 
 def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: random.Random, work: WorkLimit) -> bool | None:
@@ -250,7 +244,14 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: random.Ra
     bounds = (*(12,) * 12 * (len(names) - 1), 30, 90, 300, 1000, 10**6, 10**13, 10**20)
     points += [{name: Fraction(drawn.randrange(1, bound)) for name in names} for bound in bounds]
     points += [{name: Fraction(-drawn.randrange(1, bound)) for name in names} for bound in (30, 10**4)]
-    for point, _ in _around_breaks(("+", gold, other), names, drawn, work):
+    if periodic := _number_functions(gold) ^ _number_functions(other):  # gcd(n, 1009) - 1 is 0 at nearly every point
+        period = max(_largest(node, work) for node in periodic)
+        if len(names) > 1 or period > _MAX_PERIOD:
+            return None
+        points += [{names[0]: Fraction(whole)} for whole in range(13, 2 * int(period) + 13)]
+    pair = ("+", gold, other)
+    large = _largest(pair, work)
+    for point, _ in _around_breaks(pair, names, large, drawn, work):
         points += [{name: Fraction(turn(value)) for name, value in point.items()} for turn in (math.floor, math.ceil)]
     outcomes = []
     for point in points:

@@ -88,7 +88,7 @@ def digits(count: int) -> Any:
     class Digits:
         precise = True
         tiny = context.mpf(10) ** (20 - count)
-        cost = 8
+        cost = 8 + count * count // 5000
         gamma_cost = count // 2 if count <= 250 else WORK  # 500 digits take half a second the first time
         pi, e, i = +context.pi, +context.e, context.mpc(0, 1)
         exp, sin, cos, tan, atan = context.exp, context.sin, context.cos, context.tan, context.atan
@@ -262,7 +262,7 @@ class Evaluation:
             root = self._exact_root(-value, degree) if degree % 2 else None
             return None if root is None else -root
         bits = value.numerator.bit_length() + value.denominator.bit_length()
-        self.work.spend(bits * bits // 300_000)  # 30,000 bits take 4 ms, which is 2,700 operations
+        self.work.spend(bits * bits // 100_000)  # 30,000 bits take 4 ms, and an expression is evaluated several times
         above, below = _whole_root(value.numerator, degree), _whole_root(value.denominator, degree)
         is_root = above**degree == value.numerator and below**degree == value.denominator
         return Fraction(above, below) if is_root else None
@@ -364,6 +364,8 @@ class Evaluation:
             return (max if name == "max" else min)(values if fractions else [self.lift(value) for value in values])
         if not all(isinstance(value, Fraction) for value in values):
             raise Irrational if self.arithmetic is None else Discrete(name)
+        bits = sum(value.numerator.bit_length() + value.denominator.bit_length() for value in values)
+        self.work.spend(bits * bits // 2_000_000)
         if name == "mod":
             if not values[1]:
                 raise Undefined("division by zero")

@@ -206,16 +206,8 @@ def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) ->
     return verdict
 
 
-_OPPOSITES = (
-    {"odd", "even"},
-    {"yes", "no"},
-    {"true", "false"},
-    {"increasing", "decreasing"},
-    {"convergent", "divergent"},
-    {"possible", "impossible"},
-    {"rational", "irrational"},
-    {"acute", "obtuse", "right"},
-)
+_OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
+_OPPOSITES += ",rational irrational,acute obtuse right"
 _WHO = re.compile(r"\b(?:who|whom|whose|which)\b", re.IGNORECASE)
 _NEUTRAL = {"the", "a", "an", "any", "all", "only"}
 
@@ -231,9 +223,9 @@ def _states(gold: str, other: str, problem: str) -> bool:
     words = gold.split()
     if len(words) < 3 or {"not", "neither", "nor", "never"} & set(words):
         return False
-    for group in _OPPOSITES:
-        if other in group:
-            return group & set(words) == {other}
+    for group in _OPPOSITES.split(","):
+        if other in group.split():
+            return set(group.split()) & set(words) == {other}
     content = [word for word in words if word not in _NEUTRAL]
     return bool(_WHO.search(problem)) and len(words) >= 4 and content[:1] == [other]
 

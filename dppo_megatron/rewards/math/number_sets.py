@@ -24,7 +24,7 @@ from dppo_megatron.rewards.math.parse import parse
 from dppo_megatron.rewards.math.trees import Node, Unreadable, symbols
 
 _MAX_MEMBERS = 50
-_OPERATIONS = 300
+_OPERATIONS = 150
 """Of one number at an end, or one line: a list may have hundreds of them."""
 _MINUS_INFINITY: Node = ("-", INFINITY)
 _End = tuple[Fraction | float, bool]

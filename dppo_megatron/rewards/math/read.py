@@ -56,7 +56,7 @@ _CLAUSE = re.compile(
     r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some)\b|\\forall(?![A-Za-z])"
     r"|\b(?:where|with|for)\b(?=[\s}$]*[A-Za-z][\s$]*(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?is (?:an?|any) ))"
     r"|(?<=,)\s*[a-zA-Z]\s*\\in\s*\\mathbb\{?\s*[ZNRQ]\s*\}?\s*(?=\)|\Z))"
-    r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;).)*",
+    r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;|,\s*-?[\d.]+\s*\Z).)*",
     re.DOTALL,
 )
 _LABEL = re.compile(r"\s*(?:\\text\{\s*)?([A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)", re.DOTALL)
