@@ -324,7 +324,7 @@ def _compared(
     left, right = ours.lift(ours_value), theirs.lift(theirs_value)
     size, bits = max(abs(left), abs(right)), max(ours.bits, theirs.bits)
     apart, rough = abs(left - right), max(size, ours.largest, theirs.largest)
-    if not arithmetic.precise and not math.isfinite(rough):
+    if not arithmetic.precise and not (math.isfinite(rough) and rough > 1e-150):
         raise OverflowError
     if apart <= rough * arithmetic.tiny:
         return ("equal" if arithmetic.precise else ""), bits

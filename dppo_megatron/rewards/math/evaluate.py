@@ -62,7 +62,7 @@ class Doubles:
     """Real where it can be, else complex."""
 
     precise = False
-    tiny = 1e-9
+    tiny = 1e-6  # of which nothing is left where nearly equal terms are subtracted, as in 1 - cos x
     cost = gamma_cost = 1
     pi, e, i = math.pi, math.e, 1j
     exp, sin, cos, tan, atan = cmath.exp, cmath.sin, cmath.cos, cmath.tan, cmath.atan

@@ -25,7 +25,6 @@ _NAME_WORDS = (
 )
 _NAMES = frozenset(_NAME_WORDS.split())
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
-_SPACE = re.compile(r"\s*")
 _NUMBER = re.compile(
     r"(\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d+)(?![A-Za-z]))?", re.ASCII
 )
@@ -394,13 +393,14 @@ class _Reader:
         return command in FUNCTIONS
 
     def _command(self) -> str:
-        self._skip()
+        if self._peek() != "\\":
+            return ""
         match = _COMMAND.match(self.text, self.position)
         return match[1] if match else ""
 
     def _peek(self) -> str:
         self._skip()
-        return self.text[self.position] if self.position < len(self.text) else ""
+        return self.text[self.position : self.position + 1]
 
     def _take(self, sign: str) -> bool:
         self._skip()
@@ -410,9 +410,8 @@ class _Reader:
         return False
 
     def _skip(self) -> None:
-        match = _SPACE.match(self.text, self.position)
-        assert match is not None
-        self.position = match.end()
+        while self.text.startswith(" ", self.position):
+            self.position += 1
 
 
 def _combinations(node: Node, power: Node) -> Node | None:
