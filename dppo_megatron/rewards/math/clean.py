@@ -222,6 +222,10 @@ def closing(text: str, start: int) -> int:
     return -1
 
 
+_OPENS = re.compile(r"[(\[{]|\\(?:begin|langle|lfloor|lceil|\{)")
+_CLOSES = re.compile(r"[)\]}]|\\(?:end|rangle|rfloor|rceil|\})")
+
+
 def split_top(text: str, separators: re.Pattern[str]) -> list[str]:
     """The text cut at separators that stand in no bracket of any kind and no environment.
 
@@ -231,27 +235,16 @@ def split_top(text: str, separators: re.Pattern[str]) -> list[str]:
         >>> split_top("(1,2), [3,4)", re.compile(","))
         ['(1,2)', ' [3,4)']
     """
-    parts = []
-    depth = 0
-    begin = index = 0
+    parts: list[str] = []
+    depth = begin = index = 0
     while index < len(text):
-        sign = text[index]
         if depth == 0 and (found := separators.match(text, index)) and found.end() > index:
             parts.append(text[begin:index])
             begin = index = found.end()
             continue
-        if sign == "\\":
-            if text.startswith(("\\begin", "\\langle", "\\lfloor", "\\lceil"), index) or text.startswith("\\{", index):
-                depth += 1
-            elif text.startswith(("\\end", "\\rangle", "\\rfloor", "\\rceil"), index) or text.startswith("\\}", index):
-                depth -= 1
-            index += 2
-            continue
-        if sign in "([{":
-            depth += 1
-        elif sign in ")]}":
-            depth -= 1
+        if text[index] in "\\()[]{}":
+            depth += bool(_OPENS.match(text, index)) - bool(_CLOSES.match(text, index))
             if depth < 0:
                 return [text]
-        index += 1
+        index += 2 if text[index] == "\\" else 1
     return [*parts, text[begin:]] if depth == 0 else [text]

@@ -93,8 +93,8 @@ def read_unit(words: str) -> Unit | None:
         ('length^2', None, None)
     """
     words = re.sub(r"[{}\\~]", " ", words).strip(" .,;()")
-    if words in tuple("NVAKCFTH"):  # newtons, kelvin
-        return Unit(words)
+    if len(words) == 1 and words.isupper() and words not in "LJW":  # newtons, kelvin; 5 M are five million
+        return Unit(words) if words in "NVAKCFTH" else None
     words = re.sub(r"\s*/\s*", " per ", re.sub(r"\bper cent\b", "percent", words.lower())).strip()
     if not words or _UNITS.fullmatch(words):
         return Unit("")
@@ -105,7 +105,7 @@ def read_unit(words: str) -> Unit | None:
     if not _WORDS.fullmatch(words) or not len(words) > 1 or len(found) > 6 or any(map(_changes, found)):
         return None
     for end in range(len(found) - 1, 0, -1):  # miles away, square feet of carpet; but kg m is another unit
-        beside = [word for word in found[end:] if len(word) < 3 or word in _KNOWN]
+        beside = [word for word in found[end:] if (len(word) < 3 and word != "of") or word in _KNOWN]
         if words.replace(" ", "").isalpha() and not beside and (first := _known(" ".join(found[:end])))[0]:
             return Unit(words, *first)
     return Unit(words)
