@@ -379,16 +379,16 @@ def _read_value(text: str, depth: int) -> Answer | None:
     if percent := _PERCENT_TAIL.search(text):
         core = text[: percent.start()].strip()
         return _with_words(core, "percent") if core else None
-    tails = [pattern.search(text) for pattern in (_UNIT_TAIL, _WORD_TAIL, _GLUED_TAIL)]
-    glued = tails[1] or tails[2]
+    word, letters = _WORD_TAIL.search(text), _GLUED_TAIL.search(text)
+    glued = word or letters
     if glued is None or len(glued["unit"]) < 2 or not is_glued(glued["unit"]):  # 25 mph is not 25 m p h
         try:
             return _spread(parse(text), None)
         except Unreadable:
             pass
-    for tail in tails:
+    for tail in (_UNIT_TAIL.search(text), word, letters):
         words = WRAPPED_TEXT.sub(r"\1", tail["unit"]) if tail and tail.start("unit") else ""
-        if not re.search("[A-Za-z%]", words) or (tail is tails[2] and not is_glued(words)):
+        if not re.search("[A-Za-z%]", words) or (tail is letters and not is_glued(words)):
             continue
         if tail and (found := _with_words(text[: tail.start("unit")].strip(), words)) is not None:
             return found
