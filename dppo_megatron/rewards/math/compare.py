@@ -32,7 +32,7 @@ from dppo_megatron.rewards.math.answers import (
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
 from dppo_megatron.rewards.math.number_sets import as_spans, normal
-from dppo_megatron.rewards.math.trees import Node, renamed, substituted, symbols
+from dppo_megatron.rewards.math.trees import Node, substituted, symbols
 from dppo_megatron.rewards.math.values import (
     Rules,
     Verdict,
@@ -94,7 +94,7 @@ def _with_variable(other: Named, gold: Named) -> Named:
         return other
     if ours[1] in symbols(other.value.node):
         return other
-    return Named(gold.name, replace(other.value, node=renamed(other.value.node, theirs[1], ours[1])))
+    return Named(gold.name, replace(other.value, node=substituted(other.value.node, theirs[1], ("s", ours[1]))))
 
 
 def _cases(gold: Answer, other: Answer, rules: Rules) -> Verdict:

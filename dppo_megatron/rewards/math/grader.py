@@ -129,20 +129,30 @@ def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None
         theirs = read_answer(with_digits(other))
     except (Unreadable, RecursionError, ValueError) as error:
         unread = str(error)
-    if isinstance(gold, AnswerList) and isinstance(theirs, Value) and "," in other:
-        theirs = read_answer(other.replace(",", ", "))  # 45,135 is one number only where one is asked for
-    if (
-        isinstance(gold, AnswerList)
-        and isinstance(theirs, AnswerList)
-        and ", " in other
-        and len(theirs.items) > len(gold.items)
-    ):
-        theirs = _read(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", other)) or theirs  # (1,000, 2,000)
-    if isinstance(gold, Value) and isinstance(theirs, AnswerList):
-        theirs = _ungrouped(other, theirs)
-    elif isinstance(gold, AnswerList) and isinstance(theirs, Value):
-        gold = _ungrouped(reference, gold)
+    if gold is not None and theirs is not None and _count(gold) != _count(theirs):
+        theirs = _respelled(other, theirs, _count(gold))
+        if _count(gold) != _count(theirs):
+            gold = _respelled(reference, gold, _count(theirs))
     return gold, theirs, unread
+
+
+def _count(answer: Answer) -> int:
+    return len(answer.items) if isinstance(answer, AnswerList) else 1
+
+
+def _respelled(text: str, answer: Answer, count: int) -> Answer:
+    """The answer with as many items as the other one has, if its commas can be read so: `1,234 apples` and
+    (1,000, 2,000) hold grouped numbers, 45,135 may be two; an expression may state what it leaves out (`x \\ne 0`)."""
+    if count == 1 and isinstance(answer, AnswerList) and answer.kind != "list":
+        return answer
+    for spelled in (text.replace(",", ", "), _GROUPED.sub(lambda number: number.group().replace(",", ""), text)):
+        read = _read(spelled) if "," in text else None
+        if read is not None and _count(read) == count:
+            return read
+    if isinstance(answer, AnswerList) and count == 1 and len(answer.items) == 2 and "\\ne" in text:
+        left_out = answer.items[1]
+        return answer.items[0] if isinstance(left_out, Intervals) and left_out.name else answer
+    return answer
 
 
 def _unjudged(other: str, gold: Answer | None, theirs: Answer | None, unread: str) -> tuple[Verdict, str]:
@@ -159,7 +169,7 @@ _UNDONE = re.compile(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 
 
 _has_digit = re.compile(r"\d").search
-_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?![\d,])")  # 12,34,567 in India
+_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
 _CURRENCIES = {
     "dollars": re.compile(r"\\\$|\\(?:text)?dollar|\A\$(?=[\d.,]+\Z)|\bUSD\b|\bdollars?\b"),
     "euros": re.compile(r"€|\\euro|\bEUR\b|\beuros?\b"),
@@ -181,15 +191,6 @@ def _in_currency(answer: Answer, text: str) -> Answer:
     if not isinstance(answer, Value) or answer.unit or not (currency := _currency(text)):
         return answer
     return replace(answer, unit=_MONEY[currency])
-
-
-def _ungrouped(text: str, row: AnswerList) -> Answer:
-    """`1,234 apples`, which reads as a list, as the one number that it is where one is asked for; and an expression
-    without the points that it leaves out (`\\frac{1}{x}, x \\ne 0`)."""
-    if len(row.items) == 2 and isinstance(row.items[1], Intervals) and row.items[1].name and "\\ne" in text:
-        return row.items[0]
-    read = _read(_GROUPED.sub(lambda number: number.group().replace(",", ""), text))
-    return read if row.kind == "list" and isinstance(read, Value) else row
 
 
 def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> Verdict:

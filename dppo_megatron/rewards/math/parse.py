@@ -29,6 +29,7 @@ _NUMBER = re.compile(
     r"(\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d+)(?![A-Za-z]))?", re.ASCII
 )
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
+_TOKEN = re.compile(r"\\?[A-Za-z]+|\d")
 _LETTERS = re.compile(r"[A-Za-z]+")
 _MIXED = re.compile(r"\s*\\frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)", re.ASCII)
 _MIXED_SLASHED = re.compile(r"\s+(\d+)\s*/\s*(\d+)", re.ASCII)
@@ -300,14 +301,11 @@ class _Reader:
             inside = self.text[self.position + 1 : end]
             self.position = end + 1
             return re.sub(r"[\s{}]", "", inside)
-        if match := _COMMAND.match(self.text, self.position) or _LETTERS.match(self.text, self.position):
-            self.position = match.end()
-            return match.group()
-        sign = self._peek()
-        if not sign.isalnum():
+        match = _TOKEN.match(self.text, self.position)
+        if match is None:
             raise Unreadable("missing argument")
-        self.position += 1
-        return sign
+        self.position = match.end()
+        return match.group()
 
     def _word(self) -> Node:
         match = _LETTERS.match(self.text, self.position)

@@ -75,7 +75,7 @@ def read_special(text: str, depth: int) -> Answer | None:
         text
     ):
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
-        if 2 <= base <= 36 and has_digits_of(match[1], base):
+        if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
             return _based(match[1].upper(), base)
         if match[1].isdigit() and base:
             return Words(text)  # 7_7 is no number
@@ -127,10 +127,6 @@ def _based(digits: str, base: int) -> Answer:
         return Value(("n", Fraction(digits)))
     whole, point, rest = digits.lstrip("-").lstrip("0").partition(".")
     return Based("-" * digits.startswith("-") + whole + (point + rest).rstrip("0").rstrip("."), base)
-
-
-def has_digits_of(digits: str, base: int) -> bool:
-    return all(sign in "-." or int(sign, 36) < base for sign in digits)
 
 
 def read_clock(match: re.Match[str]) -> Clock | None:

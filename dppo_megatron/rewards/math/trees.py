@@ -75,11 +75,6 @@ def _choose(node: Any, minus: list[bool], seen: list[int]) -> Any:
     return (node[0], *(_choose(part, minus, seen) for part in node[1:]))
 
 
-def renamed(node: Node, old: str, new: str) -> Node:
-    """The tree with another name for one of its variables."""
-    return substituted(node, old, ("s", new))
-
-
 def substituted(node: Node, name: str, by: Node) -> Node:
     """The tree with another tree for one of its variables."""
     if node == ("s", name):

@@ -13,7 +13,7 @@ from fractions import Fraction
 from dppo_megatron.rewards.math.answers import INFINITY, Value
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
-from dppo_megatron.rewards.math.trees import Node, renamed, substituted, symbols
+from dppo_megatron.rewards.math.trees import Node, substituted, symbols
 from dppo_megatron.rewards.math.units import Unit, read_unit
 
 Verdict = bool | None
@@ -194,7 +194,7 @@ def _with_constant(gold: Node, other: Node) -> Node | None:
     added = theirs - ours
     if ours - theirs != {"C"} or len(added) != 1 or not added <= _CONSTANTS or not ours & _VARIABLES:
         return None
-    return renamed(other, next(iter(added)), "C")
+    return substituted(other, next(iter(added)), ("s", "C"))
 
 
 def _infinite_sign(node: Node) -> int:
