@@ -241,10 +241,15 @@ def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> V
     written = set(other)
     for item in gold:
         if item not in written:
-            found = any_of([equal(item, candidate, rules) for candidate in other])
+            alike = [candidate for candidate in other if _is_set(candidate) == _is_set(item)]  # {2} is no member of {2}
+            found = any_of([equal(item, candidate, rules) for candidate in alike])
             if not found:
                 return found
     return True
+
+
+def _is_set(answer: Answer) -> bool:
+    return isinstance(answer, AnswerList) and answer.kind == "set"
 
 
 def _spans(gold: Answer, other: Answer, rules: Rules) -> Verdict:

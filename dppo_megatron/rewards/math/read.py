@@ -335,9 +335,6 @@ def _set(inner: str, depth: int) -> Answer:
         if isinstance(item, Intervals):
             raise Unreadable("a set of sets")
         items.extend(item.items if isinstance(item, AnswerList) and item.kind == "list" else [item])
-    sets = [item for item in items if isinstance(item, AnswerList) and item.kind == "set"]
-    if sets and (len(sets) < len(items) or any(len(inner.items) < 2 for inner in sets)):
-        raise Unreadable("a set of sets and numbers")
     if len(items) == 1 and isinstance(items[0], AnswerList) and items[0].kind == "tuple":
         return items[0]  # {(1, 2)} is the one solution (1, 2)
     return AnswerList("set", tuple(items))

@@ -71,6 +71,8 @@ def read_special(text: str, depth: int) -> Answer | None:
         return Intervals(EVERY_REAL)
     if plain in _ENDLESS:
         return Value(INFINITY)
+    if (number := read_number_words(plain)) is not None:
+        return Value(("n", number))
     if match := _BASED.fullmatch(WRAPPED_TEXT.sub(r"\1", text) if "}_" in text else text) or _BASED_WORDS.fullmatch(
         text
     ):

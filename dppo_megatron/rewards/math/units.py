@@ -66,10 +66,23 @@ _SAID = (
     " divided by quarter to from up under above below between but maybe perhaps either neither almost nearly roughly"
     " except greater fewer without mod modulo base th st nd rd is are was equals equal for all any some every other"
     " never false wrong true hope correct answer i only log sin cos tan ln sqrt pi undefined infinity infinite squared"
-    " cubed factorial inverse negative opposite point double twice triple k max min upward onward nope off lakh crore"
-    " score gross myriad kilo mega giga milli micro nano mille permille ppm ppb bps basis remainder debt choose tau ish"
+    " cubed factorial inverse negative opposite point double twice triple k max min upwards onwards nope off mille ish"
+    " permille ppm ppb bps basis remainder debt choose tau"
 )
-_CHANGES_MEANING = NUMBER_WORDS | frozenset(_SAID.split())
+_CHANGES_MEANING = frozenset(_SAID.split())
+_NUMBERS = NUMBER_WORDS | {
+    "lakh",
+    "crore",
+    "score",
+    "gross",
+    "myriad",
+    "kilo",
+    "mega",
+    "giga",
+    "milli",
+    "micro",
+    "nano",
+}
 _EXPONENT = r"(?:\s*\^\s*-?\s*\d(?!\d))?"
 _WORDS = re.compile(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
 _UNITS = re.compile(rf"(?:(?:square|cubic|sq\.?) )?(?:units?|un?)(?: squared| cubed|{_EXPONENT})")
@@ -96,7 +109,7 @@ def read_unit(words: str) -> Unit | None:
     if len(words) == 1 and words.isupper() and words not in "LJW":  # newtons, kelvin; 5 M are five million
         return Unit(words) if words in "NVAKCFTH" else None
     words = re.sub(r"\s*/\s*", " per ", re.sub(r"\bper cent\b", "percent", words.lower())).strip()
-    if not words or _UNITS.fullmatch(words):
+    if not words or _UNITS.fullmatch(words) or words.startswith("per "):
         return Unit("")
     dimension, factor = _known(words)
     if dimension:
@@ -114,7 +127,7 @@ def read_unit(words: str) -> Unit | None:
 def _changes(word: str) -> bool:
     """Whether it is a number in words, also in the plural and as a part, or of those that change one."""
     stem = word.removesuffix("s")
-    return not {word, stem, stem.removesuffix("th")}.isdisjoint(_CHANGES_MEANING)
+    return word in _CHANGES_MEANING or not _NUMBERS.isdisjoint((word, stem, stem.removesuffix("th")))
 
 
 def _known(words: str) -> tuple[str, Fraction]:
