@@ -70,19 +70,8 @@ _SAID = (
     " permille ppm ppb bps basis remainder debt choose tau"
 )
 _CHANGES_MEANING = frozenset(_SAID.split())
-_NUMBERS = NUMBER_WORDS | {
-    "lakh",
-    "crore",
-    "score",
-    "gross",
-    "myriad",
-    "kilo",
-    "mega",
-    "giga",
-    "milli",
-    "micro",
-    "nano",
-}
+_SIZES = "lakh crore score gross myriad kilo mega giga milli micro nano"
+_NUMBERS = NUMBER_WORDS | frozenset(_SIZES.split())
 _EXPONENT = r"(?:\s*\^\s*-?\s*\d(?!\d))?"
 _WORDS = re.compile(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
 _UNITS = re.compile(rf"(?:(?:square|cubic|sq\.?) )?(?:units?|un?)(?: squared| cubed|{_EXPONENT})")
@@ -109,7 +98,7 @@ def read_unit(words: str) -> Unit | None:
     if len(words) == 1 and words.isupper() and words not in "LJW":  # newtons, kelvin; 5 M are five million
         return Unit(words) if words in "NVAKCFTH" else None
     words = re.sub(r"\s*/\s*", " per ", re.sub(r"\bper cent\b", "percent", words.lower())).strip()
-    if not words or _UNITS.fullmatch(words) or words.startswith("per "):
+    if not words or _UNITS.fullmatch(words):
         return Unit("")
     dimension, factor = _known(words)
     if dimension:
@@ -117,6 +106,8 @@ def read_unit(words: str) -> Unit | None:
     found = re.findall("[a-z]+", words)
     if not _WORDS.fullmatch(words) or not len(words) > 1 or len(found) > 6 or any(map(_changes, found)):
         return None
+    if found[0] == "per":
+        return Unit("")
     for end in range(len(found) - 1, 0, -1):  # miles away, square feet of carpet; but kg m is another unit
         beside = [word for word in found[end:] if (len(word) < 3 and word != "of") or word in _KNOWN]
         if words.replace(" ", "").isalpha() and not beside and (first := _known(" ".join(found[:end])))[0]:
