@@ -31,7 +31,7 @@ from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_special, read_
 from dppo_megatron.rewards.math.trees import Node, Unreadable, signs, symbols
 from dppo_megatron.rewards.math.units import Unit, is_glued, read_compound, read_unit
 
-_MAX_ITEMS = 200
+_MAX_ITEMS = 100
 _SEPARATOR = re.compile(
     r"\s*[,;]\s*(?:\\text\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))?|\s+(?:and|or)\s+|(?<=[)\]])(?:and|or)(?=[(\[])"
     r"|\s*\\text\{\s*,?\s*(?:and|or)\s*\}\s*|\s*\\(?:lor|vee)(?![A-Za-z])\s*"
@@ -41,7 +41,6 @@ _ANY_AND = re.compile(r"\band\b|\\(?:land|wedge)(?![A-Za-z])")
 _RELATION = re.compile(r"\\(?:le|ge|ne|approx|in|to|equiv|sim|simeq|Rightarrow|implies|subset)(?![A-Za-z])|[<>=]")
 _UNION = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*U\s*(?=[(\[])")
 _COMMA = re.compile(r"[,;]")
-_MEMBERS = re.compile(r"[,;]")
 _BAR = re.compile(r"\||:")
 _UNIT_TAIL = re.compile(
     r"(?<![\s{(^_])\s*(?P<unit>(?:\\text\{[^{}]*\}|/)(?:\\text\{[^{}]*\}|[\s/*]|/\s*[a-z](?![A-Za-z])|\^\s*\{?\s*-?\d\s*\}?)*)$"
@@ -130,17 +129,22 @@ def _read_text(text: str, depth: int) -> Answer | None:
     return read_words(text)
 
 
+def _split(text: str, separators: re.Pattern[str]) -> list[str]:
+    parts = split_top(text, separators)
+    if len(parts) > _MAX_ITEMS:
+        raise Unreadable("too many items")
+    return parts
+
+
 def _read_separated(text: str, depth: int) -> Answer | None:
     """Comma lists and unions."""
-    unions = split_top(text, _UNION)
+    unions = _split(text, _UNION)
     if len(unions) > 1:
         name, unions[0] = _membership(unions[0])
         return replace(_union([read_answer(part, depth=depth + 1) for part in unions]), name=name)
-    parts = split_top(text, _SEPARATOR)
+    parts = _split(text, _SEPARATOR)
     if len(parts) == 1:
         return None
-    if len(parts) > _MAX_ITEMS:
-        raise Unreadable("too many items")
     read = [_item(part, depth) for part in parts if part.strip()]
     if not read:
         raise Unreadable("separators without items")
@@ -284,7 +288,7 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         return _without_points(text, depth)
     if not text or text[0] not in "([" or text[-1] not in ")]" or closing(text, 0) < len(text) - 1:
         return None
-    items = split_top(text[1:-1], _MEMBERS)
+    items = _split(text[1:-1], _COMMA)
     if text[0] == "[" and (rows := _matrix_rows(text[1:-1])):
         return Grid(tuple(tuple(parse(cell) for cell in row) for row in rows))
     if len(items) == 1:
@@ -292,8 +296,6 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
             inner = text[1:-1].strip()
             return read_answer(inner, depth=depth + 1) if "(" in inner[:1] or "=" in inner else None
         return None
-    if len(items) > _MAX_ITEMS:
-        raise Unreadable("too many items")
     if len(items) == 2:
         low, high = items
         endless = "infty" in low + high or "infinity" in low + high
@@ -330,7 +332,7 @@ def _set(inner: str, depth: int) -> Answer:
             return found
         return whole_members(found, -math.inf if over[1] == "Z" else 1)
     items: list[Answer] = []
-    for part in split_top(inner, _MEMBERS):
+    for part in _split(inner, _COMMA):
         item = read_answer(part, depth=depth + 1)
         if isinstance(item, Intervals):
             raise Unreadable("a set of sets")
