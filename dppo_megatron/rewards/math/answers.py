@@ -31,7 +31,7 @@ class Based:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A time of day."""
+    """A time of day; the hour up to 24 where the half is stated."""
 
     hour: int
     minute: int

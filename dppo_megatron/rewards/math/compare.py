@@ -348,24 +348,18 @@ def _answers(gold: str, other: str) -> bool:
 
 def _clocks(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if isinstance(gold, Clock) and isinstance(other, Clock):
-        if (gold.hour, gold.minute) == (other.hour, other.minute):
-            return gold.half == other.half or not gold.half or not other.half
-        return _day_minutes(gold) == _day_minutes(other) and bool(gold.half) != bool(other.half)
+        bare = [clock for clock in (gold, other) if not clock.half]  # 4:30 and 16:30 are 4:30 p.m., and not each other
+        if gold.minute != other.minute or (len(bare) == 1 and bare[0].hour <= 12):
+            return gold.minute == other.minute and (gold.hour - other.hour) % 12 == 0
+        return gold.hour == other.hour
     clock, plain = (gold, other) if isinstance(gold, Clock) else (other, gold)
     assert isinstance(clock, Clock)
     if isinstance(plain, Value) and clock is gold and clock.half and not clock.minute:
-        return same(("n", Fraction(clock.hour)), plain.node, rules.work)  # 9 for 9 a.m.
+        return same(("n", Fraction((clock.hour - 1) % 12 + 1)), plain.node, rules.work)  # 9 for 9 p.m.
     if isinstance(plain, (Value, Ratio)) and not clock.half and clock.minute:
         ratio = Ratio((("n", Fraction(clock.hour)), ("n", Fraction(clock.minute))))
         return _ratios(ratio, plain, rules) if clock is gold else _ratios(plain, ratio, rules)
     return False
-
-
-def _day_minutes(clock: Clock) -> int:
-    hour = clock.hour
-    if clock.half:
-        hour = hour % 12 + (12 if clock.half == "p" else 0)
-    return hour % 24 * 60 + clock.minute
 
 
 def _ratios(gold: Answer, other: Answer, rules: Rules) -> Verdict:

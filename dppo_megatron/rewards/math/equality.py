@@ -234,13 +234,12 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: random.Ra
     points += [{name: Fraction(drawn.randrange(1, bound)) for name in names} for bound in bounds]
     points += [{name: Fraction(-drawn.randrange(1, bound)) for name in names} for bound in (30, 10**4)]
     if periodic := _number_functions(gold) ^ _number_functions(other):  # gcd(n, 1009) - 1 is 0 at nearly every point
-        period = max(_largest(node, work) for node in periodic)
+        period = math.prod(_largest(node, work) for node in periodic)
         if len(names) > 1 or period > _MAX_PERIOD:
             return None
         points += [{names[0]: Fraction(whole)} for whole in range(13, 2 * int(period) + 13)]
     pair = ("+", gold, other)
-    large = _largest(pair, work)
-    for point, _ in _around_breaks(pair, names, large, drawn, work):
+    for point, _ in _around_breaks(pair, names, _largest(pair, work), drawn, work):
         points += [{name: Fraction(turn(value)) for name, value in point.items()} for turn in (math.floor, math.ceil)]
     outcomes = []
     for point in points:

@@ -133,11 +133,10 @@ def _based(digits: str, base: int) -> Answer:
 
 def read_clock(match: re.Match[str]) -> Clock | None:
     """A time of day; None for what no clock shows, such as 25:00."""
-    hour = int(match[1] or match[4] or match[6])
-    minute = int(match[2] or match[5] or 0)
-    if hour > 24 or minute > 59:
+    hour, minute, half = int(match[1] or match[4] or match[6]), int(match[2] or match[5] or 0), (match[3] or "").lower()
+    if hour > 24 or minute > 59 or (half and hour > 12):
         return None
-    return Clock(hour, minute, (match[3] or "").lower())
+    return Clock(hour % 12 + 12 * (half == "p") if half else hour, minute, half)
 
 
 def read_grid(body: str) -> Grid:

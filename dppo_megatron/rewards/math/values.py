@@ -117,7 +117,7 @@ def equal_nodes(gold: Node, other: Node, rules: Rules) -> Verdict:
     if verdict is False and _has_pi(gold) and symbols(gold) | symbols(other) <= {"k", "m", "n"}:
         turn = parameter_turn(gold, other, rules.work)
         verdict = same(gold, substituted(other, *turn), rules.work) if turn else False
-    if verdict is False and (constant := _with_constant(gold, other)) is not None:
+    if verdict is False and (constant := _with_constant(gold, other, rules.work)) is not None:
         verdict = same(gold, constant, rules.work)
     return verdict
 
@@ -188,13 +188,17 @@ _CONSTANTS = frozenset(["c", "K", "k", "C_1", "c_1", "C_0"])
 _VARIABLES = frozenset("xyztuvw")
 
 
-def _with_constant(gold: Node, other: Node) -> Node | None:
-    """x^2 + c as the reference x^2 + C has it; None where no constant of integration has another letter."""
+def _with_constant(gold: Node, other: Node, work: WorkLimit) -> Node | None:
+    """x^2 + k as the reference x^2 + C has it, and 2cx as 2Cx; None where no constant of integration has another letter:
+    what is added to a function of a variable."""
     ours, theirs = symbols(gold), symbols(other)
     added = theirs - ours
     if ours - theirs != {"C"} or len(added) != 1 or not added <= _CONSTANTS or not ours & _VARIABLES:
         return None
-    return substituted(other, next(iter(added)), ("s", "C"))
+    one, constant = ("n", Fraction(1)), ("s", "C")
+    if added == {"c"} or same(("+", gold, one), substituted(gold, "C", ("+", constant, one)), work):
+        return substituted(other, next(iter(added)), constant)
+    return None
 
 
 def _infinite_sign(node: Node) -> int:
