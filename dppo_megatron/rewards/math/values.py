@@ -189,8 +189,8 @@ _VARIABLES = frozenset("xyztuvw")
 
 
 def _with_constant(gold: Node, other: Node, work: WorkLimit) -> Node | None:
-    """x^2 + k as the reference x^2 + C has it, and 2cx as 2Cx; None where no constant of integration has another letter:
-    what is added to a function of a variable."""
+    """x^2 + k as the reference x^2 + C has it, and 2cx as 2Cx; None where no constant of integration, which is added to
+    a function of a variable, has another letter."""
     ours, theirs = symbols(gold), symbols(other)
     added = theirs - ours
     if ours - theirs != {"C"} or len(added) != 1 or not added <= _CONSTANTS or not ours & _VARIABLES:
