@@ -41,7 +41,7 @@ _SECRET = os.urandom(16)
 _WHOLE = frozenset("nmkljNMK")
 _MAX_NAMES = 12
 _MAX_PERIOD = 60
-_SIZES = (1, 1, 4, 1, 1, 1, 30, 3, 300, 10**6, 10**5, 10**15, 10**15)
+_SIZES = (1, 1, 4, 1, 1, 1, 30, 3, 300, 10**6, 10**5, 10**18, 10**18)
 _NEGATIVE = {1: "one", 4: "all", 7: "one", 10: "one", 12: "all"}
 """Which of the sizes are for points of which one variable, or all, are below zero."""
 _ENOUGH = 3

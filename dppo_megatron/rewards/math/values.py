@@ -156,9 +156,6 @@ def _is_endless(value: Fraction) -> bool:
     return rest & (rest - 1) != 0 or rest >= 2**30
 
 
-_PARAMETERS = frozenset("kst")
-
-
 def parameter_turn(gold: Node, other: Node, work: WorkLimit) -> tuple[str, Node] | None:
     """How the one parameter of `other` has to be replaced for `other` to be `gold`, both linear in theirs: by another
     name, a whole number further, or backwards, since n pi, k pi and (1 - k) pi are the same numbers for whole k.
@@ -167,7 +164,7 @@ def parameter_turn(gold: Node, other: Node, work: WorkLimit) -> tuple[str, Node]
     (n - 1) pi is another number.
     """
     ours, theirs = symbols(gold), symbols(other)
-    if not len(ours) == len(theirs) == 1 or (ours == theirs and not ours <= _PARAMETERS):
+    if not len(ours) == len(theirs) == 1 or (ours == theirs and ours != {"k"}):
         return None
     (mine,), (name,) = ours, theirs
     ends = [
