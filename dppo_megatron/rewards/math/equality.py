@@ -232,7 +232,7 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: random.Ra
     points = [dict.fromkeys(names, Fraction(both)) for both in range(1, 13)]
     bounds = (*(12,) * 12 * (len(names) - 1), 30, 90, 300, 1000, 10**6, 10**13, 10**20)
     points += [{name: Fraction(drawn.randrange(1, bound)) for name in names} for bound in bounds]
-    points += [{name: Fraction(-drawn.randrange(1, bound)) for name in names} for bound in (30, 10**4)]
+    points += [{name: Fraction(-drawn.randrange(1, bound)) for name in names} for bound in (30, 10**4, 10**9)]
     if periodic := _number_functions(gold) ^ _number_functions(other):  # gcd(n, 1009) - 1 is 0 at nearly every point
         period = math.prod(_largest(node, work) for node in periodic)
         if len(names) > 1 or period > _MAX_PERIOD:
