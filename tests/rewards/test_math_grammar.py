@@ -30,8 +30,6 @@ CASES = [
     case("1,3", [r"\text{Minimum: }1, \text{Maximum: }3", "Minimum: 1, Maximum: 3"], ["Minimum: 1, Maximum: 4"]),
     case("18, 14", ["Paolo: 18, Qing: 14"], ["Paolo: 18"]),
     case("Paolo: 18, Qing: 14", ["18, 14", "Qing: 14, Paolo: 18"], ["Paolo: 14, Qing: 18"]),
-    case("240, 210", ["240 yuan (A), 210 yuan (B)"], ["240 yuan (A), 220 yuan (B)"]),
-    case("(5,2),(7,2)", ["p=5,q=2;p=7,q=2"], ["p=5,q=2;p=7,q=3"]),
     case("(n,1)", ["(f(n),g(n))=(n,1)"], ["(f(n),g(n))=(1,n)"]),
     case(r"k\pi", [r"n\pi", r"n\pi, n\in\mathbb{Z}", r"(k+1)\pi"], [r"2n\pi", r"n"]),
     case(
@@ -39,10 +37,15 @@ CASES = [
         [r"\frac{5\pi}{4}+n\pi", r"-\frac{3\pi}{4}+k\pi", r"\frac{\pi}{4}-k\pi", r"x=\frac\pi4+k\pi, k \in \mathbb{Z}"],
         [r"\frac{3\pi}{4}+k\pi", r"\frac\pi4+2k\pi"],
     ),
-    case(r"f(x)=cx", ["f(x)=kx", "kx", "f(x)=cx"], ["f(x)=cx^2", "f(x)=x", "f(x)=c+x"]),
-    case(
-        r"(-32+3t,64-5t)", ["(-32+3x,64-5x)", "(-29+3t,59-5t)", "(-32-3t,64+5t)"], ["(-32+3t,64+5t)", "(-32+3t,59-5t)"]
-    ),
+    case(r"f(x)=cx", ["f(x)=cx", "cx"], ["f(x)=kx", "kx", "f(x)=cx^2", "f(x)=x", "f(x)=c+x"]),
+    case("(a,-a)", [], ["(b,-b)", "(a+1,-a-1)"]),
+    case("a+C", ["C+a"], ["a+k", "a+c"]),
+    case("Cx+1", ["1+Cx"], ["kx+1", "Kx+1"]),
+    case("n+3", [], [r"n+3+(\gcd(n,7)-1)(\gcd(n,11)-1)"]),
+    case("n^2", [], [r"n^2+\gcd(n,7)-1", r"n^2+\gcd(n,1009)-1", r"n^2+\gcd(n+5,1009)-1"]),
+    case("(-1)^n", ["(-1)^{n+2}"], ["(-1)^{2n}", "(-1)^{n+1}"]),
+    case(r"\{1,2\}", [], [r"\{\{1,2\}\}", r"\{1,\{2\}\}", r"\{\{1\},\{2\}\}"]),
+    case("5", [], [r"5\text{ for all }x, 6"]),
     case(r"2Cx^2", ["2cx^2"], ["2x^2"]),
     case("x+1", [], ["y+1", "x+2", "t+1", r"0 \pmod 1"]),
     case("A", [], [r"0 \pmod 1"]),
@@ -99,13 +102,11 @@ CASES = [
     case(
         "(1,-2,3)",
         [
-            "1i-2j+3k",
-            r"\mathbf{i}-2\mathbf{j}+3\mathbf{k}",
             "(1,-2,3)^T",
             r"\begin{pmatrix}1\\-2\\3\end{pmatrix}",
             r"(1,-2,3)^{\top}",
         ],
-        ["1i+2j+3k"],
+        ["(1,2,3)"],
     ),
     case(
         r"1+i\sqrt3",

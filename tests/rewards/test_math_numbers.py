@@ -386,7 +386,7 @@ CASES = [
     # numbers in words
     case(
         "12",
-        right=["Twelve", "twelve apples", "twelve (12)", "12 (twelve)", r"\text{Twelve ways}", "a dozen"],
+        right=["Twelve", "twelve apples", r"\text{Twelve ways}", "a dozen"],
         wrong=["twenty", "twelve or thirteen", "not twelve", "twelfth", "a dozen dozen"],
     ),
     case("144", right=["one hundred forty-four"], wrong=["twelve (12)", "one hundred and forty"]),
@@ -399,9 +399,7 @@ CASES = [
     case("3000", right=["three thousand"], wrong=["three", "three hundred"]),
     case("-5", right=["negative five", "minus five"], wrong=["five"]),
     case(r"\frac{2}{3}", right=["two thirds", "two-thirds"], wrong=["two", "third", "one third", "two and a third"]),
-    case(
-        "2.5", right=["two and a half", "two point five", "five halves"], wrong=["two", "half", "two point five five"]
-    ),
+    case("2.5", right=["two and a half", "five halves"], wrong=["two", "half", "two point five five"]),
     case("2", right=["two"], wrong=["two thirds", "two hundred", "one or two", "second"]),
     # combinations
     case(
@@ -417,7 +415,6 @@ CASES = [
         ],
         wrong=["C(20,9)", "C_{20}", "C_{10}^{20}"],
     ),
-    case("20", right=["{}_5P_2", "5P2"], wrong=["5C2"]),
 ]
 
 

@@ -160,3 +160,28 @@ CASES = [
 def test_answers(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer gets the reward that a person would give it."""
     check(cases)
+
+
+COUNTS = "ten dozen hundred thousand million billion half third quarter fifth sixteen twenty score lakh gross"
+
+
+def test_a_number_in_words_or_digits_is_no_unit() -> None:
+    """Also in the plural, and as a part: 5 hundreds, 5 thousandths, 5 choose 2."""
+    words = [f"{count}{end}" for count in COUNTS.split() for end in ("", "s", "th", "ths")]
+    signs = ["^2 cm", "/2 cm", "*3 m", "(6) m", "apples 6 pears", "choose 2", "remainder 2", "e3", "E3", "±1", "% off"]
+    check(case("5", [], [f"5 \\text{{ {word} }}" for word in (*words, *signs)]))
+    check(case("5", [], [f"5 {word}" for word in words]))
+
+
+MEASURES = ("m ft mile", "hours days", "kg lb", "L mL", "dollars cents", "J kJ", "W", "m/s mph", "months", "years")
+NO_MEASURES = ["furlongs", "fortnights", "stone", "knots", "cups", "rupees", "dm", "light-years", "apples"]
+
+
+def test_two_units_measure_the_same_thing_or_are_different() -> None:
+    """Where one of the two is known; what is known to nobody says nothing about the other."""
+    known = [(kind, unit) for kind, units in enumerate(MEASURES) for unit in units.split()]
+    wrong = [(one, two) for kind, one in known for other, two in known if kind != other]
+    wrong += [pair for _, unit in known for word in NO_MEASURES for pair in ((unit, word), (word, unit))]
+    check([(f"5 \\text{{ {one} }}", f"5 \\text{{ {two} }}", 0.0, {}) for one, two in wrong])
+    beside = [r"5 \text{ m long}", r"5 \text{ meters of rope}", r"5 \text{ units}", r"500 \text{ cm}"]
+    check(case(r"5 \text{ m}", beside, []) + case(r"5 \text{ dollars}", [r"5 \text{ dollars per ticket}"], []))

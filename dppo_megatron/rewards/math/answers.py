@@ -23,7 +23,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Based:
-    """Digits in a stated base."""
+    """Digits in a base other than ten, without zeros at the ends."""
 
     digits: str
     base: int
@@ -31,7 +31,7 @@ class Based:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A time of day."""
+    """A time of day; the hour up to 24 where the half is stated."""
 
     hour: int
     minute: int
@@ -77,11 +77,10 @@ class Intervals:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """An equation or inequality between two expressions."""
+    """An equation or inequality between expressions, or several in a row: a < b < c."""
 
-    op: str
-    left: Node
-    right: Node
+    sides: tuple[Node, ...]
+    ops: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +90,6 @@ class Named:
     name: str
     value: Answer
     left: Node | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Inequalities:
-    """a < b < c of things that are no interval."""
-
-    sides: tuple[Node, ...]
-    ops: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +109,9 @@ class Congruence:
 
 @dataclass(frozen=True, slots=True)
 class Cases:
-    """A function by pieces: the value of each and where it holds, None for otherwise."""
+    """A function by pieces: the value of each and where it holds."""
 
-    rows: tuple[tuple[Answer, Answer | None], ...]
+    rows: tuple[tuple[Answer, Answer], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,27 +119,6 @@ class Words:
     """Text, folded to lower case without punctuation."""
 
     text: str
-    letters: tuple[str, ...] = field(default=())
-    """The choice letters, if it is nothing else."""
 
 
-Answer = (
-    Value
-    | Based
-    | Clock
-    | Ratio
-    | AnswerList
-    | Intervals
-    | Relation
-    | Named
-    | Inequalities
-    | Grid
-    | Congruence
-    | Cases
-    | Words
-)
-
-
-def as_items(answer: Answer) -> tuple[Answer, ...]:
-    """What a list, tuple or set holds; the answer itself if it is one."""
-    return answer.items if isinstance(answer, AnswerList) else (answer,)
+Answer = Value | Based | Clock | Ratio | AnswerList | Intervals | Relation | Named | Grid | Congruence | Cases | Words

@@ -1,56 +1,59 @@
-"""Choice letters: `AC` for `A, C`, and `c` for `C`, where the reference is nothing but letters of choices."""
+"""Choice letters, where the reference is nothing but letters of choices: `(C) 12` for `C`, `AC` for `A, C`."""
 
 from __future__ import annotations
 
 import re
 
-_LIST = re.compile(r"\(?[A-J]\)?(?:(?:\s*(?:[,;]|\\text\{\s*(?:,\s*)?and\s*\}|\band\b))+\s*\(?[A-J]\)?)+")
-_GLUED = re.compile(r"[A-J]{2,6}")
-_PAINT = re.compile(r"\\text\b|\band\b|\\?&|[{}()\[\],;.\s]")
-_ONE = re.compile(r"\(?([A-E])\)?|\\text\{\s*\(?([A-E])\)?\s*\}")
-_LED = re.compile(r"(?:\\text\{\s*)?\(?([a-e])(?=\s*\Z|\s*[).:}])")
+from dppo_megatron.rewards.math.answers import AnswerList, Words
+from dppo_megatron.rewards.math.read import read_answer
+from dppo_megatron.rewards.math.special import WRAPPED_TEXT, without_sentence
+from dppo_megatron.rewards.math.trees import Unreadable
+
+_ONE = re.compile(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
+_SEPARATOR = re.compile(r"\band\b|[,;&]")
 
 
-def same_choices(reference: str, other: str) -> bool:
-    """Whether both, cleaned, name the same choices, two or more of them; False where that cannot be said.
+def same_choices(reference: str, other: str, problem: str) -> bool | None:
+    """Whether both, cleaned, name the same choices; None where the reference names none.
 
-    The reference's letters count without commas in alphabetical order only: `BAD` is a word.
+    A choice may have its value beside it, which is mathematics or what the problem offers under its letter. A small
+    letter is one where the problem, if it is known, offers it; a capital one may else be a point or a matrix.
 
     Example:
-        >>> same_choices("A, C", "AC"), same_choices("AC", "(A) and (C)"), same_choices("A, C", "ABC")
+        >>> same_choices("A, C", "AC", ""), same_choices("C", "c) 12", ""), same_choices("C", "(C) is wrong", "")
         (True, True, False)
     """
-    letters = _letters(reference, in_order=True)
-    return letters is not None and letters == _letters(other)
-
-
-def _letters(text: str, *, in_order: bool = False) -> frozenset[str] | None:
-    if not 2 <= len(text) <= 80:
+    gold, theirs = (without_sentence(WRAPPED_TEXT.sub(r"\1", text).strip()) for text in (reference, other))
+    if letter := re.fullmatch(r"\(?\s*([A-Z])\s*\)?[.:]?", gold):
+        led = _ONE.fullmatch(theirs)
+        if led is None or led[1].upper() != letter[1]:
+            return None
+        offered = re.search(rf"(?<![A-Za-z]){letter[1]}\s*[).:}}]", problem) if problem else letter[1] in "ABCDE"
+        if led[1].islower() and not offered:
+            return None
+        return not led["value"] or _is_value(led["value"], letter[1], problem)
+    letters = _several(gold)
+    if letters is None or not (gold.isupper() or "and" in gold):  # (a, b) is a point
         return None
-    bare = _PAINT.sub("", text)
-    if not _GLUED.fullmatch(bare.upper()) or len(set(bare.upper())) < len(bare):
+    if letters == gold and gold != "".join(sorted(gold)):  # BAD is a word
         return None
-    if in_order and not bare.isupper():  # (a, b) is a point
+    if (named := _several(theirs)) is not None:
+        return sorted(named) == sorted(letters)
+    return False if re.search(r"\bor\b", theirs) else None
+
+
+def _several(text: str) -> str | None:
+    bare = re.sub(r"[\s()\\]", "", _SEPARATOR.sub("", text))
+    if not re.fullmatch("[A-Ja-j]{2,6}", bare) or len(set(bare)) < len(bare):
         return None
-    if _LIST.fullmatch(text.upper().replace("\\TEXT", "\\text").replace("AND", "and")):
-        return frozenset(bare.upper())
-    return frozenset(bare) if bare.isupper() and (not in_order or bare == "".join(sorted(bare))) else None
+    return bare.upper() if bare.isupper() or _SEPARATOR.search(text) else None
 
 
-def as_choice(reference: str, other: str, problem: str) -> str:
-    """An answer that is led by a small letter, with the capital one if the reference is a single choice letter.
-
-    Args:
-        problem: where it is known, it has to offer that choice; a capital letter may else be a point or a matrix.
-
-    Example:
-        >>> as_choice("C", "c", ""), as_choice("C", "c) 12", "... (A) 10 (B) 11 (C) 12"), as_choice("C", "c", "AB = c")
-        ('C', 'C) 12', 'c')
-    """
-    one, led = _ONE.fullmatch(reference), _LED.match(other)
-    if not one or not led:
-        return other
-    letter = one[1] or one[2]
-    if problem and not re.search(rf"(?<![A-Za-z]){letter}\s*[).:}}]", problem):
-        return other
-    return other[: led.start(1)] + led[1].upper() + other[led.end(1) :]
+def _is_value(text: str, letter: str, problem: str) -> bool:
+    if re.search(rf"(?<![A-Za-z]){letter}\s*[).:}}][\s}}$]*{re.escape(text)}", problem):
+        return True
+    try:
+        answer = read_answer(text)
+    except (Unreadable, RecursionError, ValueError):
+        return False
+    return not isinstance(answer, (AnswerList, Words)) and not re.search(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])", text)

@@ -14,8 +14,7 @@ import unicodedata
 _SIGNS = r"""
 √ \sqrt ∛ \sqrt[3] ∜ \sqrt[4] π \pi ∞ \infty ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ≈ \approx ∪ \cup ∩ \cap ∈ \in ± \pm ∓ \mp
 ∅ \emptyset ℝ \mathbb{R} ℤ \mathbb{Z} ° ^\degree º ^\degree ⟨ \langle ⟩ \rangle ∠ \angle ∖ \setminus … \ldots ∀ \forall
-½ \frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} ⅕ \frac{1}{5} ⅙ \frac{1}{6} ⅛ \frac{1}{8}
-⅜ \frac{3}{8} ⅝ \frac{5}{8} ⅞ \frac{7}{8} ∑ \sum ∏ \prod ∫ \int ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil
+∑ \sum ∏ \prod ∫ \int ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil
 ≡ \equiv △ \triangle
 """.split()  # noqa: SIM905
 _UNICODE = {
@@ -51,57 +50,56 @@ def to_ascii(text: str) -> str:
     text = _CIRCLED.sub(lambda run: ",".join(str(ord(sign) - 0x245F) for sign in run.group()), text)
     out = []
     for sign in text:
+        plain = unicodedata.normalize("NFKC", sign)  # full-width forms, letters of mathematical alphabets, spaces
         if sign in _UNICODE:
             out.append(_UNICODE[sign])
         elif unicodedata.category(sign) == "Cf":
             continue  # zero-width spaces and joiners, byte order marks, direction marks
         elif (digit := unicodedata.decimal(sign, None)) is not None:
             out.append(str(digit))
-        elif 0xFF01 <= ord(sign) <= 0xFF5E:
-            out.append(chr(ord(sign) - 0xFEE0))
-        elif unicodedata.category(sign) == "Zs":
-            out.append(" ")
+        elif "\u2044" in plain:
+            out.append("\\frac{{{}}}{{{}}}".format(*plain.split("\u2044")))
         else:
-            out.append(sign)
+            out.append(plain)
     return "".join(out)
 
 
-_FONT = r"mathrm|mathbf|mathit|mathsf|mathtt|mathcal|boldsymbol|bm|pmb|rm|bf|operatorname\*?"
-_TEXT = r"text|mbox|hbox|textrm|textbf|textit|textnormal|textsf|texttt|emph|textup|underline"
+_FONT = r"(?:math(?:rm|bf|it|sf|tt|cal)|boldsymbol|bm|pmb|rm|bf|operatorname\*?)"
+_TEXT = r"(?:text(?:rm|bf|it|normal|sf|tt|up)?|mbox|hbox|emph|underline)"
+_ORDINAL = "(?:st|nd|rd|th)"
 _INDEX = r"(?:\{\s*(\w+)\s*\}|(\w))"
-_BEFORE = r"(?:\{\}\s*|(?<![\w)}\]\s]))"
-# name of a command -> how it is spelled here; what only sets type is nothing
-_SPELLINGS = (
-    (
-        " ",
-        "displaystyle textstyle scriptstyle limits nolimits mathop big bigl bigr Big Bigl Bigr bigg biggl biggr Bigg",
-    ),
-    (" ", "Biggl Biggr checkmark blacksquare square qed Box"),
-    ("\\frac", "dfrac tfrac cfrac sfrac nicefrac"),
-    ("\\binom", "dbinom tbinom"),
-    ("\\le ", "leqslant leqq leq"),
-    ("\\ge ", "geqslant geqq geq"),
-    ("\\ne ", "neq"),
-    ("<", "lt"),
-    (">", "gt"),
-    ("=", "eq"),
-    (" * ", "times cdot ast cdotp"),
-    ("/", "div"),
-    ("%", "percent"),
-    ("|", "lvert rvert vert mid"),
-    ("\\{", "lbrace"),
-    ("\\}", "rbrace"),
-    (":", "colon"),
-    ("\\emptyset ", "varnothing empty"),
-    ("\\cup ", "sqcup cupdot bigcup"),
-    ("\\setminus ", "backslash"),
-    ("\\ldots ", "dots cdots dotsb dotsc"),
-    ("\\degree ", "degrees textcirc textdegree"),
-    ("\\mapsto ", "longmapsto"),
-    (" i", "imath"),
-    (" T", "top"),
-)
-_MACROS = {name: spelling for spelling, names in _SPELLINGS for name in names.split()}
+# how a command is spelled here: its other names; what only sets type is nothing
+_SPELLINGS = {
+    " ": "displaystyle textstyle scriptstyle limits nolimits mathop large Large LARGE huge Huge small checkmark"
+    " blacksquare square qed Box quad qquad thinspace enspace medspace",
+    "": "textdollar dollar pounds euro",
+    "\\frac": "dfrac tfrac cfrac sfrac nicefrac",
+    "\\binom": "dbinom tbinom",
+    "\\le ": "leqslant leqq leq",
+    "\\ge ": "geqslant geqq geq",
+    "\\ne ": "neq",
+    "<": "lt",
+    ">": "gt",
+    "=": "eq",
+    " * ": "times cdot ast cdotp",
+    "/": "div",
+    "%": "percent",
+    "|": "lvert rvert vert mid",
+    "\\{": "lbrace",
+    "\\}": "rbrace",
+    ":": "colon",
+    "\\emptyset ": "varnothing empty",
+    "\\cup ": "sqcup cupdot bigcup",
+    "\\setminus ": "backslash",
+    "\\ldots ": "dots cdots dotsb dotsc",
+    "\\degree ": "degrees textcirc textdegree",
+    "\\mapsto ": "longmapsto",
+    "\\mathbb{R}": "R reals",
+    "\\overline ": "vec hat widehat tilde bar overrightarrow overleftarrow",
+    " i": "imath",
+    " T": "top",
+}
+_MACROS = {name: spelling for spelling, names in _SPELLINGS.items() for name in names.split()}
 _MACROS |= {f"var{name}": f"\\{name} " for name in ("epsilon", "theta", "phi", "rho", "pi", "sigma", "kappa")}
 _MACRO = re.compile(r"\\([A-Za-z]+)")
 # \text read as a tab and ext, \frac as a form feed and rac
@@ -111,135 +109,63 @@ _ESCAPED_TWICE = re.compile(
     r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|pi|text|left|right|cdot|times|infty|circ|boxed|sin|cos|tan|log|ln|pm|leq?|geq?"
     r"|neq?|in|infty|cup|mathbb|theta|alpha)\b|(?:[dtc]?frac|sqrt|cdot|times)[\d{])"
 )
-# A rule is tried where one of its needs stands in the text: without it the pattern cannot match. Of 56 patterns an
-# answer has a handful, and looking for a few characters costs a tenth of a search with a pattern.
-_FONTS = ("\\math", "\\bo", "\\bm", "\\pmb", "\\rm", "\\bf", "\\operatorname")
-_RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
-    ((needs,) if isinstance(needs, str) else needs, re.compile(pattern), replacement)
+# signs of several characters in pairs: what is written, and how it is spelled here
+_WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} .".split()  # noqa: SIM905
+# a rule is tried where its first part, without which the pattern cannot match, stands in the text: looking for a few
+# characters costs a tenth of a search
+_RULES: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
+    (needs, re.compile(pattern), replacement)
     for needs, pattern, replacement in (
-        (("left", "right", "middle"), r"\\left\s*\.|\\right\s*\.|\\(?:left|right|middle)(?![A-Za-z])\s*", ""),
-        (
-            ("color", "arge", "LARGE", "uge", "small"),
-            r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:[lL]arge|LARGE|[hH]uge|small)(?![A-Za-z])",
-            " ",
-        ),
-        (
-            ("$", "dollar", "pounds", "euro", "USD", "EUR", "GBP", "JPY", "€", "£", "¥"),
-            r"(?:(?<![A-Za-z])US)?\\\$|\\(?:textdollar|dollar|pounds|euro)(?![A-Za-z])|[€£¥]"
-            r"|(?<![A-Za-z])(?:USD|EUR|GBP|JPY)(?![A-Za-z])",
-            "",
-        ),
+        ("\\", r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*", ""),
+        ("\\", r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}", " "),
+        ("", r"(?:(?<![A-Za-z])US)?\\\$|[€£¥]|(?<![A-Za-z])(?:USD|EUR|GBP|JPY)(?![A-Za-z])", ""),
         # {\rm cm} and {5 \over 6}, as TeX had them before LaTeX
-        (("\\rm", "\\bf", "\\it"), r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}", r"\\text{ \1}"),
-        ("\\over", r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
-        ("\\over", r"\A([^{}]*)\\over(?![A-Za-z])([^{}]*)\Z", r"\\frac{\1}{\2}"),
+        ("\\", r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}", r"\\text{ \1}"),
+        ("\\over", r"(?:\{|\A)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|\Z)", r"\\frac{\1}{\2}"),
+        ("\\choose", r"(?:\{|\A)([^{}]*)\\choose(?![A-Za-z])([^{}]*)(?:\}|\Z)", r"\\binom{\1}{\2}"),
         ("**", r"\A\s*\*\*([^*]+)\*\*\s*\Z", r"\1"),  # bold in Markdown
-        (
-            ("minus", "negative"),
-            r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])",
-            "-",
-        ),
+        ("", r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])", "-"),
         ("infinity", r"\\text\{\s*infinity\s*\}", r"\\infty "),
-        ("\\\\[", r"\\\\\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm)\s*\]", r"\\\\ "),
-        ("\\choose", r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
-        # {}_{5}C_{2}, ^{5}C_{2} and 5C2; likewise P, the permutations
-        (
-            "C",
-            rf"{_BEFORE}[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}",
-            r"\\binom{\1\2}{\3\4}",
-        ),
-        ("\\text{", r"\\text\{\s*C\s*\}\s*(?=\(\s*\w+\s*,)", "C"),
-        ("cis", r"\\(?:text|mbox)\{\s*cis\s*\}", r"\\cis "),
-        ("triangle", r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)", ""),
-        ("const", r"\+\s*(?:\\text\{\s*const(?:ant|\.)?\s*\}|const(?:ant|\.)?)\s*\Z", "+C"),
+        # {}_{5}C_{2}, ^{5}C_{2}, 5C2 and 5 choose 2
         ("C", r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])", r"\\binom{\1}{\2}"),
-        ("P", rf"{_BEFORE}[\^_]\s*{_INDEX}\s*P\s*_\s*{_INDEX}", r"\\frac{\1\2!}{(\1\2-\3\4)!}"),
-        ("P", r"(?<![\w.])(\d+)\s*P\s*(\d+)(?![\w.])", r"\\frac{\1!}{(\1-\2)!}"),
+        ("C", rf"(?:\{{\}}\s*|(?<![\w)}}\]\s]))[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}", r"\\binom{\1\2}{\3\4}"),
         (
             "choose",
-            r"(?<![\w\\}])(\d+|[a-z])\s*(?:\\text\{\s*choose\s*\}|\\?choose)\s*(\d+|[a-z])(?![\w{])",
+            r"(?<![\w\\}])(\d+|[a-z])\s*(?:\\text\{\s*choose\s*\}|choose)\s*(\d+|[a-z])(?![\w{])",
             r"\\binom{\1}{\2}",
         ),
+        ("triangle", r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)", ""),
+        ("const", r"\+\s*(?:\\text\{\s*)?const(?:ant|\.)?\s*\}?\s*\Z", "+C"),
         # 0.1(6) and 0.\dot{1}4\dot{2} repeat
-        ("\\dot", r"(\.\d*)\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?", r"\1\\overline{\2\3\4}"),
-        ("\\dot", r"(\.\d*)\\dot\s*\{?(\d)\}?", r"\1\\overline{\2}"),
-        (".", r"(?<=\d)(\.\d*)\((\d+)\)(?=\s*\Z)", r"\1\\overline{\2}"),
-        (("$", "\\(", "\\)", "\\[", "\\]"), r"\\\(|\\\)|\\\[|\\\]|\$", " "),
-        ("{.}", r"(?<=\d)\{\.\}(?=\d)", "."),
+        ("\\dot", r"(\.\d*)\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\1\\overline{\2\3\4}"),
+        ("(", r"(?<=\d)(\.\d*)\((\d+)\)(?=\s*\Z)", r"\1\\overline{\2}"),
+        ("", r"(?<!\\)\\[()\[\]]|\$", " "),
         ("'", r"(?<=\d)'(?=\d{3}(?:'\d{3})*(?:\.\d+)?\s*\Z)", ""),  # 1'000 in Switzerland
         ("{}", r"(?<=\d)\{\}", ""),
-        (("{,}", ",\\!"), r"(?<=\d)(?:\{,\}|,\\!)\s*(?=\d{3})", ""),
+        ("", r"(?<=\d)(?:\{,\}|,\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))", ""),
+        ("", r"(?<!\\)\\[,;:>! ]|~|&nbsp;", " "),
+        ("\\not", r"\\not\s*=", r"\\ne "),
         (
-            ("\\,", "\\;", "\\:", "\\ ", "\\!", "thinspace", "~"),
-            r"(?<=\d)(?:\\[,;: !]|\\thinspace|~)+(?=\d{3}(?!\d))",
-            "",
-        ),
-        ("\\!", r"\\!", ""),
-        (
-            ("\\,", "\\;", "\\:", "\\>", "\\ ", "quad", "space", "~", "&nbsp;"),
-            r"(?<!\\)\\[,;:> ]|\\(?:quad|qquad|thinspace|enspace|medspace)(?![A-Za-z])|~|&nbsp;",
-            " ",
-        ),
-        (("space", "phantom", "label", "tag"), r"\\(?:hspace|vspace|phantom|hphantom|label|tag)\*?\{[^{}]*\}", " "),
-        (("<=", "=<"), r"<=|=<", r"\\le "),
-        ((">=", "=>"), r">=|=>", r"\\ge "),
-        (("\\not", "!=", "/="), r"\\not\s*=|!=|/=", r"\\ne "),
-        ("==", "==", "="),
-        (
-            ("circ", "degree"),
-            r"\^\s*\{\s*(?:\\circ|\\degree|\\textcirc)\s*\}|\^\s*(?:\\circ|\\degree)(?![A-Za-z])|\\degrees?(?![A-Za-z])"
-            r"|\{\\circ\}|(?<=\d)\\circ(?![A-Za-z])",
+            "\\",
+            r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\(?:circ|degree)(?![A-Za-z])|\{\\circ\}|(?<=\d)\\circ(?![A-Za-z])",
             r"\\degree ",
         ),
-        ("**", r"\*\*", "^"),
-        ("*", r"\*", " * "),
-        ("\\%", r"\\%", "%"),
-        ("\\|", r"\\\|", "|"),
-        ("...", r"\.\.\.", r"\\ldots "),
-        (
-            ("\\R", "\\reals", "\\mathb", "\\Bbb"),
-            r"\\(?:R|reals)(?![A-Za-z])|\\mathbb\s*R|\\mathbf\{R\}|\\Bbb\s*\{?R\}?",
-            r"\\mathbb{R}",
-        ),
-        (("\\mathrm", "\\rm"), r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}", r"\\text{ \1}"),
-        (_FONTS, rf"\\(?:{_FONT})\s*\{{\s*([A-Za-z])\s*\}}", r" \1"),
-        (
-            _FONTS,
-            rf"\\(?:{_FONT})\s*\{{\s*(sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|lcm|gcd|max|min|cis)\s*\}}",
-            r"\\\1 ",
-        ),
-        (_FONTS, rf"\\(?:{_FONT})\s*\{{", r"\\text{"),
-        (("\\text", "box", "\\emph", "\\underline"), rf"\\(?:{_TEXT})\s*\{{", r"\\text{"),
-        (
-            ("ec", "\\over", "hat", "\\tilde", "\\bar"),
-            r"\\[dv]ec\s*\{|\\(?:overrightarrow|overleftarrow|hat|widehat|tilde|bar)\s*\{",
-            r"\\overline{",
-        ),
-        (
-            ("\\mathrm", "\\mathbf", "\\rm", "\\bf", "\\it", "\\text"),
-            r"\\(?:mathrm|mathbf|rm|bf|it|text)(?![A-Za-z{])",
-            "",
-        ),
+        ("\\", r"\\(?:mathbb|Bbb)\s*(?:\{\s*([RZNQ])\s*\}|([RZNQ])(?![A-Za-z]))", r"\\mathbb{\1\2}"),
+        # fonts: a unit behind a number, a letter, a function, else text
+        ("\\", r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}", r"\\text{ \1}"),
+        ("\\", rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}", r" \1"),
+        ("\\", rf"\\{_FONT}\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|lcm|gcd|max|min)\s*\}}", r"\\\1 "),
+        ("cis", rf"\\(?:{_FONT}|{_TEXT})\s*\{{\s*cis\s*\}}", r"\\cis "),
+        ("\\", rf"\\(?:{_FONT}|{_TEXT})\s*\{{", r"\\text{"),
         # cm^{2} within the text, and metres over seconds as a fraction
-        ("\\text{", r"\\text\{([^{}^]*)\^\{\s*(-?\d)\s*\}\s*\}", r"\\text{\1}^{\2}"),
-        (
-            "\\frac",
-            r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}",
-            r"\\text{\1}/\\text{\2}",
-        ),
+        ("^", r"\\text\{([^{}^]*)\^\{\s*(-?\d)\s*\}\s*\}", r"\\text{\1}^{\2}"),
+        ("\\text", r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{\1}/\\text{\2}"),
         ("\\{", r"(\\mathbb\{R\}|\\\})\s*[-/]\s*(?=\\\{)", r"\1\\setminus "),
-        ("\\mathbb", r"\\mathbb\s*([ZNQ])(?![A-Za-z])", r"\\mathbb{\1}"),
         ("\\text{", r"\\text\{\s*([,;])\s*\}", r"\1 "),
+        ("", r"\A\s*(?:\\text\{\s*)?(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\)?\s*\}?\s*\Z", r"\1"),
         (
-            "nswer",
-            r"\A\s*\\text\{\s*(?:[Tt]he\s+)?(?:[Ff]inal\s+)?[Aa]nswer\s*(?:is|:|=|is:)\s*([^{}]*)\}",
-            r"\\text{\1}",
-        ),
-        (("ption", "hoice"), r"\A\s*(?:\\text\{\s*)?(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\)?\s*\}?\s*\Z", r"\1"),
-        ("\\infty", r"[+]\s*(?=\\infty)", ""),
-        (
-            ("st", "nd", "rd", "th"),
-            r"(?<=\d) ?\^? ?\{? ?\\text\{ ?(?:st|nd|rd|th) ?\}(?: ?\})?|(?<=\d)(?:\^\{?)?(?:st|nd|rd|th)\b\}?",
+            "",
+            rf"(?<=\d) ?\^? ?(?:\{{ ?\\text\{{ ?{_ORDINAL} ?\}} ?\}}|(?:\\text)?\{{ ?{_ORDINAL} ?\}}|{_ORDINAL}\b)",
             "",
         ),
         ("\\text{", r"\\text\{([^{},;]+?)\s+(and|or)\s*\}", r"\\text{\1} \\text{ \2 }"),
@@ -249,7 +175,7 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
 
 
 _FRACTION = re.compile(r"\\[dtc]?frac(\{-?\d+\}\{\d+\})", re.ASCII)
-_PLAIN = re.compile(r"(?!.*\.\.\.)[\d.,-]*", re.ASCII)  # three dots are an ellipsis, which a rule spells out
+_PLAIN = re.compile(r"(?!.*\.\.\.)[\d.,-]*", re.ASCII)  # three dots are an ellipsis
 
 
 def clean(text: str) -> str:
@@ -263,22 +189,15 @@ def clean(text: str) -> str:
     if fraction := _FRACTION.fullmatch(text):
         return "\\frac" + fraction[1]
     if not _PLAIN.fullmatch(text):
-        text = _commands(text)
+        text = _READ_ESCAPE.sub(lambda sign: {"\t": "\\t", "\f": "\\f", "\b": "\\b"}[sign.group()], text)
+        text = _MACRO.sub(lambda command: _MACROS.get(command[1], command[0]), _ESCAPED_TWICE.sub(r"\\", text))
         for needs, pattern, replacement in _RULES:
-            for need in needs:
-                if need in text:
-                    text = pattern.sub(replacement, text)
-                    break
-        text = " ".join(text.split())
-        if "text" in text:
-            text = re.sub(r"\\text\{\s*\}", " ", text)
+            if needs in text:
+                text = pattern.sub(replacement, text)
+        for written, spelled in zip(_WRITTEN[::2], _WRITTEN[1::2], strict=True):
+            text = text.replace(written, spelled + " " if spelled[1:].isalpha() else spelled)
+        text = re.sub(r"\\text\{\s*\}", " ", " ".join(text.split()))
     return _without_paint(text)
-
-
-def _commands(text: str) -> str:
-    """With one name for each command."""
-    text = _READ_ESCAPE.sub(lambda sign: {"\t": "\\t", "\f": "\\f", "\b": "\\b"}[sign.group()], text)
-    return _MACRO.sub(lambda command: _MACROS.get(command[1], command[0]), _ESCAPED_TWICE.sub(r"\\", text))
 
 
 def _without_paint(text: str) -> str:
@@ -296,26 +215,24 @@ def _without_paint(text: str) -> str:
     return text
 
 
+_BRACKET = re.compile(r"\\.|[{}()\[\]]", re.DOTALL)
+_PAIRS = {"{": ({"{"}, {"}"}), "\\{": ({"\\{"}, {"\\}"}), "(": ({"(", "["}, {")", "]"})}
+
+
 def closing(text: str, start: int) -> int:
-    """Where the brace at `start` is closed, -1 if it is not; `\\{` counts as its own pair."""
+    """Where the bracket at `start` is closed, -1 if it is not; braces, `\\{` and round or square brackets each count
+    by themselves."""
+    opens, closes = _PAIRS["(" if text[start] == "[" else "\\{" if text[start] == "\\" else text[start]]
     depth = 0
-    index = start
-    escaped = text.startswith("\\{", start)
-    while index < len(text):
-        sign = text[index]
-        if sign == "\\" and index + 1 < len(text):
-            if escaped and text[index + 1] in "{}":
-                depth += 1 if text[index + 1] == "{" else -1
-                if depth == 0:
-                    return index
-            index += 2
-            continue
-        if not escaped and sign in "{}":
-            depth += 1 if sign == "{" else -1
-            if depth == 0:
-                return index
-        index += 1
+    for bracket in _BRACKET.finditer(text, start):
+        depth += (bracket.group() in opens) - (bracket.group() in closes)
+        if not depth:
+            return bracket.start()
     return -1
+
+
+_OPENS = re.compile(r"[(\[{]|\\(?:begin|langle|lfloor|lceil|\{)")
+_CLOSES = re.compile(r"[)\]}]|\\(?:end|rangle|rfloor|rceil|\})")
 
 
 def split_top(text: str, separators: re.Pattern[str]) -> list[str]:
@@ -327,27 +244,16 @@ def split_top(text: str, separators: re.Pattern[str]) -> list[str]:
         >>> split_top("(1,2), [3,4)", re.compile(","))
         ['(1,2)', ' [3,4)']
     """
-    parts = []
-    depth = 0
-    begin = index = 0
+    parts: list[str] = []
+    depth = begin = index = 0
     while index < len(text):
-        sign = text[index]
         if depth == 0 and (found := separators.match(text, index)) and found.end() > index:
             parts.append(text[begin:index])
             begin = index = found.end()
             continue
-        if sign == "\\":
-            if text.startswith(("\\begin", "\\langle", "\\lfloor", "\\lceil"), index) or text.startswith("\\{", index):
-                depth += 1
-            elif text.startswith(("\\end", "\\rangle", "\\rfloor", "\\rceil"), index) or text.startswith("\\}", index):
-                depth -= 1
-            index += 2
-            continue
-        if sign in "([{":
-            depth += 1
-        elif sign in ")]}":
-            depth -= 1
+        if text[index] in "\\()[]{}":
+            depth += bool(_OPENS.match(text, index)) - bool(_CLOSES.match(text, index))
             if depth < 0:
                 return [text]
-        index += 1
+        index += 2 if text[index] == "\\" else 1
     return [*parts, text[begin:]] if depth == 0 else [text]

@@ -6,12 +6,11 @@ Every comparison says True, False, or None where it cannot know, which is no rew
 from __future__ import annotations
 
 import collections
-import functools
-import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import TypeVar
 
 from dppo_megatron.rewards.math.answers import (
     TURNED,
@@ -22,7 +21,6 @@ from dppo_megatron.rewards.math.answers import (
     Clock,
     Congruence,
     Grid,
-    Inequalities,
     Intervals,
     Named,
     Piece,
@@ -30,19 +28,11 @@ from dppo_megatron.rewards.math.answers import (
     Relation,
     Value,
     Words,
-    as_items,
 )
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
-from dppo_megatron.rewards.math.number_sets import normal
-from dppo_megatron.rewards.math.plain_kinds import (
-    equal_based,
-    equal_clocks,
-    equal_congruences,
-    equal_ratios,
-    equal_words,
-)
-from dppo_megatron.rewards.math.trees import Node, renamed, substituted, symbols
+from dppo_megatron.rewards.math.number_sets import as_spans, normal
+from dppo_megatron.rewards.math.trees import Node, substituted, symbols
 from dppo_megatron.rewards.math.values import (
     Rules,
     Verdict,
@@ -53,37 +43,27 @@ from dppo_megatron.rewards.math.values import (
     parameter_turn,
 )
 
+_ARTICLES = {"the", "a", "an"}
+_MONTHS = frozenset(["january", "february", "march", "april", "may", "june", "july", "august", "september", "october"])
+_MONTHS |= {"november", "december"}
+_NEGATIONS = frozenset(["not", "no", "never", "neither", "nor"])
+T = TypeVar("T")
+
 
 def equal(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     """Whether `other` is the reference."""
+    rules.work.spend(_EACH)
     if gold == other:
         return True
-    if isinstance(gold, Named) or isinstance(other, Named):
-        return _named(gold, other, rules)
-    if isinstance(gold, AnswerList) or isinstance(other, AnswerList):
-        return _rows(gold, other, rules)
-    if isinstance(gold, Congruence) or isinstance(other, Congruence):
-        return equal_congruences(gold, other, rules)
-    if isinstance(gold, Cases) or isinstance(other, Cases):
-        return _cases(gold, other, rules)
-    if isinstance(gold, Grid) or isinstance(other, Grid):
-        return _grids(gold, other, rules)
-    if isinstance(gold, Intervals) or isinstance(other, Intervals):
-        return _spans(gold, other, rules)
-    if isinstance(gold, Words) or isinstance(other, Words):
-        return equal_words(gold, other)
-    if isinstance(gold, Clock) or isinstance(other, Clock):
-        return equal_clocks(gold, other, rules)
-    if isinstance(gold, Based) or isinstance(other, Based):
-        return equal_based(gold, other, rules)
-    if isinstance(gold, Ratio) or isinstance(other, Ratio):
-        return equal_ratios(gold, other, rules)
-    if isinstance(gold, Relation) or isinstance(other, Relation):
-        return _relations(gold, other, rules)
-    if isinstance(gold, Inequalities) or isinstance(other, Inequalities):
-        return _chains(gold, other, rules)
+    for kind, compared in _BY_KIND:
+        if isinstance(gold, kind) or isinstance(other, kind):
+            return compared(gold, other, rules)
     assert isinstance(gold, Value) and isinstance(other, Value)
     return equal_values(gold, other, rules)
+
+
+_EACH = 6
+"""Operations of a comparison beside those of its expressions: two lists of 100 may take 10,000 comparisons."""
 
 
 def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
@@ -95,35 +75,13 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         if gold.name != other.name and single:
             return False
         other = _with_variable(other, gold)
-        verdict = _functions(gold, other.value, rules)
+        verdict = equal(gold.value, other.value, rules)
         return verdict if verdict is not False else _as_relations(gold, other, rules)
     named, plain = (gold, other) if isinstance(gold, Named) else (other, gold)
     assert isinstance(named, Named)
     if isinstance(plain, Relation):
         return _as_relations(gold, other, rules)
-    if isinstance(plain, Intervals) and isinstance(named.value, Value):
-        return _spans(gold.value if isinstance(gold, Named) else gold, plain if plain is other else named.value, rules)
-    if isinstance(gold, Named):
-        return _functions(gold, other, rules)
-    return equal(gold, named.value, rules)
-
-
-def _functions(gold: Named, other: Answer, rules: Rules) -> Verdict:
-    """f(x) = kx for f(x) = cx: the letters of a function's constants are nobody's."""
-    verdict, of = equal(gold.value, other, rules), _OF.fullmatch(gold.name)
-    if verdict is not False or not of or not isinstance(gold.value, Value) or not isinstance(other, Value):
-        return verdict
-    ours = sorted(symbols(gold.value.node) - symbols(other.node))
-    theirs = sorted(symbols(other.node) - symbols(gold.value.node))
-    if not len(ours) == len(theirs) in (1, 2) or of[1] in ours:
-        return False
-    for names in itertools.permutations(ours):
-        node = other.node
-        for old, new in zip(theirs, names, strict=True):
-            node = renamed(node, old, new)
-        if equal(gold.value, Value(node, other.unit), rules):
-            return True
-    return False
+    return equal(gold.value, other, rules) if isinstance(gold, Named) else equal(gold, named.value, rules)
 
 
 _OF = re.compile(r"[A-Za-z]\(([a-z])\)")
@@ -136,24 +94,14 @@ def _with_variable(other: Named, gold: Named) -> Named:
         return other
     if ours[1] in symbols(other.value.node):
         return other
-    return Named(gold.name, replace(other.value, node=renamed(other.value.node, theirs[1], ours[1])))
+    return Named(gold.name, replace(other.value, node=substituted(other.value.node, theirs[1], ("s", ours[1]))))
 
 
 def _cases(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if not isinstance(gold, Cases) or not isinstance(other, Cases) or len(gold.rows) != len(other.rows):
         return False
-    return all_of(
-        [
-            any_of(
-                [all_of([_condition(a, b, rules) for a, b in zip(row, theirs, strict=True)]) for theirs in other.rows]
-            )
-            for row in gold.rows
-        ]
-    )
-
-
-def _condition(gold: Answer | None, other: Answer | None, rules: Rules) -> Verdict:
-    return gold is other if gold is None or other is None else equal(gold, other, rules.exact())
+    exact = rules.exact()
+    return _matched(gold.rows, other.rows, lambda _, a, b: all_of([equal(a[0], b[0], exact), equal(a[1], b[1], exact)]))
 
 
 def _as_relations(gold: Answer, other: Answer, rules: Rules) -> Verdict:
@@ -168,57 +116,62 @@ def _relation(answer: Answer) -> Relation | None:
     if isinstance(answer, Relation):
         return answer
     if isinstance(answer, Named) and answer.left is not None and isinstance(answer.value, Value):
-        return Relation("=", answer.left, answer.value.node)
+        return Relation((answer.left, answer.value.node), ("=",))
     return None
 
 
 def _relations(gold: Answer, other: Answer, rules: Rules) -> Verdict:
-    """Equations with the same solutions up to a constant factor; inequalities up to a positive one."""
-    if isinstance(gold, Relation) and isinstance(other, Value):
-        # xy = 6 names its value; x^2 + y = 0 does not
-        return same(gold.right, other.node, rules.work) if gold.op == "=" and _only_names(gold.left) else False
-    if isinstance(gold, Value) and isinstance(other, Relation) and not symbols(gold.node) | symbols(other.right):
-        # m + n = 12 for 12; the reference x + y = 12 is a line
-        return (
-            same(gold.node, other.right, rules.work) if other.op == "=" and _only_names(other.left, "*/+-") else False
-        )
-    if not isinstance(gold, Relation) or not isinstance(other, Relation):
+    """Equations with the same solutions up to a constant factor, inequalities up to a positive one, chains side by
+    side. An equation is its last side where the others are names or equal to it: xy = 6, 2 + 3 = 5; m + n = 12 as an
+    answer only, since the reference x + y = 12 is a line."""
+    if isinstance(gold, Relation) and isinstance(other, Relation):
+        if len(gold.sides) == len(other.sides) == 2:
+            return _same_solutions(gold, other, rules.work)
+        if gold.ops != other.ops:
+            return False
+        return all_of([equal_nodes(a, b, rules.exact()) for a, b in zip(gold.sides, other.sides, strict=True)])
+    chain, plain = (gold, other) if isinstance(gold, Relation) else (other, gold)
+    assert isinstance(chain, Relation)
+    *before, last = chain.sides
+    if not isinstance(plain, Value) or set(chain.ops) != {"="}:
         return False
+    if chain is other and symbols(plain.node) | symbols(last):
+        return False
+    names = "*/" if chain is gold else "*/+-"
+    holds: list[Verdict] = [_only_names(side, names) or same(side, last, rules.work) for side in before]
+    value = Value(last)
+    return all_of([*holds, equal_values(value, plain, rules) if chain is gold else equal_values(plain, value, rules)])
+
+
+def _same_solutions(gold: Relation, other: Relation, work: WorkLimit) -> Verdict:
     left, right = _difference(gold), _difference(other)
-    if left[0] != right[0]:
+    if left[0] != right[0] or symbols(left[1]) != symbols(right[1]):
         return False
-    if symbols(left[1]) != symbols(right[1]):
-        return False
-    ratio = _constant_ratio(left[1], right[1], rules.work)
+    ratio = _constant_ratio(left[1], right[1], work)
     if ratio is None or ratio is False:
         return ratio
-    return ratio > 0 or gold.op in ("=", "\\ne")
+    return ratio > 0 or left[0] in ("=", "\\ne")
 
 
-def _only_names(node: Node, operations: str = "*/") -> bool:
+def _only_names(node: Node, operations: str) -> bool:
     return node[0] == "s" or (node[0] in operations and all(_only_names(part, operations) for part in node[1:]))
 
 
 def _difference(relation: Relation) -> tuple[str, Node]:
     """`0 op difference`, with > and >= turned round."""
-    if relation.op in (">", "\\ge"):
-        return TURNED[relation.op], ("+", relation.left, ("-", relation.right))
-    return relation.op, ("+", relation.right, ("-", relation.left))
+    (left, right), (op,) = relation.sides, relation.ops
+    if op in (">", "\\ge"):
+        return TURNED[op], ("+", left, ("-", right))
+    return op, ("+", right, ("-", left))
 
 
 def _constant_ratio(left: Node, right: Node, work: WorkLimit) -> Fraction | Verdict:
     """The constant c with left = c * right; False if there is none, None if that cannot be said."""
-    names = sorted(symbols(left))
-    for values in ([Fraction(p, 7) for p in (11, 17, 5, 23, 29, 3)], [Fraction(p, 5) for p in (3, 13, 7, 2, 17, 11)]):
-        point = dict(zip(names, values, strict=False))
-        if len(names) > len(point):
-            return None
-        above, below = rational(left, point, work), rational(right, point, work)
-        if above is None or below is None:
-            return True if same(left, right, work) else None
-        if above and below:
-            return above / below if same(left, ("*", ("n", above / below), right), work) else False
-    return None
+    point = {name: Fraction(p, 7) for name, p in zip(sorted(symbols(left)), (11, 17, 5, 23, 29, 3), strict=False)}
+    above, below = rational(left, point, work), rational(right, point, work)
+    if above and below:
+        return above / below if same(left, ("*", ("n", above / below), right), work) else False
+    return same(left, right, work) or None
 
 
 def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
@@ -227,74 +180,26 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         return _spans(gold, other, rules)
     if isinstance(gold, Grid) or isinstance(other, Grid):
         return _grids(gold, other, rules)
-    if not isinstance(gold, AnswerList) and not isinstance(other, AnswerList):
-        return None
-    gold, other = _alone(gold), _alone(other)
-    kinds = {answer.kind for answer in (gold, other) if isinstance(answer, AnswerList)}
     if not isinstance(gold, AnswerList) or not isinstance(other, AnswerList):
         row = gold if isinstance(gold, AnswerList) else other
         assert isinstance(row, AnswerList)
-        if len(row.items) == 1 and row.kind == "set":  # {5} and 5
-            return equal(row.items[0], other, rules) if row is gold else equal(gold, row.items[0], rules)
-        plain = other if row is gold else gold
-        return isinstance(plain, Value) and row.kind == "tuple" and _grids(gold, other, rules)
-    if kinds == {"tuple", "set"}:
-        return False
-    if "tuple" in kinds and (gold.signs or other.signs):
+        if len(row.items) > 1 or row.kind != "set":
+            return False
+        return equal(row.items[0], other, rules) if row is gold else equal(gold, row.items[0], rules)  # {5} and 5
+    kinds = {gold.kind, other.kind}
+    if kinds == {"tuple", "set"} or ("tuple" in kinds and (gold.signs or other.signs)):
         return False  # the point (3, -3) for plus-minus 3
-    theirs, ours = _as_named(other.items, gold.items), gold.items
-    if not any(isinstance(item, Named) for item in other.items) and _are_labelled(ours):
-        ours = _as_named(ours, ())
-    if "tuple" in kinds and len(ours) == len(theirs):
-        theirs = _with_parameter(ours, theirs, rules)
+    ours, theirs = gold.items, _as_named(other.items, gold.items)
     if "tuple" in kinds:
         if len(ours) != len(theirs):
             return False
         return all_of([equal(a, b, rules.item(i)) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))])
-    if "set" in kinds:
+    # a solution listed twice is still one solution
+    if "set" in kinds or (len(theirs) > len(ours) and all(isinstance(item, AnswerList) for item in ours)):
         return all_of([_covered(ours, theirs, rules), _covered(theirs, ours, rules)])
-    if len(theirs) > len(ours) and all(isinstance(item, AnswerList) for item in ours):
-        theirs = _distinct(theirs, rules)  # a solution listed twice is still one solution
     if len(ours) != len(theirs):
         return False
-    return _matched(ours, theirs, rules)
-
-
-def _are_labelled(items: tuple[Answer, ...]) -> bool:
-    return all(isinstance(item, Named) and item.name.endswith(":") for item in items)
-
-
-def _with_parameter(gold: tuple[Answer, ...], other: tuple[Answer, ...], rules: Rules) -> tuple[Answer, ...]:
-    """(3 + x, 4 - x) for (2 + t, 5 - t): a parameter has no name of its own, and may be a whole number further."""
-    ours = [item.node for item in gold if isinstance(item, Value)]
-    theirs = [item.node for item in other if isinstance(item, Value)]
-    if len(ours) < len(gold) or len(theirs) < len(other):
-        return other
-    mine = frozenset[str]().union(*map(symbols, ours))
-    for mine_node, node in zip(ours, theirs, strict=True):
-        if len(mine) == 1 and (turn := parameter_turn(mine_node, node, rules.work)):
-            return tuple(Value(substituted(node, *turn)) for node in theirs)
-    return other
-
-
-def _alone(answer: Answer) -> Answer:
-    """The tuple that a set holds alone: {(1, 2)} is the one solution (1, 2)."""
-    if (
-        isinstance(answer, AnswerList)
-        and answer.kind == "set"
-        and len(answer.items) == 1
-        and isinstance(answer.items[0], AnswerList)
-    ):
-        return answer.items[0]
-    return answer
-
-
-def _distinct(items: tuple[Answer, ...], rules: Rules) -> tuple[Answer, ...]:
-    kept: list[Answer] = []
-    for item in items:
-        if not any(equal(item, other, rules) for other in kept):
-            kept.append(item)
-    return tuple(kept)
+    return _matched(ours, theirs, lambda index, a, b: equal(a, b, rules.item(index)), ordered=len(rules.tolerances) > 1)
 
 
 def _as_named(items: tuple[Answer, ...], gold: tuple[Answer, ...]) -> tuple[Answer, ...]:
@@ -307,28 +212,28 @@ def _as_named(items: tuple[Answer, ...], gold: tuple[Answer, ...]) -> tuple[Answ
     return tuple(item.value if isinstance(item, Named) else item for item in items)
 
 
-def _matched(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> Verdict:
-    """One to one in any order; first those that are written alike, since a long list would take n^2 comparisons."""
+def _matched(
+    gold: Sequence[T], other: Sequence[T], same_item: Callable[[int, T, T], Verdict], *, ordered: bool = False
+) -> Verdict:
+    """One to one in any order; first, unless each has a rule of its own, those that are written alike: a long list
+    would take n^2 comparisons."""
     left = collections.Counter(other)
-    open_ones: list[tuple[int, Answer]] = []
+    open_ones: list[tuple[int, T]] = []
     for index, item in enumerate(gold):
-        if left[item] and len(rules.tolerances) < 2:
+        if left[item] and not ordered:
             left[item] -= 1
         else:
             open_ones.append((index, item))
-    candidates = list(left.elements())
-    doubtful = False
+    candidates, doubtful = list(left.elements()), False
     for index, item in open_ones:
-        found = None
         for position, candidate in enumerate(candidates):
-            verdict = equal(item, candidate, rules.item(index))
+            verdict = same_item(index, item, candidate)
             if verdict:
-                found = position
+                candidates.pop(position)
                 break
             doubtful |= verdict is None
-        if found is None:
+        else:
             return None if doubtful else False
-        candidates.pop(found)
     return True
 
 
@@ -336,15 +241,20 @@ def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> V
     written = set(other)
     for item in gold:
         if item not in written:
-            found = any_of([equal(item, candidate, rules) for candidate in other])
+            alike = [candidate for candidate in other if _is_set(candidate) == _is_set(item)]  # {2} is no member of {2}
+            found = any_of([equal(item, candidate, rules) for candidate in alike])
             if not found:
                 return found
     return True
 
 
+def _is_set(answer: Answer) -> bool:
+    return isinstance(answer, AnswerList) and answer.kind == "set"
+
+
 def _spans(gold: Answer, other: Answer, rules: Rules) -> Verdict:
-    left, right = _as_spans(gold), _as_spans(other)
-    if left is None or right is None:
+    left, right = as_spans(gold), as_spans(other)
+    if left is None or right is None or isinstance(gold, Value) or isinstance(other, Value):
         return False
     if left.name and right.name and left.name != right.name:
         return False
@@ -353,50 +263,19 @@ def _spans(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         left, right = merged
     if len(left.pieces) != len(right.pieces):
         return False
-    return _pieces_matched(list(left.pieces), list(right.pieces), rules)
+    return _matched(left.pieces, right.pieces, lambda _, ours, theirs: _same_piece(ours, theirs, rules.exact()))
 
 
-def _as_spans(answer: Answer) -> Intervals | None:
-    if isinstance(answer, Intervals):
-        return answer
-    if isinstance(answer, AnswerList) and answer.kind == "tuple" and len(answer.items) == 2:
-        low, high = answer.items
-        if isinstance(low, Value) and isinstance(high, Value):
-            return Intervals((Piece(low.node, False, high.node, False),))
-    if isinstance(answer, AnswerList) and answer.kind == "list":  # (-oo, 1), (2, oo)
-        parts = [_as_spans(item) for item in answer.items]
-        if None in parts or not any(isinstance(item, Intervals) for item in answer.items):
-            return None
-        return Intervals(tuple(piece for part in parts if part for piece in part.pieces))
-    if isinstance(answer, AnswerList) and answer.kind == "set":
-        points = [item.node for item in as_items(answer) if isinstance(item, Value)]
-        if len(points) < len(answer.items):  # a set of points of the plane, say
-            return None
-        return Intervals(tuple(Piece(node, True, node, True) for node in points))
-    return None
-
-
-def _pieces_matched(gold: list[Piece], other: list[Piece], rules: Rules) -> Verdict:
-    doubtful = False
-    for piece in gold:
-        verdicts: list[Verdict] = [_piece(piece, candidate, rules) for candidate in other]
-        if True not in verdicts:
-            return None if None in verdicts or doubtful else False
-        other = [candidate for index, candidate in enumerate(other) if index != verdicts.index(True)]
-    return True
-
-
-def _piece(gold: Piece, other: Piece, rules: Rules) -> Verdict:
+def _same_piece(gold: Piece, other: Piece, rules: Rules) -> Verdict:
     if (gold.low_closed, gold.high_closed) != (other.low_closed, other.high_closed):
         return False
-    return all_of([equal_nodes(gold.low, other.low, rules.exact()), equal_nodes(gold.high, other.high, rules.exact())])
+    return all_of([equal_nodes(gold.low, other.low, rules), equal_nodes(gold.high, other.high, rules)])
 
 
 def _grids(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     left, right = _cells(gold), _cells(other)
     if left is None or right is None:
-        cells, sum_ = (left, other) if isinstance(other, Value) else (right, gold)
-        return _along_axes(cells, sum_, rules) if cells else False
+        return False
     if isinstance(gold, Grid) and isinstance(other, Grid):
         if [len(row) for row in gold.rows] != [len(row) for row in other.rows]:
             return False
@@ -405,15 +284,6 @@ def _grids(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if len(left) != len(right):
         return False
     return all_of([equal_nodes(a, b, rules.exact()) for a, b in zip(left, right, strict=True)])
-
-
-def _along_axes(cells: list[Node], other: Answer, rules: Rules) -> Verdict:
-    """i - 2j + 3k for (1, -2, 3)."""
-    if len(cells) not in (2, 3) or not isinstance(other, Value) or not symbols(other.node) & {"j", "k"}:
-        return False
-    axes: tuple[Node, ...] = (("c", "i"), ("s", "j"), ("s", "k"))
-    terms = [("*", cell, axis) for cell, axis in zip(cells, axes, strict=False)]
-    return same(functools.reduce(lambda one, two: ("+", one, two), terms), other.node, rules.work)
 
 
 def _is_vector(answer: Answer) -> bool:
@@ -432,19 +302,91 @@ def _cells(answer: Answer) -> list[Node] | None:
     return None
 
 
-def _chains(gold: Answer, other: Answer, rules: Rules) -> Verdict:
-    """a < b < c side by side; 2 + 3 = 5 is 5 if it is true."""
-    if isinstance(gold, Inequalities) and isinstance(other, Inequalities):
-        if gold.ops != other.ops or len(gold.sides) != len(other.sides):
-            turned = tuple(TURNED.get(op, op) for op in reversed(other.ops))
-            if gold.ops != turned or len(gold.sides) != len(other.sides):
-                return False
-            other = Inequalities(tuple(reversed(other.sides)), turned)
-        return all_of([equal_nodes(a, b, rules.exact()) for a, b in zip(gold.sides, other.sides, strict=True)])
-    chain, plain = (gold, other) if isinstance(gold, Inequalities) else (other, gold)
-    assert isinstance(chain, Inequalities)
-    if not isinstance(plain, Value) or set(chain.ops) != {"="}:
+def _congruences(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+    """x = 5k + 3 is x congruent 3 modulo 5; and 3 modulo 5 is 3, where that is asked for."""
+    if isinstance(gold, Congruence) and isinstance(other, Congruence):
+        return gold == other
+    class_, plain = (gold, other) if isinstance(gold, Congruence) else (other, gold)
+    assert isinstance(class_, Congruence)
+    if not isinstance(plain, Value):
         return False
-    last = Value(chain.sides[-1])
-    holds = all_of([same(chain.sides[-1], side, rules.work) for side in chain.sides[:-1]])
-    return all_of([holds, equal_values(last, plain, rules) if chain is gold else equal_values(plain, last, rules)])
+    if not symbols(plain.node):
+        return class_ is other and same(plain.node, ("n", Fraction(class_.remainder)), rules.work)
+    if class_ is other:
+        return False  # x modulo 1 would be right for every letter
+    members = ("+", ("*", ("n", Fraction(class_.modulus)), ("s", "_")), ("n", Fraction(class_.remainder)))
+    turn = parameter_turn(members, plain.node, rules.work)
+    return turn is not None and same(members, substituted(plain.node, *turn), rules.work)
+
+
+def _words(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+    if not isinstance(gold, Words) or not isinstance(other, Words):
+        return False
+    return _folded(gold.text) == _folded(other.text) or _answers(gold.text, other.text)
+
+
+def _folded(text: str) -> str:
+    if text in ("dne", "d n e"):
+        return "doesnotexist"
+    words = [word for word in text.replace("-", " ").split() if word not in _ARTICLES]
+    if _MONTHS & set(words):  # 12th of May
+        words = sorted(re.sub(r"(?<=\d)(?:st|nd|rd|th)$", "", word) for word in words if word not in ("of", "on"))
+    return "".join(words)
+
+
+def _answers(gold: str, other: str) -> bool:
+    """Whether a sentence states a short reference: yes or no as its first word, or what something is."""
+    words = other.split()
+    if gold in ("yes", "no", "true", "false"):
+        other_way = {"yes", "no", "true", "false", *(_NEGATIONS if gold in ("yes", "true") else ())}
+        return len(words) > 1 and words[0] == gold and not other_way & set(words[1:])
+    if len(gold.split()) > 3 or _NEGATIONS & set(words):
+        return False
+    _, found, said = re.sub(r"^(?:the|this|it|its|that)\b", "", other).partition(" is ")
+    return bool(found) and other.split()[0] in ("the", "this", "it", "that") and _folded(said) == _folded(gold)
+
+
+def _clocks(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+    if isinstance(gold, Clock) and isinstance(other, Clock):
+        bare = [clock for clock in (gold, other) if not clock.half]  # 4:30 and 16:30 are 4:30 p.m., and not each other
+        if gold.minute != other.minute or (len(bare) == 1 and bare[0].hour <= 12):
+            return gold.minute == other.minute and (gold.hour - other.hour) % 12 == 0
+        return gold.hour == other.hour
+    clock, plain = (gold, other) if isinstance(gold, Clock) else (other, gold)
+    assert isinstance(clock, Clock)
+    if isinstance(plain, Value) and clock is gold and clock.half and not clock.minute:
+        return same(("n", Fraction((clock.hour - 1) % 12 + 1)), plain.node, rules.work)  # 9 for 9 p.m.
+    if isinstance(plain, (Value, Ratio)) and not clock.half and clock.minute:
+        ratio = Ratio((("n", Fraction(clock.hour)), ("n", Fraction(clock.minute))))
+        return _ratios(ratio, plain, rules) if clock is gold else _ratios(plain, ratio, rules)
+    return False
+
+
+def _ratios(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+    """3 : 1 is 6 : 2 and 3/1."""
+    left, right = _parts(gold), _parts(other)
+    if left is None or right is None or len(left) != len(right):
+        return False
+    pairs = zip(left[1:], right[1:], strict=True)
+    return all_of([same(("*", left[0], b), ("*", a, right[0]), rules.work) for a, b in pairs])
+
+
+def _parts(answer: Answer) -> tuple[Node, ...] | None:
+    if isinstance(answer, Ratio):
+        return answer.parts
+    return (answer.node, ("n", Fraction(1))) if isinstance(answer, Value) else None
+
+
+_BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], Verdict]], ...] = (
+    (Named, _named),
+    (AnswerList, _rows),
+    (Congruence, _congruences),
+    (Cases, _cases),
+    (Grid, _grids),
+    (Intervals, _spans),
+    (Words, _words),
+    (Clock, _clocks),
+    (Based, lambda gold, other, rules: False),
+    (Ratio, _ratios),
+    (Relation, _relations),
+)

@@ -40,22 +40,14 @@ from dppo_megatron.rewards.math.trees import Node, contains, symbols
 _SECRET = os.urandom(16)
 _WHOLE = frozenset("nmkljNMK")
 _MAX_NAMES = 12
-_SIZES = (
-    (1, 0),
-    (1, 1),
-    (4, 0),
-    (1, 0),
-    (1, 9),
-    (1, 0),
-    (30, 0),
-    (3, 1),
-    (300, 0),
-    (10**6, 0),
-    (10**5, 1),
-    (10**15, 0),
-)
+_MAX_PERIOD = 60
+_SIZES = (1, 1, 4, 1, 1, 1, 30, 3, 300, 10**6, 10**5, 10**18, 10**18)
+_NEGATIVE = {1: "one", 4: "all", 7: "one", 10: "one", 12: "all"}
+"""Which of the sizes are for points of which one variable, or all, are below zero."""
 _ENOUGH = 3
 """Points at which two functions have to be equal; of whole numbers, four times as many."""
+_DIGITS = (60, 120, 250, 500, 1000, 2000)
+"""Of which one is chosen: each has constants of its own, which take milliseconds the first time."""
 _ERRORS = (ZeroDivisionError, ValueError)
 
 
@@ -98,23 +90,12 @@ def _modulus() -> tuple[int, int]:
     drawn = random.Random(_SECRET)
     while True:
         prime = (drawn.getrandbits(120) | 1 << 119) & ~3 | 1
-        if all(prime % small for small in (3, 5, 7, 11, 13)) and all(
-            _is_probable(prime, drawn.randrange(2, prime)) for _ in range(8)
-        ):
+        if all(pow(drawn.randrange(2, prime), prime - 1, prime) == 1 for _ in range(8)):  # Fermat's test
             break
     while True:
         root = pow(drawn.randrange(2, prime), prime // 4, prime)
         if root * root % prime == prime - 1:
             return prime, root
-
-
-def _is_probable(number: int, base: int) -> bool:
-    """One round of Miller and Rabin."""
-    twos = (number - 1 & 1 - number).bit_length() - 1
-    power = pow(base, number - 1 >> twos, number)
-    if power in (1, number - 1):
-        return True
-    return any((power := power * power % number) == number - 1 for _ in range(twos - 1))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -175,8 +156,9 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) 
     drawn = random.Random(_SECRET + repr(names).encode())
     has_roots = contains(pair, {"root", "log", "^", "f"}, _is_branched)
     outcomes = []
-    anywhere = ((point, False) for point in _points(names, _largest(pair) if has_steps(pair) else Fraction(0), drawn))
-    for point, is_step in itertools.chain(anywhere, _around_breaks(pair, names, drawn, work)):
+    large = _largest(pair, work) if has_steps(pair) else Fraction(0)
+    anywhere = ((point, False) for point in _points(names, large, drawn))
+    for point, is_step in itertools.chain(anywhere, _around_breaks(pair, names, large, drawn, work)):
         if has_roots and sum(value < 0 for value in point.values()) > 1:
             continue
         found = _at(gold, other, point, work)
@@ -188,7 +170,7 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) 
     if {"different", "one is real"} & set(outcomes):
         return len(names) <= 3 and _WHOLE.issuperset(names) and _same_wholes(gold, other, names, drawn, work)
     if outcomes.count("equal") >= _ENOUGH:
-        return _whole_points_agree(gold, other, names, drawn, work)
+        return True
     if "whole" in outcomes:
         return _same_wholes(gold, other, names, drawn, work)
     return False if "other branch" in outcomes else None
@@ -209,44 +191,40 @@ def _points(names: Sequence[str], large: Fraction, drawn: random.Random) -> Iter
             yield {name: large * Fraction(drawn.randrange(-9970, 9970), 331) for name in names}
         for _ in range(16 if len(names) > 1 else 4):
             yield {
-                name: Fraction(drawn.randrange(-997, 997)) * Fraction(10) ** drawn.randrange(-9, 16) for name in names
+                name: Fraction(drawn.randrange(-997, 997), 331) * Fraction(10) ** drawn.randrange(-9, 18)
+                for name in names
             }
-    for size, negative in _SIZES:
+    for turn, size in enumerate(_SIZES):
+        below = {"one": [drawn.choice(names)], "all": names}.get(_NEGATIVE.get(turn, ""), ())
         point = {name: Fraction(drawn.randrange(1, 997), 997) * size for name in names}
-        if negative == 1:
-            below = drawn.choice(names)
-            point[below] = -point[below]
-        yield {name: -value for name, value in point.items()} if negative == 9 else point
+        yield {name: -value if name in below else value for name, value in point.items()}
 
 
 def _around_breaks(
-    pair: Node, names: Sequence[str], drawn: random.Random, work: WorkLimit
+    pair: Node, names: Sequence[str], large: Fraction, drawn: random.Random, work: WorkLimit
 ) -> Iterator[tuple[dict[str, Fraction], bool]]:
     """Along each variable, with the others fixed three times, every step (True) and points beside it."""
     far = Fraction(1)  # the farthest step so far: others depend on it where one step is in another
-    wide = _largest(pair) * 9 if len(names) > 1 else far
     for turn in range(3 if len(names) > 1 else 1):
         for name in names:
-            size = (Fraction(1), wide, far)[turn]
+            size = (Fraction(1), large * 9, far)[turn]
             fixed = {other: Fraction(drawn.randrange(-997, 997), 331) * size for other in names if other != name}
             for place, is_step in breaks(pair, name, fixed, drawn, work):
                 far = max(far, abs(place))
                 yield {**fixed, name: place}, is_step
 
 
-def _largest(node: Node) -> Fraction:
+def _largest(node: Node, work: WorkLimit) -> Fraction:
     """Number in the tree, carried out."""
     if not symbols(node):
-        return abs(rational(node) or Fraction(1))
-    return max((_largest(part) for part in node[1:] if isinstance(part, tuple)), default=Fraction(1))
+        return abs(rational(node, None, work) or Fraction(1))
+    return max((_largest(part, work) for part in node[1:] if isinstance(part, tuple)), default=Fraction(1))
 
 
-def _whole_points_agree(gold: Node, other: Node, names: Sequence[str], drawn: random.Random, work: WorkLimit) -> bool:
-    """Small whole numbers, for (-1)^n and the like, which have one value there and many elsewhere."""
-    for bound in (9, 40):
-        if _at(gold, other, {name: Fraction(drawn.randrange(1, bound)) for name in names}, work) == "different":
-            return False
-    return True
+def _number_functions(node: Node) -> set[Node]:
+    """Where the tree takes a gcd, lcm or remainder of something with a variable."""
+    own = {node} if node[0] == "of" and node[1] in ("gcd", "lcm", "mod") and symbols(node) else set()
+    return own.union(*(_number_functions(part) for part in node[1:] if isinstance(part, tuple)))
 
 
 def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: random.Random, work: WorkLimit) -> bool | None:
@@ -254,8 +232,14 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: random.Ra
     points = [dict.fromkeys(names, Fraction(both)) for both in range(1, 13)]
     bounds = (*(12,) * 12 * (len(names) - 1), 30, 90, 300, 1000, 10**6, 10**13, 10**20)
     points += [{name: Fraction(drawn.randrange(1, bound)) for name in names} for bound in bounds]
-    points += [{name: Fraction(-drawn.randrange(1, bound)) for name in names} for bound in (30, 10**4)]
-    for point, _ in _around_breaks(("+", gold, other), names, drawn, work):
+    points += [{name: Fraction(-drawn.randrange(1, bound)) for name in names} for bound in (30, 10**4, 10**9)]
+    if periodic := _number_functions(gold) ^ _number_functions(other):  # gcd(n, 1009) - 1 is 0 at nearly every point
+        period = math.prod(_largest(node, work) for node in periodic)
+        if len(names) > 1 or period > _MAX_PERIOD:
+            return None
+        points += [{names[0]: Fraction(whole)} for whole in range(13, 2 * int(period) + 13)]
+    pair = ("+", gold, other)
+    for point, _ in _around_breaks(pair, names, _largest(pair, work), drawn, work):
         points += [{name: Fraction(turn(value)) for name, value in point.items()} for turn in (math.floor, math.ceil)]
     outcomes = []
     for point in points:
@@ -307,13 +291,14 @@ def _near(gold: Node, other: Node, values: Mapping[str, Fraction], work: WorkLim
     except (Unsure, OverflowError):
         pass
     # as many digits as the longest fraction beside the irrational part has, and 40 more
-    count = 60 if bits < 64 else 60 + bits // 3
-    if count > 2000:
-        raise TooBig
-    found, bits = _compared(gold, other, values, digits(count), work)
-    if bits // 3 > count:
-        found, _ = _compared(gold, other, values, digits(min(2000, 60 + bits // 3)), work)
-    return found
+    needed = 60 if bits < 64 else 60 + bits // 3
+    for count in _DIGITS:
+        if count >= needed:
+            found, bits = _compared(gold, other, values, digits(count), work)
+            needed = bits // 3
+            if count >= needed:
+                return found
+    raise TooBig
 
 
 def _compared(
@@ -327,7 +312,7 @@ def _compared(
     left, right = ours.lift(ours_value), theirs.lift(theirs_value)
     size, bits = max(abs(left), abs(right)), max(ours.bits, theirs.bits)
     apart, rough = abs(left - right), max(size, ours.largest, theirs.largest)
-    if not arithmetic.precise and not math.isfinite(rough):
+    if not arithmetic.precise and not (math.isfinite(rough) and rough > 1e-150):
         raise OverflowError
     if apart <= rough * arithmetic.tiny:
         return ("equal" if arithmetic.precise else ""), bits

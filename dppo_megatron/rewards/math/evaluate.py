@@ -62,8 +62,8 @@ class Doubles:
     """Real where it can be, else complex."""
 
     precise = False
-    tiny = 1e-9
-    cost = 1
+    tiny = 1e-6  # of which nothing is left where nearly equal terms are subtracted, as in 1 - cos x
+    cost = gamma_cost = 1
     pi, e, i = math.pi, math.e, 1j
     exp, sin, cos, tan, atan = cmath.exp, cmath.sin, cmath.cos, cmath.tan, cmath.atan
     sinh, cosh, tanh, asin, acos = cmath.sinh, cmath.cosh, cmath.tanh, cmath.asin, cmath.acos
@@ -88,7 +88,8 @@ def digits(count: int) -> Any:
     class Digits:
         precise = True
         tiny = context.mpf(10) ** (20 - count)
-        cost = 8
+        cost = 8 + count * count // 5000
+        gamma_cost = count // 2 if count <= 250 else WORK  # 500 digits take half a second the first time
         pi, e, i = +context.pi, +context.e, context.mpc(0, 1)
         exp, sin, cos, tan, atan = context.exp, context.sin, context.cos, context.tan, context.atan
         sinh, cosh, tanh, asin, acos = context.sinh, context.cosh, context.tanh, context.asin, context.acos
@@ -108,9 +109,10 @@ def exact(node: Node, values: Mapping[str, Fraction] | None = None, work: WorkLi
         TooBig, Undefined.
     """
     try:
-        return _exact(Evaluation(values or {}, None, work or WorkLimit(_ALONE)).of(node))
+        value = Evaluation(values or {}, None, work or WorkLimit(_ALONE)).of(node)
     except Irrational:
         return None
+    return value if isinstance(value, Fraction) else None
 
 
 def rational(
@@ -123,15 +125,17 @@ def rational(
         return None
 
 
-def approximate(node: Node, work: WorkLimit | None = None) -> float | None:
-    """A constant's value in double precision; None if it has no real one."""
+def approximate(
+    node: Node, values: Mapping[str, Fraction] | None = None, work: WorkLimit | None = None
+) -> Fraction | None:
+    """The value, of what is irrational in double precision; None if there is no real one."""
     try:
-        value = Evaluation({}, Doubles, work or WorkLimit(_ALONE)).of(node)
-        if isinstance(value, Fraction):
-            return float(value)
+        value = Evaluation(values or {}, Doubles, work or WorkLimit(_ALONE)).of(node)
     except (TooBig, Undefined, Unsure, Irrational, OverflowError, RecursionError, ZeroDivisionError, ValueError):
         return None
-    return float(value.real) if math.isfinite(abs(value)) and abs(value.imag) <= 1e-12 * abs(value) else None
+    if isinstance(value, Fraction):
+        return value
+    return Fraction(value.real) if math.isfinite(abs(value)) and abs(value.imag) <= 1e-12 * abs(value) else None
 
 
 class Evaluation:
@@ -212,37 +216,56 @@ class Evaluation:
         if node[1] == ("c", "e"):
             power = self.of(node[2])
             return Fraction(1) if power == 0 else self._exp(self.lift(power))
-        base, power = self.of(node[1]), self.of(node[2])
-        if isinstance(power, Fraction):
-            if power.denominator == 1 and not isinstance(base, Fraction):
+        return self._raised(self.of(node[1]), self.of(node[2]))
+
+    def _radical(self, node: Node) -> Any:
+        return self._raised(self.of(node[2]), self._operation("/", Fraction(1), self.of(node[1])))
+
+    def _raised(self, base: Any, power: Any) -> Any:
+        """Real for odd roots of real numbers."""
+        if isinstance(power, Fraction) and power.denominator <= 100:
+            if isinstance(base, Fraction) and (root := self._exact_root(base, power.denominator)) is not None:
+                return self._whole_power(root, int(power.numerator))
+            base = self.lift(base)
+            if power.denominator == 1 and base:
                 if abs(power) > _MAX_BITS:
                     raise TooBig
-                return self.lift(base) ** int(power)
-            if isinstance(base, Fraction):
-                try:
-                    return self._fraction_power(base, power)
-                except Irrational:
-                    pass
-            if power.denominator % 2 and power.denominator < 100:
-                return self._root_of(base, power.denominator) ** int(power.numerator)
+                return base ** int(power)
+            if power.denominator % 2 and not base.imag and base.real < 0:
+                root = self._raised(-base.real, power)
+                return -root if power.numerator % 2 else root
         base = self.lift(base)
         if not base:
-            raise Undefined("power of 0")
+            if power.real > 0:
+                return Fraction(0)
+            raise Undefined("0 to the power 0 or less")
+        if power == Fraction(1, 2):
+            self.has_branch |= not _is_positive(base)
+            return _real(self.arithmetic.sqrt(base))
         return self._exp(self.lift(power) * self._ln(base))
 
-    def _fraction_power(self, base: Fraction, power: Fraction) -> Fraction:
-        if power.denominator != 1:
-            if power.denominator > 100 or base < 0:
-                raise Irrational
-            base, power = self._exact_root(base, power.denominator), Fraction(power.numerator)
+    def _whole_power(self, base: Fraction, power: int) -> Fraction:
         if base in (0, 1, -1):
             if base == 0 and power <= 0:
                 raise Undefined("0 to the power 0 or less")
             return base if power % 2 else abs(base)
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-        if abs(power) > _MAX_BITS or bits * abs(power) > _MAX_BITS:
+        if bits * abs(power) > _MAX_BITS:
             raise TooBig
-        return self._fits(base ** int(power))
+        return self._fits(base**power)
+
+    def _exact_root(self, value: Fraction, degree: int) -> Fraction | None:
+        """Real for negative numbers and odd degrees; None if it is not rational."""
+        if degree == 1:
+            return value
+        if value < 0:
+            root = self._exact_root(-value, degree) if degree % 2 else None
+            return None if root is None else -root
+        bits = value.numerator.bit_length() + value.denominator.bit_length()
+        self.work.spend(bits * bits // 100_000)  # 30,000 bits take 4 ms, and an expression is evaluated several times
+        above, below = _whole_root(value.numerator, degree), _whole_root(value.denominator, degree)
+        is_root = above**degree == value.numerator and below**degree == value.denominator
+        return Fraction(above, below) if is_root else None
 
     def _exp(self, value: Any) -> Any:
         if abs(value) > 1e5:
@@ -254,33 +277,6 @@ class Evaluation:
             raise Undefined("logarithm of 0")
         self.has_branch |= not _is_positive(value)
         return _real(self.arithmetic.ln(value))
-
-    def _radical(self, node: Node) -> Any:
-        degree, inside = self.of(node[1]), self.of(node[2])
-        if not isinstance(degree, Fraction) or degree.denominator != 1 or not 2 <= degree <= 100:
-            if not inside:
-                return Fraction(0)
-            return self._exp(self._ln(self.lift(inside)) / self.lift(degree))
-        return self._root_of(inside, int(degree))
-
-    def _root_of(self, inside: Any, degree: int) -> Any:
-        """Real for odd degrees of real numbers."""
-        if isinstance(inside, Fraction):
-            try:
-                return self._exact_root(inside, degree)
-            except Irrational:
-                inside = self.lift(inside)
-        if not inside or degree == 1:
-            return inside
-        if degree % 2 and not inside.imag and inside.real < 0:
-            return -self._exp(self._ln(-inside.real) / degree)
-        self.has_branch |= not _is_positive(inside)
-        return _real(self.arithmetic.sqrt(inside)) if degree == 2 else self._exp(self._ln(inside) / degree)
-
-    def _exact_root(self, value: Fraction, degree: int) -> Fraction:
-        bits = value.numerator.bit_length() + value.denominator.bit_length()
-        self.work.spend(bits * bits // 300_000)  # 30,000 bits take 4 ms, which is 2,700 operations
-        return _root(value, degree)
 
     def _log(self, node: Node) -> Any:
         value = self._ln(self.lift(self.of(node[2])))
@@ -326,7 +322,7 @@ class Evaluation:
         if not isinstance(value, Fraction) or value.denominator != 1:
             if step == 2:
                 raise Discrete("double factorial")
-            return self.arithmetic.gamma(self.lift(value) + 1) if self.arithmetic else self.lift(value)
+            return self._gamma(self.lift(value) + 1)
         if value < 0:
             raise Undefined("factorial of a negative number")
         if value > _MAX_FACTORIAL:
@@ -351,8 +347,12 @@ class Evaluation:
                 raise TooBig
             self.work.spend(int(min(below, above - below)) // 8)
             return Fraction(math.comb(int(above), int(below)))
-        gamma, above, below = self.arithmetic and self.arithmetic.gamma, self.lift(above), self.lift(below)
-        return gamma(above + 1) / (gamma(below + 1) * gamma(above - below + 1))
+        above, below = self.lift(above), self.lift(below)
+        return self._gamma(above + 1) / (self._gamma(below + 1) * self._gamma(above - below + 1))
+
+    def _gamma(self, value: Any) -> Any:
+        self.work.spend(self.arithmetic.gamma_cost)
+        return self.arithmetic.gamma(value)
 
     def _several(self, node: Node) -> Any:
         """max, min, gcd, lcm and mod of two numbers or more."""
@@ -364,6 +364,8 @@ class Evaluation:
             return (max if name == "max" else min)(values if fractions else [self.lift(value) for value in values])
         if not all(isinstance(value, Fraction) for value in values):
             raise Irrational if self.arithmetic is None else Discrete(name)
+        bits = sum(value.numerator.bit_length() + value.denominator.bit_length() for value in values)
+        self.work.spend(bits * bits // 2_000_000)
         if name == "mod":
             if not values[1]:
                 raise Undefined("division by zero")
@@ -405,12 +407,6 @@ _METHODS = {
 }
 
 
-def _exact(value: Any) -> Fraction:
-    if not isinstance(value, Fraction):
-        raise Irrational
-    return value
-
-
 def _real(value: Any) -> Any:
     """Without an imaginary part that is nothing."""
     return value if value.imag else value.real
@@ -418,18 +414,6 @@ def _real(value: Any) -> Any:
 
 def _is_positive(value: Any) -> bool:
     return not value.imag and bool(value.real > 0)
-
-
-def _root(value: Fraction, degree: int) -> Fraction:
-    """The exact root, real for negative numbers and odd degrees."""
-    if value < 0:
-        if degree % 2 == 0:
-            raise Irrational
-        return -_root(-value, degree)
-    above, below = _whole_root(value.numerator, degree), _whole_root(value.denominator, degree)
-    if above**degree != value.numerator or below**degree != value.denominator:
-        raise Irrational
-    return Fraction(above, below)
 
 
 def _whole_root(value: int, degree: int) -> int:

@@ -220,7 +220,7 @@ def _joined(text: str, boxes: list[tuple[int, int, int]]) -> Extraction:
         start -= 1
     parts: list[str] = []
     for mark, content, end in boxes[start:]:
-        inside = _unboxed(text[content:end])
+        inside = _BOX.sub("", text[content:end])  # boxes inside a box are only paint
         if _has_minus(text, mark):
             inside = f"-({inside})" if re.search(r"[-+,;]", inside) else f"-{inside.lstrip()}"
         if len(inside) > 40 and "answer is" in inside:  # a whole sentence was put in the box
@@ -232,11 +232,6 @@ def _joined(text: str, boxes: list[tuple[int, int, int]]) -> Extraction:
         if found.parts[0] not in parts:
             parts.append(found.parts[0])
     return Extraction(tuple(parts), "box")
-
-
-def _unboxed(content: str) -> str:
-    """Boxes inside a box are only paint."""
-    return _BOX.sub("", content) if "\\boxed" in content or "\\fbox" in content else content
 
 
 def _stated(tail: str) -> Extraction | None:

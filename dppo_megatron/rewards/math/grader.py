@@ -17,9 +17,10 @@ from fractions import Fraction
 from typing import Any
 
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Value, Words
-from dppo_megatron.rewards.math.choices import as_choice, same_choices
+from dppo_megatron.rewards.math.choices import same_choices
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
+from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import Extraction, extract
 from dppo_megatron.rewards.math.number_words import with_digits
 from dppo_megatron.rewards.math.numbers import is_decimal, read_number, significant_digits
@@ -73,6 +74,8 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
         return _decide(answer, text, row)
     except (Unreadable, RecursionError, ArithmeticError, ValueError) as error:
         return None, f"not understood: {error}"
+    except TooBig as error:
+        return None, str(error)
 
 
 def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, str]:
@@ -85,22 +88,15 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, st
         return None, "the final answer is empty"
     if (currency := _currency(answer)) and _currency(text) not in ("", currency):
         return False, "another currency"
-    if other == reference or _squeezed(other) == _squeezed(reference) or _is_same_word(reference, other):
+    if other == reference:
         return True, "normalized"
-    if same_choices(reference, other):
-        return True, "choices"
-    other = as_choice(reference, other, str(row.get("problem", "")))
+    if (chosen := same_choices(reference, other, str(row.get("problem", "")))) is not None:
+        return chosen, "choices"
     rules = _rules(row, reference)
     if rules is None and (same_number := _same_number(reference, other)) is not None:
         return same_number, "number"
     gold, theirs, unread = _read_both(reference, other)
-    if (letter := _choice(reference, gold)) and (led := _LED.fullmatch(other)):
-        return led["letter"] == letter, "words"
-    if (
-        isinstance(gold, Words)
-        and not gold.letters
-        and (words := as_words(other, with_digits=bool(_has_digit(gold.text))))
-    ):
+    if isinstance(gold, Words) and (words := as_words(other, with_digits=bool(_has_digit(gold.text)))):
         theirs = words  # `odd` without \\text reads as a product of letters
     if gold is not None and theirs is not None:
         if rules is None:
@@ -133,20 +129,30 @@ def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None
         theirs = read_answer(with_digits(other))
     except (Unreadable, RecursionError, ValueError) as error:
         unread = str(error)
-    if isinstance(gold, AnswerList) and isinstance(theirs, Value) and "," in other:
-        theirs = read_answer(other.replace(",", ", "))  # 45,135 is one number only where one is asked for
-    if (
-        isinstance(gold, AnswerList)
-        and isinstance(theirs, AnswerList)
-        and ", " in other
-        and len(theirs.items) > len(gold.items)
-    ):
-        theirs = _read(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", other)) or theirs  # (1,000, 2,000)
-    if isinstance(gold, Value) and isinstance(theirs, AnswerList):
-        theirs = _ungrouped(other, theirs)
-    elif isinstance(gold, AnswerList) and isinstance(theirs, Value):
-        gold = _ungrouped(reference, gold)
+    if gold is not None and theirs is not None and _count(gold) != _count(theirs):
+        theirs = _respelled(other, theirs, _count(gold))
+        if _count(gold) != _count(theirs):
+            gold = _respelled(reference, gold, _count(theirs))
     return gold, theirs, unread
+
+
+def _count(answer: Answer) -> int:
+    return len(answer.items) if isinstance(answer, AnswerList) else 1
+
+
+def _respelled(text: str, answer: Answer, count: int) -> Answer:
+    """The answer with as many items as the other one has, if its commas can be read so: `1,234 apples` and
+    (1,000, 2,000) hold grouped numbers, 45,135 may be two; an expression may state what it leaves out (`x \\ne 0`)."""
+    if count == 1 and isinstance(answer, AnswerList) and answer.kind != "list":
+        return answer
+    for spelled in (text.replace(",", ", "), _GROUPED.sub(lambda number: number.group().replace(",", ""), text)):
+        read = _read(spelled) if "," in text else None
+        if read is not None and _count(read) == count:
+            return read
+    if isinstance(answer, AnswerList) and count == 1 and len(answer.items) == 2 and "\\ne" in text:
+        left_out = answer.items[1]
+        return answer.items[0] if isinstance(left_out, Intervals) and left_out.name else answer
+    return answer
 
 
 def _unjudged(other: str, gold: Answer | None, theirs: Answer | None, unread: str) -> tuple[Verdict, str]:
@@ -163,21 +169,7 @@ _UNDONE = re.compile(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 
 
 _has_digit = re.compile(r"\d").search
-_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?![\d,])")  # 12,34,567 in India
-# (C) \frac{1}{2} is a choice with its value, not a product
-_LED = re.compile(
-    r"(?:\\text\{\s*)?\(?(?P<letter>[A-Z])(?:\)\s*\}?|:)(?:\s+-)?\s*(?:\d|\\(?:frac|sqrt|pi)(?![A-Za-z]))"
-    r"(?:(?!\([A-Z]\)|[A-Z]:|\b(?:or|and|not)\b).)*"
-)
-
-
-def _choice(reference: str, gold: Answer | None) -> str:
-    """The letter, where the reference is a single choice."""
-    if isinstance(gold, Words):
-        return gold.letters[0] if len(gold.letters) == 1 else ""
-    return reference if re.fullmatch("[A-E]", reference) else ""
-
-
+_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
 _CURRENCIES = {
     "dollars": re.compile(r"\\\$|\\(?:text)?dollar|\A\$(?=[\d.,]+\Z)|\bUSD\b|\bdollars?\b"),
     "euros": re.compile(r"€|\\euro|\bEUR\b|\beuros?\b"),
@@ -201,15 +193,6 @@ def _in_currency(answer: Answer, text: str) -> Answer:
     return replace(answer, unit=_MONEY[currency])
 
 
-def _ungrouped(text: str, row: AnswerList) -> Answer:
-    """`1,234 apples`, which reads as a list, as the one number that it is where one is asked for; and an expression
-    without the points that it leaves out (`\\frac{1}{x}, x \\ne 0`)."""
-    if len(row.items) == 2 and isinstance(row.items[1], Intervals) and row.items[1].name and "\\ne" in text:
-        return row.items[0]
-    read = _read(_GROUPED.sub(lambda number: number.group().replace(",", ""), text))
-    return read if row.kind == "list" and isinstance(read, Value) else row
-
-
 def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> Verdict:
     verdict = equal(gold, other, rules)
     if verdict is False and isinstance(gold, Words) and isinstance(other, Words):
@@ -224,16 +207,8 @@ def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) ->
     return verdict
 
 
-_OPPOSITES = (
-    {"odd", "even"},
-    {"yes", "no"},
-    {"true", "false"},
-    {"increasing", "decreasing"},
-    {"convergent", "divergent"},
-    {"possible", "impossible"},
-    {"rational", "irrational"},
-    {"acute", "obtuse", "right"},
-)
+_OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
+_OPPOSITES += ",rational irrational,acute obtuse right"
 _WHO = re.compile(r"\b(?:who|whom|whose|which)\b", re.IGNORECASE)
 _NEUTRAL = {"the", "a", "an", "any", "all", "only"}
 
@@ -249,9 +224,9 @@ def _states(gold: str, other: str, problem: str) -> bool:
     words = gold.split()
     if len(words) < 3 or {"not", "neither", "nor", "never"} & set(words):
         return False
-    for group in _OPPOSITES:
-        if other in group:
-            return group & set(words) == {other}
+    for group in _OPPOSITES.split(","):
+        if other in group.split():
+            return set(group.split()) & set(words) == {other}
     content = [word for word in words if word not in _NEUTRAL]
     return bool(_WHO.search(problem)) and len(words) >= 4 and content[:1] == [other]
 
@@ -297,22 +272,6 @@ def _read(reference: str) -> Answer | None:
 
 
 _SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
-
-
-def _is_same_word(reference: str, other: str) -> bool:
-    """A short name that would read as a product of letters: Ann and \\text{Ann}."""
-    if not 2 <= len(reference) <= 3 or not reference.isalpha():
-        return False
-    return other.startswith("\\text{") and other[6:-1].strip() == reference
-
-
-def _squeezed(text: str) -> str:
-    """Without spaces, where no two words or numbers would meet."""
-    parts = text.split()
-    return "".join(
-        part if not index or not (parts[index - 1][-1].isalnum() and part[0].isalnum()) else " " + part
-        for index, part in enumerate(parts)
-    )
 
 
 def _rules(row: Mapping[str, Any], reference: str) -> Rules | None:

@@ -1,19 +1,107 @@
-"""Sets of real numbers: unions of intervals in one form, met and complemented."""
+"""Sets of real numbers: inequalities solved for their variable, and unions of intervals met, complemented and in one
+form."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 
-from dppo_megatron.rewards.math.answers import INFINITY, Answer, AnswerList, Intervals, Piece, Value
+from dppo_megatron.rewards.math.answers import (
+    INFINITY,
+    TURNED,
+    Answer,
+    AnswerList,
+    Intervals,
+    Named,
+    Piece,
+    Relation,
+    Value,
+)
 from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
+from dppo_megatron.rewards.math.parse import parse
 from dppo_megatron.rewards.math.trees import Node, Unreadable, symbols
 
-_MAX_MEMBERS = 200
+_MAX_MEMBERS = 50
+_OPERATIONS = 150
+"""Of one number at an end, or one line: a list may have hundreds of them."""
 _MINUS_INFINITY: Node = ("-", INFINITY)
-_Placed = tuple[Fraction | float, bool, Fraction | float, bool, Piece]
-"""Low end, whether closed, high end, whether closed, and the piece."""
+_End = tuple[Fraction | float, bool]
+"""A number, and True for what lies just above it: an open low end, a closed high one."""
+
+
+def read_inequality(sides: list[str], ops: list[str]) -> Answer:
+    """A set where one variable is bounded (also as 2x + 1 < 5 or |x| > 1), else the relations as they stand."""
+    nodes = [parse(side) for side in sides]
+    if len(nodes) == 2:
+        return _solved(nodes[0], ops[0], nodes[1]) or Relation(tuple(nodes), tuple(ops))
+    if set(ops) <= {">", "\\ge"}:
+        nodes.reverse()
+        ops = [TURNED[op] for op in reversed(ops)]
+    if len(nodes) == 3 and set(ops) <= {"<", "\\le"}:
+        low, middle, high = nodes
+        if middle[0] == "s" and middle[1] not in symbols(low) | symbols(high):
+            return Intervals((Piece(low, ops[0] == "\\le", high, ops[1] == "\\le"),), middle[1])
+        ends = _solved(low, ops[0], middle), _solved(middle, ops[1], high)
+        if ends[0] and ends[1] and not symbols(low) | symbols(high) and (both := intersection(ends[0], ends[1])):
+            return both
+    return Relation(tuple(nodes), tuple(ops))
+
+
+def _solved(left: Node, op: str, right: Node) -> Intervals | None:
+    for one, relation, two in ((left, op, right), (right, TURNED.get(op, op), left)):
+        if one[0] == "s" and one[1] not in symbols(two):
+            return _half_line(one[1], relation, two)
+        bound = rational(two) if one[:2] == ("f", "abs") and relation in TURNED else None
+        if bound is not None and bound > 0:
+            above = _solved(one[2], relation, ("n", bound))
+            below = _solved(one[2], TURNED[relation], ("n", -bound))
+            if above is None or below is None:
+                return None
+            inside = relation in ("<", "\\le")
+            return intersection(above, below) if inside else Intervals(above.pieces + below.pieces, above.name)
+    difference: Node = ("+", left, ("-", right))
+    names = symbols(difference)
+    if len(names) != 1:
+        return None
+    (name,) = names
+    work, points = WorkLimit(_OPERATIONS), (0, 1, 2, 3, 7)
+    offset, next_, *values = (rational(difference, {name: Fraction(point)}, work) for point in points)
+    if offset is None or next_ is None or next_ == offset:
+        return None
+    slope = next_ - offset
+    if any(value != offset + slope * point for value, point in zip(values, points[2:], strict=True)):
+        return None
+    return _half_line(name, op if slope > 0 else TURNED.get(op, op), ("n", -offset / slope))
+
+
+def _half_line(name: str, op: str, bound: Node) -> Intervals:
+    below = Piece(_MINUS_INFINITY, False, bound, op == "\\le")
+    above = Piece(bound, op == "\\ge", INFINITY, False)
+    if op == "\\ne":
+        return Intervals((below, above), name)
+    return Intervals((below if op in ("<", "\\le") else above,), name)
+
+
+def as_spans(answer: Answer | None) -> Intervals | None:
+    """The set of real numbers that an answer is, or may be where one is asked for: a pair as an open interval, numbers
+    as points."""
+    if isinstance(answer, Intervals):
+        return answer
+    if isinstance(answer, Named):
+        return as_spans(answer.value)
+    if isinstance(answer, Value):
+        return Intervals((Piece(answer.node, True, answer.node, True),))
+    if not isinstance(answer, AnswerList):
+        return None
+    if answer.kind == "tuple":
+        ends = [item.node for item in answer.items if isinstance(item, Value)]
+        return Intervals((Piece(ends[0], False, ends[1], False),)) if len(ends) == len(answer.items) == 2 else None
+    if answer.kind == "set" and any(isinstance(item, AnswerList) for item in answer.items):
+        return None  # points of the plane, say
+    parts = [as_spans(item) for item in answer.items]
+    return Intervals(tuple(piece for part in parts if part for piece in part.pieces)) if None not in parts else None
 
 
 def normal(spans: Intervals) -> Intervals:
@@ -24,17 +112,17 @@ def normal(spans: Intervals) -> Intervals:
     placed = _placed(spans)
     if placed is None:
         return spans
-    merged: list[_Placed] = []
-    for piece in sorted(placed, key=lambda piece: (piece[0], not piece[1])):
-        if piece[0] > piece[2] or (piece[0] == piece[2] and not (piece[1] and piece[3])):
+    merged: list[tuple[_End, Piece]] = []
+    for low, high, piece in sorted(placed, key=lambda place: place[0]):
+        if low >= high:
             continue
-        last = merged[-1] if merged else None
-        if last is None or piece[0] > last[2] or (piece[0] == last[2] and not (piece[1] or last[3])):
-            merged.append(piece)
-        elif (piece[2], piece[3]) > (last[2], last[3]):
-            joined = Piece(last[4].low, last[1], piece[4].high, piece[3])
-            merged[-1] = (last[0], last[1], piece[2], piece[3], joined)
-    return Intervals(tuple(piece[4] for piece in merged), spans.name)
+        if merged and merged[-1][0] >= low:
+            last = merged.pop()
+            longer = replace(last[1], high=piece.high, high_closed=piece.high_closed)
+            merged.append((high, longer) if high > last[0] else last)
+        else:
+            merged.append((high, piece))
+    return Intervals(tuple(piece for _, piece in merged), spans.name)
 
 
 def intersection(one: Intervals, two: Intervals) -> Intervals | None:
@@ -44,10 +132,9 @@ def intersection(one: Intervals, two: Intervals) -> Intervals | None:
         return None
     pieces = []
     for a, b in itertools.product(left, right):
-        low = max(a, b, key=lambda piece: (piece[0], not piece[1]))
-        high = min(a, b, key=lambda piece: (piece[2], piece[3]))
-        if low[0] <= high[2]:
-            pieces.append(Piece(low[4].low, low[1], high[4].high, high[3]))
+        low, high = max(a, b, key=lambda place: place[0]), min(a, b, key=lambda place: place[1])
+        if low[0] < high[1]:
+            pieces.append(Piece(low[2].low, low[2].low_closed, high[2].high, high[2].high_closed))
     return normal(Intervals(tuple(pieces), one.name or two.name))
 
 
@@ -67,36 +154,33 @@ def complement(spans: Intervals) -> Intervals | None:
 
 def whole_members(spans: Intervals, least: float = -math.inf) -> Answer:
     """The whole numbers in a bounded set."""
+    members: list[int] = []
     placed = _placed(normal(spans))
+    for low, high, _ in placed or ():
+        first, end = max(low[0], least), high[0]
+        if end - first > _MAX_MEMBERS or math.isinf(first):
+            raise Unreadable("too many whole numbers")
+        members += [x for x in range(math.ceil(first), math.floor(end) + 1) if low < (x, True) and (x, False) < high]
     if placed is None:
         raise Unreadable("whole numbers between ends that are no numbers")
-    members = []
-    for low, low_closed, high, high_closed, _ in placed:
-        low = max(low, least)
-        if high - low > _MAX_MEMBERS or math.isinf(low):
-            raise Unreadable("too many whole numbers")
-        inside = range(math.ceil(low), math.floor(high) + 1)
-        members += [x for x in inside if (x > low or low_closed) and (x < high or high_closed)]
     return AnswerList("set", tuple(Value(("n", Fraction(member))) for member in members))
 
 
-def _placed(spans: Intervals) -> list[_Placed] | None:
+def _placed(spans: Intervals) -> list[tuple[_End, _End, Piece]] | None:
     placed = []
     for piece in spans.pieces:
         low, high = _place(piece.low), _place(piece.high)
         if low is None or high is None:
             return None
-        placed.append((low, piece.low_closed, high, piece.high_closed, piece))
+        placed.append(((low, not piece.low_closed), (high, piece.high_closed), piece))
     return placed
 
 
 def _place(node: Node) -> Fraction | float | None:
     if node in (INFINITY, _MINUS_INFINITY):
         return math.inf if node == INFINITY else -math.inf
-    if symbols(node):
-        return None
-    value = rational(node, None, WorkLimit(300))
+    value = rational(node, None, WorkLimit(_OPERATIONS))
     if value is not None:
         return value
-    near = approximate(node, WorkLimit(300))
-    return None if near is None else round(Fraction(near), 12)  # two spellings of one number are one place
+    near = approximate(node, None, WorkLimit(_OPERATIONS))
+    return None if near is None else round(near, 12)  # two spellings of one number are one place

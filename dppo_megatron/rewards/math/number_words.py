@@ -1,4 +1,4 @@
-"""Numbers in words: `twelve`, `one hundred and five`, `two thirds`, `three and a half`, `minus four point two`.
+"""Numbers in words: `twelve`, `one hundred and five`, `minus two thirds`, `three and a half`.
 
 Only runs of words that are one number are read: `seven or eight`, `one two` and `second` are left as they are.
 """
@@ -9,43 +9,24 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-_ONES = dict(zip("zero one two three four five six seven eight nine".split(), range(10), strict=True))  # noqa: SIM905
-_TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+_UP_TO_NINETEEN = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+    " eighteen nineteen"
+)
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
-_SMALL = {
-    **_ONES,
-    **dict(zip(_TEENS.split(), range(10, 20), strict=True)),
-    **dict(zip(_TENS.split(), range(20, 100, 10), strict=True)),
-    "fourty": 40,
-}
+_SMALL = {word: value for value, word in enumerate(_UP_TO_NINETEEN.split())}
+_SMALL |= {word: value for value, word in zip(range(20, 100, 10), _TENS.split(), strict=True)}
 _SCALES = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_PARTS = {
-    "half": 2,
-    "third": 3,
-    "quarter": 4,
-    "fourth": 4,
-    "fifth": 5,
-    "sixth": 6,
-    "seventh": 7,
-    "eighth": 8,
-    "ninth": 9,
-    "tenth": 10,
-    "eleventh": 11,
-    "twelfth": 12,
-    "twentieth": 20,
-    "hundredth": 100,
-    "thousandth": 1000,
-}
-_DENOMINATORS = {**_PARTS, **{f"{name}s": part for name, part in _PARTS.items()}, "halves": 2}
+_PARTS = "half third quarter fourth fifth sixth seventh eighth ninth tenth"
+_DENOMINATORS = dict(zip(_PARTS.split(), (2, 3, 4, 4, 5, 6, 7, 8, 9, 10), strict=True)) | {"halve": 2}
+MULTIPLIERS = {"hundred": 100, **_SCALES}
+NUMBER_WORDS = frozenset({*_SMALL, *MULTIPLIERS, *_DENOMINATORS})
 _SIGNS = ("minus", "negative")
 
-_WORD = "|".join(
-    sorted({*_SMALL, *_SCALES, *_DENOMINATORS, "hundred", "point", "and", "an", "a"}, key=len, reverse=True)
-)
+_WORD = "|".join(sorted({*_SMALL, *_SCALES, "hundred", "and", "an", "a", *(f"{p}s?" for p in _DENOMINATORS)}, key=len))
 _RUN = re.compile(
     rf"(?<![\w\\-])(?:(?:{'|'.join(_SIGNS)})[ ]+)?(?:{_WORD})(?:(?:-|[ ]+)(?:{_WORD}))*(?![\w-])", re.IGNORECASE
 )
-_SAID_TWICE = re.compile(r"([A-Za-z -]+)\(\s*(\d[\d,]*)\s*\)|(\d[\d,]*)\s*\(([A-Za-z -]+)\)")
 _GOES_ON = re.compile(r"\s*[\[(\\^_\d]|\s+(?:first|second)\b", re.IGNORECASE)
 _ANY = re.compile("|".join((*_SMALL, "half", "hundred", "thousand", "million", "dozen", "quarter")), re.IGNORECASE)
 
@@ -60,9 +41,20 @@ def read_number_words(text: str) -> Fraction | None:
     words = text.lower().replace("-", " ").split()
     if not words or len(words) > 30:
         return None
-    negative = words[0] in _SIGNS
-    value = _number(words[negative:])
-    return -value if value is not None and negative else value
+    if words[0] in _SIGNS:
+        value = read_number_words(" ".join(words[1:]))
+        return None if value is None else -value
+    below = _DENOMINATORS.get(words[-1].removesuffix("s"))
+    if below is None:
+        whole = _whole(words)
+        return None if whole is None else Fraction(whole)
+    before, _, above = " ".join(words[:-1]).rpartition("and ")
+    parts = 1 if above in ("a", "an") or words == ["half"] else _whole(above.split())
+    rest = _whole(before.split()) if before else 0
+    # one third and two thirds, not twenty fourth: an ordinal behind tens is a date or a place
+    if parts is None or rest is None or (rest and parts >= below) or (parts > 1) != words[-1].endswith("s"):
+        return None
+    return rest + Fraction(parts, below)
 
 
 def with_digits(text: str) -> str:
@@ -72,54 +64,13 @@ def with_digits(text: str) -> str:
         >>> with_digits("twelve apples"), with_digits("three to two"), with_digits("the second")
         ('12 apples', '3 to 2', 'the second')
     """
-    if not _ANY.search(text):
-        return text
-    if twice := _SAID_TWICE.fullmatch(text):
-        digits = (twice[2] or twice[3]).replace(",", "")
-        if read_number_words(twice[1] or twice[4]) == int(digits):
-            return digits
-    return _RUN.sub(_as_digits, text)
 
+    def as_digits(run: re.Match[str]) -> str:
+        value = read_number_words(run.group())
+        # what an expression follows would become a product; twenty second is no number of seconds
+        return run.group() if value is None or _GOES_ON.match(text, run.end()) else str(value)
 
-def _as_digits(run: re.Match[str]) -> str:
-    value = read_number_words(run.group())
-    # what an expression follows would become a product; twenty second is no number of seconds
-    if value is None or _GOES_ON.match(run.string, run.end()):
-        return run.group()
-    return str(value)
-
-
-def _number(words: Sequence[str]) -> Fraction | None:
-    if "point" in words:
-        at = list(words).index("point")
-        whole, digits = _whole(words[:at]) if at else 0, [_ONES.get(word) for word in words[at + 1 :]]
-        if whole is None or not digits or None in digits:
-            return None
-        return Fraction(f"{whole}.{''.join(map(str, digits))}")
-    if words and words[-1] in _DENOMINATORS:
-        return _fraction(words)
-    whole = _whole(words)
-    return None if whole is None else Fraction(whole)
-
-
-def _fraction(words: Sequence[str]) -> Fraction | None:
-    """`two thirds`, `a half`, `half`, `three and a half`; an ordinal without a number of parts is none."""
-    below = _DENOMINATORS[words[-1]]
-    if list(words) == ["half"]:
-        return Fraction(1, 2)
-    whole: int | None = 0
-    above = list(words[:-1])
-    if "and" in above:
-        at = len(above) - 1 - above[::-1].index("and")
-        if (value := _whole(above[:at])) is not None and at + 1 < len(above):
-            whole, above = value, above[at + 1 :]
-    parts = _whole(above) if above not in (["a"], ["an"]) else 1
-    if parts is None or whole is None or (whole and parts >= below):
-        return None
-    # one third and two thirds, not twenty fourth: an ordinal behind tens is a date or a place
-    if parts > 1 and not words[-1].endswith("s"):
-        return None
-    return whole + Fraction(parts, below)
+    return _RUN.sub(as_digits, text) if _ANY.search(text) else text
 
 
 def _whole(words: Sequence[str]) -> int | None:

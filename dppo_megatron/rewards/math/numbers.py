@@ -81,27 +81,6 @@ def significant_digits(text: str) -> int:
     return len(digits.replace(".", "").lstrip("0"))
 
 
-def rounds_to(value: Fraction, stated: Fraction, digits: int) -> bool:
-    """Whether `value` rounds to `stated` at that many significant digits.
-
-    Example:
-        >>> rounds_to(Fraction(4483, 1000), Fraction(45, 10), 2), rounds_to(Fraction(43, 10), Fraction(45, 10), 2)
-        (True, False)
-    """
-    if value == stated or not stated or not digits:
-        return value == stated
-    magnitude = 0
-    size = abs(stated)
-    while size >= 10:
-        size /= 10
-        magnitude += 1
-    while size < 1:
-        size *= 10
-        magnitude -= 1
-    half_unit = Fraction(10) ** (magnitude - digits + 1) / 2
-    return abs(value - stated) <= half_unit
-
-
 def _decimal(text: str) -> Fraction:
     text = text.replace(",", "").rstrip(".")
     whole, _, part = text.partition(".")

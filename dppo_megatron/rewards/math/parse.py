@@ -15,28 +15,27 @@ from dppo_megatron.rewards.math.trees import Node, Unreadable
 MAX_CHARS = 1500
 _MAX_DEPTH = 40
 
-_FUNCTION_WORDS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs floor ceil Re Im arg cis"
+_FUNCTION_WORDS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs floor ceil Re Im arg cis log"
 FUNCTIONS = frozenset(_FUNCTION_WORDS.split())
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
-_SPELLED = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "cosec": "csc", "tg": "tan", "ctg": "cot"}
 _WORD_CONSTANTS = {"pi": "pi", "infty": "inf", "infinity": "inf", "inf": "inf"}
 _NAME_WORDS = (
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega Gamma"
     " Delta Theta Lambda Xi Sigma Phi Psi Omega hbar ell odot prime partial nabla"
 )
 _NAMES = frozenset(_NAME_WORDS.split())
-_SPACE = re.compile(r"\s*")
+_CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
 _NUMBER = re.compile(
     r"(\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d+)(?![A-Za-z]))?", re.ASCII
 )
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
+_TOKEN = re.compile(r"\\?[A-Za-z]+|\d")
 _LETTERS = re.compile(r"[A-Za-z]+")
 _MIXED = re.compile(r"\s*\\frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)", re.ASCII)
 _MIXED_SLASHED = re.compile(r"\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _PRIMES = re.compile(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
 _CHOICES = re.compile(r"C\s*\(([^(),]{1,60}),([^(),]{1,60})\)")
 _BRACKETED = re.compile(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a bracket has closed, and it is no choice letter's; 2!3!, 2^{3}3
-_BIG = {"sum": "sum", "prod": "prod"}
 _SEVERAL = frozenset(["max", "min", "gcd", "lcm"])
 _INDEX = re.compile(r"\s*\{\s*([A-Za-z])\s*=")
 _DECORATED = frozenset(["overline", "dot", "ddot", "angle", "triangle"])
@@ -154,8 +153,6 @@ class _Reader:
                 return node
 
     def _exponent(self) -> Node:
-        if self._peek() == "{":
-            return self._group()
         if self._take("-"):
             return ("-", self._primary())
         return self._primary()
@@ -164,12 +161,8 @@ class _Reader:
         sign = self._peek()
         if sign.isdigit() or sign == ".":
             return self._number()
-        if sign and sign in "([":
-            return self._bracket(sign)
-        if sign == "{":
-            return self._group()
-        if sign == "|":
-            return self._bars()
+        if sign in _CLOSING:
+            return self._bracket()
         if sign == "\\":
             return self._macro()
         if sign.isascii() and sign.isalpha():
@@ -206,59 +199,40 @@ class _Reader:
         self.position = match.end()
         return whole + Fraction(int(above), int(below))
 
-    def _bracket(self, opening: str) -> Node:
-        self.position += 1
-        bars, self._in_bars = self._in_bars, False
+    def _enclosed(self, length: int, close: str) -> Node:
+        """What stands between a bracket of so many characters and the one that closes it."""
+        self.position += length
+        bars, self._in_bars = self._in_bars, close == "|"
         node = self.sum()
         self._in_bars = bars
-        if not self._take(")" if opening == "(" else "]"):
-            raise Unreadable("bracket not closed")
+        if not self._take(close):
+            raise Unreadable(f"no {close}")
         return node
 
-    def _group(self) -> Node:
-        self.position += 1
-        bars, self._in_bars = self._in_bars, False
-        node = self.sum()
-        self._in_bars = bars
-        if not self._take("}"):
-            raise Unreadable("brace not closed")
-        return node
-
-    def _bars(self) -> Node:
-        self.position += 1
-        bars, self._in_bars = self._in_bars, True
-        node = self.sum()
-        self._in_bars = bars
-        if not self._take("|"):
-            raise Unreadable("bar not closed")
-        return ("f", "abs", node)
+    def _bracket(self) -> Node:
+        sign = self._peek()
+        return self._enclosed(1, _CLOSING[sign]) if sign != "|" else ("f", "abs", self._enclosed(1, "|"))
 
     def _macro(self) -> Node:
         command = self._command()
         start = self.position
         self.position += len(command) + 1
         if command == "frac":
-            above = self._argument()
-            return ("/", above, self._argument())
+            return ("/", self._argument(), self._argument())
         if command == "binom":
-            above = self._argument()
-            return ("binom", above, self._argument())
+            return ("binom", self._argument(), self._argument())
         if command == "sqrt":
             return self._root()
-        if command in _BIG:
-            return self._sum_or_product(_BIG[command])
+        if command in ("sum", "prod"):
+            return self._sum_or_product(command)
         if command in _SEVERAL:
             return self._of_several(command)
         if command in ("lfloor", "lceil"):
-            node = self.sum()
-            if self._command() != "r" + command[1:]:
-                raise Unreadable("bracket not closed")
-            self.position += len(command) + 1
-            return ("f", command[1:], node)
+            return ("f", command[1:], self._enclosed(0, "\\r" + command[1:]))
         if command in ("pi", "infty"):
             return ("c", _WORD_CONSTANTS[command])
-        if command in FUNCTIONS or command == "log" or command in _SPELLED:
-            return self._function(_SPELLED.get(command, command))
+        if command in FUNCTIONS:
+            return self._function(command)
         if command in _DECORATED:
             return ("s", self._name(command + ":" + self._raw_argument()))
         if command in _NAMES:
@@ -287,40 +261,27 @@ class _Reader:
 
     def _of_several(self, name: str) -> Node:
         """max(a, b), also in braces or with spaces."""
-        opening = self._peek()
-        escaped = opening == "\\" and self.text.startswith("\\{", self.position)
-        if opening not in ("(", "[") and not escaped:
+        opening = "\\{" if self.text.startswith("\\{", self.position) else self._peek()
+        if opening not in ("(", "[", "\\{"):
             raise Unreadable(f"{name} without a bracket")
-        self.position += 2 if escaped else 1
+        self.position += len(opening)
         parts = [self.sum()]
         while self._take(","):
             parts.append(self.sum())
-        if not self._take("\\}" if escaped else ")" if opening == "(" else "]") or len(parts) > 20:
+        if not self._take(_CLOSING.get(opening, "\\}")) or len(parts) > 20:
             raise Unreadable("bracket not closed")
         return ("of", name, *parts)
 
     def _root(self) -> Node:
-        degree: Node = ("n", Fraction(2))
-        if self._take("["):
-            degree = self.sum()
-            if not self._take("]"):
-                raise Unreadable("bracket not closed")
+        degree: Node = self._enclosed(1, "]") if self._peek() == "[" else ("n", Fraction(2))
         sign = self._peek()
-        if sign == "{":
-            inside = self._group()
-        elif sign == "(":
-            inside = self._bracket("(")
-        elif sign.isdigit():
-            inside = self._number()
-        else:
-            inside = self._argument()
-        return ("root", degree, inside)
+        return ("root", degree, self._primary() if sign.isdigit() or sign in _CLOSING else self._argument())
 
     def _argument(self) -> Node:
         """A group, or the one token that LaTeX takes: \\frac12 is a half."""
         sign = self._peek()
         if sign == "{":
-            return self._group()
+            return self._bracket()
         if sign.isdigit():
             self.position += 1
             return ("n", Fraction(int(sign)))
@@ -340,35 +301,26 @@ class _Reader:
             inside = self.text[self.position + 1 : end]
             self.position = end + 1
             return re.sub(r"[\s{}]", "", inside)
-        if match := _COMMAND.match(self.text, self.position) or _LETTERS.match(self.text, self.position):
-            self.position = match.end()
-            return match.group()
-        sign = self._peek()
-        if not sign.isalnum():
+        match = _TOKEN.match(self.text, self.position)
+        if match is None:
             raise Unreadable("missing argument")
-        self.position += 1
-        return sign
+        self.position = match.end()
+        return match.group()
 
     def _word(self) -> Node:
         match = _LETTERS.match(self.text, self.position)
         assert match is not None
         word = match.group()
+        if word in _WORD_CONSTANTS:
+            self.position = match.end()
+            return ("c", _WORD_CONSTANTS[word])
         for length in range(len(word), 1, -1):
-            head = word[:length]
-            known = (
-                head in FUNCTIONS
-                or head in ("log", "sqrt")
-                or (head in _SEVERAL and self.text.startswith("(", self.position + length))
-                or head in _SPELLED
-                or head in _WORD_CONSTANTS
-            )
-            if known and (length == len(word) or head not in _WORD_CONSTANTS):
-                self.position += length
-                if head in _WORD_CONSTANTS:
-                    return ("c", _WORD_CONSTANTS[head])
+            head, end = word[:length], self.position + length
+            if head in FUNCTIONS or head == "sqrt" or (head in _SEVERAL and self.text.startswith("(", end)):
+                self.position = end
                 if head in _SEVERAL:
                     return self._of_several(head)
-                return self._root() if head == "sqrt" else self._function(_SPELLED.get(head, head))
+                return self._root() if head == "sqrt" else self._function(head)
         if len(word) > 3:
             raise Unreadable(f"the word {word!r}")
         if word == "C" and (choices := _CHOICES.match(self.text, self.position)):
@@ -394,17 +346,15 @@ class _Reader:
         while True:
             if self._peek() == "_" and base is None and name == "log":
                 self.position += 1
-                base = self._group() if self._peek() == "{" else self._argument()
+                base = self._argument()
             elif self._peek() == "^" and power is None:
                 self.position += 1
                 power = self._exponent()
             else:
                 break
         sign = self._peek()
-        if sign and sign in "([":
-            inside = self._bracket(sign)
-        elif sign == "{":
-            inside = self._group()
+        if sign in _CLOSING and sign != "|":
+            inside = self._bracket()
         elif sign == "-":
             self.position += 1
             inside = ("-", self.product(until_function=True))
@@ -438,16 +388,17 @@ class _Reader:
         if not command:
             match = _LETTERS.match(self.text, self.position)
             command = match.group() if match else ""
-        return command in FUNCTIONS or command == "log" or command in _SPELLED
+        return command in FUNCTIONS
 
     def _command(self) -> str:
-        self._skip()
+        if self._peek() != "\\":
+            return ""
         match = _COMMAND.match(self.text, self.position)
         return match[1] if match else ""
 
     def _peek(self) -> str:
         self._skip()
-        return self.text[self.position] if self.position < len(self.text) else ""
+        return self.text[self.position : self.position + 1]
 
     def _take(self, sign: str) -> bool:
         self._skip()
@@ -457,9 +408,8 @@ class _Reader:
         return False
 
     def _skip(self) -> None:
-        match = _SPACE.match(self.text, self.position)
-        assert match is not None
-        self.position = match.end()
+        while self.text.startswith(" ", self.position):
+            self.position += 1
 
 
 def _combinations(node: Node, power: Node) -> Node | None:

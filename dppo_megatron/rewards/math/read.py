@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -13,23 +14,24 @@ from dppo_megatron.rewards.math.answers import (
     AnswerList,
     Cases,
     Grid,
-    Inequalities,
     Intervals,
     Named,
     Piece,
+    Ratio,
     Relation,
     Value,
+    Words,
 )
 from dppo_megatron.rewards.math.clean import closing, split_top
-from dppo_megatron.rewards.math.inequalities import read_inequality, read_ratio
-from dppo_megatron.rewards.math.number_sets import complement, intersection, whole_members
+from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
+from dppo_megatron.rewards.math.number_words import MULTIPLIERS
 from dppo_megatron.rewards.math.numbers import read_number
 from dppo_megatron.rewards.math.parse import parse
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.trees import Node, Unreadable, signs, symbols
-from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, is_glued, read_compound, read_unit
+from dppo_megatron.rewards.math.units import Unit, is_glued, read_compound, read_unit
 
-_MAX_ITEMS = 200
+_MAX_ITEMS = 100
 _SEPARATOR = re.compile(
     r"\s*[,;]\s*(?:\\text\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))?|\s+(?:and|or)\s+|(?<=[)\]])(?:and|or)(?=[(\[])"
     r"|\s*\\text\{\s*,?\s*(?:and|or)\s*\}\s*|\s*\\(?:lor|vee)(?![A-Za-z])\s*"
@@ -39,7 +41,6 @@ _ANY_AND = re.compile(r"\band\b|\\(?:land|wedge)(?![A-Za-z])")
 _RELATION = re.compile(r"\\(?:le|ge|ne|approx|in|to|equiv|sim|simeq|Rightarrow|implies|subset)(?![A-Za-z])|[<>=]")
 _UNION = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*U\s*(?=[(\[])")
 _COMMA = re.compile(r"[,;]")
-_MEMBERS = re.compile(r"[,;]")
 _BAR = re.compile(r"\||:")
 _UNIT_TAIL = re.compile(
     r"(?<![\s{(^_])\s*(?P<unit>(?:\\text\{[^{}]*\}|/)(?:\\text\{[^{}]*\}|[\s/*]|/\s*[a-z](?![A-Za-z])|\^\s*\{?\s*-?\d\s*\}?)*)$"
@@ -48,20 +49,16 @@ _PERCENT_TAIL = re.compile(
     r"\s*(?:%|\\text\{\s*(?:%|percent|per cent|pct)\s*\}|(?<=[\d)}\s])(?:percent|per cent|pct))\s*$", re.IGNORECASE
 )
 _WORD_TAIL = re.compile(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
-_GLUED_TAIL = re.compile(r"(?<=[\d}])(?P<unit>[A-Za-z]+)(?P<power>\^\s*\{?\s*[23]\s*\}?)?$")
+_GLUED_TAIL = re.compile(r"(?<=[\d}])(?P<unit>[A-Za-z]+(?:\^\s*\{?\s*[23]\s*\}?)?)$")
 # what stands behind an answer and says only what its letters are; up to the next answer of a list
 _CLAUSE = re.compile(
     r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some)\b|\\forall(?![A-Za-z])"
     r"|\b(?:where|with|for)\b(?=[\s}$]*[A-Za-z][\s$]*(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?is (?:an?|any) ))"
     r"|(?<=,)\s*[a-zA-Z]\s*\\in\s*\\mathbb\{?\s*[ZNRQ]\s*\}?\s*(?=\)|\Z))"
-    r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;).)*",
+    r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;|,\s*-?[\d.]+\s*\Z).)*",
     re.DOTALL,
 )
 _LABEL = re.compile(r"\s*(?:\\text\{\s*)?([A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)", re.DOTALL)
-_LABEL_BEHIND = re.compile(r"(\s*[-\d\\].*[\w}])\s*(?:\\text\{\s*)?\(\s*([A-Z][a-z]*)\s*\)\s*\}?\s*", re.DOTALL)
-_BUILDER = re.compile(
-    r"(?P<name>[A-Za-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*[|:]\s*(?=[^|:]*(?P=name)[^|:]*\Z)(?=.*[<>]|.*\\[lg]e)"
-)
 _FRENCH = re.compile(
     r"(?P<lead>\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)(?P<body>\s*[\[\]][^\[\]()]{1,200}[\[\]])"
 )
@@ -96,8 +93,6 @@ def read_answer(text: str, *, depth: int = 0) -> Answer:
     if depth:
         text = text.rstrip(".")
     value = read_number(text) if depth == 0 or "," not in text else None
-    if match := _BUILDER.match(text):  # {x | x > 1} whose braces were not escaped
-        text = text[match.end() :]
     if text.startswith("\\approx"):
         return read_answer(text[len("\\approx") :], depth=depth + 1)
     if value is not None:
@@ -129,38 +124,39 @@ def _read_text(text: str, depth: int) -> Answer | None:
     if match is None or not match[1].strip():
         return None
     inner = match[1].strip()
-    if re.search(r",|;|\b(?:and|or)\b", inner) or inner[0].isdigit() or inner[0] in "-.":
+    if re.search(r",|;|\b(?:and|or)\b|^\(?[A-Za-z]\)?$", inner) or inner[0].isdigit() or inner[0] in "-.":
         return read_answer(inner, depth=depth + 1)
     return read_words(text)
 
 
-def _read_separated(text: str, depth: int) -> Answer | None:
-    """Comma lists and unions."""
-    unions = split_top(text, _UNION)
-    if len(unions) > 1:
-        pieces: list[Piece] = []
-        for part in unions:
-            pieces.extend(_pieces(read_answer(_without_membership(part), depth=depth + 1)))
-        name = _membership(unions[0])
-        return Intervals(tuple(pieces), name)
-    if ";" in text and "," in text and (solutions := _solutions(text, depth)):
-        return solutions
-    parts = split_top(text, _SEPARATOR)
-    if len(parts) == 1:
-        return None
+def _split(text: str, separators: re.Pattern[str]) -> list[str]:
+    parts = split_top(text, separators)
     if len(parts) > _MAX_ITEMS:
         raise Unreadable("too many items")
+    return parts
+
+
+def _read_separated(text: str, depth: int) -> Answer | None:
+    """Comma lists and unions."""
+    unions = _split(text, _UNION)
+    if len(unions) > 1:
+        name, unions[0] = _membership(unions[0])
+        return replace(_union([read_answer(part, depth=depth + 1) for part in unions]), name=name)
+    parts = _split(text, _SEPARATOR)
+    if len(parts) == 1:
+        return None
     read = [_item(part, depth) for part in parts if part.strip()]
-    read = _with_carried_names(read)
+    if not read:
+        raise Unreadable("separators without items")
     spans = [item for item in read if isinstance(item, Intervals)]
     if spans and _ANY_OR.search(text):
-        return Intervals(tuple(piece for item in read for piece in _pieces(item)), spans[0].name)
+        return replace(_union(read), name=spans[0].name)
     if len(spans) == len(read) == 2 and spans[0].name and spans[0].name == spans[1].name:
         both = intersection(spans[0], spans[1])
         if both is not None and (both.pieces or _ANY_AND.search(text)):  # x > 1 and x < 5
             return both
         if not _ANY_AND.search(text):  # x < 1, x > 5
-            return Intervals(spans[0].pieces + spans[1].pieces, spans[0].name)
+            return replace(_union(read), name=spans[0].name)
     items: list[Answer] = []
     for item in read:
         # a list within a list (of values with plus-minus signs, say) is one list
@@ -169,33 +165,17 @@ def _read_separated(text: str, depth: int) -> Answer | None:
 
 
 def _item(text: str, depth: int) -> Answer:
-    """One of several, with the label that it may have: `Paolo: 18`, `240 yuan (A)`."""
+    """One of several, with the label that it may have: `Paolo: 18`."""
     if match := _LABEL.fullmatch(text):
         return Named(match[1] + ":", read_answer(match[2], depth=depth + 1))
-    if match := _LABEL_BEHIND.fullmatch(text):
-        return Named(match[2] + ":", read_answer(match[1], depth=depth + 1))
     return read_answer(text, depth=depth + 1)
-
-
-def _solutions(text: str, depth: int) -> Answer | None:
-    """p=5, q=2; p=7, q=2 as a list of points."""
-    points = []
-    for group in split_top(text, re.compile(";")):
-        items = [read_answer(part, depth=depth + 1) for part in split_top(group, re.compile(",")) if "=" in part]
-        if len(items) < 2 or not all(isinstance(item, Named) for item in items):
-            return None
-        points.append(
-            sorted(((item.name, item.value) for item in items if isinstance(item, Named)), key=lambda i: i[0])
-        )
-    if len({tuple(name for name, _ in point) for point in points}) > 1:
-        return None
-    return AnswerList("list", tuple(AnswerList("tuple", tuple(value for _, value in point)) for point in points))
 
 
 _CASES = re.compile(
     r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?P<rows>.*)\\end\{cases\}", re.DOTALL
 )
 _CONDITION = re.compile(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
+_OTHERWISE = Words("otherwise")
 _IF = re.compile(r"\A[\s&]*(?:\\text\{\s*)?(?:if|for|when|where|\s)*\}?\s*")
 
 
@@ -207,25 +187,16 @@ def _cases(text: str, depth: int) -> Answer | None:
     rows = [row.strip(" .,;") for row in match["rows"].split("\\\\") if row.strip()]
     if not any(_CONDITION.search(row) for row in rows):
         return read_answer(", ".join(rows), depth=depth + 1)
-    read: list[tuple[Answer, Answer | None]] = []
+    read: list[tuple[Answer, Answer]] = []
     for row in rows:
         parts = _CONDITION.split(row, maxsplit=1)
         where = _IF.sub("", parts[1]).strip(" .,;") if len(parts) > 1 else ""
         rest = re.match(r"(?:\\text\{\s*)?(?:otherwise|else)", where)
-        condition = None if rest or not where else read_answer(where, depth=depth + 1)
+        condition = _OTHERWISE if rest or not where else read_answer(where, depth=depth + 1)
         read.append((read_answer(parts[0].strip(" ,;"), depth=depth + 1), condition))
     covered = Intervals(tuple(piece for _, where in read if isinstance(where, Intervals) for piece in where.pieces))
-    return Cases(tuple((value, where or complement(covered)) for value, where in read))
-
-
-def _with_carried_names(items: list[Answer]) -> list[Answer]:
-    """`a = 4, -8, -10` names its first item only."""
-    if not items:
-        raise Unreadable("separators without items")
-    first = items[0]
-    if isinstance(first, Named) and len(items) > 1 and not any(isinstance(item, Named) for item in items[1:]):
-        return [first.value, *items[1:]]
-    return items
+    left = complement(covered) or _OTHERWISE
+    return Cases(tuple((value, left if where == _OTHERWISE else where) for value, where in read))
 
 
 def _read_relation(text: str, depth: int) -> Answer | None:
@@ -233,7 +204,7 @@ def _read_relation(text: str, depth: int) -> Answer | None:
     ops: list[str] = []
     rest = split_top(text, _RELATION)
     if len(rest) == 1:
-        return read_ratio(text)
+        return _ratio(text)
     position = 0
     for side in rest:
         sides.append(side.strip())
@@ -243,9 +214,6 @@ def _read_relation(text: str, depth: int) -> Answer | None:
             position = match.end()
     if not sides[-1] and ops[-1] in ("=",):  # `x = ` states nothing
         raise Unreadable("an empty side")
-    for arrow in ("\\Rightarrow", "\\implies", "\\to"):
-        if arrow in ops:
-            raise Unreadable(arrow)
     if "\\approx" in ops:  # the exact side is the answer
         first = ops.index("\\approx")
         sides, ops = sides[: first + 1], ops[:first]
@@ -257,7 +225,7 @@ def _read_relation(text: str, depth: int) -> Answer | None:
         found = read_answer(sides[1], depth=depth + 1)
         name = re.sub(r"\s", "", sides[0])
         if isinstance(found, AnswerList) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:
-            found = Intervals(_pieces(found))  # x in (1, 2)
+            found = _union([found])  # x in (1, 2)
         return replace(found, name=name) if isinstance(found, Intervals) else found
     if any(op not in ("=", "<", ">", "\\le", "\\ge", "\\ne") for op in ops):
         raise Unreadable("a relation that is not known here")
@@ -275,7 +243,20 @@ _NAME = re.compile(
 
 
 _OVER = re.compile(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
-_SUM_OF_NAMES = re.compile(r"[A-Za-z](?:\s*[+-]\s*[A-Za-z])+")
+
+
+_TO = re.compile(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
+_TERM = re.compile(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
+
+
+def _ratio(text: str) -> Answer | None:
+    """`3 : 2` of any expressions, `3 to 2` of numbers and letters only."""
+    parts = _TO.split(text)
+    if len(parts) == 1 or not all(_TERM.fullmatch(part) for part in parts):
+        parts = split_top(text, re.compile(r"\s*:\s*"))
+    if len(parts) == 1 or text.startswith("\\{"):
+        return None
+    return Ratio(tuple(parse(part) for part in parts))
 
 
 def _equation(sides: list[str], depth: int) -> Answer:
@@ -290,16 +271,11 @@ def _equation(sides: list[str], depth: int) -> Answer:
         return Named(name, read_answer(sides[-1], depth=depth + 1), left)
     if len(sides) == 2 and re.fullmatch(r"[a-zA-Z]", sides[1]) and sides[1] not in symbols(parse(sides[0])):
         return _equation(sides[::-1], depth)  # 5 = x
-    if len(sides) > 2 and (_NAME.fullmatch(sides[0]) or _SUM_OF_NAMES.fullmatch(sides[0])):
+    if len(sides) > 2 and _NAME.fullmatch(sides[0]):
         return Named(re.sub(r"[\s{}]", "", sides[0]), _equation(sides[1:], depth))
     if len(sides) == 2 and (":" in sides[0] or ":" in sides[1]):
         return Named(re.sub(r"[\s{}]", "", sides[0]), read_answer(sides[1], depth=depth + 1))
-    nodes = [parse(side) for side in sides]
-    if len(nodes) == 2 and any(symbols(node) for node in nodes):
-        return Relation("=", nodes[0], nodes[1])
-    if not any(symbols(node) for node in nodes):
-        return Inequalities(tuple(nodes), tuple("=" for _ in nodes[1:]))
-    return Inequalities(tuple(nodes), tuple("=" for _ in nodes[1:]))
+    return Relation(tuple(parse(side) for side in sides), ("=",) * (len(sides) - 1))
 
 
 def _read_bracketed(text: str, depth: int) -> Answer | None:
@@ -310,9 +286,9 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         return AnswerList("tuple", tuple(read_answer(item, depth=depth + 1) for item in items))
     if "\\setminus" in text:
         return _without_points(text, depth)
-    if not text or text[0] not in "([" or text[-1] not in ")]" or not _is_one_pair(text):
+    if not text or text[0] not in "([" or text[-1] not in ")]" or closing(text, 0) < len(text) - 1:
         return None
-    items = split_top(text[1:-1], _MEMBERS)
+    items = _split(text[1:-1], _COMMA)
     if text[0] == "[" and (rows := _matrix_rows(text[1:-1])):
         return Grid(tuple(tuple(parse(cell) for cell in row) for row in rows))
     if len(items) == 1:
@@ -320,8 +296,6 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
             inner = text[1:-1].strip()
             return read_answer(inner, depth=depth + 1) if "(" in inner[:1] or "=" in inner else None
         return None
-    if len(items) > _MAX_ITEMS:
-        raise Unreadable("too many items")
     if len(items) == 2:
         low, high = items
         endless = "infty" in low + high or "infinity" in low + high
@@ -339,31 +313,13 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
 def _matrix_rows(inner: str) -> list[list[str]] | None:
     """The cells of [[1, 2], [3, 4]] and [1, 2; 3, 4]; None if that is no matrix."""
     rows = [row.strip() for row in split_top(inner, _COMMA)]
-    if all(row.startswith("[") and row.endswith("]") and _is_one_pair(row) for row in rows):
+    if all(row.startswith("[") and row.endswith("]") and closing(row, 0) == len(row) - 1 for row in rows):
         cells = [split_top(row[1:-1], _COMMA) for row in rows]
     elif ";" in inner and "," in inner and not set(inner) & set("[]()"):
         cells = [row.split(",") for row in inner.split(";")]
     else:
         return None
     return cells if len(cells) > 1 and len({len(row) for row in cells}) == 1 else None
-
-
-def _is_one_pair(text: str) -> bool:
-    """Whether the first bracket is closed by the last character."""
-    depth = 0
-    index = 0
-    while index < len(text):
-        if text[index] == "\\":
-            index += 2
-            continue
-        if text[index] in "([":
-            depth += 1
-        elif text[index] in ")]":
-            depth -= 1
-            if depth == 0:
-                return index == len(text) - 1
-        index += 1
-    return False
 
 
 def _set(inner: str, depth: int) -> Answer:
@@ -376,49 +332,38 @@ def _set(inner: str, depth: int) -> Answer:
             return found
         return whole_members(found, -math.inf if over[1] == "Z" else 1)
     items: list[Answer] = []
-    for part in split_top(inner, _MEMBERS):
+    for part in _split(inner, _COMMA):
         item = read_answer(part, depth=depth + 1)
         if isinstance(item, Intervals):
             raise Unreadable("a set of sets")
         items.extend(item.items if isinstance(item, AnswerList) and item.kind == "list" else [item])
+    if len(items) == 1 and isinstance(items[0], AnswerList) and items[0].kind == "tuple":
+        return items[0]  # {(1, 2)} is the one solution (1, 2)
     return AnswerList("set", tuple(items))
 
 
 def _without_points(text: str, depth: int) -> Answer:
     """A set of reals without a set or some points."""
     whole, _, points = text.partition("\\setminus")
-    answer = read_answer(_without_membership(whole), depth=depth + 1)
-    removed = complement(Intervals(_pieces(read_answer(points, depth=depth + 1))))
-    left = removed and intersection(Intervals(_pieces(answer), _membership(whole)), removed)
+    name, whole = _membership(whole)
+    removed = complement(_union([read_answer(points, depth=depth + 1)]))
+    left = removed and intersection(replace(_union([read_answer(whole, depth=depth + 1)]), name=name), removed)
     if left is None:
         raise Unreadable("a difference of sets")
     return left
 
 
-def _membership(text: str) -> str:
-    name, found, _ = text.partition("\\in")
-    return re.sub(r"\s", "", name) if found and not _.startswith("f") else ""
+def _membership(text: str) -> tuple[str, str]:
+    """The variable and the set of `x \\in ...`."""
+    match = re.match(r"\s*([^\s\\()\[\]{}]+)\s*\\in(?![A-Za-z])", text)
+    return (match[1], text[match.end() :]) if match else ("", text)
 
 
-def _without_membership(text: str) -> str:
-    match = re.match(r"\s*[^\s\\()\[\]{}]+\s*\\in(?![A-Za-z])", text)
-    return text[match.end() :] if match else text
-
-
-def _pieces(answer: Answer) -> tuple[Piece, ...]:
-    if isinstance(answer, Intervals):
-        return answer.pieces
-    if isinstance(answer, Named):
-        return _pieces(answer.value)
-    if isinstance(answer, Value):
-        return (Piece(answer.node, True, answer.node, True),)
-    if isinstance(answer, AnswerList) and answer.kind == "tuple" and len(answer.items) == 2:
-        low, high = answer.items
-        if isinstance(low, Value) and isinstance(high, Value):
-            return (Piece(low.node, False, high.node, False),)
-    if isinstance(answer, AnswerList) and answer.kind == "set":
-        return tuple(piece for item in answer.items for piece in _pieces(item))
-    raise Unreadable("not a part of a union")
+def _union(parts: Sequence[Answer]) -> Intervals:
+    spans = [as_spans(part) for part in parts]
+    if None in spans:
+        raise Unreadable("not a part of a union")
+    return Intervals(tuple(piece for part in spans if part for piece in part.pieces))
 
 
 def read_decimal_comma(text: str) -> Fraction | None:
@@ -433,36 +378,26 @@ def _read_value(text: str, depth: int) -> Answer | None:
     if percent := _PERCENT_TAIL.search(text):
         core = text[: percent.start()].strip()
         return _with_words(core, "percent") if core else None
-    glued = _WORD_TAIL.search(text) or _GLUED_TAIL.search(text)
-    if (
-        glued is None or len(glued["unit"]) < 2 or not is_glued(glued["unit"].partition("^")[0])
-    ):  # 25 mph is not 25 m p h
+    word, letters = _WORD_TAIL.search(text), _GLUED_TAIL.search(text)
+    glued = word or letters
+    if glued is None or len(glued["unit"]) < 2 or not is_glued(glued["unit"]):  # 25 mph is not 25 m p h
         try:
             return _spread(parse(text), None)
         except Unreadable:
             pass
-    for pattern in (_UNIT_TAIL, _WORD_TAIL, _GLUED_TAIL):
-        match = pattern.search(text)
-        if match is None or not match.start("unit"):
+    for tail in (_UNIT_TAIL.search(text), word, letters):
+        words = WRAPPED_TEXT.sub(r"\1", tail["unit"]) if tail and tail.start("unit") else ""
+        if not re.search("[A-Za-z%]", words) or (tail is letters and not is_glued(words)):
             continue
-        words = WRAPPED_TEXT.sub(r"\1", match.group("unit"))
-        if not re.search(r"[A-Za-z%]", words) or (pattern is _GLUED_TAIL and not is_glued(words)):
-            continue
-        if pattern is _GLUED_TAIL:
-            words += match.group("power") or ""
-        core = text[: match.start("unit")].strip()
-        found = _with_words(core, words)
-        if found is not None:
+        if tail and (found := _with_words(text[: tail.start("unit")].strip(), words)) is not None:
             return found
     return None
 
 
 def _with_words(core: str, words: str) -> Answer | None:
-    factor = Fraction(1)
     first, _, rest = words.strip().partition(" ")
-    if first.lower().strip(".") in MULTIPLIERS:
-        factor, words = Fraction(MULTIPLIERS[first.lower().strip(".")]), rest
-    unit = read_unit(words)
+    factor = MULTIPLIERS.get(first.lower().strip("."), 1)
+    unit = read_unit(words if factor == 1 else rest)
     if unit is None:
         return None
     value = read_number(core)
@@ -470,15 +405,13 @@ def _with_words(core: str, words: str) -> Answer | None:
         node = ("n", value) if value is not None else parse(core)
     except Unreadable:
         return None
-    return _spread(node if factor == 1 else ("*", node, ("n", factor)), unit if unit.words else None)
+    return _spread(node if factor == 1 else ("*", node, ("n", Fraction(factor))), unit if unit.words else None)
 
 
 def _spread(node: Node, unit: Unit | None) -> Answer:
     values = signs(node)
+    if node[0] == "-" and node[1][0] == "deg":
+        node = ("deg", ("-", node[1][1]))
     if len(values) == 1:
-        if values[0][0] == "deg":
-            return Value(values[0][1], read_unit("degrees"))
-        if values[0][0] == "-" and values[0][1][0] == "deg":
-            return Value(("-", values[0][1][1]), read_unit("degrees"))
-        return Value(values[0], unit)
+        return Value(node[1], read_unit("degrees")) if node[0] == "deg" else Value(node, unit)
     return AnswerList("list", tuple(Value(value, unit) for value in values), signs=True)

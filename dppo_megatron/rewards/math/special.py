@@ -32,9 +32,6 @@ _BASED_WORDS = re.compile(r"([0-9A-Fa-f]+)\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\
 _ENVIRONMENT = re.compile(
     r"\\begin\s*\{([pbB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL
 )
-_CHOICE = re.compile(r"\(?([A-Z])\)?")
-_CHOICE_TEXT = re.compile(r"\\text\{\s*\(?\s*([A-Za-z])\s*\)?\s*[.:]?\s*\}|\(\s*(?:\\text\{\s*)?([A-Za-z])\s*\}?\s*\)")
-_LED_CHOICE = re.compile(r"\(?(?:\\text\{\s*)?\(?([A-Z])\)?\s*[).:]\s*\}?\s*(.+)", re.DOTALL)
 _LEAD = re.compile(
     r"(?:so|thus|hence|therefore)?,?\s*(?:the\s+)?(?:final\s+)?(?:correct\s+)?(?:answer|solution|result)s?(?![A-Za-z])"
     r"(?:\s+set)?\s*(?:is|are|:|=)?\s*:?\s*",
@@ -76,15 +73,12 @@ def read_special(text: str, depth: int) -> Answer | None:
         return Value(INFINITY)
     if (number := read_number_words(plain)) is not None:
         return Value(("n", number))
-    if match := _CHOICE_TEXT.fullmatch(text):
-        letter = next(group for group in match.groups() if group)
-        return Words(letter.lower(), (letter.upper(),))
     if match := _BASED.fullmatch(WRAPPED_TEXT.sub(r"\1", text) if "}_" in text else text) or _BASED_WORDS.fullmatch(
         text
     ):
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
-        if 2 <= base <= 36 and has_digits_of(match[1], base):
-            return Based(match[1].upper().lstrip("+"), base)
+        if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
+            return _based(match[1].upper(), base)
         if match[1].isdigit() and base:
             return Words(text)  # 7_7 is no number
     if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and depth == 0:
@@ -110,10 +104,6 @@ def without_sentence(text: str) -> str:
 
 def read_words(text: str) -> Answer:
     """A reference or answer that is neither a number nor a formula: words."""
-    if (match := _LED_CHOICE.fullmatch(text)) and not re.search(r"=|\([A-Z]\)|\b(?:or|and|not)\b", match[2]):
-        return Words(plain_words(match[2]), (match[1],))
-    if match := _CHOICE.fullmatch(text):
-        return Words(match[1].lower(), (match[1],))
     plain = plain_words(text)
     if not plain or not re.search(r"[a-z]{2}", plain) or re.search(r"[\\^_{}=<>]", plain):
         raise Unreadable("neither mathematics nor words")
@@ -133,17 +123,20 @@ def plain_words(text: str) -> str:
     return " ".join(re.sub(r"[.,;:!?\"'`“”]", " ", text).lower().split())
 
 
-def has_digits_of(digits: str, base: int) -> bool:
-    return all(sign in "-." or int(sign, 36) < base for sign in digits)
+def _based(digits: str, base: int) -> Answer:
+    """Another base is another answer: a question that asks for a conversion would else be answered by itself."""
+    if base == 10:
+        return Value(("n", Fraction(digits)))
+    whole, point, rest = digits.lstrip("-").lstrip("0").partition(".")
+    return Based("-" * digits.startswith("-") + whole + (point + rest).rstrip("0").rstrip("."), base)
 
 
 def read_clock(match: re.Match[str]) -> Clock | None:
     """A time of day; None for what no clock shows, such as 25:00."""
-    hour = int(match[1] or match[4] or match[6])
-    minute = int(match[2] or match[5] or 0)
-    if hour > 24 or minute > 59:
+    hour, minute, half = int(match[1] or match[4] or match[6]), int(match[2] or match[5] or 0), (match[3] or "").lower()
+    if hour > 24 or minute > 59 or (half and hour > 12):
         return None
-    return Clock(hour, minute, (match[3] or "").lower())
+    return Clock(hour % 12 + 12 * (half == "p") if half else hour, minute, half)
 
 
 def read_grid(body: str) -> Grid:

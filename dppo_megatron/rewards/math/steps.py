@@ -9,17 +9,7 @@ import random
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
-from dppo_megatron.rewards.math.evaluate import (
-    Discrete,
-    Doubles,
-    Evaluation,
-    Irrational,
-    TooBig,
-    Undefined,
-    Unsure,
-    WorkLimit,
-    rational,
-)
+from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate
 from dppo_megatron.rewards.math.trees import Node, symbols
 
 _MAX_DEGREE = 8
@@ -90,13 +80,13 @@ def _zeros(
 ) -> list[Fraction]:
     targets = [Fraction(0)]
     if is_stair:
-        there = rational(inside, {**fixed, name: Fraction(drawn.randrange(1, 10**6), 7)}, work)
+        there = approximate(inside, {**fixed, name: Fraction(drawn.randrange(1, 10**6), 7)}, work)
         far = math.floor(there) if there is not None else drawn.randrange(100)
         targets = [Fraction(whole) for whole in (*range(-4, 8), far, far + 1)]
     try:
         pieces = _quotients(inside, name, fixed, work)
     except _NoPolynomial:
-        return [place for target in targets[:3] for place in _crossings(inside, name, fixed, target, work)]
+        return [sign * size for sign in (-1, 1) for size in _GRID]  # something else than polynomials: points between
     found = []
     for above, below in pieces:
         found += _roots(below, work)
@@ -114,12 +104,9 @@ def _quotients(node: Node, name: str, fixed: Mapping[str, Fraction], work: WorkL
     work.spend(3)
     kind, one = node[0], [Fraction(1)]
     if name not in symbols(node):
-        value = rational(node, fixed, work)
+        value = approximate(node, fixed, work)
         if value is None:
-            near = _double(node, fixed, work)
-            if near is None:
-                raise _NoPolynomial
-            value = Fraction(near)
+            raise _NoPolynomial
         return [([value], one)]
     if kind == "s":
         return [([Fraction(0), Fraction(1)], one)]
@@ -214,37 +201,3 @@ def _value(polynomial: Polynomial, at: Fraction) -> Fraction:
     for part in reversed(polynomial):
         value = value * at + part
     return value
-
-
-def _crossings(
-    inside: Node, name: str, fixed: Mapping[str, Fraction], target: Fraction, work: WorkLimit
-) -> list[Fraction]:
-    """Where something else than a polynomial crosses a value, between points of a wide grid."""
-    found, before = [], None
-    for place in (*(-size for size in reversed(_GRID)), *_GRID):
-        value = _double(inside, {**fixed, name: place}, work)
-        now = None if value is None else (place, value - float(target))
-        if before is not None and now is not None and before[1] * now[1] <= 0:
-            low, high = before[0], now[0]
-            for _ in range(12):
-                middle = (low + high) / 2
-                at = _double(inside, {**fixed, name: middle}, work)
-                if at is None:
-                    break
-                low, high = (middle, high) if (at < target) == (before[1] < 0) else (low, middle)
-            found.append(low)
-        before = now
-    return found
-
-
-def _double(node: Node, values: Mapping[str, Fraction], work: WorkLimit) -> float | None:
-    try:
-        value = Evaluation(values, Doubles, work).of(node)
-    except (Undefined, Discrete, Unsure, Irrational, OverflowError, ZeroDivisionError, ValueError):
-        return None
-    except TooBig:
-        if work.left < 0:
-            raise
-        return None
-    value = value if isinstance(value, Fraction) else value if not value.imag else math.nan
-    return float(value.real) if math.isfinite(value.real) else None

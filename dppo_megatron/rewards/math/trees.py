@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import itertools
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 Node = tuple[Any, ...]
@@ -51,8 +52,8 @@ def signs(node: Node) -> list[Node]:
         return [node]
     if found > 3 or (opposed and found > 1):
         raise Unreadable("too many plus-minus signs")
-    choices = range(2 ** max(found, 1))
-    return [_choose(node, [bool(choice >> bit & 1) for bit in range(3)], [0]) for choice in choices]
+    choices = itertools.product((False, True), repeat=max(found, 1))
+    return [_choose(node, iter(choice), choice[0]) for choice in choices]
 
 
 def _count(node: Any, kind: str) -> int:
@@ -61,23 +62,14 @@ def _count(node: Any, kind: str) -> int:
     return int(node[0] == kind) + sum(_count(part, kind) for part in node[1:])
 
 
-def _choose(node: Any, minus: list[bool], seen: list[int]) -> Any:
+def _choose(node: Any, minus: Iterator[bool], is_first_minus: bool) -> Any:
     if not isinstance(node, tuple):
         return node
-    if node[0] == "pm":
-        index = seen[0]
-        seen[0] += 1
-        inside = _choose(node[1], minus, seen)
-        return ("-", inside) if minus[index] else inside
-    if node[0] == "mp":
-        inside = _choose(node[1], minus, seen)
-        return inside if minus[0] else ("-", inside)
-    return (node[0], *(_choose(part, minus, seen) for part in node[1:]))
-
-
-def renamed(node: Node, old: str, new: str) -> Node:
-    """The tree with another name for one of its variables."""
-    return substituted(node, old, ("s", new))
+    if node[0] in ("pm", "mp"):
+        is_minus = next(minus) if node[0] == "pm" else not is_first_minus
+        inside = _choose(node[1], minus, is_first_minus)
+        return ("-", inside) if is_minus else inside
+    return (node[0], *(_choose(part, minus, is_first_minus) for part in node[1:]))
 
 
 def substituted(node: Node, name: str, by: Node) -> Node:

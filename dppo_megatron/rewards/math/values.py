@@ -13,8 +13,7 @@ from fractions import Fraction
 from dppo_megatron.rewards.math.answers import INFINITY, Value
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
-from dppo_megatron.rewards.math.numbers import rounds_to
-from dppo_megatron.rewards.math.trees import Node, renamed, substituted, symbols
+from dppo_megatron.rewards.math.trees import Node, substituted, symbols
 from dppo_megatron.rewards.math.units import Unit, read_unit
 
 Verdict = bool | None
@@ -57,16 +56,17 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
     other_unit = other.unit or _NO_UNIT
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
         return _percents(gold, gold_unit, other, other_unit, rules)
-    if {gold_unit.dimension, other_unit.dimension} == {"angle", "angle:radian"}:
+    if {gold_unit.dimension, other_unit.dimension} == {"angle", "radians"}:
         degrees, radians = (gold, other) if gold_unit.dimension == "angle" else (other, gold)
         return same(("deg", degrees.node), radians.node, rules.work)
     if gold_unit.dimension and other.unit is None and (written := _with_unit(other.node, gold_unit)):
         return equal_values(gold, written, rules)
-    if gold_unit.dimension and other_unit.dimension:
+    stated = gold.unit.words if gold.unit else gold_unit.dimension
+    if stated and other_unit.words:
         if gold_unit.dimension != other_unit.dimension:
             return False
         if gold_unit.factor != other_unit.factor:
-            return equal_nodes(_times(gold.node, gold_unit.factor), _times(other.node, other_unit.factor), rules)
+            return equal_nodes(_times(gold.node, gold_unit), _times(other.node, other_unit), rules)
     verdict = equal_nodes(gold.node, other.node, rules)
     if verdict:
         return True
@@ -109,69 +109,51 @@ def equal_nodes(gold: Node, other: Node, rules: Rules) -> Verdict:
     """Whether two parsed expressions have the same value."""
     if gold == other:
         return True
-    if _is_infinite(gold) or _is_infinite(other):
+    if _infinite_sign(gold) or _infinite_sign(other):
         return _infinite_sign(gold) == _infinite_sign(other)
-    if (rules.tolerances or rules.digits) and not symbols(gold) | symbols(other):
-        return _rounded(gold, other, rules)
     verdict = same(gold, other, rules.work)
-    if verdict is False and rules.decimals and not symbols(gold) | symbols(other):
-        return _is_rounding(gold, other, rules.decimals)
-    if verdict is False and rules.their_digits >= _FULL_PRECISION and not symbols(gold):
-        return _is_full_precision(gold, other, rules.their_digits)
+    if verdict is not True and not symbols(gold) | symbols(other):
+        return True if _near(gold, other, rules) else verdict
     if verdict is False and _has_pi(gold) and symbols(gold) | symbols(other) <= {"k", "m", "n"}:
         turn = parameter_turn(gold, other, rules.work)
         verdict = same(gold, substituted(other, *turn), rules.work) if turn else False
-    if verdict is False and (constant := _with_constant(gold, other)) is not None:
+    if verdict is False and (constant := _with_constant(gold, other, rules.work)) is not None:
         verdict = same(gold, constant, rules.work)
     return verdict
 
 
-def _rounded(gold: Node, other: Node, rules: Rules) -> Verdict:
-    """Within the row's tolerance, or rounding to the reference at its own digits."""
-    verdict = same(gold, other, rules.work)
-    if verdict:
-        return True
-    stated, value = rational(gold), _decimal_value(other)
-    if stated is None:
-        stated = _decimal_value(gold)
+def _near(gold: Node, other: Node, rules: Rules) -> bool:
+    """Within the row's tolerance; rounding to the reference at the digits that the row says are right; 30.52 for the
+    exact 1587/52 or 0.0833333333333333 for 1/12, but not 3.14 for pi, nor 0.25 for the decimal 249/1000."""
+    if not (rules.tolerances or rules.digits or rules.decimals or rules.their_digits >= _FULL_PRECISION):
+        return False
+    stated, value = approximate(gold, None, rules.work), approximate(other, None, rules.work)
     if stated is None or value is None:
-        return verdict
+        return False
+    apart = abs(value - stated)
     if rules.tolerances:
-        return abs(value - stated) <= rules.tolerances[0]
-    return rounds_to(value, stated, rules.digits)
-
-
-def _is_rounding(gold: Node, other: Node, places: int) -> bool:
-    """30.52 for 1587/52, which is no decimal; but 0.25 is not for 249/1000, which is one."""
-    stated, value = rational(gold), _endless(other)
-    return stated is not None and value is not None and abs(value - stated) * 2 * 10**places < 1
+        return apart <= rules.tolerances[0]
+    if rules.digits:
+        return apart * 2 <= _last_place(stated, rules.digits)
+    if rules.decimals:
+        return _is_endless(value) and apart * 2 * 10**rules.decimals < 1
+    return _is_endless(stated) and apart <= _last_place(value, min(rules.their_digits, 15))
 
 
 _FULL_PRECISION = 12
 
 
-def _is_full_precision(gold: Node, other: Node, digits: int) -> bool:
-    """0.0833333333333333 for 1/12: what a program prints, right in each of its digits. 3.14 for pi is not."""
-    stated, value = _endless(gold), rational(other)
-    if stated is None or not value:
-        return False
-    unit = Fraction(10) ** (math.floor(math.log10(abs(value))) + 1 - min(digits, 15))
-    return abs(value - stated) <= unit
+def _last_place(value: Fraction, digits: int) -> Fraction:
+    """What one more is worth in the last of so many significant digits."""
+    return Fraction(10) ** (math.floor(math.log10(abs(value))) + 1 - digits) if value else Fraction(0)
 
 
-def _endless(node: Node) -> Fraction | None:
-    """The value of a constant that no decimal equals; None for others."""
-    value = rational(node)
-    if value is None:
-        return _decimal_value(node)
+def _is_endless(value: Fraction) -> bool:
+    """Whether no decimal equals it. Doubles, which stand for irrational numbers, have a power of two below the line."""
     rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return None if rest == 1 else value
-
-
-_PARAMETERS = frozenset("kst")
+    while rest % 5 == 0:
+        rest //= 5
+    return rest & (rest - 1) != 0 or rest >= 2**30
 
 
 def parameter_turn(gold: Node, other: Node, work: WorkLimit) -> tuple[str, Node] | None:
@@ -182,11 +164,11 @@ def parameter_turn(gold: Node, other: Node, work: WorkLimit) -> tuple[str, Node]
     (n - 1) pi is another number.
     """
     ours, theirs = symbols(gold), symbols(other)
-    if not len(ours) == len(theirs) == 1 or (ours == theirs and not ours <= _PARAMETERS):
+    if not len(ours) == len(theirs) == 1 or (ours == theirs and ours != {"k"}):
         return None
     (mine,), (name,) = ours, theirs
     ends = [
-        approximate(substituted(node, letter, ("n", Fraction(at))), work)
+        approximate(node, {letter: Fraction(at)}, work)
         for node, letter in ((gold, mine), (other, name))
         for at in (0, 1)
     ]
@@ -199,49 +181,21 @@ def parameter_turn(gold: Node, other: Node, work: WorkLimit) -> tuple[str, Node]
     return name, ("s", mine) if (back, shift) == (1, 0) else moved
 
 
-_CONSTANTS = frozenset(["C", "c", "K", "k", "C_1", "c_1", "C_0"])
+_CONSTANTS = frozenset(["c", "K", "k", "C_1", "c_1", "C_0"])
+_VARIABLES = frozenset("xyztuvw")
 
 
-def _with_constant(gold: Node, other: Node) -> Node | None:
-    """An antiderivative's `+ c` with the letter that the reference has; None where neither is one.
-
-    The letter is a term of its own on both sides and nowhere else. A small c of the reference may be a coefficient
-    (ax^2 + bx + c) or a side (a + b + c), unless neither a nor b stands beside it.
-    """
+def _with_constant(gold: Node, other: Node, work: WorkLimit) -> Node | None:
+    """x^2 + k as the reference x^2 + C has it, and 2cx as 2Cx; None where no constant of integration, which is added to
+    a function of a variable, has another letter."""
     ours, theirs = symbols(gold), symbols(other)
-    mine = [name for name in ("C", "c") if name in ours - theirs and _is_term(gold, name)]
-    known = ours & theirs
-    added = [name for name in theirs - ours if name in _CONSTANTS and _is_term(other, name)]
-    if ours - theirs == {"C"} and theirs - ours == {"c"} and gold[0] == "*":
-        return renamed(other, "c", "C")  # 2Cx^2
-    if len(mine) != 1 or len(added) != 1 or (mine == ["c"] and (known & {"a", "b"} or added != ["C"])):
+    added = theirs - ours
+    if ours - theirs != {"C"} or len(added) != 1 or not added <= _CONSTANTS or not ours & _VARIABLES:
         return None
-    return renamed(other, added[0], mine[0])
-
-
-def _is_term(node: Node, name: str) -> bool:
-    """Whether the variable stands in the sum once, as a term with a plus sign, and there is more than it."""
-    if node[0] != "+":
-        return False
-    left, right = node[1], node[2]
-    if right == ("s", name):
-        return name not in symbols(left)
-    if left == ("s", name):
-        return name not in symbols(right)
-    return name not in symbols(right) and _is_term(left, name)
-
-
-def _decimal_value(node: Node) -> Fraction | None:
-    """A real constant's value to double precision."""
-    value = rational(node)
-    if value is not None:
-        return value
-    near = approximate(node)
-    return None if near is None else Fraction(near)
-
-
-def _is_infinite(node: Node) -> bool:
-    return node == INFINITY or node == ("-", INFINITY)
+    one, constant = ("n", Fraction(1)), ("s", "C")
+    if added == {"c"} or same(("+", gold, one), substituted(gold, "C", ("+", constant, one)), work):
+        return substituted(other, next(iter(added)), constant)
+    return None
 
 
 def _infinite_sign(node: Node) -> int:
@@ -252,8 +206,8 @@ def _has_pi(node: Node) -> bool:
     return node == ("c", "pi") or any(isinstance(part, tuple) and _has_pi(part) for part in node[1:])
 
 
-def _times(node: Node, factor: Fraction) -> Node:
-    return ("*", node, ("n", factor))
+def _times(node: Node, unit: Unit) -> Node:
+    return ("*", node, ("n", unit.factor))
 
 
 def all_of(verdicts: Sequence[Verdict]) -> Verdict:
