@@ -131,7 +131,7 @@ class _TraceLine(msgspec.Struct):
     step: _Some
     prompts: list[_Count]
     rewards: list[list[Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)] | None]]  # squares have to fit a float32
-    lengths: list[list[_Count]]
+    lengths: list[list[_Some]]  # a completion has its stop token at least
     logit_grad_norm: list[list[_Amount]]
     kept: list[_Count]
     seconds: _Seconds
