@@ -25,7 +25,6 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.data.order import Order, make_order
 from dppo_megatron.pruning import (
     CompletionBatch,
-    LedgerRow,
     Selection,
     group_second_moment,
     make_completion_policy,
@@ -46,6 +45,7 @@ from dppo_megatron.selection.arrays import (
     part,
     with_refills,
 )
+from dppo_megatron.selection.bias import Source, sized
 from dppo_megatron.selection.coefficients import Coefficients
 from dppo_megatron.types import FloatArray, IntArray, StepCounts, UserError
 
@@ -207,11 +207,11 @@ class Selector:
         groups = self._prompt_policy.keep_groups(rollouts.rewards, step=zero_based)
         minibatch = self._assign(prompts, groups)
         advantages = self._coefficients.advantages(rollouts, prompts.weight * groups.weight)
-        denominator, denominator_row = self._denominator(rollouts.lengths, minibatch, groups, of)
+        denominator, divided = self._denominator(rollouts.lengths, minibatch, groups, of, prompts)
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
         moment = group_second_moment(advantages * rollouts.logit_grad_norm / denominator)
         of.outcome = _Learned(prompts, rollouts, moment)
-        trainable, filter_row = self._coefficients.trainable(rollouts, groups)
+        trainable, filtered = self._coefficients.trainable(rollouts, groups)
         nominal = self.prompts_per_step * size
         batch = completion_batch(prompts, rollouts, advantages, denominator, groups, trainable, nominal)
         rows = np.flatnonzero(trainable)
@@ -225,13 +225,19 @@ class Selector:
         first, later = of.selections[: self._updates], of.selections[self._updates :]
         planned = merge(first, np.arange(sum(len(selection.kept) for selection in first)))
         offered = with_refills(planned, later)
-        ledger = (
-            *planned.ledger,
-            *(groups.ledger if self._prompt_policy.resamples else ()),
-            *self._coefficients.whitening_row(planned),
-            *denominator_row,
-            *filter_row,
-            *completions.ledger,
+        by_completions = np.ones(rollouts.rewards.size)
+        by_completions[rows] = completions.expected_weight
+        ledger, bias = sized(
+            (
+                Source(planned.ledger, offered.expected_weight[offered.kept, None], lost=_lost(offered)),
+                *([Source(groups.ledger, groups.expected_weight[:, None])] if self._prompt_policy.resamples else []),
+                self._coefficients.whitening(planned, of.selections, rollouts),
+                divided,
+                filtered,
+                Source(completions.ledger, by_completions.reshape(rollouts.rewards.shape)),
+            ),
+            self._coefficients.squared_norms(rollouts, advantages, denominator),
+            prompts.inclusion_prob,
         )
         of.reweighted = is_reweighted(planned) or is_reweighted(completions)
         of.kept_costs = _kept_cost(planned), _kept_cost(completions)
@@ -250,7 +256,9 @@ class Selector:
             denominator=denominator.ravel(),
             minibatch=np.repeat(minibatch, size),
             ledger=ledger,
-            metrics=counts.metrics() | self._metrics(offered, batch, completions, rollouts, prompts, zero_based),
+            metrics=counts.metrics()
+            | self._metrics(offered, batch, completions, rollouts, prompts, zero_based)
+            | ({} if bias is None else {"prune/bias_estimate": bias}),
             counts=counts,
             effect=offered.effect,
             offered=np.concatenate(of.offered),
@@ -366,12 +374,12 @@ class Selector:
         return shared
 
     def _denominator(
-        self, lengths: IntArray, minibatch: IntArray, groups: Selection, of: _OpenStep
-    ) -> tuple[FloatArray, tuple[LedgerRow, ...]]:
+        self, lengths: IntArray, minibatch: IntArray, groups: Selection, of: _OpenStep, prompts: PromptDraw
+    ) -> tuple[FloatArray, Source]:
         by_draw = [bool((selection.inclusion_prob < 1).any()) for selection in of.selections]
         # resampled: the mean over the groups that go on, which are all known
         skips = np.array([False] if self._prompt_policy.resamples else by_draw)
-        return self._coefficients.denominator(lengths, minibatch, groups, skips)
+        return self._coefficients.denominator(lengths, minibatch, groups, skips, prompts.inclusion_prob)
 
     def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, of: _OpenStep) -> Selection:
         """The completion policy on each mini-batch [n], put together in the order of `batch`."""
@@ -407,6 +415,11 @@ class Selector:
             **step_metrics(offered, batch, completions),
             **self._prompt_policy.history_metrics(step=step),
         }
+
+
+def _lost(offered: Selection) -> int:
+    """Prompts with gradient that no draw rolls out."""
+    return int((offered.inclusion_prob == 0).sum())
 
 
 def _kept_cost(selection: Selection) -> float:

@@ -185,13 +185,15 @@ def _start(name: str, limit_s: float) -> subprocess.Popen[bytes]:
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a line of metrics.jsonl; of each ledger row its kept fraction.
+    """The finite numbers of a line of metrics.jsonl; of each ledger row its kept fraction and estimated bias.
 
     Example:
         >>> numbers({"a/b": 1, "c/d": None, "prune/ledger": [{"name": "prompt", "kept_fraction": 0.5}]})
         {'a/b': 1.0, 'ledger/prompt': 0.5}
     """
-    ledger = {f"ledger/{row['name']}": row["kept_fraction"] for row in line.get("prune/ledger", ())}
+    rows = line.get("prune/ledger", ())
+    ledger = {f"ledger/{row['name']}": row["kept_fraction"] for row in rows}
+    ledger |= {f"ledger_bias/{row['name']}": row.get("bias_estimate") for row in rows}
     return {
         name: float(value)
         for name, value in [*line.items(), *ledger.items()]
