@@ -74,11 +74,19 @@ class Coefficients:
             " length of the expected gradient and not its direction"
         )
         row = LedgerRow("denominator/token_mean", 1.0, "ratio", note)
-        each = 1.0 / prompt_prob
-        drawn = np.bincount(minibatch, weights=each * lengths.mean(axis=1), minlength=self._updates)
-        mean = drawn / np.maximum(np.bincount(minibatch, weights=each, minlength=self._updates), 1.0)
-        factor = np.where(skips, mean * self._nominal(lengths) / expected, 1.0)[minibatch][:, None]
+        factor = np.where(skips, self._true_over(expected, lengths, minibatch, prompt_prob), 1.0)[minibatch][:, None]
         return self._divisor(lengths, np.where(skips, expected, tokens)[minibatch]), Source((row,), factor)
+
+    def _true_over(
+        self, expected: float, lengths: IntArray, minibatch: IntArray, prompt_prob: FloatArray
+    ) -> FloatArray:
+        """[mini-batches] tokens of all prompts over `expected`, from those that were rolled out."""
+        counts = np.stack([np.ones(len(lengths)), 1.0 / prompt_prob, lengths.mean(axis=1) / prompt_prob])
+        drawn, total, tokens = (np.bincount(minibatch, weights=each, minlength=self._updates) for each in counts)
+        mean = tokens / np.maximum(total, 1.0) * self._nominal(lengths) / expected
+        # the mean of a share of the prompts is off by 1 / sqrt(share) of what that of all is
+        share = drawn * lengths.shape[1] / self._nominal(lengths)
+        return 1.0 + (mean - 1.0) * np.sqrt(share)
 
     def _divisor(self, lengths: IntArray, tokens: FloatArray) -> FloatArray:
         """[K, G], given the token count [K] of each group's mini-batch (read by token_mean only)."""
