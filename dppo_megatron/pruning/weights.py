@@ -83,16 +83,11 @@ def weigh(
 
 
 def mean_weight(draw: Draw, estimator: str, max_weight: float) -> FloatArray:
-    """[n] E[weight], 1 where the probability is 0. Horvitz-Thompson's, capped or not, is exact.
+    """[n] E[weight], 1 where a row is never kept, by drawing again: no delta method holds for two or three rows.
 
-    A ratio form divides by what it kept, and no delta method holds for two or three rows: the design is drawn again.
-    E[1/pi; kept] = 1 is known, so what remains of chance is that of the ratio alone.
+    E[1/pi; kept] = 1 is known, so what remains of chance is that of the ratio forms' divisor alone.
     """
-    pi = draw.inclusion_prob
-    safe = np.where(pi > 0, pi, 1.0)
-    if estimator == "ht" or (estimator == "c_form" and draw.fixed_size):
-        return np.minimum(1.0, (max_weight or np.inf) * safe)
-    many = draw.again(np.random.default_rng(0), draws_enough(len(pi)))
+    many = draw.again(np.random.default_rng(0), draws_enough(len(draw.inclusion_prob)))
     plain = horvitz_thompson(many).mean(axis=0)
     mean = _weights(many, estimator, max_weight).mean(axis=0)
     return np.where(plain > 0, mean / np.where(plain > 0, plain, 1.0), 1.0)
@@ -132,19 +127,17 @@ def weigh_biased(
     note: str,
     label: Label | None = None,
     score: FloatArray | None = None,
-    mean_weight: FloatArray | None = None,
 ) -> Selection:
     """A factor (scalar or [n]) on the kept elements of a draw that no weight can make unbiased.
 
     Args:
         label, score: as for `weigh`; without a label, exact where the design keeps everything with factor 1.
-        mean_weight: [n] of `Selection`; None: probability times factor.
     """
     everything = bool(np.all(draw.inclusion_prob == 1.0) and np.all(np.asarray(scale) == 1.0))
     given: Label = label or ("exact" if everything else "biased")
     weight = np.where(draw.kept, scale, 0.0)
-    mean = draw.inclusion_prob * scale if mean_weight is None else mean_weight
-    return replace(_selection(draw, name, weight, given, "" if given == "exact" else note, score), mean_weight=mean)
+    selection = _selection(draw, name, weight, given, "" if given == "exact" else note, score)
+    return replace(selection, mean_weight=draw.inclusion_prob * scale)
 
 
 def _selection(

@@ -21,8 +21,6 @@ from dppo_megatron.pruning import LedgerRow, Selection
 from dppo_megatron.pruning.weights import draws_enough
 from dppo_megatron.types import FloatArray
 
-_NO_GRADIENT = "the step has no gradient"
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -31,8 +29,6 @@ class Source:
     rows: tuple[LedgerRow, ...]
     factor: FloatArray | None = None
     """[K, G] or [K, 1]; None: not known, or no rows."""
-    unknown: str = ""
-    """Why not."""
     lost: int = 0
     """Prompts that it never rolls out."""
 
@@ -60,7 +56,8 @@ def sized(
         if source.factor is not None:
             together = together * source.factor
         size = None if source.factor is None else bias(source.factor, source.lost)
-        ledger += [row.sized(size, source.unknown or _NO_GRADIENT) for row in source.rows]
+        why = "there is no gradient" if source.factor is not None else "the skipping has no known probabilities"
+        ledger += [row.sized(size, why) for row in source.rows]
     known = all(source.factor is not None for source in sources if source.rows)
     return tuple(ledger), bias(together, sum(source.lost for source in sources)) if known else None
 
@@ -68,18 +65,17 @@ def sized(
 def whitening_factor(
     prompts: Sequence[Selection], moment: FloatArray, count: FloatArray, *, eps: float
 ) -> FloatArray | None:
-    """[K] by what dividing by the drawn prompts' deviation multiplies the groups, by drawing the prompts again.
+    """[K] by what the drawn prompts' deviation, as a divisor, multiplies each group; None: not known.
 
-    The skipped ones' moments are not known: those of drawn ones of about the same probability stand for them, each as
-    often as its weight says.
+    By drawing the prompts again. Drawn ones of about the same probability stand for those that were skipped, each as
+    often as its weight tells.
 
     Args:
         prompts: the selections that offered prompts, in order.
         moment, count: [K] sum of squared centred rewards of each group, and its graded completions.
         eps: added to the deviation.
     """
-    by_chance = [bool(((one.inclusion_prob > 0) & (one.inclusion_prob < 1)).any()) for one in prompts]
-    if not len(moment) or any(one.again is None and chance for one, chance in zip(prompts, by_chance, strict=True)):
+    if not len(moment) or any(one.again is None and (one.inclusion_prob % 1.0).any() for one in prompts):
         return None
     kept = np.concatenate([one.kept for one in prompts])
     pi = np.concatenate([one.inclusion_prob for one in prompts])

@@ -126,15 +126,13 @@ class Coefficients:
         moment = np.square(group_advantages(self._shaped(rollouts), divide_by_std=False, eps=0.0)).sum(axis=1)
         graded = (~np.isnan(rollouts.rewards)).sum(axis=1)
         factor = whitening_factor(selections, moment, graded, eps=objective.advantage_eps)
-        return Source((row,), None if factor is None else factor[:, None], "the skipping has no known probabilities")
+        return Source((row,), None if factor is None else factor[:, None])
 
     def squared_norms(self, rollouts: Rollouts, advantages: FloatArray, denominator: FloatArray) -> FloatArray:
         """[K, G] squared gradient norms of the completions, up to a common factor, without weights."""
         slope = zero_advantage_slope(self._config.objective)
-        norms = completion_score(
-            advantages, rollouts.logit_grad_norm, denominator, np.ones(1), zero_advantage_slope=slope
-        )
-        return np.square(norms)
+        norms = rollouts.logit_grad_norm
+        return np.square(completion_score(advantages, norms, denominator, np.ones(1), zero_advantage_slope=slope))
 
     def learn_length(self, lengths: IntArray, weight: FloatArray) -> None:
         """From lengths [K, G] of prompts with weights [K]."""

@@ -227,9 +227,10 @@ class Selector:
         offered = with_refills(planned, later)
         by_completions = np.ones(rollouts.rewards.size)
         by_completions[rows] = completions.expected_weight
+        never = int((offered.inclusion_prob == 0).sum())
         ledger, bias = sized(
             (
-                Source(planned.ledger, offered.expected_weight[offered.kept, None], lost=_lost(offered)),
+                Source(planned.ledger, offered.expected_weight[offered.kept, None], lost=never),
                 *([Source(groups.ledger, groups.expected_weight[:, None])] if self._prompt_policy.resamples else []),
                 self._coefficients.whitening(planned, of.selections, rollouts),
                 divided,
@@ -415,11 +416,6 @@ class Selector:
             **step_metrics(offered, batch, completions),
             **self._prompt_policy.history_metrics(step=step),
         }
-
-
-def _lost(offered: Selection) -> int:
-    """Prompts with gradient that no draw rolls out."""
-    return int((offered.inclusion_prob == 0).sum())
 
 
 def _kept_cost(selection: Selection) -> float:

@@ -173,9 +173,8 @@ def server_rows(config: RolloutConfig, stats: RolloutStats, *, groups: int, comp
     again = "sampled again, so those that end early are more likely"
     if config.async_steps and config.sync.in_flight == "abort":
         note = f"completions that a weight sync interrupts are {again}"
-        rows.append(
-            LedgerRow("rollout/aborted", 1.0, "biased", note).sized((stats.groups_aborted or 0) / max(groups, 1))
-        )
+        share = (stats.groups_aborted or 0) / max(groups, 1)
+        rows.append(LedgerRow("rollout/aborted", 1.0, "biased", note).sized(share))
     if resent := stats.groups_resent:
         note = f"{resent} groups of a server that failed were {again}: it samples without seeds"
         rows.append(LedgerRow("rollout/resent", 1.0, "biased", note).sized(resent / max(groups, 1)))

@@ -8,7 +8,6 @@ below 0.001 any other that is below 0.002.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -25,7 +24,6 @@ from label_cases import (
     make_case,
     planned_prompts,
 )
-from label_configs import make_outcomes
 from support.cases import Choose
 
 from dppo_megatron.config.objective import ObjectiveConfig, zero_advantage_slope
@@ -96,7 +94,12 @@ def verdicts(chosen: Iterable[int]) -> dict[tuple[str, ...], list[bool]]:
 def share(results: dict[tuple[str, ...], list[bool]], wanted: Sequence[str], *, alone: bool) -> tuple[float, int]:
     """Right ones of the configurations in which all sources (alone), or one of them, are as wanted."""
     some = all if alone else any
-    right = [one for names, every in results.items() if some(name.startswith(tuple(wanted)) for name in names) for one in every]
+    right = [
+        one
+        for names, every in results.items()
+        if some(name.startswith(tuple(wanted)) for name in names)
+        for one in every
+    ]
     return float(np.mean(right)) if right else 1.0, len(right)
 
 
@@ -111,3 +114,88 @@ def test_sizes_are_within_a_factor_of_two(cases: Choose) -> None:
     by_completions, _ = share(results, ["completion/"], alone=True)
     if not chosen.are_few:
         assert count > 150 and everything > 0.88 and by_completions > 0.95, (everything, by_completions, count)
+
+
+# ------------------------------------------------------------------------------------------ steps of a usual size
+
+
+def larger_case(index: int, prompts: int, **objective: object) -> Case:
+    """The fourth step of a run over as many prompts as a step has, each with a pass rate of its own."""
+    rng = np.random.default_rng((7, index, prompts))
+    config = Config(steps=1000, seed=index, objective=ObjectiveConfig(**objective))  # type: ignore[arg-type]
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = prompts, 4
+    config.rollout.sampling.max_completion_tokens = 12
+    config.pruning.prompt.method, config.pruning.prompt.score = str(rng.choice(["dppo", "infobatch"])), "beta"
+    config.pruning.prompt.rate, config.pruning.prompt.warmup_epochs = float(rng.choice([0.3, 0.5, 0.7])), 0.0
+    rate, lengths = rng.choice([0.0, 0.2, 0.5, 0.9, 1.0], (prompts, 1)), rng.integers(3, 12, (prompts, 1))
+
+    def outcomes() -> Rollouts:
+        shape = (prompts, 4)
+        size = np.clip(lengths + rng.integers(-2, 3, shape), 1, 12)
+        return Rollouts((rng.random(shape) < rate).astype(float), size, rng.uniform(0.2, 1, shape) * np.sqrt(size))
+
+    selector = Selector(config, prompts, order=PromptOrder(prompts, 0))
+    case = Case(config, selector, 1, selector.state_dict(), outcomes())
+    for step in (1, 2, 3):
+        case.run()
+        selector.feedback(StepCost(step, 1.0, 1.0, 0.0))
+        case.step, case.state, case.outcomes = step + 1, selector.state_dict(), outcomes()
+    return case
+
+
+def larger_verdicts(count: int, prompts: int, **objective: object) -> list[tuple[float, float]]:
+    """(truth, estimate) of such steps, where there are both."""
+    found = []
+    for index in range(count):
+        case = larger_case(index, prompts, **objective)
+        expected = [expectation(case)]
+        truth, size = true_bias(case, expected), estimate(expected)
+        if truth is not None and size is not None and sources(expected[0].decisions[0]):
+            found.append((truth, size))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("objective", "least"), [({"advantage": "reinforce_baseline"}, 0.8), ({"normalization": "token_mean"}, 0.7)]
+)
+def test_what_rests_on_skipped_prompts(objective: dict[str, object], least: float) -> None:
+    """The deviation and the tokens of all prompts, in steps of 16, from those that were rolled out."""
+    pairs = larger_verdicts(60, 16, **objective)
+    assert len(pairs) > 30 and np.mean([is_right(size, truth) for truth, size in pairs]) > least
+
+
+# ------------------------------------------------------------------------------------- sampled until there is variance
+
+
+@pytest.mark.parametrize("method", ["greso", "dynamic_sampling"])
+@pytest.mark.parametrize("table", range(3))
+def test_resampled_steps(method: str, table: int) -> None:
+    """Against the mean over all prompts of the set, over 200 orders of them: their own target is another one."""
+    rng, count, size = np.random.default_rng(table), 24, 4
+    rewards = (rng.random((count, size)) < rng.choice([0.0, 0.3, 0.6, 1.0], (count, 1))).astype(float)
+    outcomes = Rollouts(rewards, rng.integers(1, 13, (count, size)), rng.uniform(0.3, 1, (count, size)))
+    config = Config(steps=1000)
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 6, size
+    config.rollout.sampling.max_completion_tokens = 12
+    config.pruning.prompt.method = method
+    first = Selector(config, count, order=PromptOrder(count, 0))
+    case = Case(config, first, 1, first.state_dict(), outcomes)
+    for step in range(1, 5):  # every prompt is seen
+        case.run()
+        first.feedback(StepCost(step, 1.0, 1.0, 0.0))
+        case.step, case.state = step + 1, first.state_dict()
+    drawn, sizes = np.zeros((200, count, size)), []
+    for seed in range(len(drawn)):
+        config.seed = seed
+        case.selector, case.state["position"] = Selector(config, count, order=PromptOrder(count, seed + 1)), 0
+        decision = case.run()
+        sizes.append(decision.metrics["prune/bias_estimate"])
+        for key, value in drawn_coefficients(decision)[0].items():
+            drawn[(seed, *key)] = value
+    every = full_coefficients(case, np.arange(count))[0]
+    full = np.array([[every[q, i] for i in range(size)] for q in range(count)]) * 6 / count
+    squared = np.square(outcomes.logit_grad_norm)
+    off = (squared * (np.square(drawn.mean(axis=0) - full) - drawn.var(axis=0) / len(drawn))).sum()
+    truth = (off / (squared * np.square(full)).sum()) ** 0.5
+    assert truth > 0.3 and is_right(float(np.sqrt(np.mean(np.square(sizes)))), truth), (truth, sizes)

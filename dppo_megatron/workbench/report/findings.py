@@ -30,12 +30,10 @@ def findings(run: RunRecord) -> list[Finding]:
         biased = [step for step, label in zip(run.steps, row["label"], strict=True) if label == "biased"]
         if biased:
             notes = f": {'; '.join(row['notes'])}" if row["notes"] else ""
-            sizes = [bias for bias, label in zip(row["bias"], row["label"], strict=True) if label == "biased"]
-            known = [size for size in sizes if size is not None]
-            size = f" by about {100 * sum(known) / len(known):.2g} % in the mean" if known else ""
-            found.append(
-                Finding("warning", f"{row['name']} changes the expected gradient{size}{notes}", _spans(biased))
-            )
+            known = [bias for bias in row["bias"] if bias is not None]
+            size = f" by about {100 * sum(known) / len(known):.2g} %" if known else ""
+            text = f"{row['name']} changes the expected gradient{size}{notes}"
+            found.append(Finding("warning", text, _spans(biased)))
     alarm = finite_number(run.setting("rollout.limits.logprob_diff_warning", None))
     alarm = _MISMATCH_ALARM if alarm is None else alarm
     rules: list[tuple[str, str, Callable[[float], bool], str]] = [
