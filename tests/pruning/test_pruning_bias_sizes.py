@@ -120,21 +120,22 @@ def test_sizes_are_within_a_factor_of_two(cases: Choose) -> None:
 
 
 def larger_case(index: int, prompts: int, **objective: object) -> Case:
-    """The fourth step of a run over as many prompts as a step has, each with a pass rate of its own."""
+    """The fourth step of a run over twice as many prompts as a step has, each with a pass rate of its own."""
     rng = np.random.default_rng((7, index, prompts))
     config = Config(steps=1000, seed=index, objective=ObjectiveConfig(**objective))  # type: ignore[arg-type]
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = prompts, 4
     config.rollout.sampling.max_completion_tokens = 12
     config.pruning.prompt.method, config.pruning.prompt.score = str(rng.choice(["dppo", "infobatch"])), "beta"
     config.pruning.prompt.rate, config.pruning.prompt.warmup_epochs = float(rng.choice([0.3, 0.5, 0.7])), 0.0
-    rate, lengths = rng.choice([0.0, 0.2, 0.5, 0.9, 1.0], (prompts, 1)), rng.integers(3, 12, (prompts, 1))
+    count = 2 * prompts
+    rate, lengths = rng.choice([0.0, 0.2, 0.5, 0.9, 1.0], (count, 1)), rng.integers(3, 12, (count, 1))
 
     def outcomes() -> Rollouts:
-        shape = (prompts, 4)
+        shape = (count, 4)
         size = np.clip(lengths + rng.integers(-2, 3, shape), 1, 12)
         return Rollouts((rng.random(shape) < rate).astype(float), size, rng.uniform(0.2, 1, shape) * np.sqrt(size))
 
-    selector = Selector(config, prompts, order=PromptOrder(prompts, 0))
+    selector = Selector(config, count, order=PromptOrder(count, 0))
     case = Case(config, selector, 1, selector.state_dict(), outcomes())
     for step in (1, 2, 3):
         case.run()
@@ -144,7 +145,7 @@ def larger_case(index: int, prompts: int, **objective: object) -> Case:
 
 
 def larger_verdicts(count: int, prompts: int, **objective: object) -> list[tuple[float, float]]:
-    """(truth, estimate) of such steps, where there are both."""
+    """(truth, estimate) of such steps, where there are both and something is skipped."""
     found = []
     for index in range(count):
         case = larger_case(index, prompts, **objective)
