@@ -312,7 +312,7 @@ def keep_informative(informative: BoolArray, wanted: int, name: str) -> Selectio
     # biased also in the step where every group has variance: that it does is an outcome
     selection = weigh_biased(drawn, name=name, scale=wanted / count if count else 0.0, note=note, label="biased")
     # against the mean over all groups of the step: each with variance is as likely to be among the first
-    return replace(selection, mean_weight=informative * (len(informative) / max(int(informative.sum()), 1)))
+    return replace(selection, mean_weight=np.where(informative, len(informative) / max(int(informative.sum()), 1), 0.0))
 
 
 def two_class(low: BoolArray, rate: float) -> FloatArray:

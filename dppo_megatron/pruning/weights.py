@@ -90,7 +90,8 @@ def mean_weight(draw: Draw, estimator: str, max_weight: float) -> FloatArray:
     many = draw.again(np.random.default_rng(0), draws_enough(len(draw.inclusion_prob)))
     plain = horvitz_thompson(many).mean(axis=0)
     mean = _weights(many, estimator, max_weight).mean(axis=0)
-    return np.where(plain > 0, mean / np.where(plain > 0, plain, 1.0), 1.0)
+    relative: FloatArray = np.where(plain > 0, mean / np.where(plain > 0, plain, 1.0), 1.0)
+    return relative
 
 
 def draws_enough(rows: int) -> int:

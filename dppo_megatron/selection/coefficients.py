@@ -86,7 +86,8 @@ class Coefficients:
         mean = tokens / np.maximum(total, 1.0) * self._nominal(lengths) / expected
         # the mean of a share of the prompts is off by 1 / sqrt(share) of what that of all is
         share = drawn * lengths.shape[1] / self._nominal(lengths)
-        return 1.0 + (mean - 1.0) * np.sqrt(share)
+        factor: FloatArray = 1.0 + (mean - 1.0) * np.sqrt(share)
+        return factor
 
     def _divisor(self, lengths: IntArray, tokens: FloatArray) -> FloatArray:
         """[K, G], given the token count [K] of each group's mini-batch (read by token_mean only)."""
@@ -114,7 +115,7 @@ class Coefficients:
         share = 1.0 - float(dropped.sum()) / max(int(trainable.sum()), 1)
         # biased also in a step without any: whether one was truncated is an outcome
         row = LedgerRow("completion/overlong_filter", share, "biased", "truncated completions are never trained on")
-        return trainable & ~dropped, Source((row,), 1.0 - truncated)
+        return trainable & ~dropped, Source((row,), np.where(truncated, 0.0, 1.0))
 
     def whitening(self, planned: Selection, selections: Sequence[Selection], rollouts: Rollouts) -> Source:
         """By the probabilities: a draw that skipped nothing had the full batch's deviation by chance."""

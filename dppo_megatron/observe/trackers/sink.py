@@ -185,15 +185,13 @@ def _start(name: str, limit_s: float) -> subprocess.Popen[bytes]:
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a line of metrics.jsonl; of each ledger row its kept fraction and estimated bias.
+    """The finite numbers of a line of metrics.jsonl; of each ledger row its kept fraction.
 
     Example:
         >>> numbers({"a/b": 1, "c/d": None, "prune/ledger": [{"name": "prompt", "kept_fraction": 0.5}]})
         {'a/b': 1.0, 'ledger/prompt': 0.5}
     """
-    rows = line.get("prune/ledger", ())
-    ledger = {f"ledger/{row['name']}": row["kept_fraction"] for row in rows}
-    ledger |= {f"ledger_bias/{row['name']}": row.get("bias_estimate") for row in rows}
+    ledger = {f"ledger/{row['name']}": row["kept_fraction"] for row in line.get("prune/ledger", ())}
     return {
         name: float(value)
         for name, value in [*line.items(), *ledger.items()]
