@@ -101,7 +101,8 @@ def draws_enough(rows: int) -> int:
 
 def _weights(draw: Draw, estimator: str, max_weight: float) -> FloatArray:
     """Of one draw [n] or many [draws, n], capped."""
-    return np.minimum(ESTIMATOR_WEIGHTS[estimator](draw), max_weight or np.inf)
+    capped: FloatArray = np.minimum(ESTIMATOR_WEIGHTS[estimator](draw), max_weight or np.inf)
+    return capped
 
 
 def weigh_by(
