@@ -31,7 +31,7 @@ def findings(run: RunRecord) -> list[Finding]:
         if biased:
             notes = f": {'; '.join(row['notes'])}" if row["notes"] else ""
             known = [bias for bias in row["bias"] if bias is not None]
-            size = f" by about {100 * sum(known) / len(known):.2g} %" if known else ""
+            size = f" (bias {100 * sum(known) / len(known):.2g} %)" if known else ""
             text = f"{row['name']} changes the expected gradient{size}{notes}"
             found.append(Finding("warning", text, _spans(biased)))
     alarm = finite_number(run.setting("rollout.limits.logprob_diff_warning", None))
