@@ -92,7 +92,8 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     with progress(f"opening {config.model.hf_path}"):
         checkpoint = open_checkpoint(config.model.hf_path, architecture)
         tokenizer = load_tokenizer(config.model.hf_path, architecture)
-    train_sets = load_train_sets(config, tokenizer) if trains else {}
+    eval_sets = load_eval_sets(config, tokenizer)
+    train_sets = load_train_sets(config, tokenizer, eval_sets) if trains else {}
     examples: list[TrainSample] = []
     if trains and config.sft.steps:
         examples = load_examples(
@@ -106,7 +107,6 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
                 f"sft.examples_per_step = {config.sft.examples_per_step}, but"
                 f" {config.sft.examples_path} holds only {len(examples)} examples"
             )
-    eval_sets = load_eval_sets(config, tokenizer)
     policy_loss = _load_policy_loss(config) if trains else None
     grader, notes = _check_grading(config, train_sets, eval_sets)
     return Job(

@@ -8,6 +8,7 @@ boundaries by pickling between the ranks of one job, so every class is a slotted
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -164,6 +165,9 @@ class TrainSample:
     """Product of the factors that undo each selection it survived (W in docs/pruning.md); or one value a token."""
     denominator: float
     """Frozen divisor of this sample's token sum, a count of the planned full batch (1 / omega in docs/pruning.md)."""
+    figure_weight: float = 1.0
+    """What each of its tokens counts in figures of the policy, see `TrainSelection.figure_weight`; 1 where nothing was
+    selected."""
     old_logprobs: FloatArray | None = None
     """[n - num_prompt_tokens] under the actor's own weights before the step's first update: the centre of the clip.
     None: the behaviour's are used."""
@@ -235,19 +239,21 @@ class UpdateResult:
     learning_rate: float
     is_skipped: bool
     """Loss or gradient was not finite: nothing has changed, the schedule included."""
-    logprob_abs_diff: float
-    """Mean over completion tokens of |log-probability before the step - behaviour log-probability|."""
-    means: Mapping[str, float]
-    """Means over completion tokens of `entropy` and the objective's own diagnostics."""
+    tokens: float
+    """Completion tokens, each times its sample's `figure_weight`."""
+    sums: Mapping[str, float]
+    """The objective's diagnostics, summed over those tokens likewise: they and `tokens` add up over updates."""
 
     def figures(self) -> dict[str, float]:
-        """All of it by name; a skipped update is 1 `skipped_updates`."""
+        """All of it by name, diagnostics as means; a skipped update is 1 `skipped_updates`."""
         own = {"loss": self.loss, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
-        return own | {
-            "skipped_updates": float(self.is_skipped),
-            "logprob_abs_diff": self.logprob_abs_diff,
-            **self.means,
-        }
+        means = {name: mean_of_sums(total, self.tokens) for name, total in self.sums.items()}
+        return own | {"skipped_updates": float(self.is_skipped), **means}
+
+
+def mean_of_sums(total: float, count: float) -> float:
+    """A mean from its two sums; NaN (null in metrics.jsonl) over nothing."""
+    return total / count if count else math.nan
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import pytest
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
-from dppo_megatron.algorithms.objectives import clipped_surrogate
+from dppo_megatron.algorithms.objectives import TokenBatch, TokenLoss, clipped_surrogate
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.types import PackPlan, TrainSample
 
@@ -54,12 +54,18 @@ MOE_LAYOUTS = [
 ]
 
 
+def _objective(batch: TokenBatch) -> TokenLoss:
+    """The clipped surrogate, and all else that the actor computes of a token."""
+    result = clipped_surrogate(0.2, 0.28, 3.0)(batch)
+    diff = (batch.logprobs - batch.behaviour_logprobs).detach().abs()
+    return TokenLoss(result.loss, result.diagnostics | {"entropy": batch.entropy.detach(), "logprob_abs_diff": diff})
+
+
 def _train(model_path: Path, parallel: Parallel, plan_kind: str) -> dict[str, object]:
     actor = build_actor(model_path, parallel)
     samples = random_samples(24, VOCAB)
     plan = _plan(samples, parallel, plan_kind)
-    objective = clipped_surrogate(0.2, 0.28, 3.0)
-    metrics = [actor.update(samples, plan, objective).figures() for _ in range(STEPS)]
+    metrics = [actor.update(samples, plan, _objective).figures() for _ in range(STEPS)]
     return {"metrics": metrics, "weights": {name: tensor.numpy() for name, tensor in actor.weights()}}
 
 

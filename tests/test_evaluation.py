@@ -287,6 +287,35 @@ def test_graded_again(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(sample.correct == bool(final_answer(sample.text, sample.reference)) for sample in judged)
 
 
+def test_in_the_files_of_other_harnesses(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every set's score and error, and every sample's text, are there under the names that these use."""
+    import pandas as pd
+
+    own = tmp_path / "own"
+    assert main(["eval", str(trained), "--out", str(own)]) == 0
+    scores = json.loads((own / "results.json").read_text())["scores"]
+    texts = [sample.text for sample in read_samples(own)]
+    for form in ("lm-eval", "lighteval"):
+        out = tmp_path / form
+        assert main(["eval", "--export", form, str(own), "--out", str(out)]) == 0
+        [results] = [json.loads(path.read_text())["results"] for path in out.rglob("results_*.json")]
+        key, samples = {
+            "lm-eval": ("exact_match,none", [pd.read_json(p, lines=True) for p in out.rglob("samples_*.jsonl")]),
+            "lighteval": ("exact_match", [pd.read_parquet(path) for path in out.rglob("details_*.parquet")]),
+        }[form]
+        error = key.replace("match", "match_stderr")
+        found = sorted((of[key], of[error]) for of in results.values())
+        assert found == sorted((of["avg"]["value"], of["avg"]["se"]) for of in scores.values())
+        assert sum(map(len, samples)) == 6 + 7 + 5
+        if form == "lm-eval":
+            exported = [text for of in samples for [one] in of["resps"] for text in one]
+        else:
+            exported = [text for of in samples for one in of["model_response"] for text in one["text"]]
+        assert sorted(exported) == sorted(texts)
+    assert main(["eval", "--export", "helm", str(own), "--out", str(tmp_path)]) == 2
+    assert "expected one of lm-eval, lighteval" in capsys.readouterr().err
+
+
 def test_what_cannot_be_written_is_said_first(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,7 +412,7 @@ BAD = {
     "compare_no_samples": (["--compare", "{heldout}", "{heldout}"], "heldout.jsonl:1: no sample of an evaluation"),
     "compare_scores": (["--compare", "{tmp}/results.json", "{tmp}"], "results.json' is no samples.jsonl: name the one"),
     "rescore_settings": (["--rescore", "{heldout}", "seed=1"], "heldout.jsonl:1: no sample of an evaluation"),
-    "both": (["--rescore", "x", "--compare", "x", "y"], "give one of the two"),
+    "both": (["--rescore", "x", "--compare", "x", "y"], "give one of them"),
     "compare_and_model": (["{model}", "--compare", "x", "y"], "--compare reads two evaluations and nothing else"),
 }
 

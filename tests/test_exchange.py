@@ -47,7 +47,7 @@ def _plans(
         lengths = np.array([len(groups[r // size].completions[r % size].token_ids) for r in rows], dtype=np.int64)
         layout = PackingLayout(data_parallel=replicas)
         pack = plan_microbatches(sizes_of(rows, lengths, selected, size), layout=layout, max_tokens_per_microbatch=CAP)
-        plans.append(UpdatePlan(rows, lengths, *rng.standard_normal((3, len(rows))), pack))
+        plans.append(UpdatePlan(rows, lengths, *rng.standard_normal((4, len(rows))), pack, True))
     return plans
 
 

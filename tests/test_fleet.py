@@ -249,6 +249,45 @@ def test_what_two_threads_have_seen_end_is_started_once(tmp_path: Path) -> None:
     fleet.close()
 
 
+class Hanging(LaunchedServer):
+    """Runs, and never ends by itself."""
+
+    is_running = True
+
+    def start(self) -> None:
+        self.starts += 1
+        self.is_starting = True
+
+
+def test_a_launched_server_that_runs_and_answers_nothing_is_started_again(tmp_path: Path) -> None:
+    """After a minute, and not again while it starts, however long that takes; nor one that answers in between."""
+    process, now = Hanging([], {}, tmp_path / "log"), [0.0]
+    server = FakeServer("a")
+    fleet = Fleet([server], rollout_config({}), processes=[process], clock=lambda: now[0])  # type: ignore[list-item]
+
+    def starts_after(seconds: float) -> int:
+        now[0] += seconds
+        fleet.restart_dead()
+        return process.starts
+
+    fleet.mark_out(fleet.members[0], "HTTP 500")
+    assert [starts_after(seconds) for seconds in (0, 59, 2, 600)] == [0, 0, 1, 1]
+    fleet.revive()
+    assert fleet.members[0].state == "stale" and starts_after(100) == 1
+    fleet.mark_out(fleet.members[0], "HTTP 500")
+    assert [starts_after(seconds) for seconds in (59, 2, 2)] == [1, 2, 2]
+    fleet.close()
+
+
+def test_a_hung_process_is_ended_before_it_is_started_again(tmp_path: Path) -> None:
+    process = LaunchedServer(["sleep", "600"], {}, tmp_path / "log")
+    process.start()
+    first, process.is_starting = process.process, False
+    assert first is not None and process.start_if_ended(hangs=True) and first.poll() is not None
+    assert process.is_running and not process.start_if_ended(hangs=True)  # it is starting
+    process.stop()
+
+
 def test_a_request_that_always_fails_is_named_after_four_answers() -> None:
     """However many servers there are, and although each comes back and is synced again."""
     world = World()

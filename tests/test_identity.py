@@ -246,6 +246,28 @@ def test_a_port_that_is_taken_at_a_restart_of_serve(
         server.stop()
 
 
+def test_a_server_that_hangs_is_started_again_by_serve(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs and answers nothing for as long as is waited: withdrawn, ended, started and announced again."""
+    monkeypatch.setattr(serve, "HUNG_S", 0.0)
+    config, addresses = _config(files, tmp_path / "run", rollout__servers__registry_dir=tmp_path), tmp_path / "a"
+    addresses.mkdir()
+    [server] = launch_servers(config)
+    try:
+        served = serve.Served(server, config, addresses, "name")
+        until(lambda: (served.look(), not served.is_starting)[1])
+        hung = server.process
+        assert hung is not None and list(addresses.iterdir())
+        os.killpg(hung.pid, signal.SIGSTOP)
+        until(lambda: (served.look(), server.process is not hung)[1])
+        assert hung.poll() is not None and not list(addresses.iterdir())
+        until(lambda: (served.look(), not served.is_starting)[1])
+        assert list(addresses.iterdir())
+    finally:
+        server.stop()
+
+
 def test_a_dead_child_is_not_ready(tmp_path: Path) -> None:
     """Whoever answers in its place."""
     server = LaunchedServer([sys.executable, "-c", ""], {}, tmp_path / "log")

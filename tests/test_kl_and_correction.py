@@ -149,9 +149,9 @@ def test_importance_factors_by_hand() -> None:
         assert changed[mask > 0].tolist() == bounded
 
 
-def _mismatch(old: list, behaviour: list, weights: list) -> Mismatch:
+def _mismatch(old: list, behaviour: list, counted: list, weights: list) -> Mismatch:
     found = Mismatch()
-    for each in zip(old, behaviour, weights, strict=True):
+    for each in zip(old, behaviour, counted, weights, strict=True):
         found.add(*each)
     return found
 
@@ -160,27 +160,29 @@ def test_mismatch_figures_by_hand() -> None:
     """Kish's effective shares of the sequences' ratios 1 and 3, and of those times the weights 2 and 1."""
     old = [np.log([0.5, 0.5]), np.log([0.6])]
     behaviour = [np.log([0.5, 0.5]), np.log([0.2])]
-    figures = _mismatch(old, behaviour, [2.0, 1.0]).metrics()
+    found = _mismatch(old, behaviour, [1.0, 1.0], [2.0, 1.0])
+    figures = found.metrics()
     assert figures["mismatch/is_ess"] == pytest.approx((1 + 3) ** 2 / (2 * (1 + 9)))
-    assert figures["mismatch/product_ess"] == pytest.approx((2 + 3) ** 2 / (2 * (4 + 9)))
+    assert found.product_ess == pytest.approx((2 + 3) ** 2 / (2 * (4 + 9)))
     assert figures["mismatch/logprob_abs_diff_mean"] == pytest.approx(np.log(3) / 3)
     assert figures["mismatch/kl"] == pytest.approx((3 - 1 - np.log(3)) / 3)
     assert figures["mismatch/logprob_abs_diff_p99"] == pytest.approx(np.log(3), rel=0.02)  # of three tokens the largest
-    assert Mismatch.join([]).metrics() == {}
+    assert np.isnan([*Mismatch.join([]).metrics().values(), Mismatch().product_ess, Mismatch().logprob_abs_diff]).all()
 
 
 def test_mismatch_adds_up_over_ranks() -> None:
-    """However completions are spread over ranks: the figures of all of them, and numpy's own 99th percentile to the
-    width of a bin (2 %)."""
+    """However completions are spread over ranks: the figures of all of them, and numpy's own weighted 99th percentile
+    to the width of a bin (2 %)."""
     rng = np.random.default_rng(0)
     behaviour = [-rng.exponential(1.0, n) for n in (400, 1, 0, 900, 30)]
     old = [values + 10.0 ** rng.uniform(-6, -1) * rng.standard_normal(len(values)) for values in behaviour]
     weights = rng.uniform(1, 4, 5).tolist()
-    whole = _mismatch(old, behaviour, weights).metrics()
-    split = [_mismatch(old[r::3], behaviour[r::3], weights[r::3]) for r in range(3)]
+    whole = _mismatch(old, behaviour, weights, weights).metrics()
+    split = [_mismatch(old[r::3], behaviour[r::3], weights[r::3], weights[r::3]) for r in range(3)]
     assert Mismatch.join(split).metrics() == pytest.approx(whole)
     tokens = np.abs(np.concatenate(old) - np.concatenate(behaviour))
-    inverted = np.quantile(tokens, 0.99, method="inverted_cdf")
+    each = np.repeat(weights, [len(values) for values in old])
+    inverted = np.quantile(tokens, 0.99, method="inverted_cdf", weights=each)
     assert inverted <= whole["mismatch/logprob_abs_diff_p99"] <= 1.021 * inverted
 
 
@@ -200,6 +202,10 @@ def _raises(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     return TokenLoss(batch.rewards)  # type: ignore[attr-defined]
 
 
+def _named_as_ours(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+    return TokenLoss(clip(batch, config).loss, {"entropy": batch.entropy.detach()})
+
+
 def _with_own_kl(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     return TokenLoss(clip(batch, config).loss + 0.1 * (batch.logprobs - batch.old_logprobs).square())
 
@@ -211,6 +217,7 @@ def _with_own_kl(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
         (_returns_a_tensor, "returned Tensor, expected TokenLoss"),
         (_detached, "does not depend on batch.logprobs"),
         (_raises, "raised AttributeError on a small made-up batch"),
+        (_named_as_ours, "train/entropy is the trainer's"),
         (_with_own_kl, "set objective.zero_advantage_slope"),
     ],
 )

@@ -125,4 +125,4 @@ def test_the_same_job_through_vllm(made: Path, tmp_path: Path, forked_vllm: Path
     assert main(["train", *_settings(made, run_dir, sft__steps=3, **vllm)]) == 0
     _check_run(run_dir, steps=3)
     for row in read_metrics(run_dir)[1:]:
-        assert row["mismatch/logprob_abs_diff_mean"] < 1e-3
+        assert (row["mismatch/logprob_abs_diff_mean"] or 0.0) < 1e-3  # null where no answer differs in its reward

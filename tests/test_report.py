@@ -129,6 +129,29 @@ def test_findings_name_their_steps(tmp_path: Path) -> None:
     assert "rollout/stragglers" in found[1].text
 
 
+def test_figures_of_older_and_of_biased_runs(tmp_path: Path) -> None:
+    """Entropy was 0 where nothing was trained, and is now of all that was rolled out; what a biased method measures on
+    what it kept is judged as the policy's."""
+    trained = "prune/completions_trained"
+    rows: list[dict[str, object]] = [
+        {"step": 1, trained: 0, "train/entropy": 0.0, "mismatch/product_ess": 0.5, "rollout/truncated_count": 2.0},
+        {"step": 2, trained: 0, "train/entropy": 0.3, "kept/product_ess": 0.6, "rollout/truncated_share": 0.7},
+        {"step": 3, trained: 8, "train/entropy": 0.0, "kept/mismatch/logprob_abs_diff_mean": 9.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(tmp_path)
+    assert run.columns["train/entropy"] == [None, 0.3, 0.0]
+    assert run.columns["kept/product_ess"] == [0.5, 0.6, None]
+    assert run.columns["rollout/truncated_share"] == [None, 0.7, None]
+    found = {one.text.split(" (")[1]: one.steps for one in findings(run) if " (" in one.text}
+    assert found == {
+        "kept/mismatch/logprob_abs_diff_mean)": "3",
+        "rollout/truncated_share)": "2",
+        "train/entropy)": "3",
+        "prune/completions_trained)": "1-2",
+    }
+
+
 def test_samples_fit_into_their_room(tmp_path: Path) -> None:
     run = write_record(tmp_path / "run", 100, prompts=4, text="x" * 500, sampled=range(1, 101))
     whole, small = read_samples(run, "", 10**9), read_samples(run, "", 200_000)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import pickle
+import random
 import resource
 import signal
 import subprocess
@@ -19,6 +21,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import Choose
+from support.disk_faults import Killed, disk_fault
 from support.launch import run_ranks
 from support.processes import in_child, kill
 from support.said import heard
@@ -28,7 +32,7 @@ from dppo_megatron.actor.layout import start_process_group
 from dppo_megatron.checkpoint.state import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import is_peer_lost
-from dppo_megatron.observe.json_lines import JsonLines, rewind
+from dppo_megatron.observe.json_lines import OLD, JsonLines, rewind
 from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.observe.run_directory import RunDirectory
 from dppo_megatron.types import RunAborted, UserError
@@ -348,6 +352,96 @@ def test_two_lines_in_one_are_moved_whole(tmp_path: Path, newline: bytes, first:
     assert path.read_bytes().splitlines() == [*whole[:first], *whole[first + 2 :]] and len(kept) == 2
     assert (tmp_path / "old" / "metrics.damaged.jsonl").read_bytes() == joined + b"\n"
     assert any(f"the lines of 2 finished steps are lost ({first}, {first + 1})" in line for line in said)
+
+
+class _Traced:
+    """A trace as a loop writes it, over kills: what has to be in it is known from the rows alone."""
+
+    def __init__(self, path: Path, rng: random.Random) -> None:
+        self.path, self.checkpoint, self.sums = path, 0, dict[int, int]()
+        self.rows = [{"step": step, "x": "y" * rng.randrange(90)} for step in range(1, rng.randint(5, 60))]
+        self.max_bytes = rng.choice([0, 300, 800, 2000])
+        self.every = rng.randint(1, 9)
+
+    def go_on(self) -> list[str]:
+        """Resume from the checkpoint and run to the end; what is logged."""
+        said, kept = rewind(self.path, self.checkpoint, self.sums, {"format": "x", "more": [1]})
+        lines = JsonLines(self.path, kept, self.max_bytes)
+        for row in self.rows[self.checkpoint :]:
+            said += lines.write(row)
+            if row["step"] % self.every == 0:
+                lines.sync()
+                self.checkpoint, self.sums = row["step"], dict(lines.sums)
+        lines.close()
+        return said
+
+    def tear(self, rng: random.Random) -> None:
+        """The last line as a kill amid its write leaves it, if it was written since the checkpoint."""
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        if len(lines) > 1 and lines[-1].endswith(b"\n") and json.loads(lines[-1])["step"] > self.checkpoint:
+            os.truncate(self.path, self.path.stat().st_size - rng.randint(0, len(lines[-1])))
+
+    def check(self, where: str) -> None:
+        """All lines from some step on, each once; without a bound from the first, else of half of it at least."""
+        head, *lines = self.path.read_bytes().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines]
+        first = rows[0]["step"]
+        assert json.loads(head) | {"dropped_before": 0} == {"format": "x", "more": [1], "dropped_before": 0}, where
+        assert rows == self.rows[first - 1 :], where
+        size = self.path.stat().st_size
+        assert not self.max_bytes or size <= self.max_bytes or len(lines) == 1, where
+        if first > 1:
+            assert self.max_bytes and len(json.dumps(self.rows[first - 2])) + size > self.max_bytes // 2, where
+
+
+def test_a_kill_at_any_change_of_a_trace_loses_no_line_and_doubles_none(tmp_path: Path, cases: Choose) -> None:
+    """At up to eight changes of its files one after another, with a torn line or none, with a bound or without."""
+    kills, dropped = 0, 0
+    chosen = cases("trace", 60)
+    for case in chosen:
+        rng, where = random.Random(f"trace {case}"), f"trace {case}"
+        run = _Traced(tmp_path / f"{case}" / "trace.jsonl", rng)
+        run.path.parent.mkdir()
+        for _ in range(rng.randint(0, 8)):
+            with disk_fault(run.path.parent, "dies", rng.randint(1, 12)), contextlib.suppress(Killed):
+                run.go_on()
+                continue
+            kills += 1
+            run.tear(rng)
+        said = run.go_on()
+        assert not [line for line in said if "warning" in line], f"{where}: {said}"
+        run.check(where)
+        dropped += b"dropped_before" in run.path.read_bytes()
+        redone = run.path.parent / OLD / "trace.redone.jsonl"
+        for line in redone.read_bytes().splitlines() if redone.exists() else ():
+            assert json.loads(line) in run.rows, where
+    assert chosen.are_few or (kills > len(chosen) and dropped > len(chosen) / 4), (kills, dropped)
+
+
+def test_a_full_trace_loses_its_older_half_and_says_so_once(tmp_path: Path) -> None:
+    """A resume from before what was dropped misses nothing; a run that was killed amid the copy leaves none behind."""
+    config, said, sums = Config(), heard(), dict[str, dict[int, int]]()
+    config.observe.trace_max_gb = 1e-6
+    for resumed in (None, 40):
+        files = RunDirectory(tmp_path)
+        left = tmp_path / ".trace.jsonl.1.new"
+        left.write_text("half of a copy")
+        files.open_record(config, {"format": "x"}, resumed, sums)
+        assert not left.exists()
+        for step in range(1 + (resumed or 0), 101):
+            files.write("trace.jsonl", {"step": step, "x": "y" * 20})
+            if step == 40:
+                sums = files.sync()
+        files.close()
+        head, *rows = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+        assert head["dropped_before"] <= rows[0]["step"] and rows[-1]["step"] == 100
+        assert 500 < (tmp_path / "trace.jsonl").stat().st_size <= 1000
+    told = [line for line in said if "trace.jsonl" in line]
+    assert [("is full" in line, "after step 40" in line) for line in told] == [
+        (True, False),
+        (False, True),
+        (True, False),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints

@@ -15,6 +15,7 @@ from support.job import job_config, nearly, read_metrics, write_warm_job_files
 from support.launch import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dppo_megatron.algorithms.correction import Mismatch
 from dppo_megatron.distributed import gather_all
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
@@ -98,6 +99,24 @@ def unpruned(files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
     return _run(files, run_dir, pruning__prompt__method="none", pruning__completion__method="none")
 
 
+FIGURES = {
+    *("train/loss", "train/grad_norm", "train/learning_rate", "train/skipped_updates"),  # of the update, weighted as it
+    *("train/entropy", *Mismatch().metrics(), *(f"train/{name}" for name in ("ratio", "clip_fraction"))),
+}
+"""Under `train/` and `mismatch/`. To add one: the tests of `test_figures.py` hold what `RolloutTable.metrics`,
+`Mismatch.metrics` and a loss's diagnostics return to be the policy's; anything else begins with `kept/`."""
+
+
+def test_figures_are_of_the_policy_or_are_called_kept(finished: Path, unpruned: list[dict[str, Any]]) -> None:
+    """In every step nothing but what is known to estimate the whole rollout's; alike with and without pruning."""
+    for row in [*read_metrics(finished)[1:], *unpruned[1:]]:
+        assert {name for name in row if name.startswith(("train/", "mismatch/"))} == FIGURES
+        assert {name for name in row if name.startswith("kept/")} == {"kept/product_ess"}
+    first, whole = read_metrics(finished)[1], unpruned[1]
+    assert first["prune/completions_trained"] < whole["prune/completions_trained"]
+    assert first["train/entropy"] == whole["train/entropy"], "step 1, no prompt skipped yet: the same rollout"
+
+
 def test_grpo_prunes_nothing(unpruned: list[dict[str, Any]]) -> None:
     """It trains on everything with weight 1."""
     assert [row["step"] for row in unpruned] == [0, 1, 2, 3, 4]
@@ -111,6 +130,8 @@ def test_a_biased_method_says_so_once(files: Path, tmp_path: Path, capfd: pytest
     rows = _run(files, tmp_path / "cppo", pruning__prompt__method="none", pruning__completion__method="cppo")[1:]
     assert capfd.readouterr().out.count("warning: completion/cppo is biased") == 1
     assert len(rows) == 4 and all("biased" in {entry["label"] for entry in row["prune/ledger"]} for row in rows)
+    figures = {f"kept/{name}" for name in (*Mismatch().metrics(), "train/ratio", "train/clip_fraction")}
+    assert all(figures <= row.keys() and "train/ratio" not in row and row["train/entropy"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize(("method", "bitwise"), [("infobatch", True), ("dppo", False)])

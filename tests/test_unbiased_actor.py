@@ -1,8 +1,9 @@
 """Pruning is unbiased through the real Megatron loss and backward pass, by enumeration.
 
 Over all keep patterns of a small batch, the probability-weighted sum of the pruned gradients must equal the full
-batch's gradient: no sampling error, only rounding. The actor runs in float64 (parameters, activations, gradients;
-Megatron's rotary angles and the RMS norm's inputs follow), so the bound is 1e-10 relative to the full gradient.
+batch's gradient, and that of every figure's sums the full batch's: no sampling error, only rounding. The actor runs in
+float64 (parameters, activations, gradients; Megatron's rotary angles and the RMS norm's inputs follow), so the bound is
+1e-10 relative.
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ NORMALIZATIONS = {
 }
 
 
-def _gradient(actor: Actor, samples: list[TrainSample], objective: str) -> np.ndarray:
-    """The accumulated gradient of all parameters as one vector, packed as the planner packs these samples."""
+def _gradient(actor: Actor, samples: list[TrainSample], objective: str) -> tuple[np.ndarray, dict[str, float]]:
+    """The accumulated gradient of all parameters as one vector, packed as the planner packs these samples, and the
+    sums of whatever the hook has measured."""
     parallel = Parallel(tp=actor.layout.tensor_parallel, pp=actor.layout.pipeline_parallel)
     plan = plan_for(samples, parallel, cap=CAP)
-    actor.accumulate(samples, plan, OBJECTIVES[objective])
-    return np.concatenate([tensor.double().numpy().ravel() for _, tensor in actor.gradients()])
+    sums = actor.accumulate(samples, plan, OBJECTIVES[objective])
+    return np.concatenate([tensor.double().numpy().ravel() for _, tensor in actor.gradients()]), sums
 
 
 def _batch(normalization: str) -> list[TrainSample]:
@@ -61,6 +63,7 @@ def _batch(normalization: str) -> list[TrainSample]:
         replace(
             sample,
             weight=1.0,
+            figure_weight=1.0,
             denominator=NORMALIZATIONS[normalization](sample),
             old_logprobs=0.95 * sample.behaviour_logprobs.astype(np.float64) - 0.1,
             reference_logprobs=1.1 * sample.behaviour_logprobs.astype(np.float64) - 0.2,
@@ -70,18 +73,22 @@ def _batch(normalization: str) -> list[TrainSample]:
 
 
 def _enumerate(model_path: Path, parallel: Parallel, objective: str, normalization: str) -> dict[str, np.ndarray]:
-    """Full gradient, its expectation under Horvitz-Thompson weights, and the same with kept-count denominators."""
+    """Full gradient and sums, their expectations under Horvitz-Thompson weights, and the gradient's with kept-count
+    denominators."""
     actor = build_actor(model_path, parallel)
     batch = _batch(normalization)
-    full = _gradient(actor, batch, objective)
-    weighted, kept_count = np.zeros_like(full), np.zeros_like(full)
+    full, names = (part := _gradient(actor, batch, objective))[0], sorted(part[1])
+    sums = np.array([part[1][name] for name in names])
+    weighted, kept_count, expected = np.zeros_like(full), np.zeros_like(full), np.zeros_like(sums)
     for pattern in itertools.product((False, True), repeat=len(batch)):
         probability = np.prod(np.where(pattern, PROBABILITIES, 1 - PROBABILITIES))
-        kept = [replace(s, weight=1 / p) for s, p, keep in zip(batch, PROBABILITIES, pattern, strict=True) if keep]
-        gradient = _gradient(actor, kept, objective)
+        drawn = zip(batch, 1 / PROBABILITIES, pattern, strict=True)
+        kept = [replace(s, weight=w, figure_weight=w) for s, w, keep in drawn if keep]
+        gradient, found = _gradient(actor, kept, objective)
         weighted += probability * gradient
+        expected += probability * np.array([found.get(name, 0.0) for name in names])  # nothing kept, nothing measured
         kept_count += probability * gradient * len(batch) / max(len(kept), 1)
-    return {"full": full, "weighted": weighted, "kept_count": kept_count}
+    return {"full": full, "weighted": weighted, "kept_count": kept_count, "sums": sums, "expected": expected}
 
 
 CASES = [(Parallel(dtype=torch.float64), name, "sequence_mean") for name in OBJECTIVES]
@@ -104,13 +111,14 @@ def test_expected_gradient_is_the_full_gradient(
     assert np.linalg.norm(result["weighted"] - result["full"]) < 1e-10 * scale
     # the same enumeration sees a bias where there is one: dividing by the survivors' count
     assert np.linalg.norm(result["kept_count"] - result["full"]) > 0.05 * scale
+    assert len(result["sums"]) >= 4 and result["expected"] == pytest.approx(result["sums"], rel=1e-10)
 
 
 def _weights_scale_the_gradient(model_path: Path) -> tuple[np.ndarray, np.ndarray]:
     actor = build_actor(model_path, Parallel(dtype=torch.float64))
     batch = _batch("sequence_mean")
-    tripled = _gradient(actor, [replace(sample, weight=3.0) for sample in batch], "clip_dual")
-    return _gradient(actor, batch, "clip_dual"), tripled
+    tripled, _ = _gradient(actor, [replace(sample, weight=3.0) for sample in batch], "clip_dual")
+    return _gradient(actor, batch, "clip_dual")[0], tripled
 
 
 def test_weights_are_outside_the_clip(tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ def test_job_with_everything_on(with_everything: list[dict[str, Any]]) -> None:
     for row in rows:
         assert row["mismatch/logprob_abs_diff_mean"] < 1e-4 <= row["mismatch/logprob_abs_diff_p99"] + 1e-4
         assert row["mismatch/is_ess"] == pytest.approx(1, abs=1e-5)
-        assert row["mismatch/product_ess"] == pytest.approx(row["prune/ess_share"], abs=1e-4)
+        assert row["kept/product_ess"] == pytest.approx(row["prune/ess_share"], abs=1e-4)
         assert abs(row["mismatch/kl"]) < 1e-6
         assert 0 < row["time/logprobs_s"] < row["time/update_s"]
         assert row["train/correction"] == pytest.approx(1, abs=1e-4)

@@ -28,7 +28,7 @@ def _one(groups_per_rank: int) -> tuple[float, float, float]:
     layout = PackingLayout(data_parallel=world)
     pack = plan_microbatches(sizes_of(rows, lengths, prompts, SIZE), layout=layout, max_tokens_per_microbatch=16384)
     nothing = np.zeros(len(rows))
-    plan = UpdatePlan(rows, lengths, nothing, nothing, nothing, pack)
+    plan = UpdatePlan(rows, lengths, nothing, nothing, nothing, nothing, pack, True)
     replicas = Replicas.agree(rank)
     exchange([plan], held, np.arange(count) % world, prompts, SIZE, replicas)  # connections are made in the first
     dist.barrier()

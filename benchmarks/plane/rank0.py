@@ -37,8 +37,8 @@ def _outcomes(groups: int, seed: int) -> list[RolloutTable]:
         facts = {"parsed_share": np.ones(rewards.size), "boxed_share": np.ones(rewards.size)}
         table = GradeTable(np.ones(rewards.size), facts, {}, {})
         holder = np.full(len(mine), rank)
-        logit_grad_norm = np.sqrt(lengths) * rng.uniform(0.1, 0.4, shape)
-        parts.append(RolloutTable(mine, holder, rewards, lengths, logit_grad_norm, lengths >= 8192, table))
+        outcomes = rewards, lengths, np.sqrt(lengths) * rng.uniform(0.1, 0.4, shape), 0.3 * lengths, lengths >= 8192
+        parts.append(RolloutTable(mine, holder, *outcomes, table))
     return parts
 
 
@@ -67,8 +67,7 @@ def run(smoke: bool) -> list[Bar]:
         sizes = [SampleSize(f"{r // SIZE}:{r % SIZE}", 199 + int(n)) for r, n in zip(rows, lengths, strict=True)]
         layout = PackingLayout(data_parallel=RANKS)
         pack = plan_microbatches(sizes, layout=layout, max_tokens_per_microbatch=CAP, cost=COST)
-        columns = (decision.advantages[rows], decision.weight[rows], decision.denominator[rows])
-        sent = len(pickle.dumps(UpdatePlan(rows, lengths, *columns, pack)))
+        sent = len(pickle.dumps(UpdatePlan.of(decision, rows, lengths, pack)))
         seconds = begun + time.process_time() - started
         selector.feedback(StepCost(step, 60.0, 50.0, 5.0, 1.0))
     completions = outcomes.rewards.size

@@ -136,8 +136,7 @@ class Actor:
             logprobs_out: takes the log-probabilities before the step, on the last pipeline stage.
         """
         sums = self.accumulate(samples, plan, objective, temperature=temperature, logprobs_out=logprobs_out)
-        tokens = max(sums.pop("tokens", 0.0), 1.0)
-        loss = sums.pop("loss", 0.0)
+        tokens, loss = sums.pop("tokens", 0.0), sums.pop("loss", 0.0)
         # checked before the step: Megatron looks for infinities only when it scales an fp16 loss
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
@@ -151,8 +150,8 @@ class Actor:
             grad_norm=grad_norm,
             learning_rate=float(learning_rate),
             is_skipped=not applied,
-            logprob_abs_diff=sums.pop("logprob_abs_diff", 0.0) / tokens,
-            means={name: value / tokens for name, value in sums.items()},
+            tokens=tokens,
+            sums=sums,
         )
 
     def accumulate(

@@ -31,6 +31,8 @@ class Microbatch:
     """[T] 1.0 where the target is a completion token."""
     coefficient: Tensor
     """[T] float64, weight / denominator of the token's sample where `mask` is 1, else 0."""
+    figure_weight: Tensor
+    """[T] float64, what the token counts in figures of the policy; 0 where `mask` is 0."""
     behaviour_logprobs: Tensor
     """[T] float64, 0 where `mask` is 0."""
     old_logprobs: Tensor
@@ -80,7 +82,7 @@ def build_microbatch(
     num_tokens, slots = packed.num_tokens, packed.cu_seqlens_padded
     host = _HostBatch(num_tokens, device)
     tokens, targets, sequence = host.integers.numpy()
-    mask, coefficient, behaviour, old, reference, advantages = host.floats.numpy()
+    mask, coefficient, counted, behaviour, old, reference, advantages = host.floats.numpy()
     lengths = []
     for start, member in zip(slots, packed.members, strict=False):
         sample = samples[member]
@@ -90,6 +92,7 @@ def build_microbatch(
         lengths.append(scored.stop - scored.start)
         mask[scored] = 1.0
         coefficient[scored] = sample.weight / sample.denominator
+        counted[scored] = sample.figure_weight
         behaviour[scored] = sample.behaviour_logprobs
         old[scored] = sample.behaviour_logprobs if sample.old_logprobs is None else sample.old_logprobs
         if sample.reference_logprobs is not None:
@@ -108,10 +111,11 @@ def build_microbatch(
         targets=integers[1],
         mask=floats[0],
         coefficient=floats[1],
-        behaviour_logprobs=floats[2],
-        old_logprobs=floats[3],
-        reference_logprobs=floats[4],
-        advantages=floats[5],
+        figure_weight=floats[2],
+        behaviour_logprobs=floats[3],
+        old_logprobs=floats[4],
+        reference_logprobs=floats[5],
+        advantages=floats[6],
         sequence=integers[2],
         local=to_device(own, device),
         trained=to_device(trained, device),
@@ -127,7 +131,7 @@ class _HostBatch:
         self._device = device
         pinned = device.type == "cuda"
         self.integers = torch.zeros(3, num_tokens, dtype=torch.int64, pin_memory=pinned)
-        self.floats = torch.zeros(6, num_tokens, dtype=torch.float64, pin_memory=pinned)
+        self.floats = torch.zeros(7, num_tokens, dtype=torch.float64, pin_memory=pinned)
 
     def send(self) -> tuple[Tensor, Tensor]:
         """Both on the device. From pinned memory, which torch keeps until the copy is done, the host does not wait."""

@@ -77,18 +77,18 @@ class LossHook:
     logprobs_out: LogprobStore | None = None
     """Takes the log-probabilities of every pack."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Sums over this rank's completion tokens so far, float64: `loss` (weighted), `tokens`, and each diagnostic."""
+    """Over this rank's completion tokens so far, float64: `loss` with its coefficients; `tokens` and each diagnostic
+    with the samples' figure weights: Horvitz-Thompson estimates of the sums over what was rolled out."""
 
     def __call__(self, microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Scorer` for the shape -> (scalar loss, nothing for the schedule to collect)."""
         logprobs, entropy = self.score(microbatch, hidden)
         dtype = logprobs.dtype
-        behaviour = microbatch.behaviour_logprobs.to(dtype)
         result = self.objective(
             TokenBatch(
                 logprobs=logprobs,
                 entropy=entropy,
-                behaviour_logprobs=behaviour,
+                behaviour_logprobs=microbatch.behaviour_logprobs.to(dtype),
                 old_logprobs=microbatch.old_logprobs.to(dtype),
                 reference_logprobs=microbatch.reference_logprobs.to(dtype),
                 advantages=microbatch.advantages.to(dtype),
@@ -96,17 +96,15 @@ class LossHook:
                 sequence=microbatch.sequence,
             )
         )
-        trained = microbatch.trained
         # where, not a product: a user's loss may be infinite on a prompt position, and infinity times 0 is NaN
         loss = torch.where(microbatch.mask > 0, result.loss, 0.0) @ microbatch.coefficient.to(dtype)
         if self.logprobs_out is not None:
             self.logprobs_out.add(microbatch, logprobs)
         self._add("loss", loss.detach())
-        self._add("tokens", trained.new_tensor(len(trained)))
-        self._add("entropy", entropy.detach()[trained].sum())
-        self._add("logprob_abs_diff", (logprobs.detach() - behaviour)[trained].abs().sum())
+        counted = microbatch.figure_weight
+        self._add("tokens", (counted > 0).double() @ counted)  # a product as below: the mean of ones is exactly 1
         for name, values in result.diagnostics.items():
-            self._add(name, values[trained].sum())
+            self._add(name, torch.where(counted > 0, values.double(), 0.0) @ counted)
         return loss * (self.num_microbatches * self.layout.data_parallel), {}
 
     def _add(self, name: str, value: Tensor) -> None:

@@ -6,6 +6,7 @@ With the same weights, engine and actor still give different log-probabilities (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from dppo_megatron.algorithms.tokens import MAX_LOG_RATIO, TokenBatch, bounded_ratio, sequence_sums
 from dppo_megatron.config.objective import CorrectionConfig
-from dppo_megatron.types import FloatArray, IntArray
+from dppo_megatron.types import FloatArray, mean_of_sums
 
 Logprobs = npt.NDArray[np.floating[Any]]
 
@@ -43,75 +44,87 @@ def importance_factor(batch: TokenBatch, config: CorrectionConfig) -> tuple[Tens
 
 @dataclass
 class Mismatch:
-    """How far engine and actor are apart on a step's kept completions, as sums that ranks can add up.
+    """How far engine and actor are apart, as sums over a step's kept completions that ranks can add up.
 
-    Example: one completion of two tokens, 0.1 and 0.3 apart: 2 tokens, `absolute` 0.4, one ratio exp(0.4).
+    All but `product` count each completion by its figure weight, and so are unbiased for what was rolled out.
+
+    Example: one completion of two tokens, 0.1 and 0.3 apart, kept with probability 1/2: 4 tokens, `absolute` 0.8.
     """
 
-    tokens: int = 0
+    tokens: float = 0.0
     absolute: float = 0.0
     """Sum of |old - behaviour| over tokens."""
     k3: float = 0.0
     """Sum over tokens of r - 1 - log r with r = old / behaviour."""
-    histogram: IntArray = field(default_factory=lambda: np.zeros(len(_EDGES) + 1, dtype=np.int64))
+    histogram: FloatArray = field(default_factory=lambda: np.zeros(len(_EDGES) + 1))
     """Tokens by |old - behaviour|, between `_EDGES`."""
-    completions: int = 0
-    moments: FloatArray = field(default_factory=lambda: np.zeros(4))
-    """Sums over completions of r, r^2, r w, (r w)^2: importance weight r = old / behaviour, pruning weight w."""
+    moments: FloatArray = field(default_factory=lambda: np.zeros(3))
+    """Sums over completions of 1, r, r^2: importance weight r = old / behaviour."""
+    product: FloatArray = field(default_factory=lambda: np.zeros(3))
+    """The same of r times the pruning weight, of the kept completions as they are."""
 
-    def add(self, old: Logprobs, behaviour: Logprobs, weight: float) -> None:
+    def add(self, old: Logprobs, behaviour: Logprobs, figure_weight: float, weight: float) -> None:
         """Account for a completion.
 
         Args:
             old: [n] log-probabilities of its tokens under the actor before the step's first update.
             behaviour: [n] the same as the engine recorded them.
+            figure_weight: what it counts in figures of the policy.
             weight: its pruning weight.
         """
         difference = np.asarray(old, np.float64) - np.asarray(behaviour, np.float64)
         limited = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        self.tokens += len(difference)
-        self.absolute += float(np.abs(difference).sum())
-        self.k3 += float((np.expm1(limited) - limited).sum())
-        self.histogram += np.bincount(np.searchsorted(_EDGES, np.abs(difference)), minlength=len(_EDGES) + 1)
-        self.completions += 1
+        places = np.searchsorted(_EDGES, np.abs(difference))
+        self.tokens += figure_weight * len(difference)
+        self.absolute += figure_weight * float(np.abs(difference).sum())
+        self.k3 += figure_weight * float((np.expm1(limited) - limited).sum())
+        self.histogram += figure_weight * np.bincount(places, minlength=len(_EDGES) + 1)
         ratio = float(np.exp(np.clip(difference.sum(), -MAX_LOG_RATIO, MAX_LOG_RATIO)))
-        self.moments += [ratio, ratio**2, ratio * weight, (ratio * weight) ** 2]
+        self.moments += figure_weight * ratio ** np.arange(3)
+        self.product += (ratio * weight) ** np.arange(3)
 
     @staticmethod
     def join(parts: Iterable[Mismatch]) -> Mismatch:
         """The sum of several ranks'."""
         total = Mismatch()
         for part in parts:
-            total.tokens += part.tokens
-            total.absolute += part.absolute
-            total.k3 += part.k3
-            total.histogram += part.histogram
-            total.completions += part.completions
-            total.moments += part.moments
+            for name, value in vars(part).items():
+                setattr(total, name, getattr(total, name) + value)
         return total
 
+    @property
+    def logprob_abs_diff(self) -> float:
+        """Mean |old - behaviour| a token; NaN if there was none."""
+        return mean_of_sums(self.absolute, self.tokens)
+
+    @property
+    def product_ess(self) -> float:
+        """Effective share of the kept completions' importance weights times their pruning weights; NaN without any."""
+        return _effective_share(self.product)
+
     def metrics(self) -> dict[str, float]:
-        """Nothing without completions; else `mismatch/logprob_abs_diff_mean` and `_p99` (to 2 %) over tokens;
-        `mismatch/kl`, the k3 estimate of KL(behaviour || actor) a token; `mismatch/is_ess`, the effective share of the
-        completions' importance weights, and `mismatch/product_ess` of those times the pruning weights."""
-        if not self.completions:
-            return {}
-        r, r2, rw, rw2 = self.moments
-        count = max(self.tokens, 1)
+        """`mismatch/logprob_abs_diff_mean` and `_p99` (to 2 %) over tokens; `mismatch/kl`, the k3 estimate of
+        KL(behaviour || actor) a token; `mismatch/is_ess`, the effective share of the completions' importance weights.
+        NaN where nothing counts."""
         return {
-            "mismatch/logprob_abs_diff_mean": self.absolute / count,
+            "mismatch/logprob_abs_diff_mean": self.logprob_abs_diff,
             "mismatch/logprob_abs_diff_p99": self._quantile(0.99),
-            "mismatch/kl": self.k3 / count,
-            "mismatch/is_ess": float(r * r / (self.completions * r2)) if r2 > 0 else 1.0,
-            "mismatch/product_ess": float(rw * rw / (self.completions * rw2)) if rw2 > 0 else 1.0,
+            "mismatch/kl": mean_of_sums(self.k3, self.tokens),
+            "mismatch/is_ess": _effective_share(self.moments),
         }
 
     def _quantile(self, share: float) -> float:
         """The upper edge of the bin in which the share of tokens is reached."""
         if not self.tokens:
-            return 0.0
+            return math.nan
         position = int(np.searchsorted(np.cumsum(self.histogram), share * self.tokens))
         return float(_EDGES[min(position, len(_EDGES) - 1)]) if position else 0.0
+
+
+def _effective_share(moments: FloatArray) -> float:
+    """Kish's, from sums of 1, w and w^2."""
+    count, first, second = moments.tolist()
+    return mean_of_sums(first * first, count * second)
 
 
 _EDGES: FloatArray = np.concatenate([[0.0], np.geomspace(1e-9, 1e3, 1397)])

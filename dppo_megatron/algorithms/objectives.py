@@ -7,8 +7,11 @@ The hook multiplies the whole of it by the sample's weight and divides by its fr
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dppo_megatron.algorithms.correction import importance_factor
 from dppo_megatron.algorithms.policy_losses import POLICY_LOSSES
@@ -22,6 +25,23 @@ from dppo_megatron.algorithms.tokens import (
 )
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig
 from dppo_megatron.types import UserError
+
+_TOLERANCE = 1e-4
+"""Of the pack's largest value: float32 sums in another order differ by 1e-6, one sequence of fifty counts 1e-2."""
+_TRIAL_PACKS: tuple[tuple[tuple[int, ...], float, float, int], ...] = (
+    # tokens of each sequence; scale of advantages and of log-ratios; padding after each, and at the end by itself
+    ((4, 4), 1.0, 0.1, 0),
+    ((7, 3, 5), 1.0, 0.1, 2),
+    ((3, 5, 7, 4), 8.0, 2.0, 0),
+    ((6, 3, 9, 4, 5), 1.0, 0.5, 1),
+    ((5,), 1.0, 0.1, 3),
+    ((4, 6, 3), 0.0, 0.1, 0),
+    (tuple(3 + place * 7 % 31 for place in range(50)), 1.0, 0.5, 1),
+    ((1500, 20, 500), 0.3, 0.1, 0),
+    ((), 1.0, 0.1, 4),  # what a rank without samples runs
+)
+_OWN_FIGURES = frozenset(("loss", "tokens", "entropy", "grad_norm", "learning_rate", "skipped_updates"))
+"""What a loss's diagnostics may not be called."""
 
 __all__ = ["Objective", "PolicyLoss", "TokenBatch", "TokenLoss", "clipped_surrogate", "make_objective", "supervised"]
 
@@ -97,33 +117,12 @@ def supervised() -> Objective:
     return objective
 
 
-def check_policy_loss(function: PolicyLoss, config: ObjectiveConfig, key: str = "objective.function") -> None:
-    """Try a user's loss on eight made-up tokens, before anything expensive.
-
-    Raises:
-        UserError: it raises, returns something else than a TokenLoss of the batch's shape, has no gradient, is not
-            finite, or moves completions with advantage 0 while the settings say that it does not.
-    """
-    at_advantage = _slopes(function, config, key, [0.5, -1.0])
-    if not bool(torch.isfinite(at_advantage).all()):
-        raise UserError(f"{key} = '{config.function}': its gradient is not finite on a small made-up batch")
-    if not bool((at_advantage != 0).any()):
-        raise UserError(
-            f"{key} = '{config.function}': its loss does not depend on batch.logprobs, so nothing would be learned;"
-            " do not detach it"
-        )
-    if config.zero_advantage_slope == 0 and bool((_slopes(function, config, key, [0.0, 0.0]) != 0).any()):
-        raise UserError(
-            f"{key} = '{config.function}': has a gradient where the advantage is 0, and completion pruning drops such"
-            " completions as if they had none; set objective.zero_advantage_slope to about the size of that gradient"
-            " in the log-probability (a KL term c * kl has about c)"
-        )
-
-
 def check_result(result: object, batch: TokenBatch, function: str) -> None:
     """Raise UserError unless a user's loss returned a TokenLoss of vectors [T]."""
     if not isinstance(result, TokenLoss):
         raise UserError(f"objective.function = '{function}': returned {type(result).__name__}, expected TokenLoss")
+    if taken := sorted(_OWN_FIGURES & result.diagnostics.keys()):
+        raise UserError(f"objective.function = '{function}': train/{taken[0]} is the trainer's; rename the diagnostic")
     for name, values in {"loss": result.loss, **result.diagnostics}.items():
         if not isinstance(values, Tensor) or values.shape != batch.logprobs.shape:
             got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
@@ -131,37 +130,110 @@ def check_result(result: object, batch: TokenBatch, function: str) -> None:
                 f"objective.function = '{function}': {name} is {got}, expected one value a token,"
                 f" {list(batch.logprobs.shape)}; the loss hook sums and normalizes"
             )
-
-
-def _slopes(function: PolicyLoss, config: ObjectiveConfig, key: str, advantages: list[float]) -> Tensor:
-    """Derivative of the summed loss in each log-probability [8], for two sequences of four tokens, one of prompt."""
-    generator = torch.Generator().manual_seed(0)
-    logprobs = (-1.0 - torch.rand(8, generator=generator)).requires_grad_()
-    entropy = (1.0 + torch.rand(8, generator=generator)).requires_grad_()
-    behaviour, old, reference = (
-        logprobs.detach() + 0.05 * torch.randn(8, generator=generator) for _ in ("behaviour", "old", "reference")
-    )
-    mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
-    sequence = torch.arange(8) // 4
-    batch = TokenBatch(
-        logprobs=logprobs,
-        entropy=entropy,
-        behaviour_logprobs=behaviour * mask,
-        old_logprobs=old * mask,
-        reference_logprobs=reference * mask,
-        advantages=torch.tensor(advantages)[sequence],
-        mask=mask,
-        sequence=sequence,
-    )
-    try:
-        result = function(batch, config)
-    except Exception as error:
+    if result.loss.dtype != batch.logprobs.dtype:
         raise UserError(
-            f"{key} = '{config.function}': raised {type(error).__name__} on a small made-up batch: {error}"
-        ) from error
-    check_result(result, batch, config.function)
-    if not result.loss.requires_grad:
-        return torch.zeros(8)
-    inputs = [logprobs, entropy]
-    gradients = torch.autograd.grad((result.loss * mask).sum(), inputs, allow_unused=True)
-    return torch.stack([g if g is not None else torch.zeros(8) for g in gradients]).abs().sum(dim=0)
+            f"objective.function = '{function}': loss is of {result.loss.dtype}, expected batch.logprobs' own"
+            f" {batch.logprobs.dtype}"
+        )
+
+
+def check_policy_loss(function: PolicyLoss, config: ObjectiveConfig, key: str = "objective.function") -> None:
+    """Try a user's loss on made-up packs, before anything expensive.
+
+    A sequence's weight undoes pruning only if its loss is a function of that sequence. One that looks across the pack
+    (advantages centred by its mean) depends on which others were kept and how they were packed. So each sequence is
+    tried alone and among others: same values, same gradient, none to the others. Within a sequence tokens may be
+    mixed, as GSPO does. What the packs do not show is not found: a loss that changes at three thousand tokens, say.
+
+    Raises:
+        UserError: it raises, returns something else than a TokenLoss of the batch's shape, has no gradient, is not
+            finite, changes its arguments, answers differently when asked again, looks at other sequences or at padding,
+            or moves completions with advantage 0 while the settings say that it does not.
+    """
+    trial = _Trial(function, config, f"{key} = '{config.function}'")
+    first = trial.answer(_made_up(0))
+    if not bool((first[1:] != 0).any()):
+        trial.refuse("its loss does not depend on batch.logprobs, so nothing would be learned; do not detach it")
+    for number, (*_, padding) in enumerate(_TRIAL_PACKS):
+        trial.check_local(_made_up(number), padding)
+        zero = trial.answer([one.index_fill(0, torch.tensor(5), 0.0) for one in _made_up(number)], padding)
+        if config.zero_advantage_slope == 0 and bool((zero[1:] != 0).any()):
+            trial.refuse(
+                "has a gradient where the advantage is 0, and completion pruning drops such completions as if they had"
+                " none; set objective.zero_advantage_slope to about the size of that gradient in the log-probability (a"
+                " KL term c * kl has about c)"
+            )
+    trial.check_same(first, _made_up(0), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    function: PolicyLoss
+    config: ObjectiveConfig
+    what: str
+
+    def refuse(self, why: str) -> None:
+        raise UserError(f"{self.what}: {why}")
+
+    def check_same(self, before: Tensor, sequences: list[Tensor], padding: int) -> None:
+        if not torch.equal(before, self.answer(sequences, padding)):
+            self.refuse("answers differently when asked again; a loss must be a function of its arguments")
+
+    def check_local(self, sequences: list[Tensor], padding: int) -> None:
+        """Each sequence has the same answer alone and among the others."""
+        whole = self.answer(sequences, padding)
+        self.check_same(whole, sequences, padding)
+        start, most = 0, _TOLERANCE * whole.abs().amax(dim=1, keepdim=True)
+        for place, sequence in enumerate(sequences):
+            packed = whole[:, start : start + sequence.shape[1]]
+            start += sequence.shape[1] + padding
+            if not bool(((packed - self.answer([sequence])).abs() <= most).all()):
+                self.refuse(
+                    "its loss of a sequence, or the gradient, changes with what else is in the micro-batch (sequence"
+                    f" {place} of {len(sequences)}, padding {padding}), which pruning and packing decide: no weight"
+                    " could keep the update unbiased. Use a token's own values, or sums over its sequence's completion"
+                    " tokens (sequence_sums); advantages are scaled by objective.advantage, means over the batch are"
+                    " objective.normalization"
+                )
+
+    def answer(self, sequences: list[Tensor], padding: int = 0) -> Tensor:
+        """[3, T] loss, and the gradient of its sum by factors in log-probability and entropy; 0 where the mask is."""
+        parts = [*(pad(one, (0, padding)) for one in sequences), torch.zeros(8, padding)]
+        rows = torch.cat(parts, dim=1)
+        sequence = torch.arange(len(parts)).repeat_interleave(torch.tensor([part.shape[1] for part in parts]))
+        inputs = [rows[row].clone().requires_grad_() for row in (0, 1)]
+        given = rows[2:7].clone()
+        batch = TokenBatch(inputs[0], inputs[1], given[0], given[1], given[2], given[3], given[4], sequence.clone())
+        try:
+            result = self.function(batch, self.config)
+        except Exception as error:
+            raise UserError(f"{self.what}: raised {type(error).__name__} on a small made-up batch: {error}") from error
+        check_result(result, batch, self.config.function)
+        if not (torch.equal(torch.stack([*inputs, *given]), rows[:7]) and torch.equal(batch.sequence, sequence)):
+            self.refuse("changes its batch in place; work on a copy")
+        loss = torch.where(rows[6] > 0, result.loss, 0.0)
+        found: tuple[Tensor | None, ...] = (None, None)
+        if loss.requires_grad:
+            found = torch.autograd.grad(loss @ rows[7], inputs, allow_unused=True)
+        both = [torch.zeros_like(loss) if one is None else torch.where(rows[6] > 0, one, 0.0) for one in found]
+        answer = torch.stack([loss.detach(), *both])
+        if not bool(torch.isfinite(answer).all()):
+            self.refuse("its loss or its gradient is not finite on a small made-up batch")
+        return answer
+
+
+def _made_up(number: int) -> list[Tensor]:
+    """[8, length] of each sequence of a pack, 0 where nothing is predicted: the first fields of a `TokenBatch`, and a
+    factor for each token's loss, so that one backward pass tells whose gradient goes where."""
+    generator = torch.Generator().manual_seed(number)
+    lengths, scale, spread, _ = _TRIAL_PACKS[number]
+    made = []
+    for place, length in enumerate(lengths):
+        mask = (torch.arange(length) >= 1 + place % 2).float()  # one or two tokens of the prompt
+        uniform, noise = torch.rand(3, length, generator=generator), torch.randn(3, length, generator=generator)
+        logprobs = -0.05 - 2.0 * uniform[0]
+        advantages = torch.full((length,), (1 - place % 2 * 2) * scale * (0.5 + place % 5 / 4))
+        others = logprobs - spread * noise
+        columns = [logprobs, 0.1 + uniform[1], *others, advantages, torch.ones(length), 0.5 + uniform[2]]
+        made.append(torch.stack(columns) * mask)
+    return made

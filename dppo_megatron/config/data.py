@@ -24,15 +24,22 @@ class SetConfig:
     subset: str = ""
     """Configuration of a hub set (gsm8k: main); empty: its default."""
     limit: int = ranged(0, COUNT)
-    """The first so many rows only; 0: all."""
+    """The first so many rows only, of those that meet `where`; 0: all."""
+    where: list[str] | None = None
+    """Conditions that a row of the set meets, all of them: `type != proof`, `solve_rate >= 0.1`, `type in [a, b]`."""
     problem_field: str | None = None
     """Field of a row that holds the problem's text or a list of chat messages; dots reach into nested rows."""
     answer_field: str | None = None
     """Field of a row that holds the reference answer (reward_model.ground_truth)."""
+    answer_from: str | None = None
+    """What of that field is the answer: boxed (the last \\boxed{} of a solution), last (the last item of a list),
+    hashes (what follows ####); empty: all of it."""
     source_field: str | None = None
     """Field of a row that names its subset; a row may lack it."""
     level_field: str | None = None
     """Field of a row that says how hard it is (a number, or text like `Level 3`); a row may lack it."""
+    level_is: str | None = None
+    """Whether a higher level is harder (difficulty) or easier (solve_rate)."""
     template: str | None = None
     """A named preset for the four settings below; those that are set as well replace the preset's."""
     prompt_template: str | None = None
@@ -89,15 +96,26 @@ class DataConfig:
     mixing: Literal["concatenate", "weighted"] = "concatenate"
     """`concatenate`: an epoch is every problem of every set once. `weighted`: every step takes from each set in
     proportion to its weight, and each set has epochs of its own."""
+    contamination: Literal["warn", "drop", "refuse"] = "warn"
+    """What happens to training problems that are problems of an evaluation set, also written otherwise or with an
+    instruction: a warning, left out of training, or an error."""
     problem_field: str = "problem"
     """Field of a row that holds the problem's text or a list of chat messages; dots reach into nested rows."""
     answer_field: str = "answer"
     """Field of a row that holds the reference answer (reward_model.ground_truth)."""
+    where: list[str] = field(default_factory=list)
+    """Conditions that a row meets, all of them: `type != proof`, `solve_rate >= 0.1`, `type in [number, expression]`.
+    Other rows are left out and counted."""
+    answer_from: Literal["", "boxed", "last", "hashes"] = ""
+    """What of the answer field is the answer: boxed (the last \\boxed{} of a solution), last (the last item of a list),
+    hashes (what follows ####); empty: all of it. Rows without one are left out and counted."""
     source_field: str = "source"
     """Field of a row that names its subset; a row may lack it."""
     level_field: str = ""
     """Field of a row that says how hard it is (a number, or text like `Level 3`); a row may lack it. Empty: `level`, or
     `difficulty` where there is no `level`."""
+    level_is: Literal["difficulty", "solve_rate"] = "difficulty"
+    """Whether a higher level is harder, or easier as a solve rate is; levels are then 1 - rate."""
     template: str = ""
     """A named preset for the four settings below (qwen3_nothink, qwen3_think, chat_boxed, plain_boxed, r1); those that
     are set as well replace the preset's. A set's own settings, then its template, go before these."""

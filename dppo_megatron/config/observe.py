@@ -64,6 +64,8 @@ class ObserveConfig:
     free_at_resume = True
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     """Prompts, completions and what became of them."""
+    trace_max_gb: float = ranged(2.0, "(0, 1e9]")
+    """Bound of `trace.jsonl` on the disk; when it is full its older half goes. 512 x 16 rollouts have 0.18 MB."""
     noise_scale_every_steps: int = ranged(32, COUNT)
     """Every so many steps the gradient of a random half of an update's prompts is taken too, which costs about one more
     update: with it the log can say how many prompts a step should have. 0: never. Not with

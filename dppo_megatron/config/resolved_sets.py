@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dppo_megatron.config.conditions import Condition
 from dppo_megatron.config.data import DataConfig, EvalSetConfig, SetConfig, TrainSetConfig
 from dppo_megatron.config.paths import check_file_or_directory
 from dppo_megatron.config.schema import Config, EvalConfig
@@ -77,14 +78,20 @@ class ResolvedSet:
     """Empty: the default one."""
     limit: int
     """Rows; 0: all."""
+    where: list[str]
+    """Conditions (`conditions.py`)."""
     problem_field: str
     """Dots reach into nested rows."""
     answer_field: str
     """Dots reach into nested rows."""
+    answer_from: str
+    """A key of `data/answers.py`'s rules; empty: the field itself."""
     source_field: str
     """Empty: none is read."""
     level_field: str
     """Empty: `level`, or `difficulty`."""
+    level_is: str
+    """`difficulty` or `solve_rate`."""
     template: Template
     """The four settings of a template, with presets resolved."""
     max_prompt_tokens: int
@@ -159,7 +166,7 @@ def train_set_weights(config: Config) -> dict[str, float] | None:
 
 def example_set_config(config: Config) -> ResolvedSet:
     """SFT's worked solutions, as a set that inherits all settings."""
-    entry = SetConfig(path=config.sft.examples_path)
+    entry = SetConfig(path=config.sft.examples_path, where=[], answer_from="")
     return _resolved(ResolvedSet, "sft.examples_path", entry, config.data)
 
 
@@ -259,6 +266,13 @@ _RESERVED = {
 """Arguments of `apply_chat_template` that this code sets itself."""
 
 
+_CHOICES = {
+    "overlong": ("error", "filter"),
+    "answer_from": ("", "boxed", "last", "hashes"),
+    "level_is": ("difficulty", "solve_rate"),
+}
+
+
 def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
     if layer.template and layer.template not in TEMPLATES:
         near = difflib.get_close_matches(layer.template, TEMPLATES, n=1)
@@ -266,8 +280,14 @@ def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
         raise UserError(f"{key}.template = '{layer.template}': no such template; {hint}")
     if layer.prompt_template is not None and "{problem}" not in layer.prompt_template:
         raise UserError(f"{key}.prompt_template = {layer.prompt_template!r}: must contain {{problem}}")
-    if layer.overlong not in (None, "error", "filter"):
-        raise UserError(f"{key}.overlong = '{layer.overlong}': must be error or filter")
+    for name, allowed in _CHOICES.items():  # a set's own may be null, and the schema has no such choice
+        if (value := getattr(layer, name)) not in (None, *allowed):
+            raise UserError(f"{key}.{name} = '{value}': must be {' or '.join(allowed)}")
+    for condition in layer.where or ():
+        try:
+            Condition.parse(condition)
+        except UserError as error:
+            raise UserError(f"{key}.where: {error}") from None
     for name in ("problem_field", "answer_field"):
         if getattr(layer, name) == "":
             raise UserError(f"{key}.{name} is empty: it must name a field of the rows")

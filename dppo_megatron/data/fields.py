@@ -13,6 +13,7 @@ from decimal import Decimal
 from typing import Any, TypeAlias
 
 from dppo_megatron.config.resolved_sets import ResolvedSet
+from dppo_megatron.data.answers import ANSWER_RULES
 from dppo_megatron.data.rows import Row, listed
 from dppo_megatron.types import UserError
 
@@ -21,7 +22,7 @@ Messages: TypeAlias = list[dict[str, str]]
 
 _ABSENT = object()
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_LEVEL = re.compile(r"(?:level|lvl|difficulty)?[\s:_-]*(\d+(?:\.\d+)?)", re.IGNORECASE)
+_LEVEL = re.compile(r"(?:level|lvl|difficulty)?[\s:_-]*(\d+(?:\.\d+)?)(?:/([1-9]\d*))?", re.IGNORECASE)
 
 _LAYOUTS = (
     ({"prompt", "reward_model"}, "verl", ("prompt", "reward_model.ground_truth", "data_source")),
@@ -64,13 +65,16 @@ def problem_of(row: Row, settings: ResolvedSet) -> str | Messages:
 
 
 def answer_of(row: Row, settings: ResolvedSet) -> str:
-    """The reference answer as text; a number as it is written in the file.
+    """The reference answer as text; a number as it is written in the file. Empty: `answer_from` finds none.
 
     Raises:
         UserError: it is neither text nor a finite number, or is empty.
     """
     name = settings.answer_field
     value = _required(row, name, settings)
+    if settings.answer_from:
+        found = ANSWER_RULES[settings.answer_from](value)
+        return found and check_text(found, row.origin, name)
     if isinstance(value, str):
         return check_text(value, row.origin, name)
     if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
@@ -111,6 +115,8 @@ def level_of(row: Row, settings: ResolvedSet) -> tuple[float | None, bool]:
     if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         return None, False
     level = parse_level(value)
+    if level is not None and settings.level_is == "solve_rate":
+        return (1 - level, False) if 0 <= level <= 1 else (None, True)
     return level, level is None
 
 
@@ -118,12 +124,12 @@ def parse_level(value: Any) -> float | None:
     """A level as a number; None if it is not one.
 
     Example:
-        parse_level(3), parse_level("Level 3"), parse_level("0.4"), parse_level("easy")  # 3.0, 3.0, 0.4, None
+        parse_level(3), parse_level("Level 3"), parse_level("3/8"), parse_level("easy")  # 3.0, 3.0, 0.375, None
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value) if abs(value) < 1e300 else None  # not NaN, and no integer that a float cannot hold
     match = _LEVEL.fullmatch(value.strip()) if isinstance(value, str) and len(value) < 100 else None
-    return float(match[1]) if match else None
+    return float(match[1]) / float(match[2] or 1) if match else None
 
 
 def check_text(text: str, origin: str, name: str) -> str:
@@ -202,7 +208,7 @@ def _answer_hint(value: Any, name: str) -> str:
     if isinstance(value, Mapping) and value:
         return f"; dots reach into objects: {name}.{next(iter(value))}"
     if isinstance(value, (list, tuple)):
-        return "; a list of answers must be one text"
+        return "; a list of answers must be one text (answer_from=last reads its last item)"
     return ""
 
 

@@ -131,13 +131,13 @@ def _json(path: str) -> Iterator[Row]:
     listed = found.get("data") if isinstance(found, dict) else found
     if not isinstance(listed, list):
         raise UserError(f'{path}: expected a list of JSON objects, {{"data": [...]}}, or one object a line')
-    exact: list[list[dict[str, Any]]] = []
+    exact: list[list[Any]] = []
 
     def row_exactly(number: int) -> dict[str, Any]:
         if not exact:  # parsed a second time only if an answer is a number, and then once
             again = _parse(text, path, exact=True)
             exact.append(again["data"] if isinstance(again, dict) else again)
-        return exact[0][number]
+        return _object(exact[0][number], path)
 
     for number, values in enumerate(listed):
         origin = f"{path}[{number}]"
@@ -251,6 +251,9 @@ def _parse_object(text: str, origin: str, *, exact: bool = False) -> dict[str, A
 
 
 def _object(value: Any, origin: str) -> dict[str, Any]:
+    """A row's values; of a list of objects, such as the turns of Open-Reasoner-Zero, by their places: `0.value`."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return {str(place): item for place, item in enumerate(value)}
     if not isinstance(value, dict):
         raise UserError(f"{origin}: expected a JSON object, got {type(value).__name__}")
     return value

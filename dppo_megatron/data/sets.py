@@ -7,8 +7,8 @@ only one of them reports on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
 from itertools import combinations, islice
 from pathlib import Path
@@ -17,9 +17,21 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.checks import planned_prompts, too_few_prompts
+from dppo_megatron.config.conditions import Condition
 from dppo_megatron.config.resolved_sets import ResolvedSet, eval_set_configs, train_set_configs, train_set_weights
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.fields import Messages, answer_of, check_text, get_field, kind, level_of, problem_of, source_of
+from dppo_megatron.data.contamination import Contamination, HeldOut, Words, words_of
+from dppo_megatron.data.fields import (
+    Messages,
+    answer_of,
+    check_text,
+    get_field,
+    kind,
+    level_of,
+    problem_of,
+    section_of,
+    source_of,
+)
 from dppo_megatron.data.hub import read_directory, read_hub
 from dppo_megatron.data.order import make_order
 from dppo_megatron.data.rows import Row, listed, read_file
@@ -55,26 +67,58 @@ class ProblemSet:
     """Warnings about its rows: duplicates, levels that are not numbers."""
     problems: Mapping[bytes, int]
     """Hash of each problem's text (white space normalized) to where it first occurs; for comparing sets."""
+    words: Sequence[Words] = ()
+    """Of each problem of an evaluation set, in its order: by these it is found among training problems."""
+    held_out: Mapping[str, int] = field(default_factory=dict)
+    """Of a training set: how many problems of each evaluation set are in it, or were and have been dropped."""
+    dropped: int = 0
+    """Problems left out for that."""
 
 
 def load_set(
-    name: str, settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase, *, first_index: int = 0
+    name: str,
+    settings: ResolvedSet,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    first_index: int = 0,
+    held_out: HeldOut | None = None,
+    drops: bool = False,
 ) -> ProblemSet:
     """Read, render and tokenize one set. Its prompts are numbered from `first_index`.
+
+    Args:
+        held_out: problems to look for, in a training set; None: this is an evaluation set.
+        drops: leave out those that are found.
 
     Raises:
         UserError: a row without a problem, a prompt that is too long and may not be filtered, or no problems.
     """
     check_template(settings, tokenizer)
-    read = _PromptReader(settings, tokenizer, first_index)
+    read, where = _PromptReader(settings, tokenizer, first_index), _Where(settings)
+    looked_for, words, dropped = Contamination(held_out or HeldOut()), list[Words](), 0
     with progress(f"reading {settings.path}", 0, "rows") as advance:
-        for rows in read_set(settings, advance):
+        for rows in read_set(settings, advance, where):
+            if held_out is None:
+                words += [words_of(_asked(problem_of(row, settings))) for row in rows]
+            elif held_out:
+                is_held_out = looked_for.look([words_of(_asked(problem_of(row, settings))) for row in rows])
+                dropped += sum(is_held_out) if drops else 0
+                rows = [row for row, one in zip(rows, is_held_out, strict=True) if not (one and drops)]
             read.add(rows)
+    where.check_fields()
     prompts = read.prompts
     if not prompts:
         why = f": all {read.filtered} are longer than {settings.max_prompt_tokens} tokens" if read.filtered else ""
+        why = why or (f": {where.left_out} rows do not meet 'where'" if where.left_out else "")
+        why = why or (f": answer_from={settings.answer_from} finds no answer" if read.unanswered else "")
         raise UserError(f"{settings.path}: holds no problems{why}")
     notes = [*read.repeats.notes()]
+    if dropped:
+        notes.append(f"{dropped} problems are left out: they are problems of evaluation sets")
+    if where.left_out:
+        notes.append(f"{where.left_out} rows are left out by where = {settings.where}")
+    if read.unanswered:
+        notes.append(f"{read.unanswered} rows are left out: answer_from={settings.answer_from} finds no answer there")
     if read.unknown_levels:
         notes.append(f"{read.unknown_levels} rows have a level that is no number; it is left out")
     return ProblemSet(
@@ -86,6 +130,9 @@ def load_set(
         read.hashed.hexdigest(),
         tuple(notes),
         read.repeats.first,
+        words,
+        looked_for.counts(),
+        dropped,
     )
 
 
@@ -97,7 +144,7 @@ class _PromptReader:
         self._shared = shared_ids(tokenizer)
         self.prompts: list[Prompt] = []
         self.repeats, self.hashed = _Repeats(self.prompts), _SetHash()
-        self.filtered = self.unknown_levels = 0
+        self.filtered = self.unknown_levels = self.unanswered = 0
 
     def add(self, rows: list[Row]) -> None:
         settings = self._settings
@@ -108,11 +155,15 @@ class _PromptReader:
         for row, problem, text, token_ids in zip(rows, problems, texts, ids, strict=True):
             level, unknown = level_of(row, settings)
             self.unknown_levels += unknown
+            answer = answer_of(row, settings)
+            if not answer:
+                self.unanswered += 1
+                continue
             prompt = Prompt(
                 self._first_index + len(self.prompts),
                 text,
                 token_ids,
-                answer_of(row, settings),
+                answer,
                 source_of(row, settings),
                 level=level,
                 row=row.values,
@@ -126,8 +177,33 @@ class _PromptReader:
             self.repeats.add(problem)
 
 
-def read_set(settings: ResolvedSet, advance: Advance) -> Iterator[list[Row]]:
-    """The set's rows from any source, in batches, at most `limit` in all.
+class _Where:
+    """Whether a row meets a set's conditions, with what it has to say about all of them."""
+
+    def __init__(self, settings: ResolvedSet) -> None:
+        self._settings, self._conditions = settings, [Condition.parse(text) for text in settings.where]
+        self.left_out = 0
+        self._never_there = {condition.field for condition in self._conditions}
+
+    def __call__(self, row: Row) -> bool:
+        values = [get_field(row.values, condition.field) for condition in self._conditions]
+        pairs = list(zip(self._conditions, values, strict=True))
+        self._never_there -= {condition.field for condition, value in pairs if value is not None}
+        meets = all(condition.holds(value) for condition, value in pairs)
+        self.left_out += not meets
+        return meets
+
+    def check_fields(self) -> None:
+        """Raise UserError for a field that no row had: it is misspelt, or belongs to another set."""
+        if self._never_there:
+            key = f"{section_of(self._settings)}.where"
+            raise UserError(f"{self._settings.path}: no row has the field '{min(self._never_there)}' of {key}")
+
+
+def read_set(
+    settings: ResolvedSet, advance: Advance, where: Callable[[Row], bool] = lambda row: True
+) -> Iterator[list[Row]]:
+    """The set's rows from any source that meet `where`, in batches, at most `limit` in all.
 
     Args:
         advance: called with the number of rows that the caller has finished.
@@ -141,6 +217,7 @@ def read_set(settings: ResolvedSet, advance: Advance) -> Iterator[list[Row]]:
         rows = read_directory(settings.path, settings.subset, settings.split)
     else:
         rows = read_file(settings.path)
+    rows = filter(where, rows)
     rows = islice(rows, settings.limit) if settings.limit else rows
     done = 0
     while batch := list(islice(rows, _BATCH)):
@@ -149,17 +226,27 @@ def read_set(settings: ResolvedSet, advance: Advance) -> Iterator[list[Row]]:
         advance(done)
 
 
-def load_train_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
+def load_train_sets(
+    config: Config, tokenizer: PreTrainedTokenizerBase, evaluated: Mapping[str, ProblemSet]
+) -> dict[str, ProblemSet]:
     """All sets to train on, their prompts numbered consecutively.
 
+    Args:
+        evaluated: whose problems are looked for, and treated as `data.contamination` says.
+
     Raises:
-        UserError: as `load_set`; or a step needs more problems of a set than it has.
+        UserError: as `load_set`; a step needs more problems of a set than it has; or evaluated problems are trained on.
     """
     sets: dict[str, ProblemSet] = {}
-    settings = train_set_configs(config)
+    settings, held_out = train_set_configs(config), HeldOut()
+    for name, other in evaluated.items():
+        held_out.add(name, other.words)
+    drops = config.data.contamination == "drop"
     for name, one in settings.items():
         first = sum(len(done.prompts) for done in sets.values())
-        sets[name] = load_set(name, one, tokenizer, first_index=first)
+        sets[name] = load_set(name, one, tokenizer, first_index=first, held_out=held_out, drops=drops)
+    if config.data.contamination == "refuse" and (found := contamination_notes(sets, evaluated)):
+        raise UserError(f"{found[0].removeprefix('warning: ')}, and data.contamination=refuse")
     paths = ", ".join(one.path for one in settings.values())
     if too_few := too_few_prompts(config, sum(len(one.prompts) for one in sets.values()), paths):
         raise UserError(too_few)
@@ -245,22 +332,24 @@ class _Repeats:
             yield f"warning: {self._contradictions} of them with another answer: {self._contradiction}"
 
 
-def overlap_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> list[str]:
-    """A line for each evaluation set some of whose problems are trained on, and for each pair of training sets that
-    share some: those are trained on twice an epoch."""
-    notes = []
-    for (name, one), (other, another) in combinations(train.items(), 2):
-        if shared := len(one.problems.keys() & another.problems.keys()):
-            notes.append(f"warning: {shared} problems stand in both training sets '{name}' and '{other}'")
-    for name, held_out in evaluated.items():
-        for other, trained in train.items():
-            shared = len(held_out.problems.keys() & trained.problems.keys())
-            if shared:
-                notes.append(
-                    f"warning: {shared} of the {len(held_out.problems)} problems of the evaluation set '{name}'"
-                    f" are trained on (set '{other}'): its scores will be too high"
-                )
-    return notes
+def overlap_notes(train: Mapping[str, ProblemSet]) -> list[str]:
+    """A line for each pair of training sets that share problems: those are trained on twice an epoch."""
+    return [
+        f"warning: {shared} problems stand in both training sets '{name}' and '{other}'"
+        for (name, one), (other, another) in combinations(train.items(), 2)
+        if (shared := len(one.problems.keys() & another.problems.keys()))
+    ]
+
+
+def contamination_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> list[str]:
+    """A line for each evaluation set some of whose problems are trained on."""
+    return [
+        f"warning: {found} of the {len(evaluated[name].words)} problems of the evaluation set '{name}' are trained on"
+        f" (set '{other}'): its scores will be too high"
+        for other, trained in train.items()
+        if not trained.dropped
+        for name, found in trained.held_out.items()
+    ]
 
 
 def _is_too_long(prompt: Prompt, settings: ResolvedSet) -> bool:
@@ -286,6 +375,10 @@ def _identity(problem: str | Messages) -> str:
     if len(problem) == 1:
         return " ".join(problem[0]["content"].split())
     return "\n".join(f"{turn['role']}: {' '.join(turn['content'].split())}" for turn in problem)
+
+
+def _asked(problem: str | Messages) -> str:
+    return problem if isinstance(problem, str) else "\n".join(turn["content"] for turn in problem)
 
 
 def load_examples(

@@ -16,10 +16,13 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from dppo_megatron.config.paths import json_reason
+from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.evaluation.eval_scores import EvalScores, SampleOutcome, score
 from dppo_megatron.files import make_directory, replacing
+from dppo_megatron.texts import one_line
 from dppo_megatron.types import Prompt, UserError
 
+FORMAT = "dppo_megatron evaluation 1"
 SAMPLES, RESULTS, COMPARISON = "samples.jsonl", "results.json", "comparison.json"
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e308, le=1e308)]
@@ -60,6 +63,10 @@ class EvalSample:
     """The problem's row, for graders that read it."""
     level: _Finite | None = None
     """The difficulty that the row states; null: none."""
+
+    @property
+    def is_graded(self) -> bool:
+        return self.correct is not None or bool(self.failure)
 
     @property
     def outcome(self) -> SampleOutcome:
@@ -154,6 +161,20 @@ def read_samples(path: Path) -> list[EvalSample]:
             )
         seen.add(key)
     return samples
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """results.json. Raises UserError if it cannot be read or is none."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw["format"] != FORMAT or not all(isinstance(of, dict) for of in raw["sets"].values()):
+            raise ValueError("another format")
+        RewardConfig(**raw["reward"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        said = one_line(f"{type(error).__name__}: {error}")
+        raise UserError(f"'{path}' is no results of an evaluation: {said}") from None
+    found: dict[str, Any] = raw
+    return found
 
 
 def _sample(line: str, where: str) -> EvalSample:

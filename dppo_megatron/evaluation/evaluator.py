@@ -7,20 +7,26 @@ next: with six sets of 30 to 700 problems that wait is most of the time of a set
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.config.reward import RewardConfig
-from dppo_megatron.distributed import gather_all
+from dppo_megatron.distributed import from_rank_zero, gather_all
 from dppo_megatron.evaluation.eval_samples import EvalSample, problem_ids
 from dppo_megatron.evaluation.eval_scores import EvalScores, score
+from dppo_megatron.evaluation.unfinished import UnfinishedSamples, key_of
+from dppo_megatron.evaluation.votes import MATH_GRADERS, counted_as, spellings
 from dppo_megatron.job import Job
 from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import Grader, GradeTask, deciding_reward, make_grader
 from dppo_megatron.rollout.engine import Engine, Request, Sampling, own_requests
 from dppo_megatron.types import Completion, Grade, Prompt
+
+_GRADED_AT_ONCE = 1000
+"""Between two looks at the progress: enough that no grader waits for the last of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +62,24 @@ class Evaluator:
         Ranks exchange outcomes, not texts: 2,000 answers of 8,000 tokens are 60 MB.
         """
         outcomes = gather_all([(sample.set, sample.outcome) for sample in self.sample(engine, names)])
-        return [
-            score(one.name, len(one.prompts), one.samples, [outcome for of, outcome in outcomes if of == one.name])
-            for one in self.sets
-            if names is None or one.name in names
-        ]
+        found = []
+        for one in self.sets:
+            if names is None or one.name in names:
+                own = [outcome for of, outcome in outcomes if of == one.name]
+                if self._graders.is_math(one.name):  # on one rank: the grader draws the points at which it compares
+                    known = from_rank_zero(partial(spellings, own))
+                    own = [replace(outcome, vote=counted_as(outcome, known)) for outcome in own]
+                found.append(score(one.name, len(one.prompts), one.samples, own))
+        return found
 
-    def sample(self, engine: Engine, names: Collection[str] | None = None) -> list[EvalSample]:
-        """This rank's samples of every set, or of those in `names`, graded; without other ranks, all samples."""
+    def sample(
+        self, engine: Engine, names: Collection[str] | None = None, kept: UnfinishedSamples | None = None
+    ) -> list[EvalSample]:
+        """This rank's samples of every set, or of those in `names`, graded; without other ranks, all samples.
+
+        Args:
+            kept: takes each sample as it comes and each verdict; what it has already is not made again. One rank only.
+        """
         items = [
             (one, problem, sample)
             for one in self.sets
@@ -71,19 +87,30 @@ class Evaluator:
             for problem in range(len(one.prompts))
             for sample in range(one.samples)
         ]
-        requests = [one.request(problem, sample) for one, problem, sample in items]
-        completions: dict[int, Completion] = {}
+        samples = dict(kept.samples) if kept is not None else {}
+        missing = [item for item in items if (item[0].name, *item[1:]) not in samples]
+        requests = [one.request(problem, sample) for one, problem, sample in missing]
         tokens = 0
         fallback = Sampling(1, 0.0, 0)  # each request carries its own sampling
         total = len(requests) if engine.has_servers else len(own_requests(requests))
         with progress("evaluation", total, "answers") as advance:
-            for position, completion in engine.stream(requests, fallback):
-                completions[position] = completion
-                tokens += len(completion.token_ids)
-                advance(len(completions), tokens)
-        samples = [_ungraded(*items[position], completions[position]) for position in sorted(completions)]
-        with progress("evaluation: grading"):
-            return self._graders.graded(samples)
+            for count, (position, completion) in enumerate(engine.stream(requests, fallback), start=1):
+                one = _ungraded(*missing[position], completion)
+                samples[key_of(one)] = one
+                if kept is not None:
+                    kept.add(one)
+                tokens += one.tokens
+                advance(count, tokens)
+        ungraded = [one for one in samples.values() if not one.is_graded]
+        for graded in self._graders.graded_in_parts(ungraded):
+            samples |= {key_of(one): one for one in graded}
+            if kept is not None:
+                kept.grade(graded)
+        return [samples[key] for of, *place in items if (key := (of.name, *place)) in samples]
+
+    def sample_alone(self, engine: Engine, kept: UnfinishedSamples | None = None) -> list[EvalSample]:
+        """`sample` without other ranks, each vote as it counts."""
+        return self._graders.with_equal_votes(self.sample(engine, kept=kept))
 
     def close(self) -> None:
         """End the graders that only evaluation sets use."""
@@ -148,6 +175,20 @@ class SetGraders:
             for function in dict.fromkeys(functions)
         ]
 
+    def is_math(self, name: str) -> bool:
+        """Whether a `math` grader decides what is correct in this set."""
+        named = [one.function for one in self._reward.functions.values()] or [self._reward.function]
+        return (self._function_of.get(name) or named[0]) in MATH_GRADERS
+
+    def with_equal_votes(self, samples: Sequence[EvalSample]) -> list[EvalSample]:
+        """The samples with the votes that maj@k counts (`votes.py`)."""
+        known = {
+            name: spellings(one.outcome for one in samples if one.set == name)
+            for name in {one.set for one in samples}
+            if self.is_math(name)
+        }
+        return [replace(one, vote=counted_as(one.outcome, known.get(one.set, {}))) for one in samples]
+
     def graded(self, samples: Sequence[EvalSample]) -> list[EvalSample]:
         """The samples with the verdicts of their sets' graders, whatever verdicts they had."""
         found = list(samples)
@@ -156,6 +197,13 @@ class SetGraders:
             for i, grade in zip(members, grader.grade(tasks), strict=True):
                 found[i] = replace(samples[i], **self._verdict(grade))
         return found
+
+    def graded_in_parts(self, samples: Sequence[EvalSample]) -> Iterator[list[EvalSample]]:
+        """The same, some at a time."""
+        with progress("evaluation: grading", len(samples), "answers") as advance:
+            for first in range(0, len(samples), _GRADED_AT_ONCE):
+                yield self.graded(samples[first : first + _GRADED_AT_ONCE])
+                advance(min(len(samples), first + _GRADED_AT_ONCE))
 
     def _verdict(self, grade: Grade) -> dict[str, Any]:
         """The fields of an `EvalSample` that a grade decides. Of several named rewards the first says what is correct;
@@ -201,11 +249,8 @@ _SPELLINGS = (
 
 
 def _vote_of(grade: Grade) -> str | None:
-    """The answer that a sample votes for in maj@k, in a plain form; None if it gave none.
-
-    Wrong answers are equal if they read the same without spaces, `\\left`, `$`, thousands separators and the like; two
-    wrong answers of the same value in different forms (1/2 and 0.5) stay apart, which can only help the correct one.
-    """
+    """The answer that a sample votes for in maj@k, in a plain form: without spaces, `\\left`, `$`, thousands separators
+    and the like. None if it gave none. See `with_equal_votes` for what reads differently and is equal."""
     if grade.extracted is None:
         return None
     plain = grade.extracted.strip().rstrip(".")

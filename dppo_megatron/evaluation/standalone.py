@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
+from hashlib import sha256
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from dppo_megatron import __version__
 from dppo_megatron.config.load import load_config
 from dppo_megatron.config.resolved_sets import eval_set_configs
-from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.evaluation.eval_samples import (
+    FORMAT,
     RESULTS,
     SAMPLES,
     EvalSample,
     check_out,
+    read_results,
     read_samples,
     scores_of,
     write_samples,
@@ -28,6 +33,7 @@ from dppo_megatron.evaluation.eval_samples import (
 )
 from dppo_megatron.evaluation.eval_scores import Estimate, EvalScores, percent
 from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders
+from dppo_megatron.evaluation.unfinished import UnfinishedSamples, read_unfinished
 from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.launcher_env import launched_world_size
 from dppo_megatron.progress import counted, progress
@@ -36,12 +42,9 @@ from dppo_megatron.rewards.start_checks import check_grader
 from dppo_megatron.rollout.engine import Engine
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.texts import one_line, show
+from dppo_megatron.texts import show
 from dppo_megatron.types import Prompt, UserError
 
-_FORMAT = "dppo_megatron evaluation 1"
-_GRADED_AT_ONCE = 1000
-"""Between two looks at the progress: enough that no grader waits for the last of a batch."""
 _MOST = 20
 """A column of more values is a measure, not a level."""
 Levels = Mapping[str, Mapping[str, Estimate]]
@@ -66,16 +69,40 @@ def evaluate_model(given: EvalArguments) -> list[str]:
     show(*said, *(f"{name}: {len(of)} problems, the first: {of[0].text!r}" for name, of in job.eval_prompts.items()))
     with TemporaryDirectory(prefix="eval-") as scratch:
         job.config.run_dir = str(out or scratch)  # servers' logs and the sync directory
-        with closing(_engine(job)) as engine, closing(Evaluator(job)) as evaluator:
+        with ExitStack() as stack:
+            kept = None if out is None else stack.enter_context(closing(UnfinishedSamples(out, _about(job, out))))
+            if kept is not None and kept.samples:
+                show(f"going on with the evaluation in {out}: {len(kept.samples)} samples are there")
+            engine = stack.enter_context(closing(_engine(job)))
             show(engine.description)
-            samples = evaluator.sample(engine)
-    scores = scores_of(samples)
+            samples = stack.enter_context(closing(Evaluator(job))).sample_alone(engine, kept)
+            scores = scores_of(samples)
+            if out is not None and kept is not None:
+                about = {"model": str(config.model.hf_path), "generated_by": engine.description}
+                with progress(f"writing {out}"):
+                    write_results(out, samples, scores, config, about)
+                    kept.finished()
     lines = [*table(scores), *level_lines(by_level(samples))]
-    if out is not None:
-        with progress(f"writing {out}"):
-            write_results(out, samples, scores, config, {"model": str(config.model.hf_path)})
-        lines += ["", f"{out}/: {RESULTS}, {SAMPLES}"]
-    return lines
+    return lines if out is None else [*lines, "", f"{out}/: {RESULTS}, {SAMPLES}"]
+
+
+def _about(job: Job, out: Path) -> dict[str, Any]:
+    """What decides the samples of an evaluation and their grades."""
+    config, model = job.config, Path(job.config.model.hf_path)
+    files = sorted(path for path in model.rglob("*") if path.is_file() and out not in path.parents)
+    states = [(str(path.relative_to(model)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return {
+        "model": str(config.model.hf_path),
+        "model_files": sha256(repr(states).encode()).hexdigest(),
+        "seed": config.seed,
+        "engine": config.rollout.engine,
+        "reward": asdict(config.reward),
+        "sets": {name: asdict(of) for name, of in eval_set_configs(config).items()},
+        "problems": {
+            name: sha256(repr([(one.text, one.answer) for one in prompts]).encode()).hexdigest()
+            for name, prompts in job.eval_prompts.items()
+        },
+    }
 
 
 def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
@@ -88,10 +115,10 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     """
     if out is not None:
         check_out(out, RESULTS)
-    with progress(f"reading {path}"):
-        samples = read_samples(path)
     beside = (path if path.is_dir() else path.parent) / RESULTS
-    before = _read_results(beside) if beside.is_file() else {}
+    with progress(f"reading {path}"):
+        unfinished = read_unfinished(path) if not beside.is_file() else None
+        before, samples = unfinished or (read_results(beside) if beside.is_file() else {}, read_samples(path))
     for item in settings:
         if not item.startswith(("reward.", "seed=")):
             raise UserError(f"{item}: grading again only reads reward.* settings")
@@ -106,13 +133,15 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
             one = samples[members[0]]
             origin = f"{one.set}:{one.problem}"
             check_grader(grader, Prompt(0, one.prompt, (), one.reference, "", row=one.row, origin=origin))
-        with progress("grading", len(samples), "answers") as advance:
-            for first in range(0, len(samples), _GRADED_AT_ONCE):
-                again += graders.graded(samples[first : first + _GRADED_AT_ONCE])
-                advance(len(again))
-    moved = sum(a.correct != b.correct for a, b in zip(samples, again, strict=True))
+        for part in graders.graded_in_parts(samples):
+            again += part
+        again = graders.with_equal_votes(again)
+    pairs = [(a, b) for a, b in zip(samples, again, strict=True) if a.is_graded]
+    moved = sum(a.correct != b.correct for a, b in pairs)
     scores = scores_of(again)
-    lines = [*table(scores), "", f"{moved} of {len(samples)} samples are judged otherwise than before"]
+    lines = [*table(scores), "", f"{moved} of {len(pairs)} samples are judged otherwise than before"]
+    if unfinished is not None:
+        lines.append(f"the evaluation has not ended; it has {len(samples)} samples so far")
     if out is not None:
         write_results(out, again, scores, config, {"rescored": str(path)}, chosen)
         lines.append(f"{out}/: {RESULTS}, {SAMPLES}")
@@ -123,14 +152,14 @@ def table(scores: Sequence[EvalScores]) -> list[str]:
     """A table with one row per set, and the mean over sets."""
     width = max(4, *(len(one.name) for one in scores))
     lines = [
-        f"{'set':<{width}} {'problems':>8} {'samples':>7}  {'pass@1':<14} {'pass@n':<14} {'maj@n':<14}"
-        f" {'truncated':>9} {'unparsed':>8} {'failed':>6} {'tokens':>7}"
+        f"{'set':<{width}} {'problems':>8} {'samples':>7}  {'pass@1':<14} {'95 % interval':<13} {'pass@n':<14}"
+        f" {'maj@n':<14} {'truncated':>9} {'unparsed':>8} {'failed':>6} {'tokens':>7}"
     ]
     for one in scores:
         many = one.samples > 1
         majority = one.maj_at.get(one.samples)
         lines.append(
-            f"{one.name:<{width}} {one.problems:>8} {one.samples:>7}  {percent(one.avg):<14}"
+            f"{one.name:<{width}} {one.problems:>8} {one.samples:>7}  {percent(one.avg):<14} {_interval(one.avg):<13}"
             f" {percent(one.pass_at[one.samples]) if many else '-':<14} {percent(majority) if majority else '-':<14}"
             f" {_share(one.truncated_share):>9} {_share(one.unparsed_share):>8} {one.failed:>6}"
             f" {'-' if one.completion_tokens_mean is None else f'{one.completion_tokens_mean:.0f}':>7}"
@@ -163,9 +192,9 @@ def write_results(
     """Write samples.jsonl, then results.json: if the second exists, the first is complete."""
     settings: dict[str, dict[str, Any]] = {name: asdict(of) for name, of in eval_set_configs(config).items()}
     settings = settings or {name: {"grader": function} for name, function in (graders or {}).items()}
-    packages = ("torch", "transformers", "numpy")
+    packages = ("torch", "transformers", "numpy", "megatron-core")
     results = {
-        "format": _FORMAT,
+        "format": FORMAT,
         **about,
         "seed": config.seed,
         "engine": config.rollout.engine,
@@ -177,10 +206,40 @@ def write_results(
         },
         "mean_over_sets": mean_over_sets(scores),
         "metrics": {key: value for one in scores for key, value in one.metrics().items()},
-        "versions": {name: version(name) for name in packages},
+        "versions": {"dppo-megatron": _own_version()} | {name: version(name) for name in packages},
+        "graders": _grader_sources(config, settings),
     }
     write_samples(out / SAMPLES, samples)
     write_text(out / RESULTS, [json.dumps(results, indent=2) + "\n"])
+
+
+def _own_version() -> str:
+    """With the commit, where this package is in a git repository."""
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        is_own = subprocess.run([*git[:3], "ls-files", "--error-unmatch", __file__], capture_output=True, timeout=10)
+        found = subprocess.run(git, capture_output=True, timeout=10, text=True)
+        if is_own.returncode == found.returncode == 0:
+            return f"{__version__} ({found.stdout.strip()})"
+    return __version__
+
+
+def _grader_sources(config: Config, sets: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """SHA-256 of the file of each `module:function` that grades; built-in graders have the version of the package."""
+    reward = config.reward
+    named = [
+        reward.function,
+        *(one.function for one in reward.functions.values()),
+        *(of["grader"] for of in sets.values()),
+    ]
+    found: dict[str, str] = {}
+    for function in named:
+        with suppress(ImportError, ValueError, OSError):
+            spec = find_spec(function.partition(":")[0]) if ":" in function else None
+            if spec is not None and spec.origin:
+                found[function] = sha256(Path(spec.origin).read_bytes()).hexdigest()
+    return found
 
 
 def by_level(samples: Sequence[EvalSample]) -> Levels:
@@ -222,17 +281,8 @@ def _engine(job: Job) -> Engine:
     return engine
 
 
-def _read_results(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw["format"] != _FORMAT or not all(isinstance(of, dict) for of in raw["sets"].values()):
-            raise ValueError("another format")
-        RewardConfig(**raw["reward"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        said = one_line(f"{type(error).__name__}: {error}")
-        raise UserError(f"'{path}' is no results of an evaluation: {said}") from None
-    found: dict[str, Any] = raw
-    return found
+def _interval(of: Estimate) -> str:
+    return "-" if of.low is None or of.high is None else f"{100 * of.low:.1f} - {100 * of.high:.1f}"
 
 
 def _share(value: float | None) -> str:

@@ -3,6 +3,9 @@
 No line is ever lost. One that does not fit on a full disk waits in memory. One that is damaged, or belongs to a step
 that is done again, is moved to `old/` beside the record, whole: two lines whose newline was lost are one damaged line.
 A checkpoint stores a checksum of every line up to its step, so that even a changed digit is detected.
+
+That costs one pass over the file, a line at a time, in which none that has its checksum is parsed: 10,000 steps of
+512 x 16 rollouts are 1.9 GB. A bounded record drops its older half when it is full: a byte is copied once on average.
 """
 
 from __future__ import annotations
@@ -10,13 +13,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
-from dppo_megatron.files import append_to, make_directory, move_into, open_to_read, replacing
+import msgspec
+
+from dppo_megatron.files import append_to, make_directory, move_into, open_own, open_to_read, replacing
 
 OLD = "old"
 """Directory beside the record for lines and files that are no longer part of it."""
@@ -24,6 +32,10 @@ OLD = "old"
 _BLANK = b" \t\r"
 _HEADER = -1
 """In place of a step: the first line of a trace."""
+_BLOCK = 1 << 20
+"""Bytes of a read."""
+_STEP = re.compile(rb'\{"step": ([0-9]{1,15})[,}]')
+"""How a step's line begins."""
 
 
 class JsonLines:
@@ -33,12 +45,14 @@ class JsonLines:
 
     Args:
         sums: CRC-32 of the lines that the file holds, by step.
+        max_bytes: of the file, whose first line is then a header; 0: no bound. The newest line always stays.
     """
 
-    def __init__(self, path: Path, sums: Mapping[int, int] | None = None) -> None:
-        self._path = path
+    def __init__(self, path: Path, sums: Mapping[int, int] | None = None, max_bytes: int = 0) -> None:
+        self._path, self._max_bytes = path, max_bytes
         self._file = append_to(path)  # open for the life of the run
         self._waiting: list[bytes] = []
+        self._is_cut = False
         self.sums = dict(sums or {})
         """CRC-32 of every line that has a step, written or waiting."""
 
@@ -47,7 +61,7 @@ class JsonLines:
         """Lines that could not be written so far."""
         return len(self._waiting)
 
-    def write(self, row: dict[str, Any]) -> bool:
+    def write(self, row: dict[str, Any]) -> list[str]:
         """Append one object; see `flush`. On OSError the line is kept and written before the next one."""
         line = _line(row)
         if "step" in row:
@@ -55,13 +69,13 @@ class JsonLines:
         self._waiting.append(line + b"\n")
         return self.flush()
 
-    def flush(self) -> bool:
+    def flush(self) -> list[str]:
         """Write the waiting lines. A line that was written only in part is removed again before OSError is raised.
 
         Returns:
-            Whether the file had been deleted or replaced meanwhile; all of its lines are there again.
+            Lines for the log: the file had been deleted or replaced meanwhile and is restored, or was full.
         """
-        restored = self._restore()
+        said, last = self._restore(), 0
         while self._waiting:
             rest = memoryview(self._waiting[0])
             end = os.fstat(self._file.fileno()).st_size
@@ -71,80 +85,171 @@ class JsonLines:
             except OSError:
                 self._file.truncate(end)
                 raise
-            del self._waiting[0]
-        return restored
+            last = len(self._waiting.pop(0))
+        return said + self._bound(last)
 
-    def _restore(self) -> bool:
+    def _restore(self) -> list[str]:
         """Write the record anew, from the file that is open, if that has lost its name; what has the name is moved."""
         try:
             if os.path.samestat(os.lstat(self._path), os.fstat(self._file.fileno())):
-                return False
+                return []
         except FileNotFoundError:
             pass
-        self._file.seek(0)
-        lines = self._file.read()
         move_to_old(self._path)
-        _write(self._path, lines)
-        self._file.close()
-        self._file = append_to(self._path)
-        return True
+        self._rewrite(b"", 0)
+        return [
+            f"warning: {self._path} was deleted or replaced while this run writes it; it is whole again, and what had"
+            f" its place, if anything, is in {self._path.parent / OLD}"
+        ]
 
-    def sync(self) -> bool:
+    def _bound(self, last: int) -> list[str]:
+        """Drop the older half if the file is too large; `last` are the bytes of its last line, 0 if none is new."""
+        size = os.fstat(self._file.fileno()).st_size
+        if not (last and 0 < self._max_bytes < size):
+            return []
+        with open_to_read(self._path) as file:
+            head = file.readline()
+            file.seek(max(len(head), min(size - self._max_bytes // 2, size - last)) - 1)
+            file.readline()
+            start, first = file.tell(), _parsed(file.readline())
+        if start == len(head) or not first or not _parsed(head):
+            return []
+        told, self._is_cut = self._is_cut, True
+        try:
+            self._rewrite(_line(msgspec.json.decode(head) | {"dropped_before": first.number}) + b"\n", start)
+        except OSError as error:  # no room for the copy: the lines themselves are safe
+            self._max_bytes = 0
+            return [f"warning: {self._path} cannot be shortened ({error.strerror}), and grows beyond its bound"]
+        self.sums = {step: crc for step, crc in self.sums.items() if step >= first.number}
+        return [] if told else [f"{self._path} is full: its older half is dropped, now and whenever it is full again"]
+
+    def _rewrite(self, head: bytes, start: int) -> None:
+        """Replace the record by `head` and what the open file holds from `start` on."""
+        self._file.seek(start)
+        with replacing(self._path, durable=True) as file:
+            file.write(head)
+            shutil.copyfileobj(self._file, file, _BLOCK)
+        before, self._file = self._file, append_to(self._path)
+        before.close()
+
+    def sync(self) -> list[str]:
         """Flush everything to the disk. Raises OSError if that fails."""
-        restored = self.flush()
+        said = self.flush()
         os.fsync(self._file.fileno())
-        return restored
+        return said
 
     def close(self) -> None:
         self._file.close()
 
 
-def rewind(path: Path, last_step: int, sums: Mapping[int, int] | None = None) -> tuple[list[str], dict[int, int]]:
+class _Line(msgspec.Struct):
+    """What says which line it is."""
+
+    step: Annotated[int, msgspec.Meta(ge=0)] | msgspec.UnsetType = msgspec.UNSET
+    format: str | msgspec.UnsetType = msgspec.UNSET
+    dropped_before: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    @property
+    def number(self) -> int:
+        return _HEADER if self.step is msgspec.UNSET else self.step
+
+
+_Part: TypeAlias = tuple[int, int, int]
+"""Where in the file a line begins, its bytes, and where the next one begins."""
+
+
+@dataclass
+class _Contents:
+    kept: dict[int, _Part] = field(default_factory=dict)
+    sums: dict[int, int] = field(default_factory=dict)
+    """CRC-32 of those."""
+    damaged: list[_Part] = field(default_factory=list)
+    later: list[_Part] = field(default_factory=list)
+    dropped_before: int = 0
+    """Lines of earlier steps are not missing: the record was full."""
+    size: int = 0
+
+    def missing(self, sums: Mapping[int, int] | None) -> list[int]:
+        return sorted(step for step in (sums or {}).keys() - self.kept.keys() if step >= self.dropped_before)
+
+
+def rewind(
+    path: Path,
+    last_step: int,
+    sums: Mapping[int, int] | None = None,
+    header: Mapping[str, Any] | None = None,
+) -> tuple[list[str], dict[int, int]]:
     """Truncate the record at `path` to `last_step`: damaged and later lines are moved to `old/`.
 
     A torn last line is what a kill leaves; it is dropped silently. Good lines that are out of order are sorted.
 
     Args:
         sums: CRC-32 of the lines as they were when the checkpoint was written, by step; None: unknown.
+        header: first line of a trace that lacks its own.
 
     Returns:
         A line for the log for everything unusual, and the checksums of what `path` holds now.
     """
-    before, kept = _read_own(path), dict[int, bytes]()
-    damaged, later = list[bytes](), list[bytes]()
-
-    def place(line: bytes) -> None:
-        line = line.strip(_BLANK)
-        step = _step_of(line)
-        if step is None:
-            damaged.extend([line] if line.strip(_BLANK + b"\0") else [])
-        elif step > last_step:
-            later.append(line)
-        elif (step != _HEADER and sums is not None and sums.get(step) != zlib.crc32(line)) or (
-            kept.setdefault(step, line) != line  # two lines for one step, and no checksum to choose by: the first stays
-        ):
-            damaged.append(line)
-
-    *whole, tail = before.split(b"\n")
-    for line in whole:
-        place(line)
-    if _step_of(tail) is not None or (sums or {}).keys() - kept.keys():
-        place(tail)  # else it is a torn line, which was never completely written
-    after, said = b"".join(kept[step] + b"\n" for step in sorted(kept)), list[str]()
-    for lines, name, what in (
-        (damaged, "damaged", f"warning: {path}: damaged lines"),
-        (later, "redone", f"{path}: lines after step {last_step}"),
+    found, said = _look_through(path, last_step, sums), list[str]()
+    for parts, name, what in (
+        (found.damaged, "damaged", f"warning: {path}: damaged lines"),
+        (found.later, "redone", f"{path}: lines after step {last_step}"),
     ):
-        if lines:
+        if parts:
             target = path.parent / OLD / f"{path.stem}.{name}{path.suffix}"
-            _append(target, lines)
-            said.append(f"{what} ({len(lines)}) moved to {target}")
-    if missing := sorted((sums or {}).keys() - kept.keys()):
+            _append(target, _lines_at(path, parts))
+            said.append(f"{what} ({len(parts)}) moved to {target}")
+    if missing := found.missing(sums):
         listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         said.append(f"warning: {path}: the lines of {len(missing)} finished steps are lost ({listed})")
-    if after != before:
-        _write(path, after)
-    return said, {step: zlib.crc32(line) for step, line in kept.items() if step != _HEADER}
+    parts = [found.kept[step] for step in sorted(found.kept)]
+    first = [] if header is None or _HEADER in found.kept else [_line(header)]
+    ends = [0, *(end for _, _, end in parts)]
+    if first or any(part != (end, part[1], end + part[1] + 1) for end, part in zip(ends, parts, strict=False)):
+        with replacing(path, durable=True) as file:
+            file.writelines(line + b"\n" for source in (first, _lines_at(path, parts)) for line in source)
+    elif ends[-1] < found.size:
+        with open(open_own(path, os.O_RDWR), "r+b") as file:
+            file.truncate(ends[-1])
+            os.fsync(file.fileno())
+    found.sums.pop(_HEADER, None)
+    return said, found.sums
+
+
+def _look_through(path: Path, last_step: int, sums: Mapping[int, int] | None) -> _Contents:
+    """Which lines are good. A link, which may lead to anything that this user can read, is an OSError: damaged lines
+    are copied to `old/`."""
+    found = _Contents()
+    if not os.path.lexists(path):
+        return found
+    with open(open_own(path, os.O_RDONLY), "rb", buffering=_BLOCK) as file:
+        for whole in file:
+            start, line = found.size + len(whole) - len(whole.lstrip(_BLANK)), whole.strip(_BLANK + b"\n")
+            found.size += len(whole)
+            if whole.endswith(b"\n") or _parsed(line) or found.missing(sums):
+                _place(found, (start, len(line), found.size), line, last_step, sums)
+            # else it is a torn line, which was never completely written
+    return found
+
+
+def _place(found: _Contents, part: _Part, line: bytes, last_step: int, sums: Mapping[int, int] | None) -> None:
+    crc, match = zlib.crc32(line), _STEP.match(line)
+    step = int(match[1]) if match else _HEADER
+    if sums is None or step > last_step or sums.get(step) != crc:
+        row = _parsed(line)
+        if row is None:
+            found.damaged.extend([part] if line.strip(_BLANK + b"\0") else [])
+            return
+        step = row.number
+        found.dropped_before = max(found.dropped_before, row.dropped_before)
+    if step > last_step:
+        found.later.append(part)
+    elif (step != _HEADER and sums is not None and sums.get(step) != crc) or (
+        found.sums.setdefault(step, crc) != crc  # two lines for one step, and no checksum to choose by: the first stays
+    ):
+        found.damaged.append(part)
+    else:
+        found.kept.setdefault(step, part)
 
 
 def move_to_old(path: Path, old: Path | None = None) -> Path | None:
@@ -160,46 +265,29 @@ def move_to_old(path: Path, old: Path | None = None) -> Path | None:
     return move_into(old or path.parent / OLD, path, (f"{path.stem}.{n:04d}{path.suffix}" for n in count(1)))
 
 
-def put_first(path: Path, header: Mapping[str, Any]) -> None:
-    """Write a trace's first line if it is missing."""
-    rest = _read_own(path)
-    if not rest.startswith(b'{"format"'):
-        _write(path, _line(header) + b"\n" + rest)
-
-
-def _step_of(line: bytes) -> int | None:
-    """The step of a line; None if it is no line of a record."""
+def _parsed(line: bytes) -> _Line | None:
+    """None if it is no line of a record."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = msgspec.json.decode(line.decode(), type=_Line)  # of bytes, it does not look at the strings that it skips
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    if not isinstance(row, dict):
-        return None
-    step = row.get("step")
-    if type(step) is int and step >= 0:
-        return step
-    return _HEADER if "step" not in row and isinstance(row.get("format"), str) else None
+    return None if row.step is row.format is msgspec.UNSET else row
 
 
-def _append(path: Path, lines: list[bytes]) -> None:
+def _lines_at(path: Path, parts: Sequence[_Part]) -> Iterator[bytes]:
+    if parts:
+        with open_to_read(path) as file:
+            for start, size, _ in parts:
+                file.seek(start)
+                yield file.read(size)
+
+
+def _append(path: Path, lines: Iterator[bytes]) -> None:
     make_directory(path.parent)
     with append_to(path) as file:
-        file.write(b"".join(line + b"\n" for line in lines))
+        for line in lines:
+            file.write(line + b"\n")
         os.fsync(file.fileno())  # before they disappear from the record
-
-
-def _read_own(path: Path) -> bytes:
-    """What the file holds, b"" if there is none. Its damaged lines are copied to `old/`, so a link, which may lead to
-    anything that this user can read, is an OSError."""
-    if not os.path.lexists(path):
-        return b""
-    with open_to_read(path) as file:
-        return file.read()
-
-
-def _write(path: Path, data: bytes) -> None:
-    with replacing(path, durable=True) as file:
-        file.write(data)
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

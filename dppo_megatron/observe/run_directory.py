@@ -19,7 +19,7 @@ from typing import Any
 from dppo_megatron.config import save_config
 from dppo_megatron.config.schema import Config
 from dppo_megatron.files import make_directory, open_own, remove_tree, write_text
-from dppo_megatron.observe.json_lines import OLD, JsonLines, move_to_old, put_first, rewind
+from dppo_megatron.observe.json_lines import OLD, JsonLines, move_to_old, rewind
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.observe.samples import SAMPLES, rewind_samples
@@ -28,7 +28,8 @@ from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 
 IDENTITY = "run.json"
-RECORDS = ("metrics.jsonl", "trace.jsonl")
+_TRACE = "trace.jsonl"
+RECORDS = ("metrics.jsonl", _TRACE)
 SUMMARY = "summary.json"
 _PRODUCTS = (SAMPLES, TIMELINE, PROFILE, SUMMARY, "hf")
 """What else a run has written that begins again: it would be mixed with the new, or replaced."""
@@ -80,19 +81,16 @@ class RunDirectory:
         with said_as_mistake(self._path):
             save_config(config, self._path / "config.yaml")
             for name in RECORDS:
-                path, kept = self._path / name, dict[int, int]()
-                if resumed_step is not None:
-                    said, kept = rewind(path, resumed_step, sums.get(name))
-                    for line in said:
-                        log(line)
-                elif where := move_to_old(path):
+                path, is_trace = self._path / name, name == _TRACE
+                for left in self._path.glob(f".{name}.*.new"):  # of a process that was killed: as large as the record
+                    remove_tree(left)
+                if resumed_step is None and (where := move_to_old(path)):
                     log(f"warning: {path} is the record of a run without a checkpoint; it is now {where}")
-                if name == "trace.jsonl":
-                    put_first(path, header)
-                self._lines[name] = JsonLines(path, kept)
+                said, kept = rewind(path, resumed_step or 0, sums.get(name), header if is_trace else None)
+                log(*said)
+                self._lines[name] = JsonLines(path, kept, int(config.observe.trace_max_gb * 1e9) if is_trace else 0)
             if resumed_step is not None:
-                for line in rewind_samples(self._path / SAMPLES, resumed_step, self._path / OLD):
-                    log(line)
+                log(*rewind_samples(self._path / SAMPLES, resumed_step, self._path / OLD))
                 return
             for name in _PRODUCTS:
                 if where := move_to_old(self._path / name):
@@ -101,7 +99,7 @@ class RunDirectory:
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Append a line to a log. If the disk is full the line waits, with one warning."""
         try:
-            self._tell(name, self._lines[name].write(row))
+            log(*self._lines[name].write(row))
         except OSError as error:
             if name not in self._troubled:
                 self._troubled.add(name)
@@ -131,19 +129,11 @@ class RunDirectory:
         """
         for name, lines in self._lines.items():
             try:
-                self._tell(name, lines.sync())
+                log(*lines.sync())
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self._path / name)) from None
             self._troubled.discard(name)
         return {name: dict(lines.sums) for name, lines in self._lines.items()}
-
-    def _tell(self, name: str, restored: bool) -> None:
-        if restored:
-            path = self._path / name
-            log(
-                f"warning: {path} was deleted or replaced while this run writes it; it is whole again, and what"
-                f" had its place, if anything, is in {self._path / OLD}"
-            )
 
     def check(self) -> None:
         """Raise UserError if another trainer has taken the directory over."""
@@ -167,7 +157,7 @@ class RunDirectory:
     def close(self) -> None:
         for name, lines in self._lines.items():
             try:
-                self._tell(name, lines.flush())
+                log(*lines.flush())
             except OSError as error:
                 log(f"warning: {self._path / name} ends {lines.num_waiting} lines early ({error.strerror})")
             lines.close()

@@ -79,6 +79,11 @@ class CompletionPolicy(Policy):
         """What its active steps do to the expected gradient, whatever they are offered: a function of the settings."""
         return "exact"
 
+    @property
+    def has_support(self) -> bool:
+        """Every completion with gradient may be kept, with the probability that is reported."""
+        return True
+
     def prune(
         self,
         batch: CompletionBatch,

@@ -21,7 +21,15 @@ from dppo_megatron.pruning.weights import label_of_settings, weigh, weigh_biased
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
 
-class CppoPolicy(CompletionPolicy):
+class _RulePolicy(CompletionPolicy):
+    """Keeps by a rule; where that is biased, what it leaves out has no probability."""
+
+    @property
+    def has_support(self) -> bool:
+        return self.label != "biased"
+
+
+class CppoPolicy(_RulePolicy):
     """Method `cppo`: the largest |advantage| of each group, as a mean over the kept (arXiv 2503.22342).
 
     The top floor(G (1 - rate)) of each group, the paper's formula; its two implementations differ, see the subclasses.
@@ -112,7 +120,7 @@ class PaperCompletionPolicy(CppoTrlPolicy):
         return 1.0 / (1.0 - self.rate)
 
 
-class ZeroVariancePolicy(CompletionPolicy):
+class ZeroVariancePolicy(_RulePolicy):
     """Method `greso`: groups without reward variance are dropped, and the others averaged over: dynamic sampling's
     target."""
 
@@ -135,7 +143,7 @@ class ZeroVariancePolicy(CompletionPolicy):
         return weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label, score=score)
 
 
-class ZeroAdvantagePolicy(CompletionPolicy):
+class ZeroAdvantagePolicy(_RulePolicy):
     """Method `greso_ht`: groups whose advantages are all 0 are dropped, with nominal denominators.
 
     Unbiased without a KL or entropy term, biased with one.
@@ -192,7 +200,7 @@ class InfoBatchCompletionPolicy(CompletionPolicy):
         return weigh_by(self, drawn, label=self.label, score=score)
 
 
-class MaxVariancePolicy(CompletionPolicy):
+class MaxVariancePolicy(_RulePolicy):
     """Method `max_variance`: of each group the subset with the largest reward variance (PODS, arXiv 2504.13818).
 
     As a mean over the kept. Advantages stay those of the full group. Failed gradings are never kept, but at rate 0.

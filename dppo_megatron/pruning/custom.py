@@ -1,11 +1,10 @@
 """A policy of your own: `pruning.prompt.method=my_module:MyPolicy`, and the same for completions.
 
-It has one method, `choose`, and the type of what it returns says how much is known about the choice. The trainer draws,
-weighs and labels, so the ledger stays true whatever a policy does:
+It has one method, `choose`, and the type of what it returns says how much is known about the choice:
 
     probabilities   float array [n]: raised to `min_inclusion_prob`, drawn by, weighted with 1/pi: unbiased
-    a design        `Draw`: drawn by the policy itself; its probabilities are taken at their word, and checked for what
-                    cannot be (a row kept at probability 0): unbiased
+    a design        `Draw`: drawn by the policy itself; unbiased, until what it keeps refutes its probabilities
+                    (`monitors.py`), from then on biased
     a pick          boolean array [n]: how else it could have come out is not known: biased, with weights of 1
 
 Example: prompts whose last group had variance are always kept, the others in a third of the cases.
@@ -17,40 +16,85 @@ Example: prompts whose last group had variance are always kept, the others in a 
             return np.where(self.history.arrays["variance"][prompt_index] > 0, 1.0, 1 / 3)
 
 `choose` must not change the policy's state: a step may be chosen and then given up. It learns in `learn` (prompts)
-and `feedback`; what it keeps goes through `own_state` and `load_own_state`. The price of this narrow interface:
-weights other than the estimators' cannot be plugged in.
+and `feedback`; what it keeps goes through `own_state` and `load_own_state`.
+
+The trainer's policies (`Plugged...`) hold such an object and ask it; they draw, weigh, label and save by themselves.
+Composition, because a class that inherited them could replace any step between its answer and the label. What it
+defines beside the public names of its base has no effect; if the name is one of a policy's, that is an error. Code that
+reaches into the package on purpose is not held off. The price: weights other than the estimators' cannot be plugged
+in, nor parts of a built-in method be replaced.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import copy
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from dppo_megatron.config.pruning import CompletionPruningConfig
+from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.designs import Draw
-from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity
+from dppo_megatron.pruning.history import PromptHistory
+from dppo_megatron.pruning.interface import (
+    CompletionBatch,
+    Policy,
+    PromptFeatures,
+    Selection,
+    StepCapacity,
+    StepCost,
+    check_state,
+)
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.weights import label_of_settings, weigh_biased, weigh_by
+from dppo_megatron.randomness import generator
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
 Choice = FloatArray | BoolArray | Draw
 """Probabilities [n], a pick [n], or a design of n rows."""
-_READS = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
 _SMALLEST = float(np.finfo(np.float64).tiny)
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
+_READS = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
 
 
-class CustomPromptPolicy(PromptPolicy):
-    """Base of a user's prompt policy; beside `choose`, `learn` and `own_state` may be given.
+class CustomPolicy:
+    """What a user's policies of both levels have. The public names of a base are all that the trainer uses."""
 
-    `self.history` is there to be read: `arrays` by prompt index (variance, mean_abs, tokens, visits, last_step),
-    `posterior`, `seen`, `age_epochs`; `self.features` is what is known before a visit; `self.config` the section.
-    """
+    reads: ClassVar[tuple[str, ...]]
+    """Settings of `pruning.<level>` that mean something to it."""
+    config: Any
+    """A copy of the section."""
+    seed: int
+    """For random numbers of its own; not the run's, or its coins could be those that it is drawn by."""
 
-    methods: ClassVar[tuple[str, ...]] = ()
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        """What a finished step cost; returns lines for the log where something changed because of it."""
+        return []
+
+    def own_state(self) -> dict[str, Any]:
+        """What it keeps, copied: numbers, texts, numpy arrays, lists, dicts."""
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved `own_state`."""
+
+
+class CustomPromptPolicy(CustomPolicy):
+    """Base of a user's prompt policy."""
+
     reads: ClassVar[tuple[str, ...]] = (*_READS, "warmup_epochs", "discount", "prior")
+    history: PromptHistory
+    """To be read: `arrays` by prompt index (variance, mean_abs, tokens, visits, last_step), `posterior`, `seen`,
+    `age_epochs`."""
+    features: PromptFeatures | None
+    """What is known of each prompt before a visit; None: nothing."""
+    completions_per_prompt: int
+    prompts_per_step: int
 
     def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
         """Which of the nominal prompts [n], sorted by index, are worth a rollout. Steps count from 0."""
@@ -59,8 +103,69 @@ class CustomPromptPolicy(PromptPolicy):
     def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
         """Visited prompts [K] with rewards (NaN: not graded) and lengths [K, G]; `self.history` has learned already."""
 
+
+class CustomCompletionPolicy(CustomPolicy):
+    """Base of a user's completion policy."""
+
+    reads: ClassVar[tuple[str, ...]] = (*_READS, "warmup_steps")
+    zero_advantage_slope: float
+    """Above 0 completions without advantage carry gradient too."""
+    group_size: int
+    """Completions of a whole group; 0: not known."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        """Which completions [n] to train on, sorted by prompt and completion. Steps count from 0.
+
+        Those without gradient need no probability. There may be none at all: what is asked then is the kind of answer.
+        """
+        raise NotImplementedError
+
+
+class _Plugged(Policy):
+    """What both levels do with a user's object `own`."""
+
+    own_class: ClassVar[type[CustomPolicy]]
+    own: Any
+    kind: str = ""
+    """Of a completion policy's answers so far: a Draw, a pick or probabilities."""
+
+    def _make_own(self, seed: int, **given: Any) -> None:
+        what = f"pruning.{self._level}.method = '{self.config.method}'"
+        seed = int(generator(seed, f"{self.name} of a user").integers(2**62))
+        try:
+            self.own = self.own_class(config=copy.deepcopy(self.config), seed=seed, **given)
+        except TypeError as error:
+            raise UserError(f"{what}: {error}; an __init__ takes (*args, **kwargs) and hands them to super()") from None
+        _refuse_taken(vars(self.own), self.own_class, f"{what}: its objects have")
+        _check_storable(state := self.own.own_state(), f"{what}: own_state()")
+        if not isinstance(state, dict):
+            raise UserError(f"{what}: own_state() is a {type(state).__name__}, expected a dict")
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        said = self.own.feedback(cost)
+        if not isinstance(said, list) or not all(isinstance(line, str) for line in said):
+            raise UserError(f"{self.config.method}.feedback returned {said!r:.60}; expected a list of log lines")
+        return said
+
+    def own_state(self) -> dict[str, Any]:
+        return {"kind": self.kind, "own": self.own.own_state()}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        check_state(state["own"], set(self.own.own_state()), f"{self.name}.own_state()")
+        self.kind = str(state["kind"])
+        self.own.load_own_state(state["own"])
+
+
+class PluggedPromptPolicy(_Plugged, PromptPolicy):
+    """Asks a `CustomPromptPolicy`."""
+
+    def __init__(self, config: PromptPruningConfig, *, seed: int, **settings: Any) -> None:
+        super().__init__(config, seed=seed, **settings)
+        sizes = {name: settings[name] for name in ("completions_per_prompt", "prompts_per_step")}
+        self._make_own(seed, history=self.history, features=self.features, **sizes)
+
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
-        choice = _checked(self.choose(ids, step=step, minibatch=minibatch), len(ids), self.config.method)
+        choice = _checked(self.own.choose(ids.copy(), step=step, minibatch=minibatch), len(ids), self.config.method)
         if isinstance(choice, Draw):
             _check_support(choice, np.ones(len(ids), dtype=np.bool_), self.config.method)
             return weigh_by(self, choice)
@@ -72,23 +177,15 @@ class CustomPromptPolicy(PromptPolicy):
 
     def _learn(self, visits: Visits, step: int) -> None:
         super()._learn(visits, step)
-        self.learn(visits.ids, visits.rewards, visits.lengths, step=step)
+        self.own.learn(visits.ids, visits.rewards, visits.lengths, step=step)
 
 
-class CustomCompletionPolicy(CompletionPolicy):
-    """Base of a user's completion policy; beside `choose`, `own_state` may be given."""
+class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
+    """Asks a `CustomCompletionPolicy`."""
 
-    methods: ClassVar[tuple[str, ...]] = ()
-    reads: ClassVar[tuple[str, ...]] = (*_READS, "warmup_steps")
-    _kind: str = ""
-    """Of the answers so far; no part of the state, since it decides nothing."""
-
-    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
-        """Which completions [n] to train on, sorted by prompt and completion. Steps count from 0.
-
-        Those without gradient need no probability. There may be none at all: what is asked then is the kind of answer.
-        """
-        raise NotImplementedError
+    def __init__(self, config: CompletionPruningConfig, *, seed: int, **settings: Any) -> None:
+        super().__init__(config, seed=seed, **settings)
+        self._make_own(seed, zero_advantage_slope=self.zero_advantage_slope, group_size=self.group_size)
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
@@ -100,11 +197,11 @@ class CustomCompletionPolicy(CompletionPolicy):
     def _prune_sorted(
         self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
     ) -> Selection:
-        config, (step, minibatch) = self.config, counters
+        config = self.config
         live = batch.prompt_weight > 0
         if self.zero_advantage_slope == 0:
             live = live & (batch.advantages != 0)
-        choice = self._chosen(batch, step, minibatch)
+        choice = self._chosen(batch, *counters)
         score = np.abs(batch.advantages)
         if isinstance(choice, Draw):
             _check_support(choice, live, config.method)
@@ -115,21 +212,26 @@ class CustomCompletionPolicy(CompletionPolicy):
             drawn = self._draw(batch, np.where(live, np.maximum(choice, config.min_inclusion_prob), 0.0), counters)
         return weigh_by(self, drawn, label=self._label_of(choice), score=score)
 
+    @property
+    def has_support(self) -> bool:
+        return self.kind != "a pick"
+
     def _label_of_nothing(self, batch: CompletionBatch, counters: tuple[int, int]) -> Label:
         return self._label_of(self._chosen(batch, *counters))
 
     def _chosen(self, batch: CompletionBatch, step: int, minibatch: int) -> Choice:
         """The answer of `choose`, always of one kind: which prompts were drawn must not decide the label."""
-        choice = _checked(self.choose(batch, step=step, minibatch=minibatch), len(batch), self.config.method)
-        if not len(batch) and not isinstance(choice, Draw) and self._kind == "a pick":
+        copied = batch.take(np.arange(len(batch)))
+        choice = _checked(self.own.choose(copied, step=step, minibatch=minibatch), len(batch), self.config.method)
+        if not len(batch) and not isinstance(choice, Draw) and self.kind == "a pick":
             choice = choice.astype(np.bool_)  # numpy's array of nothing is of floats
         kind = "a Draw" if isinstance(choice, Draw) else "a pick" if choice.dtype == np.bool_ else "probabilities"
-        if self._kind and kind != self._kind:
+        if self.kind and kind != self.kind:
             raise UserError(
-                f"{self.config.method}.choose returned {kind} and, earlier in this run, {self._kind}: the label would"
+                f"{self.config.method}.choose returned {kind} and, earlier in this run, {self.kind}: the label would"
                 " depend on what was drawn; return the same kind always, for an empty batch too"
             )
-        self._kind = kind
+        self.kind = kind
         return choice
 
     def _label_of(self, choice: Choice) -> Label:
@@ -142,19 +244,22 @@ class CustomCompletionPolicy(CompletionPolicy):
 
 
 def _checked(choice: Any, count: int, method: str) -> Choice:
-    """The answer of `choose`, if it is one."""
+    """A copy of what `choose` answered, if it is an answer: numpy's own arrays, so that nothing changes afterwards."""
     what = f"{method}.choose returned"
+    kept = None
     if isinstance(choice, Draw):
-        _check_array(choice.kept, count, f"{what} a Draw whose kept", kinds="b")
-        _check_array(choice.inclusion_prob, count, f"{what} a Draw whose inclusion_prob", kinds="f")
-    else:
-        _check_array(choice, count, what, kinds="bf")
-    pi = choice.inclusion_prob if isinstance(choice, Draw) else choice
-    if pi.dtype != np.bool_ and not bool(np.all((pi >= 0) & (pi <= 1))):  # NaN is neither
+        kept, choice, fixed_size = choice.kept, choice.inclusion_prob, bool(choice.fixed_size)
+        _check_array(kept, count, f"{what} a Draw whose kept", kinds="b")
+        _check_array(choice, count, f"{what} a Draw whose inclusion_prob", kinds="f")
+    _check_array(choice, count, what, kinds="bf")
+    if choice.dtype == np.bool_:
+        return np.array(choice, dtype=np.bool_)
+    pi = np.array(choice, dtype=np.float64)
+    if not bool(np.all((pi >= 0) & (pi <= 1))):  # NaN is neither
         row = int(np.flatnonzero(~((pi >= 0) & (pi <= 1)))[0])
         raise UserError(f"{what} {pi[row]} in row {row}: probabilities are in [0, 1]")
-    checked: Choice = choice
-    return checked
+    # without `least_kept`: the label of a cap must not rest on a word
+    return pi if kept is None else Draw(np.array(kept), pi, fixed_size)
 
 
 def _check_array(array: Any, count: int, what: str, *, kinds: str) -> None:
@@ -183,27 +288,62 @@ def _picked(kept: BoolArray, name: str, score: FloatArray | None = None) -> Sele
     return weigh_biased(drawn, name=name, scale=1.0, note=note, label="biased", score=score)
 
 
-def check_custom(cls: object, base: type, key: str, path: str) -> None:
-    """Raise `UserError` unless `cls` is a policy whose labels this package decides.
+def plug(cls: object, base: type, key: str, path: str) -> type[PromptPolicy] | type[CompletionPolicy]:
+    """The policy class, of base `PromptPolicy` or `CompletionPolicy`, that asks objects of a user's class.
 
-    Args:
-        base: `PromptPolicy` or `CompletionPolicy`.
+    Raises:
+        UserError: `cls` is no class derived from the base of its level, or defines what only the trainer decides.
     """
-    level = "prompt" if base is PromptPolicy else "completion"
-    own = CustomPromptPolicy if base is PromptPolicy else CustomCompletionPolicy
-    if not isinstance(cls, type) or not issubclass(cls, base):
-        other = CompletionPolicy if base is PromptPolicy else PromptPolicy
-        of = "completions" if base is PromptPolicy else "prompts"
-        hint = f"; it is one of {of}" if isinstance(cls, type) and issubclass(cls, other) else ""
+    at_prompts = base is PromptPolicy
+    level, of = ("prompt", "completions") if at_prompts else ("completion", "prompts")
+    own, other = (CustomPromptPolicy, CustomCompletionPolicy)[:: 1 if at_prompts else -1]
+    if not isinstance(cls, type) or not issubclass(cls, own) or issubclass(cls, (Policy, other)):
+        hint = ""
+        if isinstance(cls, type) and issubclass(cls, (Policy, other)):
+            built_in = "no part of a built-in method can be replaced: give its probabilities from choose"
+            hint = f"; {built_in if issubclass(cls, Policy) else f'it is one of {of}'}"
         raise UserError(
             f"{key} = '{path}' is no {level} policy: expected a class derived from"
             f" dppo_megatron.pruning.{own.__name__}{hint}"
         )
-    if issubclass(cls, own) and cls.choose is own.choose:
-        raise UserError(f"{key} = '{path}': has no method choose")
-    for name in ("select", "_select_sorted", "prune", "_prune_sorted"):
-        if hasattr(cls, name) and not getattr(cls, name).__module__.startswith("dppo_megatron.pruning"):
-            raise UserError(
-                f"{key} = '{path}': replaces {name}, where draws are weighed and labelled; give probabilities, a Draw"
-                f" or a pick from choose of dppo_megatron.pruning.{own.__name__}"
-            )
+    for ancestor in cls.__mro__[: cls.__mro__.index(own)]:
+        _refuse_taken(vars(ancestor), own, f"{key} = '{path}': replaces")
+    for name in _used(own):
+        if not callable(getattr(cls, name)) or cls.choose is own.choose:  # type: ignore[attr-defined]
+            raise UserError(f"{key} = '{path}': has no method {name}")
+    known = [item.name for item in fields(PromptPruningConfig if at_prompts else CompletionPruningConfig)]
+    if not isinstance(cls.reads, tuple) or any(name not in known for name in cls.reads):
+        raise UserError(f"{key} = '{path}': reads = {cls.reads!r}: expected a tuple of settings of pruning.{level}")
+    plugged = PluggedPromptPolicy if at_prompts else PluggedCompletionPolicy
+    made = type(cls.__name__, (plugged,), {"own_class": cls, "reads": cls.reads})
+    return cast("type[PromptPolicy] | type[CompletionPolicy]", made)
+
+
+def _refuse_taken(names: Mapping[str, Any], own: type, where: str) -> None:
+    """Raise `UserError` for a name that means something to the trainer's policies, and is none that is called."""
+    policies = (PromptPolicy, CompletionPolicy, CustomPromptPolicy, CustomCompletionPolicy)
+    taken = {name for cls in policies for name in dir(cls) if not name.startswith("__")} - {*_used(own), "reads"}
+    if found := sorted(taken & set(names)):
+        raise UserError(
+            f"{where} {found[0]}, which is the trainer's own, because draws, weights and labels are made there; only"
+            f" {', '.join(_used(own))} are called. Give probabilities, a Draw or a pick from choose; rename a helper of"
+            " that name"
+        )
+
+
+def _used(own: type) -> list[str]:
+    return [name for name in dir(own) if not name.startswith("_") and name != "reads"]
+
+
+def _check_storable(state: object, where: str) -> None:
+    """Raise `UserError` for what a checkpoint does not hold, before the first one is written."""
+    if isinstance(state, dict | list | tuple):
+        for name, value in state.items() if isinstance(state, dict) else enumerate(state):
+            _check_storable(value, f"{where}[{name!r}]")
+        return
+    kind = getattr(getattr(state, "dtype", None), "kind", "O")
+    if not (state is None or isinstance(state, bool | int | float | str) or kind in "biuf"):
+        raise UserError(
+            f"{where} holds a {type(state).__name__}: a checkpoint keeps numbers, texts, numpy arrays of numbers, and"
+            " lists and dicts of these"
+        )

@@ -154,6 +154,11 @@ class CompletionBatch:
         named = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "num_nominal"}
         return {name: array for name, array in named.items() if array is not None}
 
+    def facts(self) -> dict[str, Any]:
+        """What completions may have been chosen by, each [n]."""
+        named = {name: getattr(self, name) for name in ("completion_index", "advantages", "lengths", "logit_grad_norm")}
+        return named | {"size of advantage": np.abs(self.advantages)}
+
     def take(self, rows: IntArray) -> CompletionBatch:
         """The given rows, in their order."""
         return replace(self, **{name: array[rows] for name, array in self.arrays().items()})

@@ -7,13 +7,13 @@ from typing import Protocol, TypeVar
 
 from dppo_megatron.config.plugins import is_plugin, load_function
 from dppo_megatron.config.pruning import PruningConfig
+from dppo_megatron.pruning.custom import CustomPromptPolicy
 from dppo_megatron.pruning.policies import (
     COMPLETION_POLICIES,
     PROMPT_POLICIES,
     completion_policy_class,
     prompt_policy_class,
 )
-from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.types import UserError
 
 
@@ -55,7 +55,7 @@ def levels(name: str) -> tuple[str, str]:
             f"--methods: no method '{name}'; known: {', '.join(METHODS)}, or module:Class for a policy of your own"
         )
     loaded = load_function("--methods", name)
-    if isinstance(loaded, type) and issubclass(loaded, PromptPolicy):
+    if isinstance(loaded, type) and issubclass(loaded, CustomPromptPolicy):
         return name, "none"
     completion_policy_class(name, "--methods")
     return "none", name

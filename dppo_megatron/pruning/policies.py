@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from dppo_megatron.config.plugins import is_plugin, load_function
 from dppo_megatron.config.pruning import (
@@ -18,7 +18,7 @@ from dppo_megatron.config.pruning import (
 from dppo_megatron.pruning import completion_baselines as baselines
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
-from dppo_megatron.pruning.custom import check_custom
+from dppo_megatron.pruning.custom import plug
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.pruning.prompt_baselines import (
@@ -149,9 +149,7 @@ def make_prompt_policy(
     check_prompt(config)
     cls = prompt_policy_class(config.method)
     cls.check(config, "pruning.prompt")
-    return _built(
-        cls,
-        f"pruning.prompt.method = '{config.method}'",
+    return cls(
         config,
         num_prompts=num_prompts,
         completions_per_prompt=completions_per_prompt,
@@ -179,9 +177,7 @@ def make_completion_policy(
     check_completion(config)
     cls = completion_policy_class(config.method)
     cls.check(config, "pruning.completion", group_size=group_size, minibatch_size=0)
-    return _built(
-        cls,
-        f"pruning.completion.method = '{config.method}'",
+    return cls(
         config,
         seed=seed,
         total_steps=total_steps,
@@ -195,40 +191,7 @@ def _resolve(method: str, key: str, known: dict[str, type[P]], base: type[P]) ->
         check_choice(key, method, list(known), ", or module:Class for a policy of your own")
         return known[method]
     loaded = load_function(key, method)
-    check_custom(loaded, base, key, method)
-    return cast(type[P], loaded)
-
-
-def _built(cls: type[P], what: str, *args: Any, **settings: Any) -> P:
-    """The policy; a user's own may take other arguments than it gets, or keep what cannot be saved."""
-    if cls.__module__.startswith("dppo_megatron.pruning"):
-        return cls(*args, **settings)
-    try:
-        policy = cls(*args, **settings)
-    except TypeError as error:
-        raise UserError(f"{what}: {error}; an __init__ takes (*args, **kwargs) and hands them to super()") from None
-    _check_storable(policy.own_state(), f"{what}: own_state()")
-    return policy
-
-
-def _check_storable(state: object, where: str) -> None:
-    """Raise `UserError` for what a checkpoint does not hold, before the first one is written."""
-    if isinstance(state, dict):
-        for name, value in state.items():
-            _check_storable(value, f"{where}[{name!r}]")
-    elif isinstance(state, list | tuple):
-        for place, value in enumerate(state):
-            _check_storable(value, f"{where}[{place}]")
-    elif not (state is None or isinstance(state, bool | int | float | str) or _is_plain_array(state)):
-        raise UserError(
-            f"{where} holds a {type(state).__name__}: a checkpoint keeps numbers, texts, numpy arrays of numbers, and"
-            " lists and dicts of these"
-        )
-
-
-def _is_plain_array(value: object) -> bool:
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and getattr(dtype, "kind", "O") in "biuf"
+    return cast(type[P], plug(loaded, base, key, method))
 
 
 def _unread(

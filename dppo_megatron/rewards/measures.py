@@ -26,7 +26,7 @@ class GradeTable:
     """What a step's metrics need of its gradings, as columns: 16,384 grades travel between ranks as a few arrays."""
 
     weight: FloatArray
-    """[n] the weight of each grading's prompt."""
+    """[n] inverse inclusion probability of each grading's prompt."""
     facts: dict[str, FloatArray]
     """[n] each fact, NaN where a grading does not have it."""
     parts: dict[str, FloatArray]
@@ -37,7 +37,7 @@ class GradeTable:
     @staticmethod
     def of(groups: Iterable[Group]) -> GradeTable:
         """The gradings of `groups`, in their order."""
-        graded = [(group.selected.weight, grade) for group in groups for grade in group.grades]
+        graded = [(1.0 / group.selected.inclusion_prob, grade) for group in groups for grade in group.grades]
         return GradeTable(
             np.array([weight for weight, _ in graded], dtype=np.float64),
             _columns([grade.facts for _, grade in graded]),

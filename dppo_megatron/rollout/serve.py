@@ -1,6 +1,6 @@
 """Servers of a machine that does not train: started, announced, watched, and taken away again.
 
-    main thread     start all -> wait until each is ready -> announce it -> every 5 s: heartbeat; restart the ended
+    main thread     start all -> wait until each is ready -> announce it -> every 5 s: heartbeat; restart the dead
     SIGTERM, ^C     remove the addresses, then end the servers
     kill -9         the kernel ends the servers; their heartbeat stops, and the trainer drops them after 60 s
 
@@ -9,6 +9,7 @@ The trainer's part is `servers/directory.py` and `servers/membership.py`.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ from dppo_megatron.progress import progress
 from dppo_megatron.rollout.job_nodes import check_network
 from dppo_megatron.rollout.servers.connect import make_server, make_servers
 from dppo_megatron.rollout.servers.directory import HEARTBEAT_S, Registration, RegistryEntry
+from dppo_megatron.rollout.servers.member import HUNG_S
 from dppo_megatron.rollout.servers.server_process import LaunchedServer, stop_all
 from dppo_megatron.texts import log
 from dppo_megatron.types import RunAborted, UserError
@@ -85,21 +87,26 @@ class Served:
         self._was_ready = False
         self._starts = 1
         """In a row, without having been ready."""
-        self._deadline = time.monotonic() + self._timeout_s
+        self._ready_at = time.monotonic()
+        self._deadline = self._ready_at + self._timeout_s
 
     @property
     def is_starting(self) -> bool:
         return self._server.is_starting
 
     def look(self) -> None:
-        """Announce it when it is ready, show that it lives, start it again when it has ended."""
+        """Announce it when it is ready, show that it lives, start it again when it has ended or hangs."""
         server = self._server
         if not server.is_running:
-            self._start_again()
+            self._start_again(f"ended with code {server.exit_code}")
         elif self._registration is not None:
+            if server.is_ready(self._ask, math.inf, self._timeout_s):
+                self._ready_at = time.monotonic()
+            elif time.monotonic() - self._ready_at > HUNG_S:
+                return self._start_again(f"has not answered for {HUNG_S:.0f} s")
             self._registration.beat()
         elif server.is_ready(self._ask, self._deadline, self._timeout_s):
-            self._was_ready, self._starts = True, 0
+            self._was_ready, self._starts, self._ready_at = True, 0, time.monotonic()
             try:
                 self._registration = Registration(self._directory, self._name, self._entry)
             except OSError as error:
@@ -111,10 +118,9 @@ class Served:
             self._registration.remove()
             self._registration = None
 
-    def _start_again(self) -> None:
+    def _start_again(self, problem: str) -> None:
         server = self._server
         self.withdraw()
-        problem = f"ended with code {server.exit_code}"
         if not self._was_ready or self._starts >= _MOST_STARTS:
             text = server.with_log(f"{problem} before it was ready")
             raise RunAborted(text) if self._was_ready else UserError(text)

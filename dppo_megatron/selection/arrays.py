@@ -72,6 +72,25 @@ class TrainSelection:
     completion_prob: FloatArray
     """Inclusion probability of each completion given its group; NaN where it was not up for the draw: its group does
     not go on, or it was filtered."""
+    has_support: bool
+    """Every completion with gradient could be kept. A fixed rule that leaves some out makes it False."""
+    zero_carries: bool
+    """Completions with advantage 0 carry gradient too: there is a KL or entropy term."""
+
+    @property
+    def figure_weight(self) -> FloatArray:
+        """[K * G] what the tokens of a kept completion count in figures of the policy.
+
+        1 / probability where it carries gradient, else 0: sums with it are unbiased for the completions that carry
+        gradient among all that were rolled out, and those of prompts that were skipped by chance. Without support 1:
+        the figures are of what was kept, and are called so.
+        """
+        if not self.has_support:
+            return self.kept.astype(np.float64)
+        counted = self.kept & (self.zero_carries | (self.advantages != 0))
+        size = len(self.kept) // max(len(self.prompts.prompt_index), 1)
+        pi = np.repeat(self.prompts.inclusion_prob, size) * self.completion_prob
+        return np.where(counted, 1.0 / np.where(counted, pi, 1.0), 0.0)
 
 
 def join(chosen: list[PromptDraw]) -> PromptDraw:

@@ -32,7 +32,7 @@ from dppo_megatron.pruning import (
 )
 from dppo_megatron.pruning.budget import NoiseReference
 from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCost, check_outcomes
-from dppo_megatron.pruning.monitors import step_metrics
+from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
 from dppo_megatron.pruning.policies import bounds_noise, check_methods
 from dppo_megatron.selection.arrays import (
     PromptDraw,
@@ -70,6 +70,8 @@ class _OpenStep:
     """Of prompts and completions; see `StepCost.kept_cost`."""
     reweighted: bool = False
     """Whether chance had a part in its gradient."""
+    deviations: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
+    """Of what was kept of prompts and of completions from the probabilities."""
     outcome: _Learned | None = None
     """What was finished and not learned yet."""
     before: dict[str, Any] | None = None
@@ -160,6 +162,8 @@ class Selector:
         cost, and one that does not, because a checkpoint is due, must choose the same."""
         self._costs: list[StepCost] = []
         """Feedback that has not been passed to the prompt policy yet."""
+        self._declared = DeclaredTest(), DeclaredTest()
+        """Of the probabilities of prompts and of completions."""
         self._said: list[str] = []
         self._open: list[_OpenStep] = []
         """Steps that have begun and have had no feedback, oldest first; at most two."""
@@ -215,7 +219,7 @@ class Selector:
         nominal = self.prompts_per_step * size
         batch = completion_batch(prompts, rollouts, advantages, denominator, groups, trainable, nominal)
         rows = np.flatnonzero(trainable)
-        completions = self._prune_minibatches(batch, minibatch[rows // size], of)
+        completions = self._declared[1].judged(self._prune_minibatches(batch, minibatch[rows // size], of))
         kept = np.zeros(rollouts.rewards.size, dtype=np.bool_)
         weight = np.zeros(rollouts.rewards.size)
         kept[rows] = completions.kept
@@ -223,25 +227,28 @@ class Selector:
         completion_prob = np.full(rollouts.rewards.size, math.nan)
         completion_prob[rows] = completions.inclusion_prob
         first, later = of.selections[: self._updates], of.selections[self._updates :]
-        planned = merge(first, np.arange(sum(len(selection.kept) for selection in first)))
+        planned = self._declared[0].judged(merge(first, np.arange(sum(len(selection.kept) for selection in first))))
         offered = with_refills(planned, later)
         by_completions = np.ones(rollouts.rewards.size)
         by_completions[rows] = completions.expected_weight
+        chooses_groups = self._prompt_policy.resamples or bool((groups.weight != 1).any())
+        refuted = [bool(one.refuted) for one in self._declared]  # then E[weight] is not known
         never = int((offered.inclusion_prob == 0).sum())
         ledger, bias = sized(
             (
-                Source(planned.ledger, offered.expected_weight[offered.kept, None], lost=never),
-                *([Source(groups.ledger, groups.expected_weight[:, None])] if self._prompt_policy.resamples else []),
+                Source(planned.ledger, None if refuted[0] else offered.expected_weight[offered.kept, None], lost=never),
+                *([Source(groups.ledger, groups.expected_weight[:, None])] if chooses_groups else []),
                 self._coefficients.whitening(planned, of.selections, rollouts),
                 divided,
                 filtered,
-                Source(completions.ledger, by_completions.reshape(rollouts.rewards.shape)),
+                Source(completions.ledger, None if refuted[1] else by_completions.reshape(rollouts.rewards.shape)),
             ),
             self._coefficients.squared_norms(rollouts, advantages, denominator),
             prompts.inclusion_prob,
         )
         of.reweighted = is_reweighted(planned) or is_reweighted(completions)
         of.kept_costs = _kept_cost(planned), _kept_cost(completions)
+        of.deviations = self._deviations(offered, np.concatenate(of.offered)), deviations(completions, batch.facts())
         counts = StepCounts(
             prompts_considered=len(offered.kept),
             prompts_generated=int(offered.kept.sum()),
@@ -265,6 +272,8 @@ class Selector:
             offered=np.concatenate(of.offered),
             prompts=prompts,
             completion_prob=completion_prob,
+            has_support=self._completion_policy.has_support and not self._prompt_policy.resamples,
+            zero_carries=self._completion_policy.zero_advantage_slope > 0,
         )
 
     def feedback(self, cost: StepCost) -> list[str]:
@@ -280,6 +289,8 @@ class Selector:
         if of.before is None:  # else the next step, which has begun, has made it learn
             self._learn()
         self._open.pop(0)
+        for test, found in zip(self._declared, of.deviations, strict=True):
+            test.observe(found)
         ratio = self._noise.ratio(cost.grad_norm * cost.grad_norm, cost.step, pruned=of.reweighted)
         of_prompts, of_completions = (replace(cost, noise_ratio=ratio, kept_cost=kept) for kept in of.kept_costs)
         self._costs.append(of_prompts)
@@ -307,6 +318,9 @@ class Selector:
         self._noise.load_state_dict(state["unpruned_noise"])
         self._coefficients.mean_length = state["mean_length"]
         self._costs = [StepCost(**cost) for cost in state["costs"]]
+        if "declared" in state:  # a checkpoint of before they were tested has none
+            for test, saved in zip(self._declared, state["declared"], strict=True):
+                test.load_state_dict(saved)
         self._open, self._said = [], []
 
     def _state(self, position: int, memory: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -318,6 +332,7 @@ class Selector:
             "unpruned_noise": self._noise.state_dict(),
             "mean_length": self._coefficients.mean_length,
             "costs": [asdict(cost) for cost in self._costs],
+            "declared": [asdict(test) for test in self._declared],
         }
 
     def _of(self, step: int) -> _OpenStep:
@@ -343,6 +358,11 @@ class Selector:
             planned_prob=outcome.prompts.planned_prob,
         )
         self._coefficients.learn_length(rollouts.lengths, outcome.prompts.weight)
+
+    def _deviations(self, offered: Selection, prompt_index: IntArray) -> dict[str, float]:
+        past = self._prompt_policy.history.arrays
+        facts = {name: past[name][prompt_index] for name in ("variance", "tokens", "visits")}
+        return deviations(offered, facts | {"index": prompt_index})
 
     def _choose(self, count: int, of: _OpenStep, parts: int) -> PromptDraw:
         nominal, self._position = self._order.take(self._position, count)
@@ -407,7 +427,7 @@ class Selector:
         step: int,
     ) -> dict[str, float]:
         graded = ~np.isnan(rollouts.rewards)
-        weight = np.where(graded, prompts.weight[:, None], 0.0)
+        weight = np.where(graded, 1.0 / prompts.inclusion_prob[:, None], 0.0)  # no estimator's weights, and no cap
         rewards = np.where(graded, rollouts.rewards, 0.0)
         return {
             # weighted, because the generated prompts are a sample of the considered ones

@@ -91,8 +91,7 @@ class Coordinator:
         record.counts = decision.counts
         record.metrics |= decision.metrics | stats.metrics()
         record.metrics |= grading_metrics(outcomes.grades, list(config.reward.functions))
-        record.metrics["rollout/completion_tokens_mean"] = float(rollouts.lengths.mean()) if count else math.nan
-        record.metrics["rollout/truncated_count"] = float(outcomes.truncated.sum())
+        record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob)
         on_servers = server_rows(config.rollout, stats, groups=len(rollouts.lengths), completions=count)
         record.ledger = (*decision.ledger, *on_servers, *overlong_row(self._job))
         record.trace = trace_row(step.number, decision, rollouts)
@@ -142,9 +141,7 @@ class Coordinator:
         rows = np.flatnonzero(decision.kept & (decision.minibatch == index))
         tokens = lengths.ravel()[rows]
         pack = self.plan(sizes_of(rows, tokens, step.selected, self._group_size))
-        return UpdatePlan(
-            rows, tokens, decision.advantages[rows], decision.weight[rows], decision.denominator[rows], pack
-        )
+        return UpdatePlan.of(decision, rows, tokens, pack)
 
 
 def overlong_row(job: Job) -> tuple[LedgerRow, ...]:

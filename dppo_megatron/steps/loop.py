@@ -268,7 +268,6 @@ class Loop:
                 logprobs_out=seen,
             )
         metrics = step.record.metrics
-        metrics.setdefault("mismatch/logprob_abs_diff_mean", measured.logprob_abs_diff)
         if seen is not None:
             self._measure_mismatch(step, [(update, seen)])
         if measured.is_skipped:
@@ -372,13 +371,12 @@ class Loop:
             for update, store in scored:
                 for place, values in store.values.items():
                     sample = update.samples[place]
-                    mine.add(values, sample.behaviour_logprobs, float(np.mean(sample.weight)))
-        measured = Mismatch.join(gather_all([mine])).metrics()
-        step.record.metrics |= measured
+                    mine.add(values, sample.behaviour_logprobs, sample.figure_weight, float(np.mean(sample.weight)))
+        found = Mismatch.join(gather_all([mine]))
+        step.record.metrics |= step.named(found.metrics()) | {"kept/product_ess": found.product_ess}
         alarm = self.job.config.rollout.limits.logprob_diff_warning
-        difference = measured.get("mismatch/logprob_abs_diff_mean", 0.0)
-        if self._engine.has_servers and difference > alarm:
-            log(f"warning: mean |log-probability difference| to the engine {difference:.3g} > {alarm:g}")
+        if self._engine.has_servers and found.logprob_abs_diff > alarm:
+            log(f"warning: mean |log-probability difference| to the engine {found.logprob_abs_diff:.3g} > {alarm:g}")
 
     def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
         """Log-probabilities of `completions` under the actor's present weights, on every rank. Collective."""

@@ -1,6 +1,6 @@
 """The outcomes of a step's rollouts as arrays: what rank 0 needs to select completions, without their tokens.
 
-Each rank makes the rows of the groups that it holds; rank 0 joins them. That is 25 bytes a completion, where pickled
+Each rank makes the rows of the groups that it holds; rank 0 joins them. That is 33 bytes a completion, where pickled
 completions were 24 bytes a *token*.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from dppo_megatron.pruning import logit_grad_norm
 from dppo_megatron.rewards.measures import GradeTable
 from dppo_megatron.selection import Rollouts
-from dppo_megatron.types import BoolArray, FloatArray, Group, IntArray, RolloutPrompt
+from dppo_megatron.types import BoolArray, FloatArray, Group, IntArray, RolloutPrompt, mean_of_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class RolloutTable:
     """[k, G] completion tokens."""
     logit_grad_norm: FloatArray
     """[k, G], see `pruning.logit_grad_norm`."""
+    surprisal: FloatArray
+    """[k, G] -log of the probability with which the engine sampled each completion: the sum over its tokens."""
     truncated: BoolArray
     """[k, G] stopped at the token limit."""
     grades: GradeTable
@@ -48,6 +50,7 @@ class RolloutTable:
             logit_grad_norm=np.array([logit_grad_norm(c.logprobs) for c in completions], dtype=np.float64).reshape(
                 shape
             ),
+            surprisal=np.array([-c.logprobs.sum(dtype=np.float64) for c in completions]).reshape(shape),
             truncated=np.array([c.finish_reason == "length" for c in completions], dtype=np.bool_).reshape(shape),
             grades=GradeTable.of(groups.values()),
         )
@@ -63,9 +66,27 @@ class RolloutTable:
             rewards=np.concatenate([part.rewards for part in parts])[order],
             lengths=np.concatenate([part.lengths for part in parts])[order],
             logit_grad_norm=np.concatenate([part.logit_grad_norm for part in parts])[order],
+            surprisal=np.concatenate([part.surprisal for part in parts])[order],
             truncated=np.concatenate([part.truncated for part in parts])[order],
             grades=GradeTable.join([part.grades for part in parts]),
         )
+
+    def metrics(self, inclusion_prob: FloatArray) -> dict[str, float]:
+        """Figures of all that was rolled out, as Horvitz-Thompson estimates over the prompts that could have been:
+        entropy a token of the distribution that was sampled from, mean length, share truncated; and how many were.
+
+        Args:
+            inclusion_prob: [k] of each group's prompt.
+        """
+        weight = 1.0 / inclusion_prob[:, None]
+        tokens = float((weight * self.lengths).sum())
+        completions = float(weight.sum()) * self.lengths.shape[1]
+        return {
+            "train/entropy": mean_of_sums(float((weight * self.surprisal).sum()), tokens),
+            "rollout/completion_tokens_mean": mean_of_sums(tokens, completions),
+            "rollout/truncated_share": mean_of_sums(float((weight * self.truncated).sum()), completions),
+            "rollout/truncated_count": float(self.truncated.sum()),
+        }
 
     def rollouts(self, selected: Sequence[RolloutPrompt]) -> Rollouts:
         """The selector's input; `selected` [k] are the prompts of the groups."""

@@ -21,6 +21,7 @@ from dppo_megatron.observe.metrics import StepTiming, Timers
 from dppo_megatron.observe.samples import RecordedGroup
 from dppo_megatron.packing.planner import SampleSize
 from dppo_megatron.pruning import LedgerRow
+from dppo_megatron.selection import TrainSelection
 from dppo_megatron.types import (
     FloatArray,
     Group,
@@ -30,6 +31,7 @@ from dppo_megatron.types import (
     StepCounts,
     TrainSample,
     UpdateResult,
+    mean_of_sums,
 )
 
 Reached: TypeAlias = Literal[
@@ -76,8 +78,25 @@ class UpdatePlan:
     advantages: FloatArray
     weights: FloatArray
     denominators: FloatArray
+    figure_weights: FloatArray
     pack: PackPlan
     """Its `members` are positions in `rows`."""
+    has_support: bool
+    """Figures with these weights are the policy's; else of what was kept. See `TrainSelection`."""
+
+    @staticmethod
+    def of(decision: TrainSelection, rows: IntArray, lengths: IntArray, pack: PackPlan) -> UpdatePlan:
+        """To train on the completions `rows` [n] of a step, with their lengths [n]."""
+        return UpdatePlan(
+            rows=rows,
+            lengths=lengths,
+            advantages=decision.advantages[rows],
+            weights=decision.weight[rows],
+            denominators=decision.denominator[rows],
+            figure_weights=decision.figure_weight[rows],
+            pack=pack,
+            has_support=decision.has_support,
+        )
 
 
 @dataclass
@@ -115,12 +134,22 @@ class Step:
         self.reached = state
 
     def update_metrics(self) -> dict[str, float]:
-        """`train/*`: means over the updates so far, how many were skipped, and the last learning rate."""
-        values = [{"loss": one.loss, "grad_norm": one.grad_norm, **one.means} for one in self.measured]
-        means = {name: float(np.mean([one[name] for one in values if name in one])) for name in values[-1]}
-        means["skipped_updates"] = float(sum(one.is_skipped for one in self.measured))
-        means["learning_rate"] = self.measured[-1].learning_rate
-        return {f"train/{name}": value for name, value in means.items()}
+        """`train/*` of the updates so far: means of loss and norm, how many were skipped, the last learning rate; and
+        diagnostics over all their tokens, as `kept/train/*` where they are not the policy's."""
+        own = {
+            "train/loss": float(np.mean([one.loss for one in self.measured])),
+            "train/grad_norm": float(np.mean([one.grad_norm for one in self.measured])),
+            "train/skipped_updates": float(sum(one.is_skipped for one in self.measured)),
+            "train/learning_rate": self.measured[-1].learning_rate,
+        }
+        tokens = sum(one.tokens for one in self.measured)
+        totals = {name: sum(one.sums[name] for one in self.measured) for name in self.measured[-1].sums}
+        return own | self.named({f"train/{name}": mean_of_sums(total, tokens) for name, total in totals.items()})
+
+    def named(self, figures: Mapping[str, float]) -> dict[str, float]:
+        """Figures measured on what was kept; under `kept/` where its weights do not make them the policy's."""
+        prefix = "" if self.updates[0].plan.has_support else "kept/"
+        return {f"{prefix}{name}": value for name, value in figures.items()}
 
     @property
     def is_updated(self) -> bool:
@@ -156,4 +185,5 @@ def sample_of(
         advantage=float(plan.advantages[place]),
         weight=float(plan.weights[place]),
         denominator=float(plan.denominators[place]),
+        figure_weight=float(plan.figure_weights[place]),
     )

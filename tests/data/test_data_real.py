@@ -10,9 +10,9 @@ import pytest
 from chat_tokenizer import chat_tokenizer
 
 from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig
-from dppo_megatron.config.resolved_sets import eval_set_configs, train_set_configs
+from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.sets import load_set, overlap_notes
+from dppo_megatron.data.sets import contamination_notes, load_set, load_train_sets
 
 DATA = Path(os.environ.get("DPPO_DATA_DIR", Path(__file__).parents[2].parent / "shared" / "data"))
 SETS = {"aime24": 30, "aime25": 30, "amc23": 40, "minerva_math": 272, "olympiadbench_math_en": 675, "math500": 500}
@@ -33,7 +33,6 @@ def test_the_six_sets_load_and_contamination_is_said() -> None:
     first = json.loads((DATA / "math500.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert first["problem"] in evaluated["math500"].first_prompt
     assert evaluated["math500"].prompts[0].level == float(first["level"].removeprefix("Level "))
-    train = load_set("math_test", train_set_configs(config)["math_test"], tokenizer)
-    said = overlap_notes({"math_test": train}, evaluated)
+    said = contamination_notes(load_train_sets(config, tokenizer, evaluated), evaluated)
     assert any("500 problems of the evaluation set 'math500'" in line for line in said)
     assert not any("'aime24'" in line or "'minerva_math'" in line for line in said)

@@ -272,6 +272,8 @@ class Expected:
     inverse: dict[tuple[int, int], float]
     frequency: dict[tuple[int, int], float]
     """P(kept) over the product of the probabilities that the decisions tell: 1 where those are true."""
+    counted: dict[tuple[int, int], float]
+    """E[figure weight]."""
     labels: set[tuple[tuple[str, str], ...]]
     """Every ledger that came up, as (name, label) pairs."""
     decisions: list[TrainSelection]
@@ -283,7 +285,7 @@ class Expected:
 
 def expectation(case: Case, *, ties: int = 0) -> Expected:
     """E[W A / D] and E[W / D], mini-batch by mini-batch: their draws are independent of each other."""
-    found = Expected({}, {}, {}, set(), [], [], 0.0)
+    found = Expected({}, {}, {}, {}, set(), [], [], 0.0)
     updates = case.config.objective.updates_per_step
     for minibatch in range(updates):
         dice = Dice(ties=ties, breaks=deterministic_levels(case.config))
@@ -297,8 +299,9 @@ def expectation(case: Case, *, ties: int = 0) -> Expected:
                     share = planned_prompts(case.config) // updates
                     mine = set(decision.offered[minibatch * share : (minibatch + 1) * share].tolist())
                     mine = mine if not is_resampled(case) else set(range(len(case.outcomes.rewards)))
-                    drawn = *drawn_coefficients(decision), _inverse_probabilities(decision)
-                    for totals, values in zip((found.coefficient, found.inverse, found.frequency), drawn, strict=True):
+                    drawn = *drawn_coefficients(decision), _inverse_probabilities(decision), _counted(decision)
+                    means = found.coefficient, found.inverse, found.frequency, found.counted
+                    for totals, values in zip(means, drawn, strict=True):
                         for key, value in values.items():
                             if key[0] in mine:
                                 totals[key] = totals.get(key, 0.0) + outer * inner * value
@@ -318,6 +321,13 @@ def deterministic_levels(config: Config) -> tuple[str, ...]:
     prompt, completion = config.pruning.prompt.method, config.pruning.completion.method
     best = ("cppo", "cppo_trl", "cppo_verl", "dppo_paper", "max_variance")
     return ("prompt tie",) * (prompt in best) + ("completion tie",) * (completion in best)
+
+
+def _counted(decision: TrainSelection) -> dict[tuple[int, int], float]:
+    """Figure weight of every completion that was rolled out."""
+    size = len(decision.kept) // max(len(decision.prompts.prompt_index), 1)
+    keys = ((q, i) for q in decision.prompts.prompt_index.tolist() for i in range(size))
+    return dict(zip(keys, decision.figure_weight.tolist(), strict=True))
 
 
 def is_resampled(case: Case) -> bool:

@@ -59,7 +59,6 @@ def _case(config: Config, seed: int) -> Case:
     ("prompt", "completion", "label"),
     [
         (OWN + "Curious", "none", "unbiased"),
-        (OWN + "FlatScore", "none", "unbiased"),
         ("none", OWN + "Longer", "unbiased"),
         (OWN + "Curious", OWN + "Longer", "unbiased"),
         (OWN + "FirstHalf", "none", "biased"),
@@ -172,7 +171,12 @@ def test_answers_that_are_none_are_named(answer: Any, message: str, monkeypatch:
         ("prompt", OWN + "Longer", "is no prompt policy: .*; it is one of completions"),
         ("completion", OWN + "Curious", "is no completion policy: .*; it is one of prompts"),
         ("prompt", OWN + "Nothing", "has no method choose"),
-        ("prompt", OWN + "Replaced", "replaces select, where draws are weighed and labelled"),
+        ("prompt", OWN + "Replaced", "replaces select, which is the trainer's own, .*; only choose, feedback, learn"),
+        (
+            "prompt",
+            OWN + "FlatScore",
+            "no part of a built-in method can be replaced: give its probabilities from choose",
+        ),
         ("prompt", OWN + "NoArguments", r"an __init__ takes \(\*args, \*\*kwargs\)"),
         ("prompt", OWN + "Unsaved", r"own_state\(\)\['seen'\] holds a set: a checkpoint keeps numbers"),
         ("prompt", "dpo", "did you mean 'dppo'.*or module:Class for a policy of your own"),

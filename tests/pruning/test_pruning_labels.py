@@ -67,6 +67,7 @@ def check(case: Case) -> str:
             assert frequency == pytest.approx(1.0, rel=3e-6), f"{key}: its probability is not that of the draws"
     if not is_resampled(case):
         check_weights(case, expected, dict(ledger))
+    check_figures(case, expected, dict(ledger))
     if label in ("exact", "unbiased"):
         check_expectation(case, expected, nominal, exact=label == "exact")
     return label
@@ -122,6 +123,29 @@ def _estimator(name: str, pi: np.ndarray, kept: np.ndarray) -> np.ndarray:
     if not kept.any() or name == "ht":
         return inverse
     return inverse * (pi.sum() / kept.sum() if name == "c_form" else (pi > 0).sum() / inverse.sum())
+
+
+def check_figures(case: Case, expected: Expected, labels: dict[str, str]) -> None:
+    """Figures of the policy are unbiased: over the draws each completion that carries gradient counts once, any other
+    not at all. Whether they are is the same in every draw; if not, all that is kept counts once, and is called kept."""
+    [has_support] = {decision.has_support for decision in expected.decisions}
+    objective, limit = case.config.objective, case.config.rollout.sampling.max_completion_tokens
+    if not has_support:
+        assert all((decision.figure_weight == decision.kept).all() for decision in expected.decisions)
+        return
+    carries_zero = objective.kl.coef + objective.entropy_coef + objective.zero_advantage_slope > 0
+    size = case.config.rollout.completions_per_prompt
+    advantages: dict[tuple[int, int], float] = {}
+    for decision in expected.decisions:
+        for k, q in enumerate(decision.prompts.prompt_index.tolist()):
+            advantages |= {(q, i): float(decision.advantages[k * size + i]) for i in range(size)}
+    truncated = case.outcomes.truncated if case.outcomes.truncated is not None else case.outcomes.lengths >= limit
+    by_rule = labels[f"prompt/{case.config.pruning.prompt.method}"] == "biased"  # before anything is rolled out
+    for (q, i), counted in expected.counted.items():
+        filtered = objective.overlong.filter and truncated[q, i]
+        carries = not filtered and (carries_zero or advantages[q, i] != 0)
+        once = expected.frequency.get((q, i), 0.0) if by_rule else 1.0
+        assert counted == pytest.approx(carries * once, rel=3e-6), f"completion {i} of prompt {q} counts {counted}"
 
 
 def check_expectation(case: Case, expected: Expected, nominal: np.ndarray, *, exact: bool) -> None:

@@ -134,7 +134,7 @@ def _descriptors(port: int) -> list[int]:
     pack = plan_microbatches(
         sizes_of(rows, lengths, selected, 2), layout=PackingLayout(layout.data_parallel), max_tokens_per_microbatch=64
     )
-    plan = UpdatePlan(rows, lengths, *np.zeros((3, len(rows))), pack)
+    plan = UpdatePlan(rows, lengths, *np.zeros((4, len(rows))), pack, True)
     holders = np.arange(2 * world) % world
     held = {k: group for k, group in enumerate(groups) if holders[k] == rank}
     [update] = exchange([plan], held, holders, selected, 2, replicas)

@@ -84,7 +84,7 @@ CASES = [
         [r"3 \pmod 5", r"x=5k+3", r"8 \pmod{5}", r"x\equiv -2 \mod 5", r"5k+3"],
         [r"4 \pmod 5", r"3\pmod 6", "x=5k+4"],
     ),
-    case(r"3 \pmod 5", [r"x \equiv 3 \pmod 5", "5n+3"], ["2 \pmod 5"]),
+    case(r"3 \pmod 5", [r"x \equiv 3 \pmod 5", "5n+3"], [r"2 \pmod 5"]),
     case(
         r"\begin{cases} x^2 & x<0 \\ x & x\ge 0\end{cases}",
         [

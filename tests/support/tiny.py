@@ -96,6 +96,7 @@ def random_samples(count: int, vocab_size: int, seed: int = 0, *, longest: int =
                 advantage=float(rng.normal()),
                 weight=float(rng.uniform(1, 4)),
                 denominator=float(count * completion),
+                figure_weight=float(1 + i % 3),
             )
         )
     return samples

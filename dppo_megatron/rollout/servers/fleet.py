@@ -26,7 +26,7 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import NotProven
 from dppo_megatron.rollout.servers.intake import Intake
-from dppo_megatron.rollout.servers.member import Endpoint, Member, OwnedLock
+from dppo_megatron.rollout.servers.member import HUNG_S, Endpoint, Member, OwnedLock
 from dppo_megatron.rollout.servers.protocol import Server
 from dppo_megatron.rollout.servers.router import Router, RouterServer
 from dppo_megatron.rollout.servers.server_process import ServerProcess, stop_all
@@ -183,11 +183,14 @@ class Fleet:
             member.server.http.close()
 
     def restart_dead(self) -> None:
-        """Start the trainer's own servers that have ended again; they come back by answering a probe."""
+        """Start the trainer's own servers that have ended or hang again; they come back by answering a probe."""
         for member in self.members:
             own = member.process
-            if own is not None and not own.is_running and self._starter.submit(own.start_if_ended).result():
-                log(f"rollout: the launched server {member.name} had ended; it is started again")
+            if own is None or ((runs := own.is_running) and not member.hangs):
+                continue
+            happened = f"has not answered for {HUNG_S:.0f} s" if runs else "had ended"
+            if self._starter.submit(own.start_if_ended, hangs=member.hangs).result():
+                log(f"rollout: the launched server {member.name} {happened}; it is started again")
                 with self.lock:
                     self._probing[member.name] = _Probe()  # an earlier question was to the process before
                     member.restarted()
@@ -257,6 +260,8 @@ class Fleet:
     def _is_back(self, member: Endpoint) -> None:
         with self.lock:
             member.answered()
+        if isinstance(member, Member) and member.process is not None:
+            member.process.is_starting = False
         # a probe that was begun while it hung may fail only now, and would mark it out again
         self._probing[member.name].answer = None
         waits_for = "after a weight sync" if isinstance(member, Member) else "when all of its workers do"

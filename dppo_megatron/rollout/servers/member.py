@@ -34,6 +34,8 @@ _FREE_FAILURES = 3
 one that hung through a sync, needs no punishment."""
 _LONGEST_BACKOFF_S = 30.0
 _MISFIT_S = 5.0
+HUNG_S = 60.0
+"""vLLM's front end may outlive its engines: for 300 s it answered "EngineCore encountered an issue" and did not end."""
 
 
 class OwnedLock(threading.Condition):
@@ -77,7 +79,7 @@ class Endpoint:
         """In flight there: tokens that its groups may come to, groups, and completions of all groups."""
         self.asleep: frozenset[DeviceMemory] = frozenset()
         """What it has given back to the actor. A process that was started again has all of its memory."""
-        self._asked_again_at = self._free_at = -float("inf")
+        self._out_since = self._asked_again_at = self._free_at = -float("inf")
         self._has_left = False
 
     def __repr__(self) -> str:
@@ -110,6 +112,7 @@ class Endpoint:
         was_in = self._state != "out"
         self._state, self.reason = "out", reason
         if was_in:
+            self._out_since = self._clock()
             self.outages += 1
             self.failures += 1
             self.has_leftovers = True
@@ -216,12 +219,17 @@ class Member(Endpoint):
         """Name of one of its replicas, in messages and canary answers."""
         return self.name if self.width == 1 else f"{self.name} (replica {replica} of {self.width})"
 
+    @property
+    def hangs(self) -> bool:
+        """Whether it has been out for so long, although each probe that it answers would have made it stale."""
+        return self._state == "out" and self._clock() - self._out_since > HUNG_S
+
     def restarted(self) -> None:
         """Its process is a new one: no weights of ours, nothing that still runs, all of its memory. It comes back by
         answering."""
         self._owned()
         self.outages += self._state != "out"  # it had ended unseen
-        self._state, self.reason = "out", "its process was started again"
+        self._state, self.reason, self._out_since = "out", "its process was started again", self._clock()
         self.asleep, self.has_leftovers = frozenset(), False
 
     def removed(self, reason: str) -> bool:

@@ -47,7 +47,7 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start it, again on the same port if it has run before."""
+        """Start it, again on the same port if it has run before; what still runs of it is ended first."""
 
     @abstractmethod
     def tail(self) -> str:
@@ -57,10 +57,10 @@ class ServerProcess(ABC):
     def is_running(self) -> bool:
         return self.exit_code is None
 
-    def start_if_ended(self) -> bool:
-        """Whether it had ended. A sync and a rollout may both have seen that; called by one thread at a time, it is
-        started once, and no process is lost sight of."""
-        if self.is_running:
+    def start_if_ended(self, *, hangs: bool = False) -> bool:
+        """Whether it had ended, or `hangs` and has not been started since. A sync and a rollout may both have seen
+        that; called by one thread at a time, it is started once, and no process is lost sight of."""
+        if self.is_running and (self.is_starting or not hangs):
             return False
         self.start()
         return True
@@ -137,6 +137,8 @@ class LaunchedServer(ServerProcess):
     def start(self) -> None:
         """See `ServerProcess`. Raises UserError if the address is not this machine's, the log cannot be written, or the
         interpreter is not there."""
+        if self.process is not None and self.is_running:
+            stop_all([self])
         self.starts += 1
         self.is_starting = True
         if self._reserved is None:

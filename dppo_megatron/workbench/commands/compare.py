@@ -15,6 +15,7 @@ from dppo_megatron.texts import logged, show
 from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, check_number, read_config
 
 _METHODS = "grpo,grpo_nonzero,cppo,greso,dppo_paper,dppo,dppo_auto"
+_SWEPT = "grpo,grpo_nonzero,dppo"
 _COMPARE = f"""\
 Train CONFIG's job under several pruning methods; report the speed-up of each over GRPO at equal accuracy, and its final
 accuracy (docs/pruning.md):
@@ -25,6 +26,14 @@ METHOD@N is a method with N prompts a step, and as many more or fewer steps. The
 are listed. grpo_nonzero is GRPO that leaves out completions without gradient. One run after another on this machine,
 from the same start; those that had finished in --out are kept. Writes results.json and report.html.
 
+--sweep tunes each method first, over prompts a step, learning rate and schedule (by default around the config's own);
+--sweep KEY=A,B gives the values of one of them, or of a further setting:
+
+  dppo-megatron compare configs/quickstart.yaml --seeds 4 --sweep actor.optimizer.learning_rate=5e-4,7e-4,1e-3
+
+All candidates run on one seed, the better half on a second, its better half on two more. The table is then of the best
+of each, and sweep.json has every rung.
+
 {textwrap.fill(f"Methods: {', '.join(METHODS)}, grpo_nonzero, or module:Class for a policy of your own.", 119)}
 """
 
@@ -32,7 +41,9 @@ from the same start; those that had finished in --out are kept. Writes results.j
 def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     command = add_command(commands, "compare", _compare, summary=summary, description=_COMPARE)
     add_config(command)
-    command.add_argument("--methods", default=_METHODS, metavar="A,B@N,...", help=f"default: {_METHODS}")
+    command.add_argument(
+        "--methods", metavar="A,B@N,...", help=f"default: {_METHODS}; with --sweep: {_SWEPT}, without @N"
+    )
     command.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds from the config's on (default: 1)")
     command.add_argument(
         "--steps-factor",
@@ -40,6 +51,9 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
         default=1.0,
         metavar="F",
         help="methods other than GRPO run F times the steps, because pruned steps are cheaper (default: 1)",
+    )
+    command.add_argument(
+        "--sweep", action="append", nargs="?", const="", metavar="KEY=A,B", help="tune each method first, as above"
     )
     command.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
 
@@ -51,25 +65,47 @@ def _compare(arguments: argparse.Namespace) -> int:
     with progress("loading libraries"):
         from dppo_megatron.workbench.compare.arms import parse_arms
         from dppo_megatron.workbench.compare.runs import in_a_process, run_all, shared_task
-        from dppo_megatron.workbench.compare.table import results, table, write_page, write_results
+        from dppo_megatron.workbench.compare.sweep import (
+            best_lines,
+            candidates,
+            halve,
+            parse_grid,
+            rung_table,
+            sweep_results,
+        )
+        from dppo_megatron.workbench.compare.table import about, results, table, write_page, write_results
         from dppo_megatron.workbench.compare.verdict import judge
 
-    arms = parse_arms(arguments.methods, config, arguments.steps_factor)
+    factor, swept = arguments.steps_factor, arguments.sweep is not None
+    grid = parse_grid(arguments.sweep, config) if swept else {}
+    methods = arguments.methods or (_SWEPT if swept else _METHODS)
+    arms = candidates(methods, grid, config, factor) if swept else parse_arms(methods, config, factor)
     out: Path = arguments.out
-    for name in ("", "results.json", "report.html"):
+    for name in ("", "results.json", "report.html", *["sweep.json"] * swept):
         check_writable("--out", out / name, directory=not name)
     out.mkdir(parents=True, exist_ok=True)
 
     shared = shared_task(config)
     each = f"All seeds share one task: {shared}." if shared else "Each seed has a task, a model and a held-out set."
     notes = [each] if arguments.seeds > 1 else ["One seed: no interval over seeds."]
-    given = config, arguments.config, arguments.overrides, arms
+    run = partial(run_all, config, arguments.config, arguments.overrides, out=out, launch=in_a_process)
     with logged(partial(show, file=sys.stderr)):
-        runs = run_all(*given, seeds=arguments.seeds, out=out, launch=in_a_process)
+        if swept:
+            rungs = []
+            for rows, of_those_left in halve(arms, arguments.seeds, run, same_problems=shared is not None):
+                rungs.append(rows)
+                runs = of_those_left
+                write_results(out / "sweep.json", about() | sweep_results(rungs, grid))
+                show(*rung_table(rows), "")
+            arms = [row.arm for row in rows if row.goes_on]
+            show(*best_lines(rows, grid), "")
+            notes.append("The settings were chosen on these seeds, which flatters them: compare on others (seed=N).")
+        else:
+            runs = run(arms, seeds=arguments.seeds)
     with progress("comparing"):
         verdict = judge(runs, arms, same_problems=shared is not None)
         text, values = table(verdict), results(verdict, runs, notes)
     write_results(out / "results.json", values)
     write_page(out / "report.html", f"{arguments.config}: methods compared", text, values)
-    show(*text.splitlines(), *notes, f"{out}/: results.json, report.html")
+    show(*text.splitlines(), *notes, f"{out}/: results.json, report.html{', sweep.json' * swept}")
     return 0

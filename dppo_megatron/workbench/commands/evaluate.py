@@ -29,6 +29,10 @@ Writes results.json and samples.jsonl. Grade those samples again, or compare two
 
   dppo-megatron eval --rescore eval/Qwen3-4B reward.function=my_module:grade
   dppo-megatron eval --compare eval/before eval/after
+
+Killed, it goes on when it is called again, and --rescore shows the scores so far. In the files of other harnesses:
+
+  dppo-megatron eval --export lm-eval eval/Qwen3-4B --out exported/
 """
 
 
@@ -49,6 +53,12 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     command.add_argument("--limit", type=int, default=0, metavar="N", help="the first N problems of each set; 0: all")
     command.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN/eval/, eval/MODEL)")
     command.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="paired bootstrap of B minus A")
+    command.add_argument(
+        "--export",
+        nargs=2,
+        metavar=("FORM", "EVAL"),
+        help="write an evaluation as lm-eval or lighteval would, to --out",
+    )
     command.add_argument("--rescore", type=Path, metavar="SAMPLES", help="grade an evaluation's samples again")
 
 
@@ -73,8 +83,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     # the first word is a setting, not the model
     models, settings = split_settings([*([arguments.model] if arguments.model else []), *arguments.overrides])
     settings += among_sets
-    if arguments.compare and arguments.rescore:
-        raise UserError("--compare and --rescore: give one of the two")
+    if sum(map(bool, (arguments.compare, arguments.rescore, arguments.export))) > 1:
+        raise UserError("--compare, --rescore and --export: give one of them")
     if arguments.compare:
         if unread := [*models, *settings, *sets]:
             raise UserError(f"--compare reads two evaluations and nothing else; leave out {unread[0]}")
@@ -82,6 +92,13 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
         with progress("comparing the evaluations"):
             lines = compare_evaluations(*arguments.compare, out=arguments.out)
+    elif arguments.export:
+        if unread := [*models, *settings, *sets]:
+            raise UserError(f"--export reads one evaluation and nothing else; leave out {unread[0]}")
+        from dppo_megatron.evaluation.export import export
+
+        form, evaluation = arguments.export
+        lines = export(form, evaluation, arguments.out)
     elif arguments.rescore:
         if unread := [*models, *sets]:
             raise UserError(f"--rescore reads the samples of an evaluation and nothing else; leave out {unread[0]}")

@@ -50,6 +50,10 @@ Launch: TypeAlias = Callable[[Path, list[str], Callable[[str], None]], None]
 """Runs `dppo-megatron` for a run directory, with these arguments, and passes on every line that it prints."""
 
 
+class StoppedByGuard(RunAborted):
+    """A run ended with exit code 3."""
+
+
 @dataclass
 class RunLog:
     """Lines for the log: which run of how many, how far it is, what it scores. A display has the time that is left."""
@@ -89,11 +93,15 @@ def run_all(
     seeds: int,
     out: Path,
     launch: Launch,
+    first_seed: int = 0,
+    stops_are_left_out: bool = False,
 ) -> list[MethodRun]:
     """Run every arm on every seed, in `out/seed<N>/<arm>`.
 
     Args:
         launch: how a run is started: `in_a_process`.
+        first_seed: those before it are left out; like `seeds` it counts from the config's seed on.
+        stops_are_left_out: a run that a guard stops is logged and missing in what is returned.
 
     Raises:
         UserError: no evaluation set, torchrun, settings that an arm cannot have, or a run ended with exit code 2.
@@ -106,12 +114,12 @@ def run_all(
     for arm in arms:  # now, and not after SFT
         load_config(config_path, [*overrides, *arm.settings], writes_run=False)
     warm, shared = bool(config.sft.steps), shared_task(config)
-    total = seeds * (len(arms) + warm)
+    total = (seeds - first_seed) * (len(arms) + warm)
     with progress("compare", total, "runs") as advance:
         lines = RunLog(total, advance)
         train = partial(_train, config_path, lines=lines, launch=launch)
         runs = []
-        for offset in range(seeds):
+        for offset in range(first_seed, seeds):
             seed = config.seed + offset
             home = out / f"seed{seed}"
             settings = [*overrides, f"seed={seed}"]
@@ -124,7 +132,13 @@ def run_all(
             first = offset % len(arms)
             for arm in [*arms[first:], *arms[:first]]:
                 run_dir = home / arm.directory
-                train([*settings, *arm.settings], run_dir, start=start)
+                try:
+                    train([*settings, *arm.settings], run_dir, start=start)
+                except StoppedByGuard as stop:
+                    if not stops_are_left_out:
+                        raise
+                    log(f"compare: stopped, and left out: {stop}")
+                    continue
                 runs.append(read_method_run(arm.name, seed, run_dir))
         advance(total)
     names = [arm.name for arm in arms]
@@ -184,7 +198,7 @@ def check_end(run_dir: Path, code: int, said: str) -> None:
         # the last line; progress and libraries may have printed before it
         raise UserError(f"\n{said.strip()}".rpartition("\nerror: ")[2].strip())
     if code == 3:
-        raise RunAborted(f"{run_dir}: {said.strip().rpartition('stopped: ')[2]}")
+        raise StoppedByGuard(f"{run_dir}: {said.strip().rpartition('stopped: ')[2]}")
     if code:
         how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
         write_text(run_dir / _ERRORS, said)

@@ -16,7 +16,7 @@ from typing import Any
 from dppo_megatron import __version__
 from dppo_megatron.files import write_text
 from dppo_megatron.workbench.compare.method_run import MethodRun
-from dppo_megatron.workbench.compare.verdict import BUDGETS, SHARES, ArmVerdict, Verdict
+from dppo_megatron.workbench.compare.verdict import BUDGETS, CLOCKS, MOST_CLOCK_SPREAD, SHARES, ArmVerdict, Verdict
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 
 _OWN = files("dppo_megatron.workbench.compare") / "assets"
@@ -31,8 +31,8 @@ def table(verdict: Verdict) -> str:
     lines = [
         *headline(verdict),
         "",
-        f"{'method':<{width}}{'seeds':>6} {'end':>7} {'end - base':>28} {'RL s':>7} {'CPU s':>7}"
-        + "".join(f" {f'to {level}: s':>20} {f'to {level}: CPU s':>20}" for level in levels)
+        f"{'method':<{width}}{'seeds':>6} {'end':>7} {'end - base':>28} {'CPU s':>7} {'RL s':>7}"
+        + "".join(f" {f'to {level}: CPU s':>20} {f'to {level}: s':>20}" for level in levels)
         + "".join(f" {name:>7}" for name in budgets),
     ]
     lines += [_row(one, width) for one in verdict.arms]
@@ -44,9 +44,15 @@ def headline(verdict: Verdict) -> list[str]:
     chosen = f", the soonest of {among}" if len(verdict.candidates) > 1 else ""
     gain = f"; gain of {verdict.gain_from}" if verdict.gain_from != verdict.baseline else ""
     end = next(one.end for one in verdict.arms if one.arm == verdict.gain_from)
+    clock = (
+        f"The clock is not to be used: a CPU second took {verdict.clock_spread:.1f} times as long under one method as"
+        " under another, so the machine was not equally busy. (Or servers or a GPU do the work, which CPU seconds leave"
+        " out: then those are not to be used.)"
+    )
     return [
+        *([clock] if verdict.clock_spread > MOST_CLOCK_SPREAD else []),
         f"base: {verdict.baseline}{chosen}{gain}: {100 * verdict.start:.1f} -> {100 * end:.1f} %,"
-        f" {100 * verdict.gain:+.1f} points a seed (medians)"
+        f" {100 * verdict.gain:+.1f} points a seed (medians)",
     ]
 
 
@@ -56,11 +62,19 @@ def legend(verdict: Verdict) -> list[str]:
     left_out = max(one.seeds - len(values) for one in verdict.arms for values in one.by_seed["train_cpu_s"].values())
     seeds = verdict.arms[0].seeds
     missing = f"{left_out} of {seeds} seeds are in no factor: base gained nothing there, or never reached its level."
+    noise = [
+        f"{one.arm} to {float(share):.0%}, {unit}: {factor.times()}"
+        for one in verdict.arms
+        for clock, unit in (("train_cpu_s", "CPU s"), ("train_s", "s"))
+        for share, factor in one.factors[clock].items()
+        if factor and factor.is_noise
+    ]
     return [
         "end: pass@1, mean of the last two evaluations. end - base: over the same problems, with its 95 % interval over"
         " seeds and problems.",
         "to 90 %, 95 %: base's own seconds to that share of its gain, over the method's; medians over seeds (95 %"
-        " interval of the median over resampled seeds), curves smoothed over three evaluations.",
+        " interval over resampled seeds and the noise of their curves), curves smoothed over three evaluations.",
+        *([f"-: the error is larger than the effect, the interval holds 1: {'; '.join(noise)}."] if noise else []),
         *([missing] if left_out else []),
         "at 1/2, 1/3: pass@1 after that part of base's CPU seconds. CPU seconds are those of the trainer's process,"
         " without graders and servers. Evaluations are not counted in any cost.",
@@ -82,12 +96,12 @@ def difference_text(one: ArmVerdict) -> str:
 def _row(one: ArmVerdict, width: int) -> str:
     cells = [
         f"{one.arm:<{width}}{one.seeds:>6} {100 * one.end:>6.1f}% {difference_text(one):>28}"
-        f" {one.costs['train_s']:>7.1f} {one.costs['train_cpu_s']:>7.1f}"
+        f" {one.costs['train_cpu_s']:>7.1f} {one.costs['train_s']:>7.1f}"
     ]
     for share in SHARES:
-        for clock in ("train_s", "train_cpu_s"):
+        for clock in reversed(CLOCKS):
             factor = one.factors[clock][str(share)]
-            cells.append(f"{factor.times() if factor else '-':>20}")
+            cells.append(f"{'-' if factor is None or factor.is_noise else factor.times():>20}")
     cells += [f"{100 * value:>6.1f}%" for value in one.at_budget_cpu.values()]
     return " ".join(cells)
 

@@ -36,11 +36,13 @@ def findings(run: RunRecord) -> list[Finding]:
             found.append(Finding("warning", text, _spans(biased)))
     alarm = finite_number(run.setting("rollout.limits.logprob_diff_warning", None))
     alarm = _MISMATCH_ALARM if alarm is None else alarm
+    differs = f"engine and actor differ by > {alarm:g}"
     rules: list[tuple[str, str, Callable[[float], bool], str]] = [
         ("bad", "train/skipped_updates", lambda v: v > 0, "an update was skipped: loss or gradient was not finite"),
         ("warning", "observe/tracker_failures", lambda v: v > 0, "a tracker has missed steps or failed"),
         ("warning", "reward/failed_count", lambda v: v > 0, "gradings failed"),
-        ("warning", "mismatch/logprob_abs_diff_mean", lambda v: v > alarm, f"engine and actor differ by > {alarm:g}"),
+        ("warning", "mismatch/logprob_abs_diff_mean", lambda v: v > alarm, differs),
+        ("warning", "kept/mismatch/logprob_abs_diff_mean", lambda v: v > alarm, differs),
         ("warning", "rollout/truncated_share", lambda v: v > 0.5, "more than half of the completions were truncated"),
         ("note", "train/entropy", lambda v: v < 0.01, "entropy below 0.01: the policy has almost stopped exploring"),
         ("note", "prune/completions_trained", lambda v: v == 0, "nothing was trained on"),

@@ -50,16 +50,18 @@ _RATIOS = (
     ("tokens/generated_per_s", "tokens/generated", "time/rollout_s"),
     ("tokens/trained_per_s", "tokens/trained", "time/update_s"),
 )
-"""Figures that are computed from two others."""
+"""Figures that are computed from two others, where the record does not have them."""
 _OF_THE_TRAINED = (
     "mismatch/logprob_abs_diff_mean", "pack/fill", "pack/imbalance", "pack/largest_over_mean", "pack/padding",
     "prune/ess_share", "prune/weight_cv2", "prune/weight_max",
     "train/clip_fraction", "train/entropy", "train/loss", "train/ratio",
 )  # fmt: skip
-"""Metrics of trained completions: in a step without any they are 0, which is shown as missing."""
+"""Metrics of trained completions: 0 in a step without any, which is shown as missing. Some are null today, and entropy
+is of all that was rolled out."""
 _PARTS = ("label", "kept", "bias")
 _NUMBER = re.compile(r"\d[\d.e+-]*")
 _OLDER = {
+    "mismatch/product_ess": "kept/product_ess",
     "prune/w_cv2": "prune/weight_cv2",
     "prune/w_max": "prune/weight_max",
     "reward/failed": "reward/failed_count",
@@ -257,9 +259,9 @@ def _figures(row: Mapping[str, Any]) -> dict[str, float | None]:
     }
     for name, above, below in _RATIOS:
         a, b = finite_number(row.get(above)), finite_number(row.get(below))
-        values[name] = finite_number(a / b) if a is not None and b else None
+        values.setdefault(name, finite_number(a / b) if a is not None and b else None)
     if not finite_number(row.get("prune/completions_trained")):
-        values |= dict.fromkeys(_OF_THE_TRAINED)
+        values |= {key: values.get(key) or None for key in _OF_THE_TRAINED}
     spread = values.get("prune/weight_cv2")
     return values | {"prune/realised_design_effect": None if spread is None else 1.0 + spread}
 

@@ -3,8 +3,12 @@ and ranges that the trainer writes (`steps/trace.py`)."""
 
 from __future__ import annotations
 
+import gzip
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import IO, Annotated, Any, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -62,13 +66,13 @@ def decoded(line: bytes, kind: type[_T], where: str) -> _T:
 
 
 def read_trace(path: str) -> Trace:
-    """Read a trace file.
+    """Read a trace file, plain or gzipped.
 
     Raises:
         UserError: no such file, not a trace, a broken line (named), or no steps.
     """
     check_file("trace", path)
-    with open(path, "rb") as file, progress(f"reading {path}", 0, "lines") as advance:
+    with _opened(path) as file, progress(f"reading {path}", 0, "lines") as advance:
         lines = counted(file, advance)
         head = _read_head(next(iter(lines), b""), path)
         config = _read_config(head, path)
@@ -81,6 +85,15 @@ def read_trace(path: str) -> Trace:
     if not any(len(step.prompt_index) for step in steps):
         raise UserError(f"trace '{path}': holds no {'outcomes' if steps else 'steps'}")
     return Trace(config, head.num_prompts, head.set_sizes, _features(head, path), steps)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[IO[bytes]]:
+    try:
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            yield cast(IO[bytes], file)
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise UserError(f"trace '{path}': damaged gzip file: {error}") from None
 
 
 _RENAMED_COLUMN = b'"surprisal":', b'"logit_grad_norm":'  # older name

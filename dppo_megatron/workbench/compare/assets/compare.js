@@ -19,7 +19,7 @@ function factors(clock, level) {
 
 function speedUps() {
   const cards = [["train_cpu_s", "CPU seconds"], ["train_s", "seconds by the clock"]].flatMap(([clock, label]) => Object.keys(arms[0].factors[clock]).map((level) =>
-    chartCard({ title: `To ${Math.round(100 * level)} % of the gain, ${label}`, note: `${verdict.baseline}'s cost over the method's. Bars: 95 % interval of the median over seeds; dots: seeds; 0: not reached.`, traces: () => factors(clock, level),
+    chartCard({ title: `To ${Math.round(100 * level)} % of the gain, ${label}`, note: `${verdict.baseline}'s cost over the method's. Bars: 95 % interval over seeds and the noise of their curves, noise where it holds 1x; dots: seeds; 0: not reached.`, traces: () => factors(clock, level),
       layout: { ...plain(""), yaxis: { rangemode: "tozero", ticksuffix: "x" }, hovermode: "closest" } })));
   return section("speed-up", "Speed-up", `To the same accuracy, on smoothed curves. 1x is ${verdict.baseline}.`, grid(...cards));
 }

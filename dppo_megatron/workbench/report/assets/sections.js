@@ -8,6 +8,11 @@ function metric(title, note, keys, layout) {
   return keys.some(({ key, of }) => of || has(key)) ? chartCard({ title, note, traces: () => lines(keys), layout }) : null;
 }
 
+/** Keys of figures of the policy, and of those of the kept tokens, which a method without probabilities has instead. */
+function ofPolicy(prefix, names) {
+  return ["", "kept/"].flatMap((kept) => Object.entries(names).map(([key, name]) => ({ key: `${kept}${prefix}${key}`, name: kept ? `${name}, kept` : name })));
+}
+
 function overview() {
   const head = ["run", "state", "steps", "reward, last", "evaluation", "RL time", "generated", "trained", "s / step"];
   const rows = runs.map((run, place) => {
@@ -38,11 +43,11 @@ function learning() {
     metric("Completion length", "Tokens: mean, and the 10th, 50th and 90th percentile of the step.", [{ key: "rollout/completion_tokens_mean", name: "mean" }, { key: "length/p10", name: "p10" }, { key: "length/p50", name: "median" }, { key: "length/p90", name: "p90" }], zero),
     metric("Truncated and failed", "Share of completions that hit the token limit; of gradings that failed.", [{ key: "rollout/truncated_share", name: "truncated" }, { key: "reward/failed_share", name: "failed" }], share),
     metric("Gradient norm", "Before clipping.", [{ key: "train/grad_norm", name: "gradient norm" }], zero),
-    metric("Entropy", "Of the policy at the trained tokens, in nats.", [{ key: "train/entropy", name: "entropy" }], zero),
-    metric("Engine against actor", "|log-probability difference| of the same token under the same weights.", [{ key: "mismatch/logprob_abs_diff_mean", name: "mean" }, { key: "mismatch/logprob_abs_diff_p99", name: "p99" }], log),
-    metric("Importance sampling ESS", "Effective share of the tokens, were the engine's mismatch corrected by weights.", [{ key: "mismatch/is_ess", name: "token" }, { key: "mismatch/product_ess", name: "sequence" }], { yaxis: { tickformat: ".2%" } }),
+    metric("Entropy", "Of the policy, in nats a token: minus the mean log-probability of what was sampled.", [{ key: "train/entropy", name: "entropy" }], zero),
+    metric("Engine against actor", "|log-probability difference| of the same token under the same weights.", ofPolicy("mismatch/", { logprob_abs_diff_mean: "mean", logprob_abs_diff_p99: "p99" }), log),
+    metric("Importance sampling ESS", "Effective share of the completions, were the engine's mismatch corrected by weights.", [...ofPolicy("mismatch/", { is_ess: "importance weights" }), { key: "kept/product_ess", name: "times the pruning weights" }], { yaxis: { tickformat: ".2%" } }),
     metric("Loss", "The weighted objective.", [{ key: "train/loss", name: "loss" }]),
-    metric("Ratio and clipping", "Mean probability ratio; share of tokens that were clipped.", [{ key: "train/ratio", name: "ratio" }, { key: "train/clip_fraction", name: "clipped" }]),
+    metric("Ratio and clipping", "Mean probability ratio; share of tokens that were clipped.", ofPolicy("train/", { ratio: "ratio", clip_fraction: "clipped" })),
     metric("Learning rate", "Of the step's last update.", [{ key: "train/learning_rate", name: "learning rate" }], { yaxis: { exponentformat: "e", rangemode: "tozero" } })));
 }
 

@@ -1,0 +1,1 @@
+"""Every published way of selecting prompts, completions or tokens for GRPO, on one task (docs/referee.md)."""

@@ -1,0 +1,79 @@
+"""Conditions on the fields of a row, as settings state them: `question_type != proof`, `solve_rate >= 0.1`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from dppo_megatron.types import UserError
+
+_FORM = re.compile(r"\s*(\S+)\s+(not in|in|==|=|!=|>=|<=|>|<)\s+(.*\S)\s*")
+_ORDER: dict[str, Callable[[Fraction, Fraction], bool]] = {
+    ">=": lambda a, b: a >= b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    "<": lambda a, b: a < b,
+}
+_NUMBER = re.compile(r"[+-]?\d{1,30}(\.\d{0,30})?(/\d{1,30})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One condition on one field.
+
+    Example:
+        Condition.parse("solve_rate >= 1/8").holds("0.2")   # True: numbers, also in text, and fractions
+        Condition.parse("type in [proof, mcq]").holds(None) # False: a row without the field
+        Condition.parse("type != proof").holds(None)        # True
+    """
+
+    field: str
+    """Dots reach into nested rows."""
+    operator: str
+    values: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """Raises UserError for what is no condition."""
+        match = _FORM.fullmatch(text)
+        operator, value = (match[2], match[3]) if match else ("", "")
+        listed = value.startswith("[") and value.endswith("]")
+        values = tuple(part.strip() for part in value[1:-1].split(",")) if listed else (value,)
+        if match is None or listed != operator.endswith("in") or not all(values):
+            raise UserError(
+                f"'{text}' is no condition on a field; expected FIELD OPERATOR VALUE with blanks between them, as"
+                " 'type != proof', 'solve_rate >= 0.1' or 'type in [number, expression]'"
+            )
+        if operator in _ORDER and _number(value) is None:
+            raise UserError(f"'{text}': {operator} compares numbers, and '{value}' is none")
+        return cls(match[1], {"=": "=="}.get(operator, operator), values)
+
+    def holds(self, value: Any) -> bool:
+        """Whether a field with this value meets it; None: the row does not have the field."""
+        if self.operator in _ORDER:
+            number, bound = _number(value), _number(self.values[0])
+            return number is not None and bound is not None and _ORDER[self.operator](number, bound)
+        found = any(_is(value, wanted) for wanted in self.values)
+        return found != (self.operator in ("!=", "not in"))
+
+
+def _is(value: Any, wanted: str) -> bool:
+    if value is None or isinstance(value, bool):
+        return wanted == ("null" if value is None else str(value).lower())
+    number = _number(value)
+    return number == _number(wanted) if number is not None else isinstance(value, str) and value.strip() == wanted
+
+
+def _number(value: Any) -> Fraction | None:
+    """A number, or text that is one: 0.5, "0.5", "3/8"."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return Fraction(repr(value)) if math.isfinite(value) else None  # as it is written: 0.1 is 1/10
+    text = value.strip() if isinstance(value, str) else ""
+    if not _NUMBER.fullmatch(text):
+        return None
+    number, _, divisor = text.partition("/")
+    return Fraction(number) / int(divisor or 1) if int(divisor or 1) else None

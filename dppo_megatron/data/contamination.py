@@ -1,0 +1,128 @@
+"""Which training problems are problems of an evaluation set, also written otherwise: with an instruction, in other
+spacing, case or LaTeX, or inside a longer text.
+
+A training problem is one of an evaluation set if its words are the same without the instruction that most rows of its
+set share, or if it holds 19 of 20 of the other's runs of 13 words (the length that GPT-3's authors took). With half of
+them, MATH's training split would have 19 problems of MATH-500, all of them the same text about other numbers. Problems
+of fewer words are compared as a whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+Words: TypeAlias = tuple[str, ...]
+RUN = 13
+_CONTAINED = 0.95
+_SHARED_BY = 0.5
+"""Of a set's first rows: what begins or ends so many of them is an instruction."""
+_WORD = re.compile(r"\\?[a-z]+|\d+|[-+*/=<>^_()\[\]|!%&]|[^\W\da-z_]")
+_NO_WORD = {r"\left", r"\right", r"\displaystyle", r"\text", r"\mathrm", r"\quad", r"\qquad", r"\dfrac", r"\tfrac"}
+"""LaTeX for the eye only."""
+_FRACTION = re.compile(r"\\[dt]frac(?![a-z])")
+
+
+def words_of(text: str) -> Words:
+    r"""A problem as words and signs, by which two spellings of it are equal.
+
+    Example:
+        words_of(r"Find $\dfrac{1}{2} + x.$") == words_of(r"find \frac12+x")  # False: 1, 2 and 12
+        words_of(r"Find $\dfrac{1}{2} + x.$") == words_of(r"find \frac{1} {2}+x")
+    """
+    plain = _FRACTION.sub(r"\\frac", text.lower())
+    return tuple(word for word in _WORD.findall(plain) if word not in _NO_WORD)
+
+
+def _runs(words: Words) -> list[int]:
+    return [hash(words[i : i + RUN]) for i in range(len(words) - RUN + 1)]
+
+
+@dataclass
+class HeldOut:
+    """The problems of all evaluation sets, to be found among others."""
+
+    _whole: dict[Words, list[tuple[str, int]]] = field(default_factory=dict)
+    _by_run: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    _num_runs: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self._whole)
+
+    def add(self, name: str, problems: Sequence[Words]) -> None:
+        """The problems of the set `name`, in their order."""
+        instruction = Instruction.of(problems)
+        for place, words in enumerate(map(instruction.strip, problems)):
+            self._whole.setdefault(words, []).append((name, place))
+            runs = set(_runs(words))
+            self._num_runs[name, place] = len(runs)
+            for run in runs:
+                self._by_run.setdefault(run, []).append((name, place))
+
+    def find(self, words: Words) -> set[tuple[str, int]]:
+        """(set, place) of each evaluation problem that `words`, without its instruction, is or contains."""
+        found = set(self._whole.get(words, ()))
+        hits = Counter(one for run in set(_runs(words)) for one in self._by_run.get(run, ()))
+        return found | {one for one, count in hits.items() if count >= _CONTAINED * self._num_runs[one]}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What begins and ends most problems of a set."""
+
+    before: Words
+    behind: Words
+
+    @classmethod
+    def of(cls, problems: Sequence[Words]) -> Instruction:
+        """From the first rows of a set; none of fewer than four."""
+        before = _shared_start(problems) if len(problems) > 3 else ()
+        behind = _shared_start([words[len(before) :][::-1] for words in problems])[::-1] if len(problems) > 3 else ()
+        return cls(before, behind)
+
+    def strip(self, words: Words) -> Words:
+        """A problem's own words."""
+        start = len(self.before) if words[: len(self.before)] == self.before else 0
+        end = len(words) - len(self.behind)
+        return words[start:end] if words[end:] == self.behind else words[start:]
+
+
+def _shared_start(problems: Sequence[Words]) -> Words:
+    """The longest words with which at least half of the problems begin, each with words of its own after them."""
+    found: list[str] = []
+    left = [words for words in problems if words]
+    while True:
+        heads = Counter(words[len(found)] for words in left if len(words) > len(found) + 1)
+        word, count = heads.most_common(1)[0] if heads else ("", 0)
+        if count < _SHARED_BY * len(problems) or not count:
+            return tuple(found)
+        left = [words for words in left if len(words) > len(found) + 1 and words[len(found)] == word]
+        found.append(word)
+
+
+@dataclass
+class Contamination:
+    """What of the evaluation sets is found in one training set, read batch by batch.
+
+    Args:
+        held_out: the evaluation sets' problems.
+    """
+
+    held_out: HeldOut
+    found: set[tuple[str, int]] = field(default_factory=set)
+    """(set, place) of evaluation problems."""
+    _instruction: Instruction | None = None
+
+    def look(self, problems: Sequence[Words]) -> list[bool]:
+        """Which of these problems are held out."""
+        self._instruction = self._instruction or Instruction.of(problems)
+        matches = [self.held_out.find(self._instruction.strip(words)) for words in problems]
+        self.found.update(*matches)
+        return [bool(one) for one in matches]
+
+    def counts(self) -> Mapping[str, int]:
+        """Of each evaluation set, how many of its problems were found."""
+        return Counter(name for name, _ in self.found)

@@ -1,0 +1,150 @@
+"""An evaluation in the files of lm-evaluation-harness or lighteval, for the tools that read those.
+
+    lm-eval     DIR/<model>/results_<date>.json, samples_<task>_<date>.jsonl (`--log_samples`)
+    lighteval   DIR/results/<model>/results_<date>.json, DIR/details/<model>/<date>/details_<task>_<date>.parquet
+
+A problem is one row with all of its samples there. Only what was measured is written: fields about few-shot examples,
+hubs and timings are left out or empty.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dppo_megatron.evaluation.eval_samples import RESULTS, EvalSample, read_results, read_samples, scores_of, write_text
+from dppo_megatron.evaluation.eval_scores import EvalScores
+from dppo_megatron.files import make_directory
+from dppo_megatron.types import UserError
+
+_Problems = Mapping[str, Sequence[Sequence[EvalSample]]]
+"""By set, the samples of each problem."""
+
+
+def export(form: str, evaluation: str, out: Path | None) -> list[str]:
+    """Write an evaluation as `form` (a key of FORMS) below `out`; returns the files that were written.
+
+    Raises:
+        UserError: another form, no evaluation, no `out`, or a file that cannot be written.
+    """
+    if form not in FORMS:
+        raise UserError(f"--export {form}: expected one of {', '.join(FORMS)}")
+    if out is None:
+        raise UserError("--export writes to the directory that --out names")
+    directory = Path(evaluation)
+    results, samples = read_results(directory / RESULTS), read_samples(directory)
+    by_problem: dict[str, dict[int, list[EvalSample]]] = {}
+    for one in samples:
+        by_problem.setdefault(one.set, {}).setdefault(one.problem_index, []).append(one)
+    problems = {name: [of[index] for index in sorted(of)] for name, of in by_problem.items()}
+    model = Path(results.get("model", directory)).name
+    date = datetime.now().isoformat().replace(":", "-")
+    try:
+        written = FORMS[form](results, problems, scores_of(samples), out, model, date)
+    except OSError as error:
+        raise UserError(f"'{out}' cannot be written: {error.strerror}") from None
+    return [str(path) for path in written]
+
+
+def _lm_eval(
+    results: Mapping[str, Any], problems: _Problems, scores: Sequence[EvalScores], out: Path, model: str, date: str
+) -> list[Path]:
+    folder = out / _name(model)
+    found = {
+        "results": {one.name: {"alias": one.name} | _metrics(one, ",none") for one in scores},
+        "configs": {name: {"task": name, **results.get("sets", {}).get(name, {})} for name in problems},
+        "versions": dict.fromkeys(problems, 1),
+        "n-shot": dict.fromkeys(problems, 0),
+        "n-samples": {name: {"original": len(of), "effective": len(of)} for name, of in problems.items()},
+        "config": {"model": results.get("generated_by", ""), "model_args": f"pretrained={model}"},
+        "model_name": model,
+        "model_name_sanitized": _name(model),
+    }
+    files = [folder / f"results_{date}.json"]
+    write_text(files[0], [json.dumps(found, indent=2, default=str)])
+    for name, of in problems.items():
+        files.append(folder / f"samples_{_name(name)}_{date}.jsonl")
+        write_text(files[-1], (json.dumps(_lm_eval_row(one), default=str) + "\n" for one in of))
+    return files
+
+
+def _lm_eval_row(of: Sequence[EvalSample]) -> dict[str, Any]:
+    first = of[0]
+    document = first.row or {"problem": first.prompt, "answer": first.reference}
+    return {
+        "doc_id": first.problem_index,
+        "doc": document,
+        "target": first.reference,
+        "arguments": {"gen_args_0": {"arg_0": first.prompt, "arg_1": {}}},
+        "resps": [[one.text for one in of]],
+        "filtered_resps": [one.extracted or "" for one in of],
+        "filter": "none",
+        "metrics": ["exact_match"],
+        "exact_match": _share(of),
+        "doc_hash": _hash(json.dumps(document, sort_keys=True, default=str)),
+        "prompt_hash": _hash(first.prompt),
+        "target_hash": _hash(first.reference),
+    }
+
+
+def _lighteval(
+    results: Mapping[str, Any], problems: _Problems, scores: Sequence[EvalScores], out: Path, model: str, date: str
+) -> list[Path]:
+    task = {name: f"custom|{_name(name)}|0" for name in problems}
+    found = {
+        "config_general": {"model_name": model, "model_config": {"model_name": model}},
+        "results": {task[one.name]: _metrics(one) for one in scores},
+        "versions": dict.fromkeys(task.values(), 0),
+        "config_tasks": {task[name]: results.get("sets", {}).get(name, {}) for name in problems},
+        "summary_tasks": {},
+        "summary_general": {},
+    }
+    files = [out / "results" / model / f"results_{date}.json"]
+    write_text(files[0], [json.dumps(found, indent=2, default=str)])
+    folder = out / "details" / model / date
+    make_directory(folder)
+    for name, of in problems.items():
+        rows = [
+            {
+                "doc": {"query": first.prompt, "choices": [first.reference], "gold_index": [0], "id": first.problem},
+                "metric": {"exact_match": _share(samples)},
+                "model_response": {"text": [one.text for one in samples], "input": first.prompt},
+            }
+            for samples in of
+            for first in samples[:1]
+        ]
+        files.append(folder / f"details_{task[name]}_{date}.parquet")
+        pq.write_table(pa.Table.from_pylist(rows), files[-1])
+    return files
+
+
+FORMS: Mapping[str, Callable[..., list[Path]]] = {"lm-eval": _lm_eval, "lighteval": _lighteval}
+
+
+def _metrics(one: EvalScores, filtered: str = "") -> dict[str, Any]:
+    """Means and standard errors as these harnesses name them; lm-eval adds the name of a filter."""
+    named = {"exact_match": one.avg} | {f"pass@k:k={k}": of for k, of in one.pass_at.items() if k > 1}
+    named |= {f"maj@{k}": of for k, of in one.maj_at.items()}
+    values = {f"{name}{filtered}": of.value for name, of in named.items()}
+    return values | {f"{name}_stderr{filtered}": of.se for name, of in named.items()}
+
+
+def _share(of: Sequence[EvalSample]) -> float | None:
+    graded = [bool(one.correct) for one in of if one.correct is not None]
+    return sum(graded) / len(graded) if graded else None
+
+
+def _name(text: str) -> str:
+    """As a part of a file's name."""
+    return "".join(sign if sign.isalnum() or sign in "-_." else "__" if sign == "/" else "_" for sign in text)
+
+
+def _hash(text: str) -> str:
+    return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

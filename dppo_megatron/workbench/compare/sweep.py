@@ -1,0 +1,194 @@
+"""Tunes every method before it is compared: a grid over the settings that interact, thinned out by successive halving.
+
+A baseline with one setting tuned, and the others left where another value of it had put them, is still easy to beat: at
+a learning rate of 1e-3 64 prompts a step are GRPO's best on the quickstart, yet 32 at 7e-4 end 2.8 points higher. So
+prompts a step, learning rate and schedule are always swept together, over one grid for all methods.
+
+    all on one seed ─▶ the better half on a second ─▶ its better half on two more ─▶ ...
+
+A rung adds seeds instead of steps: half of a run whose learning rate falls is another schedule, and between seeds runs
+differ by as much as neighbours on the grid do. All candidates of a method see equally many prompts, and are ranked by
+their end there: the smoothed accuracy that `verdict.py` calls so, as a mean over the rung's seeds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.types import RunAborted, UserError
+from dppo_megatron.workbench.compare.arms import Arm, parse_arms
+from dppo_megatron.workbench.compare.method_run import MethodRun
+from dppo_megatron.workbench.compare.table import difference_text
+from dppo_megatron.workbench.compare.verdict import ArmVerdict, Curve, judge
+
+PROMPTS, RATE, SCHEDULE = "rollout.prompts_per_step", "actor.optimizer.learning_rate", "actor.optimizer.lr_schedule"
+_PROMPT_FACTORS = (0.5, 1, 2)
+_RATE_FACTORS = (0.5, 0.7, 1, 1.4)
+"""By half a power of 2: about what the best rate changes by where the prompts a step halve."""
+_VALUE = re.compile(r"[\w.+-]+")
+"""It becomes part of a directory's name."""
+Grid = Mapping[str, Sequence[str]]
+"""Setting to its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A candidate on a rung."""
+
+    arm: Arm
+    ends: dict[int, float]
+    """Seed to the smoothed accuracy at the end; the seeds of earlier rungs are among them."""
+    verdict: ArmVerdict | None
+    """Against the best candidate of its method on this rung; None where a guard has stopped one of its runs."""
+    goes_on: bool
+
+
+def parse_grid(given: Sequence[str], config: Config) -> dict[str, list[str]]:
+    """The grid of `--sweep`, each `KEY=A,B`, or empty.
+
+    Prompts a step, learning rate and schedule that are not given have values around the config's.
+
+    Raises:
+        UserError: no setting with values, one that is given twice, or a value that is.
+    """
+    prompts, optimizer = config.rollout.prompts_per_step, config.actor.optimizer
+    falling = "linear" if optimizer.lr_schedule == "constant" else optimizer.lr_schedule
+    grid = {
+        PROMPTS: list(dict.fromkeys(str(max(1, round(factor * prompts))) for factor in _PROMPT_FACTORS)),
+        RATE: [f"{factor * optimizer.learning_rate:.3g}" for factor in _RATE_FACTORS],
+        SCHEDULE: ["constant", falling],
+    }
+    seen = set[str]()
+    for text in filter(None, given):
+        key, _, listed = text.partition("=")
+        values = [value.strip() for value in listed.split(",")]
+        if not key or not all(map(_VALUE.fullmatch, values)):
+            raise UserError(f"--sweep '{text}': expected a setting and its values, such as {RATE}=5e-4,1e-3")
+        if key in seen or len({_number(value) for value in values}) < len(values):
+            raise UserError(f"--sweep '{text}': the setting, or one of its values, is given twice")
+        if key == PROMPTS and not all(value.isdecimal() and int(value) > 0 for value in values):
+            raise UserError(f"--sweep '{text}': the prompts of a step are whole numbers from 1 on")
+        seen.add(key)
+        grid[key] = values
+    return grid
+
+
+def candidates(methods: str, grid: Grid, config: Config, steps_factor: float) -> list[Arm]:
+    """Every method at every point of the grid, such as `grpo@32,7e-4,linear`.
+
+    Raises:
+        UserError: an unknown method, one with a number of prompts, or a setting that a comparison sets by itself.
+    """
+    if "@" in methods:
+        raise UserError(f"--methods '{methods}': with --sweep the grid has the prompts of a step: {PROMPTS}=A,B")
+    arms = []
+    for method in (arm.name for arm in parse_arms(methods, config, steps_factor)):
+        for point in itertools.product(*grid.values()):
+            values = dict(zip(grid, point, strict=True))
+            (arm,) = parse_arms(f"{method}@{values.pop(PROMPTS)}", config, steps_factor)
+            own = {"seed", "run_dir", *(setting.partition("=")[0] for setting in arm.settings)}
+            if taken := own & values.keys():
+                raise UserError(f"--sweep {taken.pop()}: compare sets it itself for {method}")
+            settings = *arm.settings, *(f"{key}={value}" for key, value in values.items())
+            arms.append(replace(arm, name=",".join([arm.name, *values.values()]), settings=settings))
+    return arms
+
+
+def rung_seeds(seeds: int) -> list[int]:
+    """Seeds after each rung. Example: 5 -> [1, 2, 4, 5]"""
+    return [*itertools.takewhile(lambda n: n < seeds, (2**i for i in itertools.count())), seeds]
+
+
+def halve(
+    arms: Sequence[Arm], seeds: int, run: Callable[..., list[MethodRun]], *, same_problems: bool
+) -> Iterator[tuple[list[Row], list[MethodRun]]]:
+    """Run rung after rung; after each, its rows and all runs so far of the candidates that go on.
+
+    Args:
+        run: `run_all` of a job.
+
+    Raises:
+        RunAborted: all candidates of a method were stopped.
+    """
+    runs: list[MethodRun] = []
+    first = 0
+    for until in rung_seeds(seeds):
+        runs += run(arms, first_seed=first, seeds=until, stops_are_left_out=True)
+        rows: list[Row] = []
+        for method in dict.fromkeys(arm.method for arm in arms):
+            of_method = [arm for arm in arms if arm.method == method]
+            rows += _ranked(of_method, runs, until, last=until == seeds, same_problems=same_problems)
+        arms = [row.arm for row in rows if row.goes_on]
+        first = until
+        yield rows, [one for arm in arms for one in runs if one.arm == arm.name]
+
+
+def _ranked(
+    arms: Sequence[Arm], runs: Sequence[MethodRun], seeds: int, *, last: bool, same_problems: bool
+) -> list[Row]:
+    """The rows of a method, best first; the better half goes on, from the last rung only the best."""
+    ends = {arm.name: {run.seed: _end(run) for run in runs if run.arm == arm.name} for arm in arms}
+    whole = [arm for arm in arms if len(ends[arm.name]) == seeds]
+    if not whole:
+        raise RunAborted(f"every candidate of {arms[0].method} was stopped; the log has the reasons")
+    whole.sort(key=lambda arm: -_mean(ends[arm.name]))
+    # without a GRPO among them the first is what the others are compared with: here the best, not the soonest
+    verdict = judge(runs, [replace(arm, method="") for arm in whole], same_problems=same_problems)
+    on = whole[: 1 if last else (len(whole) + 1) // 2]
+    rows = [Row(arm, ends[arm.name], one, arm in on) for arm, one in zip(whole, verdict.arms, strict=True)]
+    return rows + [Row(arm, ends[arm.name], None, goes_on=False) for arm in arms if arm not in whole]
+
+
+def rung_table(rows: Sequence[Row]) -> list[str]:
+    """For people: what was compared on a rung, and which go on."""
+    width = max(len(row.arm.name) for row in rows) + 2
+    lines = [f"{'candidate':<{width}}{'steps':>6} {'end':>7} {'end - best':>28} {'CPU s':>7} {'tokens':>11}"]
+    for row in rows:
+        told = f"{row.arm.name:<{width}}{row.arm.steps:>6} "
+        if row.verdict:
+            cpu_s, tokens = (row.verdict.costs[kind] for kind in ("train_cpu_s", "tokens_generated"))
+            told += f"{100 * _mean(row.ends):>6.1f}% {difference_text(row.verdict):>28} {cpu_s:>7.1f} {tokens:>11,.0f}"
+        lines.append(told + (" *" if row.goes_on else "" if row.verdict else "stopped by a guard"))
+    seeds = max(len(row.ends) for row in rows)
+    return [f"seeds: {seeds}{', so intervals are over problems only' * (seeds == 1)}; * goes on", *lines]
+
+
+def best_lines(rows: Sequence[Row], grid: Grid) -> list[str]:
+    """The best of each method as settings to paste, and where the grid may end too soon."""
+    lines = []
+    for row in rows:
+        if row.goes_on:
+            settings = dict(setting.split("=", 1) for setting in row.arm.settings)
+            values = {key: _number(settings[key]) for key in grid}
+            known = {key: sorted(n for n in map(_number, grid[key]) if isinstance(n, float)) for key in grid}
+            edges = [key for key in grid if len(known[key]) > 1 and values[key] in (known[key][0], known[key][-1])]
+            lines.append(f"{row.arm.method}: {' '.join(row.arm.settings)}")
+            lines += [f"  {key} is at the edge of its grid; a value beyond may be better" for key in edges]
+    return lines
+
+
+def sweep_results(rungs: Sequence[Sequence[Row]], grid: Grid) -> dict[str, Any]:
+    """For sweep.json."""
+    best = {row.arm.method: row.arm.settings for row in rungs[-1] if row.goes_on}
+    return {"grid": grid, "rungs": [[asdict(row) for row in rows] for rows in rungs], "best": best}
+
+
+def _mean(ends: Mapping[int, float]) -> float:
+    return statistics.mean(ends.values())
+
+
+def _end(run: MethodRun) -> float:
+    return float(Curve.of(run, "step").smoothed().accuracy[-1])
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text

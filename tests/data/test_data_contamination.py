@@ -1,0 +1,96 @@
+"""Training problems that are evaluation problems are found, however they are written, and others are not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+from chat_tokenizer import chat_tokenizer
+from support.job import REPOSITORY
+
+from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig
+from dppo_megatron.config.schema import Config
+from dppo_megatron.data.contamination import Contamination, HeldOut, words_of
+from dppo_megatron.data.sets import contamination_notes, load_eval_sets, load_train_sets
+from dppo_megatron.types import UserError
+
+DATA = Path(os.environ.get("DPPO_DATA_DIR", REPOSITORY.parent / "shared" / "data"))
+real_data = pytest.mark.skipif(not DATA.is_dir(), reason="the problem sets are not there")
+VERL = " Let's think step by step and output the final answer within \\boxed{}."
+DAPO = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer:"
+    " $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+
+
+def _problems(name: str) -> list[str]:
+    return [json.loads(line)["problem"] for line in (DATA / f"{name}.jsonl").read_text("utf-8").split("\n") if line]
+
+
+def _found(held_out: list[str], trained: list[str]) -> int:
+    """How many problems of `held_out` are in `trained`, read in batches as a file is."""
+    index = HeldOut()
+    index.add("s", [words_of(text) for text in held_out])
+    look = Contamination(index)
+    for first in range(0, len(trained), 1000):
+        look.look([words_of(text) for text in trained[first : first + 1000]])
+    return look.counts().get("s", 0)
+
+
+@real_data
+@pytest.mark.parametrize("form", ["as it is", "verl's suffix", "dapo's prefix", "spelling", "inside a text"])
+def test_every_problem_of_math500_is_found(form: str) -> None:
+    """500 of 500 in each form, among 2,000 others of MATH's training split."""
+    held_out, others = _problems("math500"), _problems("math_train")[:2000]
+    change = {
+        "as it is": "{}",
+        "verl's suffix": "{}" + VERL.replace("{}", "{{}}"),
+        "dapo's prefix": DAPO + "{}\n\nRemember to put your answer on its own line.",
+        "inside a text": "Here is one. {} Show that your answer is right, by any means.",
+    }.get(form)
+    if change is None:
+        trained = [_otherwise(text) for text in held_out + others]
+    else:
+        trained = [change.format(text) for text in held_out + others]
+    random.Random(0).shuffle(trained)
+    assert _found(held_out, trained) == 500
+
+
+def _otherwise(text: str) -> str:
+    return text.replace("\\frac", "\\dfrac").replace("$", " $ ").replace(". ", ".\n").replace("The ", "THE ")
+
+
+@real_data
+def test_others_are_left_alone() -> None:
+    """MATH's training split has 19 problems that share half of their runs with one of MATH-500, about other numbers."""
+    assert _found(_problems("math500"), _problems("math_train")) == 0
+    assert _found(_problems("aime24"), _problems("math_train")) == 0
+    assert _found(_problems("math500"), _problems("gsm8k_train")) == 0
+
+
+def test_what_is_done_with_them(tmp_path: Path) -> None:
+    """A warning, problems left out with the others' numbers closed up, or an error; all sets are looked through."""
+    rows = [{"problem": f"What is {i} plus {i}? Answer with a number.", "answer": str(2 * i)} for i in range(40)]
+    held_out = [{"problem": f"what is ${i}$ plus ${i}$?", "answer": str(2 * i)} for i in range(5, 8)]
+    for name, part in (("train", rows), ("test", [*held_out, {"problem": "Another.", "answer": "1"}])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    config, tokenizer = Config(), chat_tokenizer()
+    config.data.train_sets = {"t": TrainSetConfig(path=str(tmp_path / "train.jsonl"))}
+    config.data.eval_sets = {"e": EvalSetConfig(path=str(tmp_path / "test.jsonl"))}
+    config.rollout.prompts_per_step = 4
+    evaluated = load_eval_sets(config, tokenizer)
+    warned = load_train_sets(config, tokenizer, evaluated)
+    [said] = contamination_notes(warned, evaluated)
+    assert "3 of the 4 problems of the evaluation set 'e' are trained on (set 't')" in said
+    config.data.contamination = "drop"
+    dropped = load_train_sets(config, tokenizer, evaluated)["t"]
+    assert [one.index for one in dropped.prompts] == list(range(37)) and dropped.dropped == 3
+    assert {one.answer for one in dropped.prompts} == {str(2 * i) for i in range(40)} - {"10", "12", "14"}
+    assert contamination_notes({"t": dropped}, evaluated) == []
+    assert "3 problems are left out: they are problems of evaluation sets" in dropped.notes
+    config.data.contamination = "refuse"
+    with pytest.raises(UserError, match=r"3 of the 4 problems .* and data\.contamination=refuse"):
+        load_train_sets(config, tokenizer, evaluated)

@@ -1,0 +1,150 @@
+"""An evaluation that is killed goes on: nothing is lost, and the files are those of one that was not killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cases import Choose
+from support.job import job_config
+
+from dppo_megatron.config.data import EvalSetConfig
+from dppo_megatron.evaluation.eval_samples import EvalSample, read_samples
+from dppo_megatron.evaluation.evaluator import Evaluator
+from dppo_megatron.evaluation.unfinished import UNFINISHED, UnfinishedSamples, read_unfinished
+from dppo_megatron.evaluation.votes import one_spelling
+from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout.hf import engine_from_files
+from dppo_megatron.workbench.cli import main
+
+
+class Killed(BaseException):
+    """In place of a kill: nothing in the package catches it."""
+
+
+class Killing(UnfinishedSamples):
+    """Writes a random part of what it should in one of its next writes, and no more."""
+
+    def __init__(self, directory: Path, about: Mapping[str, Any], draw: random.Random) -> None:
+        self.left, self.draw, self.added = draw.randrange(25), draw, 0
+        super().__init__(directory, about)
+
+    def add(self, sample: EvalSample) -> None:
+        super().add(sample)
+        self.added += 1
+
+    def _append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        if self.left:
+            self.left -= 1
+            return super()._append(rows)
+        text = "".join(json.dumps(row, default=str) + "\n" for row in rows).encode()
+        self._file.write(text[: self.draw.randrange(len(text))])
+        raise Killed
+
+
+def test_any_kill_leaves_what_was_generated(files: Path, tmp_path: Path, cases: Choose) -> None:
+    """Killed in any write until it ends: the samples of an evaluation without kills, and of each attempt only the one
+    that was being written is generated again."""
+    sets = {
+        "a": EvalSetConfig(path=str(files / "train.jsonl"), samples=5, temperature=1.0, limit=6),
+        "b.c d": EvalSetConfig(path=str(files / "heldout.jsonl"), samples=2, temperature=0.7, limit=7),
+    }
+    config = job_config(files, tmp_path, data__eval_paths="{}", reward__min_self_consistency=0)
+    config.data.eval_paths, config.data.eval_sets = {}, sets
+    job = prepare_job(config, 1)
+    engine, evaluator = engine_from_files(config, job.tokenizer, job.checkpoint), Evaluator(job)
+    whole = evaluator.sample_alone(engine)
+    kills = 0
+    for number in (drawn := cases("killed evaluation", 12)):
+        draw, directory, added = random.Random(number), tmp_path / str(number), 0
+        while True:
+            attempts = Killing(directory, {"seed": 1}, draw)
+            try:
+                found = evaluator.sample_alone(engine, attempts)
+                break
+            except Killed:
+                kills += 1
+            finally:
+                added += attempts.added
+                attempts.close()
+        assert found == whole and added == len(whole)
+        attempts.finished()
+        assert not list(directory.iterdir())
+    assert kills >= 2 * len(drawn)
+    evaluator.close()
+
+
+def test_after_a_real_kill(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGKILL in the middle: partial scores can be had, other settings and a second writer are refused, the same
+    command goes on, and leaves the same samples as one that was never killed."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    words = ["eval", str(files / "model"), "--sets", f"s={files / 'heldout.jsonl'}", "eval.samples=32"]
+    words += ["eval.temperature=1", "eval.max_completion_tokens=32", "reward.function=final_answer"]
+    words += ["data.max_prompt_tokens=16", "data.prompt_template={problem}", "reward.min_self_consistency=0"]
+    command = [sys.executable, "-m", "dppo_megatron", *words, "--out", str(killed)]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    while not (killed / UNFINISHED).is_file() or (killed / UNFINISHED).stat().st_size < 20_000:
+        assert running.poll() is None, "it has ended before it could be killed"
+        time.sleep(0.01)
+    running.send_signal(signal.SIGSTOP)  # else it may have ended by then
+    assert main([*words, "--out", str(killed)]) == 2
+    assert "another evaluation is writing to" in capsys.readouterr().err
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    left = read_unfinished(killed)
+    assert left is not None and 10 < len(left[1]) < 32 * 24
+    assert main(["eval", "--rescore", str(killed)]) == 0
+    assert f"the evaluation has not ended; it has {len(left[1])} samples so far" in capsys.readouterr().out
+    assert main([*words, "--out", str(killed), "eval.top_p=0.5", "seed=1"]) == 2
+    said = capsys.readouterr().err
+    assert "begun with something else (seed: 0, now 1; sets.s.top_p: 1.0, now 0.5)" in said
+    for out in (killed, whole):
+        assert main([*words, "--out", str(out)]) == 0
+    assert f"{len(left[1])} samples are there" in capsys.readouterr().out
+    assert read_samples(killed) == read_samples(whole) and {path.name for path in killed.iterdir()} == {
+        "results.json",
+        "samples.jsonl",
+    }
+    results = [json.loads((path / "results.json").read_text()) for path in (killed, whole)]
+    assert results[0] == results[1]
+    assert results[0]["versions"]["dppo-megatron"].startswith("0.") and results[0]["generated_by"]
+
+
+def test_damaged_lines_are_made_again(tmp_path: Path) -> None:
+    """Of three samples one is damaged, one has lost its verdict, one its text; and half a line is at the end."""
+    samples = [_sample(index) for index in range(4)]
+    kept = UnfinishedSamples(tmp_path, {"seed": 1})
+    for sample in samples:
+        kept.add(sample)
+    kept.grade(samples)
+    kept.close()
+    lines = (tmp_path / UNFINISHED).read_text().splitlines()
+    lines[1], lines[6], lines[3] = lines[1][:-5], "null", "{}"
+    (tmp_path / UNFINISHED).write_text("\n".join([*lines, '{"set": "s", "prob']))
+    again = UnfinishedSamples(tmp_path, {"seed": 1})
+    assert set(again.samples) == {("s", 1, 0), ("s", 3, 0)}
+    assert [one.is_graded for one in again.samples.values()] == [False, True]
+    again.add(samples[0])
+    again.close()
+    assert len(UnfinishedSamples(tmp_path, {"seed": 1}).samples) == 3
+
+
+def _sample(problem: int) -> EvalSample:
+    return EvalSample("s", str(problem), problem, 0, "?", "1", "2", 1, "stop", 0.0, False, "2", "2", False)
+
+
+def test_equal_wrong_answers_are_one_vote() -> None:
+    """1/2, 0.5 and \\frac{2}{4} of one problem, under the commonest spelling; another problem's are its own."""
+    votes = [(0, "0.5"), (0, "1/2"), (0, "1/2"), (0, r"\frac{2}{4}"), (0, "3"), (1, "0.5"), (1, "(1,2)"), (1, "(1, 2)")]
+    found = one_spelling(votes)
+    assert {found[0, one] for one in ("0.5", "1/2", r"\frac{2}{4}")} == {"1/2"}
+    assert found[0, "3"] == "3" and found[1, "0.5"] == "0.5" and found[1, "(1,2)"] == found[1, "(1, 2)"]
