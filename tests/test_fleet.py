@@ -23,6 +23,7 @@ from support.fake_fleet import (
 )
 from support.settings import rollout_config
 
+from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
@@ -153,6 +154,26 @@ def test_a_broken_connection_sends_all_of_a_servers_groups_elsewhere() -> None:
     assert [len(said) for said in work.failures.values()] == [1]
     assert work.retries == 3 and world.said[0] == "rollout: a is out: connection reset"
     assert nothing_in_flight(fleet)
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+@pytest.mark.parametrize(("kind", "status"), [("unreachable", 0), ("refused", 500), ("refused", 503), ("refused", 404)])
+def test_groups_that_are_sampled_anew_are_counted(seeded: bool, kind: Any, status: int) -> None:
+    """All that ran on the server that failed, once each; none that it turned away, and none with a seed."""
+    world = World()
+    fleet, work = world.fleet(), work_of(groups(*[2] * 6))
+    for server in world.servers:
+        server.dialect = VLLMDialect(seeded=seeded)
+
+    def reply(ask: Submit) -> Event | None:
+        if ask.server == 0 and ask.index == 0:
+            return AttemptFailed(ask.ticket, kind, "no", status)
+        return answered(ask) if ask.server == 1 or status == 503 else None
+
+    world.reply = reply
+    assert sorted(dispatch(fleet, work)) == list(range(6))
+    lost: dict[int, set[int]] = {503: set(), 404: {2, 4}}
+    assert work.resent == (set() if seeded else lost.get(status, {0, 2, 4})) and work.retries >= 1
 
 
 def test_who_comes_back_is_asked_only_after_a_sync() -> None:

@@ -18,12 +18,13 @@ from dppo_megatron.config.checks import check_selection, planned_prompts
 from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
-from dppo_megatron.pruning import CompletionBatch, StepCost, make_completion_policy
+from dppo_megatron.pruning import CompletionBatch, LedgerRow, StepCost, make_completion_policy
 from dppo_megatron.pruning.designs import count_kept, floor_kept
 from dppo_megatron.pruning.methods import METHODS, with_method
 from dppo_megatron.pruning.policies import check_methods
+from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
-from dppo_megatron.steps.coordinator import aborted_row, straggler_row
+from dppo_megatron.steps.coordinator import server_rows
 from dppo_megatron.types import RunAborted, UserError
 
 N, G = 16, 4
@@ -192,23 +193,33 @@ def test_the_group_deviation_neither_overflows_nor_vanishes(values: list[float],
         assert np.sqrt(np.mean(advantages**2)) == pytest.approx(1.0, rel=1e-6)
 
 
+def _rows(settings: dict[str, Any], **happened: int) -> tuple[LedgerRow, ...]:
+    """Of a step of 10 groups and 50 completions."""
+    return server_rows(rollout_config(settings), RolloutStats(**happened), groups=10, completions=50)
+
+
 @pytest.mark.parametrize("cut", [0.0, 5.0])
 def test_the_straggler_row_does_not_wait_for_a_straggler(cut: float) -> None:
     """Servers that may cut make every step biased; where nobody can be cut there is no row."""
-    [row] = straggler_row(rollout_config({"engine": "vllm", "limits.finish_fraction": 0.9}), cut, 50)
+    [row] = _rows({"engine": "vllm", "limits.finish_fraction": 0.9}, stragglers_aborted=int(cut))
     assert (row.name, row.label, row.kept_fraction) == ("rollout/stragglers", "biased", pytest.approx(1 - cut / 50))
-    assert not straggler_row(rollout_config({"engine": "vllm", "limits.finish_fraction": 1.0}), cut, 50)
-    assert not straggler_row(rollout_config({"limits.finish_fraction": 0.9}), cut, 50)
+    assert row.bias_estimate == pytest.approx(cut / 50)
+    assert not _rows({"engine": "vllm", "limits.finish_fraction": 1.0}, stragglers_aborted=int(cut))
+    assert not _rows({"limits.finish_fraction": 0.9}, stragglers_aborted=int(cut))
 
 
 def test_sampling_again_what_was_interrupted_is_labelled() -> None:
     """Long completions are interrupted more often; those that wait or go on are not chosen by their length."""
     servers = {"engine": "vllm", "async_steps": 1}
-    [row] = aborted_row(rollout_config({**servers, "sync.in_flight": "abort"}))
-    assert (row.name, row.label) == ("rollout/aborted", "biased")
-    assert not aborted_row(rollout_config({**servers, "sync.in_flight": "finish"}))
-    assert not aborted_row(rollout_config({**servers, "sync.in_flight": "continue"}))
-    assert not aborted_row(rollout_config({"engine": "vllm", "sync.in_flight": "abort"}))
+    [row] = _rows({**servers, "sync.in_flight": "abort"}, groups_aborted=2)
+    assert (row.name, row.label, row.bias_estimate) == ("rollout/aborted", "biased", 0.2)
+    assert not _rows({**servers, "sync.in_flight": "finish"})
+    assert not _rows({**servers, "sync.in_flight": "continue"})
+    assert not _rows({"engine": "vllm", "sync.in_flight": "abort"})
+    [row] = _rows({"engine": "sglang"}, groups_resent=1)
+    assert (row.name, row.label, row.bias_estimate) == ("rollout/resent", "biased", 0.1)
+    assert row.note.endswith("it samples without seeds; bias about 10 %")
+    assert not _rows({"engine": "sglang"}, groups_resent=0)
 
 
 # ------------------------------------------------------------------------------------------- counts and plans

@@ -65,7 +65,7 @@ def test_every_state_of_a_run(tmp_path: Path, state: str) -> None:
     for part in ("reward", "time per step", "50% of completions trained on", "math pass@1", "60.0% (step 40)"):
         assert part in said
     assert "samples of step 40" in said and "problem 0: what is 6 * 7?" in said
-    assert "warning: rollout/stragglers changes the expected gradient: cut (step 1-40)" in said
+    assert "warning: rollout/stragglers changes the expected gradient (bias 25 %): cut 1 (step 1-40)" in said
 
 
 def test_a_run_that_has_no_step_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,13 +28,25 @@ _CERTAIN = 1.0 - 1e-11
 @dataclass(frozen=True, slots=True)
 class Draw:
     kept: BoolArray
-    """[n]."""
+    """[n], or [draws, n] of many draws."""
     inclusion_prob: FloatArray
     """[n] float64, P(kept) under the design, exact."""
     fixed_size: bool
     """The number kept is the same in every draw."""
     least_kept: int = 0
     """Every draw keeps at least so many, beside what the probabilities of 1 say."""
+    order: IntArray | None = None
+    """[n] along which a systematic draw cumulates; None: independent coins."""
+
+    def again(self, rng: np.random.Generator, count: int) -> Draw:
+        """So many further draws of the same design. Systematic ones start at equal distances, in random order."""
+        pi = self.inclusion_prob
+        if self.order is None:
+            return replace(self, kept=rng.random((count, len(pi))) < pi)
+        begins, ordered = np.zeros(len(pi)), np.where(pi < 1.0, pi, 0.0)[self.order]
+        begins[self.order] = np.cumsum(ordered) - ordered
+        starts = (rng.permutation(count) + 0.5) / count
+        return replace(self, kept=(starts[:, None] - begins) % 1.0 < pi)
 
 
 class WaterFiller:
@@ -163,7 +175,7 @@ def systematic(inclusion_prob: FloatArray, *, order: IntArray, start: float) -> 
         points = np.floor(np.concatenate([[0.0], cumulated]) - start)
         kept[rest] = np.diff(points) > 0.5
     sampled = round(total) if _is_whole(total) else math.floor(total)
-    return Draw(kept, pi, fixed_size=_is_whole(total), least_kept=int((pi >= 1.0).sum()) + sampled)
+    return Draw(kept, pi, fixed_size=_is_whole(total), least_kept=int((pi >= 1.0).sum()) + sampled, order=order)
 
 
 def poisson(inclusion_prob: FloatArray, *, uniform: FloatArray) -> Draw:

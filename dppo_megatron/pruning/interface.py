@@ -7,7 +7,7 @@ is known to the ledger only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
 
@@ -35,6 +35,16 @@ class LedgerRow:
     label: Label
     note: str
     """Why the label, and about how much; empty if there is nothing to say."""
+    bias_estimate: float | None = None
+    """About |E[g'] - g| / |g| by this selection alone, g the full batch's gradient and g' the estimate, if the
+    gradients of different completions are orthogonal. None: exact or unbiased, or not known, and the note says why."""
+
+    def sized(self, bias: float | None, unknown: str = "") -> LedgerRow:
+        """With an estimate, or why there is none; rows labelled exact or unbiased stay as they are."""
+        if self.label in ("exact", "unbiased"):
+            return self
+        said = f"bias of unknown size: {unknown}" if bias is None else f"bias about {100 * bias:.2g} %"
+        return replace(self, note=f"{self.note}; {said}" if self.note else said, bias_estimate=bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +102,15 @@ class Selection:
     """Expected share of the cost of what was offered that was kept, in (0, 1]; None: the method knows no cost."""
     effect: Effect | None = None
     """What skipping has done to the gradient's variance so far; None: not measured."""
+    mean_weight: FloatArray | None = None
+    """[n] E[weight] over the draws; None: 1, or there is no gradient."""
+    again: Callable[[np.random.Generator, int], FloatArray] | None = None
+    """Weights [count, n] of further draws; None: not drawn by known probabilities."""
+
+    @property
+    def expected_weight(self) -> FloatArray:
+        """[n] `mean_weight`, or 1."""
+        return np.ones(len(self.kept)) if self.mean_weight is None else self.mean_weight
 
     @property
     def planned(self) -> FloatArray:
@@ -280,12 +299,15 @@ def scatter(selection: Selection, order: IntArray) -> Selection:
     """A selection of sorted rows, put back into the caller's order."""
     back = np.empty(len(order), dtype=np.int64)
     back[order] = np.arange(len(order))
+    again = selection.again
     return replace(
         selection,
         kept=selection.kept[back],
         inclusion_prob=selection.inclusion_prob[back],
         weight=selection.weight[back],
         planned_prob=None if selection.planned_prob is None else selection.planned_prob[back],
+        mean_weight=None if selection.mean_weight is None else selection.mean_weight[back],
+        again=None if again is None else lambda rng, count: again(rng, count)[:, back],
     )
 
 

@@ -145,7 +145,11 @@ class GresoPolicy(PromptPolicy):
 
     def _weighed(self, drawn: Draw) -> Selection:
         note = f"skips without weights; the expected share of prompts is {float(drawn.inclusion_prob.mean()):.2f}"
-        return weigh_biased(drawn, name=self.name, scale=1.0, note=note, score=np.zeros(len(drawn.kept)))
+        pi = drawn.inclusion_prob
+        selection = weigh_biased(drawn, name=self.name, scale=1.0, note=note, score=np.zeros(len(pi)))
+        return replace(
+            selection, mean_weight=pi / (pi.mean() or 1.0)
+        )  # the mean over what goes on leaves the differences
 
     def _learn(self, visits: Visits, step: int) -> None:
         super()._learn(visits, step)
@@ -306,7 +310,9 @@ def keep_informative(informative: BoolArray, wanted: int, name: str) -> Selectio
     if count < wanted:
         note += f"; only {count} of {wanted} such groups were found"
     # biased also in the step where every group has variance: that it does is an outcome
-    return weigh_biased(drawn, name=name, scale=wanted / count if count else 0.0, note=note, label="biased")
+    selection = weigh_biased(drawn, name=name, scale=wanted / count if count else 0.0, note=note, label="biased")
+    # against the mean over all groups of the step: each with variance is as likely to be among the first
+    return replace(selection, mean_weight=np.where(informative, len(informative) / max(int(informative.sum()), 1), 0.0))
 
 
 def two_class(low: BoolArray, rate: float) -> FloatArray:

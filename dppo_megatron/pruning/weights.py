@@ -14,6 +14,7 @@ the label of the worst batch that its settings admit.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,18 +34,18 @@ def c_form(draw: Draw) -> FloatArray:
 
     Equals Horvitz-Thompson times E[count]/count, so the two agree when the size is fixed. Nothing kept: zeros.
     """
-    count = int(draw.kept.sum())
-    if count == 0:
-        return np.zeros(len(draw.kept))
+    count = np.maximum(draw.kept.sum(axis=-1, keepdims=True), 1)
     expected = count if draw.fixed_size else float(draw.inclusion_prob.sum())
-    return horvitz_thompson(draw) * (expected / count)
+    weight: FloatArray = horvitz_thompson(draw) * (expected / count)
+    return weight
 
 
 def hajek(draw: Draw) -> FloatArray:
     """Self-normalised weights [n] whose sum is the number of elements with support. Nothing kept: zeros."""
     weight = horvitz_thompson(draw)
-    total = float(weight.sum())
-    return weight * (float((draw.inclusion_prob > 0).sum()) / total) if total > 0 else weight
+    total = weight.sum(axis=-1, keepdims=True)
+    scaled: FloatArray = weight * (float((draw.inclusion_prob > 0).sum()) / np.where(total > 0, total, 1.0))
+    return scaled
 
 
 ESTIMATOR_WEIGHTS = {"ht": horvitz_thompson, "c_form": c_form, "hajek": hajek}
@@ -69,12 +70,39 @@ def weigh(
             probabilities and the design. Never from what was kept.
         score: [n], for the growth of the variance; None: all alike.
     """
-    weight = ESTIMATOR_WEIGHTS[estimator](draw)
     notes = [note] if note else []
     if max_weight > 0:
-        weight = np.minimum(weight, max_weight)
         notes += _cap_notes(draw, estimator, max_weight)
-    return _selection(draw, name, weight, label or label_of_draw(draw, estimator, max_weight), "; ".join(notes), score)
+    label = label or label_of_draw(draw, estimator, max_weight)
+    selection = _selection(draw, name, _weights(draw, estimator, max_weight), label, "; ".join(notes), score)
+    return replace(
+        selection,
+        mean_weight=None if label in ("exact", "unbiased") else mean_weight(draw, estimator, max_weight),
+        again=lambda rng, count: _weights(draw.again(rng, count), estimator, max_weight),
+    )
+
+
+def mean_weight(draw: Draw, estimator: str, max_weight: float) -> FloatArray:
+    """[n] E[weight], 1 where a row is never kept, by drawing again: no delta method holds for two or three rows.
+
+    E[1/pi; kept] = 1 is known, so what remains of chance is that of the ratio forms' divisor alone.
+    """
+    many = draw.again(np.random.default_rng(0), draws_enough(len(draw.inclusion_prob)))
+    plain = horvitz_thompson(many).mean(axis=0)
+    mean = _weights(many, estimator, max_weight).mean(axis=0)
+    relative: FloatArray = np.where(plain > 0, mean / np.where(plain > 0, plain, 1.0), 1.0)
+    return relative
+
+
+def draws_enough(rows: int) -> int:
+    """Further draws to make of so many rows: with 8 the mean of a ratio is within 0.5 %, with 16,000 within 0.1 %."""
+    return min(4096, (1 << 20) // max(rows, 1) + 64)
+
+
+def _weights(draw: Draw, estimator: str, max_weight: float) -> FloatArray:
+    """Of one draw [n] or many [draws, n], capped."""
+    capped: FloatArray = np.minimum(ESTIMATOR_WEIGHTS[estimator](draw), max_weight or np.inf)
+    return capped
 
 
 def weigh_by(
@@ -110,7 +138,8 @@ def weigh_biased(
     everything = bool(np.all(draw.inclusion_prob == 1.0) and np.all(np.asarray(scale) == 1.0))
     given: Label = label or ("exact" if everything else "biased")
     weight = np.where(draw.kept, scale, 0.0)
-    return _selection(draw, name, weight, given, "" if given == "exact" else note, score)
+    selection = _selection(draw, name, weight, given, "" if given == "exact" else note, score)
+    return replace(selection, mean_weight=draw.inclusion_prob * scale)
 
 
 def _selection(

@@ -94,6 +94,10 @@ class RolloutStats:
     """Groups that were asked for again."""
     stragglers_aborted: int | None = None
     """Completions that were aborted under `limits.finish_fraction`."""
+    groups_aborted: int | None = None
+    """Training groups that a weight sync, or a server unasked, has ended at least once."""
+    groups_resent: int | None = None
+    """Training groups that were lost while a server without seeds sampled them; without those above."""
     servers_live: int | None = None
     staleness_mean: float | None = None
     """Weight syncs between a token and the present weights."""

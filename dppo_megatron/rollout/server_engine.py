@@ -297,6 +297,10 @@ class ServerEngine(Engine):
             self._stats.staleness_mean = stale / max(1, sum(tokens for _, tokens in spans))
         self._stats.retries = (self._stats.retries or 0) + work.retries
         self._stats.stragglers_aborted = (self._stats.stragglers_aborted or 0) + work.stragglers_aborted
+        if work.allow_straggler_abort:
+            by_sync = set(work.aborts) if self._config.rollout.sync.in_flight == "abort" else set()
+            self._stats.groups_aborted = (self._stats.groups_aborted or 0) + len(by_sync)
+            self._stats.groups_resent = (self._stats.groups_resent or 0) + len(work.resent - by_sync)
         self._stats.servers_live = len(self._fleet.live)
 
 

@@ -168,6 +168,7 @@ def _columns(parts: list[Selection]) -> dict[str, Any]:
         "inclusion_prob": np.concatenate([part.inclusion_prob for part in parts]),
         "weight": np.concatenate([part.weight for part in parts]),
         "planned_prob": np.concatenate([part.planned for part in parts]),
+        "mean_weight": np.concatenate([part.expected_weight for part in parts]),
     }
 
 

@@ -7,12 +7,23 @@ batch's for `simulate`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from dppo_megatron.algorithms.advantages import denominators, make_advantages, overlong_penalty, token_sums
+from dppo_megatron.algorithms.advantages import (
+    denominators,
+    group_advantages,
+    make_advantages,
+    overlong_penalty,
+    token_sums,
+)
+from dppo_megatron.config.objective import zero_advantage_slope
 from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning import LedgerRow, Selection
+from dppo_megatron.pruning.scores import completion_score
 from dppo_megatron.selection.arrays import Rollouts
+from dppo_megatron.selection.bias import Source, whitening_factor
 from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 _LENGTH_DECAY = 0.9
@@ -33,26 +44,28 @@ class Coefficients:
 
     def advantages(self, rollouts: Rollouts, group_weight: FloatArray) -> FloatArray:
         """[K, G], from the full groups' rewards less the penalty of overlong ones; weights [K] of the groups."""
+        return make_advantages(self._shaped(rollouts), self._config.objective, group_weight)
+
+    def _shaped(self, rollouts: Rollouts) -> FloatArray:
         objective, limit = self._config.objective, self._config.rollout.sampling.max_completion_tokens
-        shaped = rollouts.rewards + overlong_penalty(rollouts.lengths, objective.overlong, limit)
-        return make_advantages(shaped, objective, group_weight)
+        return rollouts.rewards + overlong_penalty(rollouts.lengths, objective.overlong, limit)
 
     def denominator(
-        self, lengths: IntArray, minibatch: IntArray, groups: Selection, skips: BoolArray
-    ) -> tuple[FloatArray, tuple[LedgerRow, ...]]:
+        self, lengths: IntArray, minibatch: IntArray, groups: Selection, skips: BoolArray, prompt_prob: FloatArray
+    ) -> tuple[FloatArray, Source]:
         """[K, G] frozen divisor of each completion's token sum, and the ledger row of a predicted token count.
 
         Args:
-            minibatch: [K], of each group.
+            minibatch, prompt_prob: [K], of each group.
             groups: which groups go on, and their weights.
             skips: [mini-batches]: some of its prompts could have been skipped. By the probabilities and not by the
                 draw: a divisor that depends on who was drawn would bias the estimate.
         """
         if self._config.objective.normalization != "token_mean":
-            return self._divisor(lengths, np.zeros(len(lengths))), ()
+            return self._divisor(lengths, np.zeros(len(lengths))), Source(())
         tokens = token_sums(lengths * groups.weight[:, None], minibatch, self._updates)
         if not skips.any():
-            return self._divisor(lengths, tokens[minibatch]), ()
+            return self._divisor(lengths, tokens[minibatch]), Source(())
         expected = self._nominal(lengths) * (
             self.mean_length or float(self._config.rollout.sampling.max_completion_tokens)
         )
@@ -61,7 +74,20 @@ class Coefficients:
             " length of the expected gradient and not its direction"
         )
         row = LedgerRow("denominator/token_mean", 1.0, "ratio", note)
-        return self._divisor(lengths, np.where(skips, expected, tokens)[minibatch]), (row,)
+        factor = np.where(skips, self._true_over(expected, lengths, minibatch, prompt_prob), 1.0)[minibatch][:, None]
+        return self._divisor(lengths, np.where(skips, expected, tokens)[minibatch]), Source((row,), factor)
+
+    def _true_over(
+        self, expected: float, lengths: IntArray, minibatch: IntArray, prompt_prob: FloatArray
+    ) -> FloatArray:
+        """[mini-batches] tokens of all prompts over `expected`, from those that were rolled out."""
+        counts = np.stack([np.ones(len(lengths)), 1.0 / prompt_prob, lengths.mean(axis=1) / prompt_prob])
+        drawn, total, tokens = (np.bincount(minibatch, weights=each, minlength=self._updates) for each in counts)
+        mean = tokens / np.maximum(total, 1.0) * self._nominal(lengths) / expected
+        # the mean of a share of the prompts is off by 1 / sqrt(share) of what that of all is
+        share = drawn * lengths.shape[1] / self._nominal(lengths)
+        factor: FloatArray = 1.0 + (mean - 1.0) * np.sqrt(share)
+        return factor
 
     def _divisor(self, lengths: IntArray, tokens: FloatArray) -> FloatArray:
         """[K, G], given the token count [K] of each group's mini-batch (read by token_mean only)."""
@@ -77,11 +103,11 @@ class Coefficients:
         """Completions of one planned mini-batch."""
         return self._prompts_per_step // self._updates * int(lengths.shape[1])
 
-    def trainable(self, rollouts: Rollouts, groups: Selection) -> tuple[BoolArray, tuple[LedgerRow, ...]]:
+    def trainable(self, rollouts: Rollouts, groups: Selection) -> tuple[BoolArray, Source]:
         """[K * G] completions of the groups that go on, less the truncated ones with `overlong.filter`."""
         trainable = np.repeat(groups.kept, rollouts.rewards.shape[1])
         if not self._config.objective.overlong.filter:
-            return trainable, ()
+            return trainable, Source(())
         truncated = rollouts.truncated
         if truncated is None:
             truncated = rollouts.lengths >= self._config.rollout.sampling.max_completion_tokens
@@ -89,15 +115,25 @@ class Coefficients:
         share = 1.0 - float(dropped.sum()) / max(int(trainable.sum()), 1)
         # biased also in a step without any: whether one was truncated is an outcome
         row = LedgerRow("completion/overlong_filter", share, "biased", "truncated completions are never trained on")
-        return trainable & ~dropped, (row,)
+        return trainable & ~dropped, Source((row,), np.where(truncated, 0.0, 1.0))
 
-    def whitening_row(self, planned: Selection) -> tuple[LedgerRow, ...]:
+    def whitening(self, planned: Selection, selections: Sequence[Selection], rollouts: Rollouts) -> Source:
         """By the probabilities: a draw that skipped nothing had the full batch's deviation by chance."""
-        whitens = self._config.objective.advantage == "reinforce_baseline"
-        if not whitens or bool(np.all(planned.inclusion_prob == 1.0)):
-            return ()
+        objective = self._config.objective
+        if objective.advantage != "reinforce_baseline" or bool(np.all(planned.inclusion_prob == 1.0)):
+            return Source(())
         note = "the step's standard deviation is estimated from the prompts that were rolled out"
-        return (LedgerRow("advantage/reinforce_baseline", 1.0, "ratio", note),)
+        row = LedgerRow("advantage/reinforce_baseline", 1.0, "ratio", note)
+        moment = np.square(group_advantages(self._shaped(rollouts), divide_by_std=False, eps=0.0)).sum(axis=1)
+        graded = (~np.isnan(rollouts.rewards)).sum(axis=1)
+        factor = whitening_factor(selections, moment, graded, eps=objective.advantage_eps)
+        return Source((row,), None if factor is None else factor[:, None])
+
+    def squared_norms(self, rollouts: Rollouts, advantages: FloatArray, denominator: FloatArray) -> FloatArray:
+        """[K, G] squared gradient norms of the completions, up to a common factor, without weights."""
+        slope = zero_advantage_slope(self._config.objective)
+        norms = rollouts.logit_grad_norm
+        return np.square(completion_score(advantages, norms, denominator, np.ones(1), zero_advantage_slope=slope))
 
     def learn_length(self, lengths: IntArray, weight: FloatArray) -> None:
         """From lengths [K, G] of prompts with weights [K]."""

@@ -25,7 +25,6 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.data.order import Order, make_order
 from dppo_megatron.pruning import (
     CompletionBatch,
-    LedgerRow,
     Selection,
     group_second_moment,
     make_completion_policy,
@@ -45,6 +44,7 @@ from dppo_megatron.selection.arrays import (
     part,
     with_refills,
 )
+from dppo_megatron.selection.bias import Source, sized
 from dppo_megatron.selection.coefficients import Coefficients
 from dppo_megatron.types import FloatArray, IntArray, StepCounts, UserError
 
@@ -202,11 +202,11 @@ class Selector:
         groups = self._prompt_policy.keep_groups(rollouts.rewards, step=zero_based)
         minibatch = self._assign(prompts, groups)
         advantages = self._coefficients.advantages(rollouts, prompts.weight * groups.weight)
-        denominator, denominator_row = self._denominator(rollouts.lengths, minibatch, groups, of)
+        denominator, divided = self._denominator(rollouts.lengths, minibatch, groups, of, prompts)
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
         moment = group_second_moment(advantages * rollouts.logit_grad_norm / denominator)
         of.outcome = _Learned(prompts, rollouts, moment)
-        trainable, filter_row = self._coefficients.trainable(rollouts, groups)
+        trainable, filtered = self._coefficients.trainable(rollouts, groups)
         nominal = self.prompts_per_step * size
         batch = completion_batch(prompts, rollouts, advantages, denominator, groups, trainable, nominal)
         rows = np.flatnonzero(trainable)
@@ -220,13 +220,22 @@ class Selector:
         first, later = of.selections[: self._updates], of.selections[self._updates :]
         planned = self._declared[0].judged(merge(first, np.arange(sum(len(selection.kept) for selection in first))))
         offered = with_refills(planned, later)
-        ledger = (
-            *planned.ledger,
-            *(groups.ledger if self._prompt_policy.resamples or (groups.weight != 1).any() else ()),
-            *self._coefficients.whitening_row(planned),
-            *denominator_row,
-            *filter_row,
-            *completions.ledger,
+        by_completions = np.ones(rollouts.rewards.size)
+        by_completions[rows] = completions.expected_weight
+        chooses_groups = self._prompt_policy.resamples or bool((groups.weight != 1).any())
+        refuted = [bool(one.refuted) for one in self._declared]  # then E[weight] is not known
+        never = int((offered.inclusion_prob == 0).sum())
+        ledger, bias = sized(
+            (
+                Source(planned.ledger, None if refuted[0] else offered.expected_weight[offered.kept, None], lost=never),
+                *([Source(groups.ledger, groups.expected_weight[:, None])] if chooses_groups else []),
+                self._coefficients.whitening(planned, of.selections, rollouts),
+                divided,
+                filtered,
+                Source(completions.ledger, None if refuted[1] else by_completions.reshape(rollouts.rewards.shape)),
+            ),
+            self._coefficients.squared_norms(rollouts, advantages, denominator),
+            prompts.inclusion_prob,
         )
         variance = step_variance(planned, batch, completions)
         of.kept_costs = _kept_cost(planned), _kept_cost(completions)
@@ -248,7 +257,8 @@ class Selector:
             ledger=ledger,
             metrics=counts.metrics()
             | variance.metrics()
-            | self._metrics(offered, batch, completions, rollouts, prompts, zero_based),
+            | self._metrics(offered, batch, completions, rollouts, prompts, zero_based)
+            | ({} if bias is None else {"prune/bias_estimate": bias}),
             counts=counts,
             variance=variance,
             effect=offered.effect,
@@ -372,12 +382,12 @@ class Selector:
         return shared
 
     def _denominator(
-        self, lengths: IntArray, minibatch: IntArray, groups: Selection, of: _OpenStep
-    ) -> tuple[FloatArray, tuple[LedgerRow, ...]]:
+        self, lengths: IntArray, minibatch: IntArray, groups: Selection, of: _OpenStep, prompts: PromptDraw
+    ) -> tuple[FloatArray, Source]:
         by_draw = [bool((selection.inclusion_prob < 1).any()) for selection in of.selections]
         # resampled: the mean over the groups that go on, which are all known
         skips = np.array([False] if self._prompt_policy.resamples else by_draw)
-        return self._coefficients.denominator(lengths, minibatch, groups, skips)
+        return self._coefficients.denominator(lengths, minibatch, groups, skips, prompts.inclusion_prob)
 
     def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, of: _OpenStep) -> Selection:
         """The completion policy on each mini-batch [n], put together in the order of `batch`."""

@@ -90,7 +90,7 @@ class Coordinator:
         record.metrics |= decision.metrics | stats.metrics()
         record.metrics |= grading_metrics(outcomes.grades, list(config.reward.functions))
         record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob)
-        on_servers = *straggler_row(config.rollout, stats.stragglers_aborted or 0, count), *aborted_row(config.rollout)
+        on_servers = server_rows(config.rollout, stats, groups=len(rollouts.lengths), completions=count)
         record.ledger = (*decision.ledger, *on_servers, *overlong_row(self._job))
         record.trace = trace_row(step.number, decision, rollouts)
         with record.timers.phase("pack"):
@@ -146,23 +146,29 @@ def overlong_row(job: Job) -> tuple[LedgerRow, ...]:
     if not filtered:
         return ()
     note = f"{filtered} problems have prompts above max_prompt_tokens and are left out of the training data"
-    return (LedgerRow("data/overlong_prompts", kept / (kept + filtered), "biased", note),)
+    row = LedgerRow("data/overlong_prompts", kept / (kept + filtered), "biased", note)
+    return (row.sized(None, "nothing is known of them"),)
 
 
-def straggler_row(config: RolloutConfig, cut: float, total: int) -> tuple[LedgerRow, ...]:
-    """The row of `limits.finish_fraction`, in every step in which servers may cut, whether or not they did.
+def server_rows(config: RolloutConfig, stats: RolloutStats, *, groups: int, completions: int) -> tuple[LedgerRow, ...]:
+    """What happened at the servers. Sizes are shares of the step: what was lost is not known, so each counts in full.
 
-    A label must not depend on the outcome.
+    The rows of a setting are in every step in which it may act, whether or not it did, since a label must not depend on
+    the outcome. A server's death is no setting: a step without one has no row.
     """
-    if config.engine == "hf" or config.limits.finish_fraction >= 1:
+    if config.engine == "hf":
         return ()
-    note = f"{cut:.0f} completions were aborted by rollout.limits.finish_fraction and count as truncated"
-    return (LedgerRow("rollout/stragglers", 1.0 - cut / max(total, 1), "biased", note),)
-
-
-def aborted_row(config: RolloutConfig) -> tuple[LedgerRow, ...]:
-    """The row of `sync.in_flight=abort`, in every step that a weight sync may have met while it was generated."""
-    if config.engine == "hf" or not config.async_steps or config.sync.in_flight != "abort":
-        return ()
-    note = "completions that a weight sync interrupts are sampled again, so those that end early are more likely"
-    return (LedgerRow("rollout/aborted", 1.0, "biased", note),)
+    rows = []
+    if config.limits.finish_fraction < 1:
+        cut = (stats.stragglers_aborted or 0) / max(completions, 1)
+        note = f"{cut:.2%} of the completions were aborted by rollout.limits.finish_fraction and count as truncated"
+        rows.append(LedgerRow("rollout/stragglers", 1.0 - cut, "biased", note).sized(cut))
+    again = "sampled again, so those that end early are more likely"
+    if config.async_steps and config.sync.in_flight == "abort":
+        note = f"completions that a weight sync interrupts are {again}"
+        share = (stats.groups_aborted or 0) / max(groups, 1)
+        rows.append(LedgerRow("rollout/aborted", 1.0, "biased", note).sized(share))
+    if resent := stats.groups_resent:
+        note = f"{resent} groups of a server that failed were {again}: it samples without seeds"
+        rows.append(LedgerRow("rollout/resent", 1.0, "biased", note).sized(resent / max(groups, 1)))
+    return tuple(rows)

@@ -173,6 +173,10 @@ class Dice:
     coins: dict[Place, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
     asked: dict[Place, tuple[str, np.ndarray, np.ndarray]] = field(default_factory=dict)
     """What was drawn in the latest run: design, probabilities, order or ids."""
+    ties: int = 0
+    """Which tie-breaks, of the methods that leave only those to chance; 0: the selector's own."""
+    breaks: tuple[str, ...] = ()
+    """`prompt tie` and `completion tie`, if it is so of that level."""
     _now: Place = ("", 0)
 
     def generator(self, seed: int, purpose: str, *counters: int) -> Any:
@@ -188,6 +192,7 @@ class Dice:
         """In the place of `randomness.uniforms`."""
         place = (purpose.split()[0], counters[-1])
         self._now = place
+        seed += self.ties if purpose in self.breaks else 0
         if purpose.endswith("coin") and place in self.coins:
             return self.coins[place](ids)
         return randomness.uniforms(seed, purpose, ids, *counters)
@@ -271,21 +276,24 @@ class Expected:
     labels: set[tuple[tuple[str, str], ...]]
     """Every ledger that came up, as (name, label) pairs."""
     decisions: list[TrainSelection]
+    chances: list[float]
+    """Of each decision; they add up to the number of mini-batches."""
     total: float
     """Sum of the probabilities over mini-batches, to be their number."""
 
 
-def expectation(case: Case) -> Expected:
+def expectation(case: Case, *, ties: int = 0) -> Expected:
     """E[W A / D] and E[W / D], mini-batch by mini-batch: their draws are independent of each other."""
-    found = Expected({}, {}, {}, {}, set(), [], 0.0)
+    found = Expected({}, {}, {}, {}, set(), [], [], 0.0)
     updates = case.config.objective.updates_per_step
     for minibatch in range(updates):
-        dice = Dice()
+        dice = Dice(ties=ties, breaks=deterministic_levels(case.config))
         with dice.rolled():
             for outer, _ in every_draw(case, dice, ("prompt", minibatch)):
                 for inner, decision in every_draw(case, dice, ("completion", minibatch)):
                     found.labels.add(tuple((row.name, row.label) for row in decision.ledger))
                     found.decisions.append(decision)
+                    found.chances.append(outer * inner)
                     found.total += outer * inner
                     share = planned_prompts(case.config) // updates
                     mine = set(decision.offered[minibatch * share : (minibatch + 1) * share].tolist())
@@ -305,6 +313,13 @@ def _inverse_probabilities(decision: TrainSelection) -> dict[tuple[int, int], fl
     both = decision.prompts.inclusion_prob[rows // size] * decision.completion_prob[rows]
     keys = zip(decision.prompts.prompt_index[rows // size].tolist(), (rows % size).tolist(), strict=True)
     return dict(zip(keys, (1.0 / both).tolist(), strict=True))
+
+
+def deterministic_levels(config: Config) -> tuple[str, ...]:
+    """The tie-breaks of methods that keep what looks best: `prompt tie`, `completion tie`."""
+    prompt, completion = config.pruning.prompt.method, config.pruning.completion.method
+    best = ("cppo", "cppo_trl", "cppo_verl", "dppo_paper", "max_variance")
+    return ("prompt tie",) * (prompt in best) + ("completion tie",) * (completion in best)
 
 
 def _counted(decision: TrainSelection) -> dict[tuple[int, int], float]:

@@ -384,7 +384,7 @@ def test_history_figures_and_memory():
     assert sum(array.nbytes for array in policy.history.arrays.values()) <= 100 * 240
 
 
-def test_a_selection_is_plain_data():
+def test_what_a_selection_consists_of():
     assert [f.name for f in dataclasses.fields(make("none").select(np.arange(3), step=0))] == [
         "kept",
         "inclusion_prob",
@@ -395,4 +395,6 @@ def test_a_selection_is_plain_data():
         "planned_prob",
         "kept_cost",
         "effect",
+        "mean_weight",
+        "again",
     ]

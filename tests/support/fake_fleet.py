@@ -28,6 +28,7 @@ class FakeServer:
     name: str
     healthy_now: bool = True
     replicas: int = 1
+    dialect: VLLMDialect = field(default_factory=VLLMDialect)
 
     @property
     def http(self) -> Any:
@@ -49,7 +50,6 @@ class FakeRouter(FakeServer):
     """In front of `named`."""
 
     named: frozenset[str] = frozenset()
-    dialect: VLLMDialect = field(default_factory=VLLMDialect)
 
 
 class Inline(Executor):

@@ -44,7 +44,8 @@ def write_record(
             "prune/design_effect": 1.32, "prune/weight_max": 2.5, "pack/fill": 0.9,
             "tokens/generated": float(lengths.sum()), "tokens/trained": float(lengths.sum() // 2),
             "prune/ledger": [{"name": "prompt/dppo", "kept_fraction": 0.7, "label": "unbiased", "note": ""},
-                             {"name": "rollout/stragglers", "kept_fraction": 0.99, "label": "biased", "note": "cut"}],
+                             {"name": "rollout/stragglers", "kept_fraction": 0.99, "label": "biased",
+                              "note": f"cut {step}", "bias_estimate": 0.25}],
         } | phases | {"time/step_s": sum(phases.values()) + 0.1} | others  # fmt: skip
         metrics.append(row)
         trace.append(

@@ -14,7 +14,7 @@ The rules:
   `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight.
   It is for one engine: a server of four data-parallel replicas has room for four times as many.
 - Groups of a server that has gone out are queued again, and only the first answer to each is kept. With a seed (vLLM)
-  the second attempt samples the same completion, so a failure does not favour short ones.
+  the second attempt samples the same completion, so a failure does not favour short ones; without, `Work.resent`.
 - A server that has too much to do (408, 429, 503) rests for as long as it asks, or a little longer each time.
 - Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
   it that went wrong, `engine_wait_s` for a fleet without a live server. Each ends in one message with the request's id.
@@ -121,6 +121,8 @@ class Work:
     failures: dict[int, list[str]] = field(default_factory=dict)
     """What went wrong with each group, one line an answer."""
     aborts: dict[int, int] = field(default_factory=dict)
+    resent: set[int] = field(default_factory=set)
+    """Groups that were lost while a server without seeds sampled them: long ones are lost more often."""
     retries: int = 0
     given_up: bool = False
     """The rest is not wanted any more: `dispatch` ends its requests and returns."""
@@ -253,16 +255,19 @@ class Dispatch:
         if spans.on:
             spans.add(track, self._work.groups[index].request_id, began_s, ended_s, ticket)
 
-    def _again(self, index: int) -> None:
+    def _again(self, attempt: _Attempt, *, was_sampled: bool = True) -> None:
         self._work.retries += 1
-        self._pending.appendleft(index)
+        self._pending.appendleft(attempt.index)
+        if was_sampled and not attempt.member.server.dialect.seeded:
+            self._work.resent.add(attempt.index)
 
     def _failed(self, attempt: _Attempt, event: AttemptFailed) -> None:
         """Raises RunAborted for a failure that another server would repeat."""
         member, request_id = attempt.member, self._work.groups[attempt.index].request_id
         if event.kind == "ours":
             raise RunAborted(f"request {request_id}: {event.text}")
-        self._again(attempt.index)
+        turned_away = event.kind == "refused" and (event.status in BUSY or event.status < 500)
+        self._again(attempt, was_sampled=not turned_away)
         if event.kind == "refused" and event.status in BUSY:
             self._fleet.rest(member, event.retry_after_s)
             return
@@ -273,7 +278,7 @@ class Dispatch:
     def _aborted(self, attempt: _Attempt, ticket: int) -> None:
         """Aborted by a weight sync, or by the server unasked."""
         self._intake.cancel([ticket])  # drops what it brought
-        self._again(attempt.index)
+        self._again(attempt)
         aborts = self._work.aborts[attempt.index] = self._work.aborts.get(attempt.index, 0) + 1
         if aborts > _MOST_ABORTS:
             self._blame(attempt, f"it has ended the request {aborts} times, unasked")
@@ -300,7 +305,7 @@ class Dispatch:
         lost = [ticket for ticket, attempt in self._attempts.items() if attempt.member.outages != attempt.outages]
         self._intake.cancel(lost)
         for ticket in reversed(lost):
-            self._again(self._forget(ticket).index)
+            self._again(self._forget(ticket))
 
     def _wait_for_anyone(self) -> None:
         fleet, wait_s = self._fleet, self._limits.engine_wait_s

@@ -32,7 +32,10 @@ def findings(run: RunRecord) -> list[Finding]:
         biased = [step for step, label in zip(run.steps, row["label"], strict=True) if label == "biased"]
         if biased:
             notes = f": {'; '.join(row['notes'])}" if row["notes"] else ""
-            found.append(Finding("warning", f"{row['name']} changes the expected gradient{notes}", _spans(biased)))
+            known = [bias for bias in row["bias"] if bias is not None]
+            size = f" (bias {100 * sum(known) / len(known):.2g} %)" if known else ""
+            text = f"{row['name']} changes the expected gradient{size}{notes}"
+            found.append(Finding("warning", text, _spans(biased)))
     alarm = finite_number(run.setting("rollout.limits.logprob_diff_warning", None))
     alarm = _MISMATCH_ALARM if alarm is None else alarm
     differs = f"engine and actor differ by > {alarm:g}"

@@ -15,6 +15,7 @@ import errno
 import json
 import math
 import os
+import re
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
@@ -57,6 +58,8 @@ _OF_THE_TRAINED = (
 )  # fmt: skip
 """Metrics of trained completions: 0 in a step without any, which is shown as missing. Some are null today, and entropy
 is of all that was rolled out."""
+_PARTS = ("label", "kept", "bias")
+_NUMBER = re.compile(r"\d[\d.e+-]*")
 _OLDER = {
     "mismatch/product_ess": "kept/product_ess",
     "prune/w_max": "prune/weight_max",
@@ -78,7 +81,7 @@ class RunRecord:
     columns: dict[str, list[float | None]] = field(default_factory=dict)
     """Metric -> its value in each of `steps`; None where it was not a number."""
     ledger: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of the bias ledger: name, notes, and in each step its label and kept fraction."""
+    """Rows of the bias ledger: name, notes, and in each step its label, kept fraction and estimated bias."""
     summary: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     """Dotted key -> value, as JSON."""
@@ -92,7 +95,7 @@ class RunRecord:
         is_new = at == len(self.steps) or self.steps[at] != step
         if is_new:
             self.steps.insert(at, step)
-        for series in [*self.columns.values(), *(one[part] for one in self.ledger for part in ("label", "kept"))]:
+        for series in [*self.columns.values(), *(one[part] for one in self.ledger for part in _PARTS)]:
             series[at : at + (not is_new)] = [None]
         for key, value in _figures(row).items():
             if key not in self.columns:
@@ -106,12 +109,14 @@ class RunRecord:
     def _add_entry(self, entry: Mapping[str, Any], at: int) -> None:
         one = next((one for one in self.ledger if one["name"] == entry["name"]), None)
         if one is None:
-            one = {"name": entry["name"], "notes": []} | {part: [None] * len(self.steps) for part in ("label", "kept")}
+            one = {"name": entry["name"], "notes": []} | {part: [None] * len(self.steps) for part in _PARTS}
             self.ledger.append(one)
         label, note = entry.get("label"), entry.get("note")
         one["label"][at] = label if isinstance(label, str) else None
         one["kept"][at] = finite_number(entry.get("kept_fraction"))
-        if note and isinstance(note, str) and note not in one["notes"] and len(one["notes"]) < 3:
+        one["bias"][at] = finite_number(entry.get("bias_estimate"))
+        known = [_NUMBER.sub("", said) for said in one["notes"]]  # those of other steps differ in their numbers
+        if note and isinstance(note, str) and _NUMBER.sub("", note) not in known and len(known) < 3:
             one["notes"].append(note)
 
     def setting(self, key: str, default: Any) -> Any:

@@ -65,13 +65,13 @@ const LABELS = { exact: "good", unbiased: "good", ratio: "warn", biased: "bad" }
 function ledgerTable() {
   const rows = runs.flatMap((run, place) => run.ledger.map((row) => {
     const present = row.label.map((label, at) => at).filter((at) => row.label[at]);
-    const labels = [...new Set(present.map((at) => row.label[at]))], kept = present.map((at) => row.kept[at]).filter((value) => value !== null);
+    const labels = [...new Set(present.map((at) => row.label[at]))], mean = (part) => { const known = present.map((at) => part[at]).filter((value) => value !== null); return percent(known.length ? known.reduce((a, b) => a + b, 0) / known.length : null); };
     return make("tr", {}, runs.length > 1 ? make("td", {}, make("span", { class: "dot", "data-colour": place }), " ", run.name) : null, make("td", {}, make("code", {}, row.name)), make("td", {}, ...labels.flatMap((label) => [make("span", { class: `chip ${LABELS[label] || ""}` }, label), " "])),
-      make("td", { class: "num" }, percent(kept.length ? kept.reduce((a, b) => a + b, 0) / kept.length : null)), make("td", { class: "num" }, present.length ? `${run.steps[present[0]]}–${run.steps[present[present.length - 1]]}` : "–"), make("td", { class: "wrap dim" }, row.notes.join("; ")));
+      make("td", { class: "num" }, mean(row.kept)), make("td", { class: "num" }, mean(row.bias)), make("td", { class: "num" }, present.length ? `${run.steps[present[0]]}–${run.steps[present[present.length - 1]]}` : "–"), make("td", { class: "wrap dim" }, row.notes.join("; ")));
   }));
   if (!rows.length) return null;
-  return make("div", { class: "card wide scroll" }, make("h3", {}, "Bias ledger"), make("p", { class: "note" }, "What each selection does to the expected gradient: exact (drops nothing), unbiased (weights undo it), ratio (up to O(1/n)), biased (changes it)."),
-    make("table", {}, make("thead", {}, make("tr", {}, ...(runs.length > 1 ? ["run"] : []).concat(["selection", "label", "kept, mean", "steps", "notes"]).map((text) => make("th", { scope: "col", class: text.startsWith("kept") || text === "steps" ? "num" : null }, text)))), make("tbody", {}, ...rows)));
+  return make("div", { class: "card wide scroll" }, make("h3", {}, "Bias ledger"), make("p", { class: "note" }, "What each selection does to the expected gradient: exact (drops nothing), unbiased (weights undo it), ratio (up to O(1/n)), biased (changes it). Bias: how far off that is, as a share of the gradient, if the gradients of completions are orthogonal."),
+    make("table", {}, make("thead", {}, make("tr", {}, ...(runs.length > 1 ? ["run"] : []).concat(["selection", "label", "kept, mean", "bias, mean", "steps", "notes"]).map((text) => make("th", { scope: "col", class: text.endsWith("mean") || text === "steps" ? "num" : null }, text)))), make("tbody", {}, ...rows)));
 }
 
 function pruning() {

@@ -1,0 +1,114 @@
+"""How much each row of a step's ledger moves the expected gradient, from what is known when the selection is made.
+
+The gradient of a completion is not known, only about how long it is: s = sqrt(A^2 + slope^2) x logit_grad_norm / D.
+Taken as orthogonal to each other, they make the gradient's squared length a sum over completions. A selection that
+multiplies completion i by f_i in the mean is then off by
+
+    |E[g'] - g|^2 / |g|^2 = sum(s_i^2 (f_i - 1)^2) / sum(s_i^2).
+
+The sums are over the planned prompts, of which those that were rolled out are a sample: Horvitz-Thompson. Prompts that
+are never rolled out are taken to be like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dppo_megatron.pruning import LedgerRow, Selection
+from dppo_megatron.pruning.weights import draws_enough
+from dppo_megatron.types import FloatArray
+
+_SPREAD = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What has put rows into the ledger, and by what it multiplies each completion in the mean."""
+
+    rows: tuple[LedgerRow, ...]
+    factor: FloatArray | None = None
+    """[K, G] or [K, 1]; None: not known, or no rows."""
+    lost: int = 0
+    """Prompts that it never rolls out."""
+
+
+def sized(
+    sources: Sequence[Source], squared: FloatArray, prompt_prob: FloatArray
+) -> tuple[tuple[LedgerRow, ...], float | None]:
+    """The ledger with its estimates, and that of all selections together; None: not known.
+
+    Args:
+        squared: [K, G] squared gradient norms of the completions that were rolled out, up to a common factor.
+        prompt_prob: [K] inclusion probabilities of their prompts.
+    """
+    share = squared / prompt_prob[:, None]
+    total = float(share.sum())
+
+    def bias(factor: FloatArray, lost: int) -> float | None:
+        unseen = lost * total / float((1.0 / prompt_prob).sum()) if lost and total > 0 else 0.0
+        off = float((share * np.square(factor - 1.0)).sum()) + unseen
+        return float(np.sqrt(off / (total + unseen))) if total > 0 else None
+
+    ledger: list[LedgerRow] = []
+    together = np.ones_like(squared)
+    for source in sources:
+        if source.factor is not None:
+            together = together * source.factor
+        size = None if source.factor is None else bias(source.factor, source.lost)
+        why = "there is no gradient" if source.factor is not None else "the skipping has no known probabilities"
+        ledger += [row.sized(size, why) for row in source.rows]
+    known = all(source.factor is not None for source in sources if source.rows)
+    return tuple(ledger), bias(together, sum(source.lost for source in sources)) if known else None
+
+
+def whitening_factor(
+    prompts: Sequence[Selection], moment: FloatArray, count: FloatArray, *, eps: float
+) -> FloatArray | None:
+    """[K] by what the drawn prompts' deviation, as a divisor, multiplies each group; None: not known.
+
+    By drawing the prompts again. Drawn ones of about the same probability stand for those that were skipped, each as
+    often as its weight tells, and every second one with `_SPREAD` less: as equals they gave 0.7 of the bias in the
+    median of 100 runs of 12 to 32 prompts, so spread 1.1.
+
+    Args:
+        prompts: the selections that offered prompts, in order.
+        moment, count: [K] sum of squared centred rewards of each group, and its graded completions.
+        eps: added to the deviation.
+    """
+    if not len(moment) or any(one.again is None and (one.inclusion_prob % 1.0).any() for one in prompts):
+        return None
+    kept = np.concatenate([one.kept for one in prompts])
+    pi = np.concatenate([one.inclusion_prob for one in prompts])
+    donor = _donors(pi, kept)
+    moments, counts = moment[donor], count[donor]
+    moments[~kept] *= np.resize([1.0 - _SPREAD, 1.0 + _SPREAD], int((~kept).sum()))
+    rng, draws = np.random.default_rng(0), draws_enough(len(pi))
+    weight = np.concatenate(
+        [np.tile(one.weight, (draws, 1)) if one.again is None else one.again(rng, draws) for one in prompts], axis=1
+    )
+
+    def divisor(total: FloatArray, graded: FloatArray) -> FloatArray:
+        """As `whitened_advantages` has it."""
+        return np.where(total > 0, np.sqrt(total / np.where(graded > 0, graded, 1.0)) + eps, 1.0)
+
+    scale = divisor(moments.sum(), counts.sum()) / divisor(weight @ moments, weight @ counts)
+    mean = weight.mean(axis=0)
+    factor: FloatArray = np.where(mean > 0, scale @ weight / draws / np.where(mean > 0, mean, 1.0), 1.0)[kept]
+    return factor
+
+
+def _donors(pi: FloatArray, kept: np.ndarray) -> np.ndarray:
+    """[n] which of the kept rows, counted from 0, stands for each row."""
+    donor = np.zeros(len(pi), dtype=np.int64)
+    donor[kept] = np.arange(int(kept.sum()))
+    by_prob = np.argsort(pi[kept], kind="stable")
+    missing = np.flatnonzero(~kept)
+    missing = missing[np.argsort(pi[missing], kind="stable")]
+    each = 1.0 / pi[kept][by_prob] - 1.0
+    ends = np.cumsum(each if each.sum() > 0 else np.ones(len(each)))
+    place = (np.arange(len(missing)) + 0.5) / max(len(missing), 1) * ends[-1]
+    donor[missing] = by_prob[np.searchsorted(ends, place)]
+    return donor
