@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +21,12 @@ from support.job import job_config
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.evaluation.eval_samples import EvalSample, read_samples
 from dppo_megatron.evaluation.evaluator import Evaluator
+from dppo_megatron.evaluation.standalone import about
 from dppo_megatron.evaluation.unfinished import UNFINISHED, UnfinishedSamples, read_unfinished
 from dppo_megatron.evaluation.votes import one_spelling
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.hf import engine_from_files
+from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 
 
@@ -136,6 +139,46 @@ def test_damaged_lines_are_made_again(tmp_path: Path) -> None:
     again.add(samples[0])
     again.close()
     assert len(UnfinishedSamples(tmp_path, {"seed": 1}).samples) == 3
+    (tmp_path / UNFINISHED).write_text("\n".join(["{", *lines[1:]]) + "\n")
+    with pytest.raises(UserError, match="its first line is damaged"):
+        UnfinishedSamples(tmp_path, {"seed": 1})
+    assert len((tmp_path / UNFINISHED).read_text().splitlines()) == len(lines)  # nothing was thrown away
+
+
+def test_verdicts_of_an_edited_grader_are_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The samples are kept; those of its verdicts that were given since are, too. Without samples there is no score."""
+    samples = [_sample(index) for index in range(2)]
+    for graded_by, are_graded in (("a", [False, False]), ("b", [False, False]), ("b", [True, True]), ("a", [True] * 2)):
+        kept = UnfinishedSamples(tmp_path, {"seed": 1}, graded_by)
+        if not kept.samples:
+            assert main(["eval", "--rescore", str(tmp_path)]) == 2
+            assert "the evaluation has no samples yet" in capsys.readouterr().err
+            for sample in samples:
+                kept.add(sample)
+        else:
+            assert [one.is_graded for one in kept.samples.values()] == are_graded
+        kept.grade(samples)
+        kept.close()
+
+
+def test_what_an_evaluation_is_about(files: Path, tmp_path: Path) -> None:
+    """It may be written into the model's directory; the graders' means may change, what they are given may not."""
+    model, rows = shutil.copytree(files / "model", tmp_path / "model"), tmp_path / "rows.jsonl"
+    rows.write_text('{"problem": "1+1=", "answer": "2", "hint": 1}\n')
+    out = tmp_path / "link" / "eval"
+    (tmp_path / "link").symlink_to(model)
+
+    def found(**extra: Any) -> dict[str, Any]:
+        config = job_config(files, tmp_path / "run", data__eval_paths=f"{{s: {rows}}}", model__hf_path=model, **extra)
+        return about(prepare_job(config, 1, trains=False), out)
+
+    first = found()
+    out.mkdir()
+    (out / UNFINISHED).write_text("a line")
+    assert found(reward__timeout_s=7, reward__processes=3) == first
+    assert found(rollout__sampling__stop_token_ids="[5]") != first
+    rows.write_text('{"problem": "1+1=", "answer": "2", "hint": 2}\n')
+    assert found()["problems"] != first["problems"]
 
 
 def _sample(problem: int) -> EvalSample:

@@ -11,14 +11,15 @@ from typing import Any
 
 from dppo_megatron.types import UserError
 
-_FORM = re.compile(r"\s*(\S+)\s+(not in|in|==|=|!=|>=|<=|>|<)\s+(.*\S)\s*")
+_FORM = re.compile(r"\s*(\S.*?)\s+(not in|in|==|=|!=|>=|<=|>|<)\s+(.*\S)\s*")
+_PART = re.compile(r"""\s*("[^"]*"|'[^']*'|[^,]*?)\s*(?:,|$)""")
 _ORDER: dict[str, Callable[[Fraction, Fraction], bool]] = {
     ">=": lambda a, b: a >= b,
     "<=": lambda a, b: a <= b,
     ">": lambda a, b: a > b,
     "<": lambda a, b: a < b,
 }
-_NUMBER = re.compile(r"[+-]?\d{1,30}(\.\d{0,30})?(/\d{1,30})?")
+_NUMBER = re.compile(r"[+-]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})(e[+-]?\d{1,3})?(/\d{1,30})?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +43,19 @@ class Condition:
         match = _FORM.fullmatch(text)
         operator, value = (match[2], match[3]) if match else ("", "")
         listed = value.startswith("[") and value.endswith("]")
-        values = tuple(part.strip() for part in value[1:-1].split(",")) if listed else (value,)
-        if match is None or listed != operator.endswith("in") or not all(values):
+        parts = _PART.findall(value[1:-1])[:-1] if listed else [value]  # the last match is the empty end
+        if match is None or listed != operator.endswith("in") or not parts or not all(parts):
             raise UserError(
                 f"'{text}' is no condition on a field; expected FIELD OPERATOR VALUE with blanks between them, as"
                 " 'type != proof', 'solve_rate >= 0.1' or 'type in [number, expression]'"
             )
         if operator in _ORDER and _number(value) is None:
             raise UserError(f"'{text}': {operator} compares numbers, and '{value}' is none")
-        return cls(match[1], {"=": "=="}.get(operator, operator), values)
+        return cls(match[1], {"=": "=="}.get(operator, operator), tuple(map(_unquoted, parts)))
 
     def holds(self, value: Any) -> bool:
-        """Whether a field with this value meets it; None: the row does not have the field."""
+        """Whether a field with this value meets it; None or NaN: the row does not have the field."""
+        value = None if isinstance(value, float) and math.isnan(value) else value  # how pandas writes it
         if self.operator in _ORDER:
             number, bound = _number(value), _number(self.values[0])
             return number is not None and bound is not None and _ORDER[self.operator](number, bound)
@@ -61,9 +63,13 @@ class Condition:
         return found != (self.operator in ("!=", "not in"))
 
 
+def _unquoted(text: str) -> str:
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+
+
 def _is(value: Any, wanted: str) -> bool:
     if value is None or isinstance(value, bool):
-        return wanted == ("null" if value is None else str(value).lower())
+        return wanted.lower() in (("null", "none") if value is None else (str(value).lower(),))
     number = _number(value)
     return number == _number(wanted) if number is not None else isinstance(value, str) and value.strip() == wanted
 

@@ -55,16 +55,20 @@ class HeldOut:
     def add(self, name: str, problems: Sequence[Words]) -> None:
         """The problems of the set `name`, in their order."""
         instruction = Instruction.of(problems)
-        for place, words in enumerate(map(instruction.strip, problems)):
-            self._whole.setdefault(words, []).append((name, place))
+        for place, whole in enumerate(problems):
+            words = instruction.strip(whole)
+            # as it is too: half of a set may begin with "What is", and the training set not
+            for form in {whole, words} - {()}:
+                self._whole.setdefault(form, []).append((name, place))
             runs = set(_runs(words))
             self._num_runs[name, place] = len(runs)
             for run in runs:
                 self._by_run.setdefault(run, []).append((name, place))
 
-    def find(self, words: Words) -> set[tuple[str, int]]:
-        """(set, place) of each evaluation problem that `words`, without its instruction, is or contains."""
-        found = set(self._whole.get(words, ()))
+    def find(self, whole: Words, words: Words) -> set[tuple[str, int]]:
+        """(set, place) of each evaluation problem that `words`, which is `whole` without its instruction, is or
+        contains."""
+        found = {*self._whole.get(whole, ()), *self._whole.get(words, ())}
         hits = Counter(one for run in set(_runs(words)) for one in self._by_run.get(run, ()))
         return found | {one for one, count in hits.items() if count >= _CONTAINED * self._num_runs[one]}
 
@@ -119,7 +123,7 @@ class Contamination:
     def look(self, problems: Sequence[Words]) -> list[bool]:
         """Which of these problems are held out."""
         self._instruction = self._instruction or Instruction.of(problems)
-        matches = [self.held_out.find(self._instruction.strip(words)) for words in problems]
+        matches = [self.held_out.find(words, self._instruction.strip(words)) for words in problems]
         self.found.update(*matches)
         return [bool(one) for one in matches]
 

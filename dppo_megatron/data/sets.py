@@ -105,10 +105,12 @@ def load_set(
                 dropped += sum(is_held_out) if drops else 0
                 rows = [row for row, one in zip(rows, is_held_out, strict=True) if not (one and drops)]
             read.add(rows)
-    where.check_fields()
+    if not settings.limit or where.met < settings.limit:  # else the field may be in a later row
+        where.check_fields()
     prompts = read.prompts
     if not prompts:
         why = f": all {read.filtered} are longer than {settings.max_prompt_tokens} tokens" if read.filtered else ""
+        why = why or (f": all {dropped} are problems of evaluation sets (contamination=drop)" if dropped else "")
         why = why or (f": {where.left_out} rows do not meet 'where'" if where.left_out else "")
         why = why or (f": answer_from={settings.answer_from} finds no answer" if read.unanswered else "")
         raise UserError(f"{settings.path}: holds no problems{why}")
@@ -182,22 +184,26 @@ class _Where:
 
     def __init__(self, settings: ResolvedSet) -> None:
         self._settings, self._conditions = settings, [Condition.parse(text) for text in settings.where]
-        self.left_out = 0
+        self.met = self.left_out = 0
         self._never_there = {condition.field for condition in self._conditions}
 
     def __call__(self, row: Row) -> bool:
         values = [get_field(row.values, condition.field) for condition in self._conditions]
         pairs = list(zip(self._conditions, values, strict=True))
-        self._never_there -= {condition.field for condition, value in pairs if value is not None}
+        self._never_there -= {one.field for one, value in pairs if value is not None or one.field in row.values}
         meets = all(condition.holds(value) for condition, value in pairs)
+        self.met += meets
         self.left_out += not meets
         return meets
 
     def check_fields(self) -> None:
         """Raise UserError for a field that no row had: it is misspelt, or belongs to another set."""
         if self._never_there:
-            key = f"{section_of(self._settings)}.where"
-            raise UserError(f"{self._settings.path}: no row has the field '{min(self._never_there)}' of {key}")
+            raise UserError(
+                f"{self._settings.path}: no row has the field '{min(self._never_there)}' of"
+                f" {section_of(self._settings)}.where; a set that data.where is not for has where=[] of its own"
+                " (in data.train_sets or data.eval_sets)"
+            )
 
 
 def read_set(

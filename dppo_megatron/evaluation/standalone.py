@@ -6,7 +6,7 @@ import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from hashlib import sha256
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from typing import Any
 from dppo_megatron import __version__
 from dppo_megatron.config.load import load_config
 from dppo_megatron.config.resolved_sets import eval_set_configs
+from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.evaluation.eval_samples import (
@@ -45,6 +46,7 @@ from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.texts import show
 from dppo_megatron.types import Prompt, UserError
 
+_GRADERS_MEANS = [item.name for item in fields(RewardConfig) if item.metadata.get("free_at_resume")]
 _MOST = 20
 """A column of more values is a measure, not a level."""
 Levels = Mapping[str, Mapping[str, Estimate]]
@@ -70,39 +72,51 @@ def evaluate_model(given: EvalArguments) -> list[str]:
     with TemporaryDirectory(prefix="eval-") as scratch:
         job.config.run_dir = str(out or scratch)  # servers' logs and the sync directory
         with ExitStack() as stack:
-            kept = None if out is None else stack.enter_context(closing(UnfinishedSamples(out, _about(job, out))))
-            if kept is not None and kept.samples:
-                show(f"going on with the evaluation in {out}: {len(kept.samples)} samples are there")
+            kept = None
+            if out is not None:
+                kept = stack.enter_context(closing(UnfinishedSamples(out, about(job, out), _graded_by(config))))
+                check_out(out, RESULTS)  # of another that has ended meanwhile
+                if kept.samples:
+                    show(f"going on with the evaluation in {out}: {len(kept.samples)} samples are there")
             engine = stack.enter_context(closing(_engine(job)))
             show(engine.description)
             samples = stack.enter_context(closing(Evaluator(job))).sample_alone(engine, kept)
             scores = scores_of(samples)
             if out is not None and kept is not None:
-                about = {"model": str(config.model.hf_path), "generated_by": engine.description}
+                origin = {"model": str(config.model.hf_path), "generated_by": engine.description}
                 with progress(f"writing {out}"):
-                    write_results(out, samples, scores, config, about)
+                    write_results(out, samples, scores, config, origin)
                     kept.finished()
     lines = [*table(scores), *level_lines(by_level(samples))]
     return lines if out is None else [*lines, "", f"{out}/: {RESULTS}, {SAMPLES}"]
 
 
-def _about(job: Job, out: Path) -> dict[str, Any]:
+def about(job: Job, out: Path) -> dict[str, Any]:
     """What decides the samples of an evaluation and their grades."""
-    config, model = job.config, Path(job.config.model.hf_path)
-    files = sorted(path for path in model.rglob("*") if path.is_file() and out not in path.parents)
+    config, model = job.config, Path(job.config.model.hf_path).resolve()
+    own = out.resolve()
+    files = sorted(path for path in model.rglob("*") if path.is_file() and own not in path.parents)
     states = [(str(path.relative_to(model)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return {
         "model": str(config.model.hf_path),
         "model_files": sha256(repr(states).encode()).hexdigest(),
         "seed": config.seed,
         "engine": config.rollout.engine,
-        "reward": asdict(config.reward),
+        "dtype": config.model.dtype,
+        "stop_token_ids": list(job.stop_token_ids),
+        "reward": {name: value for name, value in asdict(config.reward).items() if name not in _GRADERS_MEANS},
         "sets": {name: asdict(of) for name, of in eval_set_configs(config).items()},
         "problems": {
-            name: sha256(repr([(one.text, one.answer) for one in prompts]).encode()).hexdigest()
+            name: sha256(repr([(one.text, one.answer, one.row) for one in prompts]).encode()).hexdigest()
             for name, prompts in job.eval_prompts.items()
         },
     }
+
+
+def _graded_by(config: Config) -> str:
+    """Changes with the files of the graders and with what they are given to work with."""
+    sets = {name: asdict(of) for name, of in eval_set_configs(config).items()}
+    return sha256(repr((_grader_sources(config, sets), asdict(config.reward))).encode()).hexdigest()[:12]
 
 
 def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
@@ -118,6 +132,8 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     beside = (path if path.is_dir() else path.parent) / RESULTS
     with progress(f"reading {path}"):
         unfinished = read_unfinished(path) if not beside.is_file() else None
+        if unfinished is not None and not unfinished[1]:
+            raise UserError(f"'{path}': the evaluation has no samples yet")
         before, samples = unfinished or (read_results(beside) if beside.is_file() else {}, read_samples(path))
     for item in settings:
         if not item.startswith(("reward.", "seed=")):

@@ -7,12 +7,13 @@ samples.jsonl itself: that has its samples in order and is whole or not there.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import msgspec
 
@@ -37,21 +38,25 @@ class UnfinishedSamples:
     Args:
         directory: of the evaluation; made if it is not there.
         about: what decides the samples and their grades, as JSON.
+        graded_by: changes with what a grader would find without being named otherwise (the text of its file);
+            samples that were graded by another are not graded yet.
 
     Raises:
         UserError: what is there was begun with something else (named), or the file cannot be read or written.
     """
 
-    def __init__(self, directory: Path, about: Mapping[str, Any]) -> None:
-        self._path = directory / UNFINISHED
+    def __init__(self, directory: Path, about: Mapping[str, Any], graded_by: str = "") -> None:
+        self._path, self._graded_by = directory / UNFINISHED, graded_by
         self.samples: dict[Key, EvalSample] = {}
         """Generated so far."""
         try:
             make_directory(directory)
             self._file = append_to(self._path)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._file)
             self._file.seek(0)
-            head, found, end = _read(self._file.read())
+            head, found, end = _read(self._file.read(), graded_by)
+            if head is None and end:
+                raise UserError(f"'{self._path}': its first line is damaged; repair it, or remove the file")
             if head is None:
                 self._file.truncate(0)
                 self._append([about])
@@ -78,7 +83,7 @@ class UnfinishedSamples:
         graded = list(samples)
         self.samples |= {key_of(one): one for one in graded}
         keys = ("set", "problem_index", "sample", *_VERDICT)
-        self._append([{name: getattr(one, name) for name in keys} for one in graded])
+        self._append([{name: getattr(one, name) for name in keys} | {"by": self._graded_by} for one in graded])
 
     def finished(self) -> None:
         """The results are written: remove the file."""
@@ -98,6 +103,15 @@ class UnfinishedSamples:
             raise UserError(f"'{self._path}' cannot be written: {error.strerror}") from None
 
 
+def _lock(file: IO[bytes]) -> None:
+    """Raises BlockingIOError if another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # some file systems of clusters have no locks (Lustre mounted without)
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+
+
 def read_unfinished(directory: Path) -> tuple[dict[str, Any], list[EvalSample]] | None:
     """(what it is about, its samples so far) of an evaluation that has not ended; None if there is none."""
     try:
@@ -107,8 +121,9 @@ def read_unfinished(directory: Path) -> tuple[dict[str, Any], list[EvalSample]] 
     return None if head is None else (head, list(found.values()))
 
 
-def _read(text: bytes) -> tuple[dict[str, Any] | None, dict[Key, EvalSample], int]:
-    """The first line, the samples, and where the last whole line ends."""
+def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | None, dict[Key, EvalSample], int]:
+    """The first line, the samples with the verdicts of `graded_by` (None: anybody's), and where the last whole line
+    ends."""
     lines = text.split(b"\n")
     end = len(text) - len(lines.pop())
     head, rows, damaged = None, dict[Key, dict[str, Any]](), 0
@@ -119,6 +134,8 @@ def _read(text: bytes) -> tuple[dict[str, Any] | None, dict[Key, EvalSample], in
                 head = dict(row)
                 continue
             key = row["set"], row["problem_index"], row["sample"]
+            if graded_by is not None and row.get("by", graded_by) != graded_by:
+                continue
             rows[key] = rows.get(key, {}) | row
         except (ValueError, TypeError, KeyError, RecursionError):
             if number == 0:

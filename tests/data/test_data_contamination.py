@@ -71,6 +71,14 @@ def test_others_are_left_alone() -> None:
     assert _found(_problems("math500"), _problems("gsm8k_train")) == 0
 
 
+def test_a_beginning_that_only_one_set_shares() -> None:
+    """Half of a set may begin with words that are no instruction; the same text elsewhere is still the same problem."""
+    sums, others = [f"What is {i} + {i}?" for i in range(9)], ["Find x.", "Show it.", "Why?", "Let y be two."] * 3
+    assert _found(sums, [*others, *sums[:5]]) == 5
+    assert _found([*others[:4], *sums[:2]], sums) == 2
+    assert _found(["?", "!", "🙂", *sums], ["...", *others]) == 0  # no words are no problem
+
+
 def test_what_is_done_with_them(tmp_path: Path) -> None:
     """A warning, problems left out with the others' numbers closed up, or an error; all sets are looked through."""
     rows = [{"problem": f"What is {i} plus {i}? Answer with a number.", "answer": str(2 * i)} for i in range(40)]
@@ -91,6 +99,9 @@ def test_what_is_done_with_them(tmp_path: Path) -> None:
     assert {one.answer for one in dropped.prompts} == {str(2 * i) for i in range(40)} - {"10", "12", "14"}
     assert contamination_notes({"t": dropped}, evaluated) == []
     assert "3 problems are left out: they are problems of evaluation sets" in dropped.notes
+    config.data.eval_sets["e"].path = str(tmp_path / "train.jsonl")
+    with pytest.raises(UserError, match=r"holds no problems: all 40 are problems of evaluation sets"):
+        load_train_sets(config, tokenizer, load_eval_sets(config, tokenizer))
     config.data.contamination = "refuse"
     with pytest.raises(UserError, match=r"3 of the 4 problems .* and data\.contamination=refuse"):
         load_train_sets(config, tokenizer, evaluated)

@@ -49,7 +49,13 @@ def test_texts_lists_and_what_is_not_there() -> None:
         ("type not in [mcq, null]", ["proof", 0], ["mcq", None]),
         ("answer != null", ["", 0], [None, "null"]),
         ("valid = true", [True], [False, "yes", 1, None]),
-        ("rate > 0.1", [0.2, "1/2"], [0.1, None, "high", True, float("nan")]),
+        ("rate > 0.1", [0.2, "1/2", ".2", "2e-1"], [0.1, None, "high", True, float("nan"), "1e-5"]),
+        # as people write them who know Python or SQL: a filter that never filters would not be noticed
+        ("type != 'proof'", ["mcq"], ["proof"]),
+        ('kind of type in ["a, b", c]', ["a, b", "c"], ["a", "b"]),
+        ("valid == True", [True, "True"], [False, None]),
+        ("answer != None", ["", 0], [None, float("nan")]),
+        ("answer != ''", ["a", None], [""]),
     ):
         condition = Condition.parse(text)
         assert all(condition.holds(value) for value in meets), text
@@ -75,6 +81,9 @@ def test_rows_are_left_out_and_counted(tmp_path: Path) -> None:
         load(path, where=["rate >= 0.2"])
     with pytest.raises(UserError, match="holds no problems: 10 rows do not meet 'where'"):
         load(path, where=["meta.rate > 1"])
+    seldom = _file(tmp_path / "b.jsonl", [*rows, rows[0] | {"flag": None}])
+    assert len(load(seldom, where=["flag != bad"], limit=3).prompts) == 3  # the field is in a row that is not read
+    assert len(load(seldom, where=["flag == null"]).prompts) == 11
 
 
 def test_answers_from_solutions_and_lists(tmp_path: Path) -> None:
