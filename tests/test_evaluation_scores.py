@@ -109,6 +109,8 @@ def test_the_interval_is_students_and_covers() -> None:
         found = [mean(row) for row in draw.binomial(samples, chances) / samples]
         covers = np.mean([one.low <= a / (a + b) <= one.high for one in found])  # type: ignore[operator]
         assert 0.94 <= covers <= 0.96, (a, b, samples, covers)
+    alike = mean([0.1] * 30)  # no spread is no certainty
+    assert (alike.value, alike.low, alike.high) == (pytest.approx(0.1), None, None)
 
 
 def test_failures_count_nowhere_but_among_failures() -> None:

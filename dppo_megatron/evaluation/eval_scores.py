@@ -47,7 +47,8 @@ class Estimate:
     """Number of problems in the mean."""
     low: float | None = None
     high: float | None = None
-    """95 % interval: value ± t se, t of problems - 1 degrees of freedom, between 0 and 1; None without `se`."""
+    """95 % interval: value ± t se, t of problems - 1 degrees of freedom, between 0 and 1; None without `se`, and where
+    all problems are alike: 0 of 30 is no proof of 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,8 @@ def mean(values: Iterable[float]) -> Estimate:
     if len(x) < 2:
         return Estimate(value, None, len(x))
     se = float(x.std(ddof=1) / math.sqrt(len(x)))
+    if x.min() == x.max():
+        return Estimate(value, se, len(x))
     half = students_t(len(x) - 1) * se
     return Estimate(value, se, len(x), max(0.0, value - half), min(1.0, value + half))
 
