@@ -13,6 +13,7 @@ from dppo_megatron.types import UserError
 
 _FORM = re.compile(r"\s*(\S.*?)\s+(not in|in|==|=|!=|>=|<=|>|<)\s+(.*\S)\s*")
 _PART = re.compile(r"""\s*("[^"]*"|'[^']*'|[^,]*?)\s*(?:,|$)""")
+_QUOTED = re.compile(r"""^(['"])(.*)\1$""")
 _ORDER: dict[str, Callable[[Fraction, Fraction], bool]] = {
     ">=": lambda a, b: a >= b,
     "<=": lambda a, b: a <= b,
@@ -51,7 +52,7 @@ class Condition:
             )
         if operator in _ORDER and _number(value) is None:
             raise UserError(f"'{text}': {operator} compares numbers, and '{value}' is none")
-        return cls(match[1], {"=": "=="}.get(operator, operator), tuple(map(_unquoted, parts)))
+        return cls(match[1], {"=": "=="}.get(operator, operator), tuple(_QUOTED.sub(r"\2", part) for part in parts))
 
     def holds(self, value: Any) -> bool:
         """Whether a field with this value meets it; None or NaN: the row does not have the field."""
@@ -61,10 +62,6 @@ class Condition:
             return number is not None and bound is not None and _ORDER[self.operator](number, bound)
         found = any(_is(value, wanted) for wanted in self.values)
         return found != (self.operator in ("!=", "not in"))
-
-
-def _unquoted(text: str) -> str:
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
 def _is(value: Any, wanted: str) -> bool:

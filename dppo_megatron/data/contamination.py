@@ -66,8 +66,7 @@ class HeldOut:
                 self._by_run.setdefault(run, []).append((name, place))
 
     def find(self, whole: Words, words: Words) -> set[tuple[str, int]]:
-        """(set, place) of each evaluation problem that `words`, which is `whole` without its instruction, is or
-        contains."""
+        """(set, place) of each evaluation problem that `whole`, or `words` without its instruction, is or contains."""
         found = {*self._whole.get(whole, ()), *self._whole.get(words, ())}
         hits = Counter(one for run in set(_runs(words)) for one in self._by_run.get(run, ()))
         return found | {one for one, count in hits.items() if count >= _CONTAINED * self._num_runs[one]}

@@ -94,8 +94,7 @@ def evaluate_model(given: EvalArguments) -> list[str]:
 def about(job: Job, out: Path) -> dict[str, Any]:
     """What decides the samples of an evaluation and their grades."""
     config, model = job.config, Path(job.config.model.hf_path).resolve()
-    own = out.resolve()
-    files = sorted(path for path in model.rglob("*") if path.is_file() and own not in path.parents)
+    files = sorted(path for path in model.rglob("*") if path.is_file() and out.resolve() not in path.parents)
     states = [(str(path.relative_to(model)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return {
         "model": str(config.model.hf_path),

@@ -38,8 +38,7 @@ class UnfinishedSamples:
     Args:
         directory: of the evaluation; made if it is not there.
         about: what decides the samples and their grades, as JSON.
-        graded_by: changes with what a grader would find without being named otherwise (the text of its file);
-            samples that were graded by another are not graded yet.
+        graded_by: of the graders as they are now; verdicts of others are not kept (an edited file, a time limit).
 
     Raises:
         UserError: what is there was begun with something else (named), or the file cannot be read or written.
@@ -104,7 +103,6 @@ class UnfinishedSamples:
 
 
 def _lock(file: IO[bytes]) -> None:
-    """Raises BlockingIOError if another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:  # some file systems of clusters have no locks (Lustre mounted without)
@@ -122,8 +120,7 @@ def read_unfinished(directory: Path) -> tuple[dict[str, Any], list[EvalSample]] 
 
 
 def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | None, dict[Key, EvalSample], int]:
-    """The first line, the samples with the verdicts of `graded_by` (None: anybody's), and where the last whole line
-    ends."""
+    """The first line, the samples with the verdicts of `graded_by` (None: any), and where the last whole line ends."""
     lines = text.split(b"\n")
     end = len(text) - len(lines.pop())
     head, rows, damaged = None, dict[Key, dict[str, Any]](), 0
