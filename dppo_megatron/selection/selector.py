@@ -163,7 +163,7 @@ class Selector:
         """The last `_OpenStep.before`, whose memory the next one takes."""
 
     def skip_to(self, step: int) -> None:
-        """Begin with the prompts that step `step` has where none before it was filled up; nothing is learned of those."""
+        """Begin with the prompts of step `step`, if none before it was filled up; nothing is learned of those."""
         for _ in range(step - 1):
             _, self._position = self._order.take(self._position, self.prompts_per_step)
 
