@@ -271,10 +271,15 @@ def test_a_launched_server_that_runs_and_answers_nothing_is_started_again(tmp_pa
         return process.starts
 
     fleet.mark_out(fleet.members[0], "HTTP 500")
+    server.healthy_now = False
     assert [starts_after(seconds) for seconds in (0, 59, 2, 600)] == [0, 0, 1, 1]
+    server.healthy_now = True
     fleet.revive()
     assert fleet.members[0].state == "stale" and starts_after(100) == 1
+    fleet.mark_out(fleet.members[0], "a broken connection, the last thing before the actor trains")
+    assert starts_after(600) == 1 and fleet.members[0].state == "stale"
     fleet.mark_out(fleet.members[0], "HTTP 500")
+    server.healthy_now = False
     assert [starts_after(seconds) for seconds in (59, 2, 2)] == [1, 2, 2]
     fleet.close()
 

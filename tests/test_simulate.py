@@ -119,6 +119,12 @@ def test_variance_ratio_and_labels(still: Path) -> None:
     assert simulate(trace, "cppo", COSTS).label == "biased"
 
 
+def test_a_trace_that_has_lost_its_first_steps(still: Path) -> None:
+    """The replay begins with the prompts of the first step that is left: all of their outcomes are known."""
+    trace = read_trace(str(still / "trace.jsonl"))
+    assert simulate(replace(trace, steps=trace.steps[-2:]), "grpo", COSTS).imputed_share == 0
+
+
 def test_each_step_s_growth_counts_alike(still: Path) -> None:
     """A first step whose gradients are a thousand times the others' has no larger part in the mean; its epoch skips
     nothing, and what skipping comes to is shown apart."""

@@ -87,8 +87,8 @@ class Served:
         self._was_ready = False
         self._starts = 1
         """In a row, without having been ready."""
-        self._ready_at = time.monotonic()
-        self._deadline = self._ready_at + self._timeout_s
+        self._silent_since = math.inf
+        self._deadline = time.monotonic() + self._timeout_s
 
     @property
     def is_starting(self) -> bool:
@@ -101,12 +101,14 @@ class Served:
             self._start_again(f"ended with code {server.exit_code}")
         elif self._registration is not None:
             if server.is_ready(self._ask, math.inf, self._timeout_s):
-                self._ready_at = time.monotonic()
-            elif time.monotonic() - self._ready_at > HUNG_S:
-                return self._start_again(f"has not answered for {HUNG_S:.0f} s")
+                self._silent_since = math.inf
+            else:  # counted from its first silence: this process may itself have stood still
+                self._silent_since = min(self._silent_since, time.monotonic())
+                if time.monotonic() - self._silent_since > HUNG_S:
+                    return self._start_again(f"has not answered for {HUNG_S:.0f} s")
             self._registration.beat()
         elif server.is_ready(self._ask, self._deadline, self._timeout_s):
-            self._was_ready, self._starts, self._ready_at = True, 0, time.monotonic()
+            self._was_ready, self._starts, self._silent_since = True, 0, math.inf
             try:
                 self._registration = Registration(self._directory, self._name, self._entry)
             except OSError as error:

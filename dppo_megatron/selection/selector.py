@@ -162,6 +162,11 @@ class Selector:
         self._before: dict[str, Any] | None = None
         """The last `_OpenStep.before`, whose memory the next one takes."""
 
+    def skip_to(self, step: int) -> None:
+        """Begin with the prompts of step `step`, if none before it was filled up; nothing is learned of those."""
+        for _ in range(step - 1):
+            _, self._position = self._order.take(self._position, self.prompts_per_step)
+
     def begin(self, step: int) -> PromptDraw:
         """The prompts of step `step` (from 1) that are worth a rollout.
 

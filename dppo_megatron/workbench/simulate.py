@@ -168,6 +168,7 @@ def _replay(
 ) -> Prediction:
     config = with_method(trace.config, method)
     selector = Selector(config, trace.num_prompts, order, capacity, trace.set_sizes, trace.features)
+    selector.skip_to(trace.steps[0].step)  # a bounded trace has lost the first ones
     outcomes, sums = _NearestRollouts(trace), _Sums()
     for traced in counted(trace.steps, advance):
         step = traced.step

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dppo_megatron.config.reward import RewardConfig
@@ -56,6 +56,7 @@ def test_means_over_nothing_are_null() -> None:
         )
 
 
+@settings(deadline=None)
 @given(
     rounds=st.lists(st.lists(st.booleans(), max_size=40), max_size=4),
     share=st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]),

@@ -56,6 +56,7 @@ def spellings(value: Fraction) -> list[str]:
 def test_every_spelling_of_a_number_is_that_number(value: Fraction, data: st.DataObject) -> None:
     """Whatever the reference is spelled like."""
     gold, answer = data.draw(st.sampled_from(spellings(value))), data.draw(st.sampled_from(spellings(value)))
+    assume(not ("apples" in gold + answer and "\\$" in gold + answer))  # dollars are no apples
     assert reward(answer, gold) == 1.0
 
 

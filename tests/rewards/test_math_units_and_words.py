@@ -57,6 +57,15 @@ CASES = [
     case(r"\frac{3}{4}\pi\text{ inches}", right=[r"\frac{3\pi}{4}", r"0.75\pi"], wrong=[r"\frac34", r"\frac{3}{4\pi}"]),
     case(r"-\$0.50", right=["-0.5", r"-\$0.5", r"-\$.50"], wrong=["0.5", "50"]),
     case("1011_2", right=["(1011)_2"], wrong=["1011", "11"]),
+    *(  # as NuminaMath has them
+        case(gold, right=["C", "(C)", r"\text{(C)}", r"(C)\ 15"], wrong=["D", r"\textbf{(D)}\ 15", "(C) or (D)"])
+        for gold in (r"\textbf{(C)}\ 15", r"\mathrm{(C)}\ \frac{1}{2}", r"\textbf{(C)}\ \text{red}", "C) -3")
+    ),
+    case(r"(A) \to (B)", right=[r"(A)\to (B)"], wrong=["A", "B"]),
+    case(r"\text{J. Bach}", right=["J. Bach"], wrong=["J"]),
+    # nothing reads these: the same but for spaces
+    case(r"A \cap B", right=[r"A\cap B"], wrong=[r"A\cup B", r"A\cap C"]),
+    case(r"\{1, 2, \ldots, 10\}", right=[r"\{1,2,\dots,10\}"], wrong=[r"\{1,2,\dots,1 0, 1\}"]),
     case("B", right=["Option B", r"\text{Choice B}"], wrong=["Option A", r"\text{Option B or C}"]),
     case("Yes", right=["yes", r"\text{YES}"], wrong=["no", "yes or no", "yse"]),
     case("odd", right=[r"\text{odd}"], wrong=["even", "dod"]),

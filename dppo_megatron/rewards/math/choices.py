@@ -10,6 +10,9 @@ from dppo_megatron.rewards.math.special import WRAPPED_TEXT, without_sentence
 from dppo_megatron.rewards.math.trees import Unreadable
 
 _ONE = re.compile(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
+_WITH_VALUE = re.compile(
+    r"\(?([A-J])\s*(?:\)\s*(?:[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*\d)(?!.*\([A-J]\)).*"
+)
 _SEPARATOR = re.compile(r"\band\b|[,;&]")
 
 
@@ -40,6 +43,13 @@ def same_choices(reference: str, other: str, problem: str) -> bool | None:
     if (named := _several(theirs)) is not None:
         return sorted(named) == sorted(letters)
     return False if re.search(r"\bor\b", theirs) else None
+
+
+def led_letter(reference: str) -> str:
+    """The letter of a reference, cleaned, that is a choice with its value, such as NuminaMath's `\\textbf{(C)}\\ 15`;
+    else empty. For what reads as nothing else: `(C) x` is a product."""
+    led = _WITH_VALUE.fullmatch(WRAPPED_TEXT.sub(r"\1", reference).strip())
+    return led[1] if led else ""
 
 
 def _several(text: str) -> str | None:

@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import Any
 
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Value, Words
-from dppo_megatron.rewards.math.choices import same_choices
+from dppo_megatron.rewards.math.choices import led_letter, same_choices
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.evaluate import TooBig
@@ -98,6 +98,10 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, st
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and (words := as_words(other, with_digits=bool(_has_digit(gold.text)))):
         theirs = words  # `odd` without \\text reads as a product of letters
+    if gold is None or isinstance(gold, Words):
+        letter = led_letter(reference)
+        if letter and same_choices(letter, other, str(row.get("problem", ""))):
+            return True, "choices"
     if gold is not None and theirs is not None:
         if rules is None:
             digits = significant_digits(other) if is_decimal(other) else 0
@@ -105,7 +109,14 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, st
         verdict = _judge(_in_currency(gold, answer), _in_currency(theirs, text), rules, row)
         if verdict is not None:
             return verdict, _kind(gold)
+    if (gold is None or theirs is None) and _squeezed(other) == _squeezed(reference):
+        return True, "normalized"
     return _unjudged(other, gold, theirs, unread)
+
+
+def _squeezed(text: str) -> str:
+    """Without spaces that part no two words or numbers, for what is not read: `A \\cap B`, `1, 2, \\ldots`."""
+    return re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", text)
 
 
 def _same_number(reference: str, other: str) -> bool | None:

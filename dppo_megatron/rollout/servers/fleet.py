@@ -151,8 +151,11 @@ class Fleet:
     def revive(self) -> None:
         """Have `recruit` add servers; then ask all that are out at once whether they are back: those become stale."""
         self._recruit(self)
+        self._ask([asked for asked in self.endpoints if asked.state == "out" and asked.may_be_asked])
+
+    def _ask(self, out: Sequence[Endpoint]) -> None:
+        """All at once whether they are back."""
         timeout_s = min(_ANSWER_S, self.limits.probe_timeout_s)
-        out = [asked for asked in self.endpoints if asked.state == "out" and asked.may_be_asked]
         asked = [(member, self._threads.submit(self._look_at, member, timeout_s)) for member in out]
         for member, answer in asked:
             self._has_answered(member, answer.exception())
@@ -183,7 +186,11 @@ class Fleet:
             member.server.http.close()
 
     def restart_dead(self) -> None:
-        """Start the trainer's own servers that have ended or hang again; they come back by answering a probe."""
+        """Start the trainer's own servers that have ended or hang again; they come back by answering a probe.
+
+        One that seems to hang is asked once more: while the actor trains none is, and loading a model takes minutes.
+        """
+        self._ask([one for one in self.members if one.process and not one.process.is_starting and one.hangs])
         for member in self.members:
             own = member.process
             if own is None or ((runs := own.is_running) and not member.hangs):

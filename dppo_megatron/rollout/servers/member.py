@@ -221,7 +221,7 @@ class Member(Endpoint):
 
     @property
     def hangs(self) -> bool:
-        """Whether it has been out for so long, although each probe that it answers would have made it stale."""
+        """Whether it has been out for so long. It may not have been asked meanwhile: see `Fleet.restart_dead`."""
         return self._state == "out" and self._clock() - self._out_since > HUNG_S
 
     def restarted(self) -> None:
