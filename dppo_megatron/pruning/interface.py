@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from dppo_megatron.texts import percent
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, Prompt, RunAborted, UserError
 
 _LEAST_GROUPS = 48.0
@@ -43,7 +44,7 @@ class LedgerRow:
         """With an estimate, or why there is none; rows labelled exact or unbiased stay as they are."""
         if self.label in ("exact", "unbiased"):
             return self
-        said = f"bias of unknown size: {unknown}" if bias is None else f"bias about {100 * bias:.2g} %"
+        said = f"bias of unknown size: {unknown}" if bias is None else f"bias about {percent(bias)}"
         return replace(self, note=f"{self.note}; {said}" if self.note else said, bias_estimate=bias)
 
 
