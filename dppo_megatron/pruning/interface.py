@@ -38,14 +38,15 @@ class LedgerRow:
     """Why the label, and about how much; empty if there is nothing to say."""
     bias_estimate: float | None = None
     """About |E[g'] - g| / |g| by this selection alone, g the full batch's gradient and g' the estimate, if the
-    gradients of different completions are orthogonal. None: exact or unbiased, or not known, and the note says why."""
+    gradients of different completions are orthogonal. None: exact or unbiased, a step without gradient, or not known, and the
+    note says why."""
 
     def sized(self, bias: float | None, unknown: str = "") -> LedgerRow:
         """With an estimate, or why there is none; rows labelled exact or unbiased stay as they are."""
         if self.label in ("exact", "unbiased"):
             return self
-        said = f"bias of unknown size: {unknown}" if bias is None else f"bias about {percent(bias)}"
-        return replace(self, note=f"{self.note}; {said}" if self.note else said, bias_estimate=bias)
+        said = f"bias about {percent(bias)}" if bias is not None else unknown and f"bias of unknown size: {unknown}"
+        return replace(self, note="; ".join(filter(None, (self.note, said))), bias_estimate=bias)
 
 
 @dataclass(frozen=True, slots=True)
