@@ -42,11 +42,6 @@ def reason(error: BaseException) -> str:
     return one_line((str(error).strip() or type(error).__name__).splitlines()[0])
 
 
-def percent(share: float) -> str:
-    """In two digits, and never as a power of ten: 0.0123 -> `1.2 %`, 3.8 -> `380 %`."""
-    return f"{float(f'{100 * share:.2g}'):.15g} %"
-
-
 def entry(text: str) -> str:
     """`text` as one entry of a terminal or log."""
     return shortened(plain(shortened(text, _LONGEST_ENTRY)), _LONGEST_ENTRY).replace("\n", "\n    ")

@@ -17,6 +17,7 @@ from support.job import REPOSITORY
 from support.record import write_record
 
 from dppo_megatron.pruning import LedgerRow
+from dppo_megatron.pruning.interface import percent
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.compare.arms import Arm
@@ -169,6 +170,12 @@ def test_a_bias_is_told_once(tmp_path: Path) -> None:
     assert [row.note for row in rows] == ["a rule; bias about 90 %", "a rule; bias about 380 %", "a rule"]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert findings(read_run(tmp_path))[0].text == "any changes the expected gradient (bias 240 %): a rule"
+
+
+def test_percent_is_never_a_power_of_ten() -> None:
+    shares = [0.0, 1.234e-4, 0.0123, 0.906, 0.997, 3.0, 3.8, 123.4]
+    expected = ["0 %", "0.012 %", "1.2 %", "91 %", "100 %", "300 %", "380 %", "12000 %"]
+    assert [percent(share) for share in shares] == expected
 
 
 def test_notes_are_about_what_can_be_mended(tmp_path: Path) -> None:

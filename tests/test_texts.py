@@ -34,7 +34,7 @@ from dppo_megatron.observe.progress_display import Progress, RunProgress, print_
 from dppo_megatron.rewards.measures import log_failures
 from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth
 from dppo_megatron.rollout.servers.http import brief, excerpt
-from dppo_megatron.texts import entry, guard_errors, log, logged, one_line, percent, plain, reason, show
+from dppo_megatron.texts import entry, guard_errors, log, logged, one_line, plain, reason, show
 from dppo_megatron.types import Grade, RunAborted, UserError
 from dppo_megatron.workbench.accept import record as accept_page
 from dppo_megatron.workbench.accept.bars import STEPS
@@ -324,10 +324,3 @@ def test_paths_in_advice_are_one_word_of_a_shell(tmp_path: Path) -> None:
         ).stdout.splitlines()  # fmt: skip
         assert words == wanted
     assert os.listdir(tmp_path) == [run_dir.name]
-
-
-def test_percent_is_never_a_power_of_ten() -> None:
-    shares = [0.0, 1.234e-4, 0.0123, 0.906, 0.997, 3.0, 3.8, 123.4]
-    assert [percent(share) for share in shares] == [
-        "0 %", "0.012 %", "1.2 %", "91 %", "100 %", "300 %", "380 %", "12000 %"
-    ]  # fmt: skip

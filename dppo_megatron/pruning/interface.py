@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from dppo_megatron.texts import percent
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, Prompt, RunAborted, UserError
 
 _LEAST_GROUPS = 48.0
@@ -23,6 +22,11 @@ _ERRORS = 2.0
 
 LARGEST_REWARD = 1e15
 """Sums of squared rewards times lengths are kept as float32, which ends at 3e38."""
+
+
+def percent(share: float) -> str:
+    """In two digits, and never as a power of ten: 0.0123 -> `1.2 %`, 3.8 -> `380 %`."""
+    return f"{float(f'{100 * share:.2g}'):.15g} %"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,8 @@ class LedgerRow:
     """Why the label, and about how much; empty if there is nothing to say."""
     bias_estimate: float | None = None
     """About |E[g'] - g| / |g| by this selection alone, g the full batch's gradient and g' the estimate, if the
-    gradients of different completions are orthogonal. None: exact or unbiased, a step without gradient, or not known, and the
-    note says why."""
+    gradients of different completions are orthogonal. None: exact, unbiased, without gradient, or not known, which the note
+    says."""
 
     def sized(self, bias: float | None, unknown: str = "") -> LedgerRow:
         """With an estimate, or why there is none; rows labelled exact or unbiased stay as they are."""

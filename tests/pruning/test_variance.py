@@ -110,7 +110,7 @@ def test_nothing_grows_without_pruning_or_without_gradient() -> None:
 def test_a_selector_s_account_is_the_variance_of_its_gradients(rates: tuple[float, float], kl: float) -> None:
     """Many seeds draw from one step's outcomes, each completion's gradient being a random direction of the length of
     its score, to which a KL term adds. Over the seeds the drawn gradients' mean squared length over the full ones' is
-    what the account says was realised, within three standard errors, and what it predicted where the scores are known."""
+    what the account says was realised, within three standard errors, and predicted where the scores are known."""
     prompts, size = 64, 4
     rng = np.random.default_rng(3)
     rewards = (rng.random((prompts, size)) < rng.random((prompts, 1))).astype(np.float64)

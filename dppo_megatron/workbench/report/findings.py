@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
-from dppo_megatron.texts import percent
+from dppo_megatron.pruning.interface import percent
 from dppo_megatron.workbench.runs.run_record import RunRecord, finite_number
 
 _MISMATCH_ALARM = 0.05
