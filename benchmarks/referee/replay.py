@@ -146,7 +146,7 @@ def _step(
     while (more := selector.refill(world.rollouts(chosen, group[chosen]).rewards, step)) is not None:
         chosen = np.concatenate([chosen, more.prompt_index])
     decision = selector.finish(world.rollouts(chosen, group[chosen]), step)
-    selector.feedback(StepCost(step, rollout_s=1.0, update_s=1.0, other_s=0.0, grad_norm=1.0))
+    selector.feedback(StepCost(step, rollout_s=1.0, update_s=1.0, other_s=0.0))
     if not judged:
         return None
     nominal = decision.offered[:per_step]

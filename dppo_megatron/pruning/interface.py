@@ -42,8 +42,7 @@ class LedgerRow:
     """Why the label, and about how much; empty if there is nothing to say."""
     bias_estimate: float | None = None
     """About |E[g'] - g| / |g| by this selection alone, g the full batch's gradient and g' the estimate, if the
-    gradients of different completions are orthogonal. None: exact, unbiased, without gradient, or not known, which the note
-    says."""
+    gradients of different completions are orthogonal. None: there is none, or the note says why it is not known."""
 
     def sized(self, bias: float | None, unknown: str = "") -> LedgerRow:
         """With an estimate, or why there is none; rows labelled exact or unbiased stay as they are."""

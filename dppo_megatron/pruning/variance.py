@@ -66,13 +66,11 @@ class StepVariance:
 def step_variance(
     prompts: Selection, batch: CompletionBatch, completions: Selection, slope: float = 0.0
 ) -> StepVariance:
-    """Of a step whose `batch` was offered to the completion policy; without any gradient nothing grows.
+    """Of a step whose `batch` was offered to the completion policy; without any gradient nothing grows. `slope` is that
+    of the loss's terms that give a completion without advantage a gradient (KL, entropy).
 
     Example: two prompts of one completion each, drawn with probabilities 1/2 and 1; s^2 = 1 and 4. Both were kept, and
     all their completions: the full batch's sum is put at 2 x 1 + 4 = 6, and that of the draw is 4 x 1 + 4 = 8.
-
-    Args:
-        slope: of the loss's terms that give a completion without advantage a gradient (KL, entropy).
     """
     norms = (batch.advantages, batch.logit_grad_norm, batch.denominator)
     moment = np.square(completion_score(*norms, np.ones(1), zero_advantage_slope=slope))
