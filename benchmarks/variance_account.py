@@ -114,8 +114,8 @@ def against_compare(home: Path) -> list[dict[str, Any]]:
         print(f"| {number} | {low:.2f}-{high:.2f} | {measured:.2f} | {'yes' if held else 'no'} |", flush=True)
         rows.append({"seed": number, "low": low, "high": high, "measured": measured, "held": held})
     if rows:
-        median = np.median([row["measured"] for row in rows])
-        print(f"held on {sum(row['held'] for row in rows)} of {len(rows)}; measured median {median:.2f}")
+        speedups = np.array([row["measured"] for row in rows])
+        print(f"held on {sum(row['held'] for row in rows)} of {len(rows)}; measured median {np.median(speedups):.2f}")
     return rows
 
 

@@ -23,12 +23,12 @@ from dppo_megatron.algorithms.correction import Mismatch
 from dppo_megatron.algorithms.objectives import make_objective
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig
 from dppo_megatron.config.schema import Config
-from dppo_megatron.pruning import logit_grad_norm
+from dppo_megatron.pruning import LedgerRow, logit_grad_norm
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.rollout_table import RolloutTable
-from dppo_megatron.steps.step import Step, Update, UpdatePlan, sample_of
-from dppo_megatron.types import Completion, Group, Prompt, RolloutPrompt, TrainSample, UpdateResult
+from dppo_megatron.steps.step import Step, StepRecord, Update, UpdatePlan, sample_of
+from dppo_megatron.types import Completion, Group, Label, Prompt, RolloutPrompt, TrainSample, UpdateResult
 
 GROUPS, SIZE, SEEDS = 16, 8, 20
 COUNTS = {"rollout/truncated_count"}
@@ -75,6 +75,26 @@ def _completion(rng: np.random.Generator, length: int) -> Completion:
     logprobs = -rng.exponential(1.0 / length, length).astype(np.float32)
     reason = "length" if length > 20 else "stop"
     return Completion(rng.integers(3, 37, length), logprobs, reason, "")
+
+
+def test_the_labels_that_are_counted_are_those_of_the_whole_ledger() -> None:
+    """Also where it is not a selection's own row: groups that were left out, a divisor."""
+    labels: list[Label] = ["exact", "biased", "ratio", "biased", "unbiased"]
+    line = StepRecord(ledger=tuple(LedgerRow(f"any/{k}", 1.0, one, "") for k, one in enumerate(labels))).line()
+    assert (line["prune/biased_selections"], line["prune/ratio_selections"]) == (2, 1)
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [("dynamic_sampling", "none"), ("none", "cppo"), ("none", "dppo")])
+def test_no_growth_of_the_variance_by_a_fixed_rule(prompt: str, completion: str) -> None:
+    """It changes the gradient's length, so that its squares over the full batch's are no growth."""
+    config = Config(steps=10)
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 4, SIZE
+    config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
+    selector, rng = Selector(config, 16), np.random.default_rng(0)
+    shape = (len(selector.begin(1).prompt_index), SIZE)
+    rewards = np.tile(np.arange(SIZE) % 2.0, (shape[0], 1))
+    metrics = selector.finish(Rollouts(rewards, rng.integers(1, 9, shape), rng.random(shape)), 1).metrics
+    assert ("prune/realised_design_effect" in metrics) == ("prune/design_effect" in metrics) == (completion == "dppo")
 
 
 # ---------------------------------------------------------------------------- methods that share a checkpoint agree

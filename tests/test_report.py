@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 from support.job import REPOSITORY
 from support.record import write_record
 
+from dppo_megatron.pruning import LedgerRow
+from dppo_megatron.pruning.interface import percent
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.compare.arms import Arm
@@ -134,14 +137,22 @@ def test_figures_of_older_and_of_biased_runs(tmp_path: Path) -> None:
     what it kept is judged as the policy's."""
     trained = "prune/completions_trained"
     rows: list[dict[str, object]] = [
-        {"step": 1, trained: 0, "train/entropy": 0.0, "mismatch/product_ess": 0.5, "rollout/truncated_count": 2.0},
+        {
+            "step": 1,
+            trained: 0,
+            "train/entropy": 0.0,
+            "pack/padding": 1.0,
+            "mismatch/product_ess": 0.5,
+            "rollout/truncated_count": 2.0,
+        },
         {"step": 2, trained: 0, "train/entropy": 0.3, "kept/product_ess": 0.6, "rollout/truncated_share": 0.7},
-        {"step": 3, trained: 8, "train/entropy": 0.0, "kept/mismatch/logprob_abs_diff_mean": 9.0},
+        {"step": 3, trained: 8, "train/entropy": 0.0, "kept/mismatch/logprob_abs_diff_mean": 9.0, "pack/padding": 0.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = read_run(tmp_path)
     assert run.columns["train/entropy"] == [None, 0.3, 0.0]
     assert run.columns["kept/product_ess"] == [0.5, 0.6, None]
+    assert run.columns["pack/padding"] == [None, None, 0.0]
     assert run.columns["rollout/truncated_share"] == [None, 0.7, None]
     found = {one.text.split(" (")[1]: one.steps for one in findings(run) if " (" in one.text}
     assert found == {
@@ -150,6 +161,21 @@ def test_figures_of_older_and_of_biased_runs(tmp_path: Path) -> None:
         "train/entropy)": "3",
         "prune/completions_trained)": "1-2",
     }
+
+
+def test_a_bias_is_told_once(tmp_path: Path) -> None:
+    """As the mean over the steps; a step without gradient has none, and adds no note."""
+    rows = [LedgerRow("any", 0.5, "biased", "a rule").sized(size) for size in (0.9, 3.8, None)]
+    lines = [{"step": k, "prune/ledger": [asdict(row)]} for k, row in enumerate(rows, 1)]
+    assert [row.note for row in rows] == ["a rule; bias about 90 %", "a rule; bias about 380 %", "a rule"]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert findings(read_run(tmp_path))[0].text == "any changes the expected gradient (bias 240 %): a rule"
+
+
+def test_percent_is_never_a_power_of_ten() -> None:
+    shares = [0.0, 1.234e-4, 0.0123, 0.906, 0.997, 3.0, 3.8, 123.4]
+    expected = ["0 %", "0.012 %", "1.2 %", "91 %", "100 %", "300 %", "380 %", "12000 %"]
+    assert [percent(share) for share in shares] == expected
 
 
 def test_notes_are_about_what_can_be_mended(tmp_path: Path) -> None:

@@ -24,6 +24,11 @@ LARGEST_REWARD = 1e15
 """Sums of squared rewards times lengths are kept as float32, which ends at 3e38."""
 
 
+def percent(share: float) -> str:
+    """In two digits, and never as a power of ten: 0.0123 -> `1.2 %`, 3.8 -> `380 %`."""
+    return f"{float(f'{100 * share:.2g}'):.15g} %"
+
+
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
     """One row of a step's bias ledger: what one selection did to the expected gradient."""
@@ -37,14 +42,14 @@ class LedgerRow:
     """Why the label, and about how much; empty if there is nothing to say."""
     bias_estimate: float | None = None
     """About |E[g'] - g| / |g| by this selection alone, g the full batch's gradient and g' the estimate, if the
-    gradients of different completions are orthogonal. None: exact or unbiased, or not known, and the note says why."""
+    gradients of different completions are orthogonal. None: there is none, or the note says why it is not known."""
 
     def sized(self, bias: float | None, unknown: str = "") -> LedgerRow:
         """With an estimate, or why there is none; rows labelled exact or unbiased stay as they are."""
         if self.label in ("exact", "unbiased"):
             return self
-        said = f"bias of unknown size: {unknown}" if bias is None else f"bias about {100 * bias:.2g} %"
-        return replace(self, note=f"{self.note}; {said}" if self.note else said, bias_estimate=bias)
+        said = f"bias about {percent(bias)}" if bias is not None else unknown and f"bias of unknown size: {unknown}"
+        return replace(self, note="; ".join(filter(None, (self.note, said))), bias_estimate=bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ def step_metrics(prompts: Selection, batch: CompletionBatch, completions: Select
         batch: its completions as offered to the completion policy.
         completions: what that policy kept.
     """
-    ledger = prompts.ledger + completions.ledger
     return {
         **_figures("prompt", prompts),
         **_figures("completion", completions),
@@ -42,8 +41,6 @@ def step_metrics(prompts: Selection, batch: CompletionBatch, completions: Select
         "prune/weight_max": float(np.max((batch.prompt_weight * completions.weight)[completions.kept], initial=0.0)),
         **_totals(batch, completions),
         "prune/group_imbalance": group_imbalance(batch, completions),
-        "prune/biased_selections": float(sum(row.label == "biased" for row in ledger)),
-        "prune/ratio_selections": float(sum(row.label == "ratio" for row in ledger)),
     }
 
 

@@ -175,6 +175,8 @@ class PromptPolicy(Policy):
         self.history.update(visits.ids, visits.rewards, visits.lengths, step=step, second_moment=visits.second_moment)
 
     def _resting(self, step: int) -> str:
+        if self.config.method == "none":
+            return ""
         if step < self.warmup_steps:
             return f"warm-up until step {self.warmup_steps}"
         return f"annealed after step {self.last_active_step}" if step > self.last_active_step else ""

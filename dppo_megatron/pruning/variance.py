@@ -1,7 +1,7 @@
 """How much noisier pruning makes a gradient: the one account of it, predicted before a draw and realised after it.
 
-A completion of score s (|A| logit_grad_norm / denominator, a proxy of its gradient's norm) adds s^2 to the full batch's
-variance, and W^2 s^2 to that of a step which trains on it with weight W. Only what was rolled out is known, each with
+A completion of score s (`completion_score`, a proxy of its gradient's norm) adds s^2 to the full batch's variance, and
+W^2 s^2 to that of a step which trains on it with weight W. Only what was rolled out is known, each with
 its prompt's weight w, so a step's growths are those of its own full batch, estimated from it:
 
     by skipping prompts        sum w^2 s^2 / sum w s^2
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.pruning.interface import CompletionBatch, Effect, Selection, check_state
+from dppo_megatron.pruning.scores import completion_score
 from dppo_megatron.types import FloatArray
 
 _EFFECT_FADE = 0.95
@@ -62,13 +63,17 @@ class StepVariance:
         return predicted | {f"prune/{stage}realised_design_effect": each.realised for stage, each in stages.items()}
 
 
-def step_variance(prompts: Selection, batch: CompletionBatch, completions: Selection) -> StepVariance:
-    """Of a step whose `batch` was offered to the completion policy; without any gradient nothing grows.
+def step_variance(
+    prompts: Selection, batch: CompletionBatch, completions: Selection, slope: float = 0.0
+) -> StepVariance:
+    """Of a step whose `batch` was offered to the completion policy; without any gradient nothing grows. `slope` is that
+    of the loss's terms that give a completion without advantage a gradient (KL, entropy).
 
     Example: two prompts of one completion each, drawn with probabilities 1/2 and 1; s^2 = 1 and 4. Both were kept, and
     all their completions: the full batch's sum is put at 2 x 1 + 4 = 6, and that of the draw is 4 x 1 + 4 = 8.
     """
-    moment = np.square(batch.advantages * batch.logit_grad_norm / batch.denominator)
+    norms = (batch.advantages, batch.logit_grad_norm, batch.denominator)
+    moment = np.square(completion_score(*norms, np.ones(1), zero_advantage_slope=slope))
     first, weight = batch.prompt_weight, batch.prompt_weight * completions.weight
     full, drawn, kept, expected = (
         float(np.sum(factor * moment)) for factor in (first, np.square(first), np.square(weight), weight)

@@ -58,7 +58,7 @@ def sized(
         if source.factor is not None:
             together = together * source.factor
         size = None if source.factor is None else bias(source.factor, source.lost)
-        why = "there is no gradient" if source.factor is not None else "the skipping has no known probabilities"
+        why = "the skipping has no known probabilities" if source.factor is None else ""
         ledger += [row.sized(size, why) for row in source.rows]
     known = all(source.factor is not None for source in sources if source.rows)
     return tuple(ledger), bias(together, sum(source.lost for source in sources)) if known else None

@@ -131,9 +131,13 @@ class Coefficients:
 
     def squared_norms(self, rollouts: Rollouts, advantages: FloatArray, denominator: FloatArray) -> FloatArray:
         """[K, G] squared gradient norms of the completions, up to a common factor, without weights."""
-        slope = zero_advantage_slope(self._config.objective)
-        norms = rollouts.logit_grad_norm
+        norms, slope = rollouts.logit_grad_norm, self.slope
         return np.square(completion_score(advantages, norms, denominator, np.ones(1), zero_advantage_slope=slope))
+
+    @property
+    def slope(self) -> float:
+        """Typical slope of the terms of the loss that do not depend on the advantage."""
+        return zero_advantage_slope(self._config.objective) * self._config.pruning.completion.kl_slope
 
     def learn_length(self, lengths: IntArray, weight: FloatArray) -> None:
         """From lengths [K, G] of prompts with weights [K]."""
@@ -143,12 +147,10 @@ class Coefficients:
             self.mean_length = _LENGTH_DECAY * old + (1 - _LENGTH_DECAY) * mean if old else mean
 
     def full_scores(self, everything: Rollouts) -> FloatArray:
-        """[N, G] gradient-norm proxy |A| logit_grad_norm / denominator of all nominal prompts of a step, none
-        skipped."""
+        """[N, G] gradient-norm proxy of the completions of all nominal prompts of a step, none skipped."""
         count = len(everything.rewards)
         minibatch = np.arange(count) * self._updates // max(count, 1)
         advantages = self.advantages(everything, np.ones(count))
         tokens = token_sums(everything.lengths, minibatch, self._updates)
         divisor = self._divisor(everything.lengths, tokens[minibatch])
-        scores: FloatArray = np.abs(advantages) * everything.logit_grad_norm / divisor
-        return scores
+        return np.sqrt(self.squared_norms(everything, advantages, divisor))

@@ -242,7 +242,7 @@ class Selector:
             self._coefficients.squared_norms(rollouts, advantages, denominator),
             prompts.inclusion_prob,
         )
-        variance = step_variance(planned, batch, completions)
+        variance = step_variance(planned, batch, completions, self._coefficients.slope)
         of.kept_costs = _kept_cost(planned), _kept_cost(completions)
         of.deviations = self._deviations(offered, np.concatenate(of.offered)), deviations(completions, batch.facts())
         counts = StepCounts(
@@ -253,6 +253,7 @@ class Selector:
             tokens_generated=int(rollouts.lengths.sum()),
             tokens_trained=int(batch.lengths[completions.kept].sum()),
         )
+        has_support = self._completion_policy.has_support and not self._prompt_policy.resamples
         return TrainSelection(
             kept=kept,
             weight=weight,
@@ -261,7 +262,7 @@ class Selector:
             minibatch=np.repeat(minibatch, size),
             ledger=ledger,
             metrics=counts.metrics()
-            | variance.metrics()
+            | (variance.metrics() if has_support else {})  # else the gradient's length changes with it
             | self._metrics(offered, batch, completions, rollouts, prompts, zero_based)
             | ({} if bias is None else {"prune/bias_estimate": bias}),
             counts=counts,
@@ -270,7 +271,7 @@ class Selector:
             offered=np.concatenate(of.offered),
             prompts=prompts,
             completion_prob=completion_prob,
-            has_support=self._completion_policy.has_support and not self._prompt_policy.resamples,
+            has_support=has_support,
             zero_carries=self._completion_policy.zero_advantage_slope > 0,
         )
 
@@ -293,8 +294,7 @@ class Selector:
         return said
 
     def full_scores(self, everything: Rollouts) -> FloatArray:
-        """[N, G] gradient-norm proxy |A| logit_grad_norm / denominator of all nominal prompts of a step, none
-        skipped."""
+        """[N, G] gradient-norm proxy of the completions of all nominal prompts of a step, none skipped."""
         return self._coefficients.full_scores(everything)
 
     def state_dict(self) -> dict[str, Any]:

@@ -61,7 +61,9 @@ class StepRecord:
 
     def line(self) -> dict[str, Any]:
         """The step's line of metrics.jsonl."""
-        return self.metrics | {"prune/ledger": [asdict(row) for row in self.ledger]}
+        labels = [row.label for row in self.ledger]
+        counts = {f"prune/{label}_selections": float(labels.count(label)) for label in ("biased", "ratio")}
+        return self.metrics | counts | {"prune/ledger": [asdict(row) for row in self.ledger]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,8 @@ def test_warm_up_and_annealing_leave_the_run_full_at_both_ends():
     selections = play(make("dppo", rate=0.4), 0, STEPS)
     pruned = [not s.kept.all() for s in selections]
     assert not any(pruned[:4]) and any(pruned[4:12]) and all(pruned[20:350]) and not any(pruned[350:])
+    assert "warm-up" in selections[0].ledger[0].note
+    assert not any(s.ledger[0].note for s in play(make("none"), 0, STEPS)), "there is nothing to warm up"
 
 
 def test_the_posterior_of_a_flat_prompt_sharpens_and_fades():

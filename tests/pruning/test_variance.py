@@ -106,11 +106,11 @@ def test_nothing_grows_without_pruning_or_without_gradient() -> None:
         assert set(step_variance(everything, one, completions).metrics().values()) == {1.0}
 
 
-@pytest.mark.parametrize("rates", [(0.0, 0.7), (0.5, 0.7)])
-def test_a_selector_s_account_is_the_variance_of_its_gradients(rates: tuple[float, float]) -> None:
+@pytest.mark.parametrize(("rates", "kl"), [((0.0, 0.7), 0.0), ((0.5, 0.7), 0.0), ((0.0, 0.7), 0.3)])
+def test_a_selector_s_account_is_the_variance_of_its_gradients(rates: tuple[float, float], kl: float) -> None:
     """Many seeds draw from one step's outcomes, each completion's gradient being a random direction of the length of
-    its score. Over the seeds the drawn gradients' mean squared length over the full ones' is what the account says was
-    realised, within three standard errors, and what it predicted where the scores are known."""
+    its score, to which a KL term adds. Over the seeds the drawn gradients' mean squared length over the full ones' is
+    what the account says was realised, within three standard errors, and predicted where the scores are known."""
     prompts, size = 64, 4
     rng = np.random.default_rng(3)
     rewards = (rng.random((prompts, size)) < rng.random((prompts, 1))).astype(np.float64)
@@ -118,6 +118,7 @@ def test_a_selector_s_account_is_the_variance_of_its_gradients(rates: tuple[floa
     squares, fulls, predicted, realised = [], [], [], []
     for seed in range(200):
         config = Config(steps=100, seed=seed)
+        config.objective.kl.coef = kl
         config.rollout.prompts_per_step, config.rollout.completions_per_prompt = prompts, size
         pruning = config.pruning
         pruning.prompt.method, pruning.prompt.rate = "dppo" if rates[0] else "none", rates[0]
@@ -130,7 +131,7 @@ def test_a_selector_s_account_is_the_variance_of_its_gradients(rates: tuple[floa
             rows = selector.begin(step).prompt_index
             decision = selector.finish(Rollouts(rewards[rows], lengths[rows], norms[rows]), step)
             selector.feedback(StepCost(step, 1.0, 1.0, 0.1))
-        score = np.abs(decision.advantages) * norms[rows].ravel() / decision.denominator
+        score = np.hypot(decision.advantages, kl) * norms[rows].ravel() / decision.denominator
         which = (rows[:, None] * size + np.arange(size)).ravel()
         everything = selector.full_scores(Rollouts(rewards, lengths, norms)).ravel()
         directions = rng.normal(size=(prompts * size, 50)) / 50**0.5

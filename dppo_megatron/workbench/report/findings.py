@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
+from dppo_megatron.pruning.interface import percent
 from dppo_megatron.workbench.runs.run_record import RunRecord, finite_number
 
 _MISMATCH_ALARM = 0.05
@@ -33,7 +34,7 @@ def findings(run: RunRecord) -> list[Finding]:
         if biased:
             notes = f": {'; '.join(row['notes'])}" if row["notes"] else ""
             known = [bias for bias in row["bias"] if bias is not None]
-            size = f" (bias {100 * sum(known) / len(known):.2g} %)" if known else ""
+            size = f" (bias {percent(sum(known) / len(known))})" if known else ""
             text = f"{row['name']} changes the expected gradient{size}{notes}"
             found.append(Finding("warning", text, _spans(biased)))
     alarm = finite_number(run.setting("rollout.limits.logprob_diff_warning", None))

@@ -56,10 +56,11 @@ _OF_THE_TRAINED = (
     "prune/weight_max",
     "train/clip_fraction", "train/entropy", "train/loss", "train/ratio",
 )  # fmt: skip
-"""Metrics of trained completions: 0 in a step without any, which is shown as missing. Some are null today, and entropy
-is of all that was rolled out."""
+"""Metrics of trained completions: 0 in a step without any (padding: 1), which is shown as missing. Some are null today,
+and entropy is of all that was rolled out."""
 _PARTS = ("label", "kept", "bias")
 _NUMBER = re.compile(r"\d[\d.e+-]*")
+_SIZE = re.compile(r"(; )?bias about \d[\d.e+-]* %$")
 _OLDER = {
     "mismatch/product_ess": "kept/product_ess",
     "prune/w_max": "prune/weight_max",
@@ -115,6 +116,7 @@ class RunRecord:
         one["label"][at] = label if isinstance(label, str) else None
         one["kept"][at] = finite_number(entry.get("kept_fraction"))
         one["bias"][at] = finite_number(entry.get("bias_estimate"))
+        note = _SIZE.sub("", note) if isinstance(note, str) else note  # the estimate is shown as a mean over steps
         known = [_NUMBER.sub("", said) for said in one["notes"]]  # those of other steps differ in their numbers
         if note and isinstance(note, str) and _NUMBER.sub("", note) not in known and len(known) < 3:
             one["notes"].append(note)
@@ -260,7 +262,7 @@ def _figures(row: Mapping[str, Any]) -> dict[str, float | None]:
         a, b = finite_number(row.get(above)), finite_number(row.get(below))
         values.setdefault(name, finite_number(a / b) if a is not None and b else None)
     if not finite_number(row.get("prune/completions_trained")):
-        values |= {key: values.get(key) or None for key in _OF_THE_TRAINED}
+        values |= {key: None if key.startswith("pack/") else values.get(key) or None for key in _OF_THE_TRAINED}
     return values
 
 
