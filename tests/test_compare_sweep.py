@@ -21,7 +21,7 @@ from dppo_megatron.workbench.compare import runs as compare_runs
 from dppo_megatron.workbench.compare.arms import Arm
 from dppo_megatron.workbench.compare.method_run import MethodRun, Point
 from dppo_megatron.workbench.compare.runs import StoppedByGuard
-from dppo_megatron.workbench.compare.sweep import Row, candidates, halve, parse_grid, rung_seeds
+from dppo_megatron.workbench.compare.sweep import RungRow, candidates, halve, parse_grid, rung_seeds
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 PROMPTS, RATE, SCHEDULE = "rollout.prompts_per_step", "actor.optimizer.learning_rate", "actor.optimizer.lr_schedule"
@@ -79,7 +79,7 @@ def test_every_candidate_is_a_job_of_equally_many_prompts(job: list[str]) -> Non
 
 def _halved(
     arms: Sequence[Arm], ends: dict[str, list[float]], seeds: int, stopped: set[tuple[str, int]], problems: int = 4
-) -> tuple[list[Row], list[list[Row]], list[tuple[str, int]]]:
+) -> tuple[list[RungRow], list[list[RungRow]], list[tuple[str, int]]]:
     """The best, the rungs, and (candidate, seed) of every run in order."""
     made: list[tuple[str, int]] = []
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_told_from_the_best_is_called_noise() -> None:
     assert worst is not None and not worst.within_noise
 
 
-def _to_best(row: Row) -> Difference | None:
+def _to_best(row: RungRow) -> Difference | None:
     assert row.verdict is not None
     return row.verdict.end_difference
 

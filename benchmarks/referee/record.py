@@ -53,7 +53,9 @@ class Gradients:
     """Per-completion gradients of the actor's current weights."""
 
     def __init__(self, model_dir: Path) -> None:
-        self.model = Qwen3ForCausalLM.from_pretrained(model_dir, attn_implementation="eager", dtype=torch.float32)
+        self.model = Qwen3ForCausalLM.from_pretrained(
+            model_dir, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False
+        )
         size = sum(p.numel() for p in self.model.parameters())
         self._sign = torch.from_numpy(generator(0, "sketch").integers(0, 2, size) * 2 - 1).float()
         self._pad = -size % SKETCH

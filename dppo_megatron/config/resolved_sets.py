@@ -85,7 +85,7 @@ class ResolvedSet:
     answer_field: str
     """Dots reach into nested rows."""
     answer_from: str
-    """A key of `data/answers.py`'s rules; empty: the field itself."""
+    """A key of `data/answer_rules.py`'s rules; empty: the field itself."""
     source_field: str
     """Empty: none is read."""
     level_field: str

@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any, TypeAlias
 
 from dppo_megatron.config.resolved_sets import ResolvedSet
-from dppo_megatron.data.answers import ANSWER_RULES
+from dppo_megatron.data.answer_rules import ANSWER_RULES
 from dppo_megatron.data.rows import Row, listed
 from dppo_megatron.types import UserError
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.data.answers import after_hashes, as_is, last_boxed
+from dppo_megatron.data.answer_rules import after_hashes, as_is, last_boxed
 from dppo_megatron.data.fields import get_field
 from dppo_megatron.files import replacing
 from dppo_megatron.progress import counted, progress

@@ -25,7 +25,7 @@ _SPREAD = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class BiasSource:
     """What has put rows into the ledger, and by what it multiplies each completion in the mean."""
 
     rows: tuple[LedgerRow, ...]
@@ -36,7 +36,7 @@ class Source:
 
 
 def sized(
-    sources: Sequence[Source], squared: FloatArray, prompt_prob: FloatArray
+    sources: Sequence[BiasSource], squared: FloatArray, prompt_prob: FloatArray
 ) -> tuple[tuple[LedgerRow, ...], float | None]:
     """The ledger with its estimates, and that of all selections together; None: not known.
 

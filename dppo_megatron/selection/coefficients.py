@@ -23,7 +23,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning import LedgerRow, Selection
 from dppo_megatron.pruning.scores import completion_score
 from dppo_megatron.selection.arrays import Rollouts
-from dppo_megatron.selection.bias import Source, whitening_factor
+from dppo_megatron.selection.bias import BiasSource, whitening_factor
 from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 _LENGTH_DECAY = 0.9
@@ -52,7 +52,7 @@ class Coefficients:
 
     def denominator(
         self, lengths: IntArray, minibatch: IntArray, groups: Selection, skips: BoolArray, prompt_prob: FloatArray
-    ) -> tuple[FloatArray, Source]:
+    ) -> tuple[FloatArray, BiasSource]:
         """[K, G] frozen divisor of each completion's token sum, and the ledger row of a predicted token count.
 
         Args:
@@ -62,10 +62,10 @@ class Coefficients:
                 draw: a divisor that depends on who was drawn would bias the estimate.
         """
         if self._config.objective.normalization != "token_mean":
-            return self._divisor(lengths, np.zeros(len(lengths))), Source(())
+            return self._divisor(lengths, np.zeros(len(lengths))), BiasSource(())
         tokens = token_sums(lengths * groups.weight[:, None], minibatch, self._updates)
         if not skips.any():
-            return self._divisor(lengths, tokens[minibatch]), Source(())
+            return self._divisor(lengths, tokens[minibatch]), BiasSource(())
         expected = self._nominal(lengths) * (
             self.mean_length or float(self._config.rollout.sampling.max_completion_tokens)
         )
@@ -75,7 +75,7 @@ class Coefficients:
         )
         row = LedgerRow("denominator/token_mean", 1.0, "ratio", note)
         factor = np.where(skips, self._true_over(expected, lengths, minibatch, prompt_prob), 1.0)[minibatch][:, None]
-        return self._divisor(lengths, np.where(skips, expected, tokens)[minibatch]), Source((row,), factor)
+        return self._divisor(lengths, np.where(skips, expected, tokens)[minibatch]), BiasSource((row,), factor)
 
     def _true_over(
         self, expected: float, lengths: IntArray, minibatch: IntArray, prompt_prob: FloatArray
@@ -103,11 +103,11 @@ class Coefficients:
         """Completions of one planned mini-batch."""
         return self._prompts_per_step // self._updates * int(lengths.shape[1])
 
-    def trainable(self, rollouts: Rollouts, groups: Selection) -> tuple[BoolArray, Source]:
+    def trainable(self, rollouts: Rollouts, groups: Selection) -> tuple[BoolArray, BiasSource]:
         """[K * G] completions of the groups that go on, less the truncated ones with `overlong.filter`."""
         trainable = np.repeat(groups.kept, rollouts.rewards.shape[1])
         if not self._config.objective.overlong.filter:
-            return trainable, Source(())
+            return trainable, BiasSource(())
         truncated = rollouts.truncated
         if truncated is None:
             truncated = rollouts.lengths >= self._config.rollout.sampling.max_completion_tokens
@@ -115,19 +115,19 @@ class Coefficients:
         share = 1.0 - float(dropped.sum()) / max(int(trainable.sum()), 1)
         # biased also in a step without any: whether one was truncated is an outcome
         row = LedgerRow("completion/overlong_filter", share, "biased", "truncated completions are never trained on")
-        return trainable & ~dropped, Source((row,), np.where(truncated, 0.0, 1.0))
+        return trainable & ~dropped, BiasSource((row,), np.where(truncated, 0.0, 1.0))
 
-    def whitening(self, planned: Selection, selections: Sequence[Selection], rollouts: Rollouts) -> Source:
+    def whitening(self, planned: Selection, selections: Sequence[Selection], rollouts: Rollouts) -> BiasSource:
         """By the probabilities: a draw that skipped nothing had the full batch's deviation by chance."""
         objective = self._config.objective
         if objective.advantage != "reinforce_baseline" or bool(np.all(planned.inclusion_prob == 1.0)):
-            return Source(())
+            return BiasSource(())
         note = "the step's standard deviation is estimated from the prompts that were rolled out"
         row = LedgerRow("advantage/reinforce_baseline", 1.0, "ratio", note)
         moment = np.square(group_advantages(self._shaped(rollouts), divide_by_std=False, eps=0.0)).sum(axis=1)
         graded = (~np.isnan(rollouts.rewards)).sum(axis=1)
         factor = whitening_factor(selections, moment, graded, eps=objective.advantage_eps)
-        return Source((row,), None if factor is None else factor[:, None])
+        return BiasSource((row,), None if factor is None else factor[:, None])
 
     def squared_norms(self, rollouts: Rollouts, advantages: FloatArray, denominator: FloatArray) -> FloatArray:
         """[K, G] squared gradient norms of the completions, up to a common factor, without weights."""

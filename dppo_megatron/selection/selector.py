@@ -44,7 +44,7 @@ from dppo_megatron.selection.arrays import (
     part,
     with_refills,
 )
-from dppo_megatron.selection.bias import Source, sized
+from dppo_megatron.selection.bias import BiasSource, sized
 from dppo_megatron.selection.coefficients import Coefficients
 from dppo_megatron.types import FloatArray, IntArray, StepCounts, UserError
 
@@ -232,12 +232,14 @@ class Selector:
         never = int((offered.inclusion_prob == 0).sum())
         ledger, bias = sized(
             (
-                Source(planned.ledger, None if refuted[0] else offered.expected_weight[offered.kept, None], lost=never),
-                *([Source(groups.ledger, groups.expected_weight[:, None])] if chooses_groups else []),
+                BiasSource(
+                    planned.ledger, None if refuted[0] else offered.expected_weight[offered.kept, None], lost=never
+                ),
+                *([BiasSource(groups.ledger, groups.expected_weight[:, None])] if chooses_groups else []),
                 self._coefficients.whitening(planned, of.selections, rollouts),
                 divided,
                 filtered,
-                Source(completions.ledger, None if refuted[1] else by_completions.reshape(rollouts.rewards.shape)),
+                BiasSource(completions.ledger, None if refuted[1] else by_completions.reshape(rollouts.rewards.shape)),
             ),
             self._coefficients.squared_norms(rollouts, advantages, denominator),
             prompts.inclusion_prob,
@@ -388,7 +390,7 @@ class Selector:
 
     def _denominator(
         self, lengths: IntArray, minibatch: IntArray, groups: Selection, of: _OpenStep, prompts: PromptDraw
-    ) -> tuple[FloatArray, Source]:
+    ) -> tuple[FloatArray, BiasSource]:
         by_draw = [bool((selection.inclusion_prob < 1).any()) for selection in of.selections]
         # resampled: the mean over the groups that go on, which are all known
         skips = np.array([False] if self._prompt_policy.resamples else by_draw)

@@ -101,7 +101,13 @@ def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str) -> 
     """From the second step on completions are one sync old where the policy waits for them, and at most one elsewhere;
     the last step, which ends the run, looks at nothing ahead."""
     config = served.config(
-        tmp_path / "run", steps=4, sft__steps=0, rollout__async_steps=1, rollout__sync__in_flight=in_flight
+        tmp_path / "run",
+        steps=4,
+        sft__steps=0,
+        rollout__async_steps=1,
+        rollout__sync__in_flight=in_flight,
+        reward__function="support.faulty:length_parity",  # of the untrained model no answer is right
+        reward__min_self_consistency=0,
     )
     run_ranks(train_on_this_rank, 1, config, 1, timeout_s=300)
     rows = read_metrics(tmp_path / "run")[1:]

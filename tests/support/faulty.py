@@ -64,11 +64,13 @@ def breaks_later(completion: str, answer: str) -> float:
 
 
 def nan_loss(batch: object, config: object) -> object:
-    """Finite on the made-up batch that a loss is tried on, NaN on any real one."""
+    """Finite on the made-up packs that a loss is tried on, before ranks meet; NaN on any real one."""
+    from torch.distributed import is_initialized
+
     from dppo_megatron.algorithms.tokens import TokenLoss
 
     loss = -batch.advantages * batch.logprobs  # type: ignore[attr-defined]
-    return TokenLoss(loss if len(loss) <= 8 else loss * float("nan"))
+    return TokenLoss(loss * float("nan") if is_initialized() else loss)
 
 
 def _spin() -> None:

@@ -38,7 +38,7 @@ Grid = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RungRow:
     """A candidate on a rung."""
 
     arm: Arm
@@ -107,7 +107,7 @@ def rung_seeds(seeds: int) -> list[int]:
 
 def halve(
     arms: Sequence[Arm], seeds: int, run: Callable[..., list[MethodRun]], *, same_problems: bool
-) -> Iterator[tuple[list[Row], list[MethodRun]]]:
+) -> Iterator[tuple[list[RungRow], list[MethodRun]]]:
     """Run rung after rung; after each, its rows and all runs so far of the candidates that go on.
 
     Args:
@@ -120,7 +120,7 @@ def halve(
     first = 0
     for until in rung_seeds(seeds):
         runs += run(arms, first_seed=first, seeds=until, stops_are_left_out=True)
-        rows: list[Row] = []
+        rows: list[RungRow] = []
         for method in dict.fromkeys(arm.method for arm in arms):
             of_method = [arm for arm in arms if arm.method == method]
             rows += _ranked(of_method, runs, until, last=until == seeds, same_problems=same_problems)
@@ -131,7 +131,7 @@ def halve(
 
 def _ranked(
     arms: Sequence[Arm], runs: Sequence[MethodRun], seeds: int, *, last: bool, same_problems: bool
-) -> list[Row]:
+) -> list[RungRow]:
     """The rows of a method, best first; the better half goes on, from the last rung only the best."""
     ends = {arm.name: {run.seed: _end(run) for run in runs if run.arm == arm.name} for arm in arms}
     whole = [arm for arm in arms if len(ends[arm.name]) == seeds]
@@ -141,11 +141,11 @@ def _ranked(
     # without a GRPO among them the first is what the others are compared with: here the best, not the soonest
     verdict = judge(runs, [replace(arm, method="") for arm in whole], same_problems=same_problems)
     on = whole[: 1 if last else (len(whole) + 1) // 2]
-    rows = [Row(arm, ends[arm.name], one, arm in on) for arm, one in zip(whole, verdict.arms, strict=True)]
-    return rows + [Row(arm, ends[arm.name], None, goes_on=False) for arm in arms if arm not in whole]
+    rows = [RungRow(arm, ends[arm.name], one, arm in on) for arm, one in zip(whole, verdict.arms, strict=True)]
+    return rows + [RungRow(arm, ends[arm.name], None, goes_on=False) for arm in arms if arm not in whole]
 
 
-def rung_table(rows: Sequence[Row]) -> list[str]:
+def rung_table(rows: Sequence[RungRow]) -> list[str]:
     """For people: what was compared on a rung, and which go on."""
     width = max(len(row.arm.name) for row in rows) + 2
     lines = [f"{'candidate':<{width}}{'steps':>6} {'end':>7} {'end - best':>28} {'CPU s':>7} {'tokens':>11}"]
@@ -159,7 +159,7 @@ def rung_table(rows: Sequence[Row]) -> list[str]:
     return [f"seeds: {seeds}{', so intervals are over problems only' * (seeds == 1)}; * goes on", *lines]
 
 
-def best_lines(rows: Sequence[Row], grid: Grid) -> list[str]:
+def best_lines(rows: Sequence[RungRow], grid: Grid) -> list[str]:
     """The best of each method as settings to paste, and where the grid may end too soon."""
     lines = []
     for row in rows:
@@ -173,7 +173,7 @@ def best_lines(rows: Sequence[Row], grid: Grid) -> list[str]:
     return lines
 
 
-def sweep_results(rungs: Sequence[Sequence[Row]], grid: Grid) -> dict[str, Any]:
+def sweep_results(rungs: Sequence[Sequence[RungRow]], grid: Grid) -> dict[str, Any]:
     """For sweep.json."""
     best = {row.arm.method: row.arm.settings for row in rungs[-1] if row.goes_on}
     return {"grid": grid, "rungs": [[asdict(row) for row in rows] for rows in rungs], "best": best}
