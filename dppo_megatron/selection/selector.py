@@ -30,7 +30,7 @@ from dppo_megatron.pruning import (
     make_completion_policy,
     make_prompt_policy,
 )
-from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCost, check_outcomes
+from dppo_megatron.pruning.interface import LedgerRow, PromptFeatures, StepCapacity, StepCost, check_outcomes
 from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
 from dppo_megatron.pruning.policies import check_methods
 from dppo_megatron.pruning.variance import step_variance
@@ -225,22 +225,12 @@ class Selector:
         first, later = of.selections[: self._updates], of.selections[self._updates :]
         planned = self._declared[0].judged(merge(first, np.arange(sum(len(selection.kept) for selection in first))))
         offered = with_refills(planned, later)
-        by_completions = np.ones(rollouts.rewards.size)
-        by_completions[rows] = completions.expected_weight
-        chooses_groups = self._prompt_policy.resamples or bool((groups.weight != 1).any())
-        refuted = [bool(one.refuted) for one in self._declared]  # then E[weight] is not known
-        never = int((offered.inclusion_prob == 0).sum())
-        ledger, bias = sized(
-            (
-                BiasSource(
-                    planned.ledger, None if refuted[0] else offered.expected_weight[offered.kept, None], lost=never
-                ),
-                *([BiasSource(groups.ledger, groups.expected_weight[:, None])] if chooses_groups else []),
-                self._coefficients.whitening(planned, of.selections, rollouts),
-                divided,
-                filtered,
-                BiasSource(completions.ledger, None if refuted[1] else by_completions.reshape(rollouts.rewards.shape)),
-            ),
+        expected = np.ones(rollouts.rewards.size)
+        expected[rows] = completions.expected_weight
+        ledger, bias = self._ledger(
+            (planned, offered, groups, completions),
+            expected.reshape(rollouts.rewards.shape),
+            (self._coefficients.whitening(planned, of.selections, rollouts), divided, filtered),
             self._coefficients.squared_norms(rollouts, advantages, denominator),
             prompts.inclusion_prob,
         )
@@ -276,6 +266,30 @@ class Selector:
             has_support=has_support,
             zero_carries=self._completion_policy.zero_advantage_slope > 0,
         )
+
+    def _ledger(
+        self,
+        drawn: tuple[Selection, Selection, Selection, Selection],
+        by_completions: FloatArray,
+        others: tuple[BiasSource, BiasSource, BiasSource],
+        squared: FloatArray,
+        prompt_prob: FloatArray,
+    ) -> tuple[tuple[LedgerRow, ...], float | None]:
+        """The step's ledger with the size of each bias, and that of all together.
+
+        Args:
+            drawn: prompts as planned, with those that were refilled, groups, completions.
+            by_completions: [K, G] expected weight of each completion.
+            others: what whitening, the denominator and the filter of long completions add.
+        """
+        planned, offered, groups, completions = drawn
+        of_prompts = None if self._declared[0].refuted else offered.expected_weight[offered.kept, None]
+        sources = [BiasSource(planned.ledger, of_prompts, lost=int((offered.inclusion_prob == 0).sum()))]
+        if self._prompt_policy.resamples or bool((groups.weight != 1).any()):
+            sources.append(BiasSource(groups.ledger, groups.expected_weight[:, None]))
+        refuted = bool(self._declared[1].refuted)  # then E[weight] is not known
+        last = BiasSource(completions.ledger, None if refuted else by_completions)
+        return sized((*sources, *others, last), squared, prompt_prob)
 
     def feedback(self, cost: StepCost) -> list[str]:
         """What the step cost; lines for the log if a rate moved. Called once each step, also where an update was

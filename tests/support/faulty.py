@@ -64,13 +64,13 @@ def breaks_later(completion: str, answer: str) -> float:
 
 
 def nan_loss(batch: object, config: object) -> object:
-    """Finite on the made-up packs that a loss is tried on, before ranks meet; NaN on any real one."""
-    from torch.distributed import is_initialized
+    """Finite on the made-up packs that a loss is tried on, before there is a model; NaN on any real one."""
+    from megatron.core.parallel_state import model_parallel_is_initialized
 
     from dppo_megatron.algorithms.tokens import TokenLoss
 
     loss = -batch.advantages * batch.logprobs  # type: ignore[attr-defined]
-    return TokenLoss(loss * float("nan") if is_initialized() else loss)
+    return TokenLoss(loss * float("nan") if model_parallel_is_initialized() else loss)
 
 
 def _spin() -> None:
