@@ -104,8 +104,8 @@ class DataConfig:
     answer_field: str = "answer"
     """Field of a row that holds the reference answer (reward_model.ground_truth)."""
     where: list[str] = field(default_factory=list)
-    """Conditions that a row meets, all of them: `type != proof`, `solve_rate >= 0.1`, `type in [number, expression]`.
-    Other rows are left out and counted."""
+    """Conditions that a row of a training set meets, all of them: `type != proof`, `solve_rate >= 0.1`, `type in
+    [number, expression]`. Other rows are left out and counted. Evaluation sets have only their own."""
     answer_from: Literal["", "boxed", "last", "hashes"] = ""
     """What of the answer field is the answer: boxed (the last \\boxed{} of a solution), last (the last item of a list),
     hashes (what follows ####); empty: all of it. Rows without one are left out and counted."""

@@ -152,7 +152,8 @@ def eval_set_configs(config: Config) -> dict[str, ResolvedEvalSet]:
     for name, (key, entry) in named.items():
         longest = defaults.max_completion_tokens if entry.max_completion_tokens is None else entry.max_completion_tokens
         longest = longest or config.rollout.sampling.max_completion_tokens
-        more = {"max_completion_tokens": longest, "grader": entry.grader or ""}
+        # rows left out of a benchmark would change its score: only its own entry may say so
+        more = {"max_completion_tokens": longest, "grader": entry.grader or "", "where": entry.where or []}
         sets[name] = _resolved(ResolvedEvalSet, key, entry, data, defaults, **more)
     return sets
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from test_data_formats import load
 
 from dppo_megatron.config.conditions import Condition
-from dppo_megatron.config.resolved_sets import check_data
+from dppo_megatron.config.data import EvalSetConfig
+from dppo_megatron.config.resolved_sets import check_data, eval_set_configs, train_set_configs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
@@ -84,6 +85,15 @@ def test_rows_are_left_out_and_counted(tmp_path: Path) -> None:
     seldom = _file(tmp_path / "b.jsonl", [*rows, rows[0] | {"flag": None}])
     assert len(load(seldom, where=["flag != bad"], limit=3).prompts) == 3  # the field is in a row that is not read
     assert len(load(seldom, where=["flag == null"]).prompts) == 11
+
+
+def test_evaluation_sets_have_conditions_of_their_own_only() -> None:
+    """Half a benchmark would be another benchmark."""
+    config = Config()
+    config.data.where, config.data.train_path = ["type != proof"], "x.jsonl"
+    config.data.eval_sets = {"a": EvalSetConfig(path="a.jsonl"), "b": EvalSetConfig(path="b.jsonl", where=["x > 1"])}
+    assert {name: one.where for name, one in eval_set_configs(config).items()} == {"a": [], "b": ["x > 1"]}
+    assert train_set_configs(config)["train"].where == ["type != proof"]
 
 
 def test_answers_from_solutions_and_lists(tmp_path: Path) -> None:
