@@ -201,7 +201,7 @@ class _Where:
         if self._never_there:
             raise UserError(
                 f"{self._settings.path}: no row has the field '{min(self._never_there)}' of"
-                f" {section_of(self._settings)}.where; a training set that data.where is not for has where=[] of its own"
+                f" {section_of(self._settings)}.where; a training set that data.where is not for has where=[]"
             )
 
 
