@@ -104,7 +104,7 @@ def share(results: dict[tuple[str, ...], list[bool]], wanted: Sequence[str], *, 
     return float(np.mean(right)) if right else 1.0, len(right)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sizes_are_within_a_factor_of_two(cases: Choose) -> None:
     """In 90 % of all configurations. Steps of two prompts, of which one is rolled out, are among them: what the other
     would have been nobody knows, so where the unknown decides (the deviation and the tokens of skipped prompts) fewer
