@@ -312,6 +312,14 @@ def test_in_the_files_of_other_harnesses(trained: Path, tmp_path: Path, capsys: 
         else:
             exported = [text for of in samples for one in of["model_response"] for text in one["text"]]
         assert sorted(exported) == sorted(texts)
+    samples = (own / "samples.jsonl").read_text().splitlines()
+    samples[0] = json.dumps(json.loads(samples[0]) | {"text": "half of a pair: \ud800"})  # models write this too
+    (own / "samples.jsonl").write_text("\n".join(samples) + "\n")
+    for form in ("lm-eval", "lighteval"):
+        assert main(["eval", "--export", form, str(own), "--out", str(tmp_path / f"{form} again")]) == 0
+    (own / "results.json").rename(own / "samples.unfinished.jsonl")
+    assert main(["eval", "--export", "lm-eval", str(own), "--out", str(tmp_path)]) == 2
+    assert "has not ended" in capsys.readouterr().err
     assert main(["eval", "--export", "helm", str(own), "--out", str(tmp_path)]) == 2
     assert "expected one of lm-eval, lighteval" in capsys.readouterr().err
 

@@ -190,4 +190,15 @@ def test_equal_wrong_answers_are_one_vote() -> None:
     votes = [(0, "0.5"), (0, "1/2"), (0, "1/2"), (0, r"\frac{2}{4}"), (0, "3"), (1, "0.5"), (1, "(1,2)"), (1, "(1, 2)")]
     found = one_spelling(votes)
     assert {found[0, one] for one in ("0.5", "1/2", r"\frac{2}{4}")} == {"1/2"}
+    whole = one_spelling([(0, "7"), (0, "007"), (0, "8")])
+    assert whole[0, "7"] == whole[0, "007"] != whole[0, "8"]
     assert found[0, "3"] == "3" and found[1, "0.5"] == "0.5" and found[1, "(1,2)"] == found[1, "(1, 2)"]
+
+
+def test_comparisons_of_votes_end() -> None:
+    """64 answers that all differ, of each of 1,000 problems, as text beyond the bound; every one keeps its own vote."""
+    asked = []
+    votes = [(problem, f"a_{{{one}}}") for problem in range(1000) for one in range(64)]
+    found = one_spelling(votes, lambda answer, other: bool(asked.append(answer)))
+    assert 19_000 < len(asked) <= 20_000
+    assert all(found.get(vote, vote[1]) == vote[1] for vote in votes)

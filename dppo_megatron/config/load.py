@@ -160,9 +160,7 @@ def _layers(path: Path, chain: tuple[Path, ...]) -> list[Layer]:
         raise UserError(f"{source.where(own[1][0])}: the key '{_PARENTS}' stands here twice; it takes a list")
     parents = [name for _, value in own for name in _parents(value, source)]
     node.value = [pair for pair in node.value if pair not in own]
-    if (
-        path.parent / "run.json"
-    ).exists():  # a run wrote it, perhaps an older one, and printed the command that reads it
+    if (path.parent / "run.json").exists():  # an older run may have written it, and printed the command that reads it
         _use_new_names(node)
     inherited = [layer for name in parents for layer in _layers(path.parent / name, (*chain, path))]
     return [*inherited, Layer(source, node)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from dppo_megatron.config.conditions import Condition
 from dppo_megatron.config.data import DataConfig, EvalSetConfig, SetConfig, TrainSetConfig
@@ -267,11 +267,8 @@ _RESERVED = {
 """Arguments of `apply_chat_template` that this code sets itself."""
 
 
-_CHOICES = {
-    "overlong": ("error", "filter"),
-    "answer_from": ("", "boxed", "last", "hashes"),
-    "level_is": ("difficulty", "solve_rate"),
-}
+_CHOICES = {name: get_args(get_type_hints(DataConfig)[name]) for name in ("overlong", "answer_from", "level_is")}
+"""Of settings that a set may leave out, so that its own field is any text."""
 
 
 def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
@@ -281,9 +278,9 @@ def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
         raise UserError(f"{key}.template = '{layer.template}': no such template; {hint}")
     if layer.prompt_template is not None and "{problem}" not in layer.prompt_template:
         raise UserError(f"{key}.prompt_template = {layer.prompt_template!r}: must contain {{problem}}")
-    for name, allowed in _CHOICES.items():  # a set's own may be null, and the schema has no such choice
+    for name, allowed in _CHOICES.items():
         if (value := getattr(layer, name)) not in (None, *allowed):
-            raise UserError(f"{key}.{name} = '{value}': must be {' or '.join(allowed)}")
+            raise UserError(f"{key}.{name} = '{value}': must be {' or '.join(one for one in allowed if one)}")
     for condition in layer.where or ():
         try:
             Condition.parse(condition)

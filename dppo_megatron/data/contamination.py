@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 Words: TypeAlias = tuple[str, ...]
-RUN = 13
+_RUN = 13
 _CONTAINED = 0.95
 _SHARED_BY = 0.5
 """Of a set's first rows: what begins or ends so many of them is an instruction."""
 _WORD = re.compile(r"\\?[a-z]+|\d+|[-+*/=<>^_()\[\]|!%&]|[^\W\da-z_]")
-_NO_WORD = {r"\left", r"\right", r"\displaystyle", r"\text", r"\mathrm", r"\quad", r"\qquad", r"\dfrac", r"\tfrac"}
+_NO_WORD = {r"\left", r"\right", r"\displaystyle", r"\text", r"\mathrm", r"\quad", r"\qquad"}
 """LaTeX for the eye only."""
 _FRACTION = re.compile(r"\\[dt]frac(?![a-z])")
 
@@ -38,7 +38,7 @@ def words_of(text: str) -> Words:
 
 
 def _runs(words: Words) -> list[int]:
-    return [hash(words[i : i + RUN]) for i in range(len(words) - RUN + 1)]
+    return [hash(words[i : i + _RUN]) for i in range(len(words) - _RUN + 1)]
 
 
 @dataclass

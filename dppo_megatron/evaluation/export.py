@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
@@ -19,8 +20,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dppo_megatron.data.summary import safe_name
 from dppo_megatron.evaluation.eval_samples import RESULTS, EvalSample, read_results, read_samples, scores_of, write_text
 from dppo_megatron.evaluation.eval_scores import EvalScores
+from dppo_megatron.evaluation.unfinished import UNFINISHED
 from dppo_megatron.files import make_directory
 from dppo_megatron.types import UserError
 
@@ -39,7 +42,9 @@ def export(form: str, evaluation: str, out: Path | None) -> list[str]:
     if out is None:
         raise UserError("--export writes to the directory that --out names")
     directory = Path(evaluation)
-    results, samples = read_results(directory / RESULTS), read_samples(directory)
+    if (directory / UNFINISHED).is_file() and not (directory / RESULTS).is_file():
+        raise UserError(f"'{evaluation}': the evaluation has not ended; the command that began it goes on with it")
+    results, samples = read_results(directory / RESULTS), [_plain(one) for one in read_samples(directory)]
     by_problem: dict[str, dict[int, list[EvalSample]]] = {}
     for one in samples:
         by_problem.setdefault(one.set, {}).setdefault(one.problem_index, []).append(one)
@@ -56,7 +61,7 @@ def export(form: str, evaluation: str, out: Path | None) -> list[str]:
 def _lm_eval(
     results: Mapping[str, Any], problems: _Problems, scores: Sequence[EvalScores], out: Path, model: str, date: str
 ) -> list[Path]:
-    folder = out / _name(model)
+    folder = out / safe_name(model)
     found = {
         "results": {one.name: {"alias": one.name} | _metrics(one, ",none") for one in scores},
         "configs": {name: {"task": name, **results.get("sets", {}).get(name, {})} for name in problems},
@@ -65,12 +70,12 @@ def _lm_eval(
         "n-samples": {name: {"original": len(of), "effective": len(of)} for name, of in problems.items()},
         "config": {"model": results.get("generated_by", ""), "model_args": f"pretrained={model}"},
         "model_name": model,
-        "model_name_sanitized": _name(model),
+        "model_name_sanitized": safe_name(model),
     }
     files = [folder / f"results_{date}.json"]
     write_text(files[0], [json.dumps(found, indent=2, default=str)])
     for name, of in problems.items():
-        files.append(folder / f"samples_{_name(name)}_{date}.jsonl")
+        files.append(folder / f"samples_{safe_name(name)}_{date}.jsonl")
         write_text(files[-1], (json.dumps(_lm_eval_row(one), default=str) + "\n" for one in of))
     return files
 
@@ -97,7 +102,7 @@ def _lm_eval_row(of: Sequence[EvalSample]) -> dict[str, Any]:
 def _lighteval(
     results: Mapping[str, Any], problems: _Problems, scores: Sequence[EvalScores], out: Path, model: str, date: str
 ) -> list[Path]:
-    task = {name: f"custom|{_name(name)}|0" for name in problems}
+    task = {name: f"custom|{safe_name(name)}|0" for name in problems}
     found = {
         "config_general": {"model_name": model, "model_config": {"model_name": model}},
         "results": {task[one.name]: _metrics(one) for one in scores},
@@ -141,10 +146,10 @@ def _share(of: Sequence[EvalSample]) -> float | None:
     return sum(graded) / len(graded) if graded else None
 
 
-def _name(text: str) -> str:
-    """As a part of a file's name."""
-    return "".join(sign if sign.isalnum() or sign in "-_." else "__" if sign == "/" else "_" for sign in text)
+def _plain(sample: EvalSample) -> EvalSample:
+    """A model can write half of a surrogate pair, which neither parquet nor these harnesses can hold."""
+    return replace(sample, text=sample.text.encode("utf-8", "replace").decode())
 
 
 def _hash(text: str) -> str:
-    return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return sha256(text.encode()).hexdigest()

@@ -18,7 +18,7 @@ from typing import IO, Any, TypeAlias
 import msgspec
 
 from dppo_megatron.evaluation.eval_samples import EvalSample
-from dppo_megatron.files import append_to, make_directory
+from dppo_megatron.files import append_to, make_directory, open_to_read
 from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 
@@ -113,7 +113,8 @@ def _lock(file: IO[bytes]) -> None:
 def read_unfinished(directory: Path) -> tuple[dict[str, Any], list[EvalSample]] | None:
     """(what it is about, its samples so far) of an evaluation that has not ended; None if there is none."""
     try:
-        head, found, _ = _read((directory / UNFINISHED).read_bytes())
+        with open_to_read(directory / UNFINISHED) as file:
+            head, found, _ = _read(file.read())
     except OSError:
         return None
     return None if head is None else (head, list(found.values()))
