@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -31,8 +32,10 @@ from dppo_megatron.rollout.servers import vllm
 from dppo_megatron.rollout.servers.device_map import RankDevice, seats, visible_devices
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
+from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import TensorNote
+from dppo_megatron.rollout.servers.vllm import own_broadcast
 from dppo_megatron.rollout.sync import broadcast
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets, in_thread, on_each
@@ -178,6 +181,52 @@ def test_a_transfer_has_a_time_of_its_own(running: Running) -> None:
     with pytest.raises(RuntimeError):
         group.send(torch.zeros(64 << 20, dtype=torch.uint8))
     group.abandon()
+
+
+class _NcclOverGloo(dist.ProcessGroupGloo):  # type: ignore[misc]
+    """Takes NCCL's arguments, for the code of both ends of an NCCL group."""
+
+    Options = SimpleNamespace
+
+    def __init__(self, store: Any, rank: int, world_size: int, options: SimpleNamespace) -> None:
+        super().__init__(store, rank, world_size, options._timeout)
+
+
+@pytest.mark.parametrize("stranger", [None, 1, 2])
+def test_members_of_an_nccl_group_prove_themselves_before_the_first_weight(
+    stranger: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stranger among three nobody sends or takes anything; else what was sent comes, then and the next time."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", _NcclOverGloo, raising=False)
+    soon, weights = timedelta(seconds=60), torch.arange(8, dtype=torch.uint8)
+    store = listening_store("127.0.0.1", 3, soon)
+    meeting = GroupRendezvous("test", "nccl", "127.0.0.1", store, 3, soon, soon)
+
+    def work(rank: int) -> list[list[int]]:
+        theirs = dist.TCPStore("127.0.0.1", store.port, 3, False, soon, wait_for_workers=False)  # type: ignore[attr-defined]
+        secret = "guessed" if rank == stranger else meeting.secret
+        receiver = dppo_wire.BroadcastReceiver(theirs, rank, 3, soon, secret, torch.device("cpu"))
+        return [_received(receiver.receive(8)) for _ in range(2)]
+
+    workers = [in_thread(partial(work, rank)) for rank in (1, 2)]
+    group = own_broadcast(meeting)
+    if stranger is None:
+        group.send(weights)
+        group.send(weights + 1)
+        expected = [weights.tolist(), (weights + 1).tolist()]
+        assert [worker.result(60) for worker in workers] == [expected, expected]
+    else:
+        named = f"member {stranger} of the group does not know its secret"
+        with pytest.raises(RuntimeError, match=named):
+            group.send(weights)
+        with pytest.raises(RuntimeError, match=named):
+            workers[2 - stranger].result(60)  # the other one, who is honest
+    group.abandon()
+
+
+def _received(arrival: dppo_wire.Arrival) -> list[int]:
+    arrival.wait_for(8)
+    return arrival.memory.tolist()
 
 
 @pytest.mark.parametrize("as_torch_does", [True, False])

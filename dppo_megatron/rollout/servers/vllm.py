@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
 
+import torch
+
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers import control_answers
 from dppo_megatron.rollout.servers.dialects import VLLM_ARRAYS_PATH, VLLM_WORKERS_PATH, VLLMDialect
@@ -139,7 +141,7 @@ class VLLMServer:
         self.http.do("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
 
     def own_group(self, meeting: GroupRendezvous) -> BroadcastGroup:
-        return own_chain(meeting) if meeting.backend == "gloo" else TorchBroadcastGroup(meeting, as_torch_does=False)
+        return own_chain(meeting) if meeting.backend == "gloo" else own_broadcast(meeting)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """An update that was left half-way stays open and bars the next; ended, its mixed weights have a name that no
@@ -228,6 +230,15 @@ def own_chain(meeting: GroupRendezvous) -> ChainGroup:
         dppo_wire.prove(group, meeting.secret, 0, 1, meeting.joining)
 
     return ChainGroup(meeting, dppo_wire.Sealed(meeting.store, meeting.secret), prove)
+
+
+def own_broadcast(meeting: GroupRendezvous) -> TorchBroadcastGroup:
+    """The trainer's end of a group with our receivers over NCCL, which proves itself before the first bytes."""
+
+    def prove(group: Any, device: torch.device) -> None:
+        dppo_wire.prove_to_all(group, meeting.secret, 0, meeting.world_size, device)
+
+    return TorchBroadcastGroup(meeting, as_torch_does=False, prove=prove)
 
 
 def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:

@@ -105,10 +105,18 @@ class TorchBroadcastGroup(BroadcastGroup):
 
     Args:
         as_torch_does: find each other as `torch.distributed` does for a backend's name: SGLang calls it.
+        prove: called before the first bytes with the group and their device; raises RuntimeError unless each member
+            knows the secret.
     """
 
-    def __init__(self, meeting: GroupRendezvous, *, as_torch_does: bool) -> None:
-        self._store = meeting.store
+    def __init__(
+        self,
+        meeting: GroupRendezvous,
+        *,
+        as_torch_does: bool,
+        prove: Callable[[Any, torch.device], None] | None = None,
+    ) -> None:
+        self._store, self._prove = meeting.store, prove
         prefixed = PrefixStore(_PREFIX, meeting.store)
         if as_torch_does:
             devices = list(BackendConfig(Backend(meeting.backend)).get_device_backend_map())
@@ -117,6 +125,9 @@ class TorchBroadcastGroup(BroadcastGroup):
         self._backend: Any = _backend(meeting, prefixed)
 
     def send(self, memory: Tensor) -> None:
+        if self._prove is not None:
+            self._prove(self._backend, memory.device)
+            self._prove = None
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._backend.broadcast([memory], options).wait()

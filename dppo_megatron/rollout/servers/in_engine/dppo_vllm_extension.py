@@ -87,7 +87,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         address = (init_info.master_address, init_info.master_port, init_info.world_size)
         store = dist.TCPStore(*address, False, joining, wait_for_workers=False)
         if init_info.backend == "nccl":
-            self._group = BroadcastReceiver(store, rank, init_info.world_size, timeout, self.device)
+            self._group = BroadcastReceiver(store, rank, init_info.world_size, timeout, init_info.secret, self.device)
         else:
             more = init_info.chunk_bytes, init_info.secret
             self._group = ChainReceiver(store, rank, init_info.world_size, joining, timeout, *more)

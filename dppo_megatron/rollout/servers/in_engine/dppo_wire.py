@@ -9,10 +9,11 @@ so the next worker of the chain fails in its turn. A failure behind a worker nev
 is such a chain already. Its kernel does not notice that a member has died, so a thread waits for a key that the trainer
 then sets in the group's store, and aborts.
 
-The members of a gloo group know each other by a secret that came with the request to join. Without it another program
-could take a worker's place and be sent the weights: torch's store lets every program that reaches its port list, read
-and replace the members' addresses (`Sealed`), and gloo accepts as a member the first connection with the number in them
-(`prove`). Both ends use these two.
+The members of a group know each other by a secret that came with the request to join. Without it another program could
+take a worker's place and be sent the weights: torch's store lets every program that reaches its port list, read and
+replace the members' addresses (`Sealed`), and gloo accepts as a member the first connection with the number in them
+(`prove`). NCCL's store is torch's own, because its watchdog threads use it too: there only the proofs count
+(`prove_to_all`). Both ends use these.
 
 Imports torch only: it runs in the engine's environment, in the trainer, and in the receivers of benchmarks/data_plane.
 """
@@ -77,6 +78,18 @@ def prove(group: Any, secret: str, rank: int, peer: int, timeout: timedelta) -> 
     nonce = os.urandom(32)
     if not hmac.compare_digest(swapped(proof(rank, peer, swapped(nonce))), proof(peer, rank, nonce)):
         raise RuntimeError(f"who has connected as member {peer} of the group does not know its secret")
+
+
+def prove_to_all(group: Any, secret: str, rank: int, world_size: int, device: torch.device) -> None:
+    """Prove to all members of an NCCL group that we know the secret. Raises RuntimeError unless each proves the same.
+    The proof of a place is of use in no other, so that it may be seen by all."""
+    proofs = [list(hmac.new(secret.encode(), b"member %d" % member, "sha256").digest()) for member in range(world_size)]
+    mine = torch.tensor(proofs[rank], dtype=torch.uint8, device=device)
+    shown = [torch.empty_like(mine) for _ in proofs]
+    group.allgather([shown], [mine]).wait()
+    for member, (theirs, expected) in enumerate(zip(shown, proofs, strict=True)):
+        if not hmac.compare_digest(bytes(theirs.tolist()), bytes(expected)):
+            raise RuntimeError(f"who has connected as member {member} of the group does not know its secret")
 
 
 class Arrival(Protocol):
@@ -205,8 +218,11 @@ class _Passing(threading.Thread):
 class BroadcastReceiver:
     """One worker's end of an NCCL group. No GPU has run it."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, timeout: timedelta, secret: str, device: torch.device
+    ) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._unproven: tuple[str, int, int] | None = (secret, rank, world_size)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         self._group: Any = dist.ProcessGroupNCCL(PrefixStore(PREFIX, store), rank, world_size, options)
@@ -214,6 +230,9 @@ class BroadcastReceiver:
         threading.Thread(target=_abort_when_given_up, args=(watched, self._group), daemon=True).start()
 
     def receive(self, num_bytes: int) -> Arrival:
+        if self._unproven is not None:  # not while joining: NCCL's first call waits for all, and nothing can end that
+            prove_to_all(self._group, *self._unproven, self._memory.device)
+            self._unproven = None
         if self._memory.nbytes < num_bytes:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.device)
         memory = self._memory[:num_bytes]
