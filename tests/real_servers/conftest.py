@@ -37,7 +37,7 @@ def served(request: pytest.FixtureRequest, files: Path, tmp_path_factory: pytest
         if server.process is not None:
             server.process.send_signal(signal.SIGCONT)
         server.stop()
-    del os.environ["DPPO_ENGINE_API_KEY"]
+    os.environ.pop("DPPO_ENGINE_API_KEY", None)
 
 
 @pytest.fixture(autouse=True)
