@@ -163,7 +163,7 @@ def test_a_server_that_comes_back_is_looked_at_again(files: Path, tmp_path: Path
             await asked.reply('{"detail": "Not Found"}', "404 Not Found")
 
     stubs.behaviours["a"] = either
-    stubs.pages[f"a/{path}"] = '{"form": 1}'
+    stubs.pages[f"a/{path}"] = '{"form": 2}'
     said = heard()
     engine = _one_rank(
         files, tmp_path, rollout__servers__endpoints=f"[{stubs.url('a')}]", rollout__limits__engine_wait_s=2

@@ -21,12 +21,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count, zip_longest
+from threading import Condition
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import NotProven
 from dppo_megatron.rollout.servers.intake import Intake
-from dppo_megatron.rollout.servers.member import HUNG_S, Endpoint, Member, OwnedLock
+from dppo_megatron.rollout.servers.member import HUNG_S, Endpoint, Member
 from dppo_megatron.rollout.servers.protocol import Server
 from dppo_megatron.rollout.servers.router import Router, RouterServer
 from dppo_megatron.rollout.servers.server_process import ServerProcess, stop_all
@@ -82,7 +83,7 @@ class Fleet:
         recruit: Callable[[Fleet], None] = lambda fleet: None,
         inspect: Callable[[Member], None] = lambda member: None,
     ) -> None:
-        self.lock = OwnedLock()
+        self.lock = Condition()
         """Held to change a member; never across a call to a server."""
         self.members = [
             Member(server, self.lock, clock, process) for server, process in zip_longest(servers, processes)

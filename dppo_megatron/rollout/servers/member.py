@@ -20,9 +20,9 @@ server is made under that lock: decide under it, ask without it, then apply the 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from threading import Condition
 from typing import Literal
 
 from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, Generator, Server
@@ -38,30 +38,17 @@ HUNG_S = 60.0
 """vLLM's front end may outlive its engines: for 300 s it answered "EngineCore encountered an issue" and did not end."""
 
 
-class OwnedLock(threading.Condition):
-    """A re-entrant lock that knows whether the calling thread holds it, as of the library's only a condition does."""
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether the calling thread holds it."""
-        try:
-            self.notify(0)
-        except RuntimeError:
-            return False
-        return True
-
-
 class Endpoint:
     """What is asked for completions, and the fleet's state of it: a server, or a router (`router.py`).
 
     Args:
-        lock: the fleet's; held to change this.
+        lock: the fleet's, re-entrant; held to change this.
         clock: seconds that only grow.
     """
 
     server: Generator
 
-    def __init__(self, server: Generator, lock: OwnedLock, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, server: Generator, lock: Condition, clock: Callable[[], float] = time.monotonic) -> None:
         self.server = server
         self._lock, self._clock = lock, clock
         self._state: State = "stale"
@@ -182,7 +169,8 @@ class Endpoint:
         return self._clock() >= self._free_at
 
     def _owned(self) -> None:
-        assert self._lock.is_mine, "a member is changed under the fleet's lock only"
+        """Raises RuntimeError unless this thread holds the fleet's lock: of the library's only a condition knows."""
+        self._lock.notify(0)
 
 
 class Member(Endpoint):
@@ -204,7 +192,7 @@ class Member(Endpoint):
     def __init__(
         self,
         server: Server,
-        lock: OwnedLock,
+        lock: Condition,
         clock: Callable[[], float] = time.monotonic,
         process: ServerProcess | None = None,
     ) -> None:

@@ -18,12 +18,13 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Condition
 
 from dppo_megatron.rollout.servers import control_answers
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, SGLangRouterDialect, VLLMDialect
 from dppo_megatron.rollout.servers.directory import RegistryEntry
 from dppo_megatron.rollout.servers.http import MAX_ANSWER_BYTES, BadAnswer, Http, Refused, Unreachable
-from dppo_megatron.rollout.servers.member import Endpoint, Member, OwnedLock
+from dppo_megatron.rollout.servers.member import Endpoint, Member
 
 _ASK_S = 10.0
 
@@ -52,7 +53,7 @@ class Router(Endpoint):
 
     server: RouterServer
 
-    def __init__(self, server: RouterServer, lock: OwnedLock, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, server: RouterServer, lock: Condition, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(server, lock, clock)
         self._outages: dict[str, int] = {}
         """Of its workers, at the last call of `follow`."""

@@ -13,7 +13,6 @@ code over gloo, which is what lets a machine without a GPU test it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dppo_nccl import settings as nccl_settings
-from dppo_wire import Arrival, BroadcastReceiver, ChainReceiver, map_memory
+from dppo_wire import BroadcastReceiver, ChainReceiver, map_memory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -106,26 +105,24 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         dtype = getattr(torch, update_info.dtype)
         shapes = [torch.Size(shape) for shape in update_info.shapes]
         sizes = [shape.numel() * dtype.itemsize for shape in shapes]
-        arrival: Arrival | None = None
-        try:
-            if update_info.memory is None:
-                arrival = self._begin(sum(sizes))
-                memory = arrival.memory
-            else:
-                memory = self._map(update_info.memory)[: sum(sizes)]
-            tensors = [part.view(dtype).view(shape) for part, shape in zip(memory.split(sizes), shapes, strict=True)]
-            self.model.load_weights(zip(update_info.names, _arriving(tensors, arrival), strict=True))
-        except RuntimeError:
-            self._group = arrival = None  # closes our sockets, which ends the waits of other members
-            raise
+        if update_info.memory is None:
+            memory = self._received(sum(sizes))
+        else:
+            memory = self._map(update_info.memory)[: sum(sizes)]
+        tensors = [part.view(dtype).view(shape) for part, shape in zip(memory.split(sizes), shapes, strict=True)]
+        self.model.load_weights(zip(update_info.names, tensors, strict=True))
         keep_what_waits(self.model, memory)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the trainer fills the same memory again when it has our answer
 
-    def _begin(self, num_bytes: int) -> Arrival:
+    def _received(self, num_bytes: int) -> torch.Tensor:
         if self._group is None:
             raise RuntimeError("no weight transfer group: init_weight_transfer_engine comes first")
-        return self._group.receive(num_bytes)
+        try:
+            return self._group.receive(num_bytes)
+        except RuntimeError:
+            self._group = None  # closes our sockets, which ends the waits of other members
+            raise
 
     def _map(self, memory: dict[str, Any]) -> torch.Tensor:
         name = json.dumps(memory, sort_keys=True)
@@ -147,18 +144,6 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         self._group = None
         self._mapped.clear()
-
-
-def _arriving(tensors: list[torch.Tensor], arrival: Arrival | None) -> Iterator[torch.Tensor]:
-    """Each tensor as soon as it is there, so that it is loaded while the next ones come."""
-    end = 0
-    for tensor in tensors:
-        end += tensor.nbytes
-        if arrival is not None:
-            arrival.wait_for(end)
-        yield tensor
-    if arrival is not None:
-        arrival.finish()
 
 
 class WorkerExtension:
