@@ -285,12 +285,11 @@ class ServerEngine(Engine):
             found[places[arrived.index][arrived.position]] = arrived.completion
             if arrived.grades and not arrived.position:
                 self._grades |= zip(places[arrived.index], grades_of(arrived.grades), strict=True)
-        if self._head is not None:
-            self._head.clients.forget()
         return dict(sorted(found.items()))
 
     def _count(self, work: Work) -> None:
-        """On rank 0."""
+        """On rank 0, when a rollout is over."""
+        self._zero.clients.forget()
         spans = [span for landed in work.done.values() for span in landed.spans]
         if spans:
             stale = sum((self._sync.version - version) * tokens for version, tokens in spans)

@@ -247,7 +247,8 @@ class Dispatch:
         self._work.stragglers_aborted += aborted
         self._work.done[attempt.index] = event
         self._work.landed[event.ticket] = attempt.index
-        self._fleet.delivered(attempt.member)
+        with self._fleet.lock:
+            attempt.member.delivered()
         return attempt.index
 
     def _show(self, track: str, index: int, began_s: float, ended_s: float, ticket: int) -> None:
@@ -269,8 +270,8 @@ class Dispatch:
         turned_away = event.kind == "refused" and (event.status in BUSY or event.status < 500)
         self._again(attempt, was_sampled=not turned_away)
         if event.kind == "refused" and event.status in BUSY:
-            self._fleet.rest(member, event.retry_after_s)
-            return
+            with self._fleet.lock:
+                return member.back_off(event.retry_after_s)
         if event.kind == "refused" and 400 <= event.status < 500 and event.status not in _NOT_THE_SERVER:
             raise RunAborted(f"{member.name} refused request {request_id}: {event.text}")
         self._blame(attempt, event.text)

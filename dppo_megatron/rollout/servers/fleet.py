@@ -39,7 +39,6 @@ from dppo_megatron.types import UserError
 _ANSWER_S = 30.0
 """At most, for a server that is out: the sync or the rollout waits meanwhile."""
 _READY_S = 5.0
-_FIRST_REST_S, _LONGEST_REST_S = 0.5, 30.0
 
 
 @dataclass
@@ -101,8 +100,6 @@ class Fleet:
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="launcher")
         """Its thread lives as long as the trainer: the kernel ends a server with the thread that has started it."""
         self.tickets = count(1)
-        self._busy: dict[str, int] = {}
-        """How often in a row each server has answered 408, 429 or 503."""
 
     @property
     def live(self) -> list[Member]:
@@ -217,18 +214,6 @@ class Fleet:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._starter.shutdown(wait=False, cancel_futures=True)
         stop_all(member.process for member in self.members if member.process is not None)
-
-    def rest(self, member: Endpoint, wanted_s: float | None) -> None:
-        """It has too much to do: no requests for as long as it asks, else twice as long as the last time."""
-        times = self._busy[member.name] = self._busy.get(member.name, 0) + 1
-        own_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** min(times - 1, 16))
-        with self.lock:
-            member.back_off(own_s if wanted_s is None else min(_LONGEST_REST_S, wanted_s))
-
-    def delivered(self, member: Endpoint) -> None:
-        self._busy.pop(member.name, None)
-        with self.lock:
-            member.delivered()
 
     def probe_all(self) -> None:
         """Start the health probes that are due and act on those that have come back."""

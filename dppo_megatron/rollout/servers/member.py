@@ -33,6 +33,7 @@ _FREE_FAILURES = 3
 """Failures in a row after which a server is asked at once whether it is back: a killed one that was started again, or
 one that hung through a sync, needs no punishment."""
 _LONGEST_BACKOFF_S = 30.0
+_FIRST_REST_S, _LONGEST_REST_S = 0.5, 30.0
 _MISFIT_S = 5.0
 HUNG_S = 60.0
 """vLLM's front end may outlive its engines: for 300 s it answered "EngineCore encountered an issue" and did not end."""
@@ -67,6 +68,7 @@ class Endpoint:
         self.asleep: frozenset[DeviceMemory] = frozenset()
         """What it has given back to the actor. A process that was started again has all of its memory."""
         self._out_since = self._asked_again_at = self._free_at = -float("inf")
+        self._times_busy = 0
         self._has_left = False
 
     def __repr__(self) -> str:
@@ -136,7 +138,7 @@ class Endpoint:
     def delivered(self) -> None:
         """A good answer: what went wrong before counts no more."""
         self._owned()
-        self.failures = 0
+        self.failures = self._times_busy = 0
 
     @property
     def may_be_asked(self) -> bool:
@@ -159,10 +161,13 @@ class Endpoint:
         self.groups -= 1
         self.completions -= completions
 
-    def back_off(self, seconds: float) -> None:
-        """Back off for `seconds` (HTTP 408, 429, 503); its state does not change."""
+    def back_off(self, wanted_s: float | None) -> None:
+        """It has too much to do (HTTP 408, 429, 503): no requests for as long as it asks, else twice as long as the
+        last time. Its state does not change."""
         self._owned()
-        self._free_at = max(self._free_at, self._clock() + seconds)
+        rest_s = _FIRST_REST_S * 2.0 ** min(self._times_busy, 16) if wanted_s is None else wanted_s
+        self._times_busy += 1
+        self._free_at = max(self._free_at, self._clock() + min(_LONGEST_REST_S, rest_s))
 
     @property
     def is_free(self) -> bool:
