@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.distributed import barrier, from_rank_zero, gather_all
+from dppo_megatron.distributed import barrier, from_rank_zero, gather_all, rank
 from dppo_megatron.rollout.client.completion_buffer import completion_of, spans_of
 from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory, grades_of
 from dppo_megatron.rollout.client.messages import ServerAddress
@@ -88,7 +87,7 @@ class ServerEngine(Engine):
         self._config = config
         self._detokenizer, self._vocab_size = Detokenizer.of(tokenizer), architecture.vocab_size
         self._stop_ids = (int(tokenizer.eos_token_id),)
-        self._nodes = _nodes()
+        self._nodes = Nodes.of(gather_all([this_node()]), rank())
         self._grades: dict[int, Grade] = {}
         self._grades_in_client = client_hook is not None
         self._stats = RolloutStats()
@@ -385,12 +384,3 @@ class _Background:
         if error is not None and not isinstance(error, NeedsWeights):
             raise error
         return error is not None
-
-
-def _nodes() -> Nodes:
-    """The ranks by machine. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Nodes.of([""], 0)
-    names = [""] * dist.get_world_size()
-    dist.all_gather_object(names, this_node())
-    return Nodes.of(names, dist.get_rank())

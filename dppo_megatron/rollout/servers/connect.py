@@ -90,7 +90,7 @@ def connect(
     infos = [describe(server, rollout.servers.api_key_env) for server in servers]
     for server, info in zip(servers, infos, strict=True):
         check_server(server.http.url, info, config, architecture)
-    routers = [router for router in routers if _passes(router, servers)]
+    routers = [router for router in routers if through(router, [server.dialect for server in servers])]
     on_gpu = torch.cuda.is_available()
     found = _device_map(launched, infos, devices)
     unequal = {url: dppo_nccl.difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
@@ -116,14 +116,6 @@ def connect(
         ),
         directory=directory,
     )
-
-
-def _passes(router: RouterServer, servers: Sequence[Server]) -> bool:
-    """Whether requests go through it; else a log line, and its workers are asked themselves."""
-    if through(router, [server.dialect for server in servers]):
-        return True
-    log(f"rollout: {router.http.url} passes no requests of this engine on; its workers are asked themselves")
-    return False
 
 
 def _registered(directory: Directory, rollout: RolloutConfig) -> dict[str, str]:

@@ -12,7 +12,6 @@ code over gloo, which is what lets a machine without a GPU test it.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -30,9 +29,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
-
-_BUFFERS = 2
-"""Of the trainer's, mapped at a time."""
 
 
 @dataclass
@@ -71,11 +67,6 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     _group: ChainReceiver | BroadcastReceiver | None = None
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._mapped: dict[str, torch.Tensor] = {}
-        """The trainer's buffers, by what names them: it fills one while the other is read."""
-
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the group; the trainer is rank 0 and holds the store. An earlier group is left first: its members may
         be waiting for us."""
@@ -108,7 +99,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if update_info.memory is None:
             memory = self._received(sum(sizes))
         else:
-            memory = self._map(update_info.memory)[: sum(sizes)]
+            memory = map_memory(update_info.memory)[: sum(sizes)]
         tensors = [part.view(dtype).view(shape) for part, shape in zip(memory.split(sizes), shapes, strict=True)]
         self.model.load_weights(zip(update_info.names, tensors, strict=True))
         keep_what_waits(self.model, memory)
@@ -124,26 +115,15 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._group = None  # closes our sockets, which ends the waits of other members
             raise
 
-    def _map(self, memory: dict[str, Any]) -> torch.Tensor:
-        name = json.dumps(memory, sort_keys=True)
-        if name not in self._mapped:
-            while len(self._mapped) >= _BUFFERS:  # the oldest: a server that has missed a sync has old ones
-                self._mapped.pop(next(iter(self._mapped)))
-            self._mapped[name] = map_memory(memory)
-        return self._mapped[name]
-
     def finish_weight_update(self) -> None:
         """Layers go back to their kernels' form."""
         finalize_layerwise_reload(self.model, self.model_config)
         refresh_packed(self.model)
-        if self.device.type == "cuda":
-            self._mapped.clear()
-            if self._group is not None:
-                self._group.free()
+        if self._group is not None:
+            self._group.free()
 
     def shutdown(self) -> None:
         self._group = None
-        self._mapped.clear()
 
 
 class WorkerExtension:
