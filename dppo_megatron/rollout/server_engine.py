@@ -49,7 +49,7 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import Peer
 from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.membership import Membership, inspect
+from dppo_megatron.rollout.servers.membership import Membership
 from dppo_megatron.rollout.servers.protocol import Generator
 from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.servers.server_process import ServerProcess, stop_all
@@ -313,18 +313,16 @@ class _RankZero:
         launched: Sequence[ServerProcess],
         num_nodes: int,
     ) -> None:
-        self._config, self._architecture, self._found = config, architecture, found
+        self._config = config
         asked: list[Generator] = [*found.servers, *found.routers]
         owned_by = owners([one.http.url for one in asked], num_nodes, [server.node for server in launched])
-        self.nodes = sorted(set(owned_by)) if found.directory is None else list(range(num_nodes))
+        self.nodes = sorted(set(owned_by)) if found.addresses is None else list(range(num_nodes))
         """Those whose client asks servers."""
         listener = Listener(num_nodes)
         self.meeting = listener.meeting
         addresses = [_address(place, one) for place, one in enumerate(asked)]
         self.clients = Clients(listener, addresses, owned_by, self.nodes)
-        recruit: Callable[[Fleet], None] = lambda fleet: None  # noqa: E731
-        if found.directory is not None:
-            recruit = Membership(found.directory, found, config, architecture, self._introduce).update
+        membership = Membership(found, config, architecture, self._introduce)
         self.fleet = Fleet(
             found.servers,
             config.rollout,
@@ -332,8 +330,8 @@ class _RankZero:
             launched,
             health_file=HealthFile(Path(config.run_dir)),
             routers=found.routers,
-            recruit=recruit,
-            inspect=self._inspect,
+            recruit=membership.update,
+            inspect=membership.inspect,
         )
 
     def await_clients(self) -> None:
@@ -341,15 +339,8 @@ class _RankZero:
         widest = max((member.width for member in self.fleet.members), default=1)
         self.clients.start(self._config.rollout.limits.max_concurrent_sequences * widest)
 
-    def _inspect(self, member: Member) -> None:
-        """A server is back. Raises UserError if it is not one that this run can use."""
-        asked_as = member.server.dialect
-        inspect(member.server, self._found, self._config, self._architecture)
-        if member.server.dialect != asked_as:
-            self._introduce(member)
-
     def _introduce(self, member: Member) -> None:
-        """A server has come, perhaps behind a router."""
+        """A server has come, perhaps behind a router, or is asked in another dialect now."""
         for asked in (member, *self.fleet.routers):
             self.clients.add(_address(self.fleet.places[asked.name], asked.server))
 
