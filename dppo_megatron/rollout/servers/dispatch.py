@@ -15,7 +15,6 @@ The rules:
   It is for one engine: a server of four data-parallel replicas has room for four times as many.
 - Groups of a server that has gone out are queued again, and only the first answer to each is kept. With a seed (vLLM)
   the second attempt samples the same completion, so a failure does not favour short ones; without, `Work.resent`.
-- A server that has too much to do (408, 429, 503) rests for as long as it asks, or a little longer each time.
 - Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
   it that went wrong, `engine_wait_s` for a fleet without a live server. Each ends in one message with the request's id.
 """

@@ -14,8 +14,6 @@ Beyond aiohttp:
 - A server that closes an idle connection has not failed (`Stale`).
 - The other end of a connection proves its identity before anything is sent to it (`identity.py`).
 - An answer is decoded as the type that the caller names, with its bounds: no unchecked value of a server is read.
-- Three kinds of failure: `Unreachable` (no answer: try elsewhere), `Refused` (a status other than 2xx), and `BadAnswer`
-  (2xx with content that cannot be right).
 """
 
 from __future__ import annotations

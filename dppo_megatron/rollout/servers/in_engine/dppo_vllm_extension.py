@@ -119,7 +119,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Layers go back to their kernels' form."""
         finalize_layerwise_reload(self.model, self.model_config)
         refresh_packed(self.model)
-        if self._group is not None:
+        if isinstance(self._group, BroadcastReceiver):
             self._group.free()
 
     def shutdown(self) -> None:

@@ -155,9 +155,6 @@ class ChainReceiver:
                     self._next = None
         return ""
 
-    def free(self) -> None:
-        """Between syncs the memory is kept."""
-
 
 class BroadcastReceiver:
     """One worker's end of an NCCL group. No GPU has run it."""
