@@ -37,7 +37,7 @@ from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory, 
 from dppo_megatron.rollout.client.remote import Nodes, owners, take
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.rollout.servers.dispatch import grouped
+from dppo_megatron.rollout.servers.dispatch import dispatch, grouped
 from dppo_megatron.rollout.servers.wire import Sampled
 from dppo_megatron.types import Completion, Grade, Prompt, RunAborted
 
@@ -163,7 +163,7 @@ def test_a_server_that_comes_back_is_looked_at_again(files: Path, tmp_path: Path
             await asked.reply('{"detail": "Not Found"}', "404 Not Found")
 
     stubs.behaviours["a"] = either
-    stubs.pages[f"a/{path}"] = '{"form": 1}'
+    stubs.pages[f"a/{path}"] = '{"form": 2}'
     said = heard()
     engine = _one_rank(
         files, tmp_path, rollout__servers__endpoints=f"[{stubs.url('a')}]", rollout__limits__engine_wait_s=2
@@ -177,6 +177,30 @@ def test_a_server_that_comes_back_is_looked_at_again(files: Path, tmp_path: Path
         with pytest.raises(RunAborted, match=r"engine_wait_s = 2 s .*a context of 3 tokens"):
             _rollout(engine, 3)
         assert sum("answers again and is not used" in line for line in said) == 1
+    finally:
+        engine.close()
+
+
+def test_what_is_given_up_half_way_is_ended_at_the_server(files: Path, tmp_path: Path, stubs: StubServers) -> None:
+    """Also after some completions were taken; else the answers of the others would be the next rollout's."""
+    closed = threading.Event()
+
+    async def first_only(asked: Asked) -> None:
+        if asked.body["request_id"].startswith("1-0-"):
+            return await good(asked)
+        await asked.reader.read()
+        closed.set()
+
+    stubs.behaviours["a"] = first_only
+    engine = _one_rank(files, tmp_path, rollout__servers__endpoints=f"[{stubs.url('a')}]")
+    try:
+        asked = [Request(Prompt(i, "", (2, 3), "", ""), c, 1) for i in range(2) for c in range(4)]
+        work, places = engine._plan(asked, Sampling(LIMIT, 1.0, 0))
+        landing = dispatch(engine._fleet, work)
+        next(landing)
+        engine._take(places)
+        landing.close()  # type: ignore[attr-defined]
+        assert closed.wait(20)
     finally:
         engine.close()
 
