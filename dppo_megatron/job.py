@@ -128,12 +128,14 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     """What can be refused knowing config.json alone, data and tokenizer not; a plan checks it too.
 
     Returns:
-        Lines for the log.
+        A line for each level of pruning that sets what its method does not read.
 
     Raises:
         UserError: pruning, layout, layers or lengths that cannot be.
     """
-    unread = _check_pruning(config)
+    size = config.rollout.completions_per_prompt
+    minibatch = planned_prompts(config) // config.objective.updates_per_step * size
+    unread = check_methods(config.pruning, group_size=size, minibatch_size=minibatch)
     _check_actor(config, architecture, world_size, machine)
     _check_positions(config, architecture)
     return unread
@@ -152,13 +154,6 @@ def _check_actor(config: Config, architecture: Architecture, world_size: int, ma
     machine.check_logprob_kernel(config.actor.logprob_kernel)
     if config.actor.recompute == "selective":
         machine.check_recompute(config.actor.recompute_modules)
-
-
-def _check_pruning(config: Config) -> list[str]:
-    """A line for each level that sets what its method does not read. Raises UserError."""
-    size = config.rollout.completions_per_prompt
-    minibatch = planned_prompts(config) // config.objective.updates_per_step * size
-    return check_methods(config.pruning, group_size=size, minibatch_size=minibatch)
 
 
 def _check_grading(

@@ -1,9 +1,9 @@
 """Allows one trainer per run directory: lock.json names the host and process that has it.
 
-Whether the holder still runs is decided by three signs, since none is enough alone. The kernel's record lock (fcntl)
-ends with the process and works over NFS and Lustre where their lock managers run. Without it, a process of this host is
-looked up by its id and start time. A process of another host is known only by its heartbeat: it touches the file every
-few seconds, and if the file has not changed for a minute of the file system's own clock, the holder is gone.
+Whether the holder still runs is decided by two signs, since neither is enough alone. The kernel's record lock (fcntl)
+ends with the process and works over NFS and Lustre where their lock managers run. Without it, and on another host, the
+holder is known by its heartbeat: it touches the file every few seconds, and if the file has not changed for a minute of
+the file system's own clock, the holder is gone.
 
 POSIX record locks end as soon as the process closes any descriptor of the file, so this process never opens lock.json
 a second time and reads it through the one descriptor.
@@ -122,12 +122,8 @@ class RunLock:
 
     def _lives(self, holder: dict[str, Any], kernel_locks: bool) -> bool:
         """Whether the process that `holder` describes still runs, as far as can be known here."""
-        if holder.get("host") == socket.gethostname() and holder.get("boot") == _boot_id():
-            if kernel_locks:  # we hold it, so no other process of this machine can
-                return False
-            started = _start_of(holder.get("pid"))
-            if started and started == holder.get("process_start"):
-                return True
+        if kernel_locks and holder.get("host") == socket.gethostname() and holder.get("boot") == _boot_id():
+            return False  # we hold it, so no other process of this machine can
         first = os.fstat(self._descriptor).st_mtime_ns
         said, deadline = False, time.monotonic() + self._stale_s  # a file with a time in the future never grows old
         while (self._clock_ns() - first) / 1e9 < self._stale_s and time.monotonic() < deadline:
@@ -158,13 +154,11 @@ class RunLock:
 
 
 def _describe_self() -> dict[str, Any]:
-    pid = os.getpid()
     described = {
         "host": socket.gethostname(),
-        "pid": pid,
+        "pid": os.getpid(),
         "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "boot": _boot_id(),
-        "process_start": _start_of(pid),
     }
     job = os.environ.get("SLURM_JOB_ID", "")
     attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
@@ -192,13 +186,4 @@ def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        return ""
-
-
-def _start_of(pid: object) -> str:
-    """Start time of a process of this machine, in the kernel's clock ticks; empty if there is no such process."""
-    try:
-        # its name, the second field, may hold spaces and brackets; the start time is the 22nd field of all
-        return Path(f"/proc/{int(str(pid))}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    except (OSError, ValueError, IndexError):
         return ""

@@ -53,7 +53,6 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines: dict[str, JsonLines] = {}
-        self._troubled: set[str] = set()
         with said_as_mistake(path):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(path)
@@ -98,18 +97,18 @@ class RunDirectory:
 
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Append a line to a log. If the disk is full the line waits, with one warning."""
+        lines = self._lines[name]
+        waited = lines.num_waiting
         try:
-            log(*self._lines[name].write(row))
+            log(*lines.write(row))
         except OSError as error:
-            if name not in self._troubled:
-                self._troubled.add(name)
+            if not waited:
                 log(
                     f"warning: {self._path / name} cannot be written ({error.strerror}): its lines wait in memory and"
                     " are tried again; until they are on the disk no checkpoint is saved"
                 )
             return
-        if name in self._troubled:
-            self._troubled.remove(name)
+        if waited:
             log(f"{self._path / name} is written again; no line is lost")
 
     def begin_step(self) -> None:
@@ -132,7 +131,6 @@ class RunDirectory:
                 log(*lines.sync())
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self._path / name)) from None
-            self._troubled.discard(name)
         return {name: dict(lines.sums) for name, lines in self._lines.items()}
 
     def check(self) -> None:

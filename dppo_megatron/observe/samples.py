@@ -16,7 +16,6 @@ from __future__ import annotations
 import queue
 import re
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -89,8 +88,6 @@ class SampleWriter:
         self._max_bytes = int(settings.max_gb * 1e9 / world_size)
         self._queue: queue.Queue[tuple[int, list[RecordedGroup]] | threading.Event | None] = queue.Queue(_QUEUE)
         self._said: set[str] = set()
-        self.cpu_s = 0.0
-        """CPU seconds used by the thread."""
         self._thread: threading.Thread | None = None
 
     def write(self, step: int, groups: list[RecordedGroup]) -> None:
@@ -133,7 +130,6 @@ class SampleWriter:
                 self._write(*item)
             except Exception as error:  # samples are for looking at, which is not worth losing a run
                 self._warn(type(error).__name__, f"samples of step {item[0]} cannot be written: {error}")
-            self.cpu_s = time.thread_time()
 
     def _write(self, step: int, groups: Sequence[RecordedGroup]) -> None:
         make_directory(self._directory)

@@ -37,7 +37,7 @@ from dppo_megatron.evaluation.eval_scores import EvalScores
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import Job
 from dppo_megatron.observe.metrics import Timers
-from dppo_megatron.observe.samples import add_actor_logprobs
+from dppo_megatron.observe.samples import RecordedGroup, add_actor_logprobs
 from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import Packable
@@ -50,16 +50,9 @@ from dppo_megatron.steps.build import make_engine, make_sampling, what_to_offloa
 from dppo_megatron.steps.coordinator import Coordinator
 from dppo_megatron.steps.exchange import Replicas, exchange
 from dppo_megatron.steps.rollout_table import RolloutTable
-from dppo_megatron.steps.step import Step, StepRecord, Update
+from dppo_megatron.steps.step import Step, Update
 from dppo_megatron.texts import log
-from dppo_megatron.types import (
-    Completion,
-    FloatArray,
-    PackPlan,
-    Prompt,
-    RolloutPrompt,
-    TrainSample,
-)
+from dppo_megatron.types import Completion, FloatArray, PackPlan, Prompt, RolloutPrompt, TrainSample
 
 ShowPhases: TypeAlias = Callable[[int], AbstractContextManager[Callable[[str], None] | None]]
 """While a step lasts, shows the phase that it is told."""
@@ -161,7 +154,7 @@ class Loop:
     def step(self, number: int) -> Iterator[Step]:
         """Step `number`: the one begun ahead, or a new one. `time/step_s` is the time spent in the block,
         `time/step_cpu_s` the CPU time of this process in it: where cores are shared, the steadier of the two."""
-        step, self._ahead = self._ahead or self._new(number), None
+        step, self._ahead = self._ahead or Step(number), None
         assert step.number == number, f"step {step.number} was begun ahead, {number} is asked for"
         self.current = step
         recorded = self._recorder.step(number) if self._recorder else nullcontext()
@@ -207,18 +200,18 @@ class Loop:
     def prune(self, step: Step) -> None:
         """Advantages on full groups, then the completions worth training on, each with its weight."""
         with step.record.timers.phase("prune"):
-            plans, holders, verdicts = from_rank_zero(lambda: self._coordinator.decide(step, self._engine.statistics()))
+            plans, holders, recorded = from_rank_zero(lambda: self._coordinator.decide(step, self._engine.statistics()))
         with step.record.timers.phase("exchange"):
             step.reach("pruned")
             step.updates = exchange(plans, step.groups, holders, step.selected, self._group_size, self._replicas)
-            step.samples = verdicts.join(step.groups)
+            step.samples = [RecordedGroup(k, step.groups[k], *row) for k, row in recorded.items() if k in step.groups]
             step.groups.clear()  # frees the pruned completions
             step.reach("exchanged")
 
     def begin_ahead(self, step: Step, number: int) -> None:
         """With `rollout.async_steps`, begin to generate for `number` while `step` trains; 0: nothing to begin."""
         if number and self.job.config.rollout.async_steps:
-            self._ahead = self._new(number)
+            self._ahead = Step(number)
             self._select(self._ahead, step.record.timers)  # the time belongs to the running step
             self._start(self._ahead, self._ahead.selected)
 
@@ -329,9 +322,6 @@ class Loop:
         self.last_complete_step = step
 
     # ---------------------------------------------------------------------------------------- inside
-
-    def _new(self, number: int) -> Step:
-        return Step(number, record=StepRecord(timers=Timers()))
 
     def _release_weights(self) -> None:
         """The engine has copies of the actor's weights."""

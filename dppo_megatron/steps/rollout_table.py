@@ -7,7 +7,7 @@ completions were 24 bytes a *token*.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -58,18 +58,10 @@ class RolloutTable:
     @staticmethod
     def join(parts: Sequence[RolloutTable]) -> RolloutTable:
         """All groups of a step, sorted by position; `grades` stay in the order of `parts`."""
-        position = np.concatenate([part.position for part in parts])
-        order = np.argsort(position)
-        return RolloutTable(
-            position=position[order],
-            holder=np.concatenate([part.holder for part in parts])[order],
-            rewards=np.concatenate([part.rewards for part in parts])[order],
-            lengths=np.concatenate([part.lengths for part in parts])[order],
-            logit_grad_norm=np.concatenate([part.logit_grad_norm for part in parts])[order],
-            surprisal=np.concatenate([part.surprisal for part in parts])[order],
-            truncated=np.concatenate([part.truncated for part in parts])[order],
-            grades=GradeTable.join([part.grades for part in parts]),
-        )
+        order = np.argsort(np.concatenate([part.position for part in parts]))
+        names = [field.name for field in fields(RolloutTable) if field.name != "grades"]
+        columns = {name: np.concatenate([getattr(part, name) for part in parts])[order] for name in names}
+        return RolloutTable(**columns, grades=GradeTable.join([part.grades for part in parts]))
 
     def metrics(self, inclusion_prob: FloatArray) -> dict[str, float]:
         """Figures of all that was rolled out, as Horvitz-Thompson estimates over the prompts that could have been:

@@ -25,8 +25,17 @@ from typing import IO
 from dppo_megatron.children import ignore_signals
 from dppo_megatron.files import make_directory
 from dppo_megatron.frames import framed, read_frame
-from dppo_megatron.observe.trackers.messages import ENCODER, TO_TRACKER, Answer, Begin, EndRun, Mark, StepLine
-from dppo_megatron.observe.trackers.tools import TOOLS, Tracker
+from dppo_megatron.observe.trackers.tools import (
+    ENCODER,
+    TO_TRACKER,
+    TOOLS,
+    Answer,
+    Begin,
+    EndRun,
+    Mark,
+    StepLine,
+    Tracker,
+)
 from dppo_megatron.texts import one_line
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
