@@ -39,8 +39,8 @@ from dppo_megatron.observe.progress_display import Progress, RunProgress, print_
 from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, said_as_mistake
 from dppo_megatron.observe.samples import SAMPLES, RecordedGroup, SampleWriter
 from dppo_megatron.observe.timeline import StepRecorder
+from dppo_megatron.observe.trackers.process import Begin, StepLine
 from dppo_megatron.observe.trackers.sink import COLUMNS, TRACKERS, Trackers, numbers, settings, table
-from dppo_megatron.observe.trackers.tools import Begin, StepLine
 from dppo_megatron.observe.watchdog import StopRequests, Watchdog
 from dppo_megatron.progress import counted, progress, shown_by
 from dppo_megatron.pruning import LedgerRow, biased_rows

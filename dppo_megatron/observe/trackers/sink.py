@@ -31,7 +31,7 @@ from dppo_megatron.config.changes import flat
 from dppo_megatron.files import make_directory, write_text
 from dppo_megatron.frames import framed, read_frame
 from dppo_megatron.observe.samples import RecordedGroup, to_table
-from dppo_megatron.observe.trackers.tools import ANSWER, ENCODER, Begin, Cell, EndRun, StepLine
+from dppo_megatron.observe.trackers.process import ANSWER, ENCODER, Begin, Cell, EndRun, StepLine
 from dppo_megatron.texts import log
 
 TRACKERS = "trackers"
