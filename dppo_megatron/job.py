@@ -107,7 +107,10 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
                 f"sft.examples_per_step = {config.sft.examples_per_step}, but"
                 f" {config.sft.examples_path} holds only {len(examples)} examples"
             )
-    policy_loss = _load_policy_loss(config) if trains else None
+    policy_loss: PolicyLoss | None = None
+    if trains and config.objective.function:
+        policy_loss = load_function("objective.function", config.objective.function)
+        check_policy_loss(policy_loss, config.objective)
     grader, notes = _check_grading(config, train_sets, eval_sets)
     return Job(
         config=config,
@@ -195,14 +198,6 @@ def _reward_bounds(config: Config) -> RewardBounds:
     if prompt_policy_class(prompt.method).needs_unit_rewards(prompt):
         return RewardBounds(0.0, 1.0, "pruning.prompt.score = beta counts it as a success; score=rms takes any reward")
     return RewardBounds(-LARGEST_REWARD, LARGEST_REWARD, "it is squared")
-
-
-def _load_policy_loss(config: Config) -> PolicyLoss | None:
-    if not config.objective.function:
-        return None
-    function: PolicyLoss = load_function("objective.function", config.objective.function)
-    check_policy_loss(function, config.objective)
-    return function
 
 
 def _check_positions(config: Config, architecture: Architecture) -> None:

@@ -62,7 +62,6 @@ class RunDirectory:
                 self.run = read_identity(path) or _begin_identity(path)
                 """The run's id."""
                 _check_names(path)
-                _check_checkpoints(path / "checkpoints")
             except BaseException:
                 self._lock.release()
                 raise
@@ -209,17 +208,14 @@ def _begin_identity(path: Path) -> str:
 
 def _check_names(path: Path) -> None:
     """Raise OSError now for what a run could not write to: a pipe, on which reading would block, or a link, which may
-    lead to any file."""
+    lead to any file; and, rather than at the first save, if no checkpoint could be written."""
     for name in RECORDS:
         if os.path.lexists(path / name):
             os.close(open_own(path / name, os.O_RDWR))
     for name in _DIRECTORIES:
         if (path / name).is_symlink():
             make_directory(path / name)  # raises
-
-
-def _check_checkpoints(root: Path) -> None:
-    """Raise OSError now, rather than at the first save, if no checkpoint could be written."""
+    root = path / "checkpoints"
     make_directory(root)
     if not os.access(root, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root))

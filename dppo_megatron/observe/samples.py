@@ -251,23 +251,12 @@ def to_table(step: int, groups: Sequence[RecordedGroup]) -> Any:
         "finish_reason": ([one.finish_reason for one in done], pa.string()),
         "weights_version_first": ([_version(one, 0) for one in done], pa.int64()),
         "weights_version_last": ([_version(one, -1) for one in done], pa.int64()),
+        # arrays of the column's own type: pyarrow takes the numbers of others one by one, ten times as slowly
+        "token_ids": ([one.token_ids.astype(np.int32) for one in done], pa.list_(pa.int32())),
+        "logprobs": ([one.logprobs.astype(np.float32) for one in done], pa.list_(pa.float32())),
+        "actor_logprobs": ([one if one is None else one.astype(np.float32) for one in actor], pa.list_(pa.float32())),
     }
-    arrays = {name: pa.array(values, kind) for name, (values, kind) in columns.items()}
-    arrays["token_ids"] = _lists([one.token_ids for one in done], np.dtype(np.int32))
-    arrays["logprobs"] = _lists([one.logprobs for one in done], np.dtype(np.float32))
-    arrays["actor_logprobs"] = _lists(actor, np.dtype(np.float32))
-    return pa.table(arrays)
-
-
-def _lists(values: Sequence[Any], kind: np.dtype[Any]) -> Any:
-    """A column of arrays or nulls, built without a Python object per number, which would take most of the time."""
-    import pyarrow as pa
-
-    offsets = np.zeros(len(values) + 1, dtype=np.int32)
-    np.cumsum([0 if one is None else len(one) for one in values], out=offsets[1:])
-    flat = np.concatenate([np.empty(0, kind), *(np.asarray(one, kind) for one in values if one is not None)])
-    absent = pa.array([one is None for one in values], pa.bool_())
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), mask=absent)
+    return pa.table({name: pa.array(values, kind) for name, (values, kind) in columns.items()})
 
 
 def _store(tables: Sequence[Any], path: Path) -> None:

@@ -27,7 +27,7 @@ from dppo_megatron.selection import PromptDraw, Selector, TrainSelection
 from dppo_megatron.steps.rollout_cost import cost_model
 from dppo_megatron.steps.rollout_table import RolloutTable
 from dppo_megatron.steps.step import Step, UpdatePlan, sizes_of
-from dppo_megatron.steps.trace import annotations, trace_row
+from dppo_megatron.steps.trace import decided, trace_row
 from dppo_megatron.types import IntArray, PackPlan
 
 
@@ -95,7 +95,7 @@ class Coordinator:
         with record.timers.phase("pack"):
             updates = range(config.objective.updates_per_step)
             plans = [self._plan_update(step, decision, rollouts.lengths, index) for index in updates]
-        return plans, outcomes.holder, annotations(config, step.number, decision, rollouts)
+        return plans, outcomes.holder, decided(config, step.number, decision, rollouts)
 
     def plan(self, samples: Sequence[Packable]) -> PackPlan:
         """Micro-batches for every data-parallel rank."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -37,9 +37,7 @@ from dppo_megatron.types import (
 Reached: TypeAlias = Literal[
     "new", "selected", "generating", "rolled_out", "pruned", "exchanged", "updating", "updated", "synced", "finished"
 ]
-ORDER: tuple[Reached, ...] = (
-    "new", "selected", "generating", "rolled_out", "pruned", "exchanged", "updating", "updated", "synced", "finished"
-)  # fmt: skip
+ORDER: tuple[Reached, ...] = get_args(Reached)
 BACK: dict[Reached, Reached] = {"rolled_out": "generating", "updated": "updating"}
 """The two loops: a refill generates again, and a step may have several optimizer updates."""
 

@@ -61,7 +61,7 @@ def trace_seconds(timing: StepTiming) -> dict[str, float]:
     return {"rollout": timing.rollout_s, "update": timing.update_s, "other": timing.other_s}
 
 
-def annotations(config: Config, step: int, decision: TrainSelection, rollouts: Rollouts) -> dict[int, tuple[Any, ...]]:
+def decided(config: Config, step: int, decision: TrainSelection, rollouts: Rollouts) -> dict[int, tuple[Any, ...]]:
     """Position in the step of each recorded group -> what was decided about its completions: the fields of
     `RecordedGroup` after `group`. The texts are on the ranks that generated them, so all ranks are sent this."""
     flat = (decision.advantages, decision.completion_prob, decision.weight, decision.kept)
