@@ -381,7 +381,7 @@ class Run:
         """Save a checkpoint; returns whether it could be written. Collective."""
         self._finalize(blocking=True)  # what was wrong with the last one must not cost this one too
         self.summary.wall_s = time.perf_counter() - self._started
-        self._samples.flush()
+        self._samples.close(10.0)
         try:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
             state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}

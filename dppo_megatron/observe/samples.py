@@ -17,7 +17,6 @@ import queue
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,7 @@ def add_actor_logprobs(groups: Sequence[RecordedGroup], rows: IntArray, values: 
 
 
 class SampleWriter:
-    """Writes this rank's recorded groups in a background thread, until `close`.
+    """Writes this rank's recorded groups in a background thread.
 
     A failure here never stops a run: each kind is reported once, and the samples of that step are missing.
 
@@ -86,7 +85,7 @@ class SampleWriter:
         self._directory, self._rank, self._world_size = directory, rank, world_size
         self._log = show if rank else log  # of the other ranks only rank 0's log is printed
         self._max_bytes = int(settings.max_gb * 1e9 / world_size)
-        self._queue: queue.Queue[tuple[int, list[RecordedGroup]] | threading.Event | None] = queue.Queue(_QUEUE)
+        self._queue: queue.Queue[tuple[int, list[RecordedGroup]] | None] = queue.Queue(_QUEUE)
         self._said: set[str] = set()
         self._thread: threading.Thread | None = None
 
@@ -94,38 +93,32 @@ class SampleWriter:
         """Queue a step's recorded groups and return at once. The caller must not change them afterwards."""
         if not groups:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
-            self._thread.start()
+        self._start()
         try:
             self._queue.put_nowait((step, groups))
         except queue.Full:
             self._warn("slow", f"the disk is slower than the steps: samples of step {step} and perhaps others are left")
 
-    def flush(self, timeout_s: float = 10.0) -> None:
-        """Wait for what was handed over: a run that resumes from a checkpoint has the samples up to it."""
-        if self._thread is None:
-            return
-        done = threading.Event()
-        with suppress(queue.Full):
-            self._queue.put(done, timeout=timeout_s)
-            done.wait(timeout_s)
-
     def close(self, timeout_s: float = 60.0) -> None:
-        """Write what is queued, then stop the thread."""
+        """Write what is queued, then stop the thread, which the next `write` starts again: a run that resumes from a
+        checkpoint has the samples up to it."""
         if self._thread is None:
             return
+        thread = self._start()  # an earlier call may have given up on a disk that has answered since
         try:
             self._queue.put(None, timeout=timeout_s)
-            self._thread.join(timeout_s)
+            thread.join(timeout_s)
         except queue.Full:
             self._warn("stuck", "the disk does not answer: the samples of the last steps are lost")
 
+    def _start(self) -> threading.Thread:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
+            self._thread.start()
+        return self._thread
+
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
             try:
                 self._write(*item)
             except Exception as error:  # samples are for looking at, which is not worth losing a run

@@ -25,8 +25,7 @@ from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
 from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.selection import PromptDraw, Selector, TrainSelection
 from dppo_megatron.steps.rollout_cost import cost_model
-from dppo_megatron.steps.rollout_table import RolloutTable
-from dppo_megatron.steps.step import Step, UpdatePlan, sizes_of
+from dppo_megatron.steps.step import RolloutTable, Step, UpdatePlan, sizes_of
 from dppo_megatron.steps.trace import decided, trace_row
 from dppo_megatron.types import IntArray, PackPlan
 

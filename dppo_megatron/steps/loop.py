@@ -41,7 +41,7 @@ from dppo_megatron.observe.samples import RecordedGroup, add_actor_logprobs
 from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import Packable
-from dppo_megatron.progress import Advance, progress
+from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import grade_groups
 from dppo_megatron.rollout.engine import Request
 from dppo_megatron.rollout.sync.receipts import Canary
@@ -49,8 +49,7 @@ from dppo_megatron.selection import PromptDraw
 from dppo_megatron.steps.build import make_engine, make_sampling, what_to_offload
 from dppo_megatron.steps.coordinator import Coordinator
 from dppo_megatron.steps.exchange import Replicas, exchange
-from dppo_megatron.steps.rollout_table import RolloutTable
-from dppo_megatron.steps.step import Step, Update
+from dppo_megatron.steps.step import RolloutTable, Step, Update
 from dppo_megatron.texts import log
 from dppo_megatron.types import Completion, FloatArray, PackPlan, Prompt, RolloutPrompt, TrainSample
 
@@ -79,7 +78,13 @@ class Loop:
             self._engine.rest()  # gives the actor the device
             self._offload = what_to_offload(config, layout.device.type)
             with progress("building the actor", len(job.checkpoint.names), "tensors read") as advance:
-                get = _told(job.checkpoint.get, advance)
+                read = itertools.count(1)
+
+                def get(name: str) -> torch.Tensor:
+                    tensor = job.checkpoint.get(name)
+                    advance(next(read))
+                    return tensor
+
                 self.actor = Actor(config.actor, layout, job.architecture, get, dtype=dtype)
             undo.pop_all()
         self.objective = make_objective(config.objective, job.policy_loss)
@@ -381,18 +386,6 @@ class Loop:
         prompts = self.job.train_prompts
         rows = zip(chosen.prompt_index, chosen.inclusion_prob, chosen.weight, strict=True)
         return [RolloutPrompt(prompts[index], float(prob), float(weight)) for index, prob, weight in rows]
-
-
-def _told(get: Callable[[str], torch.Tensor], advance: Advance) -> Callable[[str], torch.Tensor]:
-    """`get`; `advance` is told how many tensors have been read."""
-    done = itertools.count(1)
-
-    def told(name: str) -> torch.Tensor:
-        tensor = get(name)
-        advance(next(done))
-        return tensor
-
-    return told
 
 
 def _unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:
