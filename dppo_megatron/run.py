@@ -69,7 +69,7 @@ class Run:
         self._started = time.perf_counter()
         self._config = job.config
         self._directory = Path(job.config.run_dir)
-        _set_threads(job.config.threads_per_rank)
+        torch.set_num_threads(job.config.threads_per_rank or max(1, (os.cpu_count() or 1) // launched_here()))
         with Progress("waiting for all ranks", 0, "", clock=clock, visible=launched_rank() == 0):
             start_process_group(job.config.guard.rendezvous_timeout_s)
         self._writes = dist.get_rank() == 0
@@ -87,7 +87,7 @@ class Run:
             if self._watchdog:
                 self._watchdog.start()
                 undo.callback(self._watchdog.stop)
-            undo.callback(self._take_back_files)
+            undo.callback(lambda: self._files.take_back() if self._files else None)
             with said_as_mistake(self._directory):
                 changes = self._take_up(job)
             self.resumes = self._origin is not None
@@ -359,10 +359,6 @@ class Run:
         )
         write_first_prompts(self._directory, job.train_sets, job.eval_sets)
 
-    def _take_back_files(self) -> None:
-        if self._files:
-            self._files.take_back()
-
     def _close_files(self) -> None:
         if self._files:
             self._files.close()
@@ -455,7 +451,3 @@ def _averages(scores: Sequence[EvalScores]) -> dict[str, float | None]:
 
 def _is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
-
-
-def _set_threads(threads_per_rank: int) -> None:
-    torch.set_num_threads(threads_per_rank or max(1, (os.cpu_count() or 1) // launched_here()))

@@ -124,21 +124,18 @@ class RunLock:
         """Whether the process that `holder` describes still runs, as far as can be known here."""
         if kernel_locks and holder.get("host") == socket.gethostname() and holder.get("boot") == _boot_id():
             return False  # we hold it, so no other process of this machine can
-        first = os.fstat(self._descriptor).st_mtime_ns
-        said, deadline = False, time.monotonic() + self._stale_s  # a file with a time in the future never grows old
-        while (self._clock_ns() - first) / 1e9 < self._stale_s and time.monotonic() < deadline:
-            if not said:
-                log(f"{self._path}: waiting up to {self._stale_s:g} s for a sign of life of {_name(holder)}")
-                said = True
+        last_beat = os.fstat(self._descriptor).st_mtime_ns
+        with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=f".{FILE}.") as probe:
+            age_s = (os.fstat(probe.fileno()).st_mtime_ns - last_beat) / 1e9  # by the file system's clock, as the beats
+        left_s = self._stale_s - max(0.0, age_s)  # a time in the future counts as now
+        if left_s > 0:
+            log(f"{self._path}: waiting up to {left_s:.2g} s for a sign of life of {_name(holder)}")
+        deadline = time.monotonic() + left_s
+        while time.monotonic() < deadline:
             time.sleep(min(1.0, self._stale_s / 10))
-            if os.fstat(self._descriptor).st_mtime_ns != first:
+            if os.fstat(self._descriptor).st_mtime_ns != last_beat:
                 return True
         return False
-
-    def _clock_ns(self) -> int:
-        """The time by the file system's clock, with which heartbeats are stamped."""
-        with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=f".{FILE}.") as probe:
-            return os.fstat(probe.fileno()).st_mtime_ns
 
     def _beat(self, heartbeat_s: float) -> None:
         while not self._done.wait(heartbeat_s):

@@ -79,7 +79,6 @@ class Coordinator:
         """
         size, config = self._group_size, self._job.config
         outcomes = RolloutTable.join([*self._outcomes, RolloutTable.of({}, size, 0)])
-        self._outcomes = []
         rollouts = outcomes.rollouts(step.selected)
         decision = self._selector.finish(rollouts, step.number)
         count = rollouts.lengths.size

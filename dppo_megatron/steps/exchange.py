@@ -188,9 +188,9 @@ def _send(
         if length[indices].any():
             key = indices.tobytes()
             if key not in buffers:
-                buffers[key] = torch.from_numpy(
-                    np.concatenate([_bits(part) for i in indices.tolist() for part in here[i]])
-                )
+                parts = [np.ascontiguousarray(part, np.float32) for i in indices.tolist() for part in here[i]]
+                # as integers: a transport may canonicalise the NaN payloads of floats
+                buffers[key] = torch.from_numpy(np.concatenate(parts).view(np.int32))
             works.append(dist.isend(buffers[key], peer))
         indices = source.get(peer, np.empty(0, np.int64))
         arriving.append((indices, torch.empty(words * int(length[indices].sum()), dtype=torch.int32)))
@@ -202,8 +202,3 @@ def _send(
     for indices, buffer in arriving:
         pieces = np.split(buffer.numpy().view(np.float32), np.cumsum(words * length[indices]))
         here |= {index: list(piece.reshape(words, -1)) for index, piece in zip(indices.tolist(), pieces, strict=False)}
-
-
-def _bits(column: Column) -> npt.NDArray[np.int32]:
-    """What is sent of it. As integers: a transport may canonicalise the NaN payloads of floats."""
-    return np.ascontiguousarray(column, dtype=np.float32).view(np.int32)
