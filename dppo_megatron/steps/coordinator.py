@@ -24,11 +24,9 @@ from dppo_megatron.pruning.interface import PromptFeatures, StepCost
 from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
 from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.selection import PromptDraw, Selector, TrainSelection
-from dppo_megatron.steps.annotations import SampleAnnotations
 from dppo_megatron.steps.rollout_cost import cost_model
-from dppo_megatron.steps.rollout_table import RolloutTable
-from dppo_megatron.steps.step import Step, UpdatePlan, sizes_of
-from dppo_megatron.steps.trace import trace_row
+from dppo_megatron.steps.step import RolloutTable, Step, UpdatePlan, sizes_of
+from dppo_megatron.steps.trace import decided, trace_row
 from dppo_megatron.types import IntArray, PackPlan
 
 
@@ -71,8 +69,8 @@ class Coordinator:
         """More prompts, for methods that ask until enough groups have variance; None: enough."""
         return self._selector.refill(RolloutTable.join(self._outcomes).rewards, number)
 
-    def decide(self, step: Step, stats: RolloutStats) -> tuple[list[UpdatePlan], IntArray, SampleAnnotations]:
-        """What to train on, in which micro-batches; which rank holds each group; what becomes of each completion.
+    def decide(self, step: Step, stats: RolloutStats) -> tuple[list[UpdatePlan], IntArray, dict[int, tuple[Any, ...]]]:
+        """What to train on, in which micro-batches; which rank holds each group; what is recorded of each completion.
 
         Writes the step's metrics, ledger and trace row.
 
@@ -81,7 +79,6 @@ class Coordinator:
         """
         size, config = self._group_size, self._job.config
         outcomes = RolloutTable.join([*self._outcomes, RolloutTable.of({}, size, 0)])
-        self._outcomes = []
         rollouts = outcomes.rollouts(step.selected)
         decision = self._selector.finish(rollouts, step.number)
         count = rollouts.lengths.size
@@ -96,7 +93,7 @@ class Coordinator:
         with record.timers.phase("pack"):
             updates = range(config.objective.updates_per_step)
             plans = [self._plan_update(step, decision, rollouts.lengths, index) for index in updates]
-        return plans, outcomes.holder, SampleAnnotations.of(config, step.number, decision, rollouts)
+        return plans, outcomes.holder, decided(config, step.number, decision, rollouts)
 
     def plan(self, samples: Sequence[Packable]) -> PackPlan:
         """Micro-batches for every data-parallel rank."""
