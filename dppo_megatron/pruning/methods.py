@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Protocol, TypeVar
 
 from dppo_megatron.config.plugins import is_plugin, load_function
-from dppo_megatron.config.pruning import PruningConfig
+from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning.custom import CustomPromptPolicy
-from dppo_megatron.pruning.policies import (
-    COMPLETION_POLICIES,
-    PROMPT_POLICIES,
-    completion_policy_class,
-)
+from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, completion_policy_class
 from dppo_megatron.types import UserError
 
-
-class HasPruning(Protocol):
-    """A whole configuration, of which this package reads its own part only: it is used without a trainer too."""
-
-    pruning: PruningConfig
-
-
-C = TypeVar("C", bound=HasPruning)
-
 METHODS: dict[str, tuple[str, str]] = {
-    "grpo": ("none", "none"),
-    **{
-        name: (name if name in PROMPT_POLICIES else "none", name if name in COMPLETION_POLICIES else "none")
-        for name in [*PROMPT_POLICIES, *COMPLETION_POLICIES]
-        if name != "none"
-    },
+    "grpo" if name == "none" else name: (
+        name if name in PROMPT_POLICIES else "none",
+        name if name in COMPLETION_POLICIES else "none",
+    )
+    for name in [*PROMPT_POLICIES, *COMPLETION_POLICIES]
 }
 """Method to (`pruning.prompt.method`, `pruning.completion.method`); every other setting stays the config's."""
 
@@ -68,7 +53,7 @@ def method_overrides(name: str) -> list[str]:
     ]
 
 
-def with_method(config: C, name: str) -> C:
+def with_method(config: Config, name: str) -> Config:
     """A copy of `config` that uses this method."""
     changed = copy.deepcopy(config)
     for level, key, value in _settings(name):

@@ -1,8 +1,7 @@
-"""From a method's name in the config to a policy object; each class lists its names."""
+"""From a method's name in the config to a policy object."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import TypeVar, cast
 
@@ -33,38 +32,30 @@ from dppo_megatron.types import UserError
 P = TypeVar("P", PromptPolicy, CompletionPolicy)
 
 
-def _by_name(classes: Sequence[type[P]]) -> dict[str, type[P]]:
-    return {name: cls for cls in classes for name in cls.methods}
-
-
-PROMPT_POLICIES: dict[str, type[PromptPolicy]] = _by_name(
-    [
-        PromptPolicy,
-        DppoPromptPolicy,
-        AutoPromptPolicy,
-        PaperPromptPolicy,
-        GresoPolicy,
-        WeightedGresoPolicy,
-        InfoBatchPolicy,
-        DynamicSamplingPolicy,
-    ]
-)
+PROMPT_POLICIES: dict[str, type[PromptPolicy]] = {
+    "none": PromptPolicy,
+    "dppo": DppoPromptPolicy,
+    "dppo_auto": AutoPromptPolicy,
+    "dppo_paper": PaperPromptPolicy,
+    "greso": GresoPolicy,
+    "greso_ht": WeightedGresoPolicy,
+    "infobatch": InfoBatchPolicy,
+    "dynamic_sampling": DynamicSamplingPolicy,
+}
 """Method name to class, in the order in which messages list them."""
-COMPLETION_POLICIES: dict[str, type[CompletionPolicy]] = _by_name(
-    [
-        CompletionPolicy,
-        DppoCompletionPolicy,
-        AutoCompletionPolicy,
-        baselines.PaperCompletionPolicy,
-        baselines.CppoPolicy,
-        baselines.CppoTrlPolicy,
-        baselines.CppoVerlPolicy,
-        baselines.ZeroVariancePolicy,
-        baselines.ZeroAdvantagePolicy,
-        baselines.InfoBatchCompletionPolicy,
-        baselines.MaxVariancePolicy,
-    ]
-)
+COMPLETION_POLICIES: dict[str, type[CompletionPolicy]] = {
+    "none": CompletionPolicy,
+    "dppo": DppoCompletionPolicy,
+    "dppo_auto": AutoCompletionPolicy,
+    "dppo_paper": baselines.PaperCompletionPolicy,
+    "cppo": baselines.CppoPolicy,
+    "cppo_trl": baselines.CppoTrlPolicy,
+    "cppo_verl": baselines.CppoVerlPolicy,
+    "greso": baselines.ZeroVariancePolicy,
+    "greso_ht": baselines.ZeroAdvantagePolicy,
+    "infobatch": baselines.InfoBatchCompletionPolicy,
+    "max_variance": baselines.MaxVariancePolicy,
+}
 """As `PROMPT_POLICIES`."""
 
 
