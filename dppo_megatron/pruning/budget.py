@@ -67,8 +67,7 @@ class MeasuredCost:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore, also of an older checkpoint; raises ValueError on other keys."""
-        state = {"seconds": [0.0] * 6} | {key: value for key, value in state.items() if key != "rate_scale"}
+        """Restore; raises ValueError on other keys."""
         check_state(state, set(asdict(self)), "the measured cost")
         self.cost_ratio = float(state["cost_ratio"])
         self.seconds = [float(each) for each in state["seconds"]]

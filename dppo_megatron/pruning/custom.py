@@ -35,11 +35,12 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig
-from dppo_megatron.pruning.completion_base import CompletionPolicy
+from dppo_megatron.pruning.completion_base import CompletionPolicy, Counters
 from dppo_megatron.pruning.designs import Draw
 from dppo_megatron.pruning.history import PromptHistory
 from dppo_megatron.pruning.interface import (
     CompletionBatch,
+    Learner,
     Policy,
     PromptFeatures,
     Selection,
@@ -59,35 +60,22 @@ _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in f
 _READS = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
 
 
-class CustomPolicy:
+class CustomPolicy(Learner):
     """What a user's policies of both levels have. The public names of a base are all that the trainer uses."""
 
     reads: ClassVar[tuple[str, ...]]
     """Settings of `pruning.<level>` that mean something to it."""
-    config: Any
-    """A copy of the section."""
     seed: int
     """For random numbers of its own; not the run's, or its coins could be those that it is drawn by."""
 
     def __init__(self, **given: Any) -> None:
         vars(self).update(given)
 
-    def feedback(self, cost: StepCost) -> list[str]:
-        """What a finished step cost; returns lines for the log where something changed because of it."""
-        return []
-
-    def own_state(self) -> dict[str, Any]:
-        """What it keeps, copied: numbers, texts, numpy arrays, lists, dicts."""
-        return {}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved `own_state`."""
-
 
 class CustomPromptPolicy(CustomPolicy):
     """Base of a user's prompt policy."""
 
-    reads: ClassVar[tuple[str, ...]] = (*_READS, "warmup_epochs", "discount", "prior")
+    reads = (*_READS, "warmup_epochs", "discount", "prior")
     history: PromptHistory
     """To be read: `arrays` by prompt index (variance, mean_abs, tokens, visits, last_step), `posterior`, `seen`,
     `age_epochs`."""
@@ -172,8 +160,7 @@ class PluggedPromptPolicy(_Plugged, PromptPolicy):
         if choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name)
         pi = np.maximum(choice, self.config.min_inclusion_prob)
-        order = np.lexsort((self._ties(ids, step, minibatch), pi))
-        return self._draw_and_weigh(ids, pi, order, step, minibatch)
+        return self._draw_and_weigh(ids, pi, pi, step, minibatch)
 
     def _learn(self, visits: Visits, step: int) -> None:
         super()._learn(visits, step)
@@ -194,9 +181,7 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
                 f"{key}.min_inclusion_prob = 0: must be in (0, 1]; it is the floor of {config.method}'s probabilities"
             )
 
-    def _prune_sorted(
-        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
-    ) -> Selection:
+    def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
         config = self.config
         live = batch.prompt_weight > 0
         if self.zero_advantage_slope == 0:
@@ -209,14 +194,15 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
         elif choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name, score)
         else:
-            drawn = self._draw(batch, np.where(live, np.maximum(choice, config.min_inclusion_prob), 0.0), counters)
+            pi = np.where(live, np.maximum(choice, config.min_inclusion_prob), 0.0)
+            drawn = self._draw_batch(batch, pi, counters)
         return weigh_by(self, drawn, label=self._label_of(choice), score=score)
 
     @property
     def has_support(self) -> bool:
         return self.kind != "a pick"
 
-    def _label_of_nothing(self, batch: CompletionBatch, counters: tuple[int, int]) -> Label:
+    def _label_of_nothing(self, batch: CompletionBatch, counters: Counters) -> Label:
         return self._label_of(self._chosen(batch, *counters))
 
     def _chosen(self, batch: CompletionBatch, step: int, minibatch: int) -> Choice:

@@ -31,14 +31,13 @@ def completion_score(
     prompt_weight: FloatArray,
     *,
     zero_advantage_slope: float = 0.0,
-    kl_slope: float = 1.0,
 ) -> FloatArray:
     """Proxy of the norm of each completion's weighted gradient, [n].
 
-    prompt weight x omega x sqrt(A^2 + (zero_advantage_slope kl_slope)^2) x logit_grad_norm. The prompt's weight belongs
-    to it: rarely drawn prompts carry more, so more of their completions are worth keeping.
+    prompt weight x omega x sqrt(A^2 + zero_advantage_slope^2) x logit_grad_norm. The prompt's weight belongs to it:
+    rarely drawn prompts carry more, so more of their completions are worth keeping.
     """
-    slope = np.sqrt(np.square(advantages) + (zero_advantage_slope * kl_slope) ** 2)
+    slope = np.sqrt(np.square(advantages) + zero_advantage_slope**2)
     return prompt_weight / denominator * slope * logit_grad_norms
 
 

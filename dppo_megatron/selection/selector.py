@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,14 @@ from dppo_megatron.pruning import (
     make_completion_policy,
     make_prompt_policy,
 )
-from dppo_megatron.pruning.interface import LedgerRow, PromptFeatures, StepCapacity, StepCost, check_outcomes
+from dppo_megatron.pruning.interface import (
+    LedgerRow,
+    PromptFeatures,
+    StepCapacity,
+    StepCost,
+    check_outcomes,
+    check_state,
+)
 from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
 from dppo_megatron.pruning.policies import check_methods
 from dppo_megatron.pruning.variance import step_variance
@@ -46,7 +53,7 @@ from dppo_megatron.selection.arrays import (
 )
 from dppo_megatron.selection.bias import BiasSource, sized
 from dppo_megatron.selection.coefficients import Coefficients
-from dppo_megatron.types import FloatArray, IntArray, StepCounts, UserError
+from dppo_megatron.types import FloatArray, IntArray, StepCounts, UserError, mean_of_sums
 
 
 @dataclass
@@ -61,7 +68,7 @@ class _OpenStep:
     selections: list[Selection] = field(default_factory=list)
     """Those of the first round's mini-batches, then one for each refill."""
     chosen: list[PromptDraw] = field(default_factory=list)
-    kept_costs: tuple[float, float] = (1.0, 1.0)
+    kept_costs: tuple[float, ...] = (1.0, 1.0)
     """Of prompts and completions; see `StepCost.kept_cost`."""
     deviations: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
     """Of what was kept of prompts and of completions from the probabilities."""
@@ -159,8 +166,6 @@ class Selector:
         self._said: list[str] = []
         self._open: list[_OpenStep] = []
         """Steps that have begun and have had no feedback, oldest first; at most two."""
-        self._before: dict[str, Any] | None = None
-        """The last `_OpenStep.before`, whose memory the next one takes."""
 
     def skip_to(self, step: int) -> None:
         """Begin with the prompts of step `step`, if none before it was filled up; nothing is learned of those."""
@@ -178,7 +183,7 @@ class Selector:
         for finished in self._open:
             if finished.outcome is None:
                 raise ValueError(f"step {step} begins, but step {finished.number} is not finished")
-            finished.before = self._before = self._state(finished.position, self._before)
+            finished.before = self._state(finished.position)
         self._learn()
         while self._costs and self._costs[0].step < step - self._delay:
             self._said += self._prompt_policy.feedback(self._costs.pop(0))
@@ -235,7 +240,7 @@ class Selector:
             prompts.inclusion_prob,
         )
         variance = step_variance(planned, batch, completions, self._coefficients.slope)
-        of.kept_costs = _kept_cost(planned), _kept_cost(completions)
+        of.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))
         of.deviations = self._deviations(offered, np.concatenate(of.offered)), deviations(completions, batch.facts())
         counts = StepCounts(
             prompts_considered=len(offered.kept),
@@ -255,7 +260,9 @@ class Selector:
             ledger=ledger,
             metrics=counts.metrics()
             | (variance.metrics() if has_support else {})  # else the gradient's length changes with it
-            | self._metrics(offered, batch, completions, rollouts, prompts, zero_based)
+            | _reward_figures(rollouts.rewards, prompts.inclusion_prob)
+            | step_metrics(offered, batch, completions)
+            | self._prompt_policy.history.metrics(zero_based)
             | ({} if bias is None else {"prune/bias_estimate": bias}),
             counts=counts,
             variance=variance,
@@ -309,10 +316,6 @@ class Selector:
         said, self._said = [*self._said, *self._completion_policy.feedback(of_completions)], []
         return said
 
-    def full_scores(self, everything: Rollouts) -> FloatArray:
-        """[N, G] gradient-norm proxy of the completions of all nominal prompts of a step, none skipped."""
-        return self._coefficients.full_scores(everything)
-
     def state_dict(self) -> dict[str, Any]:
         """What the step after the last one with feedback depends on."""
         if not self._open:
@@ -320,22 +323,21 @@ class Selector:
         return deepcopy(self._open[0].before) or self._state(self._open[0].position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved `state_dict`; steps that had begun are forgotten."""
+        """Take over a saved `state_dict`; steps that had begun are forgotten. ValueError: of another version."""
+        check_state(state, set(self._state(0)), "the selection")
         self._prompt_policy.load_state_dict(state["prompt"])
         self._completion_policy.load_state_dict(state["completion"])
         self._position = state["position"]
         self._coefficients.mean_length = state["mean_length"]
-        known = {item.name for item in fields(StepCost)}  # an older checkpoint's have more
-        self._costs = [StepCost(**{key: cost[key] for key in known}) for cost in state["costs"]]
-        if "declared" in state:  # a checkpoint of before they were tested has none
-            for test, saved in zip(self._declared, state["declared"], strict=True):
-                test.load_state_dict(saved)
+        self._costs = [StepCost(**cost) for cost in state["costs"]]
+        for test, saved in zip(self._declared, state["declared"], strict=True):
+            test.load_state_dict(saved)
         self._open, self._said = [], []
 
-    def _state(self, position: int, memory: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The state now, copied (into the arrays of an older one, `memory`), with another position of the order."""
+    def _state(self, position: int) -> dict[str, Any]:
+        """The state now, copied, with another position of the order."""
         return {
-            "prompt": self._prompt_policy.state_dict(memory and memory["prompt"]),
+            "prompt": self._prompt_policy.state_dict(),
             "completion": self._completion_policy.state_dict(),
             "position": position,
             "mean_length": self._coefficients.mean_length,
@@ -413,37 +415,17 @@ class Selector:
     def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, of: _OpenStep) -> Selection:
         """The completion policy on each mini-batch [n], put together in the order of `batch`."""
         rows = [np.flatnonzero(minibatch == index) for index in range(self._updates)]
-        parts = [
-            self._completion_policy.prune(
-                part(batch, mine, self._updates),
-                step=of.number - 1,
-                minibatch=index,
-                capacity=self._capacity,
-            )
-            for index, mine in enumerate(rows)
-        ]
-        return merge(parts, np.argsort(np.concatenate(rows), kind="stable"))
-
-    def _metrics(
-        self,
-        offered: Selection,
-        batch: CompletionBatch,
-        completions: Selection,
-        rollouts: Rollouts,
-        prompts: PromptDraw,
-        step: int,
-    ) -> dict[str, float]:
-        graded = ~np.isnan(rollouts.rewards)
-        weight = np.where(graded, 1.0 / prompts.inclusion_prob[:, None], 0.0)  # no estimator's weights, and no cap
-        rewards = np.where(graded, rollouts.rewards, 0.0)
-        return {
-            # weighted, because the generated prompts are a sample of the considered ones
-            "reward/mean": float((weight * rewards).sum() / weight.sum()) if weight.sum() else math.nan,
-            "reward/failed_count": float((~graded).sum()),
-            **step_metrics(offered, batch, completions),
-            **self._prompt_policy.history_metrics(step=step),
-        }
+        parts = [part(batch, mine, self._updates) for mine in rows]
+        step, prune = of.number - 1, self._completion_policy.prune
+        pruned = [prune(one, step=step, minibatch=k, capacity=self._capacity) for k, one in enumerate(parts)]
+        return merge(pruned, np.argsort(np.concatenate(rows), kind="stable"))
 
 
-def _kept_cost(selection: Selection) -> float:
-    return 1.0 if selection.kept_cost is None else selection.kept_cost
+def _reward_figures(rewards: FloatArray, prompt_prob: FloatArray) -> dict[str, float]:
+    graded = ~np.isnan(rewards)
+    weight = np.where(graded, 1.0 / prompt_prob[:, None], 0.0)  # no estimator's weights, and no cap
+    return {
+        # weighted, because the generated prompts are a sample of the considered ones
+        "reward/mean": mean_of_sums(float((weight * np.where(graded, rewards, 0.0)).sum()), float(weight.sum())),
+        "reward/failed_count": float((~graded).sum()),
+    }
