@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 Bins = list[list[int]]
 
@@ -95,23 +94,14 @@ def window_greedy(stream: Sequence[int], slots: Sequence[int], capacity: int, wi
     return bins
 
 
-@dataclass
 class _Levelling:
     """Bins by cost, the lightest first; bins without room are set aside until slots are small enough."""
 
-    capacity: int
-    count: int
-    by_cost: list[tuple[float, int]] = field(init=False)
-    waiting: list[tuple[int, int]] = field(default_factory=list)
-    room: list[int] = field(init=False)
-    cost: list[float] = field(init=False)
-    bins: Bins = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.by_cost = [(0.0, b) for b in range(self.count)]
-        self.room = [self.capacity] * self.count
-        self.cost = [0.0] * self.count
-        self.bins = [[] for _ in range(self.count)]
+    def __init__(self, capacity: int, count: int) -> None:
+        self.by_cost = [(0.0, b) for b in range(count)]
+        self.waiting: list[tuple[int, int]] = []
+        self.room, self.cost = [capacity] * count, [0.0] * count
+        self.bins: Bins = [[] for _ in range(count)]
 
     def place(self, i: int, slot: int, cost: float) -> bool:
         """Into the lightest bin with room; False if there is none. Slots must come in descending order."""
@@ -131,26 +121,10 @@ class _Levelling:
         return False
 
 
-def level(
-    order: Sequence[int],
-    slots: Sequence[int],
-    costs: Sequence[float],
-    capacity: int,
-    count: int,
-    *,
-    greedy: int | None = None,
-) -> Bins | None:
-    """`count` bins of about equal cost: longest first into the lightest that has room, the rest by best fit.
-
-    Args:
-        order: descending in slots.
-        greedy: how many of `order` go by cost; the rest, the short ones, go where they fit best. None: all.
-
-    Returns:
-        None if something found no room.
-    """
-    levelling = _Levelling(capacity, count)
-    greedy = len(order) if greedy is None else greedy
+def level(slots: Sequence[int], costs: Sequence[float], capacity: int, count: int, *, greedy: int) -> Bins | None:
+    """`count` bins of about equal cost, or None if something found no room: longest first into the lightest that has
+    room, after `greedy` of them where they fit best. Slots descend."""
+    levelling, order = _Levelling(capacity, count), range(len(slots))
     for i in order[:greedy]:
         if not levelling.place(i, slots[i], costs[i]):
             return None

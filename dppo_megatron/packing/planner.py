@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,20 +33,10 @@ from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.balance import deal, exchange
 from dppo_megatron.packing.bins import Bins, best_fit, first_fit, level, split_to, window_greedy
 from dppo_megatron.packing.cost import TOKENS, CostModel
-from dppo_megatron.types import FloatArray, IntArray, PackedMicrobatch, PackPlan, UserError
+from dppo_megatron.types import FloatArray, IntArray, PackedMicrobatch, PackPlan, TrainSample, UserError
 
 _GREEDY_SHARES = (1.0, 0.5)
 """Shares of the samples that are levelled by cost before best fit places the rest; the second fits more tightly."""
-
-
-class Packable(Protocol):
-    """What the planner reads of a sample: its length and, for ties, its id. A `TrainSample` is one."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def num_tokens(self) -> int: ...
 
 
 class SampleSize(NamedTuple):
@@ -55,6 +45,10 @@ class SampleSize(NamedTuple):
     id: str
     num_tokens: int
     """Tokens that the model reads."""
+
+
+Packable: TypeAlias = TrainSample | SampleSize
+"""The planner reads the length and, for ties, the id."""
 
 
 def plan_microbatches(
@@ -142,8 +136,6 @@ def _check_fit(samples: Sequence[Packable], slots: IntArray, layout: PackingLayo
 
 def _greedy_bins(mode: str, slots: Sequence[int], capacity: int, by_id: Sequence[int], window: int) -> Bins:
     if mode == "window":
-        if window < 1:
-            raise UserError(f"packing.window = {window}: must be at least 1")
         return window_greedy(by_id, slots, capacity, window)
     if mode == "first_fit_decreasing":
         return first_fit(range(len(slots)), slots, capacity)
@@ -155,18 +147,18 @@ def _greedy_bins(mode: str, slots: Sequence[int], capacity: int, by_id: Sequence
 def _balanced(
     slots: IntArray, costs: FloatArray, capacity: int, count_of: Callable[[int], int], layout: PackingLayout
 ) -> list[Bins]:
-    order, sizes = range(len(slots)), slots.tolist()
+    sizes = slots.tolist()
     # If all micro-batches are padded to the longest, levelling tokens (not costs) is what counts.
     one_length = layout.virtual_pipeline > 1
     prices = [float(size) for size in sizes] if one_length else costs.tolist()
     # Two samples of more than half the capacity never share a micro-batch.
     count = count_of(max(-(-int(slots.sum()) // capacity), int((2 * slots > capacity).sum())))
-    bins = _levelled(order, sizes, prices, capacity, count)
+    bins = _levelled(sizes, prices, capacity, count)
     if bins is None:
-        tightest = min((fit(order, sizes, capacity) for fit in (best_fit, first_fit)), key=len)
+        tightest = min((fit(range(len(sizes)), sizes, capacity) for fit in (best_fit, first_fit)), key=len)
         needed = count_of(len(tightest))
         # Levelling failed at `count`; with more micro-batches it is preferred if it succeeds.
-        bins = _levelled(order, sizes, prices, capacity, needed) if needed > count else None
+        bins = _levelled(sizes, prices, capacity, needed) if needed > count else None
         bins = split_to(tightest, prices, needed) if bins is None else bins
     if one_length:
         capacity = max(sum(sizes[i] for i in members) for members in bins)
@@ -180,11 +172,9 @@ def _balanced(
     )
 
 
-def _levelled(
-    order: Sequence[int], slots: Sequence[int], costs: Sequence[float], capacity: int, count: int
-) -> Bins | None:
+def _levelled(slots: Sequence[int], costs: Sequence[float], capacity: int, count: int) -> Bins | None:
     for share in _GREEDY_SHARES:
-        bins = level(order, slots, costs, capacity, count, greedy=int(share * len(order)))
+        bins = level(slots, costs, capacity, count, greedy=int(share * len(slots)))
         if bins is not None:
             return bins
     return None
