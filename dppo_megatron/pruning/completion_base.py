@@ -108,11 +108,11 @@ class CompletionPolicy(Policy):
     def _label_of_nothing(self, batch: CompletionBatch, counters: Counters) -> Label:
         return self.label
 
-    def _draw_batch(self, batch: CompletionBatch, pi: FloatArray, counters: Counters) -> Draw:
+    def _draw(self, batch: CompletionBatch, pi: FloatArray, counters: Counters) -> Draw:
         """Draw along (prompt, sign of A, random): a group's kept completions then balance right and wrong answers."""
         ties = self._ties(batch.ids, *counters)
         order = np.lexsort((ties, np.sign(batch.advantages), batch.group, batch.prompt_index))
-        return self._draw(batch.ids, pi, order, *counters)
+        return self._draw_along(batch.ids, pi, order, *counters)
 
 
 def check_batch(batch: CompletionBatch) -> None:

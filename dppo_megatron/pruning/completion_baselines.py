@@ -12,7 +12,7 @@ import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.pruning.completion_base import CompletionPolicy, Counters
-from dppo_megatron.pruning.designs import Draw, count_kept, deterministic, floor_kept
+from dppo_megatron.pruning.designs import Draw, count_kept, deterministic, floor_kept, rows_of_groups
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, keep_all
 from dppo_megatron.pruning.prompt_baselines import keep_share, two_class
 from dppo_megatron.pruning.weights import label_of_settings, weigh, weigh_biased, weigh_by
@@ -44,11 +44,13 @@ class CppoPolicy(_RulePolicy):
     """
 
     reads = ("rate", "allocation", "warmup_steps", "anneal_fraction")
+    _count = staticmethod(floor_kept)
+    _whole_minibatch = False
+    """The best of the mini-batch are kept, and not of each group."""
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        offered = cls._offered(group_size, minibatch_size)
-        rate = cls.rate_of(config)
+        offered, rate = minibatch_size if cls._whole_minibatch else group_size, cls.rate_of(config)
         if offered and cls._count(offered, rate) == 0:
             raise UserError(
                 f"{key}.rate = {rate}: method={config.method} would keep none of {offered} completions; must be"
@@ -56,7 +58,8 @@ class CppoPolicy(_RulePolicy):
             )
 
     def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
-        score, rate, group = np.abs(batch.advantages), self.rate, self._groups(batch)
+        score, rate = np.abs(batch.advantages), self.rate
+        group = np.zeros(len(batch), dtype=np.int64) if self._whole_minibatch else batch.group
         sizes = np.bincount(group)
         if not self.group_size:
             self.check(self.config, "pruning.completion", group_size=int(sizes.max()), minibatch_size=len(batch))
@@ -67,17 +70,6 @@ class CppoPolicy(_RulePolicy):
         note = f"the lowest |advantages| are never trained on: {_lost(score, drawn):.1%} of their sum"
         return weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label, score=score)
 
-    @staticmethod
-    def _offered(group_size: int, minibatch_size: int) -> int:
-        return group_size
-
-    @staticmethod
-    def _count(size: int, rate: float) -> int:
-        return floor_kept(size, rate)
-
-    def _groups(self, batch: CompletionBatch) -> IntArray:
-        return batch.group
-
     def _scale(self, mean_over_kept: FloatArray) -> FloatArray | float:
         return mean_over_kept
 
@@ -85,20 +77,13 @@ class CppoPolicy(_RulePolicy):
 class CppoTrlPolicy(CppoPolicy):
     """Method `cppo_trl`: all but the floor(G rate) lowest of each group, as in the authors' TRL trainer."""
 
-    @staticmethod
-    def _count(size: int, rate: float) -> int:
-        return count_kept(size, rate)
+    _count = staticmethod(count_kept)
 
 
 class CppoVerlPolicy(CppoPolicy):
     """Method `cppo_verl`: the top floor(n (1 - rate)) of the whole mini-batch, as in the authors' verl port."""
 
-    @staticmethod
-    def _offered(group_size: int, minibatch_size: int) -> int:
-        return minibatch_size
-
-    def _groups(self, batch: CompletionBatch) -> IntArray:
-        return np.zeros(len(batch), dtype=np.int64)
+    _whole_minibatch = True
 
 
 class PaperCompletionPolicy(CppoTrlPolicy):
@@ -170,7 +155,7 @@ class InfoBatchCompletionPolicy(CompletionPolicy):
 
     def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
         score = np.abs(batch.advantages)
-        drawn = self._draw_batch(batch, two_class(score < score.mean(), self.rate), counters)
+        drawn = self._draw(batch, two_class(score < score.mean(), self.rate), counters)
         return weigh_by(self, drawn, label=self.label, score=score)
 
 
@@ -224,9 +209,7 @@ def max_variance_draw(rewards: FloatArray, group: IntArray, rate: float, uniform
         A draw with exact inclusion probabilities under the random ties.
     """
     kept, pi = np.zeros(len(rewards), dtype=np.bool_), np.zeros(len(rewards))
-    order = np.lexsort((uniform, rewards, group))
-    ends = np.cumsum(np.bincount(group))
-    for members in np.split(order, ends[:-1]) if len(order) else []:
+    for members in rows_of_groups(np.lexsort((uniform, rewards, group)), group):
         rows = members[~np.isnan(rewards[members])]
         wanted = min(count_kept(len(members), rate), len(rows))
         kept[rows], pi[rows] = _widest(rewards[rows], wanted)

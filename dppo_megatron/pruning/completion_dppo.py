@@ -20,11 +20,15 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig, check_auto_rule, check_floor
-from dppo_megatron.pruning.budget import MeasuredCost
 from dppo_megatron.pruning.completion_base import CompletionPolicy, Counters
 from dppo_megatron.pruning.designs import WaterFiller, bisect, count_kept, design_effect
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, StepCost, figures, keep_all
-from dppo_megatron.pruning.scores import budgeted_probabilities, completion_score, efficient_probabilities
+from dppo_megatron.pruning.scores import (
+    MeasuredCost,
+    budgeted_probabilities,
+    completion_score,
+    efficient_probabilities,
+)
 from dppo_megatron.pruning.weights import label_of_settings, weigh_by
 from dppo_megatron.types import BoolArray, FloatArray, Label, UserError
 
@@ -120,7 +124,7 @@ class DppoCompletionPolicy(CompletionPolicy):
             pi = fill_slack(filler, before, holds, whole=whole)
             if pi.sum() > before.sum():
                 notes += [f"slack filled: rate {1 - before.mean():.3f} -> {1 - pi.mean():.3f}"]
-        selection = weigh_by(self, self._draw_batch(batch, pi, counters), note="; ".join(notes), label=self.label)
+        selection = weigh_by(self, self._draw(batch, pi, counters), note="; ".join(notes), label=self.label)
         return replace(
             selection,
             kept_cost=float(np.sum(pi * cost) / np.sum(cost)),

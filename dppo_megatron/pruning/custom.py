@@ -195,7 +195,7 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
             return _picked(choice.astype(np.bool_), self.name, score)
         else:
             pi = np.where(live, np.maximum(choice, config.min_inclusion_prob), 0.0)
-            drawn = self._draw_batch(batch, pi, counters)
+            drawn = self._draw(batch, pi, counters)
         return weigh_by(self, drawn, label=self._label_of(choice), score=score)
 
     @property

@@ -205,24 +205,22 @@ def deterministic(
     """
     if np.isnan(score).any():
         raise ValueError(f"score of row {int(np.flatnonzero(np.isnan(score))[0])} is NaN")
-    n = len(score)
-    if n == 0:
-        return Draw(np.zeros(0, dtype=np.bool_), np.zeros(0), fixed_size=True)
-    label = np.zeros(n, dtype=np.int64) if group is None else group
-    sizes = np.bincount(label)
-    wanted = np.minimum(np.broadcast_to(np.asarray(num_kept, dtype=np.int64), sizes.shape), sizes)
-    order = np.lexsort((uniform, -score, label))
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    rank = np.empty(n, dtype=np.int64)
-    rank[order] = np.arange(n) - starts[label[order]]
-    kept = rank < wanted[label]
-    last = np.clip(starts + wanted - 1, 0, n - 1)
-    threshold = np.where(wanted > 0, score[order][last], np.inf)[label]
-    above, tied = score > threshold, score == threshold
-    places = wanted - np.bincount(label[above], minlength=len(sizes))
-    share = places / np.maximum(np.bincount(label[tied], minlength=len(sizes)), 1)
-    pi = np.where(above, 1.0, np.where(tied, share[label], 0.0))
+    label = np.zeros(len(score), dtype=np.int64) if group is None else group
+    kept, pi = np.zeros(len(score), dtype=np.bool_), np.zeros(len(score))
+    groups = rows_of_groups(np.lexsort((uniform, -score, label)), label)
+    for rows, wanted in zip(groups, np.broadcast_to(num_kept, len(groups)).tolist(), strict=True):
+        count = min(wanted, len(rows))
+        kept[rows[:count]] = True
+        if count:
+            threshold = score[rows[count - 1]]
+            above, tied = score[rows] > threshold, score[rows] == threshold
+            pi[rows] = np.where(above, 1.0, np.where(tied, (count - above.sum()) / tied.sum(), 0.0))
     return Draw(kept, pi, fixed_size=True)
+
+
+def rows_of_groups(order: IntArray, label: IntArray) -> list[IntArray]:
+    """The rows of each group, of rows [n] that are sorted by their label first; labels 0..groups-1."""
+    return np.split(order, np.cumsum(np.bincount(label))[:-1]) if len(order) else []
 
 
 def draw(design: str, inclusion_prob: FloatArray, *, order: IntArray, start: float, uniform: FloatArray) -> Draw:

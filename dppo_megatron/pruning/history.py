@@ -117,26 +117,16 @@ class PromptHistory:
         return {name: array.copy() for name, array in self.arrays.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore; raises ValueError on other keys or another number of prompts."""
-        load_arrays(self.arrays, state, "the pruning history")
-
-
-def load_arrays(arrays: dict[str, npt.NDArray[Any]], state: dict[str, Any], owner: str) -> None:
-    """Copy saved arrays over `arrays` in place.
-
-    Raises:
-        ValueError: keys, shapes or types differ.
-    """
-    check_state(state, set(arrays), owner)
-    loaded = {name: np.asarray(value) for name, value in state.items()}
-    for name, array in arrays.items():
-        if loaded[name].shape != array.shape or loaded[name].dtype != array.dtype:
-            raise ValueError(
-                f"state of {owner}: '{name}' is {loaded[name].dtype}{loaded[name].shape},"
-                f" expected {array.dtype}{array.shape}; was the prompt set changed?"
-            )
-    for name, array in arrays.items():
-        array[...] = loaded[name]
+        """Restore; raises ValueError on other keys, types or another number of prompts."""
+        check_state(state, set(self.arrays), "the pruning history")
+        for name, array in self.arrays.items():
+            saved = np.asarray(state[name])
+            if saved.shape != array.shape or saved.dtype != array.dtype:
+                raise ValueError(
+                    f"state of the pruning history: '{name}' is {saved.dtype}{saved.shape},"
+                    f" expected {array.dtype}{array.shape}; was the prompt set changed?"
+                )
+            array[...] = saved
 
 
 def check_ids(ids: IntArray, num_prompts: int) -> IntArray:

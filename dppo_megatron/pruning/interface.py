@@ -277,7 +277,7 @@ class Policy(Learner):
             )
         self.load_own_state({key: state[key] for key in self.own_state()})
 
-    def _draw(self, ids: IntArray, pi: FloatArray, order: IntArray, step: int, minibatch: int) -> Draw:
+    def _draw_along(self, ids: IntArray, pi: FloatArray, order: IntArray, step: int, minibatch: int) -> Draw:
         """With the configured design along `order`; ids [n], or [n, 2] of prompt and completion, key the coins."""
         return draw(
             self.config.design,

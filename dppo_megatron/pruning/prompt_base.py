@@ -165,4 +165,4 @@ class PromptPolicy(Policy):
         """With the configured design, estimator and cap. Neighbours in score replace each other in a systematic draw;
         the tie-break keeps equals in random order."""
         order = np.lexsort((self._ties(ids, step, minibatch), score))
-        return weigh_by(self, self._draw(ids, pi, order, step, minibatch), note=note)
+        return weigh_by(self, self._draw_along(ids, pi, order, step, minibatch), note=note)

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.config.pruning import PromptPruningConfig, check_auto_rule, check_floor
-from dppo_megatron.pruning.budget import MeasuredCost
 from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect, deterministic
 from dppo_megatron.pruning.interface import Selection, StepCost, figures, keep_all
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.prompt_score import FittedScore
 from dppo_megatron.pruning.scores import (
+    MeasuredCost,
     budgeted_probabilities,
     efficient_probabilities,
     nondegenerate_probability,

@@ -10,8 +10,8 @@ import pytest
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning import StepCost
-from dppo_megatron.pruning.budget import MeasuredCost, floor_share
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
+from dppo_megatron.pruning.scores import MeasuredCost, floor_share
 from dppo_megatron.selection import PromptDraw, Rollouts, Selector, TrainSelection
 
 NUM_PROMPTS, G, STEPS = 64, 4, 9
