@@ -39,6 +39,10 @@ _GREEDY_SHARES = (1.0, 0.5)
 """Shares of the samples that are levelled by cost before best fit places the rest; the second fits more tightly."""
 
 
+_MARGIN_SD = 2.0
+"""Standard deviations of the drawn token total that stay free."""
+
+
 class SampleSize(NamedTuple):
     """The size of a sample whose tokens are on another rank."""
 
@@ -243,8 +247,6 @@ class TokenCapacity:
     max_tokens_per_microbatch: int
     achievable_fill: float = 0.98
     """Share of the cap that the planner can be relied on to fill; measured in docs/packing.md."""
-    margin_sd: float = 2.0
-    """Standard deviations of the drawn token total that stay free."""
 
     @staticmethod
     def of(config: PackingConfig, layout: PackingLayout) -> TokenCapacity | None:
@@ -263,11 +265,6 @@ class TokenCapacity:
         The variance of a total under a design of fixed size is taken as sum(pi (1 - pi) (l - l0)^2), with l0 the mean
         weighted by pi (1 - pi) (Hajek 1964); l0 = 0 for independent draws. Samples of more than half a micro-batch are
         counted too, since no two of them share one.
-
-        Args:
-            tokens: [n] of every candidate.
-            inclusion_prob: [n].
-            fixed_size: the design draws a fixed number.
         """
         slots = self.layout.slots(tokens).astype(np.float64)
         large = (2 * slots > usable_capacity(self.layout, self.max_tokens_per_microbatch)).astype(np.float64)
@@ -285,4 +282,4 @@ class TokenCapacity:
         total = float(scatter.sum())
         centre = float(np.sum(scatter * amount)) / total if fixed_size and total > 0 else 0.0
         variance = float(np.sum(scatter * np.square(amount - centre)))
-        return float(np.sum(pi * amount)) + self.margin_sd * math.sqrt(variance)
+        return float(np.sum(pi * amount)) + _MARGIN_SD * math.sqrt(variance)

@@ -26,8 +26,6 @@ class CompletionPolicy(Policy):
     This class is method `none`, which keeps everything. Subclasses override `_prune_sorted`.
 
     Args:
-        config: the completion section, already checked.
-        seed: the run's seed.
         total_steps: length of the run, for annealing.
         zero_advantage_slope: coefficient of a KL (or entropy) term in the loss, the loss's own; above 0, completions
             without advantage still carry gradient and keep a positive probability.
@@ -62,12 +60,8 @@ class CompletionPolicy(Policy):
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        """Raise `UserError` for settings, each in its range, that contradict each other under this method.
-
-        Args:
-            group_size: completions of a prompt; 0: not known.
-            minibatch_size: nominal completions of an optimizer mini-batch; 0: not known.
-        """
+        """Raise `UserError` for settings, each in its range, that contradict each other under this method. Sizes in
+        completions, of a prompt and of a nominal mini-batch; 0: not known."""
 
     @property
     def label(self) -> Label:

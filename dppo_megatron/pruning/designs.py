@@ -147,13 +147,11 @@ def bisect(
 def systematic(inclusion_prob: FloatArray, *, order: IntArray, start: float) -> Draw:
     """Systematic sampling with unequal probabilities: equally spaced points on the cumulated probabilities.
 
+    P(kept) = inclusion_prob exactly; the count is floor or ceil of the sum, and fixed if that is whole.
+
     Args:
-        inclusion_prob: [n] in [0, 1].
         order: [n] permutation along which probabilities are cumulated; neighbours are rarely kept together.
         start: one uniform number in [0, 1).
-
-    Returns:
-        A draw with P(kept) = inclusion_prob exactly; the count is floor or ceil of the sum, and fixed if that is whole.
 
     Example: pi = (0.5, 0.7, 0.8) ends at 0.5, 1.2 and 2.0 on the cumulated line. start = 0.3 puts points at 0.3 and
     1.3: the first and the third are kept. start = 0.6 puts them at 0.6 and 1.6: the second and the third. The first is
@@ -179,12 +177,7 @@ def systematic(inclusion_prob: FloatArray, *, order: IntArray, start: float) -> 
 
 
 def poisson(inclusion_prob: FloatArray, *, uniform: FloatArray) -> Draw:
-    """Independent coins: kept where uniform < probability. The count is random.
-
-    Args:
-        inclusion_prob: [n] in [0, 1].
-        uniform: [n] in [0, 1).
-    """
+    """Independent coins: kept where uniform [n], in [0, 1), < probability [n]. The count is random."""
     pi = checked_probabilities(inclusion_prob)
     return Draw(uniform < pi, pi, fixed_size=bool(np.all((pi == 0.0) | (pi == 1.0))))
 
@@ -198,9 +191,8 @@ def deterministic(
     are 0 where there is gradient, no weight can make this unbiased.
 
     Args:
-        score: [n], no NaN.
-        num_kept: how many to keep, of each group if groups are given (scalar or [groups]).
-        uniform: [n] for the ties.
+        score, uniform: [n], no NaN; uniform numbers for the ties.
+        num_kept: scalar or [groups], of each group.
         group: [n] labels 0..groups-1; None is one group.
     """
     if np.isnan(score).any():
@@ -253,11 +245,7 @@ def design_effect(score: FloatArray, inclusion_prob: FloatArray) -> float:
 
 
 def checked_probabilities(inclusion_prob: FloatArray) -> FloatArray:
-    """The argument as float64.
-
-    Raises:
-        ValueError: a value is NaN or outside [0, 1]; the message names the row.
-    """
+    """The argument as float64; ValueError names a row that is NaN or outside [0, 1]."""
     pi = np.asarray(inclusion_prob, dtype=np.float64)
     _check_finite("inclusion_prob", pi, least=0.0, most=1.0)
     return pi

@@ -25,13 +25,7 @@ _TESTED: tuple[Label, ...] = ("unbiased", "ratio")
 
 
 def step_metrics(prompts: Selection, batch: CompletionBatch, completions: Selection) -> dict[str, float]:
-    """All figures of one optimizer mini-batch.
-
-    Args:
-        prompts: the selection of its nominal prompts.
-        batch: its completions as offered to the completion policy.
-        completions: what that policy kept.
-    """
+    """All figures of nominal prompts, and of the batch that was offered to the completion policy."""
     return {
         **_figures("prompt", prompts),
         **_figures("completion", completions),
@@ -40,7 +34,7 @@ def step_metrics(prompts: Selection, batch: CompletionBatch, completions: Select
         **_tokens(batch, completions),
         "prune/weight_max": float(np.max((batch.prompt_weight * completions.weight)[completions.kept], initial=0.0)),
         **_totals(batch, completions),
-        "prune/group_imbalance": group_imbalance(batch, completions),
+        "prune/group_imbalance": _group_imbalance(batch, completions),
     }
 
 
@@ -58,12 +52,10 @@ def _figures(level: str, selection: Selection) -> dict[str, float]:
     return {f"prune/{level}_{name}": value for name, value in figures.items()}
 
 
-def group_imbalance(batch: CompletionBatch, selection: Selection) -> float:
+def _group_imbalance(batch: CompletionBatch, selection: Selection) -> float:
     """max over groups of |sum_i W_i A_i|: how far a draw moved a group's baseline off its zero."""
-    if len(batch) == 0:
-        return 0.0
     product = batch.prompt_weight * selection.weight * batch.advantages
-    return float(np.abs(np.bincount(batch.group, weights=product)).max())
+    return float(np.abs(np.bincount(batch.group, weights=product)).max(initial=0.0))
 
 
 def biased_rows(ledger: tuple[LedgerRow, ...]) -> list[str]:
@@ -108,8 +100,7 @@ def _totals(batch: CompletionBatch, selection: Selection) -> dict[str, float]:
 def deviations(selection: Selection, known: Mapping[str, FloatArray | IntArray]) -> dict[str, float]:
     """D / most along each direction, in [-1, 1]; nothing where a label does not rest on probabilities below 1.
 
-    Args:
-        known: [n] each, by name: what the choice may have gone by and the draw does not decide. Always the same names.
+    `known` [n] each, by name: what the choice may have gone by and the draw does not decide. Always the same names.
     """
     chance = (selection.inclusion_prob > 0) & (selection.inclusion_prob < 1)
     if not chance.any() or all(row.label not in _TESTED for row in selection.ledger):

@@ -40,12 +40,9 @@ class PromptPolicy(Policy):
     This class is method `none`, which keeps everything. Subclasses override `_select_sorted` and what they learn.
 
     Args:
-        config: the prompt section, already checked.
         num_prompts: rows of the prompt set.
-        completions_per_prompt: G.
         prompts_per_step: nominal prompts of a step, N.
         total_steps: length of the run, for annealing.
-        seed: the run's seed.
         features: what is known of each prompt before it is tried; None: nothing.
     """
 

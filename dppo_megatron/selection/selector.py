@@ -1,7 +1,6 @@
-"""All the choosing of a step, in one place: order, prompt policy, advantages, completion policy, weights, ledger.
+"""All the choosing of a step: order, prompt policy, advantages, completion policy, weights, ledger.
 
-No model, no process group and no text, only arrays: the training loop runs it on rank 0 with what the engine made,
-and `dppo-megatron simulate` runs the same code on a recorded trace.
+Only arrays: the training loop runs it on rank 0 with what the engine made, and `simulate` on a recorded trace.
 
 With several optimizer updates a step, nominal prompts are assigned to mini-batches by their position before anything is
 selected. Each mini-batch has its own draws, made independently, and its own denominators: the draws of update 2 are
@@ -31,7 +30,6 @@ from dppo_megatron.pruning import (
     make_prompt_policy,
 )
 from dppo_megatron.pruning.interface import (
-    LedgerRow,
     PromptFeatures,
     StepCapacity,
     StepCost,
@@ -126,7 +124,6 @@ class Selector:
         features: PromptFeatures | None = None,
     ) -> None:
         check_selection(config)
-        self._config = config
         self._capacity = capacity
         self._updates = config.objective.updates_per_step
         self.prompts_per_step = planned_prompts(config)
@@ -192,10 +189,7 @@ class Selector:
 
     def refill(self, rewards: FloatArray, step: int) -> PromptDraw | None:
         """More prompts, for the methods that sample until enough groups have variance; None when it is enough.
-
-        Args:
-            rewards: [groups, G] of all groups of the step so far.
-        """
+        rewards [groups, G]: of all groups of the step so far."""
         of = self._of(step)
         missing = self._prompt_policy.missing_prompts(rewards, step=step - 1, rounds=of.rounds)
         return self._choose(min(missing, self._order.num_prompts), of, 1) if missing else None
@@ -232,13 +226,10 @@ class Selector:
         offered = with_refills(planned, later)
         expected = np.ones(rollouts.rewards.size)
         expected[rows] = completions.expected_weight
-        ledger, bias = self._ledger(
-            (planned, offered, groups, completions),
-            expected.reshape(rollouts.rewards.shape),
-            (self._coefficients.whitening(planned, of.selections, rollouts), divided, filtered),
-            self._coefficients.squared_norms(rollouts, advantages, denominator),
-            prompts.inclusion_prob,
-        )
+        others = self._coefficients.whitening(planned, of.selections, rollouts), divided, filtered
+        sources = self._sources(planned, offered, groups, completions, expected.reshape(rollouts.rewards.shape), others)
+        squared = self._coefficients.squared_norms(rollouts, advantages, denominator)
+        ledger, bias = sized(sources, squared, prompts.inclusion_prob)
         variance = step_variance(planned, batch, completions, self._coefficients.slope)
         of.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))
         of.deviations = self._deviations(offered, np.concatenate(of.offered)), deviations(completions, batch.facts())
@@ -274,29 +265,23 @@ class Selector:
             zero_carries=self._completion_policy.zero_advantage_slope > 0,
         )
 
-    def _ledger(
+    def _sources(
         self,
-        drawn: tuple[Selection, Selection, Selection, Selection],
-        by_completions: FloatArray,
-        others: tuple[BiasSource, BiasSource, BiasSource],
-        squared: FloatArray,
-        prompt_prob: FloatArray,
-    ) -> tuple[tuple[LedgerRow, ...], float | None]:
-        """The step's ledger with the size of each bias, and that of all together.
-
-        Args:
-            drawn: prompts as planned, with those that were refilled, groups, completions.
-            by_completions: [K, G] expected weight of each completion.
-            others: what whitening, the denominator and the filter of long completions add.
-        """
-        planned, offered, groups, completions = drawn
+        planned: Selection,
+        offered: Selection,
+        groups: Selection,
+        completions: Selection,
+        expected: FloatArray,
+        others: tuple[BiasSource, ...],
+    ) -> list[BiasSource]:
+        """Of the prompts as planned (`offered`: refills too), groups, `others`, and completions, whose expected weights
+        are [K, G]. Of a refuted draw E[weight] is not known."""
         of_prompts = None if self._declared[0].refuted else offered.expected_weight[offered.kept, None]
         sources = [BiasSource(planned.ledger, of_prompts, lost=int((offered.inclusion_prob == 0).sum()))]
         if self._prompt_policy.resamples or bool((groups.weight != 1).any()):
             sources.append(BiasSource(groups.ledger, groups.expected_weight[:, None]))
-        refuted = bool(self._declared[1].refuted)  # then E[weight] is not known
-        last = BiasSource(completions.ledger, None if refuted else by_completions)
-        return sized((*sources, *others, last), squared, prompt_prob)
+        last = BiasSource(completions.ledger, None if self._declared[1].refuted else expected)
+        return [*sources, *others, last]
 
     def feedback(self, cost: StepCost) -> list[str]:
         """What the step cost; lines for the log if a rate moved. Called once each step, also where an update was
