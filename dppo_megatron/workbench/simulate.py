@@ -18,7 +18,7 @@ from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import TokenCapacity
 from dppo_megatron.progress import Advance, counted, progress
 from dppo_megatron.pruning.interface import StepCapacity, StepCost
-from dppo_megatron.pruning.methods import with_method
+from dppo_megatron.pruning.policies import with_method
 from dppo_megatron.pruning.scores import floor_share
 from dppo_megatron.pruning.variance import StepVariance
 from dppo_megatron.randomness import generator
