@@ -40,7 +40,6 @@ from dppo_megatron.pruning.designs import Draw
 from dppo_megatron.pruning.history import PromptHistory
 from dppo_megatron.pruning.interface import (
     CompletionBatch,
-    Learner,
     Policy,
     PromptFeatures,
     Selection,
@@ -60,16 +59,29 @@ _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in f
 _READS = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
 
 
-class CustomPolicy(Learner):
+class CustomPolicy:
     """What a user's policies of both levels have. The public names of a base are all that the trainer uses."""
 
     reads: ClassVar[tuple[str, ...]]
     """Settings of `pruning.<level>` that mean something to it."""
+    config: Any
+    """A copy of the section."""
     seed: int
     """For random numbers of its own; not the run's, or its coins could be those that it is drawn by."""
 
     def __init__(self, **given: Any) -> None:
         vars(self).update(given)
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        """What a finished step cost; returns lines for the log where something changed because of it."""
+        return []
+
+    def own_state(self) -> dict[str, Any]:
+        """What it keeps, copied: numbers, texts, numpy arrays, lists, dicts."""
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved `own_state`."""
 
 
 class CustomPromptPolicy(CustomPolicy):

@@ -227,31 +227,14 @@ class PromptFeatures:
         )
 
 
-class Learner:
-    """What the trainer's policies and a user's have in common."""
-
-    config: Any
-    """The section of its level."""
-
-    def feedback(self, cost: StepCost) -> list[str]:
-        """What a finished step cost; returns lines for the log where something changed because of it."""
-        return []
-
-    def own_state(self) -> dict[str, Any]:
-        """What it keeps, of prompts beside the history, copied: numbers, texts, numpy arrays, lists, dicts."""
-        return {}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved `own_state`."""
-
-
-class Policy(Learner):
+class Policy:
     """What the policies of both levels have in common."""
 
     _level: ClassVar[str]
     """`prompt` or `completion`."""
     reads: ClassVar[tuple[str, ...]] = ()
     """The settings of `pruning.<level>` that mean something to it."""
+    config: Any
     seed: int
 
     @classmethod
@@ -263,6 +246,17 @@ class Policy(Learner):
     def name(self) -> str:
         """Name of this selection in the ledger."""
         return f"{self._level}/{self.config.method}"
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        """What a finished step cost; returns lines for the log where something changed because of it."""
+        return []
+
+    def own_state(self) -> dict[str, Any]:
+        """What this method keeps, of prompts beside the history, copied: numbers, texts, numpy arrays, lists, dicts."""
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved `own_state`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a choice depends on, copied: plain scalars and numpy arrays."""

@@ -21,7 +21,7 @@ from dppo_megatron.pruning import completion_baselines as baselines
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
 from dppo_megatron.pruning.custom import CustomPromptPolicy, plug
-from dppo_megatron.pruning.interface import PromptFeatures
+from dppo_megatron.pruning.interface import Policy, PromptFeatures
 from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.pruning.prompt_baselines import (
     DynamicSamplingPolicy,
@@ -81,14 +81,8 @@ def completion_policy_class(method: str, key: str = "pruning.completion.method")
 
 
 def check_methods(config: PruningConfig, *, group_size: int = 0, minibatch_size: int = 0) -> list[str]:
-    """Check both levels' methods against their settings.
-
-    Args:
-        group_size: completions of a prompt; 0: not known.
-        minibatch_size: nominal completions of an optimizer mini-batch; 0: not known.
-
-    Returns:
-        A line for each level with settings, other than the defaults, that its method does not read.
+    """A line for each level with settings, other than the defaults, that its method does not read. Sizes as for
+    `CompletionPolicy.check`.
 
     Raises:
         UserError: no such method, a plugged policy that is none, settings that contradict each other under it.
@@ -108,8 +102,8 @@ def check_methods(config: PruningConfig, *, group_size: int = 0, minibatch_size:
     if is_plugin(config.completion.method):
         make_completion_policy(config.completion, seed=0, total_steps=1)
     return [
-        *_unread("pruning.prompt", config.prompt, prompt.reads, prompt.unread(config.prompt)),
-        *_unread("pruning.completion", config.completion, completion.reads, completion.unread(config.completion)),
+        *_unread("pruning.prompt", config.prompt, prompt),
+        *_unread("pruning.completion", config.completion, completion),
     ]
 
 
@@ -123,11 +117,8 @@ def make_prompt_policy(
     seed: int,
     features: PromptFeatures | None = None,
 ) -> PromptPolicy:
-    """The policy of `pruning.prompt.method`, whose section is checked here; the others are those of `PromptPolicy`.
-
-    Raises:
-        UserError: a setting is out of range; the message names its key.
-    """
+    """The policy of `pruning.prompt.method`, whose section is checked here (`UserError`); the others are those of
+    `PromptPolicy`."""
     for name, count in (("num_prompts", num_prompts), ("completions_per_prompt", completions_per_prompt)):
         if count < 1:
             raise ValueError(f"{name} = {count}: must be at least 1")
@@ -155,22 +146,13 @@ def make_completion_policy(
     zero_advantage_slope: float = 0.0,
     group_size: int = 0,
 ) -> CompletionPolicy:
-    """The policy of `pruning.completion.method`, whose section is checked here; the others are those of
-    `CompletionPolicy`.
-
-    Raises:
-        UserError: a setting is out of range; the message names its key.
-    """
+    """The policy of `pruning.completion.method`, whose section is checked here (`UserError`); the others are those of
+    `CompletionPolicy`."""
     check_completion(config)
     cls = completion_policy_class(config.method)
     cls.check(config, "pruning.completion", group_size=group_size, minibatch_size=0)
-    return cls(
-        config,
-        seed=seed,
-        total_steps=total_steps,
-        zero_advantage_slope=zero_advantage_slope,
-        group_size=group_size,
-    )
+    slope = zero_advantage_slope
+    return cls(config, seed=seed, total_steps=total_steps, zero_advantage_slope=slope, group_size=group_size)
 
 
 def _resolve(method: str, key: str, known: dict[str, type[P]], base: type[P]) -> type[P]:
@@ -181,15 +163,10 @@ def _resolve(method: str, key: str, known: dict[str, type[P]], base: type[P]) ->
     return cast(type[P], plug(loaded, base, key, method))
 
 
-def _unread(
-    key: str,
-    config: PromptPruningConfig | CompletionPruningConfig,
-    reads: tuple[str, ...],
-    unread: tuple[str, ...],
-) -> list[str]:
+def _unread(key: str, config: PromptPruningConfig | CompletionPruningConfig, cls: type[Policy]) -> list[str]:
     """One line with the settings that were changed and mean nothing."""
-    default = type(config)()
-    idle = [item.name for item in fields(config) if item.name not in {"method", *reads} or item.name in unread]
+    default, read = type(config)(), {"method", *cls.reads} - set(cls.unread(config))
+    idle = [item.name for item in fields(config) if item.name not in read]
     changed = [name for name in idle if getattr(config, name) != getattr(default, name)]
     return [f"{key}.method = {config.method} does not read {', '.join(changed)}"] if changed else []
 

@@ -70,19 +70,10 @@ class _OpenStep:
     """Of prompts and completions; see `StepCost.kept_cost`."""
     deviations: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
     """Of what was kept of prompts and of completions from the probabilities."""
-    outcome: _Learned | None = None
-    """What was finished and not learned yet."""
+    outcome: tuple[PromptDraw, Rollouts, FloatArray] | None = None
+    """What was finished and not learned yet, with second moments [K]."""
     before: dict[str, Any] | None = None
     """The state before it, copied when its outcome is learned for a step that begins ahead of its feedback."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Learned:
-    """What a step teaches: [K], [K, G] and [K]."""
-
-    prompts: PromptDraw
-    rollouts: Rollouts
-    second_moment: FloatArray
 
 
 class Selector:
@@ -209,7 +200,7 @@ class Selector:
         denominator, divided = self._denominator(rollouts.lengths, minibatch, groups, of, prompts)
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
         moment = group_second_moment(advantages * rollouts.logit_grad_norm / denominator)
-        of.outcome = _Learned(prompts, rollouts, moment)
+        of.outcome = prompts, rollouts, moment
         trainable, filtered = self._coefficients.trainable(rollouts, groups)
         nominal = self.prompts_per_step * size
         batch = completion_batch(prompts, rollouts, advantages, denominator, groups, trainable, nominal)
@@ -341,18 +332,17 @@ class Selector:
         finished = self._open[-1] if self._open else None
         if finished is None or finished.outcome is None:
             return
-        outcome, finished.outcome = finished.outcome, None
-        rollouts = outcome.rollouts
+        (prompts, rollouts, moment), finished.outcome = finished.outcome, None
         self._prompt_policy.observe(
-            outcome.prompts.prompt_index,
+            prompts.prompt_index,
             rollouts.rewards,
             rollouts.lengths,
             step=finished.number - 1,
-            second_moment=outcome.second_moment,
-            inclusion_prob=outcome.prompts.inclusion_prob,
-            planned_prob=outcome.prompts.planned_prob,
+            second_moment=moment,
+            inclusion_prob=prompts.inclusion_prob,
+            planned_prob=prompts.planned_prob,
         )
-        self._coefficients.learn_length(rollouts.lengths, outcome.prompts.weight)
+        self._coefficients.learn_length(rollouts.lengths, prompts.weight)
 
     def _deviations(self, offered: Selection, prompt_index: IntArray) -> dict[str, float]:
         past = self._prompt_policy.history.arrays
