@@ -8,6 +8,8 @@ with the share of the score mass that it never trains on.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig
@@ -43,7 +45,7 @@ class CppoPolicy(_RulePolicy):
     groups' 80.
     """
 
-    reads = ("rate", "allocation", "warmup_steps", "anneal_fraction")
+    reads: ClassVar[tuple[str, ...]] = ("rate", "allocation", "warmup_steps", "anneal_fraction")
     _count = staticmethod(floor_kept)
     _whole_minibatch = False
     """The best of the mini-batch are kept, and not of each group."""

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,12 +23,7 @@ from dppo_megatron.config.pruning import CompletionPruningConfig, check_auto_rul
 from dppo_megatron.pruning.completion_base import CompletionPolicy, Counters
 from dppo_megatron.pruning.designs import WaterFiller, bisect, count_kept, design_effect
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, StepCost, figures, keep_all
-from dppo_megatron.pruning.scores import (
-    MeasuredCost,
-    budgeted_probabilities,
-    completion_score,
-    efficient_probabilities,
-)
+from dppo_megatron.pruning.scores import MeasuredCost, budgeted_probabilities, completion_score, efficient_probabilities
 from dppo_megatron.pruning.weights import label_of_settings, weigh_by
 from dppo_megatron.types import BoolArray, FloatArray, Label, UserError
 
@@ -50,7 +45,7 @@ _READS = (
 class DppoCompletionPolicy(CompletionPolicy):
     """Method `dppo`: a rate of completions, or of tokens, is dropped."""
 
-    reads = ("rate", "cost_aware", *_READS)
+    reads: ClassVar[tuple[str, ...]] = ("rate", "cost_aware", *_READS)
     usual_rate = 0.95
     """With the default `max_design_effect`, which keeps more wherever that would cost variance."""
 

@@ -87,7 +87,7 @@ class CustomPolicy:
 class CustomPromptPolicy(CustomPolicy):
     """Base of a user's prompt policy."""
 
-    reads = (*_READS, "warmup_epochs", "discount", "prior")
+    reads: ClassVar[tuple[str, ...]] = (*_READS, "warmup_epochs", "discount", "prior")
     history: PromptHistory
     """To be read: `arrays` by prompt index (variance, mean_abs, tokens, visits, last_step), `posterior`, `seen`,
     `age_epochs`."""

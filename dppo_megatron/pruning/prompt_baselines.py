@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +71,7 @@ class WeightedGresoPolicy(PromptPolicy):
     self-adjusting p for easy and one for hard prompts.
     """
 
-    reads = ("greso", "min_inclusion_prob", "estimator", "max_weight")
+    reads: ClassVar[tuple[str, ...]] = ("greso", "min_inclusion_prob", "estimator", "max_weight")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class _DrawPlan:
 class DppoPromptPolicy(PromptPolicy):
     """Method `dppo`: a systematic draw with probabilities in proportion to a score of what is known before."""
 
-    reads = ("rate", "cost_aware", *_READS)
+    reads: ClassVar[tuple[str, ...]] = ("rate", "cost_aware", *_READS)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

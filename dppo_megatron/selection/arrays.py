@@ -159,7 +159,7 @@ def merge(parts: list[Selection], order: IntArray) -> Selection:
 
 def with_refills(planned: Selection, refills: list[Selection]) -> Selection:
     """All rows of a step; ledger and figures stay those of `planned`, the first round."""
-    return replace(planned, **_columns([planned, *refills])) if refills else planned
+    return replace(planned, **_columns([planned, *refills]))
 
 
 def _columns(parts: list[Selection]) -> dict[str, Any]:

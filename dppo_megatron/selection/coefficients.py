@@ -1,7 +1,8 @@
 """Advantages, frozen divisors and the rows that they put into the ledger: what a step's completions count before any of
 them is dropped.
 
-Apart from the selector because it holds nothing of the policies: the same numbers for every method.
+Apart from the selector because it holds nothing of the policies: the same numbers for every method, and the full
+batch's for `simulate`.
 """
 
 from __future__ import annotations
@@ -135,3 +136,12 @@ class Coefficients:
         if total > 0:
             mean, old = float((weight[:, None] * lengths).sum()) / total, self.mean_length
             self.mean_length = _LENGTH_DECAY * old + (1 - _LENGTH_DECAY) * mean if old else mean
+
+    def full_scores(self, everything: Rollouts) -> FloatArray:
+        """[N, G] gradient-norm proxy of the completions of all nominal prompts of a step, none skipped."""
+        count = len(everything.rewards)
+        minibatch = np.arange(count) * self._updates // max(count, 1)
+        advantages = self.advantages(everything, np.ones(count))
+        tokens = token_sums(everything.lengths, minibatch, self._updates)
+        divisor = self._divisor(everything.lengths, tokens[minibatch])
+        return np.sqrt(self.squared_norms(everything, advantages, divisor))

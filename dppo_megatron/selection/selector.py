@@ -29,13 +29,7 @@ from dppo_megatron.pruning import (
     make_completion_policy,
     make_prompt_policy,
 )
-from dppo_megatron.pruning.interface import (
-    PromptFeatures,
-    StepCapacity,
-    StepCost,
-    check_outcomes,
-    check_state,
-)
+from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCost, check_outcomes, check_state
 from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
 from dppo_megatron.pruning.policies import check_methods
 from dppo_megatron.pruning.variance import step_variance
@@ -291,6 +285,10 @@ class Selector:
             self._said += self._prompt_policy.feedback(self._costs.pop(0))
         said, self._said = [*self._said, *self._completion_policy.feedback(of_completions)], []
         return said
+
+    def full_scores(self, everything: Rollouts) -> FloatArray:
+        """[N, G] gradient-norm proxy of the completions of all nominal prompts of a step, none skipped."""
+        return self._coefficients.full_scores(everything)
 
     def state_dict(self) -> dict[str, Any]:
         """What the step after the last one with feedback depends on."""

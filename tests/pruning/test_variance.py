@@ -8,7 +8,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-from dppo_megatron.algorithms.advantages import group_advantages
 from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning import CompletionBatch, Selection, StepCost
 from dppo_megatron.pruning.designs import Draw, design_effect
@@ -134,8 +133,7 @@ def test_a_selector_s_account_is_the_variance_of_its_gradients(rates: tuple[floa
             selector.feedback(StepCost(step, 1.0, 1.0, 0.1))
         score = np.hypot(decision.advantages, kl) * norms[rows].ravel() / decision.denominator
         which = (rows[:, None] * size + np.arange(size)).ravel()
-        advantages = group_advantages(rewards, divide_by_std=True, eps=config.objective.advantage_eps)
-        everything = (np.hypot(advantages, kl) * norms / (prompts * size * lengths)).ravel()
+        everything = selector.full_scores(Rollouts(rewards, lengths, norms)).ravel()
         directions = rng.normal(size=(prompts * size, 50)) / 50**0.5
         squares.append(float(np.square(directions[which].T @ (decision.weight * score)).sum()))
         fulls.append(float(np.square(directions.T @ everything).sum()))
