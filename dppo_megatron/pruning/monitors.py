@@ -27,10 +27,8 @@ _TESTED: tuple[Label, ...] = ("unbiased", "ratio")
 def step_metrics(prompts: Selection, batch: CompletionBatch, completions: Selection) -> dict[str, float]:
     """All figures of nominal prompts, and of the batch that was offered to the completion policy."""
     return {
-        **_figures("prompt", prompts),
-        **_figures("completion", completions),
-        **_counts("prompts", prompts),
-        **_counts("completions", completions),
+        **_of_level("prompt", prompts),
+        **_of_level("completion", completions),
         **_tokens(batch, completions),
         "prune/weight_max": float(np.max((batch.prompt_weight * completions.weight)[completions.kept], initial=0.0)),
         **_totals(batch, completions),
@@ -38,7 +36,7 @@ def step_metrics(prompts: Selection, batch: CompletionBatch, completions: Select
     }
 
 
-def _figures(level: str, selection: Selection) -> dict[str, float]:
+def _of_level(level: str, selection: Selection) -> dict[str, float]:
     figures = dict(selection.metrics)
     if selection.kept_cost is not None:
         figures["kept_cost"] = selection.kept_cost
@@ -49,7 +47,12 @@ def _figures(level: str, selection: Selection) -> dict[str, float]:
             "realised_error": effect.error,
             "uniform_effect": effect.uniform,
         }
-    return {f"prune/{level}_{name}": value for name, value in figures.items()}
+    kept, expected = float(selection.kept.sum()), float(selection.inclusion_prob.sum())
+    return {f"prune/{level}_{name}": value for name, value in figures.items()} | {
+        f"prune/{level}s_offered": float(len(selection.kept)),
+        f"prune/{level}s_kept": kept,
+        f"prune/{level}s_kept_over_expected": kept / expected if expected > 0 else 1.0,
+    }
 
 
 def _group_imbalance(batch: CompletionBatch, selection: Selection) -> float:
@@ -61,15 +64,6 @@ def _group_imbalance(batch: CompletionBatch, selection: Selection) -> float:
 def biased_rows(ledger: tuple[LedgerRow, ...]) -> list[str]:
     """One warning line for each selection that changes the expected gradient."""
     return [f"{row.name} is biased: {row.note or 'no weight corrects it'}" for row in ledger if row.label == "biased"]
-
-
-def _counts(level: str, selection: Selection) -> dict[str, float]:
-    kept, expected = float(selection.kept.sum()), float(selection.inclusion_prob.sum())
-    return {
-        f"prune/{level}_offered": float(len(selection.kept)),
-        f"prune/{level}_kept": kept,
-        f"prune/{level}_kept_over_expected": kept / expected if expected > 0 else 1.0,
-    }
 
 
 def _tokens(batch: CompletionBatch, selection: Selection) -> dict[str, float]:
