@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from dppo_megatron.config.plugins import is_plugin, load_function
 from dppo_megatron.config.pruning import (
@@ -16,7 +16,6 @@ from dppo_megatron.config.pruning import (
     check_completion,
     check_prompt,
 )
-from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning import completion_baselines as baselines
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
@@ -34,6 +33,14 @@ from dppo_megatron.types import UserError
 
 P = TypeVar("P", PromptPolicy, CompletionPolicy)
 
+
+class HasPruning(Protocol):
+    """A whole configuration, of which this package reads its own part only: it is used without a trainer too."""
+
+    pruning: PruningConfig
+
+
+C = TypeVar("C", bound=HasPruning)
 
 PROMPT_POLICIES: dict[str, type[PromptPolicy]] = {
     "none": PromptPolicy,
@@ -204,7 +211,7 @@ def method_overrides(name: str) -> list[str]:
     ]
 
 
-def with_method(config: Config, name: str) -> Config:
+def with_method(config: C, name: str) -> C:
     """A copy of `config` that uses this method."""
     changed = copy.deepcopy(config)
     for level, key, value in _settings(name):
