@@ -38,7 +38,7 @@ from dppo_megatron.config import Config, load_config
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import StepCost, logit_grad_norm
-from dppo_megatron.pruning.methods import with_method
+from dppo_megatron.pruning.policies import with_method
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps.loop import Loop

@@ -14,7 +14,7 @@ from support.job import job_config, read_metrics, write_warm_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.job import prepare_job
-from dppo_megatron.pruning.methods import METHODS
+from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.run import Run
 from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.train import train

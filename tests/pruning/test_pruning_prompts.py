@@ -371,14 +371,14 @@ def test_other_methods_never_refill(method):
 
 def test_history_figures_and_memory():
     policy = make("dppo")
-    assert policy.history_metrics(step=9) == {
+    assert policy.history.metrics(9) == {
         "prune/history_coverage": 0.0,
         "prune/history_staleness_mean_epochs": 0.0,
         "prune/history_staleness_max_epochs": 0.0,
     }
     for prompt, step in ((0, 2), (1, 6)):
         policy.observe(np.array([prompt]), np.zeros((1, 2)), np.ones((1, 2), int), step=step)
-    assert policy.history_metrics(step=10) == {
+    assert policy.history.metrics(10) == {
         "prune/history_coverage": pytest.approx(2 / 240),
         "prune/history_staleness_mean_epochs": 1.5,
         "prune/history_staleness_max_epochs": 2.0,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.progress import progress
-from dppo_megatron.pruning.methods import METHODS
+from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.texts import logged, show
 from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, check_number, read_config
 

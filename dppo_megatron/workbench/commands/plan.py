@@ -17,7 +17,7 @@ from dppo_megatron.config.paths import check_writable
 from dppo_megatron.config.schema import Config
 from dppo_megatron.launcher_env import launched_world_size
 from dppo_megatron.progress import progress
-from dppo_megatron.pruning.methods import METHODS, parse_methods
+from dppo_megatron.pruning.policies import METHODS, parse_methods
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.progress import progress
-from dppo_megatron.pruning.methods import parse_methods
+from dppo_megatron.pruning.policies import parse_methods
 from dppo_megatron.texts import show
 from dppo_megatron.workbench.commands.parser import Commands, add_command, check_number
 

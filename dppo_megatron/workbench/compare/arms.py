@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.pruning.methods import levels, method_overrides
+from dppo_megatron.pruning.policies import levels, method_overrides
 from dppo_megatron.types import UserError
 
 BASELINE = "grpo"
