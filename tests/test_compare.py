@@ -150,7 +150,7 @@ def test_the_factor_is_what_was_built_in() -> None:
     assert dppo.end_difference is not None and dppo.end_difference.within_noise
     assert (dppo.end_difference.low, dppo.end_difference.high) == (0.0, 0.0)
     curve = Curve.of(runs[0], "train_s").smoothed()
-    assert dppo.at_budget["0.50"] == pytest.approx(curve.accuracy[-1])
+    assert dppo.at_budget_cpu["0.50"] == pytest.approx(curve.accuracy[-1])
 
 
 def _noisy(arm: str, seed: int, evaluations: int, step_s: float, noise: float, rng: np.random.Generator) -> MethodRun:

@@ -7,7 +7,7 @@ from torch.utils.benchmark import Timer
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.platform.capabilities import this_machine
-from dppo_megatron.workbench.accept.child import Sheet
+from dppo_megatron.workbench.accept.runner import Sheet
 from dppo_megatron.workbench.accept.workload import (
     CAP,
     SHAPES,
@@ -17,8 +17,7 @@ from dppo_megatron.workbench.accept.workload import (
     shape_named,
     useful_flops,
 )
-from dppo_megatron.workbench.doctor.environment import report
-from dppo_megatron.workbench.doctor.machine import copy_rows, machine_rows, server_rows
+from dppo_megatron.workbench.doctor.machine import copy_rows, machine_rows, report, server_rows
 from dppo_megatron.workbench.planning.memory import plan_memory
 from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
 from dppo_megatron.workbench.planning.timing import speeds_for

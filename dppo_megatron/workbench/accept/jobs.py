@@ -31,8 +31,7 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.workbench.accept.basics import this_site
-from dppo_megatron.workbench.accept.child import Sheet
-from dppo_megatron.workbench.accept.runner import tests_directory
+from dppo_megatron.workbench.accept.runner import Sheet, tests_directory
 from dppo_megatron.workbench.accept.workload import RandomWeights
 from dppo_megatron.workbench.planning.memory import plan_memory
 from dppo_megatron.workbench.planning.shares import whole_model

@@ -25,7 +25,7 @@ from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.compare.arms import Arm, parse_arms
 from dppo_megatron.workbench.compare.method_run import MethodRun
 from dppo_megatron.workbench.compare.table import difference_text
-from dppo_megatron.workbench.compare.verdict import ArmVerdict, Curve, judge
+from dppo_megatron.workbench.compare.verdict import ArmVerdict, judge, smoothed_end
 
 PROMPTS, RATE, SCHEDULE = "rollout.prompts_per_step", "actor.optimizer.learning_rate", "actor.optimizer.lr_schedule"
 _PROMPT_FACTORS = (0.5, 1, 2)
@@ -133,7 +133,7 @@ def _ranked(
     arms: Sequence[Arm], runs: Sequence[MethodRun], seeds: int, *, last: bool, same_problems: bool
 ) -> list[RungRow]:
     """The rows of a method, best first; the better half goes on, from the last rung only the best."""
-    ends = {arm.name: {run.seed: _end(run) for run in runs if run.arm == arm.name} for arm in arms}
+    ends = {arm.name: {run.seed: smoothed_end(run) for run in runs if run.arm == arm.name} for arm in arms}
     whole = [arm for arm in arms if len(ends[arm.name]) == seeds]
     if not whole:
         raise RunAborted(f"every candidate of {arms[0].method} was stopped; the log has the reasons")
@@ -181,10 +181,6 @@ def sweep_results(rungs: Sequence[Sequence[RungRow]], grid: Grid) -> dict[str, A
 
 def _mean(ends: Mapping[int, float]) -> float:
     return statistics.mean(ends.values())
-
-
-def _end(run: MethodRun) -> float:
-    return float(Curve.of(run, "step").smoothed().accuracy[-1])
 
 
 def _number(text: str) -> float | str:

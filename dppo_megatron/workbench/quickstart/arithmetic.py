@@ -123,16 +123,6 @@ def _exercises(
     return [exercises[i] for i in order]
 
 
-def worked_solution(exercise: Exercise) -> str:
-    """The completion that shows every step, in GSM8K's manner: one equation a line, then `#### ` and the answer."""
-    return "".join(f"{step}\n" for step in exercise.steps) + guessed_solution(exercise)
-
-
-def guessed_solution(exercise: Exercise) -> str:
-    """The completion that only states the answer."""
-    return f"#### {exercise.answer}"
-
-
 def _apportion(count: int, shares: Sequence[float]) -> list[int]:
     """Whole numbers that add up to `count` and differ from `shares` of it by less than 1."""
     ends = np.round(np.cumsum(shares) * count).astype(int)
@@ -166,8 +156,9 @@ def _problem_row(exercise: Exercise) -> dict[str, Any]:
 
 
 def _example_row(exercise: Exercise, *, guess: bool) -> dict[str, Any]:
-    completion = guessed_solution(exercise) if guess else worked_solution(exercise)
-    return {**_problem_row(exercise), "completion": completion}
+    """In GSM8K's manner: one equation a line, which a guess leaves out, then `#### ` and the answer."""
+    lines = [*([] if guess else exercise.steps), f"#### {exercise.answer}"]
+    return {**_problem_row(exercise), "completion": "\n".join(lines)}
 
 
 def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:

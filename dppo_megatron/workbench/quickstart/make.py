@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from dppo_megatron.config.paths import check_writable
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.quickstart.arithmetic import write_task
@@ -82,11 +83,11 @@ def _make(out: Path, recipe: Recipe) -> bool:
     Raises:
         UserError: `out` holds something else, or the task cannot be made with these counts.
     """
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: exists and is not a directory")
+    check_writable("--out", out, directory=True)
     if out.absolute() == Path.cwd():
         raise UserError(f"--out {out}: is the working directory; name a directory of its own")
-    parent = _make_parent(out.absolute().parent)
+    parent = out.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=parent) as scratch:
         made = Path(scratch) / out.name
         write_quickstart(made, recipe)
@@ -102,16 +103,6 @@ def _make(out: Path, recipe: Recipe) -> bool:
             out.rmdir()
         os.replace(made, out)
     return True
-
-
-def _make_parent(parent: Path) -> Path:
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out: cannot make {parent}: {error.strerror}") from None
-    if not os.access(parent, os.W_OK):
-        raise UserError(f"--out: {parent} is not writable")
-    return parent
 
 
 def _first_difference(made: Path, out: Path) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -21,34 +22,9 @@ ANSWER_MARK = "#### "
 VOCABULARY: tuple[str, ...] = (PAD, EOS, UNKNOWN, *"0123456789+-*=\n", ANSWER_MARK)
 
 
-def write_tiny_qwen3(
-    directory: str | Path,
-    seed: int,
-    *,
-    hidden_size: int = 128,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    intermediate_size: int = 256,
-    tie_word_embeddings: bool = False,
-) -> None:
-    """Write a randomly initialised float32 `Qwen3ForCausalLM` and its tokenizer to `directory`.
-
-    The directory is written atomically and replaces an existing one. The same arguments give the same
-    weights.
-    """
-    write_model_directory(
-        directory,
-        make_tokenizer(),
-        seed,
-        vocab_size=len(VOCABULARY),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        intermediate_size=intermediate_size,
-        tie_word_embeddings=tie_word_embeddings,
-    )
+def write_tiny_qwen3(directory: str | Path, seed: int, **shape: Any) -> None:
+    """Write the quickstart's model and its tokenizer; `shape` as in `write_model_directory`."""
+    write_model_directory(directory, make_tokenizer(), seed, vocab_size=len(VOCABULARY), **shape)
 
 
 def write_model_directory(
@@ -57,15 +33,18 @@ def write_model_directory(
     seed: int,
     *,
     vocab_size: int,
-    hidden_size: int,
-    num_layers: int,
+    hidden_size: int = 128,
+    num_layers: int = 2,
     num_heads: int = 4,
     num_kv_heads: int = 2,
     intermediate_size: int = 256,
     max_positions: int = 128,
     tie_word_embeddings: bool = False,
 ) -> None:
-    """Write a random `Qwen3ForCausalLM` of this shape with `tokenizer`, atomically."""
+    """Write a random float32 `Qwen3ForCausalLM` of this shape with `tokenizer`.
+
+    The directory is written atomically and replaces an existing one. The same arguments give the same weights.
+    """
     config = Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,

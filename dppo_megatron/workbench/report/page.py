@@ -8,12 +8,14 @@ ids, with one table of their texts: the same few thousand tokens occur over and 
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from dppo_megatron.observe.samples import SAMPLES, SampleFile, sample_files, to_table
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
@@ -179,16 +181,8 @@ def _size(group: dict[str, Any]) -> int:
 
 
 def _texts(ids: set[int], places: list[Path]) -> dict[int, str]:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        return {}
     for place in places:
-        path = place / "tokenizer.json"
-        if os.path.isfile(path):  # unlike Path's it takes a name that is too long
-            try:
-                tokenizer = Tokenizer.from_file(str(path))
-            except Exception:  # the library raises plain Exception for a file that it cannot read
-                continue
+        with suppress(Exception):  # a plain one, for a file that is missing or that it cannot read
+            tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
             return {i: tokenizer.decode([i], skip_special_tokens=False) or tokenizer.id_to_token(i) or "" for i in ids}
     return {}

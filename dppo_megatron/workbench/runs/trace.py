@@ -3,12 +3,8 @@ and ranges that the trainer writes (`steps/trace.py`)."""
 
 from __future__ import annotations
 
-import gzip
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Annotated, Any, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -68,13 +64,9 @@ def decoded(line: bytes, kind: type[_T], where: str) -> _T:
 
 
 def read_trace(path: str) -> Trace:
-    """Read a trace file, plain or gzipped.
-
-    Raises:
-        UserError: no such file, not a trace, a broken line (named), or no steps.
-    """
+    """Raises UserError: no such file, not a trace, a broken line (named), or no steps."""
     check_file("trace", path)
-    with _opened(path) as file, progress(f"reading {path}", 0, "lines") as advance:
+    with open(path, "rb") as file, progress(f"reading {path}", 0, "lines") as advance:
         lines = counted(file, advance)
         head = _read_head(next(iter(lines), b""), path)
         config = _read_config(head, path)
@@ -87,15 +79,6 @@ def read_trace(path: str) -> Trace:
     if not any(len(step.prompt_index) for step in steps):
         raise UserError(f"trace '{path}': holds no {'outcomes' if steps else 'steps'}")
     return Trace(config, head.num_prompts, head.set_sizes, _features(head, path), steps, head.ranks)
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[IO[bytes]]:
-    try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-            yield cast(IO[bytes], file)
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise UserError(f"trace '{path}': damaged gzip file: {error}") from None
 
 
 _RENAMED_COLUMN = b'"surprisal":', b'"logit_grad_norm":'  # older name
