@@ -20,8 +20,7 @@ from tokenizers import Tokenizer
 from dppo_megatron.observe.samples import SAMPLES, SampleFile, sample_files, to_table
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 from dppo_megatron.workbench.report.findings import findings
-from dppo_megatron.workbench.runs.run_record import RunRecord, default_settings
-from dppo_megatron.workbench.runs.sample_rows import read_rows
+from dppo_megatron.workbench.runs.run_record import RunRecord, default_settings, read_rows
 
 _SCRIPTS = ("data.js", "charts.js", "sections.js", "samples.js", "page.js")
 SAMPLE_BYTES = 16_000_000

@@ -18,7 +18,7 @@ import os
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,9 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import yaml
 
 from dppo_megatron.config.changes import flat
@@ -34,6 +37,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.files import open_to_read
 from dppo_megatron.observe.json_lines import finite
 from dppo_megatron.observe.lock import FILE as LOCK
+from dppo_megatron.observe.samples import NAME, to_table
 from dppo_megatron.observe.trackers.sink import FAILURES, TRACKERS
 from dppo_megatron.types import UserError
 
@@ -58,6 +62,10 @@ _OF_THE_TRAINED = (
 )  # fmt: skip
 """Metrics of trained completions: 0 in a step without any (padding: 1), which is shown as missing. Some are null today,
 and entropy is of all that was rolled out."""
+_NULLABLE = {"extracted", "reward", "completion_prob", "actor_logprobs"}
+_NULLABLE |= {"weights_version_first", "weights_version_last"}
+_NEVER_NEGATIVE = ("step", "group", "tokens", "token_ids")
+"""Columns of samples/."""
 _PARTS = ("label", "kept", "bias")
 _NUMBER = re.compile(r"\d[\d.e+-]*")
 _SIZE = re.compile(r"(; )?bias about \d[\d.e+-]* %$")
@@ -317,3 +325,51 @@ def _mapping(path: Path, parse: Callable[[str], Any], notes: list[str]) -> dict[
 
 def _as_json(values: dict[str, Any]) -> dict[str, str]:
     return {key: json.dumps(value, default=str) for key, value in flat(values).items()}
+
+
+def newest_sample_file(directory: Path) -> Path | None:
+    """The complete file with the latest step, of the lowest rank that has one; None where there is none."""
+    names = [match for path in directory.glob("steps_*") if (match := NAME.fullmatch(path.name))]
+    newest = max(names, key=lambda match: (int(match[2]), -int(match[3]), int(match[1])), default=None)
+    return directory / newest.string if newest else None
+
+
+def read_rows(path: Path, columns: Sequence[str], step: int | None = None) -> list[dict[str, Any]]:
+    """Rows of a sample file, of `columns` only.
+
+    Args:
+        step: whose rows; None: those of the file's last row group, which are of its last step.
+
+    Raises:
+        OSError: there is no such file (any more: the run merges them), or it may not be read.
+        ValueError: it is no parquet, or not as a run writes it: another column, type or null.
+    """
+    try:
+        with open_to_read(path) as source, pq.ParquetFile(source) as file:
+            groups = range(file.num_row_groups) if step is not None else range(file.num_row_groups)[-1:]
+            rows: list[dict[str, Any]] = []
+            for index in groups:
+                statistics = file.metadata.row_group(index).column(0).statistics
+                if step is not None and statistics is not None and not statistics.min <= step <= statistics.max:
+                    continue
+                table = file.read_row_group(index, columns=list(columns))
+                _check_table(table, columns)
+                rows += [row for row in table.to_pylist() if step is None or row["step"] == step]
+    except (pa.ArrowException, ValueError, TypeError, LookupError, OverflowError) as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    return rows
+
+
+def _check_table(table: Any, columns: Sequence[str]) -> None:
+    """Raise ValueError or KeyError unless its types, nulls and signs are those that a run writes."""
+    schema = to_table(0, []).schema
+    for name in columns:
+        column, wanted = table.column(name), schema.field(name).type  # KeyError if it lacks this one
+        if column.type != wanted:
+            raise ValueError(f"{name} is of type {column.type}")
+        is_list = pa.types.is_list(wanted)
+        flat = pc.list_flatten(column) if is_list else column
+        if (column.null_count and name not in _NULLABLE) or (is_list and flat.null_count):
+            raise ValueError(f"{name} holds nulls")
+        if name in _NEVER_NEGATIVE and len(flat) and pc.min(flat).as_py() < 0:
+            raise ValueError(f"{name} holds negative numbers")

@@ -25,8 +25,14 @@ from dppo_megatron.observe.samples import SAMPLES
 from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth, read_health
 from dppo_megatron.texts import one_line
 from dppo_megatron.workbench.report.findings import findings
-from dppo_megatron.workbench.runs.run_record import Follow, RunRecord, finite_number, read_settings
-from dppo_megatron.workbench.runs.sample_rows import newest_sample_file, read_rows
+from dppo_megatron.workbench.runs.run_record import (
+    Follow,
+    RunRecord,
+    finite_number,
+    newest_sample_file,
+    read_rows,
+    read_settings,
+)
 
 _STATE = {"finished": "green", "running": "cyan", "stopped": "yellow", "crashed": "bold red"}
 _SERVER = {"live": "green", "stale": "yellow", "out": "bold red"}
