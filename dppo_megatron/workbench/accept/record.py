@@ -96,11 +96,7 @@ class Record:
 
 
 def read_record(directory: Path, options: dict[str, str]) -> Record:
-    """The record in `directory`, or a new one.
-
-    Raises:
-        UserError: it cannot be read, or is of another model.
-    """
+    """The record in `directory`, or a new one. Raises UserError if it cannot be read, or is of another model."""
     try:
         values = json.loads((directory / FILE).read_text(encoding="utf-8"))
         steps = {name: Ran(**ran) for name, ran in values["steps"].items()}

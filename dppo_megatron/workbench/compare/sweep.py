@@ -50,13 +50,8 @@ class RungRow:
 
 
 def parse_grid(given: Sequence[str], config: Config) -> dict[str, list[str]]:
-    """The grid of `--sweep`, each `KEY=A,B`, or empty.
-
-    Prompts a step, learning rate and schedule that are not given have values around the config's.
-
-    Raises:
-        UserError: no setting with values, one that is given twice, or a value that is.
-    """
+    """The grid of `--sweep`, each `KEY=A,B`, or empty. Prompts a step, learning rate and schedule that are not given
+    have values around the config's. Raises UserError for what is no setting with values, or is given twice."""
     prompts, optimizer = config.rollout.prompts_per_step, config.actor.optimizer
     falling = "linear" if optimizer.lr_schedule == "constant" else optimizer.lr_schedule
     grid = {
@@ -80,11 +75,8 @@ def parse_grid(given: Sequence[str], config: Config) -> dict[str, list[str]]:
 
 
 def candidates(methods: str, grid: Grid, config: Config, steps_factor: float) -> list[Arm]:
-    """Every method at every point of the grid, such as `grpo@32,7e-4,linear`.
-
-    Raises:
-        UserError: an unknown method, one with a number of prompts, or a setting that a comparison sets by itself.
-    """
+    """Every method at every point of the grid, such as `grpo@32,7e-4,linear`. Raises UserError for an unknown method,
+    one with a number of prompts, or a setting that a comparison sets by itself."""
     if "@" in methods:
         raise UserError(f"--methods '{methods}': with --sweep the grid has the prompts of a step: {PROMPTS}=A,B")
     arms = []
@@ -108,14 +100,8 @@ def rung_seeds(seeds: int) -> list[int]:
 def halve(
     arms: Sequence[Arm], seeds: int, run: Callable[..., list[MethodRun]], *, same_problems: bool
 ) -> Iterator[tuple[list[RungRow], list[MethodRun]]]:
-    """Run rung after rung; after each, its rows and all runs so far of the candidates that go on.
-
-    Args:
-        run: `run_all` of a job.
-
-    Raises:
-        RunAborted: all candidates of a method were stopped.
-    """
+    """Run rung after rung by `run`, which is `run_all` of a job; after each, its rows and all runs so far of the
+    candidates that go on. Raises RunAborted if all candidates of a method were stopped."""
     runs: list[MethodRun] = []
     first = 0
     for until in rung_seeds(seeds):

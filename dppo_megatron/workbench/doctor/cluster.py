@@ -59,10 +59,7 @@ class _State:
 
 def check_cluster(config: Config | None, limit_s: float, report: Callable[[list[CheckRow]], None]) -> int:
     """Look at everything, have rank 0 `report` it, return the exit code: there 2 after a fault. Collective.
-
-    Raises:
-        RunAborted: there is no answer at MASTER_ADDR.
-    """
+    Raises RunAborted if there is no answer at MASTER_ADDR."""
     mine, until, code = _State(socket.gethostname()), time.monotonic() + limit_s, 0
     store = _reach(limit_s / 2)
     # a second connection for the thread: calls on this one block

@@ -105,11 +105,7 @@ def environment(variables: Mapping[str, str], device: str) -> str:
 
 
 def allocator_row(variables: Mapping[str, str], device: str, colocated: bool | None) -> CheckRow:
-    """Whether expandable segments fit the job.
-
-    Args:
-        colocated: `rollout.servers.colocate`; None: no job is known.
-    """
+    """Whether expandable segments fit the job; `colocated` as `rollout.servers.colocate`, None if no job is known."""
     if device == "cpu":
         return CheckRow("allocator", "ok", "nothing to set on a CPU")
     if said := ipc_warning(variables).removeprefix("; "):

@@ -287,7 +287,7 @@ def predict(
     # a replayed step has fewer tokens than a real one: each counts as 1 / `scale` of them
     update_s = seconds["log-probs"] + seconds["update"]
     fixed_s = seconds["sync"] + seconds["checkpoint"] + seconds["other"]
-    update_s_per_1k = update_s / scale / timing.tokens_trained * 1000
+    update_s_per_1k = update_s / scale / timing.tokens_generated * 1000
     costs = StepTimeModel(timing.rollout.scaled(scale), update_s_per_1k, fixed_s, timing.overlaps)
     return [simulate(trace, method, costs) for method in methods]
 

@@ -75,7 +75,6 @@ class Timing:
     seconds: dict[str, float]
     """By phase; those of `checkpoint` are its share of a step."""
     tokens_generated: float
-    tokens_trained: float
     rollout: RolloutCost
     """Seconds of a round of generation by its tokens, whose value at `tokens_generated` is that of `generate`."""
     overlaps: bool
@@ -99,11 +98,8 @@ def plan_timing(
     cost: RolloutCost | None = None,
 ) -> Timing | None:
     """Seconds of every phase; None where the number of generating GPUs is not known, or their cache holds less than one
-    sequence: playing how they wait for each other takes 16 s, for a job that does not run.
-
-    Args:
-        cost: of a round of generation; None: it is computed.
-    """
+    sequence: playing how they wait for each other takes 16 s, for a job that does not run. `cost` is of a round of
+    generation; None: it is computed."""
     if not engine.gpus or engine.sequences < 1:
         return None
     rollout, degrees = config.rollout, Degrees.of(config.actor.layout, site.gpus)
@@ -128,7 +124,7 @@ def plan_timing(
         "checkpoint": parameters * 14 / (speeds.save_gb_per_s.value * 1e9) / every if every else 0.0,
         "other": speeds.other_s.value,
     }
-    return Timing(seconds, generated, generated, cost, config.rollout.async_steps > 0)
+    return Timing(seconds, generated, cost, config.rollout.async_steps > 0)
 
 
 def _training_s(

@@ -37,11 +37,8 @@ class Recipe(NamedTuple):
 
 
 def write_quickstart(directory: Path, recipe: Recipe) -> None:
-    """Write `{train,heldout,sft}.jsonl`, `model/` and `task.json` into `directory`, made if it is missing.
-
-    Raises:
-        UserError: the task cannot be made with these counts.
-    """
+    """Write `{train,heldout,sft}.jsonl`, `model/` and `task.json` into `directory`, made if it is missing. Raises
+    UserError if the task cannot be made with these counts."""
     from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3  # torch and transformers: seconds
 
     write_task(directory, recipe.seed, recipe.num_train, recipe.num_heldout, recipe.num_sft)
@@ -78,11 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make(out: Path, recipe: Recipe) -> bool:
-    """`write_quickstart` as a whole or not at all; False if all of it was there already.
-
-    Raises:
-        UserError: `out` holds something else, or the task cannot be made with these counts.
-    """
+    """`write_quickstart` as a whole or not at all; False if all of it was there already. Raises UserError also if `out`
+    holds something else."""
     check_writable("--out", out, directory=True)
     if out.absolute() == Path.cwd():
         raise UserError(f"--out {out}: is the working directory; name a directory of its own")

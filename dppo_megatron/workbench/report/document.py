@@ -25,14 +25,11 @@ ASSETS = files("dppo_megatron.workbench.report") / "assets"
 def write_html(
     path: Path, template: Traversable, title: str, data: Sequence[str], scripts: Sequence[Traversable]
 ) -> None:
-    """Write the page.
+    """Write the page. Raises UserError if `path` cannot be written.
 
     Args:
         template: of the body, with `{{plotly}}`, `{{data}}` and `{{script}}`.
         data: elements from `script_data`, or markup of a page without scripts.
-
-    Raises:
-        UserError: `path` cannot be written.
     """
     inside = {
         "title": html.escape(one_line(title)),

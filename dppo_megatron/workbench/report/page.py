@@ -31,11 +31,7 @@ _HIDDEN = ("step", *_OF_THE_GROUP)
 
 
 def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
-    """Write the report of `runs`.
-
-    Raises:
-        UserError: `path` cannot be written.
-    """
+    """Write the report of `runs`. Raises UserError if `path` cannot be written."""
     _name_apart(runs)
     parts: list[str] = []
     for number, run in enumerate(runs):

@@ -192,11 +192,7 @@ class Follow:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run directory.
-
-    Raises:
-        UserError: no directory, or one without a metrics.jsonl that has a step.
-    """
+    """Raises UserError: no directory, or one without a metrics.jsonl that has a step."""
     if path.is_dir() and not (path / "metrics.jsonl").is_file():
         raise UserError(f"'{path}' holds no metrics.jsonl; name the run_dir of a run")
     run = Follow(path).look_to_the_end()

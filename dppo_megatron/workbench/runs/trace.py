@@ -50,11 +50,8 @@ class Trace:
 
 
 def decoded(line: bytes, kind: type[_T], where: str) -> _T:
-    """A line as msgspec reads it, which takes neither NaN nor a number in quotes.
-
-    Raises:
-        UserError: it is no such line; `where`, such as `path:line`, begins the message.
-    """
+    """A line as msgspec reads it, which takes neither NaN nor a number in quotes. Raises UserError, which begins with
+    `where`, such as `path:line`, if it is no such line."""
     try:
         return msgspec.json.decode(line, type=kind)
     except msgspec.ValidationError as error:

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from dppo_megatron.observe.progress_display import duration
 from dppo_megatron.observe.samples import SAMPLES
 from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth, read_health
 from dppo_megatron.texts import one_line
@@ -154,16 +155,6 @@ def seconds_left(record: RunRecord, total_steps: int) -> float | None:
     if not recent or record.status in ("finished", "crashed", "stopped"):
         return None
     return max(0, total_steps - record.steps[-1]) * statistics.median(recent)
-
-
-def duration(seconds: float) -> str:
-    """Example: 3725 -> `1 h 02 min`."""
-    whole = round(seconds)
-    if whole >= 86400:
-        return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
 
 
 def _head(record: RunRecord, latest: Latest, view: View) -> RenderableType:
@@ -323,19 +314,13 @@ def sparkline(values: Sequence[float | None], width: int, levels: str = BLOCKS) 
 
 
 def widths(shares: Sequence[float], total: int) -> list[int]:
-    """Characters of a bar of `total` for each of the shares, the largest remainders rounded up.
+    """Characters of a bar of `total` for each of the shares, whose ends are rounded.
 
-    Example: shares [1, 1, 2] over 10 -> [3, 2, 5].
+    Example: shares [1, 1, 2] over 10 -> [2, 3, 5].
     """
     whole = sum(shares)
-    if whole <= 0:
-        return [0] * len(shares)
-    exact = [total * share / whole for share in shares]
-    rounded = [int(one) for one in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: (rounded[i] - exact[i], i))
-    for i in by_remainder[: total - sum(rounded)]:
-        rounded[i] += 1
-    return rounded
+    ends = [round(total * end / whole) if whole else 0 for end in accumulate(shares, initial=0.0)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def _split(values: Sequence[float | None], count: int) -> list[Sequence[float | None]]:
