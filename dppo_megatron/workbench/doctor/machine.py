@@ -197,7 +197,7 @@ def gpu_rows(text: str) -> list[CheckRow]:
         CheckRow("clocks", "ok", f"{speeds} MHz; none slowed down"),
         CheckRow("ECC", "ok", "no uncorrected error"),
     )
-    bits = {index: int(reasons, 16) if reasons.startswith("0x") else 0 for index, _, _, reasons, _ in cards}
+    bits = {index: int(reasons, 16) for index, _, _, reasons, _ in cards if reasons.startswith("0x")}
     slowed = {index: ", ".join(name for bit, name in _SLOWED.items() if bits[index] & bit) for index in bits}
     if named := [f"GPU {index}: {reasons}" for index, reasons in slowed.items() if reasons]:
         clocks = CheckRow(

@@ -14,10 +14,10 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.box import ASCII, ROUNDED
-from rich.console import Group, OverflowMethod, RenderableType
+from rich.console import Console, Group, OverflowMethod, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -123,28 +123,18 @@ def _spread(group: list[dict[str, Any]]) -> float:
     return statistics.pvariance(rewards) if rewards else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """How much room there is, and what the terminal can show."""
-
-    width: int = 100
-    members: int = 4
-    """Completions of the group that is shown."""
-    unicode: bool = True
-    colour: bool = True
-
-
-def frame(latest: Latest, view: View) -> RenderableType:
+def frame(latest: Latest, console: Console, members: int = 4) -> RenderableType:
+    """What `console` has room for and can show; of the group of samples so many `members`."""
     record = latest.record
-    parts: list[RenderableType] = [_head(record, latest, view)]
+    parts: list[RenderableType] = [_head(record, latest, console.width)]
     if len(record.steps) > 1:
-        parts += [_curves(record, view), _time_split(record, view), _pruning(record)]
+        parts += [_curves(record, console), _time_split(record, console), _pruning(record)]
     parts += _evaluations(record)
     servers, age_s = latest.servers()
     if servers and record.status != "finished":
         parts.append(_servers(servers, age_s))
     if latest.samples.members:
-        parts.append(_samples(latest.samples, view))
+        parts.append(_samples(latest.samples, console, members))
     parts += _warnings(record)
     return Group(*parts)
 
@@ -157,7 +147,7 @@ def seconds_left(record: RunRecord, total_steps: int) -> float | None:
     return max(0, total_steps - record.steps[-1]) * statistics.median(recent)
 
 
-def _head(record: RunRecord, latest: Latest, view: View) -> RenderableType:
+def _head(record: RunRecord, latest: Latest, width: int) -> RenderableType:
     step, total = (record.steps or [0])[-1], int(finite_number(record.setting("steps", 0)) or 0)
     line = Text(f"step {step}" + (f" of {total}" if total else ""))
     if (left := seconds_left(record, total)) is not None and total:
@@ -172,46 +162,42 @@ def _head(record: RunRecord, latest: Latest, view: View) -> RenderableType:
     methods = [str(record.setting(f"pruning.{level}.method", "?")) for level in ("prompt", "completion")]
     model = str(record.setting("model.hf_path", "?")).rstrip("/").rpartition("/")[2]
     what = f"{model}, {record.setting('rollout.engine', '?')}, pruning {' / '.join(methods)}"
-    done, rest = widths([step, max(0, total - step)], max(10, view.width - 6))
-    bar = Text.assemble(
-        ("━" if view.unicode else "=") * done, (("─" if view.unicode else "-") * rest, "dim"), style="cyan"
-    )
+    bar = ProgressBar(total, step, max(10, width - 6), style="dim", complete_style="cyan", finished_style="cyan")
     title = Text.assemble((_line(record.name), "bold"), "  ", (record.status, _STATE.get(record.status, "")))
     inside = Group(line, bar, Text(_line(what), style="dim"))
-    box = ROUNDED if view.unicode else ASCII
-    return Panel(inside, box, title=title, title_align="left", width=view.width)
+    return Panel(inside, title=title, title_align="left", width=width)
 
 
-def _curves(record: RunRecord, view: View) -> RenderableType:
+def _curves(record: RunRecord, console: Console) -> RenderableType:
     table = Table(box=None, padding=(0, 1), show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(style="cyan", no_wrap=True)
     for _ in range(2):
         table.add_column(justify="right", no_wrap=True)
-    levels = BLOCKS if view.unicode else PLAIN
+    levels = PLAIN if console.options.ascii_only else BLOCKS
     for name, key, form in _CURVES:
         values = record.columns.get(key, [])
         present = [one for one in values if one is not None]
         if present:
             span = f"{format(min(present), form)} to {format(max(present), form)}"
-            drawn = sparkline(values, max(10, view.width - 48), levels)
+            drawn = sparkline(values, max(10, console.width - 48), levels)
             table.add_row(name, drawn, format(present[-1], form), Text(span, style="dim"))
     return table
 
 
-def _time_split(record: RunRecord, view: View) -> RenderableType:
+def _time_split(record: RunRecord, console: Console) -> RenderableType:
     """Where the seconds of the last steps went, as a bar and in words."""
     means = {name: _recent(record, f"time/{name}_s") for name in _PHASES}
     whole = _recent(record, "time/step_s") or sum(value or 0.0 for value in means.values())
     known = {name: value for name, value in means.items() if value and value >= 0.01 * whole}
     rest = whole - sum(known.values())
     known |= {"other": rest} if rest >= 0.01 * whole else {}
-    bar, legend = Text(), Text()
-    lengths = widths(list(known.values()), max(20, view.width - 4))
+    bar, legend, draws = Text(), Text(), console.color_system is not None and not console.options.ascii_only
+    lengths = widths(list(known.values()), max(20, console.width - 4))
     for (name, value), length in zip(known.items(), lengths, strict=True):
         colour = _COLOURS[_PHASES.index(name) if name in _PHASES else -1]
-        bar.append(("█" if view.colour and view.unicode else name[0]) * length, style=colour)
-        legend.append("■ " if view.colour and view.unicode else "", style=colour)
+        bar.append(("█" if draws else name[0]) * length, style=colour)
+        legend.append("■ " if draws else "", style=colour)
         legend.append(f"{name} {value:.2f} s  ")
     return Group(Text(f" time per step, mean of the last {_RECENT}", style="bold"), Text(" ") + bar, Text(" ") + legend)
 
@@ -254,17 +240,17 @@ def _servers(servers: Sequence[ServerHealth], age_s: float) -> RenderableType:
     return table
 
 
-def _samples(samples: SampledGroup, view: View) -> RenderableType:
+def _samples(samples: SampledGroup, console: Console, count: int) -> RenderableType:
     """A prompt, its best completion, and then its worst ones."""
     members = sorted(samples.members, key=lambda one: -1e30 if one["reward"] is None else one["reward"], reverse=True)
-    shown = [*members[:1], *members[:0:-1]][: view.members]
-    table = Table(box=None, padding=(0, 1), show_header=False, width=view.width)
+    shown = [*members[:1], *members[:0:-1]][:count]
+    table = Table(box=None, padding=(0, 1), show_header=False, width=console.width)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
     table.add_column(no_wrap=True)
-    cut: OverflowMethod = "ellipsis" if view.unicode else "crop"
+    cut: OverflowMethod = "crop" if console.options.ascii_only else "ellipsis"
     table.add_column(no_wrap=True, overflow=cut, ratio=1)
-    mark = ("■", "□") if view.unicode else ("+", "-")
+    mark = ("+", "-") if console.options.ascii_only else ("■", "□")
     for one in shown:
         reward = "failed" if one["reward"] is None else f"{one['reward']:.2f}"
         kept = f"weight {one['weight']:.2f}" if one["kept"] else "pruned"
