@@ -80,7 +80,7 @@ def _run(record: Record, directory: Path, **settings: object) -> list[str]:
     options = {"hours": 0.5} | settings
     directory.mkdir(exist_ok=True)
     with shown_by(display):
-        runner.run_steps(record, directory, saved=lambda: None, **options)
+        runner.run_steps(record, directory, **options)
     return begun
 
 

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,9 @@ ENVIRONMENT = "environment"
 
 
 def run_steps(
-    record: Record,
-    directory: Path,
-    hours: float,
-    *,
-    only: Collection[str] = (),
-    again: Collection[str] = (),
-    saved: Callable[[], None],
+    record: Record, directory: Path, hours: float, *, only: Collection[str] = (), again: Collection[str] = ()
 ) -> None:
-    """Run what is missing, in order, as long as the time suffices; `saved` is called after each step.
+    """Run what is missing, in order, as long as the time suffices; `record` is written after each step.
 
     Args:
         hours: of this call. More than 0.5 gives each step more in proportion; less begins fewer of them.
@@ -71,7 +65,6 @@ def run_steps(
             with progress(f"{step.name}: {step.what}, at most {limit_s:.0f} s"):
                 record.steps[step.name] = _run(step, directory, limit_s, record)
         record.write(directory)
-        saved()
 
 
 def lacking(step: Step, record: Record) -> str:

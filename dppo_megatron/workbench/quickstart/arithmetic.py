@@ -112,7 +112,8 @@ def _exercises(
     Unless they may repeat, they are added to `used`.
     """
     exercises = []
-    for index, (level, number) in enumerate(zip(LEVELS, _apportion(count, shares), strict=True)):
+    ends = np.round(np.cumsum(shares) * count).astype(int)  # each level has its share, to less than 1
+    for index, (level, number) in enumerate(zip(LEVELS, np.diff(ends, prepend=0).tolist(), strict=True)):
         rng = generator(seed, f"arithmetic/{split}", index)
         for _ in range(number):
             exercise = _new_exercise(level, rng, used)
@@ -121,12 +122,6 @@ def _exercises(
                 used.add(exercise.problem)
     order = generator(seed, f"arithmetic/{split}/order").permutation(count)
     return [exercises[i] for i in order]
-
-
-def _apportion(count: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers that add up to `count` and differ from `shares` of it by less than 1."""
-    ends = np.round(np.cumsum(shares) * count).astype(int)
-    return [int(n) for n in np.diff(ends, prepend=0)]
 
 
 def _new_exercise(level: Level, rng: np.random.Generator, used: set[str]) -> Exercise:

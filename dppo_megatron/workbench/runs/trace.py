@@ -65,7 +65,13 @@ def read_trace(path: str) -> Trace:
     check_file("trace", path)
     with open(path, "rb") as file, progress(f"reading {path}", 0, "lines") as advance:
         lines = counted(file, advance)
-        head = _read_head(next(iter(lines), b""), path)
+        first = next(iter(lines), b"")
+        raw = decoded(first or b"{}", object, f"{path}:1")
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            raise UserError(
+                f"trace '{path}': does not begin with a line of format '{FORMAT}'; name a run's trace.jsonl"
+            )
+        head = decoded(first, _HeaderLine, f"{path}:1")
         config = _read_config(head, path)
         group_size, steps = config.rollout.completions_per_prompt, list[TracedStep]()
         for number, line in enumerate(lines, start=2):
@@ -115,13 +121,6 @@ class _TraceLine(msgspec.Struct):
     logit_grad_norm: list[list[_Amount]]
     kept: list[_Count]
     seconds: _Seconds
-
-
-def _read_head(line: bytes, path: str) -> _HeaderLine:
-    raw = decoded(line or b"{}", object, f"{path}:1")
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise UserError(f"trace '{path}': does not begin with a line of format '{FORMAT}'; name a run's trace.jsonl")
-    return decoded(line, _HeaderLine, f"{path}:1")
 
 
 def _read_config(head: _HeaderLine, path: str) -> Config:
