@@ -41,9 +41,9 @@ _ROUNDS = 9
 _TOKENS = 48
 _LARGE: dict[str, Any] = {
     "hidden_size": 768,
-    "num_layers": 16,
-    "num_heads": 12,
-    "num_kv_heads": 4,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
     "intermediate_size": 2048,
 }
 

@@ -9,7 +9,6 @@ it.
 from __future__ import annotations
 
 import argparse
-import filecmp
 import json
 import os
 import sys
@@ -82,31 +81,20 @@ def _make(out: Path, recipe: Recipe) -> bool:
         raise UserError(f"--out {out}: is the working directory; name a directory of its own")
     parent = out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
+    if read_recipe(out) == recipe:  # task.json is written last: it is there when all is
+        return False
+    if out.exists() and any(out.iterdir()):
+        raise UserError(
+            f"--out {out}: holds something else than what --seed {recipe.seed} makes; choose another directory or"
+            " remove that one"
+        )
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=parent) as scratch:
         made = Path(scratch) / out.name
         write_quickstart(made, recipe)
-        if out.exists() and any(out.iterdir()):
-            difference = _first_difference(made, out)
-            if difference is None:
-                return False
-            raise UserError(
-                f"--out {out}: holds something else ({difference} differs from what --seed {recipe.seed} makes);"
-                " choose another directory or remove that one"
-            )
         if out.exists():
             out.rmdir()
         os.replace(made, out)
     return True
-
-
-def _first_difference(made: Path, out: Path) -> str | None:
-    """Relative path of the first file that only one of the two trees has or that differs; None if they are equal."""
-    names = {path.relative_to(root) for root in (made, out) for path in root.rglob("*") if not path.is_dir()}
-    for name in sorted(names):
-        pair = (made / name, out / name)
-        if not all(path.is_file() for path in pair) or not filecmp.cmp(*pair, shallow=False):
-            return str(name)
-    return None
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
