@@ -1,8 +1,7 @@
 """The page about runs: their columns, findings and samples, as data for the code in `assets/`.
 
-What a model wrote is data and never markup: it is embedded as JSON in which every `<` is escaped, and the page's code
-inserts it as text. There are samples of some steps, spread over the run, each with as many groups as fit. Tokens are
-ids, with one table of their texts: the same few thousand tokens occur over and over.
+There are samples of some steps, spread over the run, each with as many groups as fit. Tokens are ids, with one table of
+their texts: the same few thousand tokens occur over and over.
 """
 
 from __future__ import annotations

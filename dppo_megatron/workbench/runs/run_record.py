@@ -17,7 +17,6 @@ import math
 import os
 import re
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -98,32 +97,28 @@ class RunRecord:
     """What could not be read."""
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take the line of a step, in the order of the steps; of two lines of one step the later counts."""
-        step = row["step"]
-        at = bisect_left(self.steps, step)
-        is_new = at == len(self.steps) or self.steps[at] != step
-        if is_new:
-            self.steps.insert(at, step)
+        """Take the line of a later step."""
+        self.steps.append(row["step"])
         for series in [*self.columns.values(), *(one[part] for one in self.ledger for part in _PARTS)]:
-            series[at : at + (not is_new)] = [None]
+            series.append(None)
         for key, value in _figures(row).items():
             if key not in self.columns:
                 self.columns[key] = [None] * len(self.steps)
-            self.columns[key][at] = value
+            self.columns[key][-1] = value
         entries = row.get("prune/ledger")
         for entry in entries if isinstance(entries, list) else ():
             if isinstance(entry, dict) and isinstance(entry.get("name"), str):
-                self._add_entry(entry, at)
+                self._add_entry(entry)
 
-    def _add_entry(self, entry: Mapping[str, Any], at: int) -> None:
+    def _add_entry(self, entry: Mapping[str, Any]) -> None:
         one = next((one for one in self.ledger if one["name"] == entry["name"]), None)
         if one is None:
             one = {"name": entry["name"], "notes": []} | {part: [None] * len(self.steps) for part in _PARTS}
             self.ledger.append(one)
         label, note = entry.get("label"), entry.get("note")
-        one["label"][at] = label if isinstance(label, str) else None
-        one["kept"][at] = finite_number(entry.get("kept_fraction"))
-        one["bias"][at] = finite_number(entry.get("bias_estimate"))
+        one["label"][-1] = label if isinstance(label, str) else None
+        one["kept"][-1] = finite_number(entry.get("kept_fraction"))
+        one["bias"][-1] = finite_number(entry.get("bias_estimate"))
         note = _SIZE.sub("", note) if isinstance(note, str) else note  # the estimate is shown as a mean over steps
         known = [_NUMBER.sub("", said) for said in one["notes"]]  # those of other steps differ in their numbers
         if note and isinstance(note, str) and _NUMBER.sub("", note) not in known and len(known) < 3:
@@ -179,13 +174,13 @@ class Follow:
         return self.record
 
     def _take(self, line: bytes) -> bool:
-        """Whether it is a step's line."""
+        """Whether it is a step's line, and after the others: a run writes one line a step, in their order."""
         try:
             row = self._decode(line)
         except _UNREADABLE:
             return False
         step = row.get("step") if isinstance(row, dict) else None
-        if type(step) is not int or not 0 <= step < 2**53:
+        if type(step) is not int or not (self.record.steps or [-1])[-1] < step < 2**53:
             return False
         self.record.add(row)
         return True

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -56,22 +56,14 @@ _CURVES = (
 )
 
 
-@dataclass
-class SampledGroup:
-    """One group of the newest step with samples."""
-
-    step: int = 0
-    prompt: str = ""
-    members: list[dict[str, Any]] = field(default_factory=list)
-
-
 class Latest:
     """A run as it is now; files are read only when they have changed. Raises UserError as `Follow`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._follow = Follow(path)
-        self.samples = SampledGroup()
+        self.samples: list[dict[str, Any]] = []
+        """One group of the newest step with samples."""
         self._sample_file: Path | None = None
 
     @property
@@ -83,7 +75,7 @@ class Latest:
         if not record.settings:
             record.settings = read_settings(self._path / "config.yaml", [])
         newest = newest_sample_file(self._path / SAMPLES)
-        if newest is not None and newest != self._sample_file and (read := _read_samples(newest)) is not None:
+        if newest is not None and newest != self._sample_file and (read := _read_samples(newest)):
             self.samples, self._sample_file = read, newest
         return record
 
@@ -100,22 +92,16 @@ class Latest:
             return None
 
 
-def _read_samples(path: Path) -> SampledGroup | None:
+def _read_samples(path: Path) -> list[dict[str, Any]]:
     """The group of the file's last step whose rewards differ most, the first of equals.
 
-    None if the file cannot be read: it may be merged into another one at this moment.
+    Empty if the file cannot be read: it may be merged into another one at this moment.
     """
-    try:
-        rows = read_rows(path, _SAMPLE_COLUMNS)
-    except (OSError, ValueError):
-        return None
-    if not rows:
-        return None
     groups: dict[int, list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(row["group"], []).append(row)
-    chosen = max(groups.values(), key=_spread)
-    return SampledGroup(chosen[0]["step"], chosen[0]["prompt"] or "", chosen)
+    with suppress(OSError, ValueError):
+        for row in read_rows(path, _SAMPLE_COLUMNS):
+            groups.setdefault(row["group"], []).append(row)
+    return max(groups.values(), key=_spread, default=[])
 
 
 def _spread(group: list[dict[str, Any]]) -> float:
@@ -133,7 +119,7 @@ def frame(latest: Latest, console: Console, members: int = 4) -> RenderableType:
     servers, age_s = latest.servers()
     if servers and record.status != "finished":
         parts.append(_servers(servers, age_s))
-    if latest.samples.members:
+    if latest.samples:
         parts.append(_samples(latest.samples, console, members))
     parts += _warnings(record)
     return Group(*parts)
@@ -240,9 +226,9 @@ def _servers(servers: Sequence[ServerHealth], age_s: float) -> RenderableType:
     return table
 
 
-def _samples(samples: SampledGroup, console: Console, count: int) -> RenderableType:
+def _samples(group: list[dict[str, Any]], console: Console, count: int) -> RenderableType:
     """A prompt, its best completion, and then its worst ones."""
-    members = sorted(samples.members, key=lambda one: -1e30 if one["reward"] is None else one["reward"], reverse=True)
+    members = sorted(group, key=lambda one: -1e30 if one["reward"] is None else one["reward"], reverse=True)
     shown = [*members[:1], *members[:0:-1]][:count]
     table = Table(box=None, padding=(0, 1), show_header=False, width=console.width)
     table.add_column(no_wrap=True)
@@ -261,8 +247,8 @@ def _samples(samples: SampledGroup, console: Console, count: int) -> RenderableT
             Text(_line(f"{kept} ({one['why']}), {one['tokens']} tokens"), style="dim"),
             Text(text if len(text) < 400 else f"{text[:80]} ... {text[-300:]}"),
         )
-    prompt = Text(f" {_line(samples.prompt)}", style="italic", no_wrap=True, overflow=cut)
-    return Group(Text(f" samples of step {samples.step}", style="bold"), prompt, table)
+    prompt = Text(f" {_line(group[0]['prompt'] or '')}", style="italic", no_wrap=True, overflow=cut)
+    return Group(Text(f" samples of step {group[0]['step']}", style="bold"), prompt, table)
 
 
 def _warnings(record: RunRecord) -> Iterator[RenderableType]:
