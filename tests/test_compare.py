@@ -25,8 +25,7 @@ from support.job import REPOSITORY, settings, write_job_files
 from dppo_megatron.children import package_environment
 from dppo_megatron.config import Config, load_config
 from dppo_megatron.types import RunAborted, UserError
-from dppo_megatron.workbench.compare.arms import parse_arms
-from dppo_megatron.workbench.compare.method_run import MethodRun, Point, read_method_run
+from dppo_megatron.workbench.compare.arms import MethodRun, Point, parse_arms, read_method_run
 from dppo_megatron.workbench.compare.runs import check_end, in_a_process, run_all, shared_task, task_settings
 from dppo_megatron.workbench.compare.table import results, table, write_page
 from dppo_megatron.workbench.compare.verdict import (

@@ -34,8 +34,7 @@ from dppo_megatron.launcher_env import launched_world_size
 from dppo_megatron.progress import Advance, progress
 from dppo_megatron.texts import log
 from dppo_megatron.types import RunAborted, UserError
-from dppo_megatron.workbench.compare.arms import Arm
-from dppo_megatron.workbench.compare.method_run import MethodRun, read_method_run
+from dppo_megatron.workbench.compare.arms import Arm, MethodRun, read_method_run
 from dppo_megatron.workbench.quickstart.make import read_recipe, write_quickstart
 
 _KEPT = "compare.json"

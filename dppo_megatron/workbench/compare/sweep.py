@@ -22,8 +22,7 @@ from typing import Any
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import RunAborted, UserError
-from dppo_megatron.workbench.compare.arms import Arm, parse_arms
-from dppo_megatron.workbench.compare.method_run import MethodRun
+from dppo_megatron.workbench.compare.arms import Arm, MethodRun, parse_arms
 from dppo_megatron.workbench.compare.table import difference_text
 from dppo_megatron.workbench.compare.verdict import ArmVerdict, judge, smoothed_end
 

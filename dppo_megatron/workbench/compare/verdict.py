@@ -30,8 +30,7 @@ import numpy as np
 from dppo_megatron.evaluation.bootstrap import Difference, bootstrap_over_seeds
 from dppo_megatron.randomness import generator
 from dppo_megatron.types import FloatArray
-from dppo_megatron.workbench.compare.arms import BASELINE, Arm
-from dppo_megatron.workbench.compare.method_run import Cost, MethodRun
+from dppo_megatron.workbench.compare.arms import BASELINE, Arm, Cost, MethodRun
 
 SHARES = (0.9, 0.95)
 """Of the baseline's gain: the levels."""
