@@ -34,7 +34,7 @@ from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.workbench.quickstart.arithmetic import write_task
+from dppo_megatron.workbench.quickstart.make import write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 _ROUNDS = 9

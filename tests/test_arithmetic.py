@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dppo_megatron.rewards.graders import final_answer
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.quickstart.arithmetic import LEVELS, write_task
+from dppo_megatron.workbench.quickstart.make import LEVELS, write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 ROOT = Path(__file__).resolve().parents[1]

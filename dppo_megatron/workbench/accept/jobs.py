@@ -37,7 +37,7 @@ from dppo_megatron.workbench.planning.memory import plan_memory
 from dppo_megatron.workbench.planning.shares import whole_model
 from dppo_megatron.workbench.planning.site import GIB
 from dppo_megatron.workbench.planning.timing import speeds_for
-from dppo_megatron.workbench.quickstart.arithmetic import write_task
+from dppo_megatron.workbench.quickstart.make import write_task
 from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer, write_model_directory, write_tiny_qwen3
 
 _CONFIG = str(shipped("configs", "quickstart.yaml"))
