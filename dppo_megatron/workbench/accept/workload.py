@@ -57,7 +57,8 @@ TEN_MILLION = _qwen3(
 
 _PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12}
 _PEAK_FLOPS |= {name.upper(): chip.peak_flops for name, chip in CHIPS.items()}
-"""Part of torch's device name and dense bfloat16 peak in FLOP/s, from NVIDIA's data sheets. The first match counts."""
+"""Part of torch's device name and dense bfloat16 peak in FLOP/s, from NVIDIA's data sheets (which print the double for
+structured sparsity; FP8's is twice as much). The first match counts."""
 
 
 def peak_flops(device_name: str) -> float | None:

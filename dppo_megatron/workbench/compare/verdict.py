@@ -215,26 +215,14 @@ def judge(runs: Sequence[MethodRun], arms: Sequence[Arm], *, same_problems: bool
         start=statistics.median(run.curve[0].accuracy for run in base.values()),
         gain=statistics.median(ends[seed] - run.curve[0].accuracy for seed, run in base.items()),
         clock_spread=max(pace) / max(min(pace), 1e-9),
-        arms=[
-            _arm_verdict(
-                arm.name,
-                by_arm[arm.name],
-                base,
-                _factors(by_arm[arm.name], base, by_arm[best]),
-                None if arm.name == baseline else _ends_compared(by_arm[arm.name], base, same_problems),
-            )
-            for arm in arms
-        ],
+        arms=[_arm_verdict(name, own, base, by_arm[best], same_problems) for name, own in by_arm.items()],
     )
 
 
 def _arm_verdict(
-    name: str,
-    runs: dict[int, MethodRun],
-    base: dict[int, MethodRun],
-    factors: dict[str, dict[str, list[FloatArray]]],
-    end_difference: Difference | None,
+    name: str, runs: dict[int, MethodRun], base: dict[int, MethodRun], best: dict[int, MethodRun], same_problems: bool
 ) -> ArmVerdict:
+    factors = _factors(runs, base, best)
     kinds: tuple[Cost, ...] = ("step", *CLOCKS, "tokens_generated", "tokens_trained")
     phases = list(dict.fromkeys(phase for run in runs.values() for phase in run.phase_s))
     grown = [run.variance for run in runs.values() if run.variance is not None]
@@ -252,7 +240,7 @@ def _arm_verdict(
             for clock, shares in factors.items()
         },
         at_budget_cpu=_at_budgets(runs, base),
-        end_difference=end_difference,
+        end_difference=None if runs is base else _ends_compared(runs, base, same_problems),
         phase_s={phase: statistics.median(run.phase_s.get(phase, 0.0) for run in runs.values()) for phase in phases},
         biased=any("biased" in run.labels.values() for run in runs.values()),
         variance=statistics.median(grown) if len(grown) == len(runs) else None,
