@@ -30,7 +30,7 @@ from dppo_megatron.workbench.planning.activations import (
     layer_kept,
     layer_saved,
 )
-from dppo_megatron.workbench.planning.engine import EnginePlan, plan_engine
+from dppo_megatron.workbench.planning.generation import EnginePlan, plan_engine
 from dppo_megatron.workbench.planning.shares import Degrees, Share, share_of
 from dppo_megatron.workbench.planning.site import (
     CONTEXT_BYTES,

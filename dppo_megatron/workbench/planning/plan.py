@@ -23,7 +23,7 @@ from dppo_megatron.selection import Rollouts
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.workbench.planning.advice import SettingAdvice, advise, advise_speed
-from dppo_megatron.workbench.planning.engine import ROOFLINE, SPREAD, Lengths, capped
+from dppo_megatron.workbench.planning.generation import ROOFLINE, SPREAD, Lengths, capped
 from dppo_megatron.workbench.planning.memory import PARTS, MemoryPlan, Phase, plan_memory
 from dppo_megatron.workbench.planning.shares import active_parameters, whole_model
 from dppo_megatron.workbench.planning.site import CONTEXT_BYTES, ENGINE_WORK_BYTES, GIB, SLEEPING_BYTES, Site

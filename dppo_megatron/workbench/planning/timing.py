@@ -1,6 +1,6 @@
 """Seconds of a step from data sheets, and from efficiencies that were fitted, published or assumed.
 
-generate     the roofline's (`planning/engine.py`), or tokens / (a given speed x GPUs that generate)
+generate     the roofline's (`planning/generation.py`), or tokens / (a given speed x GPUs that generate)
 log-probs    a third of an update's FLOPs for each pass
 update       useful FLOPs / (peak x MFU x GPUs), x 4/3 under full recomputation, and what tensor parallelism sends,
              x the pipeline's bubble
@@ -19,7 +19,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.steps.rollout_cost import RolloutCost, cost_model
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.pipeline import split_layers
-from dppo_megatron.workbench.planning.engine import LINK_BYTES_S, EnginePlan, Lengths, replica_of, rollout_cost
+from dppo_megatron.workbench.planning.generation import LINK_BYTES_S, EnginePlan, Lengths, replica_of, rollout_cost
 from dppo_megatron.workbench.planning.memory import microbatches
 from dppo_megatron.workbench.planning.shares import Degrees, whole_model
 from dppo_megatron.workbench.planning.site import Site
