@@ -29,7 +29,7 @@ from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.types import FloatArray, Prompt
 from dppo_megatron.weights.architecture import read_architecture
-from dppo_megatron.workbench.quickstart.arithmetic import write_task
+from dppo_megatron.workbench.quickstart.make import write_task
 
 _OTHER_SEEDS = 1000
 _MAX_TOKENS = 56

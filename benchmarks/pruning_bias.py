@@ -44,7 +44,7 @@ from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
 from dppo_megatron.types import FloatArray, Group, IntArray, RolloutPrompt, TrainSample
-from dppo_megatron.workbench.quickstart.arithmetic import write_task
+from dppo_megatron.workbench.quickstart.make import write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 REPOSITORY = Path(__file__).parent.parent

@@ -193,8 +193,7 @@ def _schedule(job: dict[str, Any]) -> dict[str, Any]:
 
 def end_to_end(args: argparse.Namespace) -> int:
     """Run TRL on every seed of the comparison, judge our runs against it, print the table."""
-    from dppo_megatron.workbench.compare.arms import Arm
-    from dppo_megatron.workbench.compare.method_run import LAST, MethodRun, Point
+    from dppo_megatron.workbench.compare.arms import LAST, Arm, MethodRun, Point
     from dppo_megatron.workbench.compare.table import about, table
     from dppo_megatron.workbench.compare.verdict import judge
 

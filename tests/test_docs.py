@@ -25,7 +25,7 @@ from dppo_megatron.config.load import load_config, read_config
 from dppo_megatron.config.reference import all_keys, all_settings
 from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.workbench.cli import parse, program
-from dppo_megatron.workbench.compare.method_run import MethodRun, Point
+from dppo_megatron.workbench.compare.arms import MethodRun, Point
 from dppo_megatron.workbench.compare.table import write_results
 
 DOCS = REPOSITORY / "docs"

@@ -29,7 +29,7 @@ from dppo_megatron.observe.samples import (
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.steps.trace import reasons_of, recorded_positions
 from dppo_megatron.types import Completion, Grade, Group, Prompt, RolloutPrompt
-from dppo_megatron.workbench.runs.sample_rows import read_rows
+from dppo_megatron.workbench.runs.run_record import read_rows
 
 
 def _group(position: int, size: int = 2, tokens: int = 3, text: str = "answer") -> RecordedGroup:

@@ -44,7 +44,7 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
 
 
 def _accept(arguments: argparse.Namespace) -> int:
-    from dppo_megatron.workbench.accept.record import read_record, write_page
+    from dppo_megatron.workbench.accept.record import PAGE, read_record
     from dppo_megatron.workbench.accept.runner import run_steps
 
     check_number("--hours", arguments.hours, "(0, 100]")
@@ -57,9 +57,8 @@ def _accept(arguments: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     record = read_record(out, {"model": arguments.model, "server_python": arguments.server_python})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a time limit of others: the step's process is ended too
-    page, chosen = out / "accept.html", {"only": arguments.only, "again": arguments.again}
-    run_steps(record, out, arguments.hours, **chosen, saved=lambda: write_page(page, record))
-    rows = record.rows()
+    run_steps(record, out, arguments.hours, only=arguments.only, again=arguments.again)
+    rows, page = record.rows(), out / PAGE
     for row in rows:
         if row.verdict != "not run":
             value = "" if row.value is None else f"{row.value:.4g} {row.unit}".strip()

@@ -33,7 +33,7 @@ from dppo_megatron.workbench.commands.parser import (
 from dppo_megatron.workbench.commands.terminal import quiet_libraries
 
 if TYPE_CHECKING:  # it imports torch
-    from dppo_megatron.workbench.doctor.check_rows import CheckRow
+    from dppo_megatron.workbench.doctor.machine import CheckRow
 
 _DOCTOR = """\
 Say what is installed and what this machine can do; under torchrun or srun, or with CONFIG, whether the job's machines
@@ -72,7 +72,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return _cluster(arguments, config_path, settings)
     if arguments.json:
         raise UserError("--json belongs to a job's check; give CONFIG, or start it with torchrun")
-    from dppo_megatron.workbench.doctor.environment import report
+    from dppo_megatron.workbench.doctor.machine import report
 
     with progress("looking at this machine"):
         found = report()

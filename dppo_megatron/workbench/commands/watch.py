@@ -38,7 +38,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-    from dppo_megatron.workbench.watch.frame import Latest, View, frame
+    from dppo_megatron.workbench.watch.frame import Latest, frame
 
     latest, console = Latest(arguments.watched), Console()
 
@@ -46,8 +46,7 @@ def _watch(arguments: argparse.Namespace) -> int:
         latest.look()
         # the curves, the time and the head take some 25 lines
         members = 4 if height is None else max(1, min(8, height - 27))
-        is_utf = console.encoding.lower().startswith("utf")
-        return frame(latest, View(console.width, members, is_utf, console.color_system is not None))
+        return frame(latest, console, members)
 
     with progress(f"reading {arguments.watched}"):
         shown = picture(None)
