@@ -232,7 +232,7 @@ def test_both_ends_prove_the_key() -> None:
 
         def accept(ours: socket.socket = ours, key: bytes = listens, errors: list[Exception] = errors) -> None:
             try:
-                messages.accept_handshake(ours, key)
+                messages.handshake(ours, key, listens=True)
             except Exception as error:
                 errors.append(error)
             finally:
@@ -241,10 +241,10 @@ def test_both_ends_prove_the_key() -> None:
         thread = threading.Thread(target=accept)
         thread.start()
         if listens == connects:
-            messages.connect_handshake(theirs, connects)
+            messages.handshake(theirs, connects, listens=False)
         else:
             with pytest.raises((messages.HandshakeFailed, ConnectionError)):
-                messages.connect_handshake(theirs, connects)
+                messages.handshake(theirs, connects, listens=False)
         thread.join()
         theirs.close()
         assert bool(errors) == (listens != connects)

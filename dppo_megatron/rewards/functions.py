@@ -139,7 +139,7 @@ def _graded(function: Callable[..., Any], calling: str, completion: str, answer:
         return {"failure": f"raised {_described(error)}", "memory": True}
     except BaseException as error:  # SystemExit too: it is the sample that ends, not the process
         trace = "".join(traceback.format_exception(error, limit=-4))
-        return {"failure": f"raised {_described(error)}", "trace": trace[-4000:]}
+        return {"failure": f"raised {_described(error)}", "trace": _truncated(trace[-4000:], _LONGEST_TEXT)}
 
 
 def _fields(result: Any) -> Any:
@@ -167,7 +167,9 @@ def _fields(result: Any) -> Any:
         if held:
             fields[name] = {
                 # the sentence for a value that is wrong is made only for one that may be
-                str(key): value if _is_float(value) else _number(value, f"a Grade whose {name}[{str(key)!r}] is ")
+                _truncated(str(key), _LONGEST_TEXT): value
+                if _is_float(value)
+                else _number(value, f"a Grade whose {name}[{str(key)!r}] is ")
                 for key, value in held.items()
             }
     return fields
@@ -202,7 +204,7 @@ def _described(error: BaseException) -> str:
     """`ZeroDivisionError: division by zero (grader.py:12)`."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith("<frozen") and frame.filename != __file__]
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    place = _truncated(f" ({own[-1].filename}:{own[-1].lineno})", _LONGEST_REASON) if own else ""
     try:
         text = str(error).strip().partition("\n")[0]
     except Exception:
@@ -222,4 +224,6 @@ def _shown(value: Any) -> str:
 
 
 def _truncated(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
+    """A lone surrogate, which no message can carry, becomes a text like `\\ud800`."""
+    text = text if len(text) <= length else text[: length - 3] + "..."
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()

@@ -17,7 +17,7 @@ from dppo_megatron.rewards.math.answers import (
     Value,
     Words,
 )
-from dppo_megatron.rewards.math.number_words import read_number_words
+from dppo_megatron.rewards.math.numbers import read_number_words
 from dppo_megatron.rewards.math.parse import parse
 from dppo_megatron.rewards.math.trees import Unreadable
 

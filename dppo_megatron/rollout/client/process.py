@@ -49,9 +49,8 @@ from dppo_megatron.rollout.client.messages import (
     HandshakeFailed,
     ServerAddress,
     Servers,
-    accept_handshake,
     connect,
-    connect_handshake,
+    handshake,
     receive,
 )
 from dppo_megatron.rollout.servers.http import (
@@ -253,7 +252,7 @@ class Client:
             peer, _ = self._takes.accept()
             with peer, contextlib.suppress(OSError, HandshakeFailed):
                 peer.settimeout(_CONNECT_S)
-                accept_handshake(peer, self._setup.secret)
+                handshake(peer, self._setup.secret, listens=True)
                 take = TAKE.decode(receive(peer))
                 hand_over(peer, self._held.take(take.share, take.shares))
 
@@ -346,7 +345,7 @@ def _leave(setup: Setup) -> None:
 async def _run(setup: Setup) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _leave, setup)
     control = connect(setup.rank_zero, _CONNECT_S)
-    connect_handshake(control, setup.secret)
+    handshake(control, setup.secret, listens=False)
     await Client(setup, control).run()
 
 

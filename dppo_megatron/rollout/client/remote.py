@@ -44,9 +44,8 @@ from dppo_megatron.rollout.client.messages import (
     Servers,
     TakeShare,
     ToClient,
-    accept_handshake,
     connect,
-    connect_handshake,
+    handshake,
     receive,
     send,
 )
@@ -182,7 +181,7 @@ def take(path: str, secret: bytes, share: int, shares: int) -> Iterator[Arrived]
     try:
         with connect(path, _HANDSHAKE_S) as peer:
             peer.settimeout(_TAKE_S)
-            connect_handshake(peer, secret)
+            handshake(peer, secret, listens=False)
             send(peer, ENCODER.encode(TakeShare(share, shares)))
             yield from take_over(peer)
     except OSError as error:
@@ -320,7 +319,7 @@ class Clients:
     def _welcome(self, peer: socket.socket) -> None:
         peer.settimeout(_HANDSHAKE_S)
         try:
-            accept_handshake(peer, self._listener.meeting.secret)
+            handshake(peer, self._listener.meeting.secret, listens=True)
             hello = FROM_CLIENT.decode(receive(peer))
         except BaseException:
             peer.close()
