@@ -46,10 +46,8 @@ class Servers(msgspec.Struct, frozen=True, tag=True):
 
 class EndRequests(msgspec.Struct, frozen=True, tag=True):
     tickets: list[int]
-
-
-class CancelRequests(msgspec.Struct, frozen=True, tag=True):
-    tickets: list[int]
+    drops: bool
+    """Their completions are not wanted, and the servers not told: the connections close."""
 
 
 class ClientLost(msgspec.Struct, frozen=True, tag=True):
@@ -85,7 +83,7 @@ class ShareHeader(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-ToClient = Servers | Submit | EndRequests | CancelRequests
+ToClient = Servers | Submit | EndRequests
 FromClient = ClientHello | Completed | Graded | AttemptFailed | ClientLost
 
 ENCODER = msgspec.msgpack.Encoder()

@@ -35,7 +35,6 @@ from dppo_megatron.rollout.client.completion_buffer import Arrived, take_over
 from dppo_megatron.rollout.client.messages import (
     ENCODER,
     FROM_CLIENT,
-    CancelRequests,
     ClientHello,
     ClientLost,
     EndRequests,
@@ -280,10 +279,10 @@ class Clients:
         self._send(node, ask)
 
     def end(self, tickets: Sequence[int]) -> None:
-        self._tell(tickets, EndRequests)
+        self._end(tickets, drops=False)
 
     def cancel(self, tickets: Sequence[int]) -> None:
-        self._tell(tickets, CancelRequests)
+        self._end(tickets, drops=True)
         for ticket in tickets:
             self._asked.pop(ticket, None)
 
@@ -330,13 +329,13 @@ class Clients:
             self._buffers[hello.node] = FrameBuffer()
             self._selector.register(peer, selectors.EVENT_READ, hello.node)
 
-    def _tell(self, tickets: Sequence[int], kind: type[EndRequests] | type[CancelRequests]) -> None:
+    def _end(self, tickets: Sequence[int], *, drops: bool) -> None:
         of_node: dict[int, list[int]] = {}
         for ticket in tickets:
             if ticket in self._asked:
                 of_node.setdefault(self._asked[ticket], []).append(ticket)
         for node, its in of_node.items():
-            self._send(node, kind(its))
+            self._send(node, EndRequests(its, drops))
 
     def _send(self, node: int, message: ToClient) -> None:
         with self._lock:
