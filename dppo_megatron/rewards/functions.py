@@ -1,4 +1,4 @@
-"""Loads a user's grader, calls it, and checks what it returns.
+"""The built-in graders by their names; loads a user's, calls it, and checks what it returns.
 
 Runs in the grader processes, which must start fast: the standard library only, no numpy and no torch unless the grader
 imports them.
@@ -17,6 +17,7 @@ import functools
 import importlib
 import math
 import numbers
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,15 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+BUILT_IN = {
+    "math": "dppo_megatron.rewards.math.grader:grade_math",
+    "math_boxed": "dppo_megatron.rewards.math.grader:grade_math_boxed",
+    "final_answer": "dppo_megatron.rewards.functions:final_answer",
+}
+"""Names that the config may have instead of `module:function`."""
+
+_BOX = re.compile(r"\\boxed\s*\{")
+_MARKED = re.compile(r"####?\s*([^\n]*)")
 _LONGEST_TEXT = 10_000
 """Characters of `extracted` and `why` that are kept: a grader may copy a megabyte of braces into them."""
 _LONGEST_REASON = 300
@@ -227,3 +237,32 @@ def _truncated(text: str, length: int) -> str:
     """A lone surrogate, which no message can carry, becomes a text like `\\ud800`."""
     text = text if len(text) <= length else text[: length - 3] + "..."
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+
+
+def final_answer(completion: str, answer: str) -> float:
+    """1.0 if the completion's last marked final answer equals the reference, else 0.0.
+
+    A final answer is marked by `\\boxed{...}` or, as in GSM8K, follows `####`. Spaces, a closing period and
+    thousands separators are ignored; nothing else is: `math` is the grader for what people write. A completion without
+    a mark scores 0, and so does one whose last box is not closed, whatever an earlier one holds.
+    """
+    boxes = list(_BOX.finditer(completion))
+    if boxes:
+        marked = _inside(completion, boxes[-1].end())
+        return float(marked is not None and _normalize(marked) == _normalize(answer))
+    marks = _MARKED.findall(completion)
+    return float(bool(marks) and _normalize(marks[-1]) == _normalize(answer))
+
+
+def _inside(text: str, start: int) -> str | None:
+    """The text before the brace that closes the one before `start`; None if none does."""
+    depth = 1
+    for match in re.finditer(r"\\.|[{}]", text[start:]):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth == 0:
+            return text[start : start + match.start()]
+    return None
+
+
+def _normalize(text: str) -> str:
+    return re.sub(r"(?<=\d),(?=\d{3})", "", text.strip().rstrip(".")).replace(" ", "")

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dppo_megatron.config.reward import RewardConfig
-from dppo_megatron.rewards.functions import NamedFunction
-from dppo_megatron.rewards.graders import BUILT_IN
+from dppo_megatron.rewards.functions import BUILT_IN, NamedFunction
 from dppo_megatron.rewards.pool import Grader
 from dppo_megatron.types import Completion, Grade, GradeTask, Group, RolloutPrompt, UserError
 

@@ -169,7 +169,6 @@ _RULES = tuple(
 )
 
 
-_FRACTION = re.compile(r"\\[dtc]?frac(\{-?\d+\}\{\d+\})", re.ASCII)
 _PLAIN = re.compile(r"(?!.*\.\.\.)[\d.,-]*", re.ASCII)  # three dots are an ellipsis
 
 
@@ -181,8 +180,6 @@ def clean(text: str) -> str:
         '( \\\\frac{1}{2}, 15000 )'
     """
     text = to_ascii(text)
-    if fraction := _FRACTION.fullmatch(text):
-        return "\\frac" + fraction[1]
     if not _PLAIN.fullmatch(text):
         text = _READ_ESCAPE.sub(lambda sign: {"\t": "\\t", "\f": "\\f", "\b": "\\b"}[sign.group()], text)
         text = _MACRO.sub(lambda command: _MACROS.get(command[1], command[0]), _ESCAPED_TWICE.sub(r"\\", text))

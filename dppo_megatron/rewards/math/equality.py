@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from dppo_megatron.rewards.math.answers import Node, contains, symbols
 from dppo_megatron.rewards.math.evaluate import (
     Discrete,
     Doubles,
@@ -35,7 +36,6 @@ from dppo_megatron.rewards.math.evaluate import (
     rational,
 )
 from dppo_megatron.rewards.math.steps import breaks, has_steps
-from dppo_megatron.rewards.math.trees import Node, contains, symbols
 
 _SECRET = os.urandom(16)
 _WHOLE = frozenset("nmkljNMK")
@@ -142,8 +142,6 @@ def _modular(node: Node, work: WorkLimit) -> int:
 
 
 def _inverse(value: int, prime: int) -> int:
-    if value == 1:
-        return 1
     if not value % prime:
         raise Undefined("division by zero")
     return pow(value, -1, prime)

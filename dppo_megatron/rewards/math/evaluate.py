@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from dppo_megatron.rewards.math.trees import Node
+from dppo_megatron.rewards.math.answers import Node
 
 _MAX_BITS = 40_000
 _MAX_FACTORIAL = 3000

@@ -16,7 +16,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Value, Words
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Unreadable, Value, Words
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.evaluate import TooBig
@@ -24,7 +24,6 @@ from dppo_megatron.rewards.math.extract import Extraction, extract
 from dppo_megatron.rewards.math.numbers import is_decimal, read_number, significant_digits, with_digits
 from dppo_megatron.rewards.math.read import read_answer, read_decimal_comma
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, as_words, without_sentence
-from dppo_megatron.rewards.math.trees import Unreadable
 from dppo_megatron.rewards.math.units import Unit, read_unit
 from dppo_megatron.rewards.math.values import Rules, Verdict
 from dppo_megatron.types import Grade

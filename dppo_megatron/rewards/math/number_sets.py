@@ -15,13 +15,15 @@ from dppo_megatron.rewards.math.answers import (
     AnswerList,
     Intervals,
     Named,
+    Node,
     Piece,
     Relation,
+    Unreadable,
     Value,
+    symbols,
 )
 from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
 from dppo_megatron.rewards.math.parse import parse
-from dppo_megatron.rewards.math.trees import Node, Unreadable, symbols
 
 _MAX_MEMBERS = 50
 _OPERATIONS = 150

@@ -16,18 +16,21 @@ from dppo_megatron.rewards.math.answers import (
     Grid,
     Intervals,
     Named,
+    Node,
     Piece,
     Ratio,
     Relation,
+    Unreadable,
     Value,
     Words,
+    signs,
+    symbols,
 )
 from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
 from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
 from dppo_megatron.rewards.math.parse import parse
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_special, read_words, without_sentence
-from dppo_megatron.rewards.math.trees import Node, Unreadable, signs, symbols
 from dppo_megatron.rewards.math.units import Unit, is_glued, read_compound, read_unit
 
 _MAX_ITEMS = 100

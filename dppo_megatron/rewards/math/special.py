@@ -14,12 +14,12 @@ from dppo_megatron.rewards.math.answers import (
     Grid,
     Intervals,
     Piece,
+    Unreadable,
     Value,
     Words,
 )
 from dppo_megatron.rewards.math.numbers import read_number_words
 from dppo_megatron.rewards.math.parse import parse
-from dppo_megatron.rewards.math.trees import Unreadable
 
 WRAPPED_TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _CLOCK = re.compile(

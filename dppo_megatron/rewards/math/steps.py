@@ -9,8 +9,8 @@ import random
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
+from dppo_megatron.rewards.math.answers import Node, symbols
 from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate
-from dppo_megatron.rewards.math.trees import Node, symbols
 
 _MAX_DEGREE = 8
 _MAX_PLACES = 40
