@@ -62,11 +62,8 @@ class GradeTable:
 def grading_metrics(table: GradeTable, parts: Sequence[str] = ()) -> dict[str, float]:
     """`reward/timeouts`, and the means of facts and parts over the gradings that have them; NaN over none.
 
-    Means are weighted by the prompts' inverse inclusion probabilities, as `reward/mean` is, so that the parts add up to
-    it.
-
-    Args:
-        parts: names of the configured rewards.
+    Means are weighted by the prompts' inverse inclusion probabilities, as `reward/mean` is, so that the `parts`, which
+    are the configured rewards, add up to it.
     """
     timeouts = sum(count for failure, count in table.failures.items() if failure.startswith("timed out"))
     means = {name: _mean(table.weight, table.facts.get(name)) for name in (*table.facts, *FACTS)}

@@ -424,11 +424,8 @@ class _Lane:
         self._lost(process, f"timed out after {self._pool.timeout_s:g} s", at=NONE if moved else at)
 
     def _lost(self, process: GraderProcess, why: str, *, at: int) -> None:
-        """The process has died, was killed or is not understood: blame a sample, and let the others wait again.
-
-        Args:
-            at: position of the sample that is to blame; NONE if that is not certain.
-        """
+        """The process has died, was killed or is not understood: blame the sample `at` this position, if that is
+        certain, and let the others wait again."""
         chunk, first, self.chunk = self.chunk, process.answered, []
         self._discard()
         if self._pool.is_closing:

@@ -53,11 +53,8 @@ class Moves:
 
 
 class KeyValues:
-    """Keys and values of every layer, for a batch of rows that are all filled to the same length.
-
-    Args:
-        capacity: tokens to begin with.
-    """
+    """Keys and values of every layer, for a batch of rows that are all filled to the same length. Has room for
+    `capacity` tokens to begin with."""
 
     def __init__(
         self,
@@ -136,11 +133,7 @@ class _DecoderLayer:
 
 
 class Decoder:
-    """A model whose weights are those last copied into `named`.
-
-    Args:
-        dtype: of weights, activations and cache.
-    """
+    """A model whose weights are those last copied into `named`. Weights, activations and cache are of one `dtype`."""
 
     def __init__(self, architecture: Architecture, *, dtype: torch.dtype, device: torch.device) -> None:
         a = architecture

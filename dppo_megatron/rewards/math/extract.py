@@ -69,11 +69,7 @@ _NOT_A_RESULT = re.compile(
 
 
 def extract(text: str, *, strict: bool = False) -> Extraction:
-    """The final answer of a completion.
-
-    Args:
-        text: what the model wrote.
-        strict: only a box, a tag or `####` is a mark.
+    """The final answer of a completion. Where it is `strict`, only a box, a tag or `####` is a mark.
 
     Example:
         >>> extract("guess \\\\boxed{3}. finally \\\\boxed{\\\\frac{3}{4}}").parts

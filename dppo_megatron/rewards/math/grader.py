@@ -30,13 +30,8 @@ from dppo_megatron.types import Grade
 
 
 def grade_math(completion: str, answer: str, row: Mapping[str, Any]) -> Grade:
-    """1.0 if the completion's final answer is the reference, else 0.0.
-
-    Args:
-        completion: what the model wrote.
-        answer: the reference.
-        row: the problem's row; `tolerance`, `unit` and `source` may say how its reference is to be compared.
-    """
+    """1.0 if the completion's final answer is the reference, else 0.0. The problem's row may say how its reference is
+    to be compared: `tolerance`, `unit` and `source`."""
     return _grade(extract(completion), answer, row)
 
 

@@ -80,15 +80,8 @@ def _open_outwards(found: re.Match[str]) -> str:
 
 
 def read_answer(text: str, *, depth: int = 0) -> Answer:
-    """The answer that a cleaned text states.
-
-    Args:
-        text: as `clean` gives it.
-        depth: of brackets around it.
-
-    Raises:
-        Unreadable: it is of no kind that is known here.
-    """
+    """The answer that a text, as `clean` gives it, states within `depth` brackets. Raises Unreadable where it is of no
+    kind that is known here."""
     if depth > 6 or not text.strip():
         raise Unreadable("nested too deeply" if text.strip() else "empty")
     text = text.strip()

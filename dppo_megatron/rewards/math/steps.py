@@ -26,11 +26,8 @@ _Quotient = tuple[Polynomial, Polynomial]
 def breaks(
     node: Node, name: str, fixed: Mapping[str, Fraction], drawn: random.Random, work: WorkLimit
 ) -> Iterator[tuple[Fraction, bool]]:
-    """Each step of the tree along `name` (True), and points (False) between two neighbours and beyond the outermost.
-
-    Args:
-        fixed: values of the other variables.
-    """
+    """Each step of the tree along `name` (True), and points (False) between two neighbours and beyond the outermost,
+    where the other variables are `fixed`."""
     places: set[Fraction] = set()
     has_stairs = False
     for inside, is_stair in dict.fromkeys(_steps(node)):

@@ -258,11 +258,7 @@ class Client:
 
 
 class Asker:
-    """Asks servers. Made and used in a running event loop.
-
-    Args:
-        sockets: that may be open at a time.
-    """
+    """Asks servers over at most so many `sockets` at a time. Made and used in a running event loop."""
 
     def __init__(self, sockets: int) -> None:
         self._transport, self._sockets = Transport(sockets), sockets
