@@ -246,22 +246,14 @@ def final_answer(completion: str, answer: str) -> float:
     thousands separators are ignored; nothing else is: `math` is the grader for what people write. A completion without
     a mark scores 0, and so does one whose last box is not closed, whatever an earlier one holds.
     """
-    boxes = list(_BOX.finditer(completion))
-    if boxes:
-        marked = _inside(completion, boxes[-1].end())
-        return float(marked is not None and _normalize(marked) == _normalize(answer))
+    from dppo_megatron.rewards.math.clean import closing  # its tables are not for every grader's process
+
+    if boxes := list(_BOX.finditer(completion)):
+        start = boxes[-1].end()
+        end = closing(completion, start - 1)
+        return float(end >= 0 and _normalize(completion[start:end]) == _normalize(answer))
     marks = _MARKED.findall(completion)
     return float(bool(marks) and _normalize(marks[-1]) == _normalize(answer))
-
-
-def _inside(text: str, start: int) -> str | None:
-    """The text before the brace that closes the one before `start`; None if none does."""
-    depth = 1
-    for match in re.finditer(r"\\.|[{}]", text[start:]):
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
-        if depth == 0:
-            return text[start : start + match.start()]
-    return None
 
 
 def _normalize(text: str) -> str:

@@ -17,7 +17,7 @@ import itertools
 import math
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -27,6 +27,7 @@ from dppo_megatron.rewards.math.evaluate import (
     Doubles,
     Evaluation,
     Irrational,
+    Point,
     TooBig,
     Undefined,
     Unsure,
@@ -247,7 +248,7 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: random.Ra
     return True if outcomes.count("equal") >= 4 * _ENOUGH else None
 
 
-def _at(gold: Node, other: Node, values: Mapping[str, Fraction], work: WorkLimit) -> str:
+def _at(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:
     """`equal`, `different`, `one is real` (or defined), `other branch`, `whole` (defined for whole numbers only), or
     `undefined` (or too large)."""
     kept, there = [], []
@@ -279,7 +280,7 @@ def _at(gold: Node, other: Node, values: Mapping[str, Fraction], work: WorkLimit
         return "undefined"
 
 
-def _near(gold: Node, other: Node, values: Mapping[str, Fraction], work: WorkLimit) -> str:
+def _near(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:
     """What `_at` says of irrational values: differences are found in double precision, equality with more digits."""
     bits = 0
     try:
@@ -299,9 +300,7 @@ def _near(gold: Node, other: Node, values: Mapping[str, Fraction], work: WorkLim
     raise TooBig
 
 
-def _compared(
-    gold: Node, other: Node, values: Mapping[str, Fraction], arithmetic: Any, work: WorkLimit
-) -> tuple[str, int]:
+def _compared(gold: Node, other: Node, values: Point, arithmetic: Any, work: WorkLimit) -> tuple[str, int]:
     """And the bits of the longest fraction that was rounded."""
     ours, theirs = Evaluation(values, arithmetic, work), Evaluation(values, arithmetic, work)
     ours_value, theirs_value = ours.of(gold), theirs.of(other)
