@@ -22,6 +22,7 @@ _POWER_OF_TEN = re.compile(
     r"([+-]?(?:\d++\.?\d*+|\.\d++))\s*(?:\*|x)\s*10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))", re.ASCII
 )
 _E_NOTATION = re.compile(r"([+-]?(?:\d++\.?\d*+|\.\d++))[eE]([+-]?\d+)", re.ASCII)
+_POINTED = re.compile(r"[+-]?[\d,]*\.\d+", re.ASCII)
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 _DOTTED = re.compile(r"[+-]?[1-9]\d{0,2}(?:(?:\.\d{3}){2,}|(?:\.\d{3})+,\d+)", re.ASCII)
 _ENDLESS = re.compile(r"([+-]?\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,6}?)\3+)\s*\\ldots", re.ASCII)
@@ -70,7 +71,7 @@ def read_number(text: str) -> Fraction | None:
         return None if int(below) == 0 else Fraction(int(above), int(below))
     if match := _E_NOTATION.fullmatch(text) or _POWER_OF_TEN.fullmatch(text):
         exponent = int(next(group for group in match.groups()[1:] if group))
-        return _scaled(_decimal(match[1]), exponent) if abs(exponent) <= MAX_EXPONENT else None
+        return _decimal(match[1]) * Fraction(10) ** exponent if abs(exponent) <= MAX_EXPONENT else None
     if _GROUPED.fullmatch(text):
         return _decimal(text.replace(" ", ""))
     if _DOTTED.fullmatch(text):  # 1.234.567 and 1.234,50
@@ -96,9 +97,7 @@ def repeating(match: re.Match[str]) -> Fraction:
 
 def is_decimal(text: str) -> bool:
     """Whether the literal has a decimal point or an exponent, so that it may be a rounded value."""
-    return bool(re.fullmatch(r"[+-]?[\d,]*\.\d+", text, re.ASCII) or _E_NOTATION.fullmatch(text)) or bool(
-        _POWER_OF_TEN.fullmatch(text)
-    )
+    return any(pattern.fullmatch(text) for pattern in (_POINTED, _E_NOTATION, _POWER_OF_TEN))
 
 
 def significant_digits(text: str) -> int:
@@ -109,16 +108,7 @@ def significant_digits(text: str) -> int:
 
 
 def _decimal(text: str) -> Fraction:
-    text = text.replace(",", "").rstrip(".")
-    whole, _, part = text.partition(".")
-    if not part:
-        return Fraction(int(whole))
-    return Fraction(int((whole + part).replace("+", "")), 10 ** len(part))
-
-
-def _scaled(value: Fraction, exponent: int) -> Fraction:
-    scale: int = 10 ** abs(exponent)
-    return value * scale if exponent >= 0 else value / scale
+    return Fraction(text.replace(",", "").rstrip("."))
 
 
 def read_number_words(text: str) -> Fraction | None:
