@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -198,16 +198,13 @@ def _in_currency(answer: Answer, text: str) -> Answer:
 
 def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> Verdict:
     verdict = equal(gold, other, rules)
-    if verdict is False and isinstance(gold, Words) and isinstance(other, Words):
+    if verdict is not False:
+        return verdict
+    if isinstance(gold, Words) and isinstance(other, Words):
         return _states(gold.text, other.text, str(row.get("problem", "")))
-    if (
-        verdict is False
-        and row.get("multiple") is True
-        and isinstance(gold, AnswerList)
-        and isinstance(other, AnswerList)
-    ):
+    if row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(other, AnswerList):
         return equal(AnswerList("list", gold.items), AnswerList("list", other.items), rules)
-    return verdict
+    return False
 
 
 _OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
@@ -313,12 +310,12 @@ _cleaned = functools.lru_cache(maxsize=4096)(clean)
 @functools.lru_cache(maxsize=4096)
 def _reference(answer: str) -> str:
     """The reference in one spelling; where it is a whole solution, its final answer."""
-    found = Extraction((), "")
+    parts: Sequence[str] = ()
     if "\\boxed" in answer or "####" in answer:
-        found = extract(answer, strict=True)
-    elif len(answer) > 200 and (stated := _STATED_REFERENCE.findall(answer)):
-        return clean(stated[-1])
-    return clean(", ".join(found.parts) or answer)
+        parts = extract(answer, strict=True).parts
+    elif len(answer) > 200:
+        parts = _STATED_REFERENCE.findall(answer)[-1:]
+    return clean(", ".join(parts) or answer)
 
 
 _STATED_REFERENCE = re.compile(r"[Ff]inal answer is \$([^$]+)\$")
