@@ -86,7 +86,7 @@ class Rewards:
             parts[item.name] = fields["reward"]
             total += item.weight * fields["reward"]
         if not math.isfinite(total):
-            return _failed(f"returned parts whose weighted sum is {total}")
+            return {"failure": f"returned parts whose weighted sum is {total}"}
         return first | {"reward": total, "parts": parts, "facts": facts}
 
 
@@ -144,16 +144,12 @@ def _graded(function: Callable[..., Any], calling: str, completion: str, answer:
             result = function(completion, answer, row=row)
         return result if _is_float(result) else _fields(result)
     except GradingFailed as failure:
-        return _failed(str(failure))
+        return {"failure": str(failure)}
     except MemoryError as error:
-        return _failed(f"raised {_described(error)}") | {"memory": True}
+        return {"failure": f"raised {_described(error)}", "memory": True}
     except BaseException as error:  # SystemExit too: it is the sample that ends, not the process
         trace = "".join(traceback.format_exception(error, limit=-4))
-        return _failed(f"raised {_described(error)}", _truncated(trace[-4000:], _LONGEST_TEXT))
-
-
-def _failed(how: str, why: str = "") -> dict[str, Any]:
-    return {"reward": math.nan, "failure": how, "why": why}
+        return {"failure": f"raised {_described(error)}", "trace": _truncated(trace[-4000:], _LONGEST_TEXT)}
 
 
 def _fields(result: Any) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import math
 import os
 import pickle
 import resource
@@ -95,7 +96,7 @@ def _grade_chunk(rewards: Rewards, chunk: Any, board: memoryview[int], answers: 
             _open_streams()  # or the next grader that prints would raise
         position += 1
         spent = type(result) is dict and "memory" in result
-        ready.append(result if type(result) is dict else {"reward": result})
+        ready.append(_fields_of_grade(result))
         now = time.monotonic_ns()
         if now - flushed > _FLUSH_NS or spent:
             board[AT] = NONE
@@ -107,6 +108,15 @@ def _grade_chunk(rewards: Rewards, chunk: Any, board: memoryview[int], answers: 
     board[AT] = NONE
     _send(answers, Answers(_raw(ready), (time.monotonic_ns() - began) / 1e9))
     return True
+
+
+def _fields_of_grade(result: Any) -> dict[str, Any]:
+    """What `Rewards.grade` returned, as a `Grade`'s fields."""
+    if type(result) is not dict:
+        return {"reward": result}
+    if "failure" in result:
+        return {"reward": math.nan, "failure": result["failure"], "why": result.get("trace", "")}
+    return result
 
 
 def _raw(grades: list[dict[str, Any]]) -> msgspec.Raw:

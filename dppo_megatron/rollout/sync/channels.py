@@ -247,8 +247,8 @@ def at_once(members: Sequence[Member], action: Callable[[Member], T]) -> list[tu
 def on_each(
     fleet: Fleet, members: Sequence[Member], action: Callable[[Member], None], doing: str = "weight sync"
 ) -> list[Member]:
-    """Run `action` at the same time on all that are not out; a server that fails is marked out, and the log says
-    `doing` what. Returns those for which it succeeded."""
+    """Run `action` at the same time on all that are not out; a server that fails is marked out, with `doing` in the
+    reason. Returns those for which it succeeded."""
     succeeded = []
     for member, future in at_once([member for member in members if member.state != "out"], action):
         try:
