@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from dppo_megatron.evaluation.bootstrap import bootstrap_over_seeds
-from dppo_megatron.rewards.graders import final_answer
+from dppo_megatron.rewards.functions import final_answer
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.types import FloatArray, Prompt

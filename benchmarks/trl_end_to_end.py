@@ -55,7 +55,7 @@ def run_worker(job_path: Path) -> None:
     from datasets import Dataset  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     sys.path.insert(0, str(REPOSITORY))
-    from dppo_megatron.rewards.graders import final_answer
+    from dppo_megatron.rewards.functions import final_answer
 
     def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
         return [final_answer(text, reference) for text, reference in zip(completions, answer, strict=True)]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dppo_megatron.rewards.graders import final_answer
+from dppo_megatron.rewards.functions import final_answer
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.quickstart.make import LEVELS, write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3

@@ -19,7 +19,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.eval_samples import read_samples, scores_of
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
-from dppo_megatron.rewards.graders import final_answer
+from dppo_megatron.rewards.functions import final_answer
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.servers.dispatch import grouped

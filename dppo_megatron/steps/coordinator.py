@@ -21,7 +21,7 @@ from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import Packable, TokenCapacity, plan_microbatches
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.pruning.interface import PromptFeatures, StepCost
-from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
+from dppo_megatron.rewards.measures import check_failures, grading_metrics
 from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.selection import PromptDraw, Selector, TrainSelection
 from dppo_megatron.steps.rollout_cost import cost_model
@@ -36,7 +36,6 @@ class Coordinator:
     def __init__(self, job: Job, layout: PackingLayout) -> None:
         config = job.config
         self._job, self._layout = job, layout
-        self._failures = FailureGuard(config.reward)
         self._cost = cost_model(job.architecture)
         self._group_size = config.rollout.completions_per_prompt
         self._selector = Selector(
@@ -63,7 +62,7 @@ class Coordinator:
     def take(self, outcomes: Sequence[RolloutTable], number: int) -> None:
         """Add the outcomes of a round, one from each rank. Raises RunAborted if too many gradings failed."""
         self._outcomes += outcomes
-        self._failures.check(RolloutTable.join(self._outcomes).grades, number)
+        check_failures(RolloutTable.join(self._outcomes).grades, self._job.config.reward, number)
 
     def refill(self, number: int) -> PromptDraw | None:
         """More prompts, for methods that ask until enough groups have variance; None: enough."""

@@ -38,7 +38,7 @@ def reward_of(function: str, **settings: Any) -> RewardConfig:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("dppo_megatron.rewards.graders:nope", "nope' cannot be imported"),
+        ("dppo_megatron.rewards.functions:nope", "nope' cannot be imported"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("one_argument", "takes (completion"),
         ("fails_on_empty", "fails on an empty text: called with completion = '' and answer = '7' (train.jsonl:1)"),

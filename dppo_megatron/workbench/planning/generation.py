@@ -35,7 +35,7 @@ _AT_A_TIME = ("--max-num-seqs", "--max-running-requests")
 DEFAULT_SHARE = 0.9
 """vLLM's and SGLang's own defaults are 0.85 to 0.92 by version and model; give it in rollout.servers.args."""
 _GROWTH = 1.5
-"""The embedded engine's cache grows by half of what is there (`rollout/kv_cache.py`)."""
+"""The embedded engine's cache grows by half of what is there (`rollout/decoder.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
