@@ -13,8 +13,8 @@ from typing import Literal
 from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.observe import check_observe
 from dppo_megatron.config.paths import check_directory, check_writable, shown
-from dppo_megatron.config.pruning import check_pruning, prompts_multiplier
-from dppo_megatron.config.ranges import check_ranges, texts
+from dppo_megatron.config.pruning import prompts_multiplier
+from dppo_megatron.config.ranges import check_ranges, leaves
 from dppo_megatron.config.resolved_sets import check_data, longest_prompt_tokens
 from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
@@ -33,14 +33,9 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     _check_optimizer(config.actor.optimizer)
     _check_fewer_bits(config)
     _check_actor(config)
-    if purpose == "plan":
-        _check_model(config)
-        _check_longest(config)
-    elif purpose != "grade":
-        _check_required(config, trains=purpose == "train")
-        _check_files(config, trains=purpose == "train")
+    if purpose != "grade":
+        _check_files(config, purpose)
     check_rollout(config.rollout)
-    check_pruning(config.pruning)
     check_reward(config.reward)
     check_objective(
         config.objective,
@@ -101,11 +96,7 @@ def planned_prompts(config: Config) -> int:
 
 
 def check_selection(config: Config) -> None:
-    """Check the sections against each other.
-
-    Raises:
-        UserError: the key path, what is wrong with its value, and what would be right.
-    """
+    """Raise `UserError` where sections contradict each other."""
     planned, updates = planned_prompts(config), config.objective.updates_per_step
     by_allocation = " by pruning.completion.allocation" if planned != config.rollout.prompts_per_step else ""
     if updates < 1 or planned % updates:
@@ -204,7 +195,9 @@ def _check_actor(config: Config) -> None:
         )
 
 
-def _check_required(config: Config, *, trains: bool) -> None:
+def _check_files(config: Config, purpose: Purpose) -> None:
+    """What `purpose` needs is given, exists and fits."""
+    trains = purpose == "train"
     required: dict[str, object] = {"model.hf_path": config.model.hf_path}
     if trains:
         required["data.train_path"] = config.data.train_path or config.data.train_sets
@@ -213,19 +206,17 @@ def _check_required(config: Config, *, trains: bool) -> None:
     for key, value in required.items():
         if not value:
             raise UserError(f"{key} is not set; give it in the config file or as {key}=...")
+    if trains or purpose == "plan":
+        _check_longest(config)
+    check_directory("model.hf_path", config.model.hf_path)
+    if purpose == "plan":
+        return
     if config.model.dtype == "float64":
         raise UserError("model.dtype = float64 has no optimizer in Megatron-core; train in float32 or bfloat16")
-    if trains:
-        _check_longest(config)
-
-
-def _check_model(config: Config) -> None:
-    if not config.model.hf_path:
-        raise UserError(
-            "model.hf_path is not set; give a directory with the model's config.json in the config file or as"
-            " model.hf_path=..."
-        )
-    check_directory("model.hf_path", config.model.hf_path)
+    resume = config.checkpoint.resume
+    if trains and resume not in ("auto", "never") and not os.path.isdir(resume):
+        raise UserError(f"checkpoint.resume = '{shown(resume)}': must be auto, never or the directory of a checkpoint")
+    check_data(config, trains=trains)
 
 
 def _check_longest(config: Config) -> None:
@@ -238,15 +229,7 @@ def _check_longest(config: Config) -> None:
         )
 
 
-def _check_files(config: Config, *, trains: bool) -> None:
-    resume = config.checkpoint.resume
-    if trains and resume not in ("auto", "never") and not os.path.isdir(resume):
-        raise UserError(f"checkpoint.resume = '{shown(resume)}': must be auto, never or the directory of a checkpoint")
-    check_directory("model.hf_path", config.model.hf_path)
-    check_data(config, trains=trains)
-
-
 def _check_names(config: Config) -> None:
-    for key, text in texts(config):
+    for key, text, _ in leaves(config):
         if key in _NEVER_EMPTY and not text.strip():
             raise UserError(f"{key} = '{text}': must not be empty")

@@ -7,6 +7,7 @@ every key is remembered with its place. An error of OmegaConf's names a key, and
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, OmegaConfBaseException
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from dppo_megatron.config.hints import unknown_key
-from dppo_megatron.config.ranges import texts
+from dppo_megatron.config.ranges import leaves
+from dppo_megatron.config.reference import unknown_key
 from dppo_megatron.config.references import for_omegaconf, from_environment, references
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.yaml12 import DOUBTFUL, Source, entries, parse, scalar, shown, text_node
@@ -48,7 +49,7 @@ class Layer:
         replaces: a mapping of names in it replaces the one that there is.
         """
         self._source = source
-        self._at: dict[str, tuple[Node, Node, Any]] = {}
+        self.at: dict[str, tuple[Node, Node, Any]] = {}
         """The node of each key, that of its value, and its type."""
         self.emptied: list[tuple[str, ...]] = []
         """Mappings of which nothing from layers below remains."""
@@ -64,25 +65,22 @@ class Layer:
 
     def where(self, key: str) -> str:
         """The place of a key, for messages."""
-        return self._source.where(self._at[key][0]) if key in self._at else self._source.name
-
-    def gives(self, key: str) -> bool:
-        return key in self._at
+        return self._source.where(self.at[key][0]) if key in self.at else self._source.name
 
     def unknown(self, key: str, section: type) -> UserError:
         """The error for `key`, which `section` does not have."""
         under = [
             name.removeprefix(key)
-            for name, (_, node, _) in self._at.items()
+            for name, (_, node, _) in self.at.items()
             if name.startswith(f"{key}.") and not isinstance(node, MappingNode)
         ]
         return unknown_key(self.where(key), key, under[:20], section)
 
     def refuse(self, key: str, wanted: str = "", more: str = "") -> UserError:
         """The error for the value of `key`, which is not of its type unless `wanted` has another reason."""
-        if key not in self._at:  # a name that OmegaConf spells in another way
+        if key not in self.at:  # a name that OmegaConf spells in another way
             return UserError(f"{self._source.name}: {key}: {wanted or 'is not of its type'}")
-        _, node, hint = self._at[key]
+        _, node, hint = self.at[key]
         if is_dataclass(hint):
             what = f"'{key}' is a section of settings, not a value" if key else "expected settings"
             return UserError(f"{self.where(key)}: {what} (got {shown(node)}); write key: value under it")
@@ -92,7 +90,7 @@ class Layer:
         """`node` as OmegaConf is given it."""
         key = ".".join(path).replace(".[", "[")
         hint = _without_none(hint)
-        self._at[key] = at, node, hint
+        self.at[key] = at, node, hint
         value: Any
         if isinstance(node, MappingNode):
             named = entries(node, self._source)
@@ -179,12 +177,12 @@ def _lay_over(config: DictConfig, layer: Layer) -> None:
 
 def _last(layers: Sequence[Layer], key: str) -> Layer:
     """The layer that gives `key` its value."""
-    return next((layer for layer in reversed(layers) if layer.gives(key)), layers[-1])
+    return next((layer for layer in reversed(layers) if key in layer.at), layers[-1])
 
 
 def _check_references(values: Any, layers: Sequence[Layer]) -> None:
     """Raise UserError for a reference to no setting, to a section, or in a circle."""
-    refers = {key: references(text) for key, text in texts(values) if "${" in text}
+    refers = {key: references(text) for key, text, _ in leaves(values) if "${" in str(text)}
     done: set[str] = set()
     for key, names in refers.items():
         for name in names:
@@ -248,6 +246,8 @@ def _wanted(hint: Any, node: Node) -> str:
     hint = _without_none(hint)
     form = get_origin(hint) or hint
     wanted = f"must be one of {', '.join(map(str, get_args(hint)))}" if form is Literal else _WANTED[form]
+    if form is Literal and (near := difflib.get_close_matches(str(node.value), get_args(hint), n=1)):
+        wanted += f"; did you mean '{near[0]}'?"
     if not isinstance(node, ScalarNode):
         return wanted
     if node.tag == "null":

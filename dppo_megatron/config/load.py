@@ -10,6 +10,7 @@ names (data.eval_paths) name by name; `{}` in a file or on the command line drop
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,18 +92,17 @@ def config_from_values(values: Mapping[str, Any], where: str) -> Config:
 
 def with_new_names(values: Mapping[Any, Any]) -> dict[Any, Any]:
     """Saved settings under the names of today. A setting that is there under both names keeps the newer's value."""
-    found = dict(values)
+    found: dict[Any, Any] = deepcopy(dict(values))
     for older, newer in _OLDER.items():
         *sections, name = older.split(".")
         section: Any = found
         for part in sections:
-            inside = dict(section[part]) if isinstance(section.get(part), dict) else {}
-            if inside:
-                section[part] = inside
-            section = inside
-        if name in section and newer:
+            section = section.get(part) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or name not in section:
+            continue
+        if newer:
             section.setdefault(newer, section.pop(name))
-        elif name in section and str(section[name]) in _OFF:
+        elif str(section[name]) in _OFF:
             del section[name]
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 from dppo_megatron.config.conditions import Condition
 from dppo_megatron.config.data import DataConfig, EvalSetConfig, SetConfig, TrainSetConfig
@@ -22,16 +22,12 @@ _BOXED = "Please reason step by step, and put your final answer within \\boxed{}
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The four settings of a template; the defaults apply where a job sets none."""
+    """The four settings of a template, as in `DataConfig`; the defaults apply where a job sets none."""
 
     prompt_template: str = "{problem}"
-    """{problem} stands for the problem."""
     system_prompt: str = ""
-    """Empty: no system turn."""
     apply_chat_template: bool = False
-    """Wrap as a user turn of the tokenizer's chat template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Handed to the chat template."""
 
 
 PLAIN = Template()
@@ -66,40 +62,27 @@ TEMPLATES: dict[str, Template] = {
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSet:
-    """One problem set with all inherited settings resolved."""
+    """One problem set with all inherited settings resolved: fields as in `SetConfig`, none of them null."""
 
     key: str
     """The settings that name it, for messages and permissions: `data.train_path`, `data.eval_sets.aime24`."""
     path: str
-    """As in `SetConfig`; so are the fields below without a description."""
     split: str
-    """Empty: the only one."""
     subset: str
-    """Empty: the default one."""
     limit: int
-    """Rows; 0: all."""
     where: list[str]
-    """Conditions (`conditions.py`)."""
     problem_field: str
-    """Dots reach into nested rows."""
     answer_field: str
-    """Dots reach into nested rows."""
     answer_from: str
-    """A key of `data/answer_rules.py`'s rules; empty: the field itself."""
     source_field: str
-    """Empty: none is read."""
     level_field: str
-    """Empty: `level`, or `difficulty`."""
     level_is: str
-    """`difficulty` or `solve_rate`."""
     template: Template
     """The four settings of a template, with presets resolved."""
     max_prompt_tokens: int
-    """Longest prompt."""
     max_prompt_tokens_key: str
     """The setting it came from."""
     overlong: str
-    """`error` or `filter`."""
 
     @property
     def path_key(self) -> str:
@@ -115,16 +98,12 @@ class ResolvedTrainSet(ResolvedSet):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEvalSet(ResolvedSet):
-    """A set to evaluate on, with how it is sampled."""
+    """A set to evaluate on, with how it is sampled: fields as in `EvalSetConfig`, none of them null."""
 
     samples: int
-    """Completions of every problem."""
     temperature: float
-    """0 is greedy."""
     top_p: float
-    """Smallest set of tokens with this probability."""
     top_k: int
-    """The k most likely tokens; 0: all."""
     max_completion_tokens: int
     """Above 0: `rollout.sampling.max_completion_tokens` where no setting says another."""
     grader: str
@@ -246,31 +225,6 @@ def _template(entry: SetConfig, data: DataConfig) -> Template:
     return Template(**chosen)
 
 
-_RESERVED = {
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "documents",
-    "max_length",
-    "messages",
-    "padding",
-    "processor_kwargs",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tokenizer_kwargs",
-    "tools",
-    "truncation",
-}
-"""Arguments of `apply_chat_template` that this code sets itself."""
-
-
-_CHOICES = {name: get_args(get_type_hints(DataConfig)[name]) for name in ("overlong", "answer_from", "level_is")}
-"""Of settings that a set may leave out, so that its own field is any text."""
-
-
 def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
     if layer.template and layer.template not in TEMPLATES:
         near = difflib.get_close_matches(layer.template, TEMPLATES, n=1)
@@ -278,9 +232,6 @@ def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
         raise UserError(f"{key}.template = '{layer.template}': no such template; {hint}")
     if layer.prompt_template is not None and "{problem}" not in layer.prompt_template:
         raise UserError(f"{key}.prompt_template = {layer.prompt_template!r}: must contain {{problem}}")
-    for name, allowed in _CHOICES.items():
-        if (value := getattr(layer, name)) not in (None, *allowed):
-            raise UserError(f"{key}.{name} = '{value}': must be {' or '.join(one for one in allowed if one)}")
     for condition in layer.where or ():
         try:
             Condition.parse(condition)
@@ -289,8 +240,6 @@ def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
     for name in ("problem_field", "answer_field"):
         if getattr(layer, name) == "":
             raise UserError(f"{key}.{name} is empty: it must name a field of the rows")
-    for name in (layer.chat_template_kwargs or {}).keys() & _RESERVED:
-        raise UserError(f"{key}.chat_template_kwargs.{name} is not for the chat template: the trainer sets it itself")
 
 
 def _check_resolved(one: ResolvedSet) -> None:

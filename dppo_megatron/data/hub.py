@@ -23,11 +23,8 @@ _ROWS_AT_A_TIME = 1000
 
 
 def read_hub(path: str, subset: str, split: str) -> Iterator[Row]:
-    """The rows of `hub:owner/name` or `hub:owner/name@revision`.
-
-    Raises:
-        UserError: the extra is missing, there is no network, no such set, subset or split.
-    """
+    """The rows of `hub:owner/name` or `hub:owner/name@revision`. Raises UserError: the extra is missing, there is no
+    network, no such set, subset or split."""
     match = _NAME.fullmatch(path.removeprefix("hub:"))
     if match is None:
         raise UserError(f"{path}: expected hub:owner/name or hub:owner/name@revision")
@@ -42,11 +39,8 @@ def read_hub(path: str, subset: str, split: str) -> Iterator[Row]:
 
 
 def read_directory(path: str, subset: str, split: str) -> Iterator[Row]:
-    """The rows of a directory that `save_to_disk` wrote, or of a repository of the hub that was downloaded.
-
-    Raises:
-        UserError: the extra is missing, the directory is neither, or has no such subset or split.
-    """
+    """The rows of a directory that `save_to_disk` wrote, or of a repository of the hub that was downloaded. Raises
+    UserError: the extra is missing, the directory is neither, or has no such subset or split."""
     datasets = _import_datasets(path)
     saved = any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
     if saved and subset:

@@ -145,7 +145,7 @@ class _PromptReader:
         self._settings, self._tokenizer, self._first_index = settings, tokenizer, first_index
         self._shared = shared_ids(tokenizer)
         self.prompts: list[Prompt] = []
-        self.repeats, self.hashed = _Repeats(self.prompts), _SetHash()
+        self.repeats, self.hashed = _Repeats(self.prompts), sha256()
         self.filtered = self.unknown_levels = self.unanswered = 0
 
     def add(self, rows: list[Row]) -> None:
@@ -174,7 +174,9 @@ class _PromptReader:
             if _is_too_long(prompt, settings):
                 self.filtered += 1
                 continue
-            self.hashed.add(prompt)
+            texts = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
+            for raw in (*texts, np.array(prompt.token_ids, dtype="<i8").tobytes()):
+                self.hashed.update(len(raw).to_bytes(8, "little") + raw)  # length-prefixed: unambiguous
             self.prompts.append(prompt)
             self.repeats.add(problem)
 
@@ -261,11 +263,7 @@ def load_train_sets(
 
 
 def load_eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
-    """All sets to evaluate on, each numbered from 0.
-
-    Raises:
-        UserError: as `load_set`.
-    """
+    """All sets to evaluate on, each numbered from 0. Raises UserError as `load_set`."""
     sets = eval_set_configs(config)
     return {name: load_set(name, settings, tokenizer) for name, settings in sets.items()}
 
@@ -283,21 +281,6 @@ def stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
     for one in sets:
         found += turn_end_tokens(one.template, tokenizer)
     return tuple(dict.fromkeys(found))
-
-
-class _SetHash:
-    """SHA-256 over a set's prompts in their order."""
-
-    def __init__(self) -> None:
-        self._hash = sha256()
-
-    def add(self, prompt: Prompt) -> None:
-        texts = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
-        for raw in (*texts, np.array(prompt.token_ids, dtype="<i8").tobytes()):
-            self._hash.update(len(raw).to_bytes(8, "little") + raw)  # length-prefixed: unambiguous
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
 
 
 class _Repeats:
@@ -389,11 +372,8 @@ def _asked(problem: str | Messages) -> str:
 def load_examples(
     settings: ResolvedSet, completion_field: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int
 ) -> list[TrainSample]:
-    """Read worked solutions, as samples of weight and denominator 1. Each ends with the end-of-sequence token.
-
-    Raises:
-        UserError: a row without problem or completion, or an example of more than `max_tokens` tokens.
-    """
+    """Read worked solutions, as samples of weight and denominator 1. Each ends with the end-of-sequence token. Raises
+    UserError: a row without problem or completion, or an example of more than `max_tokens` tokens."""
     check_template(settings, tokenizer)
     samples: list[TrainSample] = []
     shared = shared_ids(tokenizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import re
 import resource
@@ -43,7 +44,10 @@ def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) ->
             f"{settings.key}: the tokenizer's chat template raises to a power (**), which no prompt needs and which may"
             " never end; remove it"
         )
+    own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     for name in template.chat_template_kwargs:
+        if name in own:
+            raise UserError(f"{settings.key}: chat_template_kwargs.{name} is set by the trainer itself; leave it out")
         if not re.search(rf"\b{re.escape(name)}\b", source):
             raise UserError(
                 f"{settings.key}: chat_template_kwargs.{name} means nothing to this tokenizer's chat template, which"
@@ -72,11 +76,8 @@ def render(
     settings: ResolvedSet,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[str]:
-    """The prompts' texts, as the model is given them.
-
-    Raises:
-        UserError: messages that cannot be a prompt, or that the chat template refuses.
-    """
+    """The prompts' texts, as the model is given them. Raises UserError for messages that cannot be a prompt, or that
+    the chat template refuses."""
     template = settings.template
     if template.apply_chat_template:
         chats = [_chat(problem, at, template) for problem, at in zip(problems, origins, strict=True)]
@@ -113,11 +114,8 @@ def turn_end_tokens(template: Template, tokenizer: PreTrainedTokenizerBase) -> l
 
 
 def generation_config_stops(hf_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ends of sequence that the model's generation_config.json names beside the tokenizer's.
-
-    Raises:
-        UserError: the file is not JSON, or names something that is no token.
-    """
+    """The ends of sequence that the model's generation_config.json names beside the tokenizer's. Raises UserError: the
+    file is not JSON, is refused by transformers, or names something that is no token."""
     path = Path(hf_path) / "generation_config.json"
     if not path.is_file():
         return []

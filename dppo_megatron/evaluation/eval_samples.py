@@ -46,15 +46,15 @@ class EvalSample:
     tokens: _Count
     finish_reason: str
     """stop, or length: it ran into max_completion_tokens."""
-    reward: _Finite | None
+    reward: _Finite | None = None
     """What the grader gave; null where it failed."""
-    correct: bool | None
+    correct: bool | None = None
     """reward >= reward.correct_from; null where the grader failed."""
-    extracted: str | None
+    extracted: str | None = None
     """The final answer that the grader found; null: none, or not reported."""
-    vote: str | None
+    vote: str | None = None
     """`extracted` in a plain form, equal for equal answers: what maj@k counts."""
-    unparsed: bool | None
+    unparsed: bool | None = None
     """No final answer could be read; null: not reported, or grading failed."""
     why: str = ""
     failure: str = ""
@@ -135,11 +135,8 @@ def write_samples(path: Path, samples: Iterable[EvalSample]) -> None:
 
 
 def read_samples(path: Path) -> list[EvalSample]:
-    """Read back what `write_samples` wrote, from the file or the directory that holds it.
-
-    Raises:
-        UserError: no such file, or a line that is not a sample, by number.
-    """
+    """Read back what `write_samples` wrote, from the file or the directory that holds it. Raises UserError: no such
+    file, or a line that is not a sample, by number."""
     if path.is_dir():
         path = path / SAMPLES
     elif path.suffix == ".json":

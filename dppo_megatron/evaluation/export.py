@@ -32,11 +32,8 @@ _Problems = Mapping[str, Sequence[Sequence[EvalSample]]]
 
 
 def export(form: str, evaluation: str, out: Path | None) -> list[str]:
-    """Write an evaluation as `form` (a key of FORMS) below `out`; returns the files that were written.
-
-    Raises:
-        UserError: another form, no evaluation, no `out`, or a file that cannot be written.
-    """
+    """Write an evaluation as `form` (a key of FORMS) below `out`; returns the files that were written. Raises
+    UserError: another form, no evaluation, no `out`, or a file that cannot be written."""
     if form not in FORMS:
         raise UserError(f"--export {form}: expected one of {', '.join(FORMS)}")
     if out is None:

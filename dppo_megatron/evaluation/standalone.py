@@ -54,11 +54,8 @@ Levels = Mapping[str, Mapping[str, Estimate]]
 
 
 def evaluate_model(given: EvalArguments) -> list[str]:
-    """Evaluate, write results.json and samples.jsonl, and return lines to print.
-
-    Raises:
-        UserError: anything wrong with the model, the sets or the settings, before anything is generated.
-    """
+    """Evaluate, write results.json and samples.jsonl, and return lines to print. Raises UserError for anything
+    wrong with the model, the sets or the settings, before anything is generated."""
     if launched_world_size() != 1:
         raise UserError("eval is one process: run it without torchrun; several GPUs are used through servers")
     config, out, said = prepare(given)

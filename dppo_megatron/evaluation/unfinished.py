@@ -17,6 +17,7 @@ from typing import IO, Any, TypeAlias
 
 import msgspec
 
+from dppo_megatron.config.changes import flat
 from dppo_megatron.evaluation.eval_samples import EvalSample
 from dppo_megatron.files import append_to, make_directory, open_to_read
 from dppo_megatron.texts import log
@@ -142,7 +143,7 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
     found: dict[Key, EvalSample] = {}
     for key, row in rows.items():
         try:
-            found[key] = msgspec.convert(dict.fromkeys(_VERDICT[:5]) | row, EvalSample)
+            found[key] = msgspec.convert(row, EvalSample)
         except msgspec.ValidationError:  # a verdict whose sample's line is damaged
             damaged += 1
     if damaged:
@@ -152,14 +153,7 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
 
 def _difference(head: Mapping[str, Any], about: Mapping[str, Any]) -> str:
     """What differs, as `reward.function: 'math', now 'my:grade'`; empty: nothing."""
-    before, now = _flat(head), _flat(json.loads(json.dumps(about, default=str)))
+    before, now = flat(head), flat(json.loads(json.dumps(about, default=str)))
     both = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     texts = [f"{key}: {before.get(key)!r}, now {now.get(key)!r}" for key in both[:3]]
     return "; ".join(texts) + (f" and {len(both) - 3} more" if len(both) > 3 else "")
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found

@@ -7,14 +7,8 @@ from dataclasses import fields
 from typing import TypeVar, cast
 
 from dppo_megatron.config.plugins import is_plugin, load_function
-from dppo_megatron.config.pruning import (
-    CompletionPruningConfig,
-    PromptPruningConfig,
-    PruningConfig,
-    check_choice,
-    check_completion,
-    check_prompt,
-)
+from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig, PruningConfig, check_choice
+from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.pruning import completion_baselines as baselines
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
@@ -131,7 +125,7 @@ def make_prompt_policy(
             raise ValueError(f"{name} = {count}: must be at least 1")
     if prompts_per_step < 1 or total_steps < 0:
         raise ValueError(f"prompts_per_step = {prompts_per_step}, total_steps = {total_steps}: must be positive")
-    check_prompt(config)
+    check_ranges(config, "pruning.prompt.")
     cls = prompt_policy_class(config.method)
     cls.check(config, "pruning.prompt")
     return cls(
@@ -159,7 +153,7 @@ def make_completion_policy(
     Raises:
         UserError: a setting is out of range; the message names its key.
     """
-    check_completion(config)
+    check_ranges(config, "pruning.completion.")
     cls = completion_policy_class(config.method)
     cls.check(config, "pruning.completion", group_size=group_size, minibatch_size=0)
     return cls(
