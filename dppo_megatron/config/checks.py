@@ -52,18 +52,15 @@ def check_world_size(config: Config, world_size: int) -> None:
     layout = config.actor.layout
     tp, pp, cp = layout.tensor_parallel, layout.pipeline_parallel, layout.context_parallel
     etp, ep = layout.expert_tensor_parallel or tp, layout.expert_parallel
-    attention, experts = tp * pp * cp, etp * ep * pp
-    if world_size % attention:
-        raise UserError(
-            f"actor.layout: tensor_parallel={tp} x pipeline_parallel={pp} x context_parallel={cp} needs a multiple of"
-            f" {attention} processes, but the world size is {world_size};"
-            f" launch with torchrun --nproc-per-node {attention} -m dppo_megatron train ..."
-        )
-    if world_size % experts:
-        raise UserError(
-            f"actor.layout: expert_tensor_parallel={etp} x expert_parallel={ep} x pipeline_parallel={pp} needs a"
-            f" multiple of {experts} processes, but the world size is {world_size}"
-        )
+    for needed, product in (
+        (tp * pp * cp, f"tensor_parallel={tp} x pipeline_parallel={pp} x context_parallel={cp}"),
+        (etp * ep * pp, f"expert_tensor_parallel={etp} x expert_parallel={ep} x pipeline_parallel={pp}"),
+    ):
+        if world_size % needed:
+            raise UserError(
+                f"actor.layout: {product} needs a multiple of {needed} processes, but the world size is {world_size};"
+                f" launch with torchrun --nproc-per-node {needed} -m dppo_megatron train ..."
+            )
 
 
 def check_run_dir(config: Config) -> None:

@@ -245,19 +245,12 @@ def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
 def _check_resolved(one: ResolvedSet) -> None:
     if not one.path:
         raise UserError(f"{one.path_key} is not set: a file, a directory or hub:owner/name")
-    template = one.template
-    if not template.apply_chat_template:
-        for name, value in (("system_prompt", template.system_prompt), ("kwargs", template.chat_template_kwargs)):
-            if value:
-                setting = "chat_template_kwargs" if name == "kwargs" else name
-                raise UserError(
-                    f"{one.key}: {setting} = {value!r} needs the chat template; set apply_chat_template=true, or"
-                    f" {setting} back to {'{}' if name == 'kwargs' else 'nothing'}"
-                )
-    _check_path(one)
-
-
-def _check_path(one: ResolvedSet) -> None:
+    for name in ("system_prompt", "chat_template_kwargs"):
+        if (value := getattr(one.template, name)) and not one.template.apply_chat_template:
+            raise UserError(
+                f"{one.key}: {name} = {value!r} needs the chat template; set apply_chat_template=true, or"
+                f" {name} back to {type(value)()!r}"
+            )
     if one.path.startswith("hub:"):
         return
     check_file_or_directory(one.path_key, one.path)

@@ -14,6 +14,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -202,9 +203,7 @@ def _open(path: str) -> IO[bytes]:
 def _lines(path: str) -> Iterator[tuple[int, str]]:
     """(number from 1, text with its line end) of each line, without a byte-order mark."""
     with _open(path) as file:
-        number = 0
-        while line := file.readline(_LONGEST_LINE + 1):
-            number += 1
+        for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE + 1), b""), start=1):
             if len(line) > _LONGEST_LINE:
                 raise UserError(f"{path}:{number}: the line has more than {_LONGEST_LINE:,} bytes")
             if number == 1:

@@ -20,18 +20,8 @@ from dppo_megatron.config.checks import planned_prompts, too_few_prompts
 from dppo_megatron.config.conditions import Condition
 from dppo_megatron.config.resolved_sets import ResolvedSet, eval_set_configs, train_set_configs, train_set_weights
 from dppo_megatron.config.schema import Config
+from dppo_megatron.data import fields
 from dppo_megatron.data.contamination import Contamination, HeldOut, Words, words_of
-from dppo_megatron.data.fields import (
-    Messages,
-    answer_of,
-    check_text,
-    get_field,
-    kind,
-    level_of,
-    problem_of,
-    section_of,
-    source_of,
-)
 from dppo_megatron.data.hub import read_directory, read_hub
 from dppo_megatron.data.order import make_order
 from dppo_megatron.data.rows import Row, listed, read_file
@@ -99,9 +89,9 @@ def load_set(
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance, where):
             if held_out is None:
-                words += [words_of(_asked(problem_of(row, settings))) for row in rows]
+                words += [words_of(_asked(fields.problem_of(row, settings))) for row in rows]
             elif held_out:
-                is_held_out = looked_for.look([words_of(_asked(problem_of(row, settings))) for row in rows])
+                is_held_out = looked_for.look([words_of(_asked(fields.problem_of(row, settings))) for row in rows])
                 dropped += sum(is_held_out) if drops else 0
                 rows = [row for row, one in zip(rows, is_held_out, strict=True) if not (one and drops)]
             read.add(rows)
@@ -150,14 +140,14 @@ class _PromptReader:
 
     def add(self, rows: list[Row]) -> None:
         settings = self._settings
-        problems = [problem_of(row, settings) for row in rows]
+        problems = [fields.problem_of(row, settings) for row in rows]
         texts = render(problems, [row.origin for row in rows], settings, self._tokenizer)
         most = settings.max_prompt_tokens
         ids = tokenize(["" if is_beyond(text, most) else text for text in texts], self._tokenizer, self._shared)
         for row, problem, text, token_ids in zip(rows, problems, texts, ids, strict=True):
-            level, unknown = level_of(row, settings)
+            level, unknown = fields.level_of(row, settings)
             self.unknown_levels += unknown
-            answer = answer_of(row, settings)
+            answer = fields.answer_of(row, settings)
             if not answer:
                 self.unanswered += 1
                 continue
@@ -166,7 +156,7 @@ class _PromptReader:
                 text,
                 token_ids,
                 answer,
-                source_of(row, settings),
+                fields.source_of(row, settings),
                 level=level,
                 row=row.values,
                 origin=row.origin,
@@ -190,7 +180,7 @@ class _Where:
         self._never_there = {condition.field for condition in self._conditions}
 
     def __call__(self, row: Row) -> bool:
-        values = [get_field(row.values, condition.field) for condition in self._conditions]
+        values = [fields.get_field(row.values, condition.field) for condition in self._conditions]
         pairs = list(zip(self._conditions, values, strict=True))
         self._never_there -= {one.field for one, value in pairs if value is not None or one.field in row.values}
         meets = all(condition.holds(value) for condition, value in pairs)
@@ -203,7 +193,7 @@ class _Where:
         if self._never_there:
             raise UserError(
                 f"{self._settings.path}: no row has the field '{min(self._never_there)}' of"
-                f" {section_of(self._settings)}.where; a training set that data.where is not for has where=[]"
+                f" {fields.section_of(self._settings)}.where; a training set that data.where is not for has where=[]"
             )
 
 
@@ -297,7 +287,7 @@ class _Repeats:
         self._examples: list[str] = []
         self._contradiction = ""
 
-    def add(self, problem: str | Messages) -> None:
+    def add(self, problem: str | fields.Messages) -> None:
         """The problem of the last prompt."""
         place = len(self._prompts) - 1
         first = self.first.setdefault(blake2b(_identity(problem).encode(), digest_size=16).digest(), place)
@@ -356,7 +346,7 @@ def _is_too_long(prompt: Prompt, settings: ResolvedSet) -> bool:
     )
 
 
-def _identity(problem: str | Messages) -> str:
+def _identity(problem: str | fields.Messages) -> str:
     """The text by which two problems are compared; a single user message counts as its text."""
     if isinstance(problem, str):
         return " ".join(problem.split())
@@ -365,7 +355,7 @@ def _identity(problem: str | Messages) -> str:
     return "\n".join(f"{turn['role']}: {' '.join(turn['content'].split())}" for turn in problem)
 
 
-def _asked(problem: str | Messages) -> str:
+def _asked(problem: str | fields.Messages) -> str:
     return problem if isinstance(problem, str) else "\n".join(turn["content"] for turn in problem)
 
 
@@ -380,7 +370,7 @@ def load_examples(
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance):
             origins = [row.origin for row in rows]
-            asked = render([problem_of(row, settings) for row in rows], origins, settings, tokenizer)
+            asked = render([fields.problem_of(row, settings) for row in rows], origins, settings, tokenizer)
             told = [_completion(row.values, completion_field, row.origin) for row in rows]
             for origin, text in zip(origins * 2, asked + told, strict=True):
                 if is_beyond(text, max_tokens):
@@ -399,12 +389,12 @@ def load_examples(
 
 
 def _completion(values: dict[str, object], name: str, origin: str) -> str:
-    value = get_field(values, name)
+    value = fields.get_field(values, name)
     if value is None:
         raise UserError(f"{origin}: the row lacks the field '{name}'; it has: {listed(values) or 'nothing'}")
     if not isinstance(value, str):
-        raise UserError(f"{origin}: '{name}' is {kind(value)}; a completion is text")
-    return check_text(value, origin, name)
+        raise UserError(f"{origin}: '{name}' is {fields.kind(value)}; a completion is text")
+    return fields.check_text(value, origin, name)
 
 
 def _sample(origin: str, prompt: tuple[int, ...], completion: tuple[int, ...], eos: int) -> TrainSample:

@@ -11,7 +11,7 @@ import signal
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jinja2 import Environment, TemplateSyntaxError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -124,7 +124,12 @@ def generation_config_stops(hf_path: str, tokenizer: PreTrainedTokenizerBase) ->
         stops = raw.get("eos_token_id") if isinstance(raw, dict) else None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
-    _check_generation_config(raw, path)
+    try:  # what transformers refuses, an engine or a later load of the trained model would fail on
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            GenerationConfig.from_dict(raw)
+    except Exception as error:  # its validators raise their own classes, and TypeErrors from deep inside
+        raise UserError(f"{path}: transformers refuses it: {reason(error)}") from None
     listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
     for token in listed:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
@@ -132,16 +137,6 @@ def generation_config_stops(hf_path: str, tokenizer: PreTrainedTokenizerBase) ->
     # ids that the tokenizer lacks (the file may belong to another one) can never be generated
     known = [token for token in dict.fromkeys(listed) if token < len(tokenizer)]
     return [token for token in known if token != tokenizer.eos_token_id]
-
-
-def _check_generation_config(raw: Any, path: Path) -> None:
-    """Refuse what transformers refuses: an engine, or a later load of the trained model, would fail on it."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            GenerationConfig.from_dict(raw)
-    except Exception as error:  # its validators raise their own classes, and TypeErrors from deep inside
-        raise UserError(f"{path}: transformers refuses it: {reason(error)}") from None
 
 
 def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:

@@ -21,9 +21,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dppo_megatron.data.summary import safe_name
-from dppo_megatron.evaluation.eval_samples import RESULTS, EvalSample, read_results, read_samples, scores_of, write_text
+from dppo_megatron.evaluation.eval_samples import (
+    RESULTS,
+    UNFINISHED,
+    EvalSample,
+    read_results,
+    read_samples,
+    scores_of,
+    write_text,
+)
 from dppo_megatron.evaluation.eval_scores import EvalScores
-from dppo_megatron.evaluation.unfinished import UNFINISHED
 from dppo_megatron.files import make_directory
 from dppo_megatron.types import UserError
 
