@@ -8,8 +8,6 @@ so `pruning.policies.check_methods` checks them, and how the settings of a metho
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
@@ -199,11 +197,3 @@ def check_between(key: str, value: float, least: float, most: float) -> None:
     """Raise `UserError` unless least <= value <= most."""
     if not least <= value <= most:
         raise UserError(f"{key} = {value}: must be in [{least:g}, {most:g}]")
-
-
-def check_choice(key: str, value: str, known: Sequence[str], more: str = "") -> None:
-    """Raise `UserError` for a name that is not known; `more` says what else would be one."""
-    if value not in known:
-        near = difflib.get_close_matches(value, known, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
-        raise UserError(f"{key} = '{value[:80]}': no such choice; {hint}known: {', '.join(known)}{more}")

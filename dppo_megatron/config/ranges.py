@@ -10,9 +10,10 @@ the wrong unit is an error at the start and not a hang later. Every number of th
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -89,6 +90,14 @@ def check_ranges(section: Any, prefix: str = "") -> None:
     for key, value, allowed in numbers(section, prefix):
         if allowed is not None and value not in allowed:
             raise UserError(f"{key} = {value}: {allowed.wanted(value)}")
+
+
+def check_choice(key: str, value: str, known: Iterable[str], more: str = "") -> None:
+    """Raise `UserError` for a name that is not known; `more` says what else would be one."""
+    if value not in (known := list(known)):
+        near = difflib.get_close_matches(value, known, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise UserError(f"{key} = '{value[:80]}': no such choice; {hint}known: {', '.join(known)}{more}")
 
 
 def numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, int | float, Range | None]]:

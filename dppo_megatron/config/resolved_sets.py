@@ -6,7 +6,6 @@ ask for the final answer in a box because the `math` grader reads the last box.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 from dppo_megatron.config.conditions import Condition
 from dppo_megatron.config.data import DataConfig, EvalSetConfig, SetConfig, TrainSetConfig
 from dppo_megatron.config.paths import check_file_or_directory
+from dppo_megatron.config.ranges import check_choice
 from dppo_megatron.config.schema import Config, EvalConfig
 from dppo_megatron.types import UserError
 
@@ -226,10 +226,8 @@ def _template(entry: SetConfig, data: DataConfig) -> Template:
 
 
 def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
-    if layer.template and layer.template not in TEMPLATES:
-        near = difflib.get_close_matches(layer.template, TEMPLATES, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(TEMPLATES)}"
-        raise UserError(f"{key}.template = '{layer.template}': no such template; {hint}")
+    if layer.template:
+        check_choice(f"{key}.template", layer.template, TEMPLATES)
     if layer.prompt_template is not None and "{problem}" not in layer.prompt_template:
         raise UserError(f"{key}.prompt_template = {layer.prompt_template!r}: must contain {{problem}}")
     for condition in layer.where or ():
