@@ -164,8 +164,8 @@ class _PromptReader:
             if _is_too_long(prompt, settings):
                 self.filtered += 1
                 continue
-            texts = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
-            for raw in (*texts, np.array(prompt.token_ids, dtype="<i8").tobytes()):
+            encoded = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
+            for raw in (*encoded, np.array(prompt.token_ids, dtype="<i8").tobytes()):
                 self.hashed.update(len(raw).to_bytes(8, "little") + raw)  # length-prefixed: unambiguous
             self.prompts.append(prompt)
             self.repeats.add(problem)
