@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from dppo_megatron.types import UserError
 
 _LONGEST_LINE = 64 * 2**20
 """Bytes of a line. A problem has thousands; a longer line means that this is another kind of file."""
+_MOST_UNPACKED = 300
+"""Times its size that a gzip file may unpack to: rows have 3 to 75, nothing but zeros 230 to 1,030."""
 _DEEPEST = 64
 """Levels of nesting. Python can parse about 1,000, but what is nested so deep cannot be sent to a grader's process."""
 
@@ -130,7 +133,10 @@ def _json(path: str) -> Iterator[Row]:
             yield from _json_lines(path)
             return
     with _open(path) as file:
-        found = _parse(_decode(file.read(), path, ""), path)
+        size = os.stat(path).st_size
+        raw = file.read(max(2**23, _MOST_UNPACKED * size) + 1)
+        _check_unpacked(file, path, size)
+    found = _parse(_decode(raw, path, ""), path)
     listed = found.get("data") if isinstance(found, dict) else found
     if not isinstance(listed, list):
         raise UserError(f'{path}: expected a list of JSON objects, {{"data": [...]}}, or one object a line')
@@ -200,12 +206,20 @@ def _open(path: str) -> IO[bytes]:
     return gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
 
 
+def _check_unpacked(file: IO[bytes], path: str, size: int) -> None:
+    """Raise UserError for a gzip file that unpacks to hundreds of times its size."""
+    if file.tell() > max(2**23, _MOST_UNPACKED * size):
+        raise UserError(f"{path}: unpacks to more than {_MOST_UNPACKED} times its size; unpack it yourself if it may")
+
+
 def _lines(path: str) -> Iterator[tuple[int, str]]:
     """(number from 1, text with its line end) of each line, without a byte-order mark."""
     with _open(path) as file:
+        size = os.stat(path).st_size
         for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE + 1), b""), start=1):
             if len(line) > _LONGEST_LINE:
                 raise UserError(f"{path}:{number}: the line has more than {_LONGEST_LINE:,} bytes")
+            _check_unpacked(file, path, size)
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             yield number, _decode(line, path, f":{number}")
