@@ -217,7 +217,7 @@ def _check_files(config: Config, purpose: Purpose) -> None:
 
 
 def _check_longest(config: Config) -> None:
-    longest = longest_prompt_tokens(config, training=True) + config.rollout.sampling.max_completion_tokens
+    longest = longest_prompt_tokens(config) + config.rollout.sampling.max_completion_tokens
     if longest > config.packing.max_tokens_per_microbatch:
         raise UserError(
             f"packing.max_tokens_per_microbatch = {config.packing.max_tokens_per_microbatch}: the longest possible"

@@ -150,11 +150,10 @@ def example_set_config(config: Config) -> ResolvedSet:
     return _resolved(ResolvedSet, "sft.examples_path", entry, config.data)
 
 
-def longest_prompt_tokens(config: Config, *, training: bool = False) -> int:
-    """The largest `max_prompt_tokens` of all sets, or of those that are trained on; of `data` where there are none."""
-    sets: list[ResolvedSet] = list(train_set_configs(config).values())
-    sets += [] if training else eval_set_configs(config).values()
-    return max((one.max_prompt_tokens for one in sets), default=config.data.max_prompt_tokens)
+def longest_prompt_tokens(config: Config) -> int:
+    """The largest `max_prompt_tokens` of the sets that are trained on; of `data` where there are none."""
+    found = (one.max_prompt_tokens for one in train_set_configs(config).values())
+    return max(found, default=config.data.max_prompt_tokens)
 
 
 def longest_sequence(config: Config) -> tuple[int, str]:
@@ -164,7 +163,7 @@ def longest_sequence(config: Config) -> tuple[int, str]:
         tokens = settings.max_prompt_tokens + settings.max_completion_tokens
         found.append((tokens, f"max_prompt_tokens + max_completion_tokens of evaluation set '{name}'"))
     if not found or config.data.train_path or config.data.train_sets:  # not in a standalone evaluation
-        own = longest_prompt_tokens(config, training=True) + config.rollout.sampling.max_completion_tokens
+        own = longest_prompt_tokens(config) + config.rollout.sampling.max_completion_tokens
         found.insert(0, (own, "data.max_prompt_tokens + rollout.sampling.max_completion_tokens"))
     return max(found, key=lambda item: item[0])
 
