@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.data.fields import after_hashes, as_is, get_field, last_boxed
+from dppo_megatron.data.rows import read_rows
 from dppo_megatron.files import replacing
 from dppo_megatron.progress import counted, progress
 from dppo_megatron.types import UserError
@@ -137,14 +138,15 @@ def write_known_set(name: str, out: Path, *, origin: str = "", overwrite: bool =
     parts: dict[str, tuple[list[dict[str, Any]], str]] = {}
     for part, split in known.splits.items():
         with progress(f"reading {origin or known.hub} ({split})", 0, "rows") as advance:
-            parts[part] = _converted(counted(_rows(known, origin, split), advance), known, name)
+            rows = read_rows(origin or f"hub:{known.hub}", known.subset, split)
+            parts[part] = _converted((row.values for row in counted(rows, advance)), known, name)
         if not parts[part][0]:
             raise UserError(f"{origin or known.hub} ({split}): no row has the fields of this set; nothing was written")
     for part, path in files.items():
-        rows, left_out = parts[part]
-        with progress(f"writing {path}", len(rows), "rows") as advance:
-            _write(path, counted(rows, advance))
-        yield f"{path}: {len(rows)} problems{left_out}"
+        converted, left_out = parts[part]
+        with progress(f"writing {path}", len(converted), "rows") as advance:
+            _write(path, counted(converted, advance))
+        yield f"{path}: {len(converted)} problems{left_out}"
 
 
 def _converted(rows: Iterable[dict[str, Any]], known: KnownSet, name: str) -> tuple[list[dict[str, Any]], str]:
@@ -165,15 +167,6 @@ def _converted(rows: Iterable[dict[str, Any]], known: KnownSet, name: str) -> tu
             found[key] = row
     said = ", ".join(f"{count} {what}" for what, count in left_out.items() if count)
     return list(found.values()), f" (left out: {said})" if said else ""
-
-
-def _rows(known: KnownSet, origin: str, split: str) -> Iterator[dict[str, Any]]:
-    # imported late: --help must not need tensor libraries
-    from dppo_megatron.data.hub import read_directory, read_hub
-
-    subset, hub = known.subset, f"hub:{known.hub}"
-    for row in read_directory(origin, subset, split) if origin else read_hub(hub, subset, split):
-        yield row.values
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
 from itertools import combinations, islice
-from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -22,9 +21,8 @@ from dppo_megatron.config.resolved_sets import ResolvedSet, eval_set_configs, tr
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data import fields
 from dppo_megatron.data.contamination import Contamination, HeldOut, Words, words_of
-from dppo_megatron.data.hub import read_directory, read_hub
 from dppo_megatron.data.order import make_order
-from dppo_megatron.data.rows import Row, listed, read_file
+from dppo_megatron.data.rows import Row, listed, read_rows
 from dppo_megatron.data.templates import (
     check_template,
     generation_config_stops,
@@ -208,13 +206,7 @@ def read_set(
     Raises:
         UserError: it cannot be read.
     """
-    if settings.path.startswith("hub:"):
-        rows = read_hub(settings.path, settings.subset, settings.split)
-    elif Path(settings.path).is_dir():
-        rows = read_directory(settings.path, settings.subset, settings.split)
-    else:
-        rows = read_file(settings.path)
-    rows = filter(where, rows)
+    rows = filter(where, read_rows(settings.path, settings.subset, settings.split))
     rows = islice(rows, settings.limit) if settings.limit else rows
     done = 0
     while batch := list(islice(rows, _BATCH)):
