@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -183,7 +184,6 @@ def _last(layers: Sequence[Layer], key: str) -> Layer:
 def _check_references(values: Any, layers: Sequence[Layer]) -> None:
     """Raise UserError for a reference to no setting, to a section, or in a circle."""
     refers = {key: references(text) for key, text, _ in leaves(values) if "${" in str(text)}
-    done: set[str] = set()
     for key, names in refers.items():
         for name in names:
             found = values
@@ -192,19 +192,12 @@ def _check_references(values: Any, layers: Sequence[Layer]) -> None:
             if found is None or isinstance(found, dict | list):
                 wrong = f"there is no setting '{name}'" if found is None else f"'{name}' is not a single value"
                 raise _last(layers, key).refuse(key, wrong)
-        if circle := _circle(key, refers, done, ()):
-            raise _last(layers, key).refuse(key, f"the reference comes back to itself: {' -> '.join(circle)}")
-
-
-def _circle(key: str, refers: dict[str, list[str]], done: set[str], chain: tuple[str, ...]) -> tuple[str, ...]:
-    """The way from `key` back to a setting on the way; empty if there is none."""
-    if key in chain:
-        return (*chain, key)
-    for name in () if key in done else refers.get(key, ()):
-        if circle := _circle(name, refers, done, (*chain, key)):
-            return circle
-    done.add(key)
-    return ()
+    try:
+        TopologicalSorter(refers).prepare()
+    except CycleError as error:
+        circle = error.args[1][::-1]  # it lists what is referred to first
+        back = f"the reference comes back to itself: {' -> '.join(circle)}"
+        raise _last(layers, circle[0]).refuse(circle[0], back) from None
 
 
 def _fill_in(section: Any, prefix: str, layers: Sequence[Layer], keep_references: bool) -> None:
