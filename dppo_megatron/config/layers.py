@@ -129,8 +129,10 @@ class Layer:
         return value
 
 
-def merged(layers: Sequence[Layer], *, keep_references: bool = False) -> Config:
-    """The configuration that `layers` make, each over those before it.
+def merged(
+    documents: Sequence[tuple[Source, Node]], overrides: Sequence[str] = (), *, keep_references: bool = False
+) -> Config:
+    """The configuration that the documents make, each over those before it, and settings of the command line over all.
 
     Args:
         keep_references: leave references to the environment as written, for settings that are only compared.
@@ -138,6 +140,7 @@ def merged(layers: Sequence[Layer], *, keep_references: bool = False) -> Config:
     Raises:
         UserError: a setting that is unknown, or of a wrong type, or refers to what is not there.
     """
+    layers = [*(Layer(*document) for document in documents), *map(read_setting, overrides)]
     config = deepcopy(_defaults())
     for layer in layers:
         _lay_over(config, layer)

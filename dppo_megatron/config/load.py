@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -24,9 +24,6 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.yaml12 import MAX_CHARACTERS, TEXT, Dumper, Source, parse
 from dppo_megatron.files import write_text
 from dppo_megatron.types import UserError
-
-if TYPE_CHECKING:  # OmegaConf takes 0.06 s to import, which --help and a Tab need not wait for
-    from dppo_megatron.config.layers import Layer
 
 _PARENTS = "defaults"
 RENAMED = {
@@ -75,11 +72,11 @@ def load_config(
 
 def read_config(path: str, overrides: list[str], layers: Sequence[tuple[str, Mapping[Any, Any]]] = ()) -> Config:
     """As `load_config`, without the checks of ranges and files."""
-    from dppo_megatron.config.layers import merged, read_setting
+    from dppo_megatron.config.layers import merged  # OmegaConf takes 0.06 s, which --help and a Tab need not wait for
 
-    own = _layers(Path(path), ()) if path else []
-    between = [layer for where, values in layers for layer in _given(values, where)]
-    return merged([*own, *between, *map(read_setting, overrides)])
+    own = _documents(Path(path), ()) if path else []
+    between = [document for where, values in layers for document in _given(values, where)]
+    return merged([*own, *between], overrides)
 
 
 def config_from_values(values: Mapping[str, Any], where: str) -> Config:
@@ -123,16 +120,14 @@ def _dumped(values: Any) -> str:
     return str(yaml.dump(values, Dumper=Dumper, sort_keys=False, width=120))
 
 
-def _given(values: Mapping[Any, Any], where: str) -> list[Layer]:
+def _given(values: Mapping[Any, Any], where: str) -> list[tuple[Source, Node]]:
     """Settings that are plain values already."""
-    from dppo_megatron.config.layers import Layer
-
     source = Source(where, has_lines=False)
     try:
         node = parse(_dumped(dict(values)), source)
     except (yaml.YAMLError, RecursionError):
         raise UserError(f"{where}: holds no settings") from None
-    return [Layer(source, node)] if node is not None else []
+    return [(source, node)] if node is not None else []
 
 
 def _plain(value: Any) -> Any:
@@ -145,10 +140,8 @@ def _plain(value: Any) -> Any:
     return escaped(value) if isinstance(value, str) else value
 
 
-def _layers(path: Path, chain: tuple[Path, ...]) -> list[Layer]:
+def _documents(path: Path, chain: tuple[Path, ...]) -> list[tuple[Source, Node]]:
     """The settings of a file, after those of its parents."""
-    from dppo_megatron.config.layers import Layer
-
     source = Source(str(path), has_lines=True)
     node = _document(path, source, chain)
     if node is None:
@@ -162,8 +155,8 @@ def _layers(path: Path, chain: tuple[Path, ...]) -> list[Layer]:
     node.value = [pair for pair in node.value if pair not in own]
     if (path.parent / "run.json").exists():  # an older run may have written it, and printed the command that reads it
         _use_new_names(node)
-    inherited = [layer for name in parents for layer in _layers(path.parent / name, (*chain, path))]
-    return [*inherited, Layer(source, node)]
+    inherited = [document for name in parents for document in _documents(path.parent / name, (*chain, path))]
+    return [*inherited, (source, node)]
 
 
 def _use_new_names(node: MappingNode) -> None:
