@@ -14,7 +14,7 @@ from dppo_megatron.config.ranges import COUNT, FREE_AT_RESUME, ranged
 
 @dataclass
 class SetConfig:
-    """One problem set. A setting without a text of its own is null to be taken from `data`, where it is explained."""
+    """One problem set. Where a setting is null, that of the same name in `data` holds, which also explains it."""
 
     path: str = ""
     """A file (.jsonl, .json, .csv, .tsv, .parquet), a directory saved by `datasets` or downloaded from the hub, or
@@ -52,7 +52,7 @@ class TrainSetConfig(SetConfig):
 
 @dataclass
 class EvalSetConfig(SetConfig):
-    """One set to evaluate on. A sampling setting that is null is taken from `eval`, where it is explained."""
+    """One set to evaluate on. Where a setting below is null, that of the same name in `eval` holds and explains it."""
 
     samples: int | None = ranged(None, "[1, 65536]")
     temperature: float | None = ranged(None, "[0, 100]")

@@ -245,8 +245,7 @@ def _check_resolved(one: ResolvedSet) -> None:
     for name in ("system_prompt", "chat_template_kwargs"):
         if (value := getattr(one.template, name)) and not one.template.apply_chat_template:
             raise UserError(
-                f"{one.key}: {name} = {value!r} needs the chat template; set apply_chat_template=true, or"
-                f" {name} back to {type(value)()!r}"
+                f"{one.key}: {name} = {value!r} needs the chat template; set apply_chat_template=true, or leave it out"
             )
     if one.path.startswith("hub:"):
         return

@@ -209,16 +209,21 @@ def _check_keys(config: RolloutConfig) -> None:
             "rollout.servers.api_key_env is not the name of an environment variable that is set; it must not be the key"
             " itself"
         )
-    keys = "holds a key, which would stand in config.yaml and in the list of processes; put it into the environment"
-    code = "runs code that this trainer does not know in the server; it never runs the Python files of a model either"
-    own = "is the trainer's to choose: the server's address and model, and what it checks there; leave it out, or start"
-    for options, why in (
-        (_KEY_OPTIONS, f"{keys} variable {name} (rollout.servers.api_key_env)"),
-        (_CODE_OPTIONS, f"{code}: leave it out"),
-        (_OWN_OPTIONS, f"{own} the server yourself and name it in rollout.servers.endpoints"),
-    ):
-        if option := _named_option(config.servers.args, options):
-            raise UserError(f"rollout.servers.args has {option}, which {why}")
+    if _named_option(config.servers.args, _KEY_OPTIONS):
+        raise UserError(
+            "rollout.servers.args holds a key, which would stand in config.yaml and in the list of processes;"
+            f" put it into the environment variable {name} (rollout.servers.api_key_env)"
+        )
+    if option := _named_option(config.servers.args, _CODE_OPTIONS):
+        raise UserError(
+            f"rollout.servers.args has {option}, which runs code that this trainer does not know in the server; it"
+            " never runs the Python files of a model either: leave it out"
+        )
+    if option := _named_option(config.servers.args, _OWN_OPTIONS):
+        raise UserError(
+            f"rollout.servers.args has {option}, which the trainer chooses itself: the server's address and model, and"
+            " what it checks there; leave it out, or start the server yourself and name it in rollout.servers.endpoints"
+        )
 
 
 def _named_option(arguments: Sequence[str], options: Sequence[str]) -> str:

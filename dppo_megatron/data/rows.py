@@ -49,7 +49,7 @@ class Row:
 
 
 class JsonFloat(float):
-    """A float that the file spells otherwise than Python: 0.50, 1e22. A copy, also of a grader, is a plain float."""
+    """A float that the file spells otherwise than Python: 0.50, 1e22. A copy, as graders get it, is a plain float."""
 
     __slots__ = ("text",)
 
