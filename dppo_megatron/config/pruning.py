@@ -13,6 +13,8 @@ from fractions import Fraction
 from typing import Literal
 
 from dppo_megatron.config.ranges import COUNT, ranged
+from dppo_megatron.config.ranges import check_choice as check_choice  # for `pruning/`, which reads this module only
+from dppo_megatron.config.ranges import check_ranges as check_ranges
 from dppo_megatron.types import UserError
 
 

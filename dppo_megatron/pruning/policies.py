@@ -7,8 +7,13 @@ from dataclasses import fields
 from typing import TypeVar, cast
 
 from dppo_megatron.config.plugins import is_plugin, load_function
-from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig, PruningConfig
-from dppo_megatron.config.ranges import check_choice, check_ranges
+from dppo_megatron.config.pruning import (
+    CompletionPruningConfig,
+    PromptPruningConfig,
+    PruningConfig,
+    check_choice,
+    check_ranges,
+)
 from dppo_megatron.pruning import completion_baselines as baselines
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
