@@ -206,8 +206,7 @@ def read_set(
     Raises:
         UserError: it cannot be read.
     """
-    rows = filter(where, read_rows(settings.path, settings.subset, settings.split))
-    rows = islice(rows, settings.limit) if settings.limit else rows
+    rows = islice(filter(where, read_rows(settings.path, settings.subset, settings.split)), settings.limit or None)
     done = 0
     while batch := list(islice(rows, _BATCH)):
         yield batch
