@@ -56,7 +56,6 @@ def load_config(
 
     Args:
         path: empty: begin from the defaults.
-        purpose: an evaluation needs no training data, grading no model either.
         layers: settings between the file and the overrides, each with where it came from.
         writes_run: the caller will write `run_dir`, so it must be given and must not hold a run already.
 

@@ -169,11 +169,7 @@ def longest_sequence(config: Config) -> tuple[int, str]:
 
 
 def check_data(config: Config, *, trains: bool = True) -> None:
-    """Raise `UserError` for set settings that are out of range, contradictory or missing.
-
-    Args:
-        trains: False for an evaluation alone, which reads no training set.
-    """
+    """Raise `UserError` for set settings that are contradictory or missing; an evaluation alone `trains` on no set."""
     data = config.data
     _check_layer("data", data)
     if data.train_path and data.train_sets and trains:

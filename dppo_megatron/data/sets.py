@@ -198,14 +198,8 @@ class _Where:
 def read_set(
     settings: ResolvedSet, advance: Advance, where: Callable[[Row], bool] = lambda row: True
 ) -> Iterator[list[Row]]:
-    """The set's rows from any source that meet `where`, in batches, at most `limit` in all.
-
-    Args:
-        advance: called with the number of rows that the caller has finished.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The set's rows that meet `where`, in batches, at most `limit` in all. `advance` is called with the number of rows
+    that the caller has finished. Raises UserError if it cannot be read."""
     rows = islice(filter(where, read_rows(settings.path, settings.subset, settings.split)), settings.limit or None)
     done = 0
     while batch := list(islice(rows, _BATCH)):

@@ -115,13 +115,7 @@ def percent(estimate: Estimate) -> str:
 
 
 def score(name: str, problems: int, samples: int, outcomes: Sequence[SampleOutcome]) -> EvalScores:
-    """The scores of a set.
-
-    Args:
-        problems: in the set.
-        samples: requested for every problem.
-        outcomes: of every sample, in any order.
-    """
+    """The scores of a set of so many problems, each sampled so many times; `outcomes` in any order."""
     by_problem: dict[int, list[SampleOutcome]] = {}
     for outcome in outcomes:
         if outcome.correct is not None:

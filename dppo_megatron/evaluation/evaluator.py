@@ -274,10 +274,6 @@ def one_spelling(votes: Iterable[Vote], same: Callable[[str, str], bool] = _equa
     spellings the grader has found equal already, and maj@k would be too high. Only the `math` graders can say whether
     two answers are equal; others' answers are compared as text.
 
-    Args:
-        votes: of every wrong answer.
-        same: whether an answer equals another.
-
     Example:
         one_spelling([(7, "0.5"), (7, "1/2"), (7, "1/2"), (7, "3")])[7, "0.5"] == "1/2"
     """
