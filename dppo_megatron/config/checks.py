@@ -14,7 +14,7 @@ from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.observe import check_observe
 from dppo_megatron.config.paths import check_directory, check_writable, shown
 from dppo_megatron.config.pruning import prompts_multiplier
-from dppo_megatron.config.ranges import check_ranges, leaves
+from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.resolved_sets import check_data, longest_prompt_tokens
 from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
@@ -23,13 +23,11 @@ from dppo_megatron.types import UserError
 
 Purpose = Literal["train", "plan", "evaluate", "grade"]
 """What a config is for: a plan needs no data yet, an evaluation alone no training data, and grading no model either."""
-_NEVER_EMPTY = ("data.problem_field", "data.answer_field", "sft.completion_field", "reward.function")
 
 
 def check_values(config: Config, purpose: Purpose = "train") -> None:
     """Raise `UserError` for the first value that is out of range or contradicts another one."""
     check_ranges(config)
-    _check_names(config)
     _check_optimizer(config.actor.optimizer)
     _check_fewer_bits(config)
     _check_actor(config)
@@ -224,9 +222,3 @@ def _check_longest(config: Config) -> None:
             f" sequence has data.max_prompt_tokens + rollout.sampling.max_completion_tokens = {longest} tokens"
             " and must fit"
         )
-
-
-def _check_names(config: Config) -> None:
-    for key, text, _ in leaves(config):
-        if key in _NEVER_EMPTY and not text.strip():
-            raise UserError(f"{key} = '{text}': must not be empty")

@@ -194,6 +194,8 @@ def check_data(config: Config, *, trains: bool = True) -> None:
         sets = [*train_set_configs(config).values(), *sets]
     if trains and config.sft.steps:
         sets.append(example_set_config(config))
+        if not config.sft.completion_field.strip():
+            raise UserError(f"sft.completion_field = '{config.sft.completion_field}': must not be empty")
     for one in sets:
         _check_resolved(one)
 
@@ -231,8 +233,8 @@ def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
         except UserError as error:
             raise UserError(f"{key}.where: {error}") from None
     for name in ("problem_field", "answer_field"):
-        if getattr(layer, name) == "":
-            raise UserError(f"{key}.{name} is empty: it must name a field of the rows")
+        if (value := getattr(layer, name)) is not None and not value.strip():
+            raise UserError(f"{key}.{name} = '{value}': must not be empty")
 
 
 def _check_resolved(one: ResolvedSet) -> None:

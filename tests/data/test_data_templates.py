@@ -123,7 +123,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nul path": ({"data.train_sets.a.path": "x\0"}, "embedded null byte"),
     "split": ({"data.train_sets.a.split": "train"}, "data.train_sets.a.split = 'train' has no effect on a file"),
     "limit": ({"data.train_sets.a.limit": -1}, "data.train_sets.a.limit = -1"),
-    "field": ({"data.answer_field": ""}, "data.answer_field is empty"),
+    "field": ({"data.answer_field": ""}, "data.answer_field = '': must not be empty"),
     "twice": (
         {"data.train_path": __file__, "data.train_sets.train.path": __file__},
         "are both set: train_path is short for a single training set",
