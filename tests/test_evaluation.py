@@ -330,7 +330,7 @@ def test_what_cannot_be_written_is_said_first(
     (tmp_path / "file").touch()
     model, sets = str(files / "model"), ["--sets", f"a={files / 'heldout.jsonl'}"]
     assert main(["eval", model, *sets, "--out", str(tmp_path / "file" / "below")]) == 2
-    assert f"'{tmp_path / 'file'}' is no directory" in capsys.readouterr().err
+    assert f"--out = '{tmp_path / 'file' / 'below'}': cannot be written: Not a directory" in capsys.readouterr().err
     samples = _write_samples(tmp_path / "old", {"s": {"p": [True], "q": [False]}})
     (samples / "results.json").write_text("{}")
     for arguments in ([model, *sets], ["--rescore", str(samples)]):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,7 +20,7 @@ from typing import IO, Annotated, Any, TypeAlias
 import msgspec
 
 from dppo_megatron.config.changes import flat
-from dppo_megatron.config.paths import json_reason
+from dppo_megatron.config.paths import check_writable, json_reason
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.evaluation.eval_scores import EvalScores, SampleOutcome, score
 from dppo_megatron.files import append_to, make_directory, open_to_read, replacing
@@ -122,11 +121,7 @@ def check_out(out: Path, name: str) -> None:
         raise UserError(f"'{out}' already holds {what}; choose another --out, or remove it")
     if out.is_symlink() or (out.parent.name == "eval" and out.parent.is_symlink()):  # RUN/eval/MODEL
         raise UserError(f"--out '{out}' is or stands in a symbolic link; name the directory that it leads to")
-    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise UserError(f"--out '{out}': '{nearest}' is no directory")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(f"--out '{out}': '{nearest}' cannot be written to")
+    check_writable("--out", out, directory=True)
 
 
 def write_text(path: Path, pieces: Iterable[str]) -> None:
