@@ -79,6 +79,14 @@ def answer_of(row: Row, settings: ResolvedSet) -> str:
     return value.text if isinstance(value, JsonFloat) else str(value)
 
 
+def completion_of(row: Row, name: str, settings: ResolvedSet) -> str:
+    """A worked solution. Raises UserError if it is not text, is empty, or cannot be encoded."""
+    value = _required(row, name, settings)
+    if not isinstance(value, str):
+        raise UserError(f"{row.origin}: '{name}' is {kind(value)}; a completion is text")
+    return check_text(value, row.origin, name)
+
+
 def source_of(row: Row, settings: ResolvedSet) -> str:
     """The subset that the row names, or nothing. Raises UserError for what is no name."""
     value = get_field(row.values, settings.source_field) if settings.source_field else None

@@ -22,7 +22,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.data import fields
 from dppo_megatron.data.contamination import Contamination, HeldOut, Words, words_of
 from dppo_megatron.data.order import make_order
-from dppo_megatron.data.rows import Row, listed, read_rows
+from dppo_megatron.data.rows import Row, read_rows
 from dppo_megatron.data.templates import (
     check_template,
     generation_config_stops,
@@ -356,7 +356,7 @@ def load_examples(
         for rows in read_set(settings, advance):
             origins = [row.origin for row in rows]
             asked = render([fields.problem_of(row, settings) for row in rows], origins, settings, tokenizer)
-            told = [_completion(row.values, completion_field, row.origin) for row in rows]
+            told = [fields.completion_of(row, completion_field, settings) for row in rows]
             for origin, text in zip(origins * 2, asked + told, strict=True):
                 if is_beyond(text, max_tokens):
                     raise UserError(
@@ -371,15 +371,6 @@ def load_examples(
     if not samples:
         raise UserError(f"{settings.path}: holds no examples")
     return samples
-
-
-def _completion(values: dict[str, object], name: str, origin: str) -> str:
-    value = fields.get_field(values, name)
-    if value is None:
-        raise UserError(f"{origin}: the row lacks the field '{name}'; it has: {listed(values) or 'nothing'}")
-    if not isinstance(value, str):
-        raise UserError(f"{origin}: '{name}' is {fields.kind(value)}; a completion is text")
-    return fields.check_text(value, origin, name)
 
 
 def _sample(origin: str, prompt: tuple[int, ...], completion: tuple[int, ...], eos: int) -> TrainSample:
