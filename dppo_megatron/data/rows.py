@@ -29,6 +29,7 @@ from dppo_megatron.types import UserError
 
 _LONGEST_LINE = 64 * 2**20
 """Bytes of a line. A problem has thousands; a longer line means that this is another kind of file."""
+_MOST_BLANK = 1_000_000
 _MOST_UNPACKED = 300
 """Times its size that a gzip file may unpack to: rows have 3 to 75, nothing but zeros 230 to 1,030."""
 _NAME = re.compile(r"(?P<name>(?:[\w.-]+/)?[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
@@ -229,11 +230,14 @@ def _check_unpacked(file: IO[bytes], path: str, size: int) -> None:
 def _lines(path: str) -> Iterator[tuple[int, str]]:
     """(number from 1, text with its line end) of each line, without a byte-order mark."""
     with _open(path) as file:
-        size = os.stat(path).st_size
+        blank, size = 0, os.stat(path).st_size
         for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE + 1), b""), start=1):
             if len(line) > _LONGEST_LINE:
                 raise UserError(f"{path}:{number}: the line has more than {_LONGEST_LINE:,} bytes")
             _check_unpacked(file, path, size)
+            blank = 0 if line.strip() else blank + 1
+            if blank > _MOST_BLANK:  # a gigabyte of them takes ten minutes to read
+                raise UserError(f"{path}:{number}: more than {_MOST_BLANK:,} blank lines one after another")
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             yield number, _decode(line, path, f":{number}")
