@@ -17,9 +17,8 @@ from dppo_megatron.config.checks import check_world_size, planned_prompts
 from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.resolved_sets import eval_set_configs, example_set_config, longest_sequence
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.fingerprint import data_fingerprint
 from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_examples, load_train_sets, stop_token_ids
-from dppo_megatron.data.summary import report_lines
+from dppo_megatron.data.summary import data_fingerprint, report_lines
 from dppo_megatron.platform.capabilities import Machine, this_machine
 from dppo_megatron.progress import progress
 from dppo_megatron.pruning.interface import LARGEST_REWARD

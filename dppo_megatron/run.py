@@ -26,9 +26,8 @@ from dppo_megatron.checkpoint.origin import changes_since, find_origin
 from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
 from dppo_megatron.config.changes import config_values, fingerprint
 from dppo_megatron.config.resolved_sets import eval_set_configs
-from dppo_megatron.data.fingerprint import check_data
 from dppo_megatron.data.sets import set_sizes
-from dppo_megatron.data.summary import write_first_prompts
+from dppo_megatron.data.summary import check_data, write_first_prompts
 from dppo_megatron.distributed import from_rank_zero, is_peer_lost
 from dppo_megatron.evaluation.eval_scores import EvalScores
 from dppo_megatron.job import Job

@@ -42,7 +42,7 @@ class Manifest:
     versions: dict[str, str]
     """Versions of the software that wrote it."""
     data: dict[str, Any] = field(default_factory=dict)
-    """Fingerprint of the training and evaluation problems (`data.fingerprint`); empty in older checkpoints."""
+    """Fingerprint of the training and evaluation problems (`data.summary`); empty in older checkpoints."""
 
 
 def step_name(step: int) -> str:

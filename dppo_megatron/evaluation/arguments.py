@@ -188,11 +188,8 @@ def _mapping(value: Any, where: str, known: Sequence[str] = ()) -> dict[str, Any
 
 
 def _find_target(text: str, step: int | None) -> _Target:
-    """A Hugging Face directory, a run directory, or a checkpoint (checkpoints/step_000020, converted ones too).
-
-    Raises:
-        UserError: it is none of these, or the run has no checkpoint of `step`.
-    """
+    """A Hugging Face directory, a run directory, or a checkpoint (checkpoints/step_000020, converted ones too). Raises
+    UserError: it is none of these, or the run has no checkpoint of `step`."""
     path = Path(text)
     if not path.is_dir():
         raise UserError(

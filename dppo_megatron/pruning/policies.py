@@ -13,8 +13,7 @@ from dppo_megatron.config.pruning import (
     PromptPruningConfig,
     PruningConfig,
     check_choice,
-    check_completion,
-    check_prompt,
+    check_ranges,
 )
 from dppo_megatron.pruning import completion_baselines as baselines
 from dppo_megatron.pruning.completion_base import CompletionPolicy
@@ -131,7 +130,7 @@ def make_prompt_policy(
             raise ValueError(f"{name} = {count}: must be at least 1")
     if prompts_per_step < 1 or total_steps < 0:
         raise ValueError(f"prompts_per_step = {prompts_per_step}, total_steps = {total_steps}: must be positive")
-    check_prompt(config)
+    check_ranges(config, "pruning.prompt.")
     cls = prompt_policy_class(config.method)
     cls.check(config, "pruning.prompt")
     return cls(
@@ -155,7 +154,7 @@ def make_completion_policy(
 ) -> CompletionPolicy:
     """The policy of `pruning.completion.method`, whose section is checked here (`UserError`); the others are those of
     `CompletionPolicy`."""
-    check_completion(config)
+    check_ranges(config, "pruning.completion.")
     cls = completion_policy_class(config.method)
     cls.check(config, "pruning.completion", group_size=group_size, minibatch_size=0)
     slope = zero_advantage_slope

@@ -207,11 +207,14 @@ def program(wanted: Collection[str] = _COMMANDS) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, summary in _COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
         if name in wanted:
-            module = "evaluate" if name == "eval" else name
-            import_module(f"dppo_megatron.workbench.commands.{module}").add(commands, summary)
-        else:
-            commands.add_parser(name, help=summary)
+            module = import_module(f"dppo_megatron.workbench.commands.{'evaluate' if name == 'eval' else name}")
+            module.add_options(command)
+            command.description = module.DESCRIPTION
+            command.set_defaults(run=module.execute)
     return parser
 
 

@@ -19,7 +19,7 @@ from dppo_megatron.config.objective import (
     OverlongConfig,
     check_objective,
 )
-from dppo_megatron.config.pruning import GresoConfig, check_pruning
+from dppo_megatron.config.pruning import GresoConfig
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning import (
@@ -160,8 +160,7 @@ def make_features(rng: np.random.Generator, num_prompts: int) -> PromptFeatures 
 
 def check_sections(config: Config) -> None:
     """Raise `UserError` unless the configuration admits these settings, by its own checks."""
-    check_ranges(config.rollout, "rollout.")
-    check_pruning(config.pruning)
+    check_ranges(config)
     check_objective(
         config.objective,
         prompts_per_step=config.rollout.prompts_per_step,

@@ -1,11 +1,12 @@
-"""What subcommands share: how they are added, CONFIG with its settings, numbers with a range, Megatron's own fields."""
+"""What subcommands share: CONFIG with its settings, numbers with a range, Megatron's own fields."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.config import load_config
 from dppo_megatron.config.checks import check_world_size
@@ -16,26 +17,6 @@ from dppo_megatron.types import UserError
 
 if TYPE_CHECKING:  # it imports torch
     from dppo_megatron.platform.capabilities import Machine
-
-Commands = argparse._SubParsersAction  # the type has no public name
-Run = Callable[[argparse.Namespace], int]
-"""Does what the parsed command line asks for; returns the exit code."""
-
-
-def add_command(
-    commands: Commands[argparse.ArgumentParser], name: str, run: Run, *, summary: str, description: str
-) -> argparse.ArgumentParser:
-    """Add `dppo-megatron NAME`: `summary` is for the list of commands, `description` for its help."""
-    command = commands.add_parser(
-        name,
-        help=summary,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    command.set_defaults(run=run)
-    return command
-
 
 _SETTINGS = "settings that replace the file's"
 
@@ -68,6 +49,12 @@ def check_number(option: str, value: float | None, interval: str) -> None:
     allowed = Range.parse(interval)
     if value is not None and value not in allowed:
         raise UserError(f"{option} {value}: {allowed.wanted(value)}")
+
+
+def write_json(path: str, values: Any) -> None:
+    """What `--json FILE` asks for, whose name has been checked."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def check_actor_settings(

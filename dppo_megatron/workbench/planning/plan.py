@@ -131,7 +131,7 @@ def make_plan(
     """
     check_world_size(config, site.gpus)
     architecture.check_layout(config.actor)
-    limit, longest_prompt = config.rollout.sampling.max_completion_tokens, longest_prompt_tokens(config, training=True)
+    limit, longest_prompt = config.rollout.sampling.max_completion_tokens, longest_prompt_tokens(config)
     if completion_tokens is not None and completion_tokens > limit:
         raise UserError(
             f"--completion-tokens {completion_tokens:g}: no mean can be above rollout.sampling.max_completion_tokens ="
