@@ -7,53 +7,40 @@ installed package, and other importers are not slowed (one string comparison for
 
 from __future__ import annotations
 
-import functools
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import CodeType, ModuleType
+from typing import Any
 
 from dppo_megatron.platform import fixes
 from dppo_megatron.platform.accelerator import ACCELERATOR
-from dppo_megatron.platform.cache import CodeCache
-from dppo_megatron.platform.rewrite import FACADE, concerns, rewrite
+from dppo_megatron.platform.rewrite import FACADE, rewrite, rules_version
 
 PACKAGE = "megatron.core"
-
-
-@dataclass(slots=True)
-class Stats:
-    """What the hook did in this process."""
-
-    modules_rewritten: int = 0
-    modules_from_cache: int = 0
-    modules_plain: int = 0
-    """No rule can apply to them; Python's own byte code is used."""
+_RULES = f"dppo-{rules_version()}"
 
 
 class Loader(importlib.machinery.SourceFileLoader):
-    """Loads one module with its CUDA expressions rewritten."""
+    """Loads one module with its CUDA expressions rewritten.
 
-    def __init__(self, fullname: str, path: str, cache: CodeCache, stats: Stats) -> None:
-        super().__init__(fullname, path)
-        self._cache, self._stats = cache, stats
+    Its byte code lies beside Python's own and by the same rules, under a name that holds a digest of the rewrite rules:
+    every rank of a CPU job imports megatron-core, and would else parse some 300 files again.
+    """
 
-    def get_code(self, fullname: str) -> CodeType | None:
-        """Code of the module: from the cache, or rewritten and compiled now."""
-        path = self.get_filename(fullname)
-        source = self.get_data(path)
-        if not concerns(source):
-            self._stats.modules_plain += 1
-            return super().get_code(fullname)
-        if (cached := self._cache.load(fullname, path, source)) is not None:
-            self._stats.modules_from_cache += 1
-            return cached
-        code = compile(rewrite(source, path), path, "exec", dont_inherit=True)
-        self._stats.modules_rewritten += 1
-        self._cache.store(fullname, path, source, code)
+    def source_to_code(self, data: Any, path: Any, *, _optimization: int = -1) -> CodeType:
+        """Rewritten and compiled."""
+        code: CodeType = compile(rewrite(data, path), path, "exec", dont_inherit=True, optimize=_optimization)
         return code
+
+    def get_data(self, path: str) -> bytes:
+        """Of a source file, or of the rewritten byte code in place of the plain one."""
+        return super().get_data(_rewritten(path))
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        """Likewise."""
+        super().set_data(_rewritten(path), data, _mode=_mode)
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the module with the facade in its globals, then apply the fixes it needs."""
@@ -65,15 +52,6 @@ class Loader(importlib.machinery.SourceFileLoader):
 class Finder(importlib.abc.MetaPathFinder):
     """Gives the modules of `megatron.core` their loader."""
 
-    def __init__(self, make_cache: Callable[[], CodeCache]) -> None:
-        self.stats = Stats()
-        # made with the first module, so that a program that imports no Megatron leaves no directory behind
-        self._cache = functools.cache(make_cache)
-
-    def keep_nothing(self) -> None:
-        """From now on neither read nor write rewritten code on disk."""
-        self._cache = functools.cache(lambda: CodeCache(None, None))
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -82,10 +60,14 @@ class Finder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
-            spec.loader = Loader(spec.loader.name, str(spec.loader.path), self._cache(), self.stats)
+            spec.loader = Loader(spec.loader.name, str(spec.loader.path))
         return spec
 
 
-def installed() -> Finder | None:
-    """The finder in `sys.meta_path`, if `enable` has put one there."""
-    return next((finder for finder in sys.meta_path if isinstance(finder, Finder)), None)
+def is_installed() -> bool:
+    """Whether `enable` has put the finder into `sys.meta_path`."""
+    return any(isinstance(finder, Finder) for finder in sys.meta_path)
+
+
+def _rewritten(path: str) -> str:
+    return f"{path.removesuffix('.pyc')}.{_RULES}.pyc" if path.endswith(".pyc") else path

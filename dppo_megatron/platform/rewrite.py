@@ -12,6 +12,7 @@ Each rule is local (one expression in, one out), so that it does not depend on a
 from __future__ import annotations
 
 import ast
+import hashlib
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,17 +23,9 @@ _METHODS = {"cuda": "to_device", "pin_memory": "to_device", "type": "type_of"}
 _Node = TypeVar("_Node", bound=ast.AST)
 
 
-def rules_version() -> bytes | None:
-    """This file itself, as part of a cache key: a version number could be forgotten. None where it cannot be read."""
-    try:
-        return Path(__file__).read_bytes()
-    except OSError:
-        return None
-
-
-def concerns(source: bytes) -> bool:
-    """Whether any rule can apply, without parsing."""
-    return b"cuda" in source or b"pin_memory" in source
+def rules_version() -> str:
+    """A digest of this file, for the name of what is compiled by it: a version number could be forgotten."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 def rewrite(source: bytes | str, path: str) -> ast.Module:
@@ -80,27 +73,13 @@ class _Retarget(ast.NodeTransformer):
         return _at(node, ast.Constant("cpu")) if _is_cuda_name(node.value) else node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
-        """`f"cuda:{index}"` -> `"cpu"`. The index is dropped: the facade's current device is not a number."""
-        if len(node.values) == 2:
-            prefix, index = node.values
-            if isinstance(prefix, ast.Constant) and prefix.value == "cuda:" and isinstance(index, ast.FormattedValue):
-                return _at(node, ast.Constant("cpu"))
-        # Only what is in braces: a literal piece such as the "cuda" of f"cuda{version}" is text, not a device.
+        """Only what is in braces: a literal piece such as the "cuda" of `f"cuda{version}"` is text, not a device."""
         node.values = [v if isinstance(v, ast.Constant) else self.visit(v) for v in node.values]
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """`x.cuda()`, `x.pin_memory()`, `x.type()`, `pin_memory=...` and `torch.device("cuda", index)`."""
-        is_indexed_device = (
-            isinstance(node.func, ast.Attribute)
-            and node.func.attr == "device"
-            and len(node.args) == 2
-            and isinstance(node.args[0], ast.Constant)
-            and _is_cuda_name(node.args[0].value)
-        )
+        """`x.cuda()`, `x.pin_memory()`, `x.type()` and `pin_memory=...`."""
         self.generic_visit(node)
-        if is_indexed_device:
-            del node.args[1]  # as in visit_JoinedStr
         for keyword in node.keywords:
             if keyword.arg == "pin_memory":  # pinning needs a CUDA driver
                 keyword.value = _at(keyword.value, ast.Constant(False))
@@ -111,34 +90,9 @@ class _Retarget(ast.NodeTransformer):
         method = _facade(node, _METHODS[node.func.attr])
         return _at(node, ast.Call(method, [node.func.value, *node.args], node.keywords))
 
-    def visit_Import(self, node: ast.Import) -> ast.AST | list[ast.stmt]:
-        """`import torch.cuda.nvtx as nvtx` -> `nvtx = facade.import_from("torch.cuda", "nvtx")`."""
-        if not any(alias.asname and alias.name.startswith("torch.cuda") for alias in node.names):
-            return node  # `import torch.cuda` binds only `torch`
-        statements: list[ast.stmt] = []
-        for alias in node.names:
-            if alias.asname and alias.name == "torch.cuda":
-                statements.append(_at(node, ast.Assign([ast.Name(alias.asname, ast.Store())], _facade(node))))
-            elif alias.asname and alias.name.startswith("torch.cuda."):
-                module, _, name = alias.name.rpartition(".")
-                statements.append(_import(node, alias.asname, module, name))
-            else:
-                statements.append(_at(node, ast.Import([alias])))
-        return statements
-
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | list[ast.stmt]:
-        """`from torch.cuda.x import a` -> `a = facade.import_from("torch.cuda.x", "a")`; `from torch import cuda`."""
+        """`from torch.cuda.x import a` -> `a = facade.import_from("torch.cuda.x", "a")`."""
         module = node.module or ""
-        if node.level:
+        if node.level or not (module == "torch.cuda" or module.startswith("torch.cuda.")):
             return node
-        if module == "torch" and any(alias.name == "cuda" for alias in node.names):
-            others = [alias for alias in node.names if alias.name != "cuda"]
-            statements: list[ast.stmt] = [_at(node, ast.ImportFrom(module, others, 0))] if others else []
-            for alias in node.names:
-                if alias.name == "cuda":
-                    name = _at(node, ast.Name(alias.asname or "cuda", ast.Store()))
-                    statements.append(_at(node, ast.Assign([name], _facade(node))))
-            return statements
-        if module == "torch.cuda" or module.startswith("torch.cuda."):
-            return [_import(node, alias.asname or alias.name, module, alias.name) for alias in node.names]
-        return node
+        return [_import(node, alias.asname or alias.name, module, alias.name) for alias in node.names]
