@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from dppo_megatron.safe_pickle import DISTRIBUTED_CHECKPOINT, UnsafePickleError, read_metadata, read_pickle
+from dppo_megatron.safe_pickle import UnsafePickleError, read_metadata, read_pickle
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,11 @@ def test_nothing_runs(tmp_path: Path, protocol: int) -> None:
     )
     for function, arguments in calls:
         with pytest.raises(UnsafePickleError, match="it asks for"):
-            read_pickle(io.BytesIO(pickle.dumps({"a": _Runs(function, *arguments)}, protocol)), DISTRIBUTED_CHECKPOINT)
+            read_pickle(io.BytesIO(pickle.dumps({"a": _Runs(function, *arguments)}, protocol)))
     for dotted in (b"Metadata.__init__", b"Metadata.__reduce__"):
         text = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c" + bytes([len(dotted)]) + dotted + b"\x93."
         with pytest.raises(UnsafePickleError, match="it asks for"):
-            read_pickle(io.BytesIO(text), DISTRIBUTED_CHECKPOINT)
+            read_pickle(io.BytesIO(text))
     assert not touched.exists()
 
 

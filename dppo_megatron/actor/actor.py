@@ -30,7 +30,7 @@ from dppo_megatron.actor.batch import Microbatch, Samples, build_microbatch
 from dppo_megatron.actor.layout import Layout
 from dppo_megatron.actor.logprobs import LogprobStore, choose_softmax
 from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
-from dppo_megatron.actor.model import build_model, ddp_config, not_tried, transformer_config
+from dppo_megatron.actor.model import build_model, not_tried, overrides
 from dppo_megatron.actor.offload import Offload, Part, pageable
 from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
 from dppo_megatron.actor.schedule_timers import ScheduleTimers
@@ -66,18 +66,17 @@ class Actor:
         self._architecture = architecture
         self._dtype = dtype
         spec, reason = this_machine().choose_layer_spec(config.layer_spec, config.fp8)
-        untried = not_tried(architecture, layout, dtype, config, spec)
+        settings = overrides(architecture, dtype, config, spec)
         self._softmax, kernel = choose_softmax(config.logprob_kernel, layout.device, dtype)
         self.description = (
-            f"actor: {_describe(config.layout, layout)}; layers: {spec} ({reason}); fp8: {config.fp8};"
-            f" log-probabilities: {kernel}{''.join('; ' + line for line in untried)}"
+            f"actor: {_describe(config.layout, layout.data_parallel)}; layers: {spec} ({reason}); fp8: {config.fp8};"
+            f" log-probabilities: {kernel}{''.join('; ' + line for line in not_tried(settings))}"
         )
         """One line for the log: how the model is split, which layers were chosen and why."""
-        megatron_config = transformer_config(architecture, layout, dtype, config, spec)
+        megatron_config, of_ddp = (one.build() for one in settings)
         megatron_config.finalize_model_grads_func = finalize_model_grads
         self._chunks = [chunk.to(layout.device) for chunk in build_model(architecture, megatron_config, spec)]
         load_hf_weights(self._chunks, architecture, get_weight)
-        of_ddp = ddp_config(config, dtype)
         self._model = [
             DistributedDataParallel(
                 megatron_config,
@@ -403,14 +402,14 @@ class Actor:
             kept.copy_(current)
 
 
-def _describe(config: LayoutConfig, layout: Layout) -> str:
+def _describe(config: LayoutConfig, data_parallel: int) -> str:
     sizes = {
-        "tp": layout.tensor_parallel,
-        "pp": layout.pipeline_parallel,
+        "tp": config.tensor_parallel,
+        "pp": config.pipeline_parallel,
         "vpp": config.virtual_pipeline,
-        "cp": layout.context.size,
+        "cp": config.context_parallel,
         "ep": config.expert_parallel,
-        "dp": layout.data_parallel,
+        "dp": data_parallel,
     }
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
 

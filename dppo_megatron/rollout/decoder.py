@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dppo_megatron.rollout.kv_cache import KeyValues
 from dppo_megatron.weights.architecture import Architecture, Experts
-from dppo_megatron.weights.rope import LLAMA3
+from dppo_megatron.weights.config_keys import LLAMA3
 
 
 @dataclass(frozen=True, slots=True)

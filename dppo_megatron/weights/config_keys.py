@@ -83,6 +83,8 @@ class Key:
     families: frozenset[str] = _ALL
     nullable: bool = False
     """null means the same as a missing key."""
+    optional: bool = False
+    """transformers has a default that depends on nothing but the family and the other keys."""
 
 
 _POSITIVE = 2**31 - 1
@@ -93,12 +95,12 @@ READ = (
     Key(("hidden_size",), Size(2, 2**20)),
     Key(("intermediate_size",), Size(1, 2**24)),
     Key(("num_attention_heads",), Size(1, 2**14)),
-    Key(("num_key_value_heads",), Size(1, 2**14), "divides the heads", nullable=True),
-    Key(("head_dim",), Size(2, 2**14, even=True), "left out: 128 for Qwen3, else hidden_size / heads", nullable=True),
+    Key(("num_key_value_heads",), Size(1, 2**14), "divides the heads", nullable=True, optional=True),
+    Key(("head_dim",), Size(2, 2**14, even=True), nullable=True, optional=True),
     Key(("vocab_size",), Size(2, 2**24)),
     Key(("max_position_embeddings",), Size(1, _POSITIVE)),
-    Key(("rms_norm_eps",), Number(1e-30, 0.1), "left out: 1e-6"),
-    Key(("tie_word_embeddings",), OneOf((False, True))),
+    Key(("rms_norm_eps",), Number(1e-30, 0.1), optional=True),
+    Key(("tie_word_embeddings",), OneOf((False, True)), optional=True),
     Key(
         ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"),
         "rope type `default`, or `llama3` with Megatron-core's constants",
@@ -107,9 +109,9 @@ READ = (
     Key(("num_experts", "num_local_experts"), Size(1, 4096), "one thing under two names", _MOE),
     Key(("num_experts_per_tok",), Size(1, 4096), "1 only without norm_topk_prob", _MOE),
     Key(("moe_intermediate_size",), Size(1, 2**24), "", _MOE),
-    Key(("norm_topk_prob",), OneOf((False, True)), "left out: false", _MOE),
+    Key(("norm_topk_prob",), OneOf((False, True)), "", _MOE, optional=True),
 )
-"""Keys whose values become the `Architecture`."""
+"""Keys whose values become the `Architecture`, as transformers reads them."""
 
 _NO = OneOf((False,))
 _YES = OneOf((True,))
@@ -191,40 +193,23 @@ _TOKENS = re.compile(r".*_token_(ids?|index)")
 """Other special tokens, of any name."""
 
 
-def default_of(family: str, key: str, raw: Mapping[str, Any]) -> Any:
-    """transformers' default for a key of `READ` that is missing or null; None if it is required."""
-    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
-    defaults: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "norm_topk_prob": False}
-    if key == "num_key_value_heads":
-        by_class = {QWEN3: 32, QWEN2: 32, QWEN3_MOE: 4}
-        return by_class[family] if key not in raw and family in by_class else heads
-    if key == "head_dim":
-        return 128 if family == QWEN3 else hidden // heads if hidden and heads else None
-    return defaults.get(key)
-
-
-def read_keys(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]:
-    """The value of every key of `READ` that has a plain range, with transformers' defaults filled in.
+def read_values(config: Any, raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]:
+    """The value of every key of `READ` that has a plain range, from transformers' `config` of `raw`.
 
     Raises:
-        UserError: a key is missing or has a wrong value.
+        UserError: a default of transformers is out of range.
     """
     values: dict[str, Any] = {}
     for key in READ:
         if family not in key.families or isinstance(key.takes, str):
             continue
-        given = [name for name in key.names if name in raw and not (key.nullable and raw[name] is None)]
-        for name in given:
-            if not key.takes.fits(raw[name]):
-                raise UserError(f"{path}: {name} = {shown(raw[name])}: must be {key.takes}")
-        if len({raw[name] for name in given}) > 1:
-            raise UserError(f"{path}: {' and '.join(given)} are one thing and disagree: {[raw[n] for n in given]}")
-        value = raw[given[0]] if given else default_of(family, key.names[0], raw)
-        if value is None:
-            raise UserError(f"{path}: key '{key.names[0]}' is missing")
+        name = key.names[0]
+        value = getattr(config, name, None)
+        if name == "head_dim" and value is None and name not in raw:  # as its modelling code does
+            value = config.hidden_size // config.num_attention_heads
         if not key.takes.fits(value):
-            raise UserError(f"{path}: {key.names[0]}, left out, is {value}: must be {key.takes}")
-        values[key.names[0]] = value
+            raise UserError(f"{path}: {name} is read as {shown(value)} by transformers: must be {key.takes}")
+        values[name] = value
     return values
 
 
@@ -237,8 +222,9 @@ def check_keys(raw: Mapping[str, Any], family: str, path: Path, theirs: object, 
         ignored: `model.ignore_config_keys`.
 
     Raises:
-        UserError: names the key, its value and what is supported.
+        UserError: names the key, its value and what is supported; or a key of `READ` is missing or out of range.
     """
+    _check_sizes(raw, family, path)
     for key in FIXED:
         if family not in key.families or isinstance(key.takes, str):
             continue
@@ -262,6 +248,20 @@ def check_keys(raw: Mapping[str, Any], family: str, path: Path, theirs: object, 
             )
 
 
+def _check_sizes(raw: Mapping[str, Any], family: str, path: Path) -> None:
+    for key in READ:
+        if family not in key.families or isinstance(key.takes, str):
+            continue
+        given = [name for name in key.names if name in raw and not (key.nullable and raw[name] is None)]
+        for name in given:
+            if not key.takes.fits(raw[name]):
+                raise UserError(f"{path}: {name} = {shown(raw[name])}: must be {key.takes}")
+        if len({raw[name] for name in given}) > 1:
+            raise UserError(f"{path}: {' and '.join(given)} are one thing and disagree: {[raw[n] for n in given]}")
+        if not given and not key.optional:
+            raise UserError(f"{path}: key '{key.names[0]}' is missing")
+
+
 def _check_layer_types(raw: Mapping[str, Any], path: Path) -> None:
     types = raw.get("layer_types")
     if types is None:
@@ -272,3 +272,94 @@ def _check_layer_types(raw: Mapping[str, Any], path: Path) -> None:
             f"{path}: layer_types = {shown(types)} is not supported; supported: full_attention for each of the"
             f" {len(expected)} layers"
         )
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The constants that Megatron-core's Llama-3 frequency scaling has built in."""
+DEFAULT_THETA = 10_000.0
+"""transformers' own, where config.json has none."""
+
+_THETA = Number(1.0, 1e30)  # frequencies are computed in float32
+_FACTOR = Number(1.0, 1e6)
+_ROPE_TYPE_KEYS = ("rope_type", "type")
+_NEUTRAL_TO_ROPE = {"partial_rotary_factor": 1}
+_ROPE_SOURCES = ("rope_parameters", "rope_scaling")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Plain RoPE, or Llama 3's frequency scaling."""
+
+    theta: float
+    llama3_factor: float = 0.0
+    """0: plain."""
+
+
+def read_rope(raw: Mapping[str, Any], path: Path) -> Rope:
+    """The position embedding that transformers would build from `raw`.
+
+    transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`, and a file may hold all of
+    them: transformers then uses `rope_scaling` alone. With YaRN in one and plain RoPE in the other, the two readings
+    differ by 0.5 nats a token, so contradictions are refused rather than resolved.
+
+    Raises:
+        UserError: two places disagree, or a type, key or constant that the actor does not implement.
+    """
+    top = _checked("rope_theta", raw["rope_theta"], _THETA, path) if "rope_theta" in raw else None
+    found = {name: _read_rope_of(name, raw, top, path) for name in _ROPE_SOURCES if raw.get(name)}
+    if len(set(found.values())) > 1:
+        first, second = (f"{name} = {shown(raw[name])}" for name in _ROPE_SOURCES)
+        raise UserError(
+            f"{path}: {first} and {second} disagree; transformers would take rope_scaling alone. Remove one of them"
+        )
+    for name, rope in found.items():
+        if top is not None and rope.theta != top:
+            raise UserError(f"{path}: rope_theta = {top} and {name}.rope_theta = {rope.theta} disagree; remove one")
+    rope = next(iter(found.values()), Rope(top or DEFAULT_THETA))
+    _check_original_positions(raw, rope, path)
+    return rope
+
+
+def _read_rope_of(source: str, raw: Mapping[str, Any], top_theta: float | None, path: Path) -> Rope:
+    given = raw[source]
+    if not isinstance(given, dict):
+        raise UserError(f"{path}: {source} = {shown(given)}: expected an object")
+    kinds = {key: given[key] for key in _ROPE_TYPE_KEYS if key in given}
+    kind = next(iter(kinds.values()), "default")
+    if any(other != kind for other in kinds.values()):
+        raise UserError(f"{path}: {source}.rope_type and {source}.type disagree: {shown(given)}; remove one")
+    if kind not in ("default", "llama3"):
+        raise UserError(f"{path}: {source}.rope_type = {shown(kind)} is not supported; supported: default, llama3")
+    theta = given.get("rope_theta", DEFAULT_THETA if top_theta is None else top_theta)
+    theta = _checked(f"{source}.rope_theta", theta, _THETA, path)
+    needed: dict[str, Any] = {"factor": None, **LLAMA3} if kind == "llama3" else {}
+    for key, value in given.items():
+        if key in (*_ROPE_TYPE_KEYS, "rope_theta", *needed):
+            continue
+        if key not in _NEUTRAL_TO_ROPE or isinstance(value, bool) or value != _NEUTRAL_TO_ROPE[key]:
+            raise UserError(f"{path}: {source}.{plain(key)} = {shown(value)} is not supported with rope type {kind}")
+    if kind == "default":
+        return Rope(theta)
+    if missing := sorted(set(needed) - set(given)):
+        raise UserError(f"{path}: {source}: rope type llama3 needs {', '.join(missing)}")
+    for key, constant in LLAMA3.items():
+        if isinstance(given[key], bool) or given[key] != constant:
+            raise UserError(
+                f"{path}: {source}.{key} = {shown(given[key])} is not supported; supported: {constant}, which"
+                " Megatron-core has built in"
+            )
+    return Rope(theta, _checked(f"{source}.factor", given["factor"], _FACTOR, path))
+
+
+def _check_original_positions(raw: Mapping[str, Any], rope: Rope, path: Path) -> None:
+    """At the top level this key overrides the one inside, and it means nothing to plain RoPE."""
+    key = "original_max_position_embeddings"
+    allowed = LLAMA3[key] if rope.llama3_factor else None
+    if key in raw and (isinstance(raw[key], bool) or raw[key] != allowed):
+        raise UserError(f"{path}: {key} = {shown(raw[key])} is not supported; supported: {shown(allowed)}")
+
+
+def _checked(name: str, value: Any, allowed: Number, path: Path) -> float:
+    if not allowed.fits(value):
+        raise UserError(f"{path}: {name} = {shown(value)}: must be {allowed}")
+    return float(value)
