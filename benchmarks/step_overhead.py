@@ -153,7 +153,7 @@ class BareLoop:
 def _in_float32(pack: Microbatch) -> dict[str, Any]:
     return {
         "tokens": pack.tokens,
-        "position_ids": pack.local_position_ids,
+        "position_ids": pack.packed.position_ids[None],
         "packed": pack.packed,
         "targets": pack.targets,
         "old": pack.behaviour_logprobs.float(),

@@ -20,8 +20,7 @@ from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import supervised
-from dppo_megatron.checkpoint.checkpoint_dir import named
-from dppo_megatron.checkpoint.manifest import read_manifest, sums, write_manifest
+from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest, sums, write_manifest
 from dppo_megatron.safe_pickle import read_metadata
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main

@@ -31,7 +31,7 @@ from dppo_megatron.actor.layout import Layout
 from dppo_megatron.actor.logprobs import LogprobStore, choose_softmax
 from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, not_tried, overrides
-from dppo_megatron.actor.offload import Offload, Part, pageable
+from dppo_megatron.actor.offload import Offload, pageable
 from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
 from dppo_megatron.actor.schedule_timers import ScheduleTimers
 from dppo_megatron.algorithms.objectives import Objective
@@ -113,11 +113,6 @@ class Actor:
         brings all, `own_logprobs` and `weights` the weights; a checkpoint is written from the host."""
         self._gather_weights()
         self._memory.leave(self._optimizer, weights=weights)
-
-    @property
-    def away(self) -> frozenset[Part]:
-        """What `offload` has taken from the device and nothing has brought back yet."""
-        return self._memory.away
 
     def update(
         self,
@@ -363,7 +358,8 @@ class Actor:
 
         def forward(iterator: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             pack = next(iterator)
-            output = model(pack.local_tokens, pack.local_position_ids, None, packed_seq_params=pack.packed)
+            tokens, positions = pack.tokens[:, pack.local], pack.packed.position_ids[None]
+            output = model(tokens, positions, None, packed_seq_params=pack.packed)
             return output, partial(hook, pack)
 
         interleaved = len(self._model) > 1

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
 
 from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
@@ -155,6 +156,16 @@ def connect_groups(actor: ActorConfig, architecture: Architecture, timeout_s: fl
 
 def _this_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on the device, without waiting for what that still does.
+
+    A plain `.to(device)` reads pageable memory, so the host waits until the device has done all that it was given
+    before. From pinned memory it runs ahead.
+    """
+    held = tensor.pin_memory() if device.type == "cuda" else tensor  # torch keeps it until the copy is done
+    return held.to(device, non_blocking=True)
 
 
 def stop_process_group() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
@@ -28,6 +27,7 @@ from dppo_megatron.actor.logprobs import LogprobStore, chunked_logprobs
 from dppo_megatron.actor.model import output_weight
 from dppo_megatron.actor.softmax import Projection, Softmax
 from dppo_megatron.algorithms.objectives import Objective, TokenBatch
+from dppo_megatron.distributed import gather_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +113,9 @@ class LossHook:
 
 def reduce_sums(sums: dict[str, Tensor], layout: Layout) -> dict[str, float]:
     """Add the hooks' sums over the job; every rank gets the result. Collective."""
-    gathered: list[dict[str, float]] = [{} for _ in range(layout.world_size)]
     mine = {name: float(value) for name, value in sums.items()} if layout.reports else {}
-    dist.all_gather_object(gathered, mine)
     totals: dict[str, float] = {}
-    for part in gathered:
+    for part in gather_all([mine]):
         for name, value in part.items():
             totals[name] = totals.get(name, 0.0) + value
     return totals

@@ -254,7 +254,11 @@ def _local_spec(
 
 
 def _te_spec(architecture: Architecture, config: TransformerConfig, _: int | None) -> ModuleSpec:
-    from dppo_megatron.actor.te_attention import TransformerEngineAttention
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class TransformerEngineAttention(Rotating, TEDotProductAttention):  # type: ignore[misc]
+        """Transformer Engine's own fused rotary kernel for packs is slow with many sequences (TransformerEngine#2866)
+        and rounds differently from the rollout engines'."""
 
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,

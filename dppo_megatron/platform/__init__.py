@@ -5,7 +5,7 @@ in memory, while `megatron.core` is imported. `torch` is not touched, nothing is
 true lines. On a machine with CUDA none of it is ever active: `enable` refuses, `prepare` does nothing.
 
 Call `prepare` before importing megatron-core. Reading order: rewrite.py (the rules), accelerator.py (what they
-aim at), hook.py, fixes.py.
+aim at), hook.py.
 """
 
 from __future__ import annotations

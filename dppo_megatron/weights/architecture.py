@@ -7,6 +7,7 @@ that every key is checked, so that one which this code does not implement is ref
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ def read_architecture(
         UserError: no config.json, not JSON, an unsupported architecture, or a feature the actor does not have.
     """
     path = Path(hf_path) / "config.json"
-    if not _exists(path):
+    if not os.path.exists(path):  # unlike Path.exists, no error for a name that is too long
         raise UserError(f"{given_as} '{hf_path}': holds no config.json, so it is no Hugging Face checkpoint")
     raw = read_object(path)
     family = _family(raw, path)
@@ -175,13 +176,6 @@ def read_architecture(
         rope_factor=rope.llama3_factor,
         experts=_experts(values, path) if family == QWEN3_MOE else None,
     )
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a name of more than 4,096 characters, or a directory without permission
-        return False
 
 
 _MOST_EXPERTS = 2**17

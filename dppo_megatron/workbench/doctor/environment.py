@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
+from dppo_megatron.actor.attention import find_kernel
 from dppo_megatron.actor.logprobs import choose_softmax
-from dppo_megatron.actor.varlen import find_kernel
 from dppo_megatron.platform.capabilities import Machine, this_machine, transformer_engine_warning
 from dppo_megatron.rollout.servers.connect import ipc_warning
 from dppo_megatron.workbench.doctor.check_rows import CheckRow
