@@ -11,7 +11,6 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -60,20 +59,6 @@ def read_pickle(file: BinaryIO) -> Any:
         raise
     except Exception as error:  # on damaged bytes an unpickler can raise almost anything
         raise UnsafePickleError(f"it is damaged ({type(error).__name__}: {error})") from None
-
-
-def read_metadata(path: Path) -> Any:
-    """torch's `Metadata` in the file `.metadata` of a distributed checkpoint.
-
-    Raises:
-        UnsafePickleError: as `read_pickle`, or it holds something else.
-        OSError: it cannot be read.
-    """
-    with open(path, "rb") as file:
-        metadata = read_pickle(file)
-    if type(metadata).__name__ != "Metadata":
-        raise UnsafePickleError(f"it holds a {type(metadata).__name__} and not torch's Metadata")
-    return metadata
 
 
 @contextmanager

@@ -25,7 +25,6 @@ SUPPORTED = tuple(MODEL_TYPES)
 
 _ALL = frozenset(SUPPORTED)
 _MOE = frozenset({QWEN3_MOE})
-_DENSE = _ALL - _MOE
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,8 @@ class Key:
     """How this code treats one key of config.json, or several of one kind."""
 
     names: tuple[str, ...]
-    takes: Size | Number | OneOf | str
-    """The accepted values; a text if any value is accepted or a separate function checks them."""
+    takes: Size | Number | OneOf
+    """The accepted values."""
     why: str = ""
     families: frozenset[str] = _ALL
     nullable: bool = False
@@ -89,8 +88,6 @@ class Key:
 
 _POSITIVE = 2**31 - 1
 READ = (
-    Key(("architectures",), "a list of one supported name", "the family"),
-    Key(("model_type",), "the family's own: " + ", ".join(MODEL_TYPES.values()), "transformers goes by it"),
     Key(("num_hidden_layers",), Size(1, 4096)),
     Key(("hidden_size",), Size(2, 2**20)),
     Key(("intermediate_size",), Size(1, 2**24)),
@@ -101,11 +98,6 @@ READ = (
     Key(("max_position_embeddings",), Size(1, _POSITIVE)),
     Key(("rms_norm_eps",), Number(1e-30, 0.1), optional=True),
     Key(("tie_word_embeddings",), OneOf((False, True)), optional=True),
-    Key(
-        ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"),
-        "rope type `default`, or `llama3` with Megatron-core's constants",
-        "refused where two of them disagree; every other rope type or key is refused by name",
-    ),
     Key(("num_experts", "num_local_experts"), Size(1, 4096), "one thing under two names", _MOE),
     Key(("num_experts_per_tok",), Size(1, 4096), "1 only without norm_topk_prob", _MOE),
     Key(("moe_intermediate_size",), Size(1, 2**24), "", _MOE),
@@ -131,7 +123,6 @@ FIXED = (
     Key(("attention_dropout",), OneOf((0, False)), "the actor trains without dropout", nullable=True),
     Key(("use_sliding_window",), _NO, "no windows", nullable=True),
     Key(("sliding_window",), _NONE, "no windows", frozenset({LLAMA})),
-    Key(("layer_types",), "`full_attention` for every layer", nullable=True),
     Key(("partial_rotary_factor", "rotary_pct", "rotary_percent"), _ONE, "whole heads rotate", nullable=True),
     Key(("position_embedding_type",), OneOf(("rope",)), "positions", nullable=True),
     Key(("attention_chunk_size", "num_kv_shared_layers", "cache_implementation"), _NONE, "attention"),
@@ -167,41 +158,37 @@ FIXED = (
 )
 """Keys whose only accepted value is what this code computes; `model.ignore_config_keys` does not reach them."""
 
-LEFT = (
-    Key(("initializer_range", "use_cache", "pretraining_tp", "gradient_checkpointing"), "any", "changes no logits"),
-    Key(("_attn_implementation_autoset", "_flash_attn_2_enabled", "torchscript"), "any", "which kernel, not what"),
-    Key(("router_aux_loss_coef",), "any", "there is no auxiliary loss"),
-    Key(("norm_topk_prob", "output_router_logits", "decoder_sparse_step"), "any", "there is no router", _DENSE),
-    Key(("sliding_window",), "any", "use_sliding_window is false", _ALL - {LLAMA}),
-    Key(("max_window_layers",), "any", "there are no windows"),
-    Key(("max_sequence_length", "seq_length", "model_max_length"), "any", "max_position_embeddings is read"),
-    Key(("pad_token_id",), "a row of the embedding, or null", "padding is never computed"),
-    Key(("tokenizer_class", "bos_token_id", "eos_token_id"), "any", "the tokenizer decides"),
-    Key(("transformers_version", "_name_or_path", "name_or_path", "_commit_hash"), "any", "where it came from"),
-    Key(("is_llama_config", "unsloth_version", "unsloth_fixed", "transformers.js_config"), "any", "programs' notes"),
-    Key(("temperature", "top_p", "top_k", "typical_p", "do_sample"), "any", "rollout.sampling decides"),
-    Key(("max_length", "min_length", "num_beams", "num_beam_groups", "num_return_sequences"), "any", "as above"),
-    Key(("repetition_penalty", "length_penalty", "diversity_penalty"), "any", "as above"),
-    Key(
-        ("id2label", "label2id", "problem_type", "classifier_dropout", "finetuning_task", "task_specific_params"),
-        "any",
-        "classification",
-    ),
-)
-"""Ignored keys: they change nothing that is computed here."""
+_LEFT = {
+    "checked by functions of their own": "architectures model_type layer_types pad_token_id"
+    " rope_parameters rope_scaling rope_theta original_max_position_embeddings",
+    "changes no logits": "initializer_range use_cache pretraining_tp gradient_checkpointing",
+    "which kernel, not what": "_attn_implementation_autoset _flash_attn_2_enabled torchscript",
+    "there is no auxiliary loss": "router_aux_loss_coef",
+    "in a dense model there is no router": "norm_topk_prob output_router_logits decoder_sparse_step",
+    "there are no windows, or use_sliding_window is false": "sliding_window max_window_layers",
+    "max_position_embeddings is read": "max_sequence_length seq_length model_max_length",
+    "the tokenizer decides": "tokenizer_class bos_token_id eos_token_id",
+    "where it came from": "transformers_version _name_or_path name_or_path _commit_hash",
+    "programs' notes": "is_llama_config unsloth_version unsloth_fixed transformers.js_config",
+    "rollout.sampling decides": "temperature top_p top_k typical_p do_sample max_length min_length num_beams"
+    " num_beam_groups num_return_sequences repetition_penalty length_penalty diversity_penalty",
+    "classification": "id2label label2id problem_type classifier_dropout finetuning_task task_specific_params",
+}
+LEFT = {name for names in _LEFT.values() for name in names.split()}
+"""Ignored keys, unless `READ` or `FIXED` has them for the family: they change nothing that is computed here."""
 _TOKENS = re.compile(r".*_token_(ids?|index)")
 """Other special tokens, of any name."""
 
 
 def read_values(config: Any, raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]:
-    """The value of every key of `READ` that has a plain range, from transformers' `config` of `raw`.
+    """The value of every key of `READ`, from transformers' `config` of `raw`.
 
     Raises:
         UserError: a default of transformers is out of range.
     """
     values: dict[str, Any] = {}
     for key in READ:
-        if family not in key.families or isinstance(key.takes, str):
+        if family not in key.families:
             continue
         name = key.names[0]
         value = getattr(config, name, None)
@@ -226,7 +213,7 @@ def check_keys(raw: Mapping[str, Any], family: str, path: Path, theirs: object, 
     """
     _check_sizes(raw, family, path)
     for key in FIXED:
-        if family not in key.families or isinstance(key.takes, str):
+        if family not in key.families:
             continue
         for name in key.names:
             if name not in raw or (key.nullable and raw[name] is None) or key.takes.fits(raw[name]):
@@ -234,7 +221,7 @@ def check_keys(raw: Mapping[str, Any], family: str, path: Path, theirs: object, 
             why = f" ({key.why})" if key.why else ""
             raise UserError(f"{path}: {name} = {shown(raw[name])} is not supported; supported: {key.takes}{why}")
     _check_layer_types(raw, path)
-    listed = {name for key in (*READ, *FIXED, *LEFT) if family in key.families for name in key.names}
+    listed = LEFT | {name for key in (*READ, *FIXED) if family in key.families for name in key.names}
     for name, value in raw.items():
         if name in listed or _TOKENS.fullmatch(name):
             continue
@@ -250,7 +237,7 @@ def check_keys(raw: Mapping[str, Any], family: str, path: Path, theirs: object, 
 
 def _check_sizes(raw: Mapping[str, Any], family: str, path: Path) -> None:
     for key in READ:
-        if family not in key.families or isinstance(key.takes, str):
+        if family not in key.families:
             continue
         given = [name for name in key.names if name in raw and not (key.nullable and raw[name] is None)]
         for name in given:

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dppo_megatron import safe_pickle
+from dppo_megatron.safe_pickle import UnsafePickleError, read_pickle
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import CheckpointReader, WeightReader, check_shapes, holds_safetensors
@@ -237,11 +237,14 @@ def read_metadata(directory: Path) -> Metadata:
     """
     path = directory / ".metadata"
     try:
-        metadata: Metadata = safe_pickle.read_metadata(path)
+        with open(path, "rb") as file:
+            metadata = read_pickle(file)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except safe_pickle.UnsafePickleError as error:
+    except UnsafePickleError as error:
         raise UserError(f"'{directory}': its .metadata cannot be read: {error}") from None
+    if not isinstance(metadata, Metadata):
+        raise UserError(f"{path}: holds a {type(metadata).__name__} and not torch's Metadata")
     try:
         for name, tensor in metadata.state_dict_metadata.items():
             if isinstance(tensor, TensorStorageMetadata):  # others are bytes, not read
