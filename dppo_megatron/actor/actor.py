@@ -34,6 +34,7 @@ from dppo_megatron.actor.model import build_model, not_tried, overrides
 from dppo_megatron.actor.offload import Offload, pageable
 from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
 from dppo_megatron.actor.schedule_timers import ScheduleTimers
+from dppo_megatron.actor.softmax import Projection
 from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
 from dppo_megatron.distributed import to_rank_zero
@@ -378,14 +379,14 @@ class Actor:
         )
 
     def _scorer(self, temperature: float) -> Scorer:
-        return Scorer(
-            self._chunks[-1],
-            self.layout,
+        projection = Projection(
             self._architecture.vocab_size,
             temperature,
             self._config.logprob_chunk_tokens,
+            parallel_state.get_tensor_model_parallel_group(),
             self._softmax,
         )
+        return Scorer(self._chunks[-1], self.layout, projection)
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]

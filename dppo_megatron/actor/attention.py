@@ -25,8 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from dppo_megatron.actor.context import ContextShare
-from dppo_megatron.actor.layout import to_device
+from dppo_megatron.actor.layout import ContextShare, to_device
 from dppo_megatron.actor.rotary import Rotary, Rotating, Rotation
 from dppo_megatron.types import PackedMicrobatch
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from dppo_megatron.actor.attention import PackedSequences
-from dppo_megatron.actor.context import ContextShare
-from dppo_megatron.actor.layout import to_device
+from dppo_megatron.actor.layout import ContextShare, to_device
 from dppo_megatron.types import PackedMicrobatch, TrainSample
 
 

@@ -1,6 +1,6 @@
 """The facade that stands for `torch.cuda` inside megatron-core on a machine without CUDA.
 
-Only rewritten megatron-core modules ever see this object (rewrite.py puts its name into them); `torch.cuda` itself
+Only rewritten megatron-core modules ever see this object (hook.py puts its name into them); `torch.cuda` itself
 stays as it is. The rule for what belongs here: a name is answered here only if the honest answer on a CPU is known
 (work is synchronous, there is one device and one random generator). Every other name falls through to the real
 `torch.cuda`, which raises its own error rather than return a made-up number.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections import defaultdict
 from types import ModuleType
 from typing import Any
 
@@ -55,19 +56,13 @@ class CpuStream:
         return hash(CpuStream)
 
 
-class _Generators:
-    """`torch.cuda.default_generators`, which is indexed by whatever `current_device` returns."""
-
-    def __getitem__(self, device: Any) -> torch.Generator:
-        return torch.default_generator
-
-
 class Accelerator:
     """What `torch.cuda` means in a rewritten module."""
 
     Stream = CpuStream
     Event = CpuEvent
-    default_generators = _Generators()
+    default_generators = defaultdict(lambda: torch.default_generator)
+    """Indexed by whatever `current_device` returns."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
