@@ -167,8 +167,8 @@ _OPTIONS = (
 """Setting of a job to option of this command."""
 
 
-_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-_REFUSALS += (errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST)
+_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
+_REFUSALS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST}
 """What a disk or a path may answer; other errors are faults of this program."""
 
 

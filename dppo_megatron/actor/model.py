@@ -192,29 +192,25 @@ def _experts(architecture: Architecture, config: ActorConfig, spec: LayerSpec) -
 
 def build_model(architecture: Architecture, config: TransformerConfig, spec: LayerSpec) -> list[GPTModel]:
     """This rank's model chunks, with random weights: one, or one for each virtual pipeline stage."""
-    chunks = config.virtual_pipeline_model_parallel_size
-    return [_build_chunk(architecture, config, spec, stage) for stage in (range(chunks) if chunks else [None])]
-
-
-def _build_chunk(
-    architecture: Architecture, config: TransformerConfig, spec: LayerSpec, virtual_stage: int | None
-) -> GPTModel:
-    at: dict[str, Any] = {"ignore_virtual": virtual_stage is None, "vp_stage": virtual_stage}
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=_LAYER_SPECS[spec](architecture, config, virtual_stage),
-        vocab_size=architecture.padded_vocab_size(config.tensor_model_parallel_size),
-        max_sequence_length=architecture.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(**at),
-        post_process=parallel_state.is_pipeline_last_stage(**at),
-        parallel_output=True,
-        share_embeddings_and_output_weights=architecture.tied_embeddings,
-        position_embedding_type="none",  # the attention rotates (rotary.py)
-        vp_stage=virtual_stage,
-    )
-    if model.post_process:
-        model.output_layer.__class__ = DeferredOutputLayer
-    return model
+    count, chunks = config.virtual_pipeline_model_parallel_size, []
+    for stage in range(count) if count else [None]:
+        at: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=_LAYER_SPECS[spec](architecture, config, stage),
+            vocab_size=architecture.padded_vocab_size(config.tensor_model_parallel_size),
+            max_sequence_length=architecture.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(**at),
+            post_process=parallel_state.is_pipeline_last_stage(**at),
+            parallel_output=True,
+            share_embeddings_and_output_weights=architecture.tied_embeddings,
+            position_embedding_type="none",  # the attention rotates (rotary.py)
+            vp_stage=stage,
+        )
+        if model.post_process:
+            model.output_layer.__class__ = DeferredOutputLayer
+        chunks.append(model)
+    return chunks
 
 
 class DeferredOutputLayer(ColumnParallelLinear):  # type: ignore[misc]

@@ -198,4 +198,4 @@ def pageable(tensor: Tensor) -> Tensor:
 
 
 def _storage_id(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

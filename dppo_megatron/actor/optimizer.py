@@ -59,7 +59,6 @@ def build_optimizer(
         use_gloo_process_groups=False,
     )
     repair(optimizer)
-    use_fused_kernels(optimizer)
     return optimizer
 
 
@@ -97,20 +96,6 @@ def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, total_
     )
 
 
-def use_fused_kernels(optimizer: MegatronOptimizer) -> None:
-    """Let every torch Adam in `optimizer` step in one fused kernel for all parameters, in place.
-
-    Megatron builds it without: on CUDA the `foreach` form then holds temporaries of several times the parameters, on a
-    CPU the plain form makes ten passes a parameter. Fused steps differ by rounding alone.
-    """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(part, "optimizer", None)
-        for adam in getattr(inner, "sub_optimizers", [inner]):  # several where the optimizer is offloaded to the host
-            if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
-                _fuse(adam)
-                adam.register_load_state_dict_post_hook(_fuse)  # a checkpoint brings its own groups
-
-
 def _fuse(adam: torch.optim.Optimizer) -> None:
     for group in adam.param_groups:
         group["fused"], group["foreach"] = True, False
@@ -120,11 +105,21 @@ def _fuse(adam: torch.optim.Optimizer) -> None:
 
 
 def repair(optimizer: MegatronOptimizer) -> None:
-    """Give every distributed optimizer in `optimizer` this project's way with checkpoints, in place."""
+    """Give every distributed optimizer in `optimizer` this project's way with checkpoints, and let every torch Adam
+    step in one fused kernel for all parameters; in place.
+
+    Megatron builds it without: on CUDA the `foreach` form then holds temporaries of several times the parameters, on a
+    CPU the plain form makes ten passes a parameter. Fused steps differ by rounding alone.
+    """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", None)
         if type(part) is DistributedOptimizer:
-            torch_adam = isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW))
-            part.__class__ = TorchAdamDistributedOptimizer if torch_adam else LeanDistributedOptimizer
+            is_torchs = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
+            part.__class__ = TorchAdamDistributedOptimizer if is_torchs else LeanDistributedOptimizer
+        for adam in getattr(inner, "sub_optimizers", [inner]):  # several where the optimizer is offloaded to the host
+            if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
+                _fuse(adam)
+                adam.register_load_state_dict_post_hook(_fuse)  # a checkpoint brings its own groups
 
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")

@@ -61,7 +61,7 @@ class Accelerator:
 
     Stream = CpuStream
     Event = CpuEvent
-    default_generators = defaultdict(lambda: torch.default_generator)
+    default_generators: dict[Any, torch.Generator] = defaultdict(lambda: torch.default_generator)
     """Indexed by whatever `current_device` returns."""
 
     def __getattr__(self, name: str) -> Any:

@@ -55,9 +55,9 @@ class Loader(importlib.machinery.SourceFileLoader):
     every rank of a CPU job imports megatron-core, and would else parse some 300 files again.
     """
 
-    def source_to_code(self, data: Any, path: Any, *, _optimization: int = -1) -> CodeType:
+    def source_to_code(self, data: Any, path: Any) -> CodeType:  # type: ignore[override]
         """Rewritten and compiled."""
-        code: CodeType = compile(rewrite(data, path), path, "exec", dont_inherit=True, optimize=_optimization)
+        code: CodeType = compile(rewrite(data, path), path, "exec", dont_inherit=True)
         return code
 
     def get_data(self, path: str) -> bytes:
