@@ -33,7 +33,7 @@ from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, not_tried, overrides
 from dppo_megatron.actor.offload import Offload, pageable
 from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
-from dppo_megatron.actor.schedule_timers import ScheduleTimers
+from dppo_megatron.actor.schedule_timers import schedule_timers
 from dppo_megatron.actor.softmax import Projection
 from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
@@ -364,7 +364,7 @@ class Actor:
             return output, partial(hook, pack)
 
         interleaved = len(self._model) > 1
-        timers = ScheduleTimers(recorder(), self.layout.device) if recorder().on else None
+        timers = schedule_timers(recorder(), self.layout.device) if recorder().on else None
         for chunk in self._chunks:
             chunk.config.timers = timers
         get_forward_backward_func()(

@@ -38,7 +38,7 @@ from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import check_finite
 from dppo_megatron.weights.mapping import PADDED_TO_VOCAB, Place, hf_names, hf_shapes, join, split
-from dppo_megatron.weights.routes import Block, BlockPart, Catalogue, Item, RankReport, RoutedBucket
+from dppo_megatron.weights.routes import Block, BlockPart, Catalogue, Item, RankReport, Role, RoutedBucket
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 _EXCHANGES_AT_A_TIME = 2
@@ -167,23 +167,21 @@ class WeightStream:
         arriving = iter(torch.split(torch.empty(sum(sizes), dtype=self._dtype, device=self._device), sizes))
         flat = [self._packed(unit) if self._holds(unit) else next(arriving) for unit in units]
         operations: list[dist.P2POp] = []
-        for unit, memory in zip(units, flat, strict=True):
-            for piece, role in zip(memory.tensor_split(len(unit.roles)), unit.roles, strict=True):
-                operations += [dist.P2POp(dist.isend, piece, rank) for rank in role.to]
-                if role.source is not None:
-                    operations.append(dist.P2POp(dist.irecv, piece, role.source))
+        for piece, role in _pieces(units, flat):
+            operations += [dist.P2POp(dist.isend, piece, rank) for rank in role.to]
+            if role.source is not None:
+                operations.append(dist.P2POp(dist.irecv, piece, role.source))
         return _Exchange(bucket.items, units, flat, dist.batch_isend_irecv(operations) if operations else [])
 
     def _pass_on(self, exchange: _Exchange) -> None:
         """Start sending what we have fetched to the others of our node, and receiving what they have."""
         operations: list[dist.P2POp] = []
         fetched = False
-        for unit, memory in zip(exchange.units, exchange.flat, strict=True):
-            for piece, role in zip(memory.tensor_split(len(unit.roles)), unit.roles, strict=True):
-                operations += [dist.P2POp(dist.isend, piece, rank) for rank in role.onward]
-                fetched |= bool(role.onward)
-                if role.relay is not None:
-                    operations.append(dist.P2POp(dist.irecv, piece, role.relay))
+        for piece, role in _pieces(exchange.units, exchange.flat):
+            operations += [dist.P2POp(dist.isend, piece, rank) for rank in role.onward]
+            fetched |= bool(role.onward)
+            if role.relay is not None:
+                operations.append(dist.P2POp(dist.irecv, piece, role.relay))
         if fetched:
             _wait(exchange.works)
         if operations:
@@ -238,6 +236,11 @@ class WeightStream:
     def _packed(self, unit: BlockPart) -> Tensor:
         parts = [data for place in unit.places for data in self._local[unit.block, place]]
         return torch.cat([data.to(self._dtype).flatten() for data in parts])
+
+
+def _pieces(units: Sequence[BlockPart], flat: Sequence[Tensor]) -> Iterator[tuple[Tensor, Role]]:
+    for unit, memory in zip(units, flat, strict=True):
+        yield from zip(memory.tensor_split(len(unit.roles)), unit.roles, strict=True)
 
 
 def _wait(works: list[dist.Work]) -> None:
