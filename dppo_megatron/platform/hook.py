@@ -142,23 +142,23 @@ def rewrite(source: bytes | str, path: str) -> ast.Module:
     return ast.fix_missing_locations(tree)
 
 
-def _facade(place: ast.AST, *attributes: str) -> ast.expr:
-    """`FACADE.a.b`, located where `place` is."""
-    node: ast.expr = _at(place, ast.Name(FACADE, ast.Load()))
+def _facade(*attributes: str) -> ast.expr:
+    """`FACADE.a.b`."""
+    node: ast.expr = ast.Name(FACADE, ast.Load())
     for attribute in attributes:
-        node = _at(place, ast.Attribute(node, attribute, ast.Load()))
+        node = ast.Attribute(node, attribute, ast.Load())
     return node
 
 
 def _at(place: ast.AST, node: _Node) -> _Node:
+    """`node` where `place` is; so will be what is inside and has no place, by `ast.fix_missing_locations`."""
     return ast.copy_location(node, place)
 
 
 def _import(place: ast.AST, bound_name: str, module: str, name: str) -> ast.stmt:
     """`bound_name = FACADE.import_from(module, name)`."""
-    arguments: list[ast.expr] = [_at(place, ast.Constant(module)), _at(place, ast.Constant(name))]
-    call = _at(place, ast.Call(_facade(place, "import_from"), arguments, []))
-    return _at(place, ast.Assign([_at(place, ast.Name(bound_name, ast.Store()))], call))
+    call = ast.Call(_facade("import_from"), [ast.Constant(module), ast.Constant(name)], [])
+    return _at(place, ast.Assign([ast.Name(bound_name, ast.Store())], call))
 
 
 def _is_cuda_name(value: object) -> bool:
@@ -170,9 +170,9 @@ class _Retarget(ast.NodeTransformer):
         """`torch.cuda` -> the facade; `x.is_cuda` -> `facade.is_device(x)`."""
         self.generic_visit(node)
         if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
-            return _facade(node)
+            return _at(node, _facade())
         if node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
-            return _at(node, ast.Call(_facade(node, "is_device"), [node.value], []))
+            return _at(node, ast.Call(_facade("is_device"), [node.value], []))
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
@@ -194,8 +194,7 @@ class _Retarget(ast.NodeTransformer):
             return node
         if node.func.attr == "type" and (node.args or node.keywords):  # a cast, not a question
             return node
-        method = _facade(node, _METHODS[node.func.attr])
-        return _at(node, ast.Call(method, [node.func.value, *node.args], node.keywords))
+        return _at(node, ast.Call(_facade(_METHODS[node.func.attr]), [node.func.value, *node.args], node.keywords))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | list[ast.stmt]:
         """`from torch.cuda.x import a` -> `a = facade.import_from("torch.cuda.x", "a")`."""

@@ -25,7 +25,6 @@ from dppo_megatron.weights.config_keys import (
     QWEN3,
     QWEN3_MOE,
     SUPPORTED,
-    Rope,
     check_keys,
     read_rope,
     read_values,
@@ -154,8 +153,8 @@ def read_architecture(
     family = _family(raw, path)
     model_type = MODEL_TYPES[family]
     check_keys(raw, family, path, CONFIG_MAPPING[model_type](), ignored)
-    rope = read_rope(raw, path)
-    config = _as_transformers_reads(raw, model_type, rope, path)
+    rope_theta, rope_factor = read_rope(raw, path)
+    config = _as_transformers_reads(raw, model_type, (rope_theta, rope_factor), path)
     values = read_values(config, raw, family, path)
     _check_sizes(raw, values, path)
     return Architecture(
@@ -168,12 +167,12 @@ def read_architecture(
         head_dim=values["head_dim"],
         vocab_size=values["vocab_size"],
         max_positions=values["max_position_embeddings"],
-        rope_theta=rope.theta,
+        rope_theta=rope_theta,
         norm_eps=values["rms_norm_eps"],
         tied_embeddings=values["tie_word_embeddings"],
         qk_norm=family in (QWEN3, QWEN3_MOE),
         qkv_bias=family == QWEN2,
-        rope_factor=rope.llama3_factor,
+        rope_factor=rope_factor,
         experts=_experts(values, path) if family == QWEN3_MOE else None,
     )
 
@@ -228,7 +227,7 @@ def _experts(values: Mapping[str, Any], path: Path) -> Experts:
     )
 
 
-def _as_transformers_reads(raw: Mapping[str, Any], model_type: str, rope: Rope, path: Path) -> Any:
+def _as_transformers_reads(raw: Mapping[str, Any], model_type: str, rope: tuple[float, float], path: Path) -> Any:
     """transformers' config of `raw`. Raises `UserError` if it refuses it, or reads the position embedding otherwise."""
     try:
         with warnings.catch_warnings():
@@ -238,6 +237,6 @@ def _as_transformers_reads(raw: Mapping[str, Any], model_type: str, rope: Rope, 
         raise UserError(f"{path}: transformers refuses it: {one_line(str(error) or type(error).__name__)}") from None
     found = config.rope_parameters or {}
     factor = found.get("factor", 0.0) if found.get("rope_type") != "default" else 0.0
-    if (rope.theta, rope.llama3_factor) != (found.get("rope_theta"), factor):
-        raise UserError(f"{path}: {rope} is read as {shown(found)} by transformers; state rope_parameters plainly")
+    if rope != (found.get("rope_theta"), factor):
+        raise UserError(f"{path}: base and factor of rope, {rope}, are read as {shown(found)} by transformers")
     return config

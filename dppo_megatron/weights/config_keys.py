@@ -8,12 +8,11 @@ compare the lists with what transformers' own code reads while it builds and run
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.json_files import plain, shown
@@ -27,48 +26,31 @@ _ALL = frozenset(SUPPORTED)
 _MOE = frozenset({QWEN3_MOE})
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A whole number in a range; `even`: and even."""
+class Accepted(NamedTuple):
+    """What a value may be, in words and as a test of it."""
 
-    least: int
-    most: int
-    even: bool = False
-
-    def __str__(self) -> str:
-        return f"{'an even' if self.even else 'a whole'} number from {self.least} to {self.most}"
-
-    def fits(self, value: Any) -> bool:
-        """Whether it is one; True and 4.0 are not."""
-        return type(value) is int and self.least <= value <= self.most and not (self.even and value % 2)
+    wanted: str
+    fits: Callable[[Any], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A finite number in a range."""
-
-    least: float
-    most: float
-
-    def __str__(self) -> str:
-        return f"a number from {self.least:g} to {self.most:g}"
-
-    def fits(self, value: Any) -> bool:
-        """Whether it is one. Compared before it is converted: 10**400 is an int that no float holds."""
-        return type(value) in (int, float) and self.least <= value <= self.most and math.isfinite(value)
+def _size(least: int, most: int, *, even: bool = False) -> Accepted:
+    """A whole number in a range; True and 4.0 are none."""
+    wanted = f"{'an even' if even else 'a whole'} number from {least} to {most}"
+    return Accepted(wanted, lambda value: type(value) is int and least <= value <= most and not (even and value % 2))
 
 
-@dataclass(frozen=True, slots=True)
-class OneOf:
+def _number(least: float, most: float) -> Accepted:
+    """A number in a range. Compared before it is converted: 10**400 is an int that no float holds."""
+    wanted = f"a number from {least:g} to {most:g}"
+    return Accepted(wanted, lambda value: type(value) in (int, float) and least <= value <= most)
+
+
+def _one_of(*values: Any) -> Accepted:
     """One of these values exactly: 1 is not True, but 1 is 1.0."""
-
-    values: tuple[Any, ...]
-
-    def __str__(self) -> str:
-        return " or ".join(shown(value) for value in self.values)
-
-    def fits(self, value: Any) -> bool:
-        return any(isinstance(value, bool) == isinstance(known, bool) and value == known for known in self.values)
+    wanted = " or ".join(shown(value) for value in values)
+    return Accepted(
+        wanted, lambda value: any((type(value) is bool) == (type(v) is bool) and value == v for v in values)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +58,7 @@ class Key:
     """How this code treats one key of config.json, or several of one kind."""
 
     names: tuple[str, ...]
-    takes: Size | Number | OneOf
-    """The accepted values."""
+    takes: Accepted
     why: str = ""
     families: frozenset[str] = _ALL
     nullable: bool = False
@@ -88,52 +69,52 @@ class Key:
 
 _POSITIVE = 2**31 - 1
 READ = (
-    Key(("num_hidden_layers",), Size(1, 4096)),
-    Key(("hidden_size",), Size(2, 2**20)),
-    Key(("intermediate_size",), Size(1, 2**24)),
-    Key(("num_attention_heads",), Size(1, 2**14)),
-    Key(("num_key_value_heads",), Size(1, 2**14), "divides the heads", nullable=True, optional=True),
-    Key(("head_dim",), Size(2, 2**14, even=True), nullable=True, optional=True),
-    Key(("vocab_size",), Size(2, 2**24)),
-    Key(("max_position_embeddings",), Size(1, _POSITIVE)),
-    Key(("rms_norm_eps",), Number(1e-30, 0.1), optional=True),
-    Key(("tie_word_embeddings",), OneOf((False, True)), optional=True),
-    Key(("num_experts", "num_local_experts"), Size(1, 4096), "one thing under two names", _MOE),
-    Key(("num_experts_per_tok",), Size(1, 4096), "1 only without norm_topk_prob", _MOE),
-    Key(("moe_intermediate_size",), Size(1, 2**24), "", _MOE),
-    Key(("norm_topk_prob",), OneOf((False, True)), "", _MOE, optional=True),
+    Key(("num_hidden_layers",), _size(1, 4096)),
+    Key(("hidden_size",), _size(2, 2**20)),
+    Key(("intermediate_size",), _size(1, 2**24)),
+    Key(("num_attention_heads",), _size(1, 2**14)),
+    Key(("num_key_value_heads",), _size(1, 2**14), "divides the heads", nullable=True, optional=True),
+    Key(("head_dim",), _size(2, 2**14, even=True), nullable=True, optional=True),
+    Key(("vocab_size",), _size(2, 2**24)),
+    Key(("max_position_embeddings",), _size(1, _POSITIVE)),
+    Key(("rms_norm_eps",), _number(1e-30, 0.1), optional=True),
+    Key(("tie_word_embeddings",), _one_of(False, True), optional=True),
+    Key(("num_experts", "num_local_experts"), _size(1, 4096), "one thing under two names", _MOE),
+    Key(("num_experts_per_tok",), _size(1, 4096), "1 only without norm_topk_prob", _MOE),
+    Key(("moe_intermediate_size",), _size(1, 2**24), "", _MOE),
+    Key(("norm_topk_prob",), _one_of(False, True), "", _MOE, optional=True),
 )
 """Keys whose values become the `Architecture`, as transformers reads them."""
 
-_NO = OneOf((False,))
-_YES = OneOf((True,))
-_NONE = OneOf((None,))
-_ONE = OneOf((1,))
-_OFF = OneOf((None, False, 0, "", [], {}))
+_NO = _one_of(False)
+_YES = _one_of(True)
+_NONE = _one_of(None)
+_ONE = _one_of(1)
+_OFF = _one_of(None, False, 0, "", [], {})
 """Values that switch a feature off."""
 FIXED = (
-    Key(("hidden_act",), OneOf(("silu",)), "the activation"),
-    Key(("activation",), OneOf(("silu", "swiglu")), "Falcon3's name for it", nullable=True),
+    Key(("hidden_act",), _one_of("silu"), "the activation"),
+    Key(("activation",), _one_of("silu", "swiglu"), "Falcon3's name for it", nullable=True),
     Key(("attention_bias",), _NO, "no biases", _ALL - {QWEN2}),
     Key(("attention_bias", "qkv_bias"), _YES, "Qwen2 has these biases always", frozenset({QWEN2})),
     Key(("mlp_bias",), _NO, "no biases"),
     Key(
         ("use_qk_norm", "qk_layernorm", "qk_norm"), _YES, "Qwen3 has these norms always", frozenset({QWEN3, QWEN3_MOE})
     ),
-    Key(("attention_dropout",), OneOf((0, False)), "the actor trains without dropout", nullable=True),
+    Key(("attention_dropout",), _one_of(0, False), "the actor trains without dropout", nullable=True),
     Key(("use_sliding_window",), _NO, "no windows", nullable=True),
     Key(("sliding_window",), _NONE, "no windows", frozenset({LLAMA})),
     Key(("partial_rotary_factor", "rotary_pct", "rotary_percent"), _ONE, "whole heads rotate", nullable=True),
-    Key(("position_embedding_type",), OneOf(("rope",)), "positions", nullable=True),
+    Key(("position_embedding_type",), _one_of("rope"), "positions", nullable=True),
     Key(("attention_chunk_size", "num_kv_shared_layers", "cache_implementation"), _NONE, "attention"),
     Key(("is_causal",), _YES, "every token sees those before it"),
     Key(("add_cross_attention", "is_decoder", "is_encoder_decoder"), _NO, "one decoder"),
     Key(("per_layer_config", "block_configs", "kv_sharing_modes"), _NONE, "every layer is alike"),
     Key(("text_config", "text_encoder", "vision_config", "decoder", "generator"), _NONE, "one model, of text"),
     Key(("vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy"), _NONE, "as above"),
-    Key(("chunk_size_feed_forward",), OneOf((0,))),
+    Key(("chunk_size_feed_forward",), _one_of(0)),
     Key(("decoder_sparse_step",), _ONE, "every layer has experts", _MOE),
-    Key(("mlp_only_layers",), OneOf(([], None)), "every layer has experts", _MOE),
+    Key(("mlp_only_layers",), _one_of([], None), "every layer has experts", _MOE),
     Key(("output_router_logits",), _NO, "no auxiliary loss", _MOE),
     Key(("output_hidden_states", "output_attentions"), _NO, "outputs that nothing reads", nullable=True),
     Key(("return_dict", "use_return_dict"), _YES),
@@ -144,12 +125,12 @@ FIXED = (
     ),
     Key(
         ("dtype", "torch_dtype"),
-        OneOf(("float32", "bfloat16", "float16", "float64")),
+        _one_of("float32", "bfloat16", "float16", "float64"),
         "how it is stored; model.dtype decides how it is computed",
         nullable=True,
     ),
-    Key(("num_labels",), Size(0, 65536), "classification; transformers makes a table of so many names", nullable=True),
-    Key(("auto_map",), OneOf(({},)), "code of a model directory is never run"),
+    Key(("num_labels",), _size(0, 65536), "classification; transformers makes a table of so many names", nullable=True),
+    Key(("auto_map",), _one_of({}), "code of a model directory is never run"),
     Key(
         ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
         _NONE,
@@ -195,7 +176,7 @@ def read_values(config: Any, raw: Mapping[str, Any], family: str, path: Path) ->
         if name == "head_dim" and value is None and name not in raw:  # as its modelling code does
             value = config.hidden_size // config.num_attention_heads
         if not key.takes.fits(value):
-            raise UserError(f"{path}: {name} is read as {shown(value)} by transformers: must be {key.takes}")
+            raise UserError(f"{path}: {name} is read as {shown(value)} by transformers: must be {key.takes.wanted}")
         values[name] = value
     return values
 
@@ -219,14 +200,14 @@ def check_keys(raw: Mapping[str, Any], family: str, path: Path, theirs: object, 
             if name not in raw or (key.nullable and raw[name] is None) or key.takes.fits(raw[name]):
                 continue
             why = f" ({key.why})" if key.why else ""
-            raise UserError(f"{path}: {name} = {shown(raw[name])} is not supported; supported: {key.takes}{why}")
+            raise UserError(f"{path}: {name} = {shown(raw[name])} is not supported; supported: {key.takes.wanted}{why}")
     _check_layer_types(raw, path)
     listed = LEFT | {name for key in (*READ, *FIXED) if family in key.families for name in key.names}
     for name, value in raw.items():
         if name in listed or _TOKENS.fullmatch(name):
             continue
         if hasattr(theirs, name):
-            if not OneOf((getattr(theirs, name),)).fits(value):
+            if not _one_of(getattr(theirs, name)).fits(value):
                 raise UserError(f"{path}: {plain(name)} = {shown(value)} is not supported: leave the key out")
         elif not _OFF.fits(value) and name not in ignored:
             raise UserError(
@@ -242,7 +223,7 @@ def _check_sizes(raw: Mapping[str, Any], family: str, path: Path) -> None:
         given = [name for name in key.names if name in raw and not (key.nullable and raw[name] is None)]
         for name in given:
             if not key.takes.fits(raw[name]):
-                raise UserError(f"{path}: {name} = {shown(raw[name])}: must be {key.takes}")
+                raise UserError(f"{path}: {name} = {shown(raw[name])}: must be {key.takes.wanted}")
         if len({raw[name] for name in given}) > 1:
             raise UserError(f"{path}: {' and '.join(given)} are one thing and disagree: {[raw[n] for n in given]}")
         if not given and not key.optional:
@@ -266,24 +247,16 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 DEFAULT_THETA = 10_000.0
 """transformers' own, where config.json has none."""
 
-_THETA = Number(1.0, 1e30)  # frequencies are computed in float32
-_FACTOR = Number(1.0, 1e6)
+_THETA = _number(1.0, 1e30)  # frequencies are computed in float32
+_FACTOR = _number(1.0, 1e6)
 _ROPE_TYPE_KEYS = ("rope_type", "type")
 _NEUTRAL_TO_ROPE = {"partial_rotary_factor": 1}
 _ROPE_SOURCES = ("rope_parameters", "rope_scaling")
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Plain RoPE, or Llama 3's frequency scaling."""
-
-    theta: float
-    llama3_factor: float = 0.0
-    """0: plain."""
-
-
-def read_rope(raw: Mapping[str, Any], path: Path) -> Rope:
-    """The position embedding that transformers would build from `raw`.
+def read_rope(raw: Mapping[str, Any], path: Path) -> tuple[float, float]:
+    """The base of the position embedding that transformers would build from `raw`, and the factor of Llama 3's
+    frequency scaling, or 0.
 
     transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`, and a file may hold all of
     them: transformers then uses `rope_scaling` alone. With YaRN in one and plain RoPE in the other, the two readings
@@ -299,15 +272,19 @@ def read_rope(raw: Mapping[str, Any], path: Path) -> Rope:
         raise UserError(
             f"{path}: {first} and {second} disagree; transformers would take rope_scaling alone. Remove one of them"
         )
-    for name, rope in found.items():
-        if top is not None and rope.theta != top:
-            raise UserError(f"{path}: rope_theta = {top} and {name}.rope_theta = {rope.theta} disagree; remove one")
-    rope = next(iter(found.values()), Rope(top or DEFAULT_THETA))
-    _check_original_positions(raw, rope, path)
-    return rope
+    for name, (theta, _) in found.items():
+        if top is not None and theta != top:
+            raise UserError(f"{path}: rope_theta = {top} and {name}.rope_theta = {theta} disagree; remove one")
+    theta, factor = next(iter(found.values()), (top or DEFAULT_THETA, 0.0))
+    # at the top level this key overrides the one inside, and it means nothing to plain RoPE
+    key = "original_max_position_embeddings"
+    allowed = LLAMA3[key] if factor else None
+    if key in raw and (isinstance(raw[key], bool) or raw[key] != allowed):
+        raise UserError(f"{path}: {key} = {shown(raw[key])} is not supported; supported: {shown(allowed)}")
+    return theta, factor
 
 
-def _read_rope_of(source: str, raw: Mapping[str, Any], top_theta: float | None, path: Path) -> Rope:
+def _read_rope_of(source: str, raw: Mapping[str, Any], top_theta: float | None, path: Path) -> tuple[float, float]:
     given = raw[source]
     if not isinstance(given, dict):
         raise UserError(f"{path}: {source} = {shown(given)}: expected an object")
@@ -326,7 +303,7 @@ def _read_rope_of(source: str, raw: Mapping[str, Any], top_theta: float | None, 
         if key not in _NEUTRAL_TO_ROPE or isinstance(value, bool) or value != _NEUTRAL_TO_ROPE[key]:
             raise UserError(f"{path}: {source}.{plain(key)} = {shown(value)} is not supported with rope type {kind}")
     if kind == "default":
-        return Rope(theta)
+        return theta, 0.0
     if missing := sorted(set(needed) - set(given)):
         raise UserError(f"{path}: {source}: rope type llama3 needs {', '.join(missing)}")
     for key, constant in LLAMA3.items():
@@ -335,18 +312,10 @@ def _read_rope_of(source: str, raw: Mapping[str, Any], top_theta: float | None, 
                 f"{path}: {source}.{key} = {shown(given[key])} is not supported; supported: {constant}, which"
                 " Megatron-core has built in"
             )
-    return Rope(theta, _checked(f"{source}.factor", given["factor"], _FACTOR, path))
+    return theta, _checked(f"{source}.factor", given["factor"], _FACTOR, path)
 
 
-def _check_original_positions(raw: Mapping[str, Any], rope: Rope, path: Path) -> None:
-    """At the top level this key overrides the one inside, and it means nothing to plain RoPE."""
-    key = "original_max_position_embeddings"
-    allowed = LLAMA3[key] if rope.llama3_factor else None
-    if key in raw and (isinstance(raw[key], bool) or raw[key] != allowed):
-        raise UserError(f"{path}: {key} = {shown(raw[key])} is not supported; supported: {shown(allowed)}")
-
-
-def _checked(name: str, value: Any, allowed: Number, path: Path) -> float:
+def _checked(name: str, value: Any, allowed: Accepted, path: Path) -> float:
     if not allowed.fits(value):
-        raise UserError(f"{path}: {name} = {shown(value)}: must be {allowed}")
+        raise UserError(f"{path}: {name} = {shown(value)}: must be {allowed.wanted}")
     return float(value)

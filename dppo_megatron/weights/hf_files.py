@@ -136,7 +136,7 @@ def check_shapes(where: str, expected: Mapping[str, Shape], found: Mapping[str, 
         raise UserError(f"{where} " + "; ".join(said))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _TensorSlot:
     """Where a tensor goes."""
 
@@ -233,13 +233,13 @@ class HFWriter:
                 end = offset + self.num_bytes[name]
                 dtype = _DTYPES[self._dtypes[name]]
                 header[name] = {"dtype": dtype, "shape": list(self._shapes[name]), "data_offsets": [offset, end]}  # type: ignore[dict-item]
-                self.slots[name] = _TensorSlot(file, offset, self._shapes[name])
                 weight_map[name], offset = file_name, end
             text = json.dumps(header).encode()
             text += b" " * (-len(text) % 8)  # the format wants 8-byte alignment
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
-                self.slots[name].offset += 8 + len(text)
+                start = 8 + len(text) + header[name]["data_offsets"][0]  # type: ignore[index]
+                self.slots[name] = _TensorSlot(file, start, self._shapes[name])
         if len(shards) > 1:
             index = {"metadata": {"total_size": sum(self.num_bytes.values())}, "weight_map": weight_map}
             (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
