@@ -228,18 +228,18 @@ class HFWriter:
             only = len(shards) == 1
             file_name = "model.safetensors" if only else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             file = self._files.enter_context(open(self._directory / file_name, "wb"))  # noqa: SIM115
-            offset, header = 0, {"__metadata__": {"format": "pt"}}
+            offset, starts = 0, {}
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             for name in names:
                 end = offset + self.num_bytes[name]
                 dtype = _DTYPES[self._dtypes[name]]
-                header[name] = {"dtype": dtype, "shape": list(self._shapes[name]), "data_offsets": [offset, end]}  # type: ignore[dict-item]
-                weight_map[name], offset = file_name, end
+                header[name] = {"dtype": dtype, "shape": list(self._shapes[name]), "data_offsets": [offset, end]}
+                weight_map[name], starts[name], offset = file_name, offset, end
             text = json.dumps(header).encode()
             text += b" " * (-len(text) % 8)  # the format wants 8-byte alignment
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
-                start = 8 + len(text) + header[name]["data_offsets"][0]  # type: ignore[index]
-                self.slots[name] = _TensorSlot(file, start, self._shapes[name])
+                self.slots[name] = _TensorSlot(file, 8 + len(text) + starts[name], self._shapes[name])
         if len(shards) > 1:
             index = {"metadata": {"total_size": sum(self.num_bytes.values())}, "weight_map": weight_map}
             (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
