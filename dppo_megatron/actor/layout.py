@@ -58,6 +58,8 @@ class Layout:
 
     rank: int
     world_size: int
+    tensor_parallel: int
+    pipeline_parallel: int
     data_parallel: int
     data_parallel_rank: int
     context: ContextShare
@@ -141,6 +143,8 @@ def build_layout(config: LayoutConfig, seed: int) -> Layout:
     return Layout(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
+        tensor_parallel=config.tensor_parallel,
+        pipeline_parallel=config.pipeline_parallel,
         data_parallel=parallel_state.get_data_parallel_world_size(),
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         context=context,
