@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from dppo_megatron.checkpoint.checkpoint_dir import named
-from dppo_megatron.checkpoint.manifest import read_manifest
+from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import load_config, with_new_names

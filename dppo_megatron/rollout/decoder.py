@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dppo_megatron.weights.architecture import Architecture, Experts
-from dppo_megatron.weights.rope import LLAMA3
+from dppo_megatron.weights.config_keys import LLAMA3
 
 _FIRST_ROOM = 16
 """Spare tokens after the prompt. Touching new memory costs as much as the copy when it has to grow, and by then most

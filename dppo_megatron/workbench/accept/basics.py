@@ -36,7 +36,7 @@ def environment(sheet: Sheet) -> None:
     faults = [row for row in rows if row.verdict == "fault"]
     sheet.note("faults", len(faults), note="; ".join(f"{row.what}: {row.said}" for row in faults))
     if gpus:
-        if machine.has_transformer_engine:
+        if not machine.lacks_transformer_engine:
             recipes = ("tensorwise", "delayed", "blockwise")
             sheet.note("fp8_recipes", sum(not machine.lacks_for_fp8(one) for one in recipes))
         else:

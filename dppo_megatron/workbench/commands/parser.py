@@ -57,9 +57,7 @@ def write_json(path: str, values: Any) -> None:
     Path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def check_actor_settings(
-    config: Config, world_size: int, machine: Machine, *, runs_here: bool, writes: bool
-) -> list[str]:
+def check_actor_settings(config: Config, world_size: int, machine: Machine, *, runs_here: bool) -> list[str]:
     """Check `actor.megatron` and `actor.ddp` against the installed Megatron, before servers are started or ranks meet;
     returns a line that names those which are not tried, if there are any.
 
@@ -67,7 +65,6 @@ def check_actor_settings(
 
     Args:
         machine: what the job will run on; `runs_here` if it is this one, where Megatron's own checks count too.
-        writes: whether Megatron's rewritten code may be kept on disk, for a faster start of the next process.
 
     Raises:
         UserError: a field that the installed Megatron does not have, or that is not the user's to set.
@@ -78,9 +75,6 @@ def check_actor_settings(
     with progress("loading Megatron"):
         import torch
 
-        from dppo_megatron import platform
-
-        platform.prepare(keep=writes)
         from dppo_megatron.actor.model import check_settings
         from dppo_megatron.weights.architecture import read_architecture
     architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
@@ -88,4 +82,4 @@ def check_actor_settings(
     architecture.check_layout(actor)
     spec, _ = machine.choose_layer_spec(actor.layer_spec, actor.fp8)
     dtype = getattr(torch, config.model.dtype)
-    return check_settings(actor, architecture, dtype, world_size, spec, runs_here=runs_here)
+    return check_settings(actor, architecture, dtype, spec, runs_here=runs_here)

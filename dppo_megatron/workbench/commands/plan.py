@@ -106,7 +106,7 @@ def execute(arguments: argparse.Namespace) -> int:
     architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
     if not loaded:
         machine = _assumed_machine(arguments.gpu)
-        said = check_actor_settings(config, site.gpus, machine, runs_here=False, writes=False)
+        said = check_actor_settings(config, site.gpus, machine, runs_here=False)
         check_settings(config, architecture, site.gpus, machine)
     plan = make_plan(
         config,
@@ -158,7 +158,7 @@ def _load_job(config: Config, site: Site, gpu: str) -> list[str]:
     if not runs_here:
         machine = _assumed_machine(gpu)
         note = [f"no CUDA device here: a machine of {gpu.upper()}s with Transformer Engine is assumed"]
-    note += check_actor_settings(config, site.gpus, machine, runs_here=runs_here, writes=False)
+    note += check_actor_settings(config, site.gpus, machine, runs_here=runs_here)
     job = prepare_job(config, site.gpus, machine=machine)
     try:
         first = next(iter(job.train_sets.values())).first_prompt

@@ -49,7 +49,7 @@ def execute(arguments: argparse.Namespace) -> int:
         from dppo_megatron.job import prepare_job
         from dppo_megatron.platform.capabilities import this_machine
     size = launched_world_size()
-    check_actor_settings(config, size, this_machine(), runs_here=True, writes=True)
+    check_actor_settings(config, size, this_machine(), runs_here=True)
     job = prepare_job(config, size)
     with progress("loading Megatron"):
         from dppo_megatron.run import Run, Stopped

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
+from dppo_megatron.actor.attention import find_kernel
 from dppo_megatron.actor.logprobs import choose_softmax
-from dppo_megatron.actor.varlen import find_kernel
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import connect
 from dppo_megatron.platform.capabilities import Machine, this_machine, transformer_engine_warning
