@@ -193,7 +193,7 @@ def _damage(rng: random.Random, directory: Path) -> str:
         way = rng.choice(ways)
         try:
             way(rng, path)
-        except (ValueError, LookupError, TypeError, OSError):
+        except (ValueError, LookupError, TypeError, OSError, yaml.YAMLError):
             continue  # damaged by the one before, beyond what this one can read
         said.append(f"{way.__name__.strip('_')} {path.relative_to(directory)}")
     return ", ".join(said)

@@ -247,8 +247,9 @@ def standard_error(rewards: list[list[float | None]], weight: list[float]) -> fl
         return None
     mean, w = np.array(means), np.array(weights)
     centre = float((w * mean).sum() / w.sum())
-    spread = float(np.sqrt((w**2 * (mean - centre) ** 2).sum()) / w.sum())
-    return spread * math.sqrt(len(means) / (len(means) - 1))
+    with np.errstate(over="ignore"):  # a damaged trace may hold 1e300
+        spread = float(np.sqrt((w**2 * (mean - centre) ** 2).sum()) / w.sum())
+    return finite_number(spread * math.sqrt(len(means) / (len(means) - 1)))
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float | None]:
