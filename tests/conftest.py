@@ -1,6 +1,7 @@
 """What every test needs, and no more: one thread for each process, megatron-core prepared, GPU tests skipped aloud, and
 an order in which two workers end together (`pytest -n 2`, see docs/testing.md)."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -104,15 +105,27 @@ LONGEST = (
 """Started first: a long file that started last would leave the other workers idle."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _environment() -> Iterator[None]:
-    """What a file, or a library that it imports, leaves in the environment ends with it: a directory on PYTHONPATH had
-    every grader process of the files after it import torch, 3 CPU seconds each."""
+@contextlib.contextmanager
+def _environment_restored() -> Iterator[None]:
     before = dict(os.environ)
     yield
+    os.environ |= before
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
-    os.environ.update(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment_of_a_module() -> Iterator[None]:
+    """What a module's fixtures put into the environment is gone when its tests have run."""
+    with _environment_restored():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_a_test() -> Iterator[None]:
+    """What a test puts there too: a PYTHONPATH for one engine's servers had every later `python -c` import torch."""
+    with _environment_restored():
+        yield
 
 
 @pytest.fixture(scope="module")

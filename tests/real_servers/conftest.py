@@ -40,7 +40,7 @@ def served(request: pytest.FixtureRequest, files: Path, tmp_path_factory: pytest
         with contextlib.suppress(ProcessLookupError):
             send(server, signal.SIGCONT)
         server.stop()
-    del os.environ["DPPO_ENGINE_API_KEY"]
+    os.environ.pop("DPPO_ENGINE_API_KEY", None)
 
 
 @pytest.fixture(autouse=True)
