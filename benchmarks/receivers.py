@@ -185,12 +185,11 @@ class _Receiver:
     def receive(self, num_bytes: int) -> None:
         self._maybe_fail()
         try:
-            arrival = self._chain.receive(num_bytes)
-            arrival.finish()
+            memory = self._chain.receive(num_bytes)
         except RuntimeError:
-            self._chain = arrival = None
+            self._chain = None
             raise
-        self._digest.update(arrival.memory.numpy().data)
+        self._digest.update(memory.numpy().data)
 
     def map(self, num_bytes: int, offer: dict[str, Any]) -> None:
         self._maybe_fail()

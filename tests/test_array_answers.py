@@ -28,17 +28,39 @@ GROUP = requests(1)[0]
 EXPECTED = Expected(19, 1, 2)
 
 
-def packed(answer: dict[str, Any], head: dict[str, Any] | None = None, **first: Any) -> bytes:
-    """A JSON answer of vLLM as arrays, with changes to the header and to its first choice."""
-    choices = [
-        {"index": one["index"], "tokens": len(one["token_ids"])}
-        | {name: one[name] for name in ("finish_reason", "weight_versions")}
+def completions(answer: Any) -> list[tuple[dict[str, Any], list[int], list[float]]]:
+    """(header, token ids, log-probabilities) of each completion of a JSON answer, of either engine."""
+    if isinstance(answer, list):
+        return [
+            (
+                {"id": meta["id"], "finish_reason": meta["finish_reason"]["type"]}
+                | {"weight_versions": meta["weight_versions"]},
+                one["output_ids"],
+                [triple[0] for triple in meta["output_token_logprobs"]],
+            )
+            for one in answer
+            for meta in [one["meta_info"]]
+        ]
+    name = answer["request_id"].removeprefix("generate-tokens-")
+    return [
+        (
+            {"id": f"{name}/{one['index']}"} | {name: one[name] for name in ("finish_reason", "weight_versions")},
+            one["token_ids"],
+            [entry["logprob"] for entry in one["logprobs"]["content"]],
+        )
         for one in answer["choices"]
     ]
-    choices[0] |= first
-    header = json.dumps({"request_id": answer["request_id"], "choices": choices} | (head or {})).encode()
-    tokens = [token for one in answer["choices"] for token in one["token_ids"]]
-    values = [entry["logprob"] for one in answer["choices"] for entry in one["logprobs"]["content"]]
+
+
+def packed(answer: Any, **first: Any) -> bytes:
+    """A JSON answer as arrays, with changes to the header of its first completion."""
+    found = completions(answer)
+    heads = [head | {"tokens": len(ids)} for head, ids, _ in found]
+    if first:
+        heads[0] |= first
+    header = json.dumps({"answers": heads}).encode()
+    tokens = [token for _, ids, _ in found for token in ids]
+    values = [value for *_, own in found for value in own]
     return struct.pack("<I", len(header)) + header + struct.pack(f"<{len(tokens)}i{len(values)}f", *tokens, *values)
 
 
@@ -63,11 +85,11 @@ def same(ours: list[Sampled], theirs: list[Sampled]) -> bool:
 
 
 def test_both_forms_say_the_same() -> None:
-    """Also where the choices come in another order."""
+    """Also where the JSON's choices come in another order."""
     plain = checked(VLLMDialect().read([json.dumps(GOOD).encode()], GROUP), GROUP, EXPECTED)
     assert same(read(packed(GOOD)), plain)
     turned = GOOD | {"choices": GOOD["choices"][::-1]}
-    assert same(read(packed(turned)), plain)
+    assert same(checked(VLLMDialect().read([json.dumps(turned).encode()], GROUP), GROUP, EXPECTED), plain)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +99,10 @@ def test_both_forms_say_the_same() -> None:
         (b"\xff\xff\xff\xff", "cannot be read"),
         (packed(GOOD)[:-1], "bytes of arrays"),
         (packed(GOOD) + b"\0\0\0\0", "bytes of arrays"),
-        (packed(GOOD, {"request_id": "generate-tokens-other"}), "answers request"),
-        (packed(GOOD, {"choices": []}), "completions \\[\\]"),
-        (packed(GOOD, index=1), "completions"),
+        (packed(GOOD | {"request_id": "generate-tokens-other"}), "answers request"),
+        (packed(GOOD | {"choices": []}), "0 completions for 3 asked"),
+        (packed(GOOD | {"choices": GOOD["choices"][::-1]}), "belongs"),
+        (packed(GOOD, id=f"{GROUP.request_id}/1"), "answers request"),
         (packed(GOOD, tokens=-1), "cannot be read"),
         (packed(GOOD, tokens=1 << 40), "bytes of arrays"),
         (packed(GOOD, finish_reason="error"), "ended by 'error'"),
@@ -119,35 +142,18 @@ def test_no_bytes_make_anything_but_a_checked_answer() -> None:
     assert min(outcomes.values()) > 0, outcomes
 
 
-def packed_sglang(answers: list[Any], **first: Any) -> bytes:
-    """As `packed`, of SGLang's answers."""
-    heads = [
-        {"id": one["meta_info"]["id"], "tokens": len(one["output_ids"])}
-        | {"finish_reason": one["meta_info"]["finish_reason"]["type"]}
-        | {"weight_versions": one["meta_info"]["weight_versions"]}
-        for one in answers
-    ]
-    heads[0] |= first
-    header = json.dumps({"answers": heads}).encode()
-    triples = [triple for one in answers for triple in one["meta_info"]["output_token_logprobs"]]
-    arrays = struct.pack(f"<{len(triples)}i", *(t for _, t, _ in triples))
-    return (
-        struct.pack("<I", len(header)) + header + arrays + struct.pack(f"<{len(triples)}f", *(p for p, _, _ in triples))
-    )
-
-
 def test_sglangs_arrays() -> None:
     """Its header names the answers by their ids, in the order of the batch."""
     plain, arrays = SGLangDialect(19, seeded=True), SGLangDialect(19, seeded=True, arrays=True)
     answers = answer_to(json.loads(plain.rounds(GROUP)[-1][0].body))
     expected = plain.read([json.dumps(answers).encode()], GROUP)
-    assert same(checked(arrays.read([packed_sglang(answers)], GROUP), GROUP, EXPECTED), expected)
+    assert same(checked(arrays.read([packed(answers)], GROUP), GROUP, EXPECTED), expected)
     for content, message in (
-        (packed_sglang(answers)[:-1], "bytes of arrays"),
-        (packed_sglang(answers, id="another"), "answers request 'another'"),
-        (packed_sglang(answers, tokens=-1), "cannot be read"),
-        (packed_sglang(answers[::-1]), "belongs"),
-        (packed_sglang(answers[:-1]), "2 completions for 3 asked"),
+        (packed(answers)[:-1], "bytes of arrays"),
+        (packed(answers, id="another"), "answers request 'another'"),
+        (packed(answers, tokens=-1), "cannot be read"),
+        (packed(answers[::-1]), "belongs"),
+        (packed(answers[:-1]), "2 completions for 3 asked"),
     ):
         with pytest.raises(BadAnswer, match=message):
             arrays.read([content], GROUP)
@@ -155,13 +161,7 @@ def test_sglangs_arrays() -> None:
 
 def test_the_engines_file_writes_the_form() -> None:
     """`in_engine/dppo_arrays.py`, which both engines' files use, against what is packed here by hand."""
-    choices = [{"index": c["index"], "tokens": len(c["token_ids"])} for c in GOOD["choices"]]
-    choices = [
-        head | {name: c[name] for name in ("finish_reason", "weight_versions")}
-        for head, c in zip(choices, GOOD["choices"], strict=True)
-    ]
-    values = [(c["token_ids"], [e["logprob"] for e in c["logprobs"]["content"]]) for c in GOOD["choices"]]
-    content = dppo_arrays.packed({"request_id": GOOD["request_id"], "choices": choices}, values)
+    content = dppo_arrays.packed(completions(GOOD))
     assert same(read(content), read(packed(GOOD))) and int.from_bytes(content[:4], "little") % 4 == 0
 
 
@@ -169,7 +169,7 @@ def test_the_engines_file_hides_no_mistake() -> None:
     """Two completions that lack what the other has too much would move each other's log-probabilities, in a sum that
     is right."""
     with pytest.raises(ValueError, match="1 log-probabilities for 2 tokens"):
-        dppo_arrays.packed({}, [([1, 2], [-0.5]), ([3], [-0.5, -0.25])])
+        dppo_arrays.packed([({}, [1, 2], [-0.5]), ({}, [3], [-0.5, -0.25])])
 
 
 def test_sglangs_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,14 +190,9 @@ def test_sglangs_file(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_group_that_was_ended_before_its_first_token(engine: str) -> None:
     """Arrays of nothing are an answer: each completion is an abort."""
-    if engine == "vllm":
-        answer: Any = {"request_id": GROUP.request_id, "choices": []}
-        answer["choices"] = [{"index": i, "tokens": 0, "finish_reason": "abort"} for i in range(GROUP.count)]
-        found = read(dppo_arrays.packed(answer, [([], [])] * GROUP.count))
-    else:
-        heads = [{"id": f"{GROUP.request_id}/{i}", "tokens": 0, "finish_reason": "abort"} for i in range(GROUP.count)]
-        content = dppo_arrays.packed({"answers": heads}, [([], [])] * GROUP.count)
-        found = checked(SGLangDialect(19, arrays=True).read([content], GROUP), GROUP, EXPECTED)
+    dialect = VLLMDialect(arrays=True) if engine == "vllm" else SGLangDialect(19, arrays=True)
+    heads = [{"id": f"{GROUP.request_id}/{i}", "finish_reason": "abort"} for i in range(GROUP.count)]
+    found = checked(dialect.read([dppo_arrays.packed((head, [], []) for head in heads)], GROUP), GROUP, EXPECTED)
     assert [(len(one.token_ids), one.finish_reason) for one in found] == [(0, "abort")] * GROUP.count
 
 

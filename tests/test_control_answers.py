@@ -35,7 +35,7 @@ from dppo_megatron.rollout.servers.connect import ConnectedServers, describe, ma
 from dppo_megatron.rollout.servers.directory import RegistryEntry
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http, Unreachable
-from dppo_megatron.rollout.servers.membership import Membership, inspect
+from dppo_megatron.rollout.servers.membership import Membership
 from dppo_megatron.rollout.servers.router import RouterServer, named_workers
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
@@ -164,9 +164,10 @@ def test_when_a_server_is_new_or_back(row: Row, stubs: StubServers, files: Path)
             assert url in str(error) and len(str(error)) < 2000
             wrong.append(url)
     fleet = _fleet([], config)
-    known = ConnectedServers([], [], "disk", "", {})
     entries = {url: RegistryEntry(url, "", row.engine) for url in case.urls.values()}
-    Membership(lambda: entries, known, config, ARCHITECTURE, lambda _: None).update(fleet)
+    known = ConnectedServers([], [], "disk", "", {}, lambda: entries)
+    membership = Membership(known, config, ARCHITECTURE, lambda _: None)
+    membership.update(fleet)
     members = {member.name for member in fleet.members}
     assert case.urls["good"] in members and len(fleet.members) == len(members)
     not_used = [url for url in case.urls.values() if url not in members]
@@ -177,7 +178,7 @@ def test_when_a_server_is_new_or_back(row: Row, stubs: StubServers, files: Path)
     servers = [make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in case.urls.values()]
     case.said.clear()
     fleet.close()
-    fleet = _fleet(servers, config, inspect=lambda member: inspect(member.server, known, config, ARCHITECTURE))
+    fleet = _fleet(servers, config, inspect=membership.inspect)
     for member in fleet.members:
         fleet.mark_out(member, "a test")
     fleet.revive()

@@ -320,10 +320,8 @@ def test_members_find_each_other() -> None:
     meeting, store = _meeting()
     ours, theirs = _both(lambda: own_chain(meeting), lambda: _worker(meeting, store, meeting.secret))
     sent = torch.arange(100, dtype=torch.uint8)
-    arrival = theirs.receive(100)
-    ours.send(sent)
-    arrival.finish()
-    assert torch.equal(arrival.memory, sent)
+    _, received = _both(lambda: ours.send(sent), lambda: theirs.receive(100))
+    assert torch.equal(received, sent)
 
 
 def test_an_impostor_in_the_store_is_no_member() -> None:

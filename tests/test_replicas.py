@@ -47,7 +47,7 @@ def fake() -> Iterator[FakeVLLM]:
         server.instead = {
             "/server_info": {"vllm_config": _settings(2)},
             "/get_world_size": {"world_size": 4},
-            "/inference/v1/generate_arrays": {"form": 1},
+            "/inference/v1/generate_arrays": {"form": 2},
             "/dppo_workers": {"replicas": [[_worker(3), _worker(2)], [_worker(1), _worker(0)]]},
             "/collective_rpc": {"results": [_worker(0), _worker(1)]},
         }

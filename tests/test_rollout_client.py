@@ -8,6 +8,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,7 +30,7 @@ from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.job import prepare_job
-from dppo_megatron.rewards.grading import GradeInClient
+from dppo_megatron.rewards.grading import make_grader
 from dppo_megatron.rollout import server_engine
 from dppo_megatron.rollout.client import messages
 from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, hand_over, take_over
@@ -37,7 +38,7 @@ from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory, 
 from dppo_megatron.rollout.client.remote import Nodes, owners, take
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.rollout.servers.dispatch import grouped
+from dppo_megatron.rollout.servers.dispatch import dispatch, grouped
 from dppo_megatron.rollout.servers.wire import Sampled
 from dppo_megatron.types import Completion, Grade, Prompt, RunAborted
 
@@ -59,7 +60,7 @@ def test_groups_are_graded_as_they_land(files: Path, stubs: StubServers, monkeyp
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     job = prepare_job(job_config(files, files / "run"), 1)
     reward = RewardConfig(function="support.faulty:length_parity", processes=2)
-    rig = Rig([("vllm", stubs.url("a"))], GradeInClient(reward), Detokenizer.of(job.tokenizer))
+    rig = Rig([("vllm", stubs.url("a"))], partial(make_grader, reward), Detokenizer.of(job.tokenizer))
     try:
         prompts = [_encoded(Prompt(index, "", (), str(index), "")) for index in range(6)]
         run(rig.fleet([0], {}), requests(6), prompts=prompts)
@@ -163,7 +164,7 @@ def test_a_server_that_comes_back_is_looked_at_again(files: Path, tmp_path: Path
             await asked.reply('{"detail": "Not Found"}', "404 Not Found")
 
     stubs.behaviours["a"] = either
-    stubs.pages[f"a/{path}"] = '{"form": 1}'
+    stubs.pages[f"a/{path}"] = '{"form": 2}'
     said = heard()
     engine = _one_rank(
         files, tmp_path, rollout__servers__endpoints=f"[{stubs.url('a')}]", rollout__limits__engine_wait_s=2
@@ -177,6 +178,30 @@ def test_a_server_that_comes_back_is_looked_at_again(files: Path, tmp_path: Path
         with pytest.raises(RunAborted, match=r"engine_wait_s = 2 s .*a context of 3 tokens"):
             _rollout(engine, 3)
         assert sum("answers again and is not used" in line for line in said) == 1
+    finally:
+        engine.close()
+
+
+def test_what_is_given_up_half_way_is_ended_at_the_server(files: Path, tmp_path: Path, stubs: StubServers) -> None:
+    """Also after some completions were taken; else the answers of the others would be the next rollout's."""
+    closed = threading.Event()
+
+    async def first_only(asked: Asked) -> None:
+        if asked.body["request_id"].startswith("1-0-"):
+            return await good(asked)
+        await asked.reader.read()
+        closed.set()
+
+    stubs.behaviours["a"] = first_only
+    engine = _one_rank(files, tmp_path, rollout__servers__endpoints=f"[{stubs.url('a')}]")
+    try:
+        asked = [Request(Prompt(i, "", (2, 3), "", ""), c, 1) for i in range(2) for c in range(4)]
+        work, places = engine._plan(asked, Sampling(LIMIT, 1.0, 0))
+        landing = dispatch(engine._fleet, work)
+        next(landing)
+        engine._take(places)
+        landing.close()  # type: ignore[attr-defined]
+        assert closed.wait(20)
     finally:
         engine.close()
 
@@ -232,7 +257,7 @@ def test_both_ends_prove_the_key() -> None:
 
         def accept(ours: socket.socket = ours, key: bytes = listens, errors: list[Exception] = errors) -> None:
             try:
-                messages.accept_handshake(ours, key)
+                messages.handshake(ours, key, listens=True)
             except Exception as error:
                 errors.append(error)
             finally:
@@ -241,10 +266,10 @@ def test_both_ends_prove_the_key() -> None:
         thread = threading.Thread(target=accept)
         thread.start()
         if listens == connects:
-            messages.connect_handshake(theirs, connects)
+            messages.handshake(theirs, connects, listens=False)
         else:
             with pytest.raises((messages.HandshakeFailed, ConnectionError)):
-                messages.connect_handshake(theirs, connects)
+                messages.handshake(theirs, connects, listens=False)
         thread.join()
         theirs.close()
         assert bool(errors) == (listens != connects)

@@ -203,12 +203,10 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     trouble of its own is asked again; one whose file ends its address with a slash is the same one each time."""
     config = _config(files, tmp_path / "run", tmp_path)
     said, fleet = heard(), Fleet([], config.rollout)
-    known = ConnectedServers([], [], "disk", "", {})
+    known = ConnectedServers([], [], "disk", "", {}, Directory(tmp_path).entries)
     architecture = cast(Any, SimpleNamespace(name="any", vocab_size=19))
     introduced: list[str] = []
-    membership = Membership(
-        Directory(tmp_path).entries, known, config, architecture, lambda member: introduced.append(member.name)
-    )
+    membership = Membership(known, config, architecture, lambda member: introduced.append(member.name))
     a, b = fakes.start("a"), fakes.start("b")
     fakes.servers["a"].trouble = 503
     fakes.servers["b"].instead = {"/collective_rpc": {"results": 7}}

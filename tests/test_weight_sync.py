@@ -206,7 +206,7 @@ def test_members_of_an_nccl_group_prove_themselves_before_the_first_weight(
         theirs = dist.TCPStore("127.0.0.1", store.port, 3, False, soon, wait_for_workers=False)  # type: ignore[attr-defined]
         secret = "guessed" if rank == stranger else meeting.secret
         receiver = dppo_wire.BroadcastReceiver(theirs, rank, 3, soon, secret, torch.device("cpu"))
-        return [_received(receiver.receive(8)) for _ in range(2)]
+        return [receiver.receive(8).tolist() for _ in range(2)]
 
     workers = [in_thread(partial(work, rank)) for rank in (1, 2)]
     group = own_broadcast(meeting)
@@ -222,11 +222,6 @@ def test_members_of_an_nccl_group_prove_themselves_before_the_first_weight(
         with pytest.raises(RuntimeError, match=named):
             workers[2 - stranger].result(60)  # the other one, who is honest
     group.abandon()
-
-
-def _received(arrival: dppo_wire.Arrival) -> list[int]:
-    arrival.wait_for(8)
-    return arrival.memory.tolist()
 
 
 @pytest.mark.parametrize("as_torch_does", [True, False])

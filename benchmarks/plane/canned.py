@@ -36,7 +36,8 @@ class Canned:
         values = [round(float(value), 6) for value in -rng.exponential(1.0, self.tokens)]
         span = [{"version": "1", "start": 0, "end": self.tokens}]
         if self.engine.endswith("_arrays"):
-            return self._arrays(request_id, tokens, values, span)
+            head = {"finish_reason": "length", "weight_versions": span}
+            return packed([(head | {"id": f"{request_id}/{index}"}, tokens, values) for index in range(COUNT)])
         if self.engine == "vllm":
             entry = [
                 {"token_id": t, "logprob": p, "rank": 1, "top_logprobs": [{"token_id": t, "logprob": p, "rank": 1}]}
@@ -53,17 +54,6 @@ class Canned:
             for index in range(COUNT)
         ]
         return json.dumps(answers).encode()
-
-    def _arrays(self, request_id: str, tokens: list[int], values: list[float], span: list[dict[str, Any]]) -> bytes:
-        """As our files in the engines answer (`in_engine/dppo_arrays.py`)."""
-        head = {"tokens": self.tokens, "finish_reason": "length", "weight_versions": span}
-        if self.engine == "vllm_arrays":
-            choices = [{"index": index} | head for index in range(COUNT)]
-            return packed(
-                {"request_id": f"generate-tokens-{request_id}", "choices": choices}, [(tokens, values)] * COUNT
-            )
-        answers = [{"id": f"{request_id}/{index}"} | head for index in range(COUNT)]
-        return packed({"answers": answers}, [(tokens, values)] * COUNT)
 
 
 _ID = "r-000000.00000000"

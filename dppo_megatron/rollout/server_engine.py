@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.distributed import barrier, from_rank_zero, gather_all
+from dppo_megatron.distributed import barrier, from_rank_zero, gather_all, rank
 from dppo_megatron.rollout.client.completion_buffer import completion_of, spans_of
 from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory, grades_of
 from dppo_megatron.rollout.client.messages import ServerAddress
@@ -50,7 +49,7 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import Peer
 from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.membership import Membership, inspect
+from dppo_megatron.rollout.servers.membership import Membership
 from dppo_megatron.rollout.servers.protocol import Generator
 from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.servers.server_process import ServerProcess, stop_all
@@ -88,7 +87,7 @@ class ServerEngine(Engine):
         self._config = config
         self._detokenizer, self._vocab_size = Detokenizer.of(tokenizer), architecture.vocab_size
         self._stop_ids = (int(tokenizer.eos_token_id),)
-        self._nodes = _nodes()
+        self._nodes = Nodes.of(gather_all([this_node()]), rank())
         self._grades: dict[int, Grade] = {}
         self._grades_in_client = client_hook is not None
         self._stats = RolloutStats()
@@ -285,12 +284,11 @@ class ServerEngine(Engine):
             found[places[arrived.index][arrived.position]] = arrived.completion
             if arrived.grades and not arrived.position:
                 self._grades |= zip(places[arrived.index], grades_of(arrived.grades), strict=True)
-        if self._head is not None:
-            self._head.clients.forget()
         return dict(sorted(found.items()))
 
     def _count(self, work: Work) -> None:
-        """On rank 0."""
+        """On rank 0, when a rollout is over."""
+        self._zero.clients.forget()
         spans = [span for landed in work.done.values() for span in landed.spans]
         if spans:
             stale = sum((self._sync.version - version) * tokens for version, tokens in spans)
@@ -315,18 +313,16 @@ class _RankZero:
         launched: Sequence[ServerProcess],
         num_nodes: int,
     ) -> None:
-        self._config, self._architecture, self._found = config, architecture, found
+        self._config = config
         asked: list[Generator] = [*found.servers, *found.routers]
         owned_by = owners([one.http.url for one in asked], num_nodes, [server.node for server in launched])
-        self.nodes = sorted(set(owned_by)) if found.directory is None else list(range(num_nodes))
+        self.nodes = sorted(set(owned_by)) if found.addresses is None else list(range(num_nodes))
         """Those whose client asks servers."""
         listener = Listener(num_nodes)
         self.meeting = listener.meeting
         addresses = [_address(place, one) for place, one in enumerate(asked)]
         self.clients = Clients(listener, addresses, owned_by, self.nodes)
-        recruit: Callable[[Fleet], None] = lambda fleet: None  # noqa: E731
-        if found.directory is not None:
-            recruit = Membership(found.directory, found, config, architecture, self._introduce).update
+        membership = Membership(found, config, architecture, self._introduce)
         self.fleet = Fleet(
             found.servers,
             config.rollout,
@@ -334,8 +330,8 @@ class _RankZero:
             launched,
             health_file=HealthFile(Path(config.run_dir)),
             routers=found.routers,
-            recruit=recruit,
-            inspect=self._inspect,
+            recruit=membership.update,
+            inspect=membership.inspect,
         )
 
     def await_clients(self) -> None:
@@ -343,15 +339,8 @@ class _RankZero:
         widest = max((member.width for member in self.fleet.members), default=1)
         self.clients.start(self._config.rollout.limits.max_concurrent_sequences * widest)
 
-    def _inspect(self, member: Member) -> None:
-        """A server is back. Raises UserError if it is not one that this run can use."""
-        asked_as = member.server.dialect
-        inspect(member.server, self._found, self._config, self._architecture)
-        if member.server.dialect != asked_as:
-            self._introduce(member)
-
     def _introduce(self, member: Member) -> None:
-        """A server has come, perhaps behind a router."""
+        """A server has come, perhaps behind a router, or is asked in another dialect now."""
         for asked in (member, *self.fleet.routers):
             self.clients.add(_address(self.fleet.places[asked.name], asked.server))
 
@@ -386,12 +375,3 @@ class _Background:
         if error is not None and not isinstance(error, NeedsWeights):
             raise error
         return error is not None
-
-
-def _nodes() -> Nodes:
-    """The ranks by machine. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Nodes.of([""], 0)
-    names = [""] * dist.get_world_size()
-    dist.all_gather_object(names, this_node())
-    return Nodes.of(names, dist.get_rank())

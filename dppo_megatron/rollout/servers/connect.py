@@ -30,7 +30,6 @@ from dppo_megatron.rollout.servers.router import RouterServer, named_now, named_
 from dppo_megatron.rollout.servers.server_process import LaunchedServer, ServerProcess
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer, vllm_command, vllm_environment
-from dppo_megatron.rollout.transfer import shared_memory
 from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
@@ -52,7 +51,7 @@ class ConnectedServers:
     description: str
     seats: DeviceMap
     """Under the channel ipc, the rank that hands weights to each worker; else empty."""
-    directory: Addresses | None = None
+    addresses: Addresses | None = None
     """The servers from now on, where they may come and go."""
 
 
@@ -70,10 +69,10 @@ def connect(
     """
     rollout = config.rollout
     routers: list[RouterServer] = []
-    directory: Addresses | None = None
+    present: Addresses | None = None
     if rollout.servers.registry_dir:
         files = Directory(Path(rollout.servers.registry_dir))
-        directory, addresses = files.entries, _registered(files, rollout)
+        present, addresses = files.entries, _registered(files, rollout)
     elif launched:
         addresses = {server.url: server.api_key for server in launched}
     else:
@@ -83,14 +82,14 @@ def connect(
         if routers:
             behind = {name for router in routers for name in router.named}
             alone = [url for url in known if url not in behind]
-            directory = partial(named_now, alone, routers, configured, rollout.engine)
+            present = partial(named_now, alone, routers, configured, rollout.engine)
     urls = list(addresses)
     servers: list[Server] = [make_server(rollout, url, key, architecture.vocab_size) for url, key in addresses.items()]
     _await_ready(launched, servers, rollout.limits.start_timeout_s)
     infos = [describe(server, rollout.servers.api_key_env) for server in servers]
     for server, info in zip(servers, infos, strict=True):
         check_server(server.http.url, info, config, architecture)
-    routers = [router for router in routers if _passes(router, servers)]
+    routers = [router for router in routers if through(router, [server.dialect for server in servers])]
     on_gpu = torch.cuda.is_available()
     found = _device_map(launched, infos, devices)
     unequal = {url: dppo_nccl.difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
@@ -114,16 +113,8 @@ def connect(
             f"rollout: {rollout.engine} {infos[0].engine_version} at {', '.join(urls)}; weight sync: {channel} ({why})"
             f"{ipc_warning() if channel == 'ipc' and on_gpu else ''}"
         ),
-        directory=directory,
+        addresses=present,
     )
-
-
-def _passes(router: RouterServer, servers: Sequence[Server]) -> bool:
-    """Whether requests go through it; else a log line, and its workers are asked themselves."""
-    if through(router, [server.dialect for server in servers]):
-        return True
-    log(f"rollout: {router.http.url} passes no requests of this engine on; its workers are asked themselves")
-    return False
 
 
 def _registered(directory: Directory, rollout: RolloutConfig) -> dict[str, str]:
@@ -209,8 +200,6 @@ def _device_map(
 ) -> dict[str, tuple[int, ...] | None]:
     """For each launched server by address the ranks that share its workers' devices; None for one with a worker on a
     device without a rank."""
-    if not shared_memory.is_supported():
-        return {}
     found = {}
     for turn, (server, info) in enumerate(zip(launched, infos, strict=False)):  # others' servers have none
         workers = info.devices

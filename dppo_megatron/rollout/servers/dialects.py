@@ -7,7 +7,7 @@ the same bytes cost 27 times the CPU time (docs/data_plane.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -15,38 +15,56 @@ import numpy as np
 from dppo_megatron.rollout.servers.http import BadAnswer, decoded
 from dppo_megatron.rollout.servers.wire import Call, GenerateRequest, Sampled, VersionSpan, as_sampled
 
-T = TypeVar("T")
-
 # ----------------------------------------------------------------------------------- arrays (in_engine/dppo_arrays.py)
 
 
-class _ArraysLayout(msgspec.Struct):
-    """What the header holds of one completion, beside its name."""
+class _ArraysAnswer(msgspec.Struct):
+    """What the header holds of one completion."""
 
+    id: str
     tokens: Annotated[int, msgspec.Meta(ge=0)]
     finish_reason: str | None = None
     weight_versions: list[VersionSpan] | None = None
 
 
-def _opened(decoder: msgspec.json.Decoder[T], content: bytes) -> tuple[T, memoryview]:
-    """The header and the arrays' bytes."""
+class _ArraysHeader(msgspec.Struct):
+    answers: list[_ArraysAnswer]
+
+
+_ARRAYS_DECODER = msgspec.json.Decoder(_ArraysHeader)
+
+
+def _from_arrays(content: bytes, group: GenerateRequest) -> list[Sampled]:
+    """Completions that lie one after the other behind the header: all token ids, then all log-probabilities."""
     start = 4 + int.from_bytes(content[:4], "little")
-    return decoded(decoder, content[4:start]), memoryview(content)[start:]
-
-
-def _in_turn(heads: Sequence[_ArraysLayout], body: memoryview) -> list[Sampled]:
-    """Completions that lie one after the other: all token ids, then all log-probabilities."""
-    total = sum(head.tokens for head in heads)
+    answers, body = decoded(_ARRAYS_DECODER, content[4:start]).answers, memoryview(content)[start:]
+    _raise_if_not(group.count, len(answers))
+    total = sum(answer.tokens for answer in answers)
     if len(body) != 8 * total:
         raise BadAnswer(f"{len(body)} bytes of arrays for {total} tokens")
     tokens, logprobs = np.frombuffer(body, "<i4", total), np.frombuffer(body, "<f4", total, 4 * total)
-    found, start = [], 0
-    for head in heads:
-        end = start + head.tokens
-        spans = head.weight_versions or ()
-        found.append(as_sampled(tokens[start:end], logprobs[start:end], head.finish_reason, spans))
-        start = end
+    found, at = [], 0
+    for index, answer in enumerate(answers):
+        _raise_if_not_id(answer.id, _rid(group, index))
+        own = slice(at, at + answer.tokens)
+        found.append(as_sampled(tokens[own], logprobs[own], answer.finish_reason, answer.weight_versions or ()))
+        at = own.stop
     return found
+
+
+def _raise_if_not(wanted: int, count: int) -> None:
+    if count != wanted:
+        raise BadAnswer(f"{count} completions for {wanted} asked")
+
+
+def _raise_if_not_id(found: str, rid: str) -> None:
+    if found != rid:
+        raise BadAnswer(f"it answers request {found[:80]!r} where {rid!r} belongs")
+
+
+def _rid(group: GenerateRequest, index: int) -> str:
+    """Of one completion."""
+    return f"{group.request_id}/{index}"
 
 
 # ------------------------------------------------------------------------------------------------------------ vLLM
@@ -78,16 +96,6 @@ _VLLM_PREFIX = "generate-tokens-"
 """The server puts it before a request's id."""
 
 
-class _ArraysChoice(_ArraysLayout, kw_only=True):
-    index: int
-
-
-class _ArraysHeader(msgspec.Struct):
-    request_id: str
-    choices: list[_ArraysChoice]
-
-
-_ARRAYS_DECODER = msgspec.json.Decoder(_ArraysHeader)
 VLLM_ARRAYS_PATH = "/inference/v1/generate_arrays"
 VLLM_WORKERS_PATH = "/dppo_workers"
 
@@ -122,28 +130,17 @@ class VLLMDialect(_Dialect, frozen=True, tag="vllm"):
         if self.arrays:
             return _from_arrays(content, group)
         answer = decoded(_VLLM_DECODER, content)
-        _raise_if_anothers(answer, group)
+        if answer.request_id.removeprefix(_VLLM_PREFIX) != group.request_id:
+            raise BadAnswer(f"it answers request {answer.request_id[:80]!r}")
+        indices = [choice.index for choice in answer.choices]
+        if sorted(indices) != list(range(group.count)):
+            raise BadAnswer(f"completions {indices[:8]} for {group.count} asked")
         found = []
         for choice in sorted(answer.choices, key=lambda choice: choice.index):
             logprobs = choice.logprobs.content if choice.logprobs is not None else None
             values = [token.logprob for token in logprobs or ()]
             found.append(as_sampled(choice.token_ids or (), values, choice.finish_reason, choice.weight_versions or ()))
         return found
-
-
-def _raise_if_anothers(answer: _VLLMAnswer | _ArraysHeader, group: GenerateRequest) -> None:
-    if answer.request_id.removeprefix(_VLLM_PREFIX) != group.request_id:
-        raise BadAnswer(f"it answers request {answer.request_id[:80]!r}")
-    indices = [choice.index for choice in answer.choices]
-    if sorted(indices) != list(range(group.count)):
-        raise BadAnswer(f"completions {indices[:8]} for {group.count} asked")
-
-
-def _from_arrays(content: bytes, group: GenerateRequest) -> list[Sampled]:
-    answer, body = _opened(_ARRAYS_DECODER, content)
-    _raise_if_anothers(answer, group)
-    found = dict(zip((choice.index for choice in answer.choices), _in_turn(answer.choices, body), strict=True))
-    return [found[index] for index in range(group.count)]
 
 
 def vllm_body(group: GenerateRequest, seeded: bool) -> dict[str, Any]:
@@ -202,15 +199,6 @@ _SGLANG_DECODER = msgspec.json.Decoder(list[_SGLangAnswer])
 _SGLANG_ONE_DECODER = msgspec.json.Decoder(_SGLangAnswer)
 
 
-class _ArraysAnswer(_ArraysLayout, kw_only=True):
-    id: str
-
-
-class _SGLangArraysHeader(msgspec.Struct):
-    answers: list[_ArraysAnswer]
-
-
-_SGLANG_ARRAYS_DECODER = msgspec.json.Decoder(_SGLangArraysHeader)
 SGLANG_ARRAYS_PATH = "/generate_arrays"
 SGLANG_NCCL_PATH = "/dppo_nccl"
 
@@ -239,7 +227,7 @@ class SGLangDialect(_Dialect, frozen=True, tag="sglang"):
         """The batch's answers come in its order, each with its own id."""
         [content] = answers
         if self.arrays:
-            return _sglang_from_arrays(content, group)
+            return _from_arrays(content, group)
         found = decoded(_SGLANG_DECODER, content)
         _raise_if_not(group.count, len(found))
         return [_sglang_completion(answer, _rid(group, index)) for index, answer in enumerate(found)]
@@ -280,25 +268,6 @@ def _prefill(group: GenerateRequest) -> list[list[Call]]:
         **_routed(group),
     }
     return [[Call("/generate", msgspec.json.encode(prefill))]]
-
-
-def _sglang_from_arrays(content: bytes, group: GenerateRequest) -> list[Sampled]:
-    header, body = _opened(_SGLANG_ARRAYS_DECODER, content)
-    answers = header.answers
-    _raise_if_not(group.count, len(answers))
-    for index, answer in enumerate(answers):
-        _raise_if_not_id(answer.id, _rid(group, index))
-    return _in_turn(answers, body)
-
-
-def _raise_if_not(wanted: int, count: int) -> None:
-    if count != wanted:
-        raise BadAnswer(f"{count} completions for {wanted} asked")
-
-
-def _raise_if_not_id(found: str, rid: str) -> None:
-    if found != rid:
-        raise BadAnswer(f"it answers request {found[:80]!r} where {rid!r} belongs")
 
 
 def _sglang_completion(answer: _SGLangAnswer, rid: str) -> Sampled:
@@ -355,10 +324,6 @@ def _routed(group: GenerateRequest) -> dict[str, int]:
 
 def _cuts(group: GenerateRequest) -> bool:
     return group.temperature > 0 and (group.top_p < 1 or group.top_k > 0)
-
-
-def _rid(group: GenerateRequest, index: int) -> str:
-    return f"{group.request_id}/{index}"
 
 
 AnyDialect = VLLMDialect | SGLangDialect | SGLangRouterDialect

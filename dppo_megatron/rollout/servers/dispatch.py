@@ -15,7 +15,6 @@ The rules:
   It is for one engine: a server of four data-parallel replicas has room for four times as many.
 - Groups of a server that has gone out are queued again, and only the first answer to each is kept. With a seed (vLLM)
   the second attempt samples the same completion, so a failure does not favour short ones; without, `Work.resent`.
-- A server that has too much to do (408, 429, 503) rests for as long as it asks, or a little longer each time.
 - Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
   it that went wrong, `engine_wait_s` for a fleet without a live server. Each ends in one message with the request's id.
 """
@@ -247,7 +246,8 @@ class Dispatch:
         self._work.stragglers_aborted += aborted
         self._work.done[attempt.index] = event
         self._work.landed[event.ticket] = attempt.index
-        self._fleet.delivered(attempt.member)
+        with self._fleet.lock:
+            attempt.member.delivered()
         return attempt.index
 
     def _show(self, track: str, index: int, began_s: float, ended_s: float, ticket: int) -> None:
@@ -269,8 +269,8 @@ class Dispatch:
         turned_away = event.kind == "refused" and (event.status in BUSY or event.status < 500)
         self._again(attempt, was_sampled=not turned_away)
         if event.kind == "refused" and event.status in BUSY:
-            self._fleet.rest(member, event.retry_after_s)
-            return
+            with self._fleet.lock:
+                return member.back_off(event.retry_after_s)
         if event.kind == "refused" and 400 <= event.status < 500 and event.status not in _NOT_THE_SERVER:
             raise RunAborted(f"{member.name} refused request {request_id}: {event.text}")
         self._blame(attempt, event.text)

@@ -21,12 +21,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count, zip_longest
+from threading import Condition
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import NotProven
 from dppo_megatron.rollout.servers.intake import Intake
-from dppo_megatron.rollout.servers.member import HUNG_S, Endpoint, Member, OwnedLock
+from dppo_megatron.rollout.servers.member import HUNG_S, Endpoint, Member
 from dppo_megatron.rollout.servers.protocol import Server
 from dppo_megatron.rollout.servers.router import Router, RouterServer
 from dppo_megatron.rollout.servers.server_process import ServerProcess, stop_all
@@ -38,7 +39,6 @@ from dppo_megatron.types import UserError
 _ANSWER_S = 30.0
 """At most, for a server that is out: the sync or the rollout waits meanwhile."""
 _READY_S = 5.0
-_FIRST_REST_S, _LONGEST_REST_S = 0.5, 30.0
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Fleet:
         recruit: Callable[[Fleet], None] = lambda fleet: None,
         inspect: Callable[[Member], None] = lambda member: None,
     ) -> None:
-        self.lock = OwnedLock()
+        self.lock = Condition()
         """Held to change a member; never across a call to a server."""
         self.members = [
             Member(server, self.lock, clock, process) for server, process in zip_longest(servers, processes)
@@ -100,8 +100,6 @@ class Fleet:
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="launcher")
         """Its thread lives as long as the trainer: the kernel ends a server with the thread that has started it."""
         self.tickets = count(1)
-        self._busy: dict[str, int] = {}
-        """How often in a row each server has answered 408, 429 or 503."""
 
     @property
     def live(self) -> list[Member]:
@@ -216,18 +214,6 @@ class Fleet:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._starter.shutdown(wait=False, cancel_futures=True)
         stop_all(member.process for member in self.members if member.process is not None)
-
-    def rest(self, member: Endpoint, wanted_s: float | None) -> None:
-        """It has too much to do: no requests for as long as it asks, else twice as long as the last time."""
-        times = self._busy[member.name] = self._busy.get(member.name, 0) + 1
-        own_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** min(times - 1, 16))
-        with self.lock:
-            member.back_off(own_s if wanted_s is None else min(_LONGEST_REST_S, wanted_s))
-
-    def delivered(self, member: Endpoint) -> None:
-        self._busy.pop(member.name, None)
-        with self.lock:
-            member.delivered()
 
     def probe_all(self) -> None:
         """Start the health probes that are due and act on those that have come back."""

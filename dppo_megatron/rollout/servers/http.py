@@ -14,8 +14,6 @@ Beyond aiohttp:
 - A server that closes an idle connection has not failed (`Stale`).
 - The other end of a connection proves its identity before anything is sent to it (`identity.py`).
 - An answer is decoded as the type that the caller names, with its bounds: no unchecked value of a server is read.
-- Three kinds of failure: `Unreachable` (no answer: try elsewhere), `Refused` (a status other than 2xx), and `BadAnswer`
-  (2xx with content that cannot be right).
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import CancelledError, Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -39,7 +37,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from dppo_megatron.rollout.servers.identity import LARGEST_ANSWER, Question
+from dppo_megatron.rollout.servers.identity import is_proven
 from dppo_megatron.texts import one_line
 from dppo_megatron.types import RunAborted, UserError
 
@@ -194,7 +192,7 @@ class Transport:
             good = 200 <= response.status < 300
             limit = max_bytes if good else ERROR_BYTES
             content = bytearray()
-            async with _ReadSlot(self._reading, content):
+            async with _read_slot(self._reading, content):
                 async for part in response.content.iter_any():
                     content += part
                     if len(content) > limit:
@@ -230,9 +228,6 @@ class Http:
         self._transport: Transport | None = None
         self._drop: Callable[[], object] = lambda: None
         """Closes it, also when this is collected."""
-
-    def __repr__(self) -> str:
-        return f"Http({self.url})"
 
     @property
     def proves(self) -> bool | None:
@@ -351,7 +346,7 @@ class _ToPeers(aiohttp.TCPConnector):
         peer = self.provers.get(_place(str(req.url)))
         if peer is None or peer.proves is False:
             return made
-        if await _is_proven(peer, made):
+        if await is_proven(made, peer.api_key):
             peer.proves = True
             return made
         if peer.proves:
@@ -360,60 +355,37 @@ class _ToPeers(aiohttp.TCPConnector):
         return await super()._create_connection(req, traces, timeout)
 
 
-async def _is_proven(peer: Peer, made: Any) -> bool:
-    """Whether the other end of a new connection has the server's key; else the connection is closed."""
-    transport = made.transport
-    question = Question(peer.api_key, transport.get_extra_info("peername"))
-    reader = asyncio.StreamReader(limit=LARGEST_ANSWER)
-    transport.set_protocol(asyncio.StreamReaderProtocol(reader))
-    try:
-        transport.write(question.request)
-        with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            if question.is_answered_by(await reader.readuntil(b"\r\n\r\n")):
-                transport.set_protocol(made)
-                return True
-        return False
-    finally:
-        if transport.get_protocol() is not made:
-            transport.abort()
-
-
 def _place(url: str) -> tuple[str | None, int]:
     parts = urlsplit(url)
     return parts.hostname, parts.port or 80
 
 
-class _ReadSlot:
-    """The right to read an answer's body, until it is read or turns out to be slow.
+@contextlib.asynccontextmanager
+async def _read_slot(slots: asyncio.Semaphore, content: bytearray) -> AsyncIterator[None]:
+    """The right to read an answer's body into `content`, until it is read or turns out to be slow.
 
     An answer of 48,000 tokens is 8 MB, and a thousand may come at once: those that wait stay at the servers. A slow one
     loses its slot and is read beside the others, which it would delay: at such a rate it takes little memory.
     """
+    loop, seen = asyncio.get_running_loop(), 0
+    timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, slots: asyncio.Semaphore, content: bytearray) -> None:
-        self._slots, self._content = slots, content
-        self._seen = 0
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def __aenter__(self) -> None:
-        await self._slots.acquire()
-        self._timer = asyncio.get_running_loop().call_later(_PATIENCE_S, self._look)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._give_back()
-
-    def _look(self) -> None:
-        if len(self._content) - self._seen < _SLOW_BYTES:
-            self._give_back()
+    def look() -> None:
+        nonlocal seen, timer
+        if len(content) - seen < _SLOW_BYTES:
+            timer = None
+            slots.release()
         else:
-            self._seen = len(self._content)
-            self._timer = asyncio.get_running_loop().call_later(_PATIENCE_S, self._look)
+            seen, timer = len(content), loop.call_later(_PATIENCE_S, look)
 
-    def _give_back(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-            self._slots.release()
+    await slots.acquire()
+    timer = loop.call_later(_PATIENCE_S, look)
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.cancel()
+            slots.release()
 
 
 def decoded(decoder: msgspec.json.Decoder[T], content: bytes) -> T:

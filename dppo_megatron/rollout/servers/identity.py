@@ -15,26 +15,30 @@ A man in the middle between two machines still reads and writes what follows: it
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import secrets
 from typing import Any
 
 from dppo_megatron.rollout.servers.in_engine.dppo_vllm_guard import PROOF_HEADER, PROOF_PATH, proof
 
-LARGEST_ANSWER = 8192
+_LARGEST_ANSWER = 8192
 
 
-class Question:
-    """What the other end of one new connection is asked.
-
-    Args:
-        peer: the connection's other end, as of `getpeername`.
-    """
-
-    def __init__(self, key: str, peer: Any) -> None:
-        nonce = secrets.token_hex(32).encode()
-        self.request = b"GET %s?%s HTTP/1.1\r\nHost: server\r\n\r\n" % (PROOF_PATH.encode(), nonce)
-        self._wanted = b"\r\n%s: %s\r\n" % (PROOF_HEADER, proof(key, nonce, peer[:2]))
-
-    def is_answered_by(self, head: bytes) -> bool:
-        """Whether the head of the answer, up to its empty line, has the proof."""
-        return head.startswith(b"HTTP/1.1 204 ") and self._wanted in head.lower()
+async def is_proven(made: Any, key: str) -> bool:
+    """Whether the other end of `made`, a new connection of aiohttp's, has the server's key; else it is closed."""
+    transport, nonce = made.transport, secrets.token_hex(32).encode()
+    wanted = b"\r\n%s: %s\r\n" % (PROOF_HEADER, proof(key, nonce, transport.get_extra_info("peername")[:2]))
+    reader = asyncio.StreamReader(limit=_LARGEST_ANSWER)
+    transport.set_protocol(asyncio.StreamReaderProtocol(reader))
+    try:
+        transport.write(b"GET %s?%s HTTP/1.1\r\nHost: server\r\n\r\n" % (PROOF_PATH.encode(), nonce))
+        with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            if head.startswith(b"HTTP/1.1 204 ") and wanted in head.lower():
+                transport.set_protocol(made)
+                return True
+        return False
+    finally:
+        if transport.get_protocol() is not made:
+            transport.abort()

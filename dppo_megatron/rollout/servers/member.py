@@ -20,9 +20,9 @@ server is made under that lock: decide under it, ask without it, then apply the 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from threading import Condition
 from typing import Literal
 
 from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, Generator, Server
@@ -33,35 +33,23 @@ _FREE_FAILURES = 3
 """Failures in a row after which a server is asked at once whether it is back: a killed one that was started again, or
 one that hung through a sync, needs no punishment."""
 _LONGEST_BACKOFF_S = 30.0
+_FIRST_REST_S, _LONGEST_REST_S = 0.5, 30.0
 _MISFIT_S = 5.0
 HUNG_S = 60.0
 """vLLM's front end may outlive its engines: for 300 s it answered "EngineCore encountered an issue" and did not end."""
-
-
-class OwnedLock(threading.Condition):
-    """A re-entrant lock that knows whether the calling thread holds it, as of the library's only a condition does."""
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether the calling thread holds it."""
-        try:
-            self.notify(0)
-        except RuntimeError:
-            return False
-        return True
 
 
 class Endpoint:
     """What is asked for completions, and the fleet's state of it: a server, or a router (`router.py`).
 
     Args:
-        lock: the fleet's; held to change this.
+        lock: the fleet's, re-entrant; held to change this.
         clock: seconds that only grow.
     """
 
     server: Generator
 
-    def __init__(self, server: Generator, lock: OwnedLock, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, server: Generator, lock: Condition, clock: Callable[[], float] = time.monotonic) -> None:
         self.server = server
         self._lock, self._clock = lock, clock
         self._state: State = "stale"
@@ -80,6 +68,7 @@ class Endpoint:
         self.asleep: frozenset[DeviceMemory] = frozenset()
         """What it has given back to the actor. A process that was started again has all of its memory."""
         self._out_since = self._asked_again_at = self._free_at = -float("inf")
+        self._times_busy = 0
         self._has_left = False
 
     def __repr__(self) -> str:
@@ -149,7 +138,7 @@ class Endpoint:
     def delivered(self) -> None:
         """A good answer: what went wrong before counts no more."""
         self._owned()
-        self.failures = 0
+        self.failures = self._times_busy = 0
 
     @property
     def may_be_asked(self) -> bool:
@@ -172,17 +161,21 @@ class Endpoint:
         self.groups -= 1
         self.completions -= completions
 
-    def back_off(self, seconds: float) -> None:
-        """Back off for `seconds` (HTTP 408, 429, 503); its state does not change."""
+    def back_off(self, wanted_s: float | None) -> None:
+        """It has too much to do (HTTP 408, 429, 503): no requests for as long as it asks, else twice as long as the
+        last time. Its state does not change."""
         self._owned()
-        self._free_at = max(self._free_at, self._clock() + seconds)
+        rest_s = _FIRST_REST_S * 2.0 ** min(self._times_busy, 16) if wanted_s is None else wanted_s
+        self._times_busy += 1
+        self._free_at = max(self._free_at, self._clock() + min(_LONGEST_REST_S, rest_s))
 
     @property
     def is_free(self) -> bool:
         return self._clock() >= self._free_at
 
     def _owned(self) -> None:
-        assert self._lock.is_mine, "a member is changed under the fleet's lock only"
+        """Raises RuntimeError unless this thread holds the fleet's lock: of the library's only a condition knows."""
+        self._lock.notify(0)
 
 
 class Member(Endpoint):
@@ -204,7 +197,7 @@ class Member(Endpoint):
     def __init__(
         self,
         server: Server,
-        lock: OwnedLock,
+        lock: Condition,
         clock: Callable[[], float] = time.monotonic,
         process: ServerProcess | None = None,
     ) -> None:

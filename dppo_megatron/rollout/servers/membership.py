@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.servers.connect import ConnectedServers, check_entry, check_server, described, make_server
-from dppo_megatron.rollout.servers.directory import Addresses, RegistryEntry
+from dppo_megatron.rollout.servers.directory import RegistryEntry
 from dppo_megatron.rollout.servers.dispatch import BUSY
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import BadAnswer, NotProven, Refused, Unreachable
@@ -30,57 +30,42 @@ from dppo_megatron.weights.architecture import Architecture
 _ASK_S = 10.0
 
 
-def inspect(server: Server, known: ConnectedServers, config: Config, architecture: Architecture) -> None:
-    """Have a server describe itself, to see that it fits this run.
-
-    Raises:
-        Unreachable, Refused: it cannot be asked.
-        UserError: it does not fit.
-    """
-    url = server.http.url
-    info = described(server, _ASK_S)
-    check_server(url, info, config, architecture)
-    if known.channel not in info.channels:
-        raise UserError(f"{url} is not started for weight sync over {known.channel}")
-    if known.channel == "nccl" and (unequal := dppo_nccl.difference(info.nccl)):
-        raise UserError(f"{url}: {unequal}")
-
-
 class Membership:
-    """Keeps a fleet's members those that have an address now.
+    """Keeps a fleet's members those that have an address now, and fit.
 
     Args:
-        known: the connection that was made at start.
-        introduce: makes a new member known to the rollout clients.
+        known: the connection that was made at start, and where addresses are read.
+        introduce: makes a new member known to the rollout clients, or one that is asked in another dialect now.
     """
 
     def __init__(
-        self,
-        addresses: Addresses,
-        known: ConnectedServers,
-        config: Config,
-        architecture: Architecture,
-        introduce: Callable[[Member], None],
+        self, known: ConnectedServers, config: Config, architecture: Architecture, introduce: Callable[[Member], None]
     ) -> None:
-        self._addresses, self._connection = addresses, known
-        self._config, self._architecture, self._introduce = config, architecture, introduce
+        self._known, self._config, self._architecture = known, config, architecture
+        self._introduce = introduce
         self._rejected: dict[tuple[str, str], bool] = {}
         """By (address, key) of those that were found not to fit: whether for good."""
         self._busy = threading.Lock()
 
+    def inspect(self, member: Member) -> None:
+        """A server is back. Raises Unreachable or Refused if it cannot be asked, UserError if it does not fit."""
+        asked_as = member.server.dialect
+        self._check(member.server)
+        if member.server.dialect != asked_as:
+            self._introduce(member)
+
     def update(self, fleet: Fleet) -> None:
         """Add new servers and drop those that have left; returns at once while another thread does it."""
-        if not self._busy.acquire(blocking=False):
+        if self._known.addresses is None or not self._busy.acquire(blocking=False):
             return
         try:
-            self._update(fleet)
+            self._update(fleet, self._known.addresses())
         except (OSError, UserError) as error:  # a file system that hangs, a file of another user
             log(f"rollout: the addresses of servers cannot be read: {error}")
         finally:
             self._busy.release()
 
-    def _update(self, fleet: Fleet) -> None:
-        entries = self._addresses()
+    def _update(self, fleet: Fleet, entries: dict[str, RegistryEntry]) -> None:
         for member in fleet.members:
             if member.name in entries and member.server.http.api_key == entries[member.name].api_key:
                 with fleet.lock:
@@ -99,20 +84,30 @@ class Membership:
             check_entry(entry, config.rollout)
             server = make_server(config.rollout, entry.url, entry.api_key, self._architecture.vocab_size)
             server.healthy(timeout_s=_ASK_S)
-            inspect(server, self._connection, config, self._architecture)
+            self._check(server)
         except (BadAnswer, NotProven) as error:
-            return self._reject(fleet, entry, str(error), for_good=False)
+            return self._reject(entry, str(error), for_good=False)
         except Unreachable:
             return  # asked again at the next sync
         except Refused as error:
             for_good = 400 <= error.status < 500 and error.status not in BUSY
-            return self._reject(fleet, entry, f"{entry.url} answers with {error}", for_good=for_good)
+            return self._reject(entry, f"{entry.url} answers with {error}", for_good=for_good)
         except UserError as error:
-            return self._reject(fleet, entry, str(error), for_good=True)
+            return self._reject(entry, str(error), for_good=True)
         self._introduce(fleet.let_in(server))
         log(f"rollout: {entry.url} has come; it gets requests after a weight sync")
 
-    def _reject(self, fleet: Fleet, entry: RegistryEntry, why: str, *, for_good: bool) -> None:
+    def _check(self, server: Server) -> None:
+        """Have it describe itself. Raises as `inspect`."""
+        url, channel = server.http.url, self._known.channel
+        info = described(server, _ASK_S)
+        check_server(url, info, self._config, self._architecture)
+        if channel not in info.channels:
+            raise UserError(f"{url} is not started for weight sync over {channel}")
+        if channel == "nccl" and (unequal := dppo_nccl.difference(info.nccl)):
+            raise UserError(f"{url}: {unequal}")
+
+    def _reject(self, entry: RegistryEntry, why: str, *, for_good: bool) -> None:
         """Log it once. Unless it is `for_good` (the server does not fit), it is asked again at the next sync."""
         one = entry.url, entry.api_key
         if one not in self._rejected:

@@ -18,12 +18,14 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Condition
 
 from dppo_megatron.rollout.servers import control_answers
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, SGLangRouterDialect, VLLMDialect
 from dppo_megatron.rollout.servers.directory import RegistryEntry
 from dppo_megatron.rollout.servers.http import MAX_ANSWER_BYTES, BadAnswer, Http, Refused, Unreachable
-from dppo_megatron.rollout.servers.member import Endpoint, Member, OwnedLock
+from dppo_megatron.rollout.servers.member import Endpoint, Member
+from dppo_megatron.texts import log
 
 _ASK_S = 10.0
 
@@ -52,7 +54,7 @@ class Router(Endpoint):
 
     server: RouterServer
 
-    def __init__(self, server: RouterServer, lock: OwnedLock, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, server: RouterServer, lock: Condition, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(server, lock, clock)
         self._outages: dict[str, int] = {}
         """Of its workers, at the last call of `follow`."""
@@ -99,7 +101,7 @@ def named_workers(http: Http, timeout_s: float) -> list[str]:
 
 
 def through(router: RouterServer, workers: Sequence[AnyDialect]) -> bool:
-    """Give `router` its workers' dialect; returns whether it passes such requests on.
+    """Give `router` its workers' dialect; returns whether it passes such requests on. If not, that is logged.
 
     sglang-router has no path for vLLM's requests: it answers 404. A router that has the path refuses the empty body
     with another status.
@@ -109,10 +111,13 @@ def through(router: RouterServer, workers: Sequence[AnyDialect]) -> bool:
         path, router.dialect = "/generate", SGLangRouterDialect(workers[0].vocab_size, seeded)
     else:
         path, router.dialect = "/inference/v1/generate", VLLMDialect(seeded)
+    passes = True
     try:
         router.http.exchange(path, b"{}", timeout_s=_ASK_S, max_bytes=MAX_ANSWER_BYTES)
     except Refused as error:
-        return error.status not in (404, 405)
+        passes = error.status not in (404, 405)
     except Unreachable:
-        return False
-    return True
+        passes = False
+    if not passes:
+        log(f"rollout: {router.http.url} passes no requests of this engine on; its workers are asked themselves")
+    return passes

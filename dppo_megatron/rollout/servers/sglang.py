@@ -18,7 +18,7 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers import control_answers
 from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, SGLANG_NCCL_PATH, SGLangDialect
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
-from dppo_megatron.rollout.servers.in_engine import dppo_nccl
+from dppo_megatron.rollout.servers.in_engine import dppo_arrays, dppo_nccl
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
     InFlight,
@@ -75,7 +75,7 @@ class SGLangServer:
             raise UserError(f"{self.http.url} answers, but is no SGLang server (no /server_info)")
         check_version("SGLang", info.version, MINIMUM_VERSION, self.http.url)
         self._seeded = bool(info.enable_deterministic_inference)
-        self._arrays = self.http.find(SGLANG_ARRAYS_PATH, dict[str, int], timeout_s=timeout_s) == {"form": 1}
+        self._arrays = self.http.find(SGLANG_ARRAYS_PATH, dict[str, int], timeout_s=timeout_s) == dppo_arrays.FORM
         self._hashes_bytes = info.device == "cpu"
         self.world_size, self.replicas = info.tp_size, info.dp_size
         root = info.model_path or model.model_path  # the latter may be a snapshot of an earlier run's

@@ -21,7 +21,7 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers import control_answers
 from dppo_megatron.rollout.servers.dialects import VLLM_ARRAYS_PATH, VLLM_WORKERS_PATH, VLLMDialect
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
-from dppo_megatron.rollout.servers.in_engine import dppo_wire
+from dppo_megatron.rollout.servers.in_engine import dppo_arrays, dppo_wire
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
     InFlight,
@@ -82,7 +82,7 @@ class VLLMServer:
         self._extended = parallel.worker_extension_cls.startswith("dppo_vllm_extension.")
         on_cpu = "cpu" in config.device_config.device.lower()
         self._seeded = not (on_cpu and config.scheduler_config.enable_chunked_prefill)
-        self._arrays = http.find(VLLM_ARRAYS_PATH, dict[str, int], timeout_s=timeout_s) == {"form": 1}
+        self._arrays = http.find(VLLM_ARRAYS_PATH, dict[str, int], timeout_s=timeout_s) == dppo_arrays.FORM
         self.replicas = parallel.data_parallel_size
         self.world_size = http.get("/get_world_size", control_answers.WorldSize, timeout_s=timeout_s).world_size
         models = self._workers(timeout_s)

@@ -1,7 +1,8 @@
 """An answer as arrays, as both engines' files here write it: no text and no object for a token.
 
     uint32           bytes of the header
-    header           JSON, without tokens and log-probabilities; every completion has its number of `tokens`
+    header           JSON {"answers": [{"id", "tokens", "finish_reason", "weight_versions"}, ...]}: `id` is that of the
+                     request, a slash and the number of the completion, `tokens` how many it has
     int32   [n]      token ids of all completions, one after the other
     float32 [n]      log-probability of each
 
@@ -17,25 +18,26 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-FORM = {"form": 1}
-"""The answer to GET, by which a trainer finds that the path is there."""
+FORM = {"form": 2}
+"""The answer to GET, by which a trainer finds that the path is there and answers as it reads."""
 
 
-def packed(header: dict[str, Any], completions: Iterable[tuple[Sequence[int], Sequence[float]]]) -> bytes:
-    """The answer's bytes, of (token ids, log-probabilities) of each completion in the header's order.
+def packed(answers: Iterable[tuple[dict[str, Any], Sequence[int], Sequence[float]]]) -> bytes:
+    """The answer's bytes, of (header without `tokens`, token ids, log-probabilities) of each completion in their order.
 
     Raises:
         ValueError: a completion has more of one than of the other.
     """
-    tokens, logprobs = array("i"), array("f")
-    for ids, values in completions:
+    tokens, logprobs, heads = array("i"), array("f"), []
+    for head, ids, values in answers:
         if len(ids) != len(values):  # two such completions could make up for each other in the sum
             raise ValueError(f"{len(values)} log-probabilities for {len(ids)} tokens")
         tokens.extend(ids)
         logprobs.extend(values)
+        heads.append(head | {"tokens": len(ids)})
     if sys.byteorder == "big":
         tokens.byteswap()
         logprobs.byteswap()
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 4)
-    return struct.pack("<I", len(head)) + head + tokens.tobytes() + logprobs.tobytes()
+    header = json.dumps({"answers": heads}).encode()
+    header += b" " * (-len(header) % 4)
+    return struct.pack("<I", len(header)) + header + tokens.tobytes() + logprobs.tobytes()

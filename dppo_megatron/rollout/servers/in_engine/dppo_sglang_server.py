@@ -5,8 +5,7 @@
 SGLang takes a key on its command line only, where every user of the machine can read it, and writes its arguments, the
 key among them, to its log. Here the key comes from the environment and goes to a middleware of the application's
 alone, before SGLang starts it. POST /generate_arrays takes what /generate takes, and answers in the form of
-`dppo_arrays.py`, with the header {"answers": [{"id", "tokens", "finish_reason", "weight_versions"}, ...]}. Nothing of
-SGLang is patched.
+`dppo_arrays.py`. Nothing of SGLang is patched.
 
 Imports nothing of the package, because it runs in the engine's environment.
 """
@@ -62,7 +61,7 @@ def packed_answers(answers: Sequence[dict[str, Any]]) -> bytes:
     Raises:
         ValueError: log-probabilities of other tokens than are returned, which the arrays would not show.
     """
-    heads, completions = [], []
+    found = []
     for answer in answers:
         meta, tokens = answer["meta_info"], answer["output_ids"]
         triples = meta.get("output_token_logprobs") or []
@@ -71,9 +70,9 @@ def packed_answers(answers: Sequence[dict[str, Any]]) -> bytes:
         values = meta.get("output_token_sampling_logprobs")
         reason = (meta.get("finish_reason") or {}).get("type")
         spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(tokens)}]
-        heads.append({"id": meta["id"], "tokens": len(tokens), "finish_reason": reason, "weight_versions": spans})
-        completions.append((tokens, [triple[0] for triple in triples] if values is None else values))
-    return packed({"answers": heads}, completions)
+        head = {"id": meta["id"], "finish_reason": reason, "weight_versions": spans}
+        found.append((head, tokens, [triple[0] for triple in triples] if values is None else values))
+    return packed(found)
 
 
 def main() -> None:

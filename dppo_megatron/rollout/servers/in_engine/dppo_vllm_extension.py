@@ -12,8 +12,6 @@ code over gloo, which is what lets a machine without a GPU test it.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dppo_nccl import settings as nccl_settings
-from dppo_wire import Arrival, BroadcastReceiver, ChainReceiver, map_memory
+from dppo_wire import BroadcastReceiver, ChainReceiver, map_memory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -31,9 +29,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
-
-_BUFFERS = 2
-"""Of the trainer's, mapped at a time."""
 
 
 @dataclass
@@ -72,11 +67,6 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     _group: ChainReceiver | BroadcastReceiver | None = None
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._mapped: dict[str, torch.Tensor] = {}
-        """The trainer's buffers, by what names them: it fills one while the other is read."""
-
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the group; the trainer is rank 0 and holds the store. An earlier group is left first: its members may
         be waiting for us."""
@@ -106,59 +96,34 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         dtype = getattr(torch, update_info.dtype)
         shapes = [torch.Size(shape) for shape in update_info.shapes]
         sizes = [shape.numel() * dtype.itemsize for shape in shapes]
-        arrival: Arrival | None = None
-        try:
-            if update_info.memory is None:
-                arrival = self._begin(sum(sizes))
-                memory = arrival.memory
-            else:
-                memory = self._map(update_info.memory)[: sum(sizes)]
-            tensors = [part.view(dtype).view(shape) for part, shape in zip(memory.split(sizes), shapes, strict=True)]
-            self.model.load_weights(zip(update_info.names, _arriving(tensors, arrival), strict=True))
-        except RuntimeError:
-            self._group = arrival = None  # closes our sockets, which ends the waits of other members
-            raise
+        if update_info.memory is None:
+            memory = self._received(sum(sizes))
+        else:
+            memory = map_memory(update_info.memory)[: sum(sizes)]
+        tensors = [part.view(dtype).view(shape) for part, shape in zip(memory.split(sizes), shapes, strict=True)]
+        self.model.load_weights(zip(update_info.names, tensors, strict=True))
         keep_what_waits(self.model, memory)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the trainer fills the same memory again when it has our answer
 
-    def _begin(self, num_bytes: int) -> Arrival:
+    def _received(self, num_bytes: int) -> torch.Tensor:
         if self._group is None:
             raise RuntimeError("no weight transfer group: init_weight_transfer_engine comes first")
-        return self._group.receive(num_bytes)
-
-    def _map(self, memory: dict[str, Any]) -> torch.Tensor:
-        name = json.dumps(memory, sort_keys=True)
-        if name not in self._mapped:
-            while len(self._mapped) >= _BUFFERS:  # the oldest: a server that has missed a sync has old ones
-                self._mapped.pop(next(iter(self._mapped)))
-            self._mapped[name] = map_memory(memory)
-        return self._mapped[name]
+        try:
+            return self._group.receive(num_bytes)
+        except RuntimeError:
+            self._group = None  # closes our sockets, which ends the waits of other members
+            raise
 
     def finish_weight_update(self) -> None:
         """Layers go back to their kernels' form."""
         finalize_layerwise_reload(self.model, self.model_config)
         refresh_packed(self.model)
-        if self.device.type == "cuda":
-            self._mapped.clear()
-            if self._group is not None:
-                self._group.free()
+        if isinstance(self._group, BroadcastReceiver):
+            self._group.free()
 
     def shutdown(self) -> None:
         self._group = None
-        self._mapped.clear()
-
-
-def _arriving(tensors: list[torch.Tensor], arrival: Arrival | None) -> Iterator[torch.Tensor]:
-    """Each tensor as soon as it is there, so that it is loaded while the next ones come."""
-    end = 0
-    for tensor in tensors:
-        end += tensor.nbytes
-        if arrival is not None:
-            arrival.wait_for(end)
-        yield tensor
-    if arrival is not None:
-        arrival.finish()
 
 
 class WorkerExtension:

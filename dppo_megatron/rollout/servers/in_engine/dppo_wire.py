@@ -26,9 +26,9 @@ import hmac
 import os
 import threading
 import time
-from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,20 +92,6 @@ def prove_to_all(group: Any, secret: str, rank: int, world_size: int, device: to
             raise RuntimeError(f"who has connected as member {member} of the group does not know its secret")
 
 
-class Arrival(Protocol):
-    memory: torch.Tensor
-    """Where, [bytes]. Belongs to the end that receives: it is filled again two buckets later."""
-
-    def wait_for(self, num_bytes: int) -> None:
-        """Return when the first `num_bytes` are there. Raises RuntimeError if they will not come."""
-
-    def finish(self) -> None:
-        """Return when all of it is there."""
-
-
-_BUCKETS = 2
-
-
 class ChainReceiver:
     """One worker's place in the chain."""
 
@@ -120,99 +106,54 @@ class ChainReceiver:
         secret: str,
     ) -> None:
         self._sealed = Sealed(store, secret)
-        self._group = dist.ProcessGroupGloo(PrefixStore(PREFIX, self._sealed), rank, world_size, joining)
+        self._group: Any = dist.ProcessGroupGloo(PrefixStore(PREFIX, self._sealed), rank, world_size, joining)
         self._timeout = timeout
         self._previous, self._next = rank - 1, rank + 1 if rank + 1 < world_size else None
         for neighbour in (self._previous, self._next):
             if neighbour is not None:
                 prove(self._group, secret, rank, neighbour, joining)
         self._chunk_bytes = chunk_bytes
-        self._passing: deque[_Passing] = deque()
-        """Two buckets' memory in turns, kept between syncs: touching fresh memory costs as much as filling it."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        """Kept between buckets and syncs: touching fresh memory costs as much as filling it."""
+        self._leaving: list[Any] = []
+        """What is still passed on of the last bucket; nothing by the next one, which begins when all have the last."""
 
-    def receive(self, num_bytes: int) -> Arrival:
-        """Begin to receive that much and to pass it on."""
-        memory = None
-        if len(self._passing) == _BUCKETS:
-            before = self._passing.popleft()
-            before.join()  # it may still be passed on
-            memory = before.whole if before.whole.nbytes >= num_bytes else None
-        if memory is None:
-            memory = torch.empty(num_bytes, dtype=torch.uint8)
+    def receive(self, num_bytes: int) -> torch.Tensor:
+        """The next bucket, [num_bytes], filled again by the next call. Passes it on, and returns when all of it is
+        here. Raises RuntimeError if it does not come; the group is then left."""
+        if self._memory.nbytes < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        memory = self._memory[:num_bytes]
+        if problem := self._pass_on(torch.split(memory, self._chunk_bytes)):
+            self._group, self._leaving = None, []  # the group's sockets close with its last reference
+            raise RuntimeError(f"the weights stopped coming: {problem}")
+        return memory
+
+    def _pass_on(self, chunks: Sequence[torch.Tensor]) -> str:
+        """Returns what went wrong as text: a traceback would keep the group."""
         deadline = time.monotonic() + self._timeout.total_seconds()
-        passing = _Passing(self._group, memory, num_bytes, self._previous, self._next, self._chunk_bytes, deadline)
-        self._passing.append(passing)
-        return passing
 
-    def free(self) -> None:
-        """Between syncs the memory is kept."""
+        def left() -> timedelta:
+            """Of the time for the whole bucket. Given to each wait: without a timeout gloo uses the join timeout,
+            whatever `set_timeout` was given. Never 0, which counts as none."""
+            return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
-
-class _Passing(threading.Thread):
-    """Receives chunks and passes each on, while another thread loads what has come. No thread waits for them to be
-    passed on: a neighbour that has died may leave that open until the group's timeout."""
-
-    def __init__(
-        self,
-        group: Any,
-        whole: torch.Tensor,
-        num_bytes: int,
-        previous: int,
-        following: int | None,
-        chunk_bytes: int,
-        deadline: float,
-    ) -> None:
-        super().__init__(name="weights", daemon=True)
-        self._group, self._following, self._deadline = group, following, deadline
-        self.whole, self.memory = whole, whole[:num_bytes]
-        self._chunks = torch.split(self.memory, chunk_bytes)
-        self._arriving = [group.recv([chunk], previous, tag) for tag, chunk in enumerate(self._chunks)]
-        self._there = 0
-        self._error = ""
-        self._changed = threading.Condition()
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._pass_on()
-        finally:
-            self._group, self._arriving = None, []  # the group's sockets close with its last reference
-
-    def _pass_on(self) -> None:
-        leaving = []
-        for tag, (chunk, work) in enumerate(zip(self._chunks, self._arriving, strict=True)):
-            try:
-                work.wait(self._left())
-            except Exception as error:
-                with self._changed:
-                    self._error = str(error) or type(error).__name__  # the text: a traceback would keep the group
-                    self._changed.notify_all()
-                return
-            if self._following is not None:
-                try:
-                    leaving.append(self._group.send([chunk], self._following, tag))
-                except RuntimeError:
-                    self._following = None
-            with self._changed:
-                self._there += chunk.nbytes
-                self._changed.notify_all()
-        for work in leaving:
+        for work in self._leaving:
             with contextlib.suppress(RuntimeError):
-                work.wait(self._left())
-
-    def _left(self) -> timedelta:
-        """Of the time for the whole bucket. Given to each wait: without a timeout gloo uses the join timeout, whatever
-        `set_timeout` was given. Never 0, which counts as none."""
-        return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
-
-    def wait_for(self, num_bytes: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._there >= num_bytes or bool(self._error))
-            if self._there < num_bytes:
-                raise RuntimeError(f"the weights stopped coming: {self._error}")
-
-    def finish(self) -> None:
-        self.wait_for(self.memory.nbytes)
+                work.wait(left())
+        self._leaving = []
+        arriving = [self._group.recv([chunk], self._previous, tag) for tag, chunk in enumerate(chunks)]
+        for tag, (chunk, work) in enumerate(zip(chunks, arriving, strict=True)):
+            try:
+                work.wait(left())
+            except Exception as error:
+                return str(error) or type(error).__name__
+            if self._next is not None:
+                try:
+                    self._leaving.append(self._group.send([chunk], self._next, tag))
+                except RuntimeError:
+                    self._next = None
+        return ""
 
 
 class BroadcastReceiver:
@@ -229,7 +170,8 @@ class BroadcastReceiver:
         watched = store.clone()  # type: ignore[attr-defined] # a client that waits holds up every other question
         threading.Thread(target=_abort_when_given_up, args=(watched, self._group), daemon=True).start()
 
-    def receive(self, num_bytes: int) -> Arrival:
+    def receive(self, num_bytes: int) -> torch.Tensor:
+        """As `ChainReceiver.receive`."""
         if self._unproven is not None:  # not while joining: NCCL's first call waits for all, and nothing can end that
             prove_to_all(self._group, *self._unproven, self._memory.device)
             self._unproven = None
@@ -238,25 +180,14 @@ class BroadcastReceiver:
         memory = self._memory[:num_bytes]
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        return _Whole(self._group.broadcast([memory], options), memory)
+        self._group.broadcast([memory], options).wait()
+        if memory.is_cuda:
+            torch.cuda.synchronize(memory.device)  # raises for an aborted broadcast
+        return memory
 
     def free(self) -> None:
         """Between syncs the engine needs the memory."""
         self._memory = self._memory.new_empty(0)
-
-
-class _Whole:
-    """A broadcast that comes in one piece."""
-
-    def __init__(self, work: Any, memory: torch.Tensor) -> None:
-        self._work, self.memory = work, memory
-
-    def wait_for(self, num_bytes: int) -> None:
-        self._work.wait()
-
-    def finish(self) -> None:
-        self._work.wait()
-        torch.cuda.synchronize(self.memory.device)  # raises for an aborted broadcast
 
 
 def _abort_when_given_up(store: Store, group: Any) -> None:
