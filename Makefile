@@ -47,6 +47,8 @@ test: $(VENV)/.installed $(VLLM_VENV)/.installed
 	DPPO_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -n $(WORKERS) -m '$(MARKED)' $(TESTS)
 
 test-all: MARKED := long or not long
+test-all: export DPPO_FUZZ_TIMES := 3
+test-all: export DPPO_LAYOUTS := 4
 test-all: test
 
 test-quick: $(VENV)/.installed

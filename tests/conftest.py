@@ -15,6 +15,7 @@ from support.executed import Executed
 
 # Before torch: ranks are forked from this process, and an OpenMP pool does not survive a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns in each rank otherwise, for the same reason
 # Many tests read a command's only line. On a slow machine there would be lines about its imports as well.
 os.environ["DPPO_PROGRESS"] = "off"
 # What is imported is here to stay: to look at all of it again and again while it grows takes a third of the time until
@@ -56,6 +57,11 @@ LONGEST = (
     "test_weight_sync",
     "test_plan_memory",
     "test_lint",
+    "test_fuzz_data",
+    "test_data_plane",
+    "test_pruning_bias_sizes",
+    "test_gpu_ready",
+    "test_package",
     "test_actor_settings",
     "test_training",
     "test_fuzz_runs",

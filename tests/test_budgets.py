@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from dppo_megatron.config.data import TrainSetConfig
 from dppo_megatron.config.resolved_sets import check_data, train_set_configs
 from dppo_megatron.config.schema import Config
+from dppo_megatron.data import templates
 from dppo_megatron.data.rows import read_file
 from dppo_megatron.data.sets import ProblemSet, load_set, stop_token_ids
 from dppo_megatron.data.templates import check_template
@@ -70,10 +71,12 @@ ENDLESS = {
 
 @pytest.mark.parametrize("source", ENDLESS)
 def test_a_chat_template_that_computes_without_end(
-    source: str, model: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    source: str, model: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"problem": "1+1?", "answer": "2"}) + "\n")
     tokenizer.chat_template = f"{ENDLESS[source]}{{{{ messages[0]['content'] }}}}"
+    assert 2 * templates._TEMPLATE_CPU_S <= LIMIT_S  # stops each of the two below; the test need not wait so long
+    monkeypatch.setattr(templates, "_TEMPLATE_CPU_S", 1.0)
     config = Config()
     config.model.hf_path = str(model)
     config.data.train_sets = {"s": TrainSetConfig(path=str(tmp_path / "a.jsonl"), template="chat_boxed")}

@@ -34,6 +34,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [one for one in settings(files, Path("unused")) if not one.startswith("run_dir")]
 
 
+@pytest.fixture
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is no statement about noise: intervals from 20 draws in place of 10,000, which are all of the time."""
+    for where in ("evaluation.bootstrap.RESAMPLES", "workbench.compare.verdict.RESAMPLES"):
+        monkeypatch.setattr(f"dppo_megatron.{where}", 20)
+    monkeypatch.setattr("dppo_megatron.workbench.compare.verdict.COPIES", 20)
+
+
 def _config(prompts: int = 64, schedule: Literal["constant", "cosine"] = "constant") -> Config:
     config = Config()
     config.rollout.prompts_per_step, config.steps, config.eval.every_steps = prompts, 40, 4
@@ -95,6 +103,7 @@ def _halved(
     return best, [rows for rows, _ in found], made
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_the_better_half_goes_on(cases: Choose) -> None:
     """Counted by hand from a table of ends: on each rung the survivors' mean over all seeds so far is above that of
     each that is dropped, they are the larger half, no run is made twice, and the last has the best."""
@@ -161,7 +170,9 @@ def test_a_method_whose_candidates_were_all_stopped() -> None:
 
 
 @pytest.fixture
-def swept(job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]]]:
+def swept(
+    few_draws: None, job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, list[str]]]:
     """The command with runs that only leave their record, at an end given by the learning rate; returns its exit code
     and what was started."""
 

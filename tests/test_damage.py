@@ -236,14 +236,14 @@ def _bytes(path: Path) -> bytes:
 def test_any_damage_leaves_the_newest_good_checkpoint_and_every_good_line(
     files: Path, original: Path, cases: Choose
 ) -> None:
-    chosen, run_dir = cases("damage", 80), original.with_name("run")
+    chosen, run_dir = cases("damage", 30), original.with_name("run")
     limit_s = 300 + 5 * len(chosen)
     outcomes = run_ranks(_open_many, 1, files, original, run_dir, chosen.numbers, timeout_s=limit_s)[0]
     chosen.tried = sum(outcomes[name] for name in OPENED)
     assert chosen.are_few or all(outcomes.values()), f"the damages are too much alike: {outcomes}"
 
 
-@pytest.mark.parametrize("seed", range(first_case(), first_case() + max(2, chosen_count(80) // 100)))
+@pytest.mark.parametrize("seed", range(first_case(), first_case() + max(2, chosen_count(30) // 100)))
 def test_a_harmed_run_ends_as_the_one_that_was_not(files: Path, original: Path, tmp_path: Path, seed: int) -> None:
     """The last checkpoint goes, and damages at random: metrics bit for bit, but for lines that the damage took."""
     rng, run_dir = random.Random(1000 + seed), _copy(original, tmp_path / "run")

@@ -177,16 +177,37 @@ def test_a_rank_that_hangs_is_named_at_the_limit(tmp_path: Path) -> None:
     assert "still there after 20 s" in _line(lines, "all-reduce WORLD")
 
 
-@pytest.mark.slow
-def test_faults_of_a_launch(tmp_path: Path) -> None:
-    """torchrun itself, on a machine whose shared memory is full, with few files and another NCCL at the servers: each
-    is a sentence of its own, and the exit code is the faults'."""
+def _job_of_two_nccls(tmp_path: Path) -> list[str]:
+    """The servers' Python has another NCCL than one that finds `tmp_path` on PYTHONPATH."""
     (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.cuda.nccl.version = lambda: (2, 29, 7)\n")
     engine = tmp_path / "python"
     engine.write_text(f"#!/bin/sh\n{sys.executable} \"$@\" | sed 's/2\\.29\\.7/2.27.3/'\n")
     engine.chmod(0o755)
     servers = ["rollout.engine=vllm", "rollout.servers.launch=local", "rollout.sync.channel=nccl"]
-    job = _job(tmp_path, *servers, f"rollout.servers.python={engine}", "--limit-s", "250")
+    return _job(tmp_path, *servers, f"rollout.servers.python={engine}", "--limit-s", "250")
+
+
+def _has_nccl(rank: int) -> None:
+    torch.cuda.nccl.version = lambda: (2, 29, 7)
+
+
+@pytest.mark.slow
+def test_another_nccl_at_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told by the servers' own Python, which reads memory of the rank all the same."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, lines = _report(_job_of_two_nccls(tmp_path), _has_nccl, tmp_path)
+    assert code == 2
+    assert "NCCL is 2.27.3 there and 2.29.7 in the trainer" in _line(lines, "NCCL of both ends")
+    assert "reads and writes this rank's" in _line(lines, "shared memory")
+    assert lines[-1].startswith("1 fault, "), lines
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_faults_of_a_launch(tmp_path: Path) -> None:
+    """torchrun itself, on a machine whose shared memory is full, with few files and another NCCL at the servers: each
+    is a sentence of its own, and the exit code is the faults'."""
+    job = _job_of_two_nccls(tmp_path)
     launch = [
         sys.executable,
         "-m",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,6 @@ from dppo_megatron.workbench.commands.evaluate import split_settings
 
 EASY, HARD, ODD = "math/easy", "math/hard", "a.b c @24: ü"
 ALONE = ("reward.function=support.faulty:length_parity", "reward.min_self_consistency=0")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def graders_are_found() -> None:
-    """`faulty` lies beside this file; grader processes look where PYTHONPATH says."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 
 def _sets(files: Path) -> dict[str, EvalSetConfig]:

@@ -71,7 +71,7 @@ def test_any_kill_leaves_what_was_generated(files: Path, tmp_path: Path, cases: 
     engine, evaluator = engine_from_files(config, job.tokenizer, job.checkpoint), Evaluator(job)
     whole = evaluator.sample_alone(engine)
     kills = 0
-    for number in (drawn := cases("killed evaluation", 12)):
+    for number in (drawn := cases("killed evaluation", 4)):
         draw, directory, added = random.Random(number), tmp_path / str(number), 0
         while True:
             attempts = Killing(directory, {"seed": 1}, draw)

@@ -148,7 +148,7 @@ def test_every_command_leaves_what_links_lead_to(
 
 def test_any_name_of_a_run_as_a_link(files: Path, original: Path, tmp_path: Path, cases: Choose) -> None:
     """Files, directories and names to come, symbolic and hard, some at a time; opened as `train` does."""
-    chosen, run_dir = cases("links", 40), tmp_path / "run"
+    chosen, run_dir = cases("links", 15), tmp_path / "run"
     limit_s = 300 + 5 * len(chosen)
     taken = run_ranks(_open_many, 1, files, original, run_dir, chosen.numbers, timeout_s=limit_s)[0]
     chosen.tried = sum(taken.values())

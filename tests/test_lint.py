@@ -11,7 +11,14 @@ from support.job import REPOSITORY
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("arguments", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]])
+CHECKS = [
+    ["ruff", "check", "."],
+    ["ruff", "format", "--check", "."],
+    pytest.param(["mypy"], marks=pytest.mark.long),  # half a minute of CPU time; `make lint` runs it too
+]
+
+
+@pytest.mark.parametrize("arguments", CHECKS, ids=lambda one: " ".join(one))
 def test_clean(arguments: list[str]) -> None:
     """No finding."""
     done = subprocess.run(

@@ -258,7 +258,8 @@ def test_what_files_hold(first: int, tmp_path: Path, capfd: pytest.CaptureFixtur
         assert _ended(["simulate", str(damaged)]) == 2
         config = damaged.with_suffix(".yaml")
         config.write_text(Path(CONFIG).read_text())
-        assert _ended(["plan", str(config), f"model.hf_path={tmp_path / 'model'}"]) in (0, 2)
+        model = f"model.hf_path={tmp_path / 'model'}"
+        assert _ended(["plan", str(config), model, "--methods", "grpo"]) in (0, 2)
     printed = capfd.readouterr()
     check(printed.out + printed.err, "simulate, plan", 100_000)
 

@@ -48,8 +48,12 @@ TOOLS = ["tensorboard", "wandb", "mlflow", "trackio"]
 RUN = "0123456789abcdef"
 SECRET = "canary0123456789canary0123456789canary01"
 CLOSED = "http://127.0.0.1:9"
-for _name in ("DO_NOT_TRACK", "MLFLOW_DISABLE_TELEMETRY"):  # of the readers here; the trackers' own processes see to it
-    os.environ[_name] = "true"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def readers_tell_nobody() -> None:
+    """MLflow's reader here would; the trackers' own processes see to it themselves."""
+    os.environ.update(DO_NOT_TRACK="true", MLFLOW_DISABLE_TELEMETRY="true")
 
 
 def _begin(directory: Path, resumed_step: int | None = None) -> Begin:

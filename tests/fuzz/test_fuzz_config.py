@@ -98,7 +98,7 @@ pytestmark = pytest.mark.timeout(0 if "DPPO_FUZZ" in os.environ else 600)
 @pytest.mark.slow
 def test_files(tmp_path: Path, cases: Choose) -> None:
     """Nothing but `UserError` comes of a damaged file, and what is accepted is what stands there."""
-    accepted, chosen = 0, cases("file", 250)
+    accepted, chosen = 0, cases("file", 90)
     for number in chosen:
         case = f"file {number}"
         content = _damaged_file(random.Random(case))
@@ -120,7 +120,7 @@ def test_files(tmp_path: Path, cases: Choose) -> None:
 @pytest.mark.slow
 def test_command_line(tmp_path: Path, cases: Choose) -> None:
     """The same of settings on the command line, where a text stands for itself."""
-    chosen = cases("line", 250)
+    chosen = cases("line", 90)
     base = tmp_path / "config.yaml"
     base.write_text("seed: 3\ndata: {eval_paths: {heldout: a}}\n", encoding="utf-8")
     accepted = 0

@@ -269,7 +269,7 @@ def _check(where: str, case: _Case, path: Path, prompts: list[Prompt], tokenizer
 
 def test_damaged_files_are_read_right_or_named(tmp_path: Path, cases: Choose) -> None:
     """Files and directories with odd values and damaged bytes."""
-    chosen = cases("data", 2000)
+    chosen = cases("data", 700)
     plain, chat = _tokenizer(), chat_tokenizer()
     read = dict.fromkeys((*KINDS, *DIRECTORIES), 0)
     refused = dict(read)

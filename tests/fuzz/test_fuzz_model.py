@@ -315,7 +315,7 @@ def _compare_weights(directory: Path, reader: WeightReader, where: str) -> None:
 
 @pytest.mark.slow
 def test_a_sentence_or_what_transformers_reads(models: list[Path], tmp_path: Path, cases: Choose) -> None:
-    known, outcome, chosen = _known_keys(), _Outcome(), cases("model", 500)
+    known, outcome, chosen = _known_keys(), _Outcome(), cases("model", 170)
     for number in chosen:
         directory = tmp_path / str(number)
         where = f"model {number}: {'; '.join(_case(number, models, directory, known))}"

@@ -36,7 +36,7 @@ from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.compare.arms import read_method_run
 
-COUNT = 80
+COUNT = 30
 RESCORED = 15
 """Of so many one is graded again: a process of its own for each."""
 ODD: tuple[Any, ...] = (None, True, False, 0, 1, -1, 3, 10**12, 10**30, 10**400, 0.5, -0.0, 1e300, float("nan"))

@@ -68,7 +68,7 @@ def _case(config: Config, seed: int) -> Case:
 def test_the_ledger_of_a_plugged_policy_is_true(prompt: str, completion: str, label: str, design: str) -> None:
     """`check` enumerates every draw: an unbiased label is the full batch's expectation, and no draw changes a label."""
     found = set()
-    for seed in range(6):
+    for seed in range(3):
         config = _config(prompt, completion)
         config.pruning.prompt.design = config.pruning.completion.design = design
         found.add(check(_case(config, seed)))
@@ -231,7 +231,7 @@ def _run(config: Config, *, stop_after: int = 0) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompt", ["Curious", "FirstHalf"])
+@pytest.mark.parametrize("prompt", ["Curious", pytest.param("FirstHalf", marks=pytest.mark.long)])
 def test_a_plugged_policy_trains_and_resumes(tmp_path: Path, prompt: str) -> None:
     """Stopped after step 3 and resumed: every line of metrics.jsonl as in the run that was not, the ledger included."""
     files = write_warm_job_files(tmp_path)

@@ -5,6 +5,7 @@ The model is the quickstart's with tied embeddings: the case in which vLLM on a 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.engines.servers import API_KEY, needs, start_servers
 from support.job import write_job_files
-from support.served import LONGEST, Served
+from support.served import LONGEST, Served, send
 
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
@@ -31,11 +32,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package", params=[pytest.param(name, marks=needs(name)) for name in ("vllm", "sglang")])
 def served(request: pytest.FixtureRequest, files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     os.environ["DPPO_ENGINE_API_KEY"] = API_KEY
-    started = start_servers(request.param, files, tmp_path_factory.mktemp("servers"), 2, LONGEST)
+    # the second as in most files, in a twentieth of the CPU time; it is the one that tests kill
+    others = request.getfixturevalue("forked_vllm") if request.param == "vllm" else None
+    started = start_servers(request.param, files, tmp_path_factory.mktemp("servers"), 2, LONGEST, others)
     yield Served(request.param, files, started)
     for server in started:
-        if server.process is not None:
-            server.process.send_signal(signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            send(server, signal.SIGCONT)
         server.stop()
     os.environ.pop("DPPO_ENGINE_API_KEY", None)
 

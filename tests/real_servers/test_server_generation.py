@@ -17,7 +17,7 @@ from support.engines.servers import API_KEY, Reference
 from support.job import QUICK, read_metrics
 from support.launch import run_ranks
 from support.listening import beyond_loopback
-from support.served import LONG, LONGEST, Served, prompts_of, requests_for, train_on_this_rank
+from support.served import LONG, LONGEST, Served, process_group, prompts_of, requests_for, train_on_this_rank
 from support.settings import rollout_config
 
 from dppo_megatron.config.data import EvalSetConfig
@@ -41,8 +41,7 @@ def test_servers_listen_to_nobody_else(served: Served) -> None:
     """Neither the server nor any process that it has started takes a connection from another machine."""
     if served.name == "sglang":
         pytest.skip("its torch store listens on every address (docs/security.md)")
-    assert [server.process for server in served.servers if server.process is None] == []
-    assert [beyond_loopback(server.process.pid) for server in served.servers if server.process] == [{}, {}]
+    assert [beyond_loopback(process_group(server)) for server in served.servers] == [{}, {}]
 
 
 @pytest.mark.parametrize("channel", ["gloo", "disk"])

@@ -217,7 +217,7 @@ def _layouts(most_ranks: int = 8) -> list[tuple[Parallel, str]]:
     return found
 
 
-RANDOM = random.Random(22).sample(_layouts(), int(os.environ.get("DPPO_LAYOUTS", "4")))
+RANDOM = random.Random(22).sample(_layouts(), int(os.environ.get("DPPO_LAYOUTS", "2")))
 
 
 @pytest.mark.parametrize(("parallel", "family"), RANDOM, ids=str)

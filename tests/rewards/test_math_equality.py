@@ -167,7 +167,7 @@ def differ(one: Tree, two: Tree, names: str, drawn: random.Random) -> bool:
 def test_different_functions_are_never_found_equal(cases: Choose) -> None:
     """A step left out, moved or turned round, far from zero too."""
     accepted, tried = [], 0
-    for seed in cases("unequal expressions", 1500):
+    for seed in cases("unequal expressions", 500):
         drawn = random.Random(seed)
         names = drawn.choice(["x", "x", "n", "ab"])
         while True:
@@ -183,7 +183,7 @@ def test_different_functions_are_never_found_equal(cases: Choose) -> None:
 
 def test_rewritten_functions_are_found_equal(cases: Choose) -> None:
     """At least 99.5 % of them; none is found different."""
-    chosen, unknown, different = cases("equal expressions", 1500), [], []
+    chosen, unknown, different = cases("equal expressions", 500), [], []
     for seed in chosen:
         drawn = random.Random(seed)
         one = a_tree(drawn, 3, drawn.choice(["x", "x", "n", "ab"]))

@@ -1,6 +1,7 @@
 """Which random cases a property is tried on, and proof that it was tried on them.
 
     DPPO_FUZZ=20000           so many of each generator, instead of what the suite has time for
+    DPPO_FUZZ_TIMES=3         so many times as many of each as that: `make test-all`, which CI runs
     DPPO_FUZZ_BASE=20261123   other cases than the suite's: with the date as base each day's are new
     DPPO_FUZZ_SEED='file 17'  this case alone, as a failure names it; tests of other generators are skipped
 
@@ -24,7 +25,7 @@ _PER_BASE = 1_000_000_000
 
 def chosen_count(default: int) -> int:
     """Cases of one generator. ValueError for a DPPO_FUZZ that is no number above 0."""
-    count = int(os.environ.get("DPPO_FUZZ", default))
+    count = int(os.environ.get("DPPO_FUZZ", default * int(os.environ.get("DPPO_FUZZ_TIMES", "1"))))
     if count < 1:
         raise ValueError(f"DPPO_FUZZ={count}: at least one case")
     return count

@@ -98,6 +98,12 @@ def sync_until_all_live(engine: ServerEngine, reference: Reference) -> None:
     raise AssertionError(engine.health())
 
 
-def send(server: LaunchedServer, kind: signal.Signals) -> None:
+def process_group(server: LaunchedServer) -> int:
+    """The process group of a server, which may be a forked one (`forked_vllm`)."""
     assert server.process is not None
-    os.killpg(server.process.pid, kind)
+    forked = Path(server.command[0]).with_name(f"group_of_{server.process.pid}")
+    return int(forked.read_text()) if forked.exists() else server.process.pid
+
+
+def send(server: LaunchedServer, kind: signal.Signals) -> None:
+    os.killpg(process_group(server), kind)

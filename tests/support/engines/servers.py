@@ -70,8 +70,14 @@ def launch_servers(config: Config) -> list[LaunchedServer]:
     return servers
 
 
-def start_servers(engine: str, files: Path, run_dir: Path, count: int, max_tokens: int) -> list[LaunchedServer]:
-    """`count` servers of the job's model, ready, with room for completions of `max_tokens`. They ask for `API_KEY`."""
+def start_servers(
+    engine: str, files: Path, run_dir: Path, count: int, max_tokens: int, others: Path | None
+) -> list[LaunchedServer]:
+    """`count` servers of the job's model, ready, with room for completions of `max_tokens`. They ask for `API_KEY`.
+
+    Args:
+        others: the interpreter of all but the first server; None: as that one's.
+    """
     config = job_config(
         files,
         run_dir,
@@ -84,7 +90,11 @@ def start_servers(engine: str, files: Path, run_dir: Path, count: int, max_token
     before = os.environ.get(config.rollout.servers.api_key_env)
     os.environ[config.rollout.servers.api_key_env] = API_KEY
     try:
-        servers = launch_servers(config)
+        servers = make_servers(config)
+        for server in servers[1:]:
+            server.command = [str(others or server.command[0]), *server.command[1:]]
+        for server in servers:
+            server.start()
     finally:
         os.environ.pop(config.rollout.servers.api_key_env)
         os.environ.update({config.rollout.servers.api_key_env: before} if before is not None else {})
