@@ -187,7 +187,7 @@ def our_side(samples: Sequence[Any], max_tokens_per_microbatch: int) -> Callable
     """A function that plans, lays out and updates once; the same figures and `useful_share`."""
     from dppo_megatron import platform
 
-    platform.prepare("cpu")
+    platform.prepare()
     from dppo_megatron.actor.actor import Actor
     from dppo_megatron.actor.layout import build_layout, start_process_group
     from dppo_megatron.algorithms.objectives import clipped_surrogate

@@ -24,12 +24,12 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from dppo_megatron.evaluation.bootstrap import bootstrap_over_seeds
-from dppo_megatron.rewards.graders import final_answer
+from dppo_megatron.rewards.functions import final_answer
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.types import FloatArray, Prompt
 from dppo_megatron.weights.architecture import read_architecture
-from dppo_megatron.workbench.quickstart.arithmetic import write_task
+from dppo_megatron.workbench.quickstart.make import write_task
 
 _OTHER_SEEDS = 1000
 _MAX_TOKENS = 56

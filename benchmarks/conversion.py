@@ -22,7 +22,7 @@ import safetensors
 import torch
 
 from dppo_megatron.weights.architecture import read_architecture
-from dppo_megatron.weights.hf_files import HFWriter
+from dppo_megatron.weights.hf_files import hf_writer
 from dppo_megatron.weights.mapping import hf_shapes
 
 _CHILD = """
@@ -62,10 +62,10 @@ def make_model(directory: Path, num_layers: int, shard_gb: float) -> dict[str, i
     (source / "config.json").write_text(json.dumps(config))
     architecture = read_architecture(source)
     shapes = hf_shapes(architecture)
-    writer = HFWriter(directory / "hf", source, architecture, torch.bfloat16, max_shard_bytes=int(shard_gb * 1e9))
-    for name, shape in shapes.items():
-        writer.put(name, torch.randn(shape).bfloat16())
-    writer.finish()
+    shard_bytes = int(shard_gb * 1e9)
+    with hf_writer(directory / "hf", source, architecture, torch.bfloat16, max_shard_bytes=shard_bytes) as writer:
+        for name, shape in shapes.items():
+            writer.put(name, torch.randn(shape).bfloat16())
     files = [path.stat().st_size for path in (directory / "hf").glob("*.safetensors")]
     layer = sum(torch.Size(shape).numel() * 2 for name, shape in shapes.items() if ".layers.0." in name)
     return {"model_bytes": sum(files), "largest_file_bytes": max(files), "layer_bytes": layer}

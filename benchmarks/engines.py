@@ -34,16 +34,16 @@ from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.workbench.quickstart.arithmetic import write_task
+from dppo_megatron.workbench.quickstart.make import write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 _ROUNDS = 9
 _TOKENS = 48
 _LARGE: dict[str, Any] = {
     "hidden_size": 768,
-    "num_layers": 16,
-    "num_heads": 12,
-    "num_kv_heads": 4,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
     "intermediate_size": 2048,
 }
 

@@ -21,7 +21,7 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,7 +34,8 @@ from dppo_megatron.pruning.scores import group_second_moment
 from dppo_megatron.types import FloatArray, IntArray
 
 RATES = (0.15, 0.3, 0.5)
-SCORES = ("fit", "beta")
+Score = Literal["fit", "beta"]
+SCORES: tuple[Score, ...] = ("fit", "beta")
 DRAWS = 4
 MOST_OFF, LEAST_GAIN_HISTORY, LEAST_GAIN_ROW = 0.05, 1.03, 1.10
 """The bars: predicted within 5 % of realised, and the gains in cost x variance."""
@@ -112,7 +113,7 @@ def second_moments(rewards: FloatArray, lengths: IntArray, logit_grad_norm: Floa
 def replay(
     recorded: Recorded,
     rate: float,
-    score: str,
+    score: Score,
     *,
     rows: bool,
     live: bool,

@@ -38,13 +38,13 @@ from dppo_megatron.config import Config, load_config
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import StepCost, logit_grad_norm
-from dppo_megatron.pruning.methods import with_method
+from dppo_megatron.pruning.policies import with_method
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
 from dppo_megatron.types import FloatArray, Group, IntArray, RolloutPrompt, TrainSample
-from dppo_megatron.workbench.quickstart.arithmetic import write_task
+from dppo_megatron.workbench.quickstart.make import write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 REPOSITORY = Path(__file__).parent.parent

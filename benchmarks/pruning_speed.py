@@ -88,7 +88,7 @@ def measure(prompt_method: str, completion_method: str, args: argparse.Namespace
         pruned = completion_policy.prune(batch, step=step)
         decided = time.perf_counter()
         step_metrics(selection, batch, pruned)
-        policy.history_metrics(step=step)
+        policy.history.metrics(step)
         done = time.perf_counter()
         if step > 1:
             for phase, spent in zip(

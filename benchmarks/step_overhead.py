@@ -50,7 +50,7 @@ from torch import Tensor  # noqa: E402
 from dppo_megatron.actor.actor import Actor  # noqa: E402
 from dppo_megatron.actor.batch import Microbatch, build_microbatch  # noqa: E402
 from dppo_megatron.actor.layout import Layout, build_layout, start_process_group, stop_process_group  # noqa: E402
-from dppo_megatron.actor.model import build_model, transformer_config  # noqa: E402
+from dppo_megatron.actor.model import build_model, overrides  # noqa: E402
 from dppo_megatron.algorithms.objectives import clipped_surrogate  # noqa: E402
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig  # noqa: E402
 from dppo_megatron.packing.alignment import packing_layout  # noqa: E402
@@ -83,7 +83,7 @@ class BareLoop:
         weights: RandomWeights,
     ) -> None:
         architecture = architecture_of(TEN_MILLION)
-        megatron_config = transformer_config(architecture, layout, torch.float32, config, "local")
+        megatron_config = overrides(architecture, torch.float32, config, "local")[0].build()
         megatron_config.finalize_model_grads_func = finalize_model_grads
         model = build_model(architecture, megatron_config, "local")[0].to(layout.device)
         if model.post_process:  # the actor's output layer hands on hidden states; a plain one gives logits
@@ -153,7 +153,7 @@ class BareLoop:
 def _in_float32(pack: Microbatch) -> dict[str, Any]:
     return {
         "tokens": pack.tokens,
-        "position_ids": pack.local_position_ids,
+        "position_ids": pack.packed.position_ids[None],
         "packed": pack.packed,
         "targets": pack.targets,
         "old": pack.behaviour_logprobs.float(),

@@ -55,7 +55,7 @@ def run_worker(job_path: Path) -> None:
     from datasets import Dataset  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     sys.path.insert(0, str(REPOSITORY))
-    from dppo_megatron.rewards.graders import final_answer
+    from dppo_megatron.rewards.functions import final_answer
 
     def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
         return [final_answer(text, reference) for text, reference in zip(completions, answer, strict=True)]
@@ -193,8 +193,7 @@ def _schedule(job: dict[str, Any]) -> dict[str, Any]:
 
 def end_to_end(args: argparse.Namespace) -> int:
     """Run TRL on every seed of the comparison, judge our runs against it, print the table."""
-    from dppo_megatron.workbench.compare.arms import Arm
-    from dppo_megatron.workbench.compare.method_run import LAST, MethodRun, Point
+    from dppo_megatron.workbench.compare.arms import LAST, Arm, MethodRun, Point
     from dppo_megatron.workbench.compare.table import about, table
     from dppo_megatron.workbench.compare.verdict import judge
 

@@ -28,8 +28,7 @@ from dppo_megatron import __version__
 from dppo_megatron.config.checks import planned_prompts
 from dppo_megatron.config.resolved_sets import train_set_weights
 from dppo_megatron.data.order import make_order
-from dppo_megatron.workbench.compare.arms import parse_arms
-from dppo_megatron.workbench.compare.method_run import read_method_run
+from dppo_megatron.workbench.compare.arms import parse_arms, read_method_run
 from dppo_megatron.workbench.compare.verdict import judge
 from dppo_megatron.workbench.runs.trace import Trace, read_trace
 from dppo_megatron.workbench.simulate import capacity_of, fit_costs, like_for_like, simulate

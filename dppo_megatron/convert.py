@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,12 +23,12 @@ from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import (
     MAX_SHARD_BYTES,
     CheckpointReader,
-    HFWriter,
+    aside,
     check_space,
     copy_assets,
-    publish,
+    hf_writer,
 )
-from dppo_megatron.weights.mapping import Place, hf_names, hf_shapes, in_layer_order, join, table
+from dppo_megatron.weights.mapping import Place, hf_names, in_layer_order, join, places, table
 from dppo_megatron.weights.pipeline import uneven_hint
 from dppo_megatron.weights.torch_dist import TorchDistReader, is_torch_dist, write_torch_dist
 
@@ -75,7 +74,6 @@ def hf_to_megatron(
         said, even = [f"--pp {pp}: the model's {architecture.num_layers} layers do not divide by it{hint}"], 1
     layout = LayoutConfig(tensor_parallel=tp, pipeline_parallel=even, expert_parallel=ep)
     _check_layout(architecture, ActorConfig(layout=layout))
-    _check_target(target)
     reader = CheckpointReader(source, architecture, "--hf")
     said += [f"{name}: equal to the tied embedding, stored once" for name in sorted(reader.redundant)]
     dtypes = {key: _dtype_of_key(key, reader, architecture) for key in table(architecture)}
@@ -86,7 +84,7 @@ def hf_to_megatron(
         advance(next(read_so_far))
         return join(key, [reader.get(name) for name in hf_names(key, place, architecture)], architecture)
 
-    with _aside(target) as directory:
+    with _disk_errors(target), aside(target) as directory:
         check_space(directory, sum(path.stat().st_size for path in set(reader.files.values())))
         copy_assets(source, directory)
         with progress("converting", len(list(in_layer_order(architecture))), "tensors") as advance:
@@ -130,23 +128,21 @@ def megatron_to_hf(
     if dtype and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
     architecture = read_architecture(assets, "--hf" if hf else "--checkpoint", ignored)
-    _check_target(target)
     reader = TorchDistReader(checkpoint, architecture)
-    stored = {
-        name: reader.dtypes[key] for key, patterns in table(architecture).items() for name in patterns
-    }  # by pattern: all layers of a key share one type
-    dtypes = {name: DTYPES[dtype] if dtype else _by_pattern(name, stored) for name in hf_shapes(architecture)}
-    with _disk_errors(target):
-        writer = HFWriter(target, assets, architecture, dtypes, max_shard_bytes=int(shard_gb * 1e9))
-        try:
-            with progress("converting", len(reader.names), "tensors") as advance:
-                for done, (name, tensor) in enumerate(reader.tensors(), start=1):
-                    writer.put(name, tensor)
-                    advance(done)
-                writer.finish()
-        except BaseException:
-            writer.abandon()
-            raise
+    dtypes = {
+        name: DTYPES[dtype] if dtype else reader.dtypes[key]
+        for key, place in in_layer_order(architecture)
+        for name in hf_names(key, place, architecture)
+    }
+    shard_bytes = int(shard_gb * 1e9)
+    with (
+        _disk_errors(target),
+        hf_writer(target, assets, architecture, dtypes, max_shard_bytes=shard_bytes) as writer,
+        progress("converting", len(reader.names), "tensors") as advance,
+    ):
+        for done, (name, tensor) in enumerate(reader.tensors(), start=1):
+            writer.put(name, tensor)
+            advance(done)
     said = []
     if verify:
         written = CheckpointReader(target, architecture)
@@ -171,6 +167,11 @@ _OPTIONS = (
 """Setting of a job to option of this command."""
 
 
+_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
+_REFUSALS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST}
+"""What a disk or a path may answer; other errors are faults of this program."""
+
+
 def _check_layout(architecture: Architecture, actor: ActorConfig) -> None:
     """As `check_layout`, with the command's options in messages instead of settings."""
     try:
@@ -182,80 +183,30 @@ def _check_layout(architecture: Architecture, actor: ActorConfig) -> None:
         raise UserError(said) from None
 
 
-def _check_target(target: Path) -> None:
-    """Raise `UserError` unless `target` is free and can be made: found before anything large is read."""
-    made: list[Path] = []
+@contextmanager
+def _disk_errors(target: Path) -> Iterator[None]:
+    """Turn errors of writing `target`, which must not be there yet, into UserError."""
     try:
         if target.exists():
             raise UserError(f"--out '{target}' exists already; remove it or choose another")
-        probe = target.with_name(target.name + ".incomplete")
-        shutil.rmtree(probe, ignore_errors=True)
-        for path in (*reversed(probe.parents), probe):
-            if not path.exists():
-                path.mkdir()
-                made.append(path)
-    except (OSError, ValueError) as error:  # ValueError: a name such as "."
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"--out '{target}' cannot be written: {reason}") from None
-    finally:
-        for path in reversed(made):
-            path.rmdir()
-
-
-@contextmanager
-def _aside(target: Path) -> Iterator[Path]:
-    """A directory that gets the name `target` if the block succeeds, and is removed if not."""
-    directory = target.with_name(target.name + ".incomplete")
-    with _disk_errors(target):
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-        try:
-            yield directory
-            with progress(f"flushing {target} to the disk"):
-                publish(directory, target)
-        except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
-
-
-@contextmanager
-def _disk_errors(target: Path) -> Iterator[None]:
-    """Turn disk errors into UserError."""
-    try:
         yield
     except (OSError, RuntimeError) as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):  # torch.save raises RuntimeError on a full disk
             cause = cause.__cause__ or cause.__context__
-        reasons = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-        if cause is None or cause.errno not in reasons:
+        if cause is None or cause.errno not in _REFUSALS:
             raise
         raise UserError(f"--out '{target}' cannot be written: {cause.strerror}; nothing was left there") from None
 
 
 def _dtype_of_key(key: str, reader: CheckpointReader, architecture: Architecture) -> torch.dtype:
     """The one dtype of all parts of a distributed tensor."""
-    found: dict[torch.dtype, str] = {}
-    patterns = table(architecture)[key]
-    for name in reader.names:
-        if any(_fits(name, pattern) for pattern in patterns):
-            found.setdefault(reader.dtypes[name], name)
+    names = [name for place in places(key, architecture) for name in hf_names(key, place, architecture)]
+    found = {reader.dtypes[name]: name for name in reversed(names)}
     if len(found) > 1:
         listed = ", ".join(f"{name} is {dtype}" for dtype, name in found.items())
         raise UserError(f"the tensors behind {key} have different types ({listed}); convert them to one first")
     return next(iter(found))
-
-
-def _by_pattern(name: str, by_pattern: dict[str, torch.dtype]) -> torch.dtype:
-    return next(dtype for pattern, dtype in by_pattern.items() if _fits(name, pattern))
-
-
-def _fits(name: str, pattern: str) -> bool:
-    """Whether `name` is `pattern` with numbers for its fields; dots separate, and no field spans one."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(
-        want == part or (want.startswith("{") and part.isdigit()) for part, want in zip(parts, wanted, strict=True)
-    )
 
 
 def _verify(reader: CheckpointReader, other: Callable[[str], Tensor], what: str) -> str:

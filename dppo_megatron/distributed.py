@@ -39,9 +39,6 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 one that other machines reach."""
 
 
-_CONNECT_LATE = {"TORCH_GLOO_LAZY_INIT": "1"}
-
-
 def loopback_interface() -> dict[str, str]:
     """The variable that keeps gloo on loopback; empty where the user has chosen an interface."""
     names = {name for _, name in socket.if_nameindex()}
@@ -57,7 +54,8 @@ def on_loopback_if_one_machine() -> Iterator[None]:
     that use NCCL alone: some 3,600 sockets a rank at 1,024 ranks, of which the job's own group needs 1,023.
     """
     chosen = loopback_interface() if is_on_one_machine() else {}
-    chosen |= {name: value for name, value in _CONNECT_LATE.items() if name not in os.environ}
+    if "TORCH_GLOO_LAZY_INIT" not in os.environ:
+        chosen["TORCH_GLOO_LAZY_INIT"] = "1"
     os.environ.update(chosen)
     try:
         yield

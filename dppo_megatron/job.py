@@ -17,9 +17,8 @@ from dppo_megatron.config.checks import check_world_size, planned_prompts
 from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.resolved_sets import eval_set_configs, example_set_config, longest_sequence
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.fingerprint import data_fingerprint
 from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_examples, load_train_sets, stop_token_ids
-from dppo_megatron.data.summary import report_lines
+from dppo_megatron.data.summary import data_fingerprint, report_lines
 from dppo_megatron.platform.capabilities import Machine, this_machine
 from dppo_megatron.progress import progress
 from dppo_megatron.pruning.interface import LARGEST_REWARD
@@ -107,7 +106,10 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
                 f"sft.examples_per_step = {config.sft.examples_per_step}, but"
                 f" {config.sft.examples_path} holds only {len(examples)} examples"
             )
-    policy_loss = _load_policy_loss(config) if trains else None
+    policy_loss: PolicyLoss | None = None
+    if trains and config.objective.function:
+        policy_loss = load_function("objective.function", config.objective.function)
+        check_policy_loss(policy_loss, config.objective)
     grader, notes = _check_grading(config, train_sets, eval_sets)
     return Job(
         config=config,
@@ -128,12 +130,14 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     """What can be refused knowing config.json alone, data and tokenizer not; a plan checks it too.
 
     Returns:
-        Lines for the log.
+        A line for each level of pruning that sets what its method does not read.
 
     Raises:
         UserError: pruning, layout, layers or lengths that cannot be.
     """
-    unread = _check_pruning(config)
+    size = config.rollout.completions_per_prompt
+    minibatch = planned_prompts(config) // config.objective.updates_per_step * size
+    unread = check_methods(config.pruning, group_size=size, minibatch_size=minibatch)
     _check_actor(config, architecture, world_size, machine)
     _check_positions(config, architecture)
     return unread
@@ -152,13 +156,6 @@ def _check_actor(config: Config, architecture: Architecture, world_size: int, ma
     machine.check_logprob_kernel(config.actor.logprob_kernel)
     if config.actor.recompute == "selective":
         machine.check_recompute(config.actor.recompute_modules)
-
-
-def _check_pruning(config: Config) -> list[str]:
-    """A line for each level that sets what its method does not read. Raises UserError."""
-    size = config.rollout.completions_per_prompt
-    minibatch = planned_prompts(config) // config.objective.updates_per_step * size
-    return check_methods(config.pruning, group_size=size, minibatch_size=minibatch)
 
 
 def _check_grading(
@@ -200,14 +197,6 @@ def _reward_bounds(config: Config) -> RewardBounds:
     if prompt_policy_class(prompt.method).needs_unit_rewards(prompt):
         return RewardBounds(0.0, 1.0, "pruning.prompt.score = beta counts it as a success; score=rms takes any reward")
     return RewardBounds(-LARGEST_REWARD, LARGEST_REWARD, "it is squared")
-
-
-def _load_policy_loss(config: Config) -> PolicyLoss | None:
-    if not config.objective.function:
-        return None
-    function: PolicyLoss = load_function("objective.function", config.objective.function)
-    check_policy_loss(function, config.objective)
-    return function
 
 
 def _check_positions(config: Config, architecture: Architecture) -> None:

@@ -42,19 +42,10 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
 
 
 def uniform_rows(addresses: Sequence[tuple[int, str, tuple[int, ...]]], count: int) -> FloatArray:
-    """[len(addresses), count] float64: row i is `generator(seed, purpose, *counters).random(count)` of address i.
-
-    One generator is set to each key in turn: to make one asks the system for entropy that the key then replaces, which
-    takes ten times as long as the numbers of a short completion.
-    """
-    bits = np.random.Philox(key=0)
-    draw, fresh = np.random.Generator(bits), bits.state
+    """[len(addresses), count] float64: row i is `generator(seed, purpose, *counters).random(count)` of address i."""
     rows = np.empty((len(addresses), count))
     for row, (seed, purpose, counters) in zip(rows, addresses, strict=True):
-        key = _key(seed, purpose, counters, 16)
-        fresh["state"]["key"] = np.array([key & 0xFFFFFFFFFFFFFFFF, key >> 64], dtype=np.uint64)
-        bits.state = fresh
-        draw.random(out=row)
+        generator(seed, purpose, *counters).random(out=row)
     return rows
 
 

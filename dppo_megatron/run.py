@@ -26,9 +26,8 @@ from dppo_megatron.checkpoint.origin import changes_since, find_origin
 from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
 from dppo_megatron.config.changes import config_values, fingerprint
 from dppo_megatron.config.resolved_sets import eval_set_configs
-from dppo_megatron.data.fingerprint import check_data
 from dppo_megatron.data.sets import set_sizes
-from dppo_megatron.data.summary import write_first_prompts
+from dppo_megatron.data.summary import check_data, write_first_prompts
 from dppo_megatron.distributed import from_rank_zero, is_peer_lost
 from dppo_megatron.evaluation.eval_scores import EvalScores
 from dppo_megatron.job import Job
@@ -39,7 +38,7 @@ from dppo_megatron.observe.progress_display import Progress, RunProgress, print_
 from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, said_as_mistake
 from dppo_megatron.observe.samples import SAMPLES, RecordedGroup, SampleWriter
 from dppo_megatron.observe.timeline import StepRecorder
-from dppo_megatron.observe.trackers.messages import Begin, StepLine
+from dppo_megatron.observe.trackers.process import Begin, StepLine
 from dppo_megatron.observe.trackers.sink import COLUMNS, TRACKERS, Trackers, numbers, settings, table
 from dppo_megatron.observe.watchdog import StopRequests, Watchdog
 from dppo_megatron.progress import counted, progress, shown_by
@@ -69,7 +68,7 @@ class Run:
         self._started = time.perf_counter()
         self._config = job.config
         self._directory = Path(job.config.run_dir)
-        _set_threads(job.config.threads_per_rank)
+        torch.set_num_threads(job.config.threads_per_rank or max(1, (os.cpu_count() or 1) // launched_here()))
         with Progress("waiting for all ranks", 0, "", clock=clock, visible=launched_rank() == 0):
             start_process_group(job.config.guard.rendezvous_timeout_s)
         self._writes = dist.get_rank() == 0
@@ -87,7 +86,7 @@ class Run:
             if self._watchdog:
                 self._watchdog.start()
                 undo.callback(self._watchdog.stop)
-            undo.callback(self._take_back_files)
+            undo.callback(lambda: self._files.take_back() if self._files else None)
             with said_as_mistake(self._directory):
                 changes = self._take_up(job)
             self.resumes = self._origin is not None
@@ -190,7 +189,7 @@ class Run:
 
     def record_start(self, scores: Sequence[EvalScores]) -> None:
         """The line of step 0 in metrics.jsonl: the evaluation before training."""
-        self.summary.eval_before = {one.name: one.avg.value for one in scores}
+        self.summary.eval_before = _averages(scores)
         self._write_metrics(0, {}, scores)
         self._begun = True
 
@@ -204,10 +203,10 @@ class Run:
         record = step.record
         self._recorder.write(step.number)
         self._samples.write(step.number, step.samples)
-        self.summary.eval_after = {one.name: one.avg.value for one in scores} or self.summary.eval_after
-        if self._files:
+        self.summary.eval_after = _averages(scores) or self.summary.eval_after
+        if self._files and record.counts:
             self._files.begin_step()
-            self.summary.add(record.metrics)
+            self.summary.add(record.counts, record.metrics)
             self._files.write("trace.jsonl", record.trace | {"seconds": trace_seconds(record.timing)})
             log(*self._new_warnings(record.ledger))
             self.progress.step(step.number, record.metrics)
@@ -306,15 +305,19 @@ class Run:
             raise RunAborted(f"all steps are done, but {error}") from None
 
     def _begin_new_sets(self, step: int) -> None:
-        """Evaluate the sets that were added since the run was last started: their `before` is the resumed step.
+        """Evaluate the sets that were added since the run was last started: their `before` is the resumed step. Drop
+        the final scores of those that were removed.
 
         Only summary.json gets it: `metrics.jsonl` has a line for that step already. Collective.
         """
-        names = list(eval_set_configs(self._config))
-        scores = self.loop.evaluate(new) if (new := self.summary.without_before(names)) else []
-        self.summary.begin_sets(step, {one.name: one.avg.value for one in scores}, names)
+        summary, names = self.summary, list(eval_set_configs(self._config))
+        new = [name for name in names if name not in summary.eval_before]
+        scores = self.loop.evaluate(new) if new else []
+        summary.eval_before |= _averages(scores)
+        summary.eval_before_step |= dict.fromkeys(new, step)
+        summary.eval_after = {name: score for name, score in summary.eval_after.items() if name in names}
         if step >= self._last_step:  # no further training: this is also the final score
-            self.summary.eval_after |= {one.name: one.avg.value for one in scores}
+            summary.eval_after |= _averages(scores)
         log(*(f"step {step:>4}, first evaluation of a new set: {one.line()}" for one in scores))
 
     def _take_up(self, job: Job) -> list[str]:
@@ -355,10 +358,6 @@ class Run:
         )
         write_first_prompts(self._directory, job.train_sets, job.eval_sets)
 
-    def _take_back_files(self) -> None:
-        if self._files:
-            self._files.take_back()
-
     def _close_files(self) -> None:
         if self._files:
             self._files.close()
@@ -377,7 +376,7 @@ class Run:
         """Save a checkpoint; returns whether it could be written. Collective."""
         self._finalize(blocking=True)  # what was wrong with the last one must not cost this one too
         self.summary.wall_s = time.perf_counter() - self._started
-        self._samples.flush()
+        self._samples.close(10.0)
         try:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
             state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}
@@ -445,9 +444,9 @@ def _watchdog(timeout_s: float) -> Watchdog | None:
     return Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout_s)
 
 
+def _averages(scores: Sequence[EvalScores]) -> dict[str, float | None]:
+    return {one.name: one.avg.value for one in scores}
+
+
 def _is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
-
-
-def _set_threads(threads_per_rank: int) -> None:
-    torch.set_num_threads(threads_per_rank or max(1, (os.cpu_count() or 1) // launched_here()))

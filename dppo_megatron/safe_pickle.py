@@ -11,37 +11,14 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO
+
+import torch
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 DISTRIBUTED_CHECKPOINT: Mapping[str, frozenset[str]] = {
-    "torch": frozenset(
-        [
-            "Size",
-            "bfloat16",
-            "bool",
-            "complex128",
-            "complex64",
-            "float16",
-            "float32",
-            "float64",
-            "float8_e4m3fn",
-            "float8_e4m3fnuz",
-            "float8_e5m2",
-            "float8_e5m2fnuz",
-            "float8_e8m0fnu",
-            "int16",
-            "int32",
-            "int64",
-            "int8",
-            "uint16",
-            "uint32",
-            "uint64",
-            "uint8",
-        ]
-    ),
+    "torch": frozenset({"Size"}),
     "torch.serialization": frozenset({"_get_layout"}),
     _METADATA: frozenset(
         [
@@ -62,39 +39,26 @@ DISTRIBUTED_CHECKPOINT: Mapping[str, frozenset[str]] = {
     "pathlib": frozenset({"PosixPath", "PurePosixPath"}),  # where it was written, if the writer was given a Path
     "pathlib._local": frozenset({"PosixPath", "PurePosixPath"}),  # its name in Python 3.13
 }
-"""Module to names allowed in the `.metadata` of a distributed checkpoint: plain data, nothing that can call code."""
+"""Module to names allowed in the `.metadata` of a distributed checkpoint, beside torch's dtypes: plain data, nothing
+that can call code."""
 
 
 class UnsafePickleError(ValueError):
     """The pickle is damaged, or names something that is not on the list."""
 
 
-def read_pickle(file: BinaryIO, allowed: Mapping[str, frozenset[str]]) -> Any:
-    """Unpickle `file`, looking up only what `allowed` lists as module to names.
+def read_pickle(file: BinaryIO) -> Any:
+    """Unpickle `file`, looking up only what `DISTRIBUTED_CHECKPOINT` lists.
 
     Raises:
         UnsafePickleError: something else is named, or these bytes are no pickle.
     """
     try:
-        return _Unpickler(file, allowed).load()
+        return _Unpickler(file).load()
     except UnsafePickleError:
         raise
     except Exception as error:  # on damaged bytes an unpickler can raise almost anything
         raise UnsafePickleError(f"it is damaged ({type(error).__name__}: {error})") from None
-
-
-def read_metadata(path: Path) -> Any:
-    """torch's `Metadata` in the file `.metadata` of a distributed checkpoint.
-
-    Raises:
-        UnsafePickleError: as `read_pickle`, or it holds something else.
-        OSError: it cannot be read.
-    """
-    with open(path, "rb") as file:
-        metadata = read_pickle(file, DISTRIBUTED_CHECKPOINT)
-    if type(metadata).__name__ != "Metadata":
-        raise UnsafePickleError(f"it holds a {type(metadata).__name__} and not torch's Metadata")
-    return metadata
 
 
 @contextmanager
@@ -117,11 +81,8 @@ _FORBID, _ALLOW = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: BinaryIO, allowed: Mapping[str, frozenset[str]]) -> None:
-        super().__init__(file)
-        self._allowed = allowed
-
     def find_class(self, module: str, name: str) -> Any:
-        if name not in self._allowed.get(module, ()):
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if not is_dtype and name not in DISTRIBUTED_CHECKPOINT.get(module, ()):
             raise UnsafePickleError(f"it asks for {module}.{name}, which such a file has no use for; it was not loaded")
         return super().find_class(module, name)

@@ -9,7 +9,7 @@ Values are carried over as they stand; where a name is not enough, a comment say
 
 import sys
 
-from dppo_megatron.config.hints import other_names
+from dppo_megatron.config.reference import other_names
 
 
 def translate(given: str) -> str:

@@ -89,7 +89,6 @@ LONGEST = (
     "test_fuzz_model",
     "test_objectives",
     "test_hf_engine",
-    "test_math_shortcuts",
     "test_run_directory",
     "test_samples",
     "test_watch",

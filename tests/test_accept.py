@@ -24,7 +24,7 @@ from support.processes import running
 
 from dppo_megatron.progress import shown_by, unshown
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.accept import child, runner
+from dppo_megatron.workbench.accept import runner
 from dppo_megatron.workbench.accept.bars import STEPS
 from dppo_megatron.workbench.accept.record import Ran, Record, read_figures, read_record, write_page
 from dppo_megatron.workbench.accept.workload import SampleLengths
@@ -80,7 +80,7 @@ def _run(record: Record, directory: Path, **settings: object) -> list[str]:
     options = {"hours": 0.5} | settings
     directory.mkdir(exist_ok=True)
     with shown_by(display):
-        runner.run_steps(record, directory, saved=lambda: None, **options)
+        runner.run_steps(record, directory, **options)
     return begun
 
 
@@ -124,7 +124,7 @@ def test_what_is_judged(tmp_path: Path) -> None:
     assert _row(record, "packed", "padded") == ("shown", "tiny")
     assert _row(record, "job", "on record") == ("not run", "not asked for")
     (parity,) = (step for step in STEPS if step.name == "parity")
-    sheet = child.Sheet(parity, tmp_path, cuda=False, model="", server_python="")
+    sheet = runner.Sheet(parity, tmp_path, cuda=False, model="", server_python="")
     sheet.note("float32 local_before", math.nan, 0.0, "on record")
     sheet.facts(best=math.inf)
     measured = dict(read_figures(tmp_path / "figures.jsonl"))
@@ -216,7 +216,7 @@ def test_logs_of_a_step_with_two_runs_are_both_kept(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(jobs, name, lambda *_, **__: None)
     (step,) = (one for one in STEPS if one.name == "servers")
     for part in ("syncs", "training"):
-        with jobs._task(child.Sheet(step, tmp_path, cuda=False, model="", server_python=""), part) as files:
+        with jobs._task(runner.Sheet(step, tmp_path, cuda=False, model="", server_python=""), part) as files:
             (files / "run" / "servers").mkdir(parents=True)
             (files / "run" / "servers" / "server_0.log").write_text(part)
     assert [(tmp_path / part / "server_0.log").read_text() for part in ("syncs", "training")] == ["syncs", "training"]
@@ -265,7 +265,7 @@ def _with_a_made_up_card(name: str, directory: Path) -> None:
     speed.SampleLengths = lambda samples, median, sigma, most, prompts: SampleLengths(8, 64, sigma, 256, (4, 16))
     speed._actor_config = lambda **_: ActorConfig(optimizer=OptimizerConfig(learning_rate=1e-8))
     (step,) = (one for one in STEPS if one.name == name)
-    child.measure(child.Sheet(step, directory, cuda=True, model="", server_python=""))
+    runner.measure(runner.Sheet(step, directory, cuda=True, model="", server_python=""))
 
 
 def _fewer(equal_samples: Callable[..., Any], architecture: Any, tokens: int, microbatches: int, cap: int) -> Any:
@@ -297,7 +297,7 @@ def test_on_a_cpu_for_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     first.send_signal(signal.SIGTERM)
     assert first.wait(300) == 143
     deadline = time.monotonic() + 60  # it takes a killed process a while to go on a busy machine
-    while left := subprocess.run(["pgrep", "-f", f"accept.child environment {out}"], capture_output=True).stdout:
+    while left := subprocess.run(["pgrep", "-f", f"accept.runner environment {out}"], capture_output=True).stdout:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
     assert json.loads((out / "accept.json").read_text())["steps"]["environment"]["state"] == "begun"

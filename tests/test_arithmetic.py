@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dppo_megatron.rewards.graders import final_answer
+from dppo_megatron.rewards.functions import final_answer
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.quickstart.arithmetic import LEVELS, write_task
+from dppo_megatron.workbench.quickstart.make import LEVELS, write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -228,5 +228,5 @@ def test_the_tool_explains_a_mistake(tmp_path: Path, arguments: list[str], capsy
 def test_the_tool_refuses_a_file_as_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("mine")
     assert run_tool("--out", str(tmp_path / "file")) == 2
-    assert "not a directory" in capsys.readouterr().err
+    assert "is a file" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"

@@ -20,10 +20,9 @@ from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import supervised
-from dppo_megatron.checkpoint.checkpoint_dir import named
-from dppo_megatron.checkpoint.manifest import read_manifest, sums, write_manifest
-from dppo_megatron.safe_pickle import read_metadata
+from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest, sums, write_manifest
 from dppo_megatron.types import UserError
+from dppo_megatron.weights.torch_dist import read_metadata
 from dppo_megatron.workbench.cli import main
 
 pytestmark = pytest.mark.slow
@@ -293,7 +292,7 @@ def _as_bytes(directory: Path, touched: Path, **forged: Any) -> None:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-    metadata, payload = read_metadata(directory / ".metadata"), io.BytesIO()
+    metadata, payload = read_metadata(directory), io.BytesIO()
     key = next(key for key in metadata.state_dict_metadata if key.startswith("decoder.") and key.endswith("weight"))
     described, size = BytesStorageMetadata(), metadata.state_dict_metadata[key].size
     described.__dict__.update({"size": size} if forged else {})
@@ -305,7 +304,7 @@ def _as_bytes(directory: Path, touched: Path, **forged: Any) -> None:
 
 
 def _elsewhere(directory: Path, touched: Path) -> None:
-    metadata = read_metadata(directory / ".metadata")
+    metadata = read_metadata(directory)
     index, place = next(iter(metadata.storage_data.items()))
     metadata.storage_data[index] = dataclasses.replace(place, relative_path="../../x.distcp")
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -17,9 +17,8 @@ import pytest
 from support.job import REPOSITORY
 
 from dppo_megatron.config.reference import page_for
-from dppo_megatron.workbench.cli import main, program
+from dppo_megatron.workbench.cli import PAGES, main, program
 from dppo_megatron.workbench.commands.completion import settings
-from dppo_megatron.workbench.mistakes import PAGES
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 

@@ -25,8 +25,7 @@ from support.job import REPOSITORY, settings, write_job_files
 from dppo_megatron.children import package_environment
 from dppo_megatron.config import Config, load_config
 from dppo_megatron.types import RunAborted, UserError
-from dppo_megatron.workbench.compare.arms import parse_arms
-from dppo_megatron.workbench.compare.method_run import MethodRun, Point, read_method_run
+from dppo_megatron.workbench.compare.arms import MethodRun, Point, parse_arms, read_method_run
 from dppo_megatron.workbench.compare.runs import check_end, in_a_process, run_all, shared_task, task_settings
 from dppo_megatron.workbench.compare.table import results, table, write_page
 from dppo_megatron.workbench.compare.verdict import (
@@ -150,7 +149,7 @@ def test_the_factor_is_what_was_built_in() -> None:
     assert dppo.end_difference is not None and dppo.end_difference.within_noise
     assert (dppo.end_difference.low, dppo.end_difference.high) == (0.0, 0.0)
     curve = Curve.of(runs[0], "train_s").smoothed()
-    assert dppo.at_budget["0.50"] == pytest.approx(curve.accuracy[-1])
+    assert dppo.at_budget_cpu["0.50"] == pytest.approx(curve.accuracy[-1])
 
 
 def _noisy(arm: str, seed: int, evaluations: int, step_s: float, noise: float, rng: np.random.Generator) -> MethodRun:

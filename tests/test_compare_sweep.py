@@ -18,8 +18,7 @@ from dppo_megatron.evaluation.bootstrap import Difference
 from dppo_megatron.types import RunAborted
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.compare import runs as compare_runs
-from dppo_megatron.workbench.compare.arms import Arm
-from dppo_megatron.workbench.compare.method_run import MethodRun, Point
+from dppo_megatron.workbench.compare.arms import Arm, MethodRun, Point
 from dppo_megatron.workbench.compare.runs import StoppedByGuard
 from dppo_megatron.workbench.compare.sweep import RungRow, candidates, halve, parse_grid, rung_seeds
 

@@ -20,12 +20,11 @@ import yaml
 from support.job import REPOSITORY, settings, write_job_files
 from support.record import write_record
 
-from dppo_megatron.config.hints import other_names
 from dppo_megatron.config.load import load_config, read_config
-from dppo_megatron.config.reference import all_keys, all_settings
-from dppo_megatron.pruning.methods import METHODS
+from dppo_megatron.config.reference import all_keys, all_settings, other_names
+from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.workbench.cli import parse, program
-from dppo_megatron.workbench.compare.method_run import MethodRun, Point
+from dppo_megatron.workbench.compare.arms import MethodRun, Point
 from dppo_megatron.workbench.compare.table import write_results
 
 DOCS = REPOSITORY / "docs"

@@ -26,8 +26,8 @@ from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.doctor import fp8_gate
-from dppo_megatron.workbench.doctor.environment import environment
 from dppo_megatron.workbench.doctor.fp8_gate import GateResult, run_gate, unsafe_patterns
+from dppo_megatron.workbench.doctor.machine import environment
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 

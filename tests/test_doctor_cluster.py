@@ -25,9 +25,8 @@ from support.processes import free_port
 
 from dppo_megatron.launcher_env import check_launcher_env, place_from_slurm
 from dppo_megatron.workbench.cli import main
-from dppo_megatron.workbench.doctor.check_rows import CheckRow, report_of
-from dppo_megatron.workbench.doctor.environment import allocator_row
-from dppo_megatron.workbench.doctor.machine import files_row, gpu_rows, locked_row, shm_row
+from dppo_megatron.workbench.doctor.cluster import report_of
+from dppo_megatron.workbench.doctor.machine import CheckRow, allocator_row, files_row, gpu_rows, locked_row, shm_row
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks are forked, and judged as a CPU's")

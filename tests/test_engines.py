@@ -342,7 +342,6 @@ for _ in sys.stdin:
 """
 
 
-@pytest.mark.skipif(not shared_memory.is_supported(), reason="anonymous shared files are Linux's")
 def test_another_process_sees_what_is_written_later() -> None:
     """Mapped once by another process, the buffer shows each new filling; it lives no longer than its owner."""
     buffer = shared_memory.SharedBuffer(64, torch.device("cpu"))

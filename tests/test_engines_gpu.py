@@ -34,7 +34,7 @@ BF16_DIFF = 0.05
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_job_files(tmp_path_factory.mktemp("task"))
-    write_tiny_qwen3(directory / "model", seed=0, hidden_size=256, num_heads=4, tie_word_embeddings=True)
+    write_tiny_qwen3(directory / "model", seed=0, hidden_size=256, tie_word_embeddings=True)
     return directory
 
 

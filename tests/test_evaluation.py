@@ -19,7 +19,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.eval_samples import read_samples, scores_of
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
-from dppo_megatron.rewards.graders import final_answer
+from dppo_megatron.rewards.functions import final_answer
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.servers.dispatch import grouped
@@ -261,10 +261,9 @@ def test_a_model_alone(files: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_settings_may_stand_anywhere() -> None:
     """Before and after options, as `main` parses once settings may stand between options; and among the sets."""
     parser = argparse.ArgumentParser()
-    evaluate.add(parser.add_subparsers(), "")  # type: ignore[arg-type]
-    [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    evaluate.add_options(parser)
     words = ["M", "seed=1", "--sets", "six", "mine=x", "rollout.engine=vllm", "--step", "2", "eval.samples=4"]
-    arguments = commands.choices["eval"].parse_intermixed_args(words)
+    arguments = parser.parse_intermixed_args(words)
     assert (arguments.model, arguments.step) == ("M", 2)
     assert arguments.overrides == ["seed=1", "eval.samples=4"]
     assert split_settings(arguments.sets) == (["six", "mine=x"], ["rollout.engine=vllm"])
@@ -331,7 +330,7 @@ def test_what_cannot_be_written_is_said_first(
     (tmp_path / "file").touch()
     model, sets = str(files / "model"), ["--sets", f"a={files / 'heldout.jsonl'}"]
     assert main(["eval", model, *sets, "--out", str(tmp_path / "file" / "below")]) == 2
-    assert f"'{tmp_path / 'file'}' is no directory" in capsys.readouterr().err
+    assert f"--out = '{tmp_path / 'file' / 'below'}': cannot be written: Not a directory" in capsys.readouterr().err
     samples = _write_samples(tmp_path / "old", {"s": {"p": [True], "q": [False]}})
     (samples / "results.json").write_text("{}")
     for arguments in ([model, *sets], ["--rescore", str(samples)]):

@@ -19,11 +19,15 @@ from support.cases import Choose
 from support.job import job_config
 
 from dppo_megatron.config.data import EvalSetConfig
-from dppo_megatron.evaluation.eval_samples import EvalSample, read_samples
-from dppo_megatron.evaluation.evaluator import Evaluator
+from dppo_megatron.evaluation.eval_samples import (
+    UNFINISHED,
+    EvalSample,
+    UnfinishedSamples,
+    read_samples,
+    read_unfinished,
+)
+from dppo_megatron.evaluation.evaluator import Evaluator, one_spelling
 from dppo_megatron.evaluation.standalone import about
-from dppo_megatron.evaluation.unfinished import UNFINISHED, UnfinishedSamples, read_unfinished
-from dppo_megatron.evaluation.votes import one_spelling
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.types import UserError

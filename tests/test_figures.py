@@ -26,8 +26,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning import LedgerRow, logit_grad_norm
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.steps.loop import Loop
-from dppo_megatron.steps.rollout_table import RolloutTable
-from dppo_megatron.steps.step import Step, StepRecord, Update, UpdatePlan, sample_of
+from dppo_megatron.steps.step import RolloutTable, Step, StepRecord, Update, UpdatePlan, sample_of
 from dppo_megatron.types import Completion, Group, Label, Prompt, RolloutPrompt, TrainSample, UpdateResult
 
 GROUPS, SIZE, SEEDS = 16, 8, 20

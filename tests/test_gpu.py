@@ -31,7 +31,7 @@ from dppo_megatron.workbench.doctor.fp8_gate import run_gate
 pytestmark = pytest.mark.gpu
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 512, "num_hidden_layers": 4}
-SPECS = ["local", pytest.param("te", marks=pytest.mark.skipif("not this_machine().has_transformer_engine"))]
+SPECS = ["local", pytest.param("te", marks=pytest.mark.skipif("this_machine().lacks_transformer_engine"))]
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from support.tiny import FAMILIES, write_model
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.randomness import generator, uniform_rows
+from dppo_megatron.rollout.decoder import KeyValues, Moves
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import HFEngine, truncate_logits
-from dppo_megatron.rollout.kv_cache import KeyValues, Moves
 from dppo_megatron.types import Grade, GradeTask, Prompt
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer

@@ -15,8 +15,8 @@ from support.job import REPOSITORY
 from support.record import write_record
 
 from dppo_megatron.config.changes import check_changes, saved_values
-from dppo_megatron.config.hints import all_keys, other_names
 from dppo_megatron.config.load import REMOVED, RENAMED, config_from_values, config_values, load_config, read_config
+from dppo_megatron.config.reference import all_keys, other_names
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.steps.trace import trace_header
 from dppo_megatron.types import Prompt, UserError

@@ -80,7 +80,7 @@ def _train(model: Path, parallel: Parallel, weights: bool | None, directory: Pat
         if weights is not None or update == 1:
             _save(actor, directory / str(update))
         if weights is not None:
-            assert actor.away == out["bytes"][-1][2], "a checkpoint is written from the host"
+            assert actor._memory.away == out["bytes"][-1][2], "a checkpoint is written from the host"
     out["weights"] = {name: tensor.clone() for name, tensor in actor.weights()}
     return out
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
-from dppo_megatron.actor.optimizer_state import Spread
+from dppo_megatron.actor.optimizer import Spread
 from dppo_megatron.algorithms.objectives import supervised
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from dppo_megatron.packing.alignment import RECIPE_MULTIPLE, PackingLayout, Reci
 from dppo_megatron.packing.bins import best_fit, first_fit, window_greedy
 from dppo_megatron.packing.cost import CostModel
 from dppo_megatron.packing.planner import plan_microbatches
+from dppo_megatron.steps.rollout_cost import cost_model
 from dppo_megatron.types import PackedMicrobatch, PackPlan, TrainSample, UserError
+from dppo_megatron.weights.architecture import Architecture, Experts
 
 MODES = ("balanced", "window", "first_fit_decreasing", "none")
 COST = CostModel(linear=1.0, quadratic=0.01)
@@ -285,20 +288,22 @@ def test_cost_model_counts_the_models_flops() -> None:
     sizes = {"vocab_size": 40, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, attn_implementation="eager", tie_word_embeddings=False))
-    cost = CostModel.of_transformer(
-        num_layers=3, hidden_size=48, ffn_size=64, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=40
-    )
+    cost = cost_model(_shaped(3, 48, 64, 4, 2, 16, 40))
     for length in (7, 32):
         with FlopCounterMode(display=False) as counter:
             model(torch.arange(length)[None] % 40).logits.sum().backward()
         assert counter.get_total_flops() == cost.linear * length + 2 * cost.quadratic * length**2
 
 
+def _shaped(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, words: int) -> Architecture:
+    """A dense model of these sizes."""
+    return Architecture("x", layers, hidden, ffn, heads, kv_heads, head_dim, words, 64, 1e4, 1e-6, False, True, False)
+
+
 def test_cost_model_of_experts() -> None:
     """A token visits its active experts and the router only."""
-    shape = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "vocab_size": 11}
-    dense = CostModel.of_transformer(ffn_size=30, **shape)
-    experts = CostModel.of_transformer(ffn_size=10, active_experts=3, num_experts=64, **shape)
+    shape = _shaped(2, 8, 30, 2, 1, 4, 11)
+    dense, experts = cost_model(shape), cost_model(replace(shape, experts=Experts(64, 3, 10, True)))
     assert experts.linear - dense.linear == 6 * 2 * 8 * 64
     assert experts.quadratic == dense.quadratic
 

@@ -270,8 +270,8 @@ def test_a_conversion_counts_to_its_end(tmp_path: Path) -> None:
     with shown_by(display):
         hf_to_megatron(tmp_path / "model", tmp_path / "megatron", verify=True)
         megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", verify=True)
-    flushing = f"flushing {tmp_path / 'megatron'} to the disk 2"
-    assert list(seen) == ["converting 0", "verifying 1", flushing, "converting 3", "verifying 4"]
+    first, second = (f"flushing {tmp_path / name} to the disk {place}" for name, place in (("megatron", 2), ("hf", 4)))
+    assert list(seen) == ["converting 0", "verifying 1", first, "converting 3", second, "verifying 5"]
     for key, counts in seen.items():
         assert counts == list(range(1, totals[key] + 1)), key
 

@@ -20,8 +20,7 @@ from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.pruning.interface import percent
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
-from dppo_megatron.workbench.compare.arms import Arm
-from dppo_megatron.workbench.compare.method_run import MethodRun, Point
+from dppo_megatron.workbench.compare.arms import Arm, MethodRun, Point
 from dppo_megatron.workbench.compare.table import results, table
 from dppo_megatron.workbench.compare.table import write_page as write_comparison
 from dppo_megatron.workbench.compare.verdict import judge

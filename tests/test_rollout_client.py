@@ -8,6 +8,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,7 +30,7 @@ from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.job import prepare_job
-from dppo_megatron.rewards.grading import GradeInClient
+from dppo_megatron.rewards.grading import make_grader
 from dppo_megatron.rollout import server_engine
 from dppo_megatron.rollout.client import messages
 from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, hand_over, take_over
@@ -59,7 +60,7 @@ def test_groups_are_graded_as_they_land(files: Path, stubs: StubServers, monkeyp
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     job = prepare_job(job_config(files, files / "run"), 1)
     reward = RewardConfig(function="support.faulty:length_parity", processes=2)
-    rig = Rig([("vllm", stubs.url("a"))], GradeInClient(reward), Detokenizer.of(job.tokenizer))
+    rig = Rig([("vllm", stubs.url("a"))], partial(make_grader, reward), Detokenizer.of(job.tokenizer))
     try:
         prompts = [_encoded(Prompt(index, "", (), str(index), "")) for index in range(6)]
         run(rig.fleet([0], {}), requests(6), prompts=prompts)
@@ -256,7 +257,7 @@ def test_both_ends_prove_the_key() -> None:
 
         def accept(ours: socket.socket = ours, key: bytes = listens, errors: list[Exception] = errors) -> None:
             try:
-                messages.accept_handshake(ours, key)
+                messages.handshake(ours, key, listens=True)
             except Exception as error:
                 errors.append(error)
             finally:
@@ -265,10 +266,10 @@ def test_both_ends_prove_the_key() -> None:
         thread = threading.Thread(target=accept)
         thread.start()
         if listens == connects:
-            messages.connect_handshake(theirs, connects)
+            messages.handshake(theirs, connects, listens=False)
         else:
             with pytest.raises((messages.HandshakeFailed, ConnectionError)):
-                messages.connect_handshake(theirs, connects)
+                messages.handshake(theirs, connects, listens=False)
         thread.join()
         theirs.close()
         assert bool(errors) == (listens != connects)

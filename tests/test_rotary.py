@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from dppo_megatron.actor.attention import PackedSequences
-from dppo_megatron.actor.context import ContextShare
+from dppo_megatron.actor.layout import ContextShare
 from dppo_megatron.actor.rotary import Rotary, rotate
 from dppo_megatron.types import PackedMicrobatch
 from dppo_megatron.weights.architecture import read_architecture

@@ -14,7 +14,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from dppo_megatron.safe_pickle import DISTRIBUTED_CHECKPOINT, UnsafePickleError, read_metadata, read_pickle
+from dppo_megatron.safe_pickle import UnsafePickleError, read_pickle
+from dppo_megatron.types import UserError
+from dppo_megatron.weights.torch_dist import read_metadata
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_torch_writes_is_read_as_torch_reads_it(written: Path) -> None:
     theirs = FileSystemReader(written).read_metadata()
-    mine = read_metadata(written / ".metadata")
+    mine = read_metadata(written)
     assert mine.state_dict_metadata == theirs.state_dict_metadata and len(mine.state_dict_metadata) >= 6
     assert mine.storage_data == theirs.storage_data
 
@@ -55,16 +57,16 @@ def test_nothing_runs(tmp_path: Path, protocol: int) -> None:
     )
     for function, arguments in calls:
         with pytest.raises(UnsafePickleError, match="it asks for"):
-            read_pickle(io.BytesIO(pickle.dumps({"a": _Runs(function, *arguments)}, protocol)), DISTRIBUTED_CHECKPOINT)
+            read_pickle(io.BytesIO(pickle.dumps({"a": _Runs(function, *arguments)}, protocol)))
     for dotted in (b"Metadata.__init__", b"Metadata.__reduce__"):
         text = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c" + bytes([len(dotted)]) + dotted + b"\x93."
         with pytest.raises(UnsafePickleError, match="it asks for"):
-            read_pickle(io.BytesIO(text), DISTRIBUTED_CHECKPOINT)
+            read_pickle(io.BytesIO(text))
     assert not touched.exists()
 
 
 def test_damage_is_one_kind_of_error(written: Path, tmp_path: Path) -> None:
-    """Bytes changed, cut and inserted at random: it is read, or it is UnsafePickleError."""
+    """Bytes changed, cut and inserted at random: it is read, or it is UserError."""
     whole, rng = (written / ".metadata").read_bytes(), random.Random(0)
     refused = 0
     for _ in range(400):
@@ -80,7 +82,7 @@ def test_damage_is_one_kind_of_error(written: Path, tmp_path: Path) -> None:
                     data[position:position] = rng.randbytes(rng.randint(1, 8))
         (tmp_path / ".metadata").write_bytes(data)
         try:
-            read_metadata(tmp_path / ".metadata")
-        except UnsafePickleError:
+            read_metadata(tmp_path)
+        except UserError:
             refused += 1
     assert refused > 200

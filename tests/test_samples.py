@@ -27,9 +27,9 @@ from dppo_megatron.observe.samples import (
     to_table,
 )
 from dppo_megatron.selection import Rollouts
-from dppo_megatron.steps.annotations import reasons_of, recorded_positions
+from dppo_megatron.steps.trace import reasons_of, recorded_positions
 from dppo_megatron.types import Completion, Grade, Group, Prompt, RolloutPrompt
-from dppo_megatron.workbench.runs.sample_rows import read_rows
+from dppo_megatron.workbench.runs.run_record import read_rows
 
 
 def _group(position: int, size: int = 2, tokens: int = 3, text: str = "answer") -> RecordedGroup:
@@ -60,8 +60,8 @@ def _write(path: Path, steps: range, **settings: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A real run, and the samples' CPU seconds."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run."""
     from dppo_megatron.job import prepare_job
     from dppo_megatron.run import Run
     from dppo_megatron.train import train
@@ -71,16 +71,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     job = prepare_job(job_config(files, run_dir), 1)
     with Run(job) as run:
         train(run)
-    return run_dir, run._samples.cpu_s
+    return run_dir
 
 
 @pytest.mark.slow
-def test_a_run_leaves_what_its_trace_says(finished: tuple[Path, Any]) -> None:
+def test_a_run_leaves_what_its_trace_says(finished: Path) -> None:
     """trace.jsonl and metrics.jsonl come from rank 0's arrays, the samples from the groups themselves."""
-    run_dir, _ = finished
-    frame = pd.read_parquet(run_dir / "samples")
-    trace = [json.loads(line) for line in (run_dir / "trace.jsonl").read_text().splitlines()][1:]
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
+    frame = pd.read_parquet(finished / "samples")
+    trace = [json.loads(line) for line in (finished / "trace.jsonl").read_text().splitlines()][1:]
+    metrics = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()][1:]
     assert [row["step"] for row in trace] == [1, 2, 3, 4]
     for row, measured in zip(trace, metrics, strict=True):
         mine = frame[frame.step == row["step"]].sort_values(["group", "completion"])

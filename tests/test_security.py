@@ -25,7 +25,7 @@ from support.settings import rollout_config
 
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.rollout import RolloutConfig, check_rollout
-from dppo_megatron.observe.trackers.messages import Begin
+from dppo_megatron.observe.trackers.process import Begin
 from dppo_megatron.observe.trackers.sink import Trackers
 from dppo_megatron.rollout.servers.connect import configured_key, describe, make_server
 from dppo_megatron.rollout.servers.http import Done, Http, Refused, clean_key

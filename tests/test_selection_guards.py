@@ -20,8 +20,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import CompletionBatch, LedgerRow, StepCost, make_completion_policy
 from dppo_megatron.pruning.designs import count_kept, floor_kept
-from dppo_megatron.pruning.methods import METHODS, with_method
-from dppo_megatron.pruning.policies import check_methods
+from dppo_megatron.pruning.policies import METHODS, check_methods, with_method
 from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.steps.coordinator import server_rows

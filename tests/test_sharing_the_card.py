@@ -24,7 +24,7 @@ from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling, Weights
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.run import Run, Stopped
-from dppo_megatron.steps.rollout_table import RolloutTable
+from dppo_megatron.steps.step import RolloutTable
 from dppo_megatron.train import train
 from dppo_megatron.types import Completion
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from support.job import job_config, read_metrics, write_warm_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.job import prepare_job
-from dppo_megatron.pruning.methods import METHODS
+from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.run import Run
 from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.train import train
@@ -179,18 +178,6 @@ def test_broken_trace_is_named(still: Path, tmp_path: Path) -> None:
     torn.write_text("\n".join([*lines[:2], lines[2][:50]]))
     with pytest.raises(UserError, match=r"trace\.jsonl:3: not valid JSON"):
         read_trace(str(torn))
-
-
-def test_a_gzipped_trace_is_the_trace(still: Path, tmp_path: Path) -> None:
-    """And one that ends early is named."""
-    packed = tmp_path / "trace.jsonl.gz"
-    packed.write_bytes(gzip.compress((still / "trace.jsonl").read_bytes()))
-    assert simulate(read_trace(str(packed)), "dppo", COSTS) == simulate(
-        read_trace(str(still / "trace.jsonl")), "dppo", COSTS
-    )
-    packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(UserError, match="damaged gzip file"):
-        read_trace(str(packed))
 
 
 def _prediction(**changes: Any) -> Prediction:

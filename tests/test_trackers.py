@@ -28,11 +28,20 @@ from dppo_megatron.config import observe
 from dppo_megatron.config.observe import ObserveConfig, TrackingConfig, check_observe
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.observe.trackers import sink
-from dppo_megatron.observe.trackers.messages import ENCODER, Begin, EndRun, Mark, StepLine
-from dppo_megatron.observe.trackers.process import Sink, scrubbed, serve
+from dppo_megatron.observe.trackers.process import (
+    ENCODER,
+    Begin,
+    EndRun,
+    Mark,
+    Mlflow,
+    Sink,
+    StepLine,
+    metric_name,
+    scrubbed,
+    serve,
+)
 from dppo_megatron.observe.trackers.sink import Trackers, numbers
 from dppo_megatron.observe.trackers.sink import settings as flat_settings
-from dppo_megatron.observe.trackers.tools import Mlflow, metric_name
 from dppo_megatron.types import UserError
 
 TOOLS = ["tensorboard", "wandb", "mlflow", "trackio"]

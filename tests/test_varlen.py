@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dppo_megatron.actor.varlen import find_kernel, from_flash_attn, from_torch
+from dppo_megatron.actor.attention import find_kernel, from_flash_attn, from_torch
 
 OFFSETS = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
 LONGEST = 8

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.samples import SAMPLES, rewind_samples
-from dppo_megatron.workbench.watch.frame import Latest, View, frame
+from dppo_megatron.workbench.watch.frame import Latest, frame
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def picture(run: Path, width: int) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), color_system="truecolor")
     latest = Latest(run)
     latest.look()
-    console.print(frame(latest, View(width)))
+    console.print(frame(latest, console))
     drawn = console.export_svg(title=f"dppo-megatron watch {run.name}", unique_id="watch")
     drawn = re.sub(r"\s*@font-face \{.*?\}", "", drawn, flags=re.DOTALL)
     return re.sub(r"Fira Code", "ui-monospace, Menlo, Consolas, monospace", drawn)

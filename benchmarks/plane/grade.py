@@ -8,10 +8,11 @@ import pickle
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from dppo_megatron.config.reward import RewardConfig
-from dppo_megatron.rewards.grading import GradeInClient
+from dppo_megatron.rewards.grading import make_grader
 from dppo_megatron.rewards.pool import Grader
 from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.types import GradeTask, Prompt
@@ -51,7 +52,7 @@ def run(smoke: bool) -> list[Bar]:
 def _lanes_take(function: str, texts: list[str], timeout_s: float) -> float:
     """Seconds that grading `texts` takes, in groups of 16; processes have started before."""
     reward = RewardConfig(function=f"plane_grader:{function}", processes=_LANES, timeout_s=timeout_s)
-    hook = GradeInClient(reward)()
+    hook = make_grader(reward)
     assert isinstance(hook, Grader)
     groups = [texts[start : start + COUNT] for start in range(0, len(texts), COUNT)]
     while sum(not process.is_fresh for process in hook.processes) < _LANES:
@@ -101,7 +102,7 @@ def _beside(smoke: bool) -> Bar:
     """Groups land over some seconds; how many are graded when the last one lands."""
     groups = 96 if smoke else 256
     reward = RewardConfig(function="plane_grader:fast", processes=_LANES)
-    intake = Intake(Canned("sglang", 200, delay_s=0.2), 4, 2, hook=GradeInClient(reward))
+    intake = Intake(Canned("sglang", 200, delay_s=0.2), 4, 2, hook=partial(make_grader, reward))
     try:
         work = intake.work(groups, [pickle.dumps(Prompt(0, "", (), "", ""))] * groups)
         graded = 0

@@ -16,8 +16,7 @@ from dppo_megatron.packing.planner import SampleSize, plan_microbatches
 from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.rewards.measures import GradeTable
 from dppo_megatron.selection import Selector
-from dppo_megatron.steps.rollout_table import RolloutTable
-from dppo_megatron.steps.step import UpdatePlan
+from dppo_megatron.steps.step import RolloutTable, UpdatePlan
 from dppo_megatron.types import Prompt, RolloutPrompt
 from plane.common import Bar
 from plane.plan import CAP, COST, lengths_of

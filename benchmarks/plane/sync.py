@@ -114,7 +114,7 @@ def run(smoke: bool) -> list[Bar]:
     """A model of 512 MiB in buckets of 32."""
     megabytes, bucket_mb = (16, 2) if smoke else (512, 32)
     with tempfile.TemporaryDirectory() as folder:
-        write_tiny_qwen3(Path(folder), seed=0, num_layers=4)
+        write_tiny_qwen3(Path(folder), seed=0, num_hidden_layers=4)
         calls, num_buckets = on_ranks(4, _count_gather, folder, 200_000)[0]
     bars = [Bar("sync", f"gather, TP 2 x PP 2: calls a bucket ({num_buckets} buckets)", calls / num_buckets, 1.2)]
     one, four = (_undisturbed(count, megabytes, bucket_mb, 1 if smoke else ROUNDS) for count in (1, 4))

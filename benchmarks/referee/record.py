@@ -34,7 +34,7 @@ from dppo_megatron.randomness import generator
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
 from dppo_megatron.types import Completion, RolloutPrompt, TrainSample
-from dppo_megatron.workbench.quickstart.arithmetic import write_task
+from dppo_megatron.workbench.quickstart.make import write_task
 from dppo_megatron.workbench.quickstart.tiny_model import ANSWER_MARK, VOCABULARY, write_tiny_qwen3
 
 REPOSITORY = Path(__file__).parents[2]

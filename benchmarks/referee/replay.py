@@ -20,7 +20,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.config.load import read_config
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.pruning import StepCost
-from dppo_megatron.pruning.methods import with_method
+from dppo_megatron.pruning.policies import with_method
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.types import FloatArray, IntArray
 from referee import methods

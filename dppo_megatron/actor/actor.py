@@ -30,10 +30,11 @@ from dppo_megatron.actor.batch import Microbatch, Samples, build_microbatch
 from dppo_megatron.actor.layout import Layout
 from dppo_megatron.actor.logprobs import LogprobStore, choose_softmax
 from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
-from dppo_megatron.actor.model import build_model, ddp_config, not_tried, transformer_config
-from dppo_megatron.actor.offload import Offload, Part, pageable
+from dppo_megatron.actor.model import build_model, not_tried, overrides
+from dppo_megatron.actor.offload import Offload, pageable
 from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
-from dppo_megatron.actor.schedule_timers import ScheduleTimers
+from dppo_megatron.actor.schedule_timers import schedule_timers
+from dppo_megatron.actor.softmax import Projection
 from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
 from dppo_megatron.distributed import to_rank_zero
@@ -66,18 +67,17 @@ class Actor:
         self._architecture = architecture
         self._dtype = dtype
         spec, reason = this_machine().choose_layer_spec(config.layer_spec, config.fp8)
-        untried = not_tried(architecture, layout, dtype, config, spec)
+        settings = overrides(architecture, dtype, config, spec)
         self._softmax, kernel = choose_softmax(config.logprob_kernel, layout.device, dtype)
         self.description = (
-            f"actor: {_describe(config.layout, layout)}; layers: {spec} ({reason}); fp8: {config.fp8};"
-            f" log-probabilities: {kernel}{''.join('; ' + line for line in untried)}"
+            f"actor: {_describe(config.layout, layout.data_parallel)}; layers: {spec} ({reason}); fp8: {config.fp8};"
+            f" log-probabilities: {kernel}{''.join('; ' + line for line in not_tried(settings))}"
         )
         """One line for the log: how the model is split, which layers were chosen and why."""
-        megatron_config = transformer_config(architecture, layout, dtype, config, spec)
+        megatron_config, of_ddp = (one.build() for one in settings)
         megatron_config.finalize_model_grads_func = finalize_model_grads
         self._chunks = [chunk.to(layout.device) for chunk in build_model(architecture, megatron_config, spec)]
         load_hf_weights(self._chunks, architecture, get_weight)
-        of_ddp = ddp_config(config, dtype)
         self._model = [
             DistributedDataParallel(
                 megatron_config,
@@ -114,11 +114,6 @@ class Actor:
         brings all, `own_logprobs` and `weights` the weights; a checkpoint is written from the host."""
         self._gather_weights()
         self._memory.leave(self._optimizer, weights=weights)
-
-    @property
-    def away(self) -> frozenset[Part]:
-        """What `offload` has taken from the device and nothing has brought back yet."""
-        return self._memory.away
 
     def update(
         self,
@@ -364,11 +359,12 @@ class Actor:
 
         def forward(iterator: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             pack = next(iterator)
-            output = model(pack.local_tokens, pack.local_position_ids, None, packed_seq_params=pack.packed)
+            tokens, positions = pack.tokens[:, pack.local], pack.packed.position_ids[None]
+            output = model(tokens, positions, None, packed_seq_params=pack.packed)
             return output, partial(hook, pack)
 
         interleaved = len(self._model) > 1
-        timers = ScheduleTimers(recorder(), self.layout.device) if recorder().on else None
+        timers = schedule_timers(recorder(), self.layout.device) if recorder().on else None
         for chunk in self._chunks:
             chunk.config.timers = timers
         get_forward_backward_func()(
@@ -383,14 +379,14 @@ class Actor:
         )
 
     def _scorer(self, temperature: float) -> Scorer:
-        return Scorer(
-            self._chunks[-1],
-            self.layout,
+        projection = Projection(
             self._architecture.vocab_size,
             temperature,
             self._config.logprob_chunk_tokens,
+            parallel_state.get_tensor_model_parallel_group(),
             self._softmax,
         )
+        return Scorer(self._chunks[-1], self.layout, projection)
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]
@@ -403,14 +399,14 @@ class Actor:
             kept.copy_(current)
 
 
-def _describe(config: LayoutConfig, layout: Layout) -> str:
+def _describe(config: LayoutConfig, data_parallel: int) -> str:
     sizes = {
-        "tp": layout.tensor_parallel,
-        "pp": layout.pipeline_parallel,
+        "tp": config.tensor_parallel,
+        "pp": config.pipeline_parallel,
         "vpp": config.virtual_pipeline,
-        "cp": layout.context.size,
+        "cp": config.context_parallel,
         "ep": config.expert_parallel,
-        "dp": layout.data_parallel,
+        "dp": data_parallel,
     }
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
 

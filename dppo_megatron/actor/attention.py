@@ -1,19 +1,20 @@
 """Core attention over packed sequences for Megatron's local layer spec, and the norm that goes with it.
 
 Without Transformer Engine, Megatron's own DotProductAttention refuses packed sequences; a layer spec is the public way
-to replace it. On CUDA in half precision this calls a variable-length flash kernel (`varlen.py`). Elsewhere it gathers
+to replace it. On CUDA in half precision this calls a variable-length flash kernel (`find_kernel`). Elsewhere it gathers
 sequences of similar length into right-padded batches and calls SDPA once per batch: causal masking makes right padding
 harmless, and a few large calls are faster than one small call per sequence.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +25,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from dppo_megatron.actor.context import ContextShare
+from dppo_megatron.actor.layout import ContextShare, to_device
 from dppo_megatron.actor.rotary import Rotary, Rotating, Rotation
-from dppo_megatron.actor.transfer import to_device
-from dppo_megatron.actor.varlen import find_kernel
 from dppo_megatron.types import PackedMicrobatch
 
 
@@ -231,3 +230,86 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+_LEAST_CAPABILITY = (8, 0)
+"""Ampere: the oldest chip that flash attention runs on."""
+_LARGEST_HEAD = 256
+
+
+class VarlenKernel(Protocol):
+    """Causal attention inside each sequence of a pack."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float
+    ) -> Tensor:
+        """query [T, H, D], key and value [T, K, D] with K dividing H, offsets [sequences + 1] int32 -> [T, H, D]."""
+
+
+def find_kernel(head_dim: int) -> tuple[VarlenKernel | None, str]:
+    """The kernel for this machine and head size, and one phrase for the log that says which, or why there is none.
+
+    flash-attn's is used if installed: every version has grouped queries, causal masking and a scale. Else torch's.
+    """
+    if not torch.cuda.is_available():
+        return None, "padded batches (no CUDA device)"
+    if torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
+        return None, "padded batches (flash attention needs sm_80 or newer)"
+    if head_dim % 8 or head_dim > _LARGEST_HEAD:
+        return None, f"padded batches (flash attention has no heads of {head_dim})"
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        pass
+    else:
+        return from_flash_attn(flash_attn_varlen_func), "flash-attn"
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None, f"padded batches (no flash-attn, and torch {torch.__version__} has no varlen_attn)"
+    return from_torch(varlen_attn), "torch's varlen_attn"
+
+
+def from_flash_attn(function: Callable[..., Tensor]) -> VarlenKernel:
+    """flash-attn's `flash_attn_varlen_func` as a `VarlenKernel`."""
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
+        """The same offsets and longest length for queries and keys."""
+        return function(query, key, value, offsets, offsets, longest, longest, softmax_scale=scale, causal=True)
+
+    return kernel
+
+
+def from_torch(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> VarlenKernel:
+    """torch's `varlen_attn` as a `VarlenKernel`. Its signature changed with each release, and a wrong keyword is a
+    TypeError in the first layer of the first step, so the arguments are chosen by the installed function's:
+
+        torch 2.10    is_causal                                 no scale, no window, no grouped queries
+        torch 2.11    scale, window_size                        no grouped queries
+        torch 2.12+   scale, window_size, enable_gqa
+
+    Missing options are emulated outside: the scale is folded into the queries, key and value heads are repeated.
+    """
+    takes = set(inspect.signature(function).parameters)
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
+        """By the names that this version of torch has for its options."""
+        options: dict[str, object] = {}
+        if "window_size" in takes:
+            options["window_size"] = (-1, 0)  # everything before, nothing behind: causal
+        else:
+            options["is_causal"] = True
+        if "scale" in takes:
+            options["scale"] = scale
+        else:
+            query = query * (scale * math.sqrt(query.size(-1)))  # the kernel itself divides by sqrt(D)
+        groups = query.size(1) // key.size(1)
+        if groups > 1 and "enable_gqa" in takes:
+            options["enable_gqa"] = True
+        elif groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        out = function(query, key, value, offsets, offsets, longest, longest, **options)
+        assert isinstance(out, Tensor)  # a tuple only if the log-sum-exp is requested
+        return out
+
+    return kernel

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from dppo_megatron.actor.attention import PackedSequences
-from dppo_megatron.actor.context import ContextShare
-from dppo_megatron.actor.transfer import to_device
+from dppo_megatron.actor.layout import ContextShare, to_device
 from dppo_megatron.types import PackedMicrobatch, TrainSample
 
 
@@ -52,16 +51,6 @@ class Microbatch:
     trained_lengths: tuple[int, ...]
     """How many of `trained` belong to each sample, in the order of `samples`, in which the pack has them."""
 
-    @property
-    def local_tokens(self) -> Tensor:
-        """[1, T / CP] what the model of this rank reads."""
-        return self.tokens[:, self.local]
-
-    @property
-    def local_position_ids(self) -> Tensor:
-        """[1, T / CP] int64, restarting at 0 in each sequence."""
-        return self.packed.position_ids[None]
-
 
 Samples: TypeAlias = Sequence[TrainSample] | Mapping[int, TrainSample]
 """Place in the plan -> sample; a mapping holds those of this rank's data-parallel replica."""
@@ -80,9 +69,11 @@ def build_microbatch(
     """
     context = context or ContextShare()
     num_tokens, slots = packed.num_tokens, packed.cu_seqlens_padded
-    host = _HostBatch(num_tokens, device)
-    tokens, targets, sequence = host.integers.numpy()
-    mask, coefficient, counted, behaviour, old, reference, advantages = host.floats.numpy()
+    # two pieces of memory, so that all of a pack's numbers go to the device in two copies
+    integers = torch.zeros(3, num_tokens, dtype=torch.int64)
+    floats = torch.zeros(7, num_tokens, dtype=torch.float64)
+    tokens, targets, sequence = integers.numpy()
+    mask, coefficient, counted, behaviour, old, reference, advantages = floats.numpy()
     lengths = []
     for start, member in zip(slots, packed.members, strict=False):
         sample = samples[member]
@@ -103,7 +94,7 @@ def build_microbatch(
     sequence[:] = np.repeat(np.arange(len(slot_lengths)), slot_lengths)
     own = context.indices(slots)
     trained = torch.from_numpy(np.flatnonzero(mask))
-    integers, floats = host.send()
+    integers, floats = to_device(integers, device), to_device(floats, device)
     return Microbatch(
         samples=packed.members,
         tokens=integers[0][None],
@@ -122,17 +113,3 @@ def build_microbatch(
         local_trained=to_device(torch.from_numpy(np.flatnonzero(mask[own.numpy()])), device),
         trained_lengths=tuple(lengths),
     )
-
-
-class _HostBatch:
-    """The numbers of a pack of T tokens, in two pieces of memory that go to the device in two copies."""
-
-    def __init__(self, num_tokens: int, device: torch.device) -> None:
-        self._device = device
-        pinned = device.type == "cuda"
-        self.integers = torch.zeros(3, num_tokens, dtype=torch.int64, pin_memory=pinned)
-        self.floats = torch.zeros(7, num_tokens, dtype=torch.float64, pin_memory=pinned)
-
-    def send(self) -> tuple[Tensor, Tensor]:
-        """Both on the device. From pinned memory, which torch keeps until the copy is done, the host does not wait."""
-        return tuple(tensor.to(self._device, non_blocking=True) for tensor in (self.integers, self.floats))  # type: ignore[return-value]

@@ -7,19 +7,49 @@ The only place that calls Megatron's `parallel_state` to build groups. Everythin
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
 
-from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
 from dppo_megatron.distributed import check_interfaces, connect, on_loopback_if_one_machine, said_by_each_rank
 from dppo_megatron.launcher_env import launched_local_rank, raise_file_limit, set_cuda_variables
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.weights.architecture import Architecture
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShare:
+    """Which tokens of a pack one rank of a context-parallel group holds.
+
+    Each sequence is split into 2 CP chunks and rank r takes chunks r and 2 CP - 1 - r, the order that Megatron's rotary
+    embedding and Transformer Engine use: causal attention then costs every rank the same.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def position(self, local: Tensor, length: Tensor) -> Tensor:
+        """Position in its sequence of this rank's `local`-th token; `length` of the slot, a multiple of 2 CP."""
+        chunk = length // (2 * self.size)
+        first = local < chunk
+        return torch.where(first, self.rank * chunk + local, (2 * self.size - 2 - self.rank) * chunk + local)
+
+    def indices(self, slots: Sequence[int]) -> Tensor:
+        """[T / CP] int64: positions in the pack of this rank's tokens, in the order in which it holds them."""
+        if self.size == 1:
+            return torch.arange(slots[-1])
+        shares = []
+        for start, end in pairwise(slots):
+            length = torch.tensor(end - start)
+            shares.append(start + self.position(torch.arange((end - start) // self.size), length))
+        return torch.cat(shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +189,16 @@ def connect_groups(actor: ActorConfig, architecture: Architecture, timeout_s: fl
 
 def _this_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on the device, without waiting for what that still does.
+
+    A plain `.to(device)` reads pageable memory, so the host waits until the device has done all that it was given
+    before. From pinned memory it runs ahead.
+    """
+    held = tensor.pin_memory() if device.type == "cuda" else tensor  # torch keeps it until the copy is done
+    return held.to(device, non_blocking=True)
 
 
 def stop_process_group() -> None:

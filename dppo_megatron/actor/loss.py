@@ -10,6 +10,7 @@ group computes the same loss and differentiates its own tokens; the schedule's f
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,12 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from dppo_megatron.actor.batch import Microbatch
-from dppo_megatron.actor.context import gather_pack
 from dppo_megatron.actor.layout import Layout
 from dppo_megatron.actor.logprobs import LogprobStore, chunked_logprobs
 from dppo_megatron.actor.model import output_weight
-from dppo_megatron.actor.softmax import Projection, Softmax
+from dppo_megatron.actor.softmax import Projection
 from dppo_megatron.algorithms.objectives import Objective, TokenBatch
+from dppo_megatron.distributed import gather_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,7 @@ class Scorer:
     model: GPTModel
     """The chunk with the output layer."""
     layout: Layout
-    vocab_size: int
-    temperature: float
-    chunk_tokens: int
-    softmax: Softmax
+    projection: Projection
 
     def __call__(self, microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[1, T / cp (/ tp with sequence parallelism), H] -> ([T], [T]), 0 where the mask is 0, alike on all ranks."""
@@ -49,21 +47,45 @@ class Scorer:
         else:
             rows = copy_to_tensor_model_parallel_region(hidden[0])
         trained = microbatch.local_trained
-        projection = Projection(
-            self.vocab_size,
-            self.temperature,
-            self.chunk_tokens,
-            parallel_state.get_tensor_model_parallel_group(),
-            self.softmax,
-        )
         targets = microbatch.targets[microbatch.local[trained]]
-        both = chunked_logprobs(rows.index_select(0, trained), output_weight(self.model), targets, projection)
+        both = chunked_logprobs(rows.index_select(0, trained), output_weight(self.model), targets, self.projection)
         group = parallel_state.get_context_parallel_group()
         index = microbatch.packed.whole_pack_index if group.size() > 1 else microbatch.local
         logprobs, entropy = (
             gather_pack(values.new_zeros(len(rows)).index_copy(0, trained, values), index, group) for values in both
         )
         return logprobs, entropy
+
+
+def gather_pack(local: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's [T / CP, ...] values -> the pack's [T, ...], differentiable.
+
+    Every rank then computes the same loss from it, so the backward pass takes this rank's rows and sums nothing.
+
+    Args:
+        index: [T] position of each token of the pack among the ranks' shares, concatenated.
+    """
+    if group.size() == 1:
+        return local
+    gathered: Tensor = _GatherPack.apply(local, index, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _GatherPack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
+        shares = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(shares, local.contiguous(), group=group)
+        ctx.save_for_backward(index)
+        ctx.mine = slice(group.rank() * local.size(0), (group.rank() + 1) * local.size(0))
+        return torch.cat(shares).index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        shares = torch.empty_like(grad)
+        shares[index] = grad
+        return shares[ctx.mine], None, None
 
 
 @dataclass
@@ -113,11 +135,9 @@ class LossHook:
 
 def reduce_sums(sums: dict[str, Tensor], layout: Layout) -> dict[str, float]:
     """Add the hooks' sums over the job; every rank gets the result. Collective."""
-    gathered: list[dict[str, float]] = [{} for _ in range(layout.world_size)]
     mine = {name: float(value) for name, value in sums.items()} if layout.reports else {}
-    dist.all_gather_object(gathered, mine)
     totals: dict[str, float] = {}
-    for part in gathered:
+    for part in gather_all([mine]):
         for name, value in part.items():
             totals[name] = totals.get(name, 0.0) + value
     return totals

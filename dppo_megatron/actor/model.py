@@ -9,7 +9,7 @@ Positions enter in the attention (`rotary.py`). The model returns hidden states;
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dppo_megatron.actor.attention import PackedAttention, RMSNorm
-from dppo_megatron.actor.context import ContextShare
-from dppo_megatron.actor.layout import Layout
-from dppo_megatron.actor.overrides import build, overridden, untested
+from dppo_megatron.actor.overrides import Overrides
 from dppo_megatron.actor.rotary import Rotary, Rotating
 from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.platform.capabilities import LayerSpec, this_machine
@@ -52,30 +50,19 @@ _RECIPES: dict[str, dict[str, Any]] = {
 """`actor.fp8` to Megatron's settings; the token multiples of each are in packing/alignment.py."""
 
 
-def transformer_config(
-    architecture: Architecture, layout: Layout, dtype: torch.dtype, config: ActorConfig, spec: LayerSpec
-) -> TransformerConfig:
-    """Megatron's configuration for this architecture and layout."""
-    ours = _settings(architecture, layout, dtype, config, spec)
-    made: TransformerConfig = build("actor.megatron", TransformerConfig, ours, config.megatron, config.fp8)
-    return made
-
-
-def ddp_config(config: ActorConfig, dtype: torch.dtype) -> DistributedDataParallelConfig:
-    made: DistributedDataParallelConfig = build(
-        "actor.ddp", DistributedDataParallelConfig, _ddp_settings(config, dtype), config.ddp, config.fp8
+def overrides(
+    architecture: Architecture, dtype: torch.dtype, config: ActorConfig, spec: LayerSpec
+) -> tuple[Overrides, Overrides]:
+    """Megatron's configurations of the model and of its data parallelism, to be built."""
+    ours, of_ddp = _settings(architecture, dtype, config, spec), _ddp_settings(config, dtype)
+    return (
+        Overrides("actor.megatron", TransformerConfig, ours, config.megatron, config.fp8),
+        Overrides("actor.ddp", DistributedDataParallelConfig, of_ddp, config.ddp, config.fp8),
     )
-    return made
 
 
 def check_settings(
-    config: ActorConfig,
-    architecture: Architecture,
-    dtype: torch.dtype,
-    world_size: int,
-    spec: LayerSpec,
-    *,
-    runs_here: bool,
+    config: ActorConfig, architecture: Architecture, dtype: torch.dtype, spec: LayerSpec, *, runs_here: bool
 ) -> list[str]:
     """Check `actor.megatron` and `actor.ddp`; returns the line of `not_tried`. Needs no process group.
 
@@ -86,48 +73,22 @@ def check_settings(
     Raises:
         UserError: a field that cannot have its value.
     """
-    sizes = config.layout
-    layout = Layout(
-        rank=0,
-        world_size=world_size,
-        tensor_parallel=sizes.tensor_parallel,
-        pipeline_parallel=sizes.pipeline_parallel,
-        data_parallel=1,
-        data_parallel_rank=0,
-        context=ContextShare(0, sizes.context_parallel),
-        sequence_parallel=sizes.sequence_parallel and sizes.tensor_parallel > 1,
-        reports=False,
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-    )
-    check = build if runs_here else overridden
-    for given in _given(architecture, layout, dtype, config, spec):
-        check(*given)
+    both = overrides(architecture, dtype, config, spec)
+    for one in both if runs_here else ():
+        one.build()
     flex = architecture.experts and config.megatron.get("moe_token_dispatcher_type") == "flex"
     if runs_here and flex and importlib.util.find_spec("deep_ep") is None:  # Megatron looks when it builds a layer
         raise UserError(
             "actor.megatron.moe_token_dispatcher_type = flex: DeepEP is not installed (the package deep_ep); use"
             " alltoall"
         )
-    return not_tried(architecture, layout, dtype, config, spec)
+    return not_tried(both)
 
 
-def not_tried(
-    architecture: Architecture, layout: Layout, dtype: torch.dtype, config: ActorConfig, spec: LayerSpec
-) -> list[str]:
+def not_tried(both: Sequence[Overrides]) -> list[str]:
     """A line that names the given fields which no test here trains with; none if there are none."""
-    names = [name for given in _given(architecture, layout, dtype, config, spec) for name in untested(*given)]
-    return [f"not tried here, watch loss and mismatch: {', '.join(sorted(names))}"] if names else []
-
-
-def _given(
-    architecture: Architecture, layout: Layout, dtype: torch.dtype, config: ActorConfig, spec: LayerSpec
-) -> list[tuple[str, type, dict[str, Any], dict[str, Any], str]]:
-    """Arguments of `overridden` and its relatives for both of Megatron's dataclasses."""
-    ours = _settings(architecture, layout, dtype, config, spec)
-    return [
-        ("actor.megatron", TransformerConfig, ours, config.megatron, config.fp8),
-        ("actor.ddp", DistributedDataParallelConfig, _ddp_settings(config, dtype), config.ddp, config.fp8),
-    ]
+    names = sorted(name for one in both for name in one.untested())
+    return [f"not tried here, watch loss and mismatch: {', '.join(names)}"] if names else []
 
 
 def _ddp_settings(config: ActorConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -140,15 +101,13 @@ def _ddp_settings(config: ActorConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _settings(
-    architecture: Architecture, layout: Layout, dtype: torch.dtype, config: ActorConfig, spec: LayerSpec
-) -> dict[str, Any]:
+def _settings(architecture: Architecture, dtype: torch.dtype, config: ActorConfig, spec: LayerSpec) -> dict[str, Any]:
     """Our values of Megatron's fields.
 
     The fusions that are off need CUDA extensions of Apex or Transformer Engine. They stay off with Transformer Engine
     too: fused rotary and activation kernels differ from the rollout engine's by enough to show as ratio spikes.
     """
-    chunks = config.layout.virtual_pipeline
+    layout, chunks = config.layout, config.layout.virtual_pipeline
     settings: dict[str, Any] = dict(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -170,12 +129,12 @@ def _settings(
         tensor_model_parallel_size=layout.tensor_parallel,
         pipeline_model_parallel_size=layout.pipeline_parallel,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        context_parallel_size=layout.context.size,
+        context_parallel_size=layout.context_parallel,
         pipeline_dtype=dtype,
-        sequence_parallel=layout.sequence_parallel,
+        sequence_parallel=layout.sequence_parallel and layout.tensor_parallel > 1,
         variable_seq_lengths=chunks == 1,  # Megatron's interleaved schedule exchanges one shape only
         batch_p2p_comm=False,
-        use_cpu_initialization=layout.device.type == "cpu",
+        use_cpu_initialization=not torch.cuda.is_available(),
         attention_softmax_in_fp32=True,
         gradient_accumulation_fusion=this_machine().fuses_weight_gradients,
         bias_dropout_fusion=False,
@@ -233,29 +192,25 @@ def _experts(architecture: Architecture, config: ActorConfig, spec: LayerSpec) -
 
 def build_model(architecture: Architecture, config: TransformerConfig, spec: LayerSpec) -> list[GPTModel]:
     """This rank's model chunks, with random weights: one, or one for each virtual pipeline stage."""
-    chunks = config.virtual_pipeline_model_parallel_size
-    return [_build_chunk(architecture, config, spec, stage) for stage in (range(chunks) if chunks else [None])]
-
-
-def _build_chunk(
-    architecture: Architecture, config: TransformerConfig, spec: LayerSpec, virtual_stage: int | None
-) -> GPTModel:
-    at: dict[str, Any] = {"ignore_virtual": virtual_stage is None, "vp_stage": virtual_stage}
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=_LAYER_SPECS[spec](architecture, config, virtual_stage),
-        vocab_size=architecture.padded_vocab_size(config.tensor_model_parallel_size),
-        max_sequence_length=architecture.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(**at),
-        post_process=parallel_state.is_pipeline_last_stage(**at),
-        parallel_output=True,
-        share_embeddings_and_output_weights=architecture.tied_embeddings,
-        position_embedding_type="none",  # the attention rotates (rotary.py)
-        vp_stage=virtual_stage,
-    )
-    if model.post_process:
-        model.output_layer.__class__ = DeferredOutputLayer
-    return model
+    count, chunks = config.virtual_pipeline_model_parallel_size, []
+    for stage in range(count) if count else [None]:
+        at: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=_LAYER_SPECS[spec](architecture, config, stage),
+            vocab_size=architecture.padded_vocab_size(config.tensor_model_parallel_size),
+            max_sequence_length=architecture.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(**at),
+            post_process=parallel_state.is_pipeline_last_stage(**at),
+            parallel_output=True,
+            share_embeddings_and_output_weights=architecture.tied_embeddings,
+            position_embedding_type="none",  # the attention rotates (rotary.py)
+            vp_stage=stage,
+        )
+        if model.post_process:
+            model.output_layer.__class__ = DeferredOutputLayer
+        chunks.append(model)
+    return chunks
 
 
 class DeferredOutputLayer(ColumnParallelLinear):  # type: ignore[misc]
@@ -295,7 +250,11 @@ def _local_spec(
 
 
 def _te_spec(architecture: Architecture, config: TransformerConfig, _: int | None) -> ModuleSpec:
-    from dppo_megatron.actor.te_attention import TransformerEngineAttention
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class TransformerEngineAttention(Rotating, TEDotProductAttention):  # type: ignore[misc]
+        """Transformer Engine's own fused rotary kernel for packs is slow with many sequences (TransformerEngine#2866)
+        and rounds differently from the rollout engines'."""
 
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,

@@ -39,12 +39,10 @@ class Offload:
     def __init__(self, model: Sequence[DistributedDataParallel], device: torch.device) -> None:
         self._model, self._device = model, device
         self._away: set[Part] = set()
-        self._host: dict[tuple[int, str], Tensor] = {}
-        """Host copies by owner (its id) and name; kept after the state has come back."""
-        self._sizes: dict[int, int] = {}
-        """Sizes in bytes of the released storages, by the storage's id."""
-        self._starts: dict[int, int] = {}
-        """Where in its storage the tensor begins that owns it."""
+        self._host: dict[tuple[Part, int], Tensor] = {}
+        """Host copies, by the id of the weights' storage or of the optimizer's tensor; kept when these are back."""
+        self._released: dict[int, tuple[int, int]] = {}
+        """By a storage's id: its size in bytes before, and where in it the tensor begins that owns it."""
         self._borrowing: list[tuple[Tensor, Tensor]] = []
         """Float32 main parameters that are views of weights which are away, and what they view on the device."""
 
@@ -55,7 +53,7 @@ class Offload:
 
     def forget_optimizer(self) -> None:
         """Drop the host copies of the optimizer's state, because a new optimizer is about to be built."""
-        self._host = {key: tensor for key, tensor in self._host.items() if key[1] == "weights"}
+        self._host = {key: tensor for key, tensor in self._host.items() if key[0] == "weights"}
         self._away.discard("optimizer")
 
     def leave(self, optimizer: Any, *, weights: bool) -> None:
@@ -66,12 +64,15 @@ class Offload:
             self._drop_fp8_copies()
             self._away.add("gradients")
         if optimizer is not None and "optimizer" not in self._away:
-            for owner, name in self._optimizer_tensors(optimizer):
-                self._to_host(owner, name)
+            for tensor in self._optimizer_tensors(optimizer):
+                if tensor.device == self._device:  # else the optimizer keeps it on the host itself
+                    host = self._host_for("optimizer", id(tensor), tensor)
+                    self._copy(tensor, host)
+                    tensor.data = host
             self._away.add("optimizer")
         if weights and "weights" not in self._away:
             for whole in self._weights():
-                self._copy(whole, self._host_for(whole, "weights"))
+                self._copy(whole, self._host_for("weights", _storage_id(whole), whole))
                 self._give_up(whole)
             self._away.add("weights")
             self._borrow(optimizer)
@@ -84,14 +85,16 @@ class Offload:
         if "weights" in self._away:
             for whole in self._weights():
                 self._take_again(whole)
-                self._copy(self._host_for(whole, "weights"), whole)
+                self._copy(self._host["weights", _storage_id(whole)], whole)
             self._away.discard("weights")
             for main, on_device in self._borrowing:
                 main.data = on_device
             self._borrowing.clear()
         if not weights_only and "optimizer" in self._away:
-            for owner, name in self._optimizer_tensors(optimizer):
-                self._to_device(owner, name)
+            for tensor in self._optimizer_tensors(optimizer):
+                host = self._host.get(("optimizer", id(tensor)))
+                if host is not None and tensor.data_ptr() == host.data_ptr():
+                    tensor.data = torch.empty_like(host, device=self._device).copy_(host, non_blocking=True)
             self._away.discard("optimizer")
         if not weights_only and "gradients" in self._away:
             for buffer in self._buffers():
@@ -103,9 +106,9 @@ class Offload:
     def host_view(self, param: Tensor) -> Tensor:
         """The host's copy of a parameter whose weights are away, in its shape; to be read only."""
         assert "weights" in self._away
-        storage = param.untyped_storage()._cdata
-        whole = self._host[storage, "weights"].view(-1)
-        start = param.storage_offset() - self._starts[storage]
+        storage = _storage_id(param)
+        whole = self._host["weights", storage].view(-1)
+        start = param.storage_offset() - self._released[storage][1]
         return whole[start : start + param.numel()].view(param.shape)
 
     # ---------------------------------------------------------------------------------------- inside
@@ -117,7 +120,7 @@ class Offload:
         """
         own = {id(param) for model in self._model for param in model.parameters()}
         for main in self._mains(optimizer):
-            if id(main) not in own and (main.untyped_storage()._cdata, "weights") in self._host:
+            if id(main) not in own and ("weights", _storage_id(main)) in self._host:
                 self._borrowing.append((main, main.data))
                 main.data = self.host_view(main)
 
@@ -146,43 +149,29 @@ class Offload:
         for model in self._model:
             yield from (param.data for param in model.parameters() if id(param) not in seen)
 
-    def _optimizer_tensors(self, optimizer: Any) -> Iterator[tuple[Any, str]]:
-        """(main parameter, "data") and (its state, name) for every tensor that belongs to the optimizer alone.
+    def _optimizer_tensors(self, optimizer: Any) -> Iterator[Tensor]:
+        """Main parameters and their states, as far as they belong to the optimizer alone.
 
         A float32 model has no main parameters: the optimizer updates views of the weights, which move with the weights.
         """
-        weights = {param.untyped_storage()._cdata for model in self._model for param in model.parameters()}
+        weights = {_storage_id(param) for model in self._model for param in model.parameters()}
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             inner = part.optimizer
             if hasattr(inner, "sub_optimizers"):  # cpu_offload: its state is on the host already
                 continue
             for param in (param for group in inner.param_groups for param in group["params"]):
-                if param.untyped_storage()._cdata not in weights:
-                    yield param, "data"
-                state = inner.state.get(param, {})
-                yield from ((state, name) for name, value in state.items() if _is_moment(value))
+                if _storage_id(param) not in weights:
+                    yield param
+                # not the step count, a single element
+                state = inner.state.get(param, {}).values()
+                yield from (value for value in state if isinstance(value, Tensor) and value.numel() > 1)
 
-    def _to_host(self, owner: Any, name: str) -> None:
-        tensor = _get(owner, name)
-        if tensor.device != self._device:  # the optimizer keeps it on the host itself
-            return
-        host = self._host_for(owner, name, tensor)
-        self._copy(tensor, host)
-        _set(owner, name, host)
-
-    def _to_device(self, owner: Any, name: str) -> None:
-        host = self._host.get((id(owner), name))
-        if host is not None and _get(owner, name).data_ptr() == host.data_ptr():
-            _set(owner, name, torch.empty_like(host, device=self._device).copy_(host, non_blocking=True))
-
-    def _host_for(self, owner: Any, name: str, like: Tensor | None = None) -> Tensor:
-        key = (_identity(owner, name), name)
-        tensor = owner if like is None else like
-        kept = self._host.get(key)
+    def _host_for(self, part: Part, owner: int, tensor: Tensor) -> Tensor:
+        kept = self._host.get((part, owner))
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
             pinned = self._device.type == "cuda"
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-            self._host[key] = kept
+            self._host[part, owner] = kept
         return kept
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
@@ -190,12 +179,12 @@ class Offload:
 
     def _give_up(self, whole: Tensor) -> None:
         storage = whole.untyped_storage()
-        self._sizes[storage._cdata], self._starts[storage._cdata] = storage.nbytes(), int(whole.storage_offset())
+        self._released[storage._cdata] = storage.nbytes(), int(whole.storage_offset())
         storage.resize_(0)
 
     def _take_again(self, whole: Tensor) -> None:
         storage = whole.untyped_storage()
-        storage.resize_(self._sizes.pop(storage._cdata))
+        storage.resize_(self._released.pop(storage._cdata)[0])
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -208,22 +197,5 @@ def pageable(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.device.type == "cpu" and tensor.is_pinned() else tensor
 
 
-def _is_moment(value: object) -> bool:
-    """Whether `value` is worth moving; the step count, a single element, is not."""
-    return isinstance(value, Tensor) and value.numel() > 1
-
-
-def _identity(owner: Any, name: str) -> int:
-    return owner.untyped_storage()._cdata if name == "weights" else id(owner)
-
-
-def _get(owner: Any, name: str) -> Tensor:
-    tensor: Tensor = owner.data if name == "data" else owner[name]
-    return tensor
-
-
-def _set(owner: Any, name: str, tensor: Tensor) -> None:
-    if name == "data":
-        owner.data = tensor
-    else:
-        owner[name] = tensor
+def _storage_id(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

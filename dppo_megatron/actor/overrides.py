@@ -1,8 +1,11 @@
 """`actor.megatron` and `actor.ddp`: fields of Megatron's own dataclasses, checked before a model is built.
 
-Megatron has some 250 of them and every release adds more, so they are not copied into the schema. `megatron_fields.py`
-lists what each known one does here: one that another setting decides, or that would have no effect or a wrong one, is
-refused with the reason. Any other is accepted, and the log names it as not tried unless a test trains with it.
+Megatron has some 250 of them and every release adds more, so they are not copied into the schema. The tables tell what
+each known one does here: one that another setting decides, or that would have no effect or a wrong one, is refused with
+the reason; most of those Megatron would accept and then do nothing, because its training program, its loss or its
+attention is not what runs here. Any other is accepted, and the log names it as not tried unless a test trains with it.
+Read in the sources of megatron-core 0.16.1 and 0.19.2; tests/test_actor_settings.py goes through all fields of the
+installed version.
 """
 
 from __future__ import annotations
@@ -11,66 +14,222 @@ import dataclasses
 import difflib
 import enum
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
-from dppo_megatron.actor.megatron_fields import DECIDED, ELSEWHERE, HARMLESS, RECIPES, REFUSED, TESTED
 from dppo_megatron.types import UserError
 
 
-def overridden(name: str, cls: type, ours: Mapping[str, Any], given: Mapping[str, Any], fp8: str) -> dict[str, Any]:
-    """`ours` with the fields of `given`, which is the setting `name` and meant for the dataclass `cls`.
-
-    A refused field may have the value that it has anyway (ours, or where we set none Megatron's default), or one that
-    switches it off.
-
-    Args:
-        fp8: actor.fp8.
-
-    Raises:
-        UserError: a field that `cls` does not have, that something else decides, or that would be wrong here.
-    """
-    known = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    found = dict(ours)
-    for key, value in given.items():
-        if key not in known:
-            close = difflib.get_close_matches(key, known, 1)
-            hint = f"; {ELSEWHERE[key]}" if key in ELSEWHERE else f"; did you mean {close[0]}?" if close else ""
-            raise UserError(f"{name}.{key}: the installed megatron-core's {cls.__name__} has no such field{hint}")
-        default = known[key].default
-        if isinstance(default, enum.Enum) and isinstance(value, str):
-            if value not in type(default).__members__:
-                raise UserError(f"{name}.{key} = {value}: must be one of {', '.join(type(default).__members__)}")
-            value = type(default)[value]
-        off = key in HARMLESS and value == HARMLESS[key]
-        if value != ours.get(key, default) and not off:
-            if reason := _refusal(key, fp8):
-                raise UserError(f"{name}.{key}: {reason}")
-            found[key] = value
-    return found
+def _by_name(names: Mapping[str, str]) -> dict[str, str]:
+    """{reason: "a b"} -> {"a": reason, "b": reason}."""
+    return {name: reason for reason, several in names.items() for name in several.split()}
 
 
-def _refusal(key: str, fp8: str) -> str:
-    if key in REFUSED:
-        return f"cannot be set: {REFUSED[key]}"
+DECIDED = _by_name(
+    {
+        "the model's config.json": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups"
+        " kv_channels normalization layernorm_epsilon qk_layernorm gated_linear_unit activation_func"
+        " add_bias_linear add_qkv_bias num_moe_experts moe_router_topk moe_ffn_hidden_size"
+        " moe_router_pre_softmax moe_router_score_function moe_layer_freq hidden_dropout attention_dropout"
+        " softmax_scale",
+        "model.dtype": "params_dtype bf16 fp16 pipeline_dtype",
+        "actor.layout": "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size"
+        " context_parallel_size sequence_parallel expert_model_parallel_size expert_tensor_parallel_size"
+        " variable_seq_lengths",
+        "actor.recompute and recompute_modules": "recompute_granularity recompute_method recompute_num_layers"
+        " recompute_modules moe_layer_recompute",
+        "actor.fp8, fp8_bf16_layers and fp8_param": "fp8 fp8_recipe fp8_param first_last_layers_bf16"
+        " num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_amax_history_len fp8_amax_compute_algo"
+        " fp8_param_gather",
+        "actor.layer_spec": "transformer_impl",
+        "actor.optimizer.distributed": "use_distributed_optimizer",
+        "the device that the job runs on": "use_cpu_initialization",
+    }
+)
+"""What decides a field's value. Giving the same value again is no error."""
+
+_NO_LAYERS = "no model family here has such layers"
+_DROPS = "tokens beyond the capacity would be dropped, so log-probabilities would not be the policy's"
+_FUNCTION = "it is a function or an object, which a file of settings cannot hold, or Megatron's own to set"
+_TP_OVERLAP = (
+    "Transformer Engine's buffers for tp_comm_overlap are made by Megatron's training program, not by its core"
+)
+_GROUPS = "its process groups are made where all others are (actor.layout), and not for this"
+_STEP = "the forward step here has no third argument, which Megatron would pass"
+_OFFLOADS = "it fixes number and order of micro-batches in its first pass, and here they differ from step to step"
+_AUX = "losses of the router are off: they would balance kept completions only, and depend on how samples are packed"
+_ROUTING = (
+    "it changes which experts a token visits, or their weights, so log-probabilities would not be those of servers"
+)
+
+REFUSED = _by_name(
+    {
+        "rotary embedding is this program's own (docs/actor.md)": "apply_rope_fusion fused_single_qkv_rope"
+        " rotary_interleaved no_rope_freq mrope_section",
+        "log-probabilities and their output layer are this program's own (actor.logprob_kernel)": "cross_entropy_*"
+        " defer_embedding_wgrad_compute wgrad_deferral_limit fp8_output_proj",
+        "no family here has it, and attention on CPUs and without Transformer Engine is this program's own": "window_*"
+        " softmax_type qk_l2_norm qk_clip* log_max_attention_logit attention_output_gate multi_latent_attention"
+        " apply_query_key_layer_scaling",
+        "it belongs to Megatron's unfused attention, which does not run here": "masked_softmax_fusion"
+        " attention_softmax_in_fp32",
+        "it is for Megatron's own tests": "test_mode",
+        "it would train another model than the checkpoint's, which servers would not run": "use_mup mup_*"
+        " apply_residual_connection_post_layernorm layernorm_zero_centered_gamma glu_linear_offset"
+        " activation_func_clamp_value moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size",
+        _NO_LAYERS: "mtp_* dsa_* linear_* mamba_* use_mamba_mem_eff_path is_hybrid_model heterogeneous_block_specs"
+        " hetereogenous_dist_checkpoint experimental_attention_variant* use_fused_weighted_squared_relu",
+        "no model family here has shared experts": "moe_shared_expert_* use_grouped_gemm_for_shared_expert",
+        "weights are loaded from the checkpoint, so how they are first drawn has no effect": "init_method_std"
+        " embedding_init_method_std",
+        _FUNCTION: "init_method output_layer_init_method embedding_init_method timers finalize_model_grads_func"
+        " *_scale_func *_sync_func _cpu_offloading_context quant_recipe",
+        "packs have a new shape every time, and a graph is of one shape": "*cuda_graph*",
+        "it is for Megatron's own inference; rollouts come from rollout.engine": "inference_* flash_decode"
+        " use_inference_optimized_layers mlp_chunks_for_prefill nccl_all_reduce_for_prefill",
+        _TP_OVERLAP: "tp_comm_*",
+        "Megatron schedules it by layers, which needs its own forward step": "overlap_moe_expert_parallel_comm"
+        " delay_wgrad_compute ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream"
+        " overlap_dispatch_backward_with_experts_wgrad",
+        _GROUPS: "pipeline_model_parallel_comm_backend hierarchical_context_parallel_sizes"
+        " num_distributed_optimizer_instances *num_weight_shards *gtp_weight_remat_size",
+        "random generators are seeded where groups are made (actor.layout), and not by this": "use_te_rng_tracker",
+        "sequences are distributed over context-parallel ranks by this program's packing": "hybrid_context_parallel"
+        " max_seqlen_per_dp_cp_rank",
+        "the weight table names a tensor of each expert": "moe_single_grouped_*",
+        "this torch has no ring_exchange, which NVIDIA's own build adds": "use_ring_exchange_p2p",
+        _STEP: "num_microbatches_with_partial_activation_checkpoints",
+        "the loss is already divided by what was planned (docs/architecture.md)": "calculate_per_token_loss",
+        "residuals are of model.dtype, as in servers and between pipeline stages": "fp32_residual_connection",
+        "there is no dropout, so there is nothing to fuse": "bias_dropout_fusion",
+        "norms are Transformer Engine's or this program's own, which do not read it": "persist_layer_norm"
+        " memory_efficient_layer_norm",
+        "this program's timers never wait for other ranks": "barrier_with_L1_time",
+        "Megatron asserts that Transformer Engine is there and pipeline stages and recomputation are not;"
+        " actor.recompute saves the same memory": "cpu_offloading*",
+        _OFFLOADS: "fine_grained_* offload_modules min_offloaded_tensor_size delta_offload_bytes_across_pp_ranks"
+        " activation_offload_fraction",
+        "Megatron-core ignores it": "moe_extended_tp async_tensor_model_parallel_allreduce fp8_interval"
+        " moe_token_dropping moe_per_layer_logging",
+        "it is an argument of the layer spec, and not among those that are passed here": "*kitchen*"
+        " use_te_activation_func moe_use_legacy_grouped_gemm use_grouped_gemm_for_dense_mlp",
+        "Transformer Engine has no FP8 attention over packs (thd)": "fp8_dot_product_attention"
+        " fp8_multi_head_attention",
+        "actor.fp8 has no custom recipe": "fp8_quantizer_factory",
+        "NVFP4 has no check of the chip, no token multiple of packs and no gate here; actor.fp8 has": "fp4*",
+        _AUX: "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff",
+        _DROPS: "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy"
+        " moe_expert_rank_capacity_factor",
+        "the bias is neither loaded nor streamed to servers": "moe_router_enable_expert_bias"
+        " moe_router_bias_update_rate moe_router_quantile_balancing_ema",
+        _ROUTING: "moe_router_topk_* moe_router_num_groups moe_router_group_topk moe_router_force_*"
+        " moe_input_jitter_eps",
+        "nobody records routes while generating, so there is nothing to replay": "moe_enable_routing_replay",
+        "it is another name of moe_router_padding_for_quantization": "moe_router_padding_for_fp8",
+        "checkpoints and the weight stream know the distributed optimizer only, not FSDP": "*fsdp*"
+        " data_parallel_sharding_strategy gradient_reduce_div_fusion suggested_communication_unit_size"
+        " preserve_fp32_weights keep_fp8_transpose_cache outer_dp_sharding_strategy init_model_with_meta_device",
+        "a function that Megatron's training program passes would have to start gathers": "align_param_gather",
+        "actor.fp8_param is not offered": "reuse_grad_buf_for_mxfp8_param_ag",
+    }
+)
+"""Why any other than the default value would be without effect, or wrong. A name may be a pattern for many, also of
+later versions."""
+
+HARMLESS = {"moe_z_loss_coeff": 0, "moe_router_bias_update_rate": 0}
+"""Values of refused fields, beside the default, that switch off what is refused; recipes of others spell them out."""
+
+ELSEWHERE = {
+    "accumulate_allreduce_grads_in_fp32": "it is actor.ddp.grad_reduce_in_fp32, which is on with bfloat16",
+    "freeze_moe_router": "it is NeMo RL's own; routers are trained here",
+    "rotary_base": "it is rope_theta of the model's config.json",
+    "use_flash_attn": "attention_backend: flash is what it became",
+}
+"""What other programs' recipes call by these names, which none of Megatron's dataclasses has."""
+
+RECIPES = {
+    "fp8_margin": "delayed",
+    "fp8_wgrad": "delayed",
+    "tp_only_amax_red": "tensorwise, delayed, blockwise or mxfp8",
+}
+"""Without effect under any other `actor.fp8`."""
+
+_TESTED = (
+    "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage account_for_embedding_in_pipeline_split"
+    " account_for_loss_in_pipeline_split pipeline_model_parallel_layout bias_activation_fusion batch_p2p_comm"
+    " deallocate_pipeline_outputs overlap_p2p_comm overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage"
+    " clone_scatter_output_in_embedding perform_initialization moe_router_dtype bucket_size average_in_collective"
+    " overlap_grad_reduce overlap_param_gather pad_buckets_for_high_nccl_busbw check_for_nan_in_grad"
+    " check_for_large_grads reduce_scatter_with_fp32_accumulation"
+)
+TESTED = frozenset(_TESTED.split())
+"""A test here trains with each of them; all the others that are accepted are not tried."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Overrides:
+    """A dataclass of Megatron's, with our values of its fields and the user's."""
+
+    name: str
+    """The setting."""
+    cls: type
+    ours: Mapping[str, Any]
+    given: Mapping[str, Any]
+    fp8: str
+    """actor.fp8."""
+
+    def merged(self) -> dict[str, Any]:
+        """Our fields with those that were given.
+
+        A refused field may have the value that it has anyway (ours, or where we set none Megatron's default), or one
+        that switches it off.
+
+        Raises:
+            UserError: a field that the class does not have, that something else decides, or that would be wrong here.
+        """
+        known = {field.name: field for field in dataclasses.fields(self.cls) if field.init}
+        found = dict(self.ours)
+        for key, value in self.given.items():
+            if key not in known:
+                close = difflib.get_close_matches(key, known, 1)
+                hint = f"; {ELSEWHERE[key]}" if key in ELSEWHERE else f"; did you mean {close[0]}?" if close else ""
+                what = f"the installed megatron-core's {self.cls.__name__}"
+                raise UserError(f"{self.name}.{key}: {what} has no such field{hint}")
+            default = known[key].default
+            if isinstance(default, enum.Enum) and isinstance(value, str):
+                if value not in type(default).__members__:
+                    members = ", ".join(type(default).__members__)
+                    raise UserError(f"{self.name}.{key} = {value}: must be one of {members}")
+                value = type(default)[value]
+            off = key in HARMLESS and value == HARMLESS[key]
+            if value != self.ours.get(key, default) and not off:
+                if reason := refusal(key, self.fp8):
+                    raise UserError(f"{self.name}.{key}: {reason}")
+                found[key] = value
+        return found
+
+    def untested(self) -> list[str]:
+        """Those given that are accepted and change something, but which no test here trains with."""
+        changed = [key for key, value in self.merged().items() if key not in self.ours or value != self.ours[key]]
+        return [f"{self.name}.{key}" for key in changed if key not in TESTED]
+
+    def build(self) -> Any:
+        """The dataclass; what Megatron refuses of it becomes a `UserError`, if anything was given."""
+        settings = self.merged()
+        try:
+            return self.cls(**settings)
+        except (ValueError, TypeError, AssertionError, ImportError, NotImplementedError) as error:
+            if not self.given:
+                raise
+            raise UserError(f"{self.name} = {dict(self.given)}: megatron-core refuses it: {error}") from None
+
+
+def refusal(key: str, fp8: str) -> str:
+    """Why a field may not get another value with this `actor.fp8`; empty if it may."""
+    if pattern := next((pattern for pattern in REFUSED if fnmatchcase(key, pattern)), ""):
+        return f"cannot be set: {REFUSED[pattern]}"
     if key in DECIDED:
         return f"is decided by {DECIDED[key]}"
     if (recipes := RECIPES.get(key)) and fp8 not in recipes:
         return f"has no effect with actor.fp8 = {fp8}, only with {recipes}"
     return ""
-
-
-def untested(name: str, cls: type, ours: Mapping[str, Any], given: Mapping[str, Any], fp8: str) -> list[str]:
-    """The fields of `given` that are accepted and change something, but which no test here trains with."""
-    found = overridden(name, cls, ours, given, fp8)
-    return [f"{name}.{key}" for key in found if key not in TESTED and (key not in ours or found[key] != ours[key])]
-
-
-def build(name: str, cls: type, ours: Mapping[str, Any], given: Mapping[str, Any], fp8: str) -> Any:
-    """`cls` from `ours` and `given`; what Megatron refuses of it becomes a `UserError`, if anything was given."""
-    settings = overridden(name, cls, ours, given, fp8)
-    try:
-        return cls(**settings)
-    except (ValueError, TypeError, AssertionError, ImportError, NotImplementedError) as error:
-        if not given:
-            raise
-        raise UserError(f"{name} = {dict(given)}: megatron-core refuses it: {error}") from None

@@ -16,7 +16,7 @@ import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding
 from torch import Tensor
 
-from dppo_megatron.actor.transfer import to_device
+from dppo_megatron.actor.layout import to_device
 
 
 class Rotation(NamedTuple):

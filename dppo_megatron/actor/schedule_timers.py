@@ -7,6 +7,9 @@ recorded step is slower than the others.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from dppo_megatron.spans import Spans
@@ -14,21 +17,14 @@ from dppo_megatron.spans import Spans
 _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
 
 
-class ScheduleTimers:
-    """What Megatron's configuration takes as `timers`, for one pass over a plan.
+def schedule_timers(spans: Spans, device: torch.device) -> Callable[..., _Timer]:
+    """What Megatron's configuration takes as `timers`, for one pass over a plan: a timer by its name.
 
     Example: two micro-batches on one stage give, on the track `micro-batches`, forward 0, backward 0, forward 1,
     backward 1.
     """
-
-    def __init__(self, spans: Spans, device: torch.device) -> None:
-        self._spans, self._device = spans, device
-        self._timers: dict[str, _Timer] = {}
-
-    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
-        if name not in self._timers:
-            self._timers[name] = _Timer(name, self._spans, self._device)
-        return self._timers[name]
+    timer = functools.cache(lambda name: _Timer(name, spans, device))
+    return lambda name, log_level=None: timer(name)  # a start names its level, a stop does not
 
 
 class _Timer:

@@ -1,7 +1,8 @@
 """Group-relative advantages, the reward shaping before them, and the frozen divisors of token sums.
 
 Computed in float64 from the full group before anything is pruned: recomputing them on the survivors makes the
-estimator nonlinear in the selection and breaks the unbiasedness that the weights buy.
+estimator nonlinear in the selection and breaks the unbiasedness that the weights buy. Rewards and advantages are
+[groups, G] float64; a reward is NaN where the grader failed.
 """
 
 from __future__ import annotations
@@ -29,13 +30,8 @@ def make_advantages(
 ) -> FloatArray:
     """The advantages of `config.advantage`.
 
-    Args:
-        rewards: [groups, G] float64, NaN where the grader failed.
-        group_weights: [groups] what undoes the selection of each group's prompt, for statistics over the step; None:
-            nothing was skipped.
-
-    Returns:
-        [groups, G] float64.
+    group_weights [groups]: what undoes the selection of each group's prompt, for statistics over the step; None:
+    nothing was skipped.
     """
     if config.advantage == "rloo":
         return rloo_advantages(rewards)
@@ -46,18 +42,11 @@ def make_advantages(
 
 
 def group_advantages(rewards: FloatArray, *, divide_by_std: bool, eps: float) -> FloatArray:
-    """Advantages of each group.
+    """Rewards less their group's mean; with `divide_by_std` over (their standard deviation + eps).
 
     `divide_by_std=True` is GRPO (arXiv 2402.03300, eq. 3 with the population standard deviation); False is
     Dr.GRPO (arXiv 2503.20783). A completion whose grader failed (NaN) is left out of the statistics and gets
     advantage 0. A group of one, or with equal rewards, has advantage exactly 0.
-
-    Args:
-        rewards: [groups, G] float64.
-        eps: added to the standard deviation.
-
-    Returns:
-        [groups, G] float64.
     """
     graded = ~np.isnan(rewards)
     count = np.maximum(graded.sum(axis=1, keepdims=True), 1)
@@ -81,12 +70,6 @@ def rloo_advantages(rewards: FloatArray) -> FloatArray:
 
     It is the group-centred reward times n / (n - 1), n the graded completions of the group. NaN and groups without
     information as in `group_advantages`.
-
-    Args:
-        rewards: [groups, G] float64.
-
-    Returns:
-        [groups, G] float64.
     """
     graded = (~np.isnan(rewards)).sum(axis=1, keepdims=True)
     scaled: FloatArray = group_advantages(rewards, divide_by_std=False, eps=0.0) * graded / np.maximum(graded - 1, 1)
@@ -98,15 +81,8 @@ def whitened_advantages(rewards: FloatArray, group_weights: FloatArray, *, eps: 
 
     The step's mean of group-centred rewards is 0 by construction, so whitening only divides. With some prompts
     skipped, the second moment is the weighted mean over the rolled-out groups, sum(w S) / sum(w n): a ratio estimate
-    of the full batch's, with a bias of order 1 / groups. NaN and groups without information as in `group_advantages`.
-
-    Args:
-        rewards: [groups, G] float64.
-        group_weights: [groups].
-        eps: added to the standard deviation.
-
-    Returns:
-        [groups, G] float64.
+    of the full batch's, with a bias of order 1 / groups. NaN, eps and groups without information as in
+    `group_advantages`; weights [groups].
     """
     centred = group_advantages(rewards, divide_by_std=False, eps=0.0)
     count = float(group_weights @ (~np.isnan(rewards)).sum(axis=1))
@@ -124,7 +100,6 @@ def denominators(
     linear in the weights.
 
     Args:
-        normalization: `objective.normalization`.
         lengths: [K, G] completion tokens.
         tokens: [K] completion tokens of the mini-batch that each group belongs to; read by token_mean only.
         nominal: completions of one planned mini-batch, skipped prompts included.

@@ -205,8 +205,7 @@ class BatchAdvisor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore; a run that is resumed with other prompts or updates a step begins anew."""
-        planned = state.get("planned", state["prompts"])  # an earlier version had only these
-        if (state["prompts"], state["updates"], planned) != (self.prompts, self.updates, self.planned):
+        if any(state[name] != getattr(self, name) for name in ("prompts", "updates", "planned")):
             return
         self.noise, self.rollout = NoiseScale(**state["noise"]), FadingFit(**state["rollout"])
         self.update, self.other_s, self.said = FadingFit(**state["update"]), state["other_s"], state["said"]

@@ -15,14 +15,7 @@ from torch.nn.functional import pad
 
 from dppo_megatron.algorithms.correction import importance_factor
 from dppo_megatron.algorithms.policy_losses import POLICY_LOSSES
-from dppo_megatron.algorithms.tokens import (
-    MAX_LOG_RATIO,
-    Objective,
-    PolicyLoss,
-    TokenBatch,
-    TokenLoss,
-    bounded_ratio,
-)
+from dppo_megatron.algorithms.tokens import MAX_LOG_RATIO, Objective, PolicyLoss, TokenBatch, TokenLoss, bounded_ratio
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig
 from dppo_megatron.types import UserError
 

@@ -1,17 +1,25 @@
-"""The directories under checkpoints/: listing them, moving one aside, removing one.
+"""The directories under checkpoints/, and in each the manifest: its files with sizes and SHA-256 sums.
 
-Nothing here is collective; rank 0 does it. Only a checkpoint that this run wrote and that newer good ones replace is
-ever deleted. Whatever is damaged, belongs to another run or is in the way is moved to `aside/`.
+The manifest is written last, so it marks completeness, and has its own checksum: it holds run and step, and a flipped
+digit there would make a run resume at the wrong step. Ranks hash the files that they wrote and share the work of
+verifying, so neither waits for one rank to read a whole checkpoint.
+
+Of the rest nothing is collective; rank 0 does it. Only a checkpoint that this run wrote and that newer good ones
+replace is ever deleted. Whatever is damaged, belongs to another run or is in the way is moved to `aside/`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
+from dataclasses import asdict, dataclass, field
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
-from dppo_megatron.checkpoint.manifest import Manifest, read_manifest, step_name
+from dppo_megatron.distributed import gather_all, share
 from dppo_megatron.files import move_into
 
 ASIDE = "aside"
@@ -19,6 +27,112 @@ ASIDE = "aside"
 _NAME = re.compile(r"step_([0-9]{6,20})")
 _LEFT_OVER = re.compile(r"step_[0-9]{6,20}(\.incomplete\.[0-9a-f]{8}|\.removed)")
 _REPLACED = re.compile(r"(step_[0-9]{6,20})\.replaced")
+FILE = "manifest.json"
+LOOP = "loop.pt"
+"""File with the loop's own state; the other files are Megatron's and the model's."""
+
+_FORMAT = "dppo_megatron checkpoint 2"
+_EARLIER = ("dppo_megatron checkpoint 1",)
+_REQUIRED = (".metadata", "metadata.json", LOOP)
+"""Beside the shards. megatron-core 0.16 writes common.pt as well, newer ones keep its contents among the shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The description of a complete checkpoint."""
+
+    step: int
+    run: str
+    """The run that wrote it: the id in its run.json."""
+    fingerprint: str
+    """Fingerprint of the settings that must not change at a resume."""
+    config: dict[str, Any]
+    """All settings of the run."""
+    world_size: int
+    files: dict[str, tuple[int, str]]
+    """Name to size in bytes and SHA-256."""
+    versions: dict[str, str]
+    """Versions of the software that wrote it."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Fingerprint of the training and evaluation problems (`data.summary`); empty in older checkpoints."""
+
+
+def step_name(step: int) -> str:
+    """Name of the directory of a step's checkpoint."""
+    return f"step_{step:06d}"
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    raw = {"format": _FORMAT} | asdict(manifest)
+    text = json.dumps(raw | {"sha256": _own_sum(raw)}, indent=1)
+    (directory / FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(directory: Path) -> Manifest | str:
+    """The manifest of a checkpoint, or what is wrong with it; the files listed in it are not checked."""
+    path = directory / FILE
+    try:
+        if path.exists() and not path.is_file():  # on a pipe, reading would block
+            return f"its {FILE} is not a file"
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        form, own_sum = raw.pop("format"), raw.pop("sha256", None)
+        if form in _EARLIER:
+            return f"an earlier version of this program wrote it ('{form}')"
+        if form != _FORMAT:
+            return f"its {FILE} has another format"
+        if own_sum != _own_sum({"format": form} | raw):
+            return f"its {FILE} has another checksum than when it was written"
+        raw["files"] = {name: (int(size), str(checksum)) for name, (size, checksum) in raw["files"].items()}
+        manifest = Manifest(**raw)
+    except FileNotFoundError:
+        return f"it holds no {FILE}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"its {FILE} cannot be read ({type(error).__name__}: {error})"
+    return _contradictions(manifest) or manifest
+
+
+def sums(directory: Path, names: list[str]) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 of files of `directory`."""
+    return {name: ((directory / name).stat().st_size, _sha256(directory / name)) for name in names}
+
+
+def faults(directory: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with the files of a checkpoint, a line for each; the same on every rank. Collective."""
+    mine = share(sorted(manifest.files.items()))
+    return gather_all([fault for name, entry in mine if (fault := _fault(directory / name, *entry))])
+
+
+def _contradictions(manifest: Manifest) -> str:
+    """Values in a manifest that no checkpoint of ours can have, although its checksum is right."""
+    missing = [name for name in _REQUIRED if name not in manifest.files]
+    if not any(name.endswith(".distcp") for name in manifest.files):
+        missing.append("*.distcp")
+    if missing:
+        return f"its {FILE} lists no {', '.join(missing)}"
+    if outside := [name for name in manifest.files if Path(name).name != name]:
+        return f"its {FILE} lists {outside[0]!r}, which is not a file of this directory"
+    well_typed = type(manifest.step) is int and isinstance(manifest.run, str) and isinstance(manifest.config, dict)
+    return "" if well_typed and isinstance(manifest.data, dict) else f"its {FILE} has a field of another type"
+
+
+def _fault(path: Path, size: int, checksum: str) -> str:
+    try:
+        if path.stat().st_size != size:
+            return f"{path.name} has {path.stat().st_size} bytes instead of {size}"
+        if not path.is_file():
+            return f"{path.name} is not a file"
+        return "" if _sha256(path) == checksum else f"{path.name} has another checksum than when it was written"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+
+
+def _own_sum(raw: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def named(root: Path) -> list[tuple[int, Path]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dppo_megatron.checkpoint.manifest import LOOP, read_manifest
+from dppo_megatron.checkpoint.checkpoint_dir import LOOP, read_manifest
 from dppo_megatron.checkpoint.state import read_state
 from dppo_megatron.checkpoint.store import CheckpointStore, Found, check
 from dppo_megatron.config.changes import check_changes, saved_values

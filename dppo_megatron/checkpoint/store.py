@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import __version__ as megatron_version
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from packaging.version import Version
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,10 +28,18 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dppo_megatron import __version__
 from dppo_megatron.checkpoint import checkpoint_dir
-from dppo_megatron.checkpoint.manifest import LOOP, Manifest, faults, read_manifest, step_name, sums, write_manifest
+from dppo_megatron.checkpoint.checkpoint_dir import (
+    LOOP,
+    Manifest,
+    faults,
+    read_manifest,
+    step_name,
+    sums,
+    write_manifest,
+)
 from dppo_megatron.checkpoint.state import generators, read_state, restore_generators, write_state
 from dppo_megatron.checkpoint.writers import in_step, use_own_writers
-from dppo_megatron.distributed import from_rank_zero
+from dppo_megatron.distributed import from_rank_zero, gather_all
 from dppo_megatron.files import make_directory
 from dppo_megatron.safe_pickle import force_weights_only
 from dppo_megatron.texts import log
@@ -53,14 +63,6 @@ class Sharded(Protocol):
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Restore a loaded state."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A checkpoint whose sharded part is still being written."""
-
-    aside: Path
-    manifest: Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ class CheckpointStore:
     def __init__(self, root: Path, *, run: str, assets: Path, keep: int, async_save: bool) -> None:
         self._root, self._run, self._assets, self._keep, self._async = root, run, assets, keep, async_save
         self._queue = AsyncCallsQueue()
-        self._pending: _Pending | None = None
+        self._pending: tuple[Path, Manifest] | None = None
+        """Directory and manifest of a checkpoint whose sharded part is still being written."""
         self._saved_step: int | None = None
         self._good: dict[str, Seen] = {}
         from_rank_zero(lambda: checkpoint_dir.sweep(root))
@@ -108,10 +111,9 @@ class CheckpointStore:
         self.finalize(blocking=True)
         state = actor.sharded_state()
         num_bytes = _total_bytes(state)
-        all_generators: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_generators, generators())
+        all_generators = gather_all([generators()])
         aside = from_rank_zero(lambda: self._begin(manifest.step, num_bytes))
-        self._pending = _Pending(aside, manifest)
+        self._pending = aside, manifest
         use_own_writers()
         options = _writer_options()
         with in_step():
@@ -142,12 +144,11 @@ class CheckpointStore:
 
     def abandon(self) -> None:
         """Forget a checkpoint that could not be written. Not collective."""
-        pending, self._pending, self._saved_step = self._pending, None, None
+        self._pending = self._saved_step = None
         self._queue = AsyncCallsQueue()
         if dist.get_rank() == 0:
             with contextlib.suppress(OSError):
                 checkpoint_dir.sweep(self._root)
-        del pending
 
     def look(self) -> Found:
         """The newest checkpoint of this run whose files are intact, and everything newer that is not usable."""
@@ -192,15 +193,14 @@ class CheckpointStore:
 
     def _publish(self) -> None:
         assert self._pending is not None
-        pending, self._pending = self._pending, None
+        (aside, manifest), self._pending = self._pending, None
         dist.barrier()
-        parts: list[dict[str, tuple[int, str]] | str] = [{}] * dist.get_world_size()
-        dist.all_gather_object(parts, _sums_of_rank(pending.aside))
+        parts = gather_all([_sums_of_rank(aside)])
         if failures := [part for part in parts if isinstance(part, str)]:
             raise OSError(failures[0])
         files = {name: entry for part in parts if not isinstance(part, str) for name, entry in part.items()}
-        manifest = replace(pending.manifest, files=dict(sorted(files.items())))
-        target = from_rank_zero(lambda: self._name(pending.aside, manifest))
+        manifest = replace(manifest, files=dict(sorted(files.items())))
+        target = from_rank_zero(lambda: self._name(aside, manifest))
         self._good[target.name] = from_rank_zero(lambda: _seen(target, manifest))
         try:
             self._retire(manifest.step)
@@ -281,9 +281,6 @@ def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
 
 def _check_kinds(template: dict[str, Any], metadata: Metadata, directory: Path) -> None:
     """Raise `UserError` where bytes stand for a tensor of `template`: torch would unpickle them."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-
     for value in nested_values(template):
         if isinstance(value, (ShardedTensor, ShardedTensorFactory)) and isinstance(
             metadata.state_dict_metadata.get(value.key), BytesStorageMetadata
@@ -334,9 +331,6 @@ def _sums_of_rank(aside: Path) -> dict[str, tuple[int, str]] | str:
 
 def _total_bytes(state: dict[str, Any]) -> int:
     """Bytes of all ranks' tensors, replicas included: an upper bound. Collective."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
-
     mine = sum(
         value.data.numel() * value.data.element_size()
         for value in nested_values(state)
@@ -344,9 +338,7 @@ def _total_bytes(state: dict[str, Any]) -> int:
         and isinstance(value.data, torch.Tensor)
         and is_main_replica(value.replica_id)
     )
-    parts = [0] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    return sum(parts)
+    return sum(gather_all([mine]))
 
 
 def _writer(name: str) -> int:

@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import async_utils, common, filesystem_async
+
+from dppo_megatron.distributed import gather_all
 
 _REPLACED = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 """Until 0.16 and from 0.19 on: its threads' failures leave ranks waiting too."""
@@ -77,11 +78,8 @@ def in_step() -> Iterator[None]:
             setattr(owner, name, _noting(plain, failures))
             undo.callback(setattr, owner, name, plain)
         yield
-    parts: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, failures)
-    for part in parts:
-        for failure in part:
-            raise OSError(failure)
+    for failure in gather_all(failures):
+        raise OSError(failure)
 
 
 def use_own_writers() -> None:

@@ -13,8 +13,8 @@ from typing import Literal
 from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.observe import check_observe
 from dppo_megatron.config.paths import check_directory, check_writable, shown
-from dppo_megatron.config.pruning import check_pruning, prompts_multiplier
-from dppo_megatron.config.ranges import check_ranges, texts
+from dppo_megatron.config.pruning import prompts_multiplier
+from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.resolved_sets import check_data, longest_prompt_tokens
 from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
@@ -23,24 +23,17 @@ from dppo_megatron.types import UserError
 
 Purpose = Literal["train", "plan", "evaluate", "grade"]
 """What a config is for: a plan needs no data yet, an evaluation alone no training data, and grading no model either."""
-_NEVER_EMPTY = ("data.problem_field", "data.answer_field", "sft.completion_field", "reward.function")
 
 
 def check_values(config: Config, purpose: Purpose = "train") -> None:
     """Raise `UserError` for the first value that is out of range or contradicts another one."""
     check_ranges(config)
-    _check_names(config)
     _check_optimizer(config.actor.optimizer)
     _check_fewer_bits(config)
     _check_actor(config)
-    if purpose == "plan":
-        _check_model(config)
-        _check_longest(config)
-    elif purpose != "grade":
-        _check_required(config, trains=purpose == "train")
-        _check_files(config, trains=purpose == "train")
+    if purpose != "grade":
+        _check_files(config, purpose)
     check_rollout(config.rollout)
-    check_pruning(config.pruning)
     check_reward(config.reward)
     check_objective(
         config.objective,
@@ -57,18 +50,15 @@ def check_world_size(config: Config, world_size: int) -> None:
     layout = config.actor.layout
     tp, pp, cp = layout.tensor_parallel, layout.pipeline_parallel, layout.context_parallel
     etp, ep = layout.expert_tensor_parallel or tp, layout.expert_parallel
-    attention, experts = tp * pp * cp, etp * ep * pp
-    if world_size % attention:
-        raise UserError(
-            f"actor.layout: tensor_parallel={tp} x pipeline_parallel={pp} x context_parallel={cp} needs a multiple of"
-            f" {attention} processes, but the world size is {world_size};"
-            f" launch with torchrun --nproc-per-node {attention} -m dppo_megatron train ..."
-        )
-    if world_size % experts:
-        raise UserError(
-            f"actor.layout: expert_tensor_parallel={etp} x expert_parallel={ep} x pipeline_parallel={pp} needs a"
-            f" multiple of {experts} processes, but the world size is {world_size}"
-        )
+    for needed, product in (
+        (tp * pp * cp, f"tensor_parallel={tp} x pipeline_parallel={pp} x context_parallel={cp}"),
+        (etp * ep * pp, f"expert_tensor_parallel={etp} x expert_parallel={ep} x pipeline_parallel={pp}"),
+    ):
+        if world_size % needed:
+            raise UserError(
+                f"actor.layout: {product} needs a multiple of {needed} processes, but the world size is {world_size};"
+                f" launch with torchrun --nproc-per-node {needed} -m dppo_megatron train ..."
+            )
 
 
 def check_run_dir(config: Config) -> None:
@@ -101,11 +91,7 @@ def planned_prompts(config: Config) -> int:
 
 
 def check_selection(config: Config) -> None:
-    """Check the sections against each other.
-
-    Raises:
-        UserError: the key path, what is wrong with its value, and what would be right.
-    """
+    """Raise `UserError` where sections contradict each other."""
     planned, updates = planned_prompts(config), config.objective.updates_per_step
     by_allocation = " by pruning.completion.allocation" if planned != config.rollout.prompts_per_step else ""
     if updates < 1 or planned % updates:
@@ -204,7 +190,9 @@ def _check_actor(config: Config) -> None:
         )
 
 
-def _check_required(config: Config, *, trains: bool) -> None:
+def _check_files(config: Config, purpose: Purpose) -> None:
+    """What `purpose` needs is given, exists and fits."""
+    trains = purpose == "train"
     required: dict[str, object] = {"model.hf_path": config.model.hf_path}
     if trains:
         required["data.train_path"] = config.data.train_path or config.data.train_sets
@@ -213,40 +201,24 @@ def _check_required(config: Config, *, trains: bool) -> None:
     for key, value in required.items():
         if not value:
             raise UserError(f"{key} is not set; give it in the config file or as {key}=...")
+    if trains or purpose == "plan":
+        _check_longest(config)
+    check_directory("model.hf_path", config.model.hf_path)
+    if purpose == "plan":
+        return
     if config.model.dtype == "float64":
         raise UserError("model.dtype = float64 has no optimizer in Megatron-core; train in float32 or bfloat16")
-    if trains:
-        _check_longest(config)
-
-
-def _check_model(config: Config) -> None:
-    if not config.model.hf_path:
-        raise UserError(
-            "model.hf_path is not set; give a directory with the model's config.json in the config file or as"
-            " model.hf_path=..."
-        )
-    check_directory("model.hf_path", config.model.hf_path)
+    resume = config.checkpoint.resume
+    if trains and resume not in ("auto", "never") and not os.path.isdir(resume):
+        raise UserError(f"checkpoint.resume = '{shown(resume)}': must be auto, never or the directory of a checkpoint")
+    check_data(config, trains=trains)
 
 
 def _check_longest(config: Config) -> None:
-    longest = longest_prompt_tokens(config, training=True) + config.rollout.sampling.max_completion_tokens
+    longest = longest_prompt_tokens(config) + config.rollout.sampling.max_completion_tokens
     if longest > config.packing.max_tokens_per_microbatch:
         raise UserError(
             f"packing.max_tokens_per_microbatch = {config.packing.max_tokens_per_microbatch}: the longest possible"
             f" sequence has data.max_prompt_tokens + rollout.sampling.max_completion_tokens = {longest} tokens"
             " and must fit"
         )
-
-
-def _check_files(config: Config, *, trains: bool) -> None:
-    resume = config.checkpoint.resume
-    if trains and resume not in ("auto", "never") and not os.path.isdir(resume):
-        raise UserError(f"checkpoint.resume = '{shown(resume)}': must be auto, never or the directory of a checkpoint")
-    check_directory("model.hf_path", config.model.hf_path)
-    check_data(config, trains=trains)
-
-
-def _check_names(config: Config) -> None:
-    for key, text in texts(config):
-        if key in _NEVER_EMPTY and not text.strip():
-            raise UserError(f"{key} = '{text}': must not be empty")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import ge, gt, le, lt
 from typing import Any
 
 from dppo_megatron.types import UserError
@@ -14,12 +15,7 @@ from dppo_megatron.types import UserError
 _FORM = re.compile(r"\s*(\S.*?)\s+(not in|in|==|=|!=|>=|<=|>|<)\s+(.*\S)\s*")
 _PART = re.compile(r"""\s*("[^"]*"|'[^']*'|[^,]*?)\s*(?:,|$)""")
 _QUOTED = re.compile(r"""^(['"])(.*)\1$""")
-_ORDER: dict[str, Callable[[Fraction, Fraction], bool]] = {
-    ">=": lambda a, b: a >= b,
-    "<=": lambda a, b: a <= b,
-    ">": lambda a, b: a > b,
-    "<": lambda a, b: a < b,
-}
+_ORDER: dict[str, Callable[[Fraction, Fraction], bool]] = {">=": ge, "<=": le, ">": gt, "<": lt}
 _NUMBER = re.compile(r"[+-]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})(e[+-]?\d{1,3})?(/\d{1,30})?", re.IGNORECASE)
 
 

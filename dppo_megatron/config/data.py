@@ -14,7 +14,7 @@ from dppo_megatron.config.ranges import COUNT, FREE_AT_RESUME, ranged
 
 @dataclass
 class SetConfig:
-    """One problem set. A setting that is null is taken from the one of the same name in `data`."""
+    """One problem set. Where a setting is null, that of the same name in `data` holds, which also explains it."""
 
     path: str = ""
     """A file (.jsonl, .json, .csv, .tsv, .parquet), a directory saved by `datasets` or downloaded from the hub, or
@@ -28,32 +28,18 @@ class SetConfig:
     where: list[str] | None = None
     """Conditions that a row of the set meets, all of them: `type != proof`, `solve_rate >= 0.1`, `type in [a, b]`."""
     problem_field: str | None = None
-    """Field of a row that holds the problem's text or a list of chat messages; dots reach into nested rows."""
     answer_field: str | None = None
-    """Field of a row that holds the reference answer (reward_model.ground_truth)."""
-    answer_from: str | None = None
-    """What of that field is the answer: boxed (the last \\boxed{} of a solution), last (the last item of a list),
-    hashes (what follows ####); empty: all of it."""
+    answer_from: Literal["", "boxed", "last", "hashes"] | None = None
     source_field: str | None = None
-    """Field of a row that names its subset; a row may lack it."""
     level_field: str | None = None
-    """Field of a row that says how hard it is (a number, or text like `Level 3`); a row may lack it."""
-    level_is: str | None = None
-    """Whether a higher level is harder (difficulty) or easier (solve_rate)."""
+    level_is: Literal["difficulty", "solve_rate"] | None = None
     template: str | None = None
-    """A named preset for the four settings below; those that are set as well replace the preset's."""
     prompt_template: str | None = None
-    """The prompt's text; {problem} stands for the problem."""
     system_prompt: str | None = None
-    """A system turn before the user's; needs the chat template."""
     apply_chat_template: bool | None = None
-    """Wrap the prompt as a user turn of the tokenizer's chat template, with the generation prompt appended."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Handed to the chat template (enable_thinking: false)."""
     max_prompt_tokens: int | None = ranged(None, "[1, 100000000]")
-    """Longest prompt of this set."""
-    overlong: str | None = None
-    """What happens to a longer prompt: error or filter."""
+    overlong: Literal["error", "filter"] | None = None
 
 
 @dataclass
@@ -66,18 +52,13 @@ class TrainSetConfig(SetConfig):
 
 @dataclass
 class EvalSetConfig(SetConfig):
-    """One set to evaluate on. A setting below that is null is taken from the one of the same name in `eval`."""
+    """One set to evaluate on. Where a setting below is null, that of the same name in `eval` holds and explains it."""
 
     samples: int | None = ranged(None, "[1, 65536]")
-    """Completions of every problem."""
     temperature: float | None = ranged(None, "[0, 100]")
-    """0 is greedy."""
     top_p: float | None = ranged(None, "(0, 1]")
-    """Smallest set of tokens with this probability."""
     top_k: int | None = ranged(None, "[0, 10000000]")
-    """The k most likely tokens; 0: all."""
     max_completion_tokens: int | None = ranged(None, "[0, 100000000]")
-    """Longest answer; 0: as rollout.sampling.max_completion_tokens."""
     grader: str | None = None
     """Grader of this set, a built-in name or `module:function`; empty: as in training."""
 

@@ -7,12 +7,14 @@ every key is remembered with its place. An error of OmegaConf's names a key, and
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -20,8 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, OmegaConfBaseException
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from dppo_megatron.config.hints import unknown_key
-from dppo_megatron.config.ranges import texts
+from dppo_megatron.config.ranges import leaves
+from dppo_megatron.config.reference import unknown_key
 from dppo_megatron.config.references import for_omegaconf, from_environment, references
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.yaml12 import DOUBTFUL, Source, entries, parse, scalar, shown, text_node
@@ -48,7 +50,7 @@ class Layer:
         replaces: a mapping of names in it replaces the one that there is.
         """
         self._source = source
-        self._at: dict[str, tuple[Node, Node, Any]] = {}
+        self.at: dict[str, tuple[Node, Node, Any]] = {}
         """The node of each key, that of its value, and its type."""
         self.emptied: list[tuple[str, ...]] = []
         """Mappings of which nothing from layers below remains."""
@@ -64,25 +66,22 @@ class Layer:
 
     def where(self, key: str) -> str:
         """The place of a key, for messages."""
-        return self._source.where(self._at[key][0]) if key in self._at else self._source.name
-
-    def gives(self, key: str) -> bool:
-        return key in self._at
+        return self._source.where(self.at[key][0]) if key in self.at else self._source.name
 
     def unknown(self, key: str, section: type) -> UserError:
         """The error for `key`, which `section` does not have."""
         under = [
             name.removeprefix(key)
-            for name, (_, node, _) in self._at.items()
+            for name, (_, node, _) in self.at.items()
             if name.startswith(f"{key}.") and not isinstance(node, MappingNode)
         ]
         return unknown_key(self.where(key), key, under[:20], section)
 
     def refuse(self, key: str, wanted: str = "", more: str = "") -> UserError:
         """The error for the value of `key`, which is not of its type unless `wanted` has another reason."""
-        if key not in self._at:  # a name that OmegaConf spells in another way
+        if key not in self.at:  # a name that OmegaConf spells in another way
             return UserError(f"{self._source.name}: {key}: {wanted or 'is not of its type'}")
-        _, node, hint = self._at[key]
+        _, node, hint = self.at[key]
         if is_dataclass(hint):
             what = f"'{key}' is a section of settings, not a value" if key else "expected settings"
             return UserError(f"{self.where(key)}: {what} (got {shown(node)}); write key: value under it")
@@ -92,7 +91,7 @@ class Layer:
         """`node` as OmegaConf is given it."""
         key = ".".join(path).replace(".[", "[")
         hint = _without_none(hint)
-        self._at[key] = at, node, hint
+        self.at[key] = at, node, hint
         value: Any
         if isinstance(node, MappingNode):
             named = entries(node, self._source)
@@ -130,8 +129,10 @@ class Layer:
         return value
 
 
-def merged(layers: Sequence[Layer], *, keep_references: bool = False) -> Config:
-    """The configuration that `layers` make, each over those before it.
+def merged(
+    documents: Sequence[tuple[Source, Node]], overrides: Sequence[str] = (), *, keep_references: bool = False
+) -> Config:
+    """The configuration that the documents make, each over those before it, and settings of the command line over all.
 
     Args:
         keep_references: leave references to the environment as written, for settings that are only compared.
@@ -139,6 +140,7 @@ def merged(layers: Sequence[Layer], *, keep_references: bool = False) -> Config:
     Raises:
         UserError: a setting that is unknown, or of a wrong type, or refers to what is not there.
     """
+    layers = [*(Layer(*document) for document in documents), *map(read_setting, overrides)]
     config = deepcopy(_defaults())
     for layer in layers:
         _lay_over(config, layer)
@@ -179,13 +181,12 @@ def _lay_over(config: DictConfig, layer: Layer) -> None:
 
 def _last(layers: Sequence[Layer], key: str) -> Layer:
     """The layer that gives `key` its value."""
-    return next((layer for layer in reversed(layers) if layer.gives(key)), layers[-1])
+    return next((layer for layer in reversed(layers) if key in layer.at), layers[-1])
 
 
 def _check_references(values: Any, layers: Sequence[Layer]) -> None:
     """Raise UserError for a reference to no setting, to a section, or in a circle."""
-    refers = {key: references(text) for key, text in texts(values) if "${" in text}
-    done: set[str] = set()
+    refers = {key: references(text) for key, text, _ in leaves(values) if "${" in str(text)}
     for key, names in refers.items():
         for name in names:
             found = values
@@ -194,19 +195,12 @@ def _check_references(values: Any, layers: Sequence[Layer]) -> None:
             if found is None or isinstance(found, dict | list):
                 wrong = f"there is no setting '{name}'" if found is None else f"'{name}' is not a single value"
                 raise _last(layers, key).refuse(key, wrong)
-        if circle := _circle(key, refers, done, ()):
-            raise _last(layers, key).refuse(key, f"the reference comes back to itself: {' -> '.join(circle)}")
-
-
-def _circle(key: str, refers: dict[str, list[str]], done: set[str], chain: tuple[str, ...]) -> tuple[str, ...]:
-    """The way from `key` back to a setting on the way; empty if there is none."""
-    if key in chain:
-        return (*chain, key)
-    for name in () if key in done else refers.get(key, ()):
-        if circle := _circle(name, refers, done, (*chain, key)):
-            return circle
-    done.add(key)
-    return ()
+    try:
+        TopologicalSorter(refers).prepare()
+    except CycleError as error:
+        circle = error.args[1][::-1]  # it lists what is referred to first
+        back = f"the reference comes back to itself: {' -> '.join(circle)}"
+        raise _last(layers, circle[0]).refuse(circle[0], back) from None
 
 
 def _fill_in(section: Any, prefix: str, layers: Sequence[Layer], keep_references: bool) -> None:
@@ -248,6 +242,8 @@ def _wanted(hint: Any, node: Node) -> str:
     hint = _without_none(hint)
     form = get_origin(hint) or hint
     wanted = f"must be one of {', '.join(map(str, get_args(hint)))}" if form is Literal else _WANTED[form]
+    if form is Literal and (near := difflib.get_close_matches(str(node.value), get_args(hint), n=1)):
+        wanted += f"; did you mean '{near[0]}'?"
     if not isinstance(node, ScalarNode):
         return wanted
     if node.tag == "null":

@@ -10,9 +10,10 @@ names (data.eval_paths) name by name; `{}` in a file or on the command line drop
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -23,9 +24,6 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.yaml12 import MAX_CHARACTERS, TEXT, Dumper, Source, parse
 from dppo_megatron.files import write_text
 from dppo_megatron.types import UserError
-
-if TYPE_CHECKING:  # OmegaConf takes 0.06 s to import, which --help and a Tab need not wait for
-    from dppo_megatron.config.layers import Layer
 
 _PARENTS = "defaults"
 RENAMED = {
@@ -58,7 +56,6 @@ def load_config(
 
     Args:
         path: empty: begin from the defaults.
-        purpose: an evaluation needs no training data, grading no model either.
         layers: settings between the file and the overrides, each with where it came from.
         writes_run: the caller will write `run_dir`, so it must be given and must not hold a run already.
 
@@ -74,11 +71,11 @@ def load_config(
 
 def read_config(path: str, overrides: list[str], layers: Sequence[tuple[str, Mapping[Any, Any]]] = ()) -> Config:
     """As `load_config`, without the checks of ranges and files."""
-    from dppo_megatron.config.layers import merged, read_setting
+    from dppo_megatron.config.layers import merged  # OmegaConf takes 0.06 s, which --help and a Tab need not wait for
 
-    own = _layers(Path(path), ()) if path else []
-    between = [layer for where, values in layers for layer in _given(values, where)]
-    return merged([*own, *between, *map(read_setting, overrides)])
+    own = _documents(Path(path), ()) if path else []
+    between = [document for where, values in layers for document in _given(values, where)]
+    return merged([*own, *between], overrides)
 
 
 def config_from_values(values: Mapping[str, Any], where: str) -> Config:
@@ -91,18 +88,17 @@ def config_from_values(values: Mapping[str, Any], where: str) -> Config:
 
 def with_new_names(values: Mapping[Any, Any]) -> dict[Any, Any]:
     """Saved settings under the names of today. A setting that is there under both names keeps the newer's value."""
-    found = dict(values)
+    found: dict[Any, Any] = deepcopy(dict(values))
     for older, newer in _OLDER.items():
         *sections, name = older.split(".")
         section: Any = found
         for part in sections:
-            inside = dict(section[part]) if isinstance(section.get(part), dict) else {}
-            if inside:
-                section[part] = inside
-            section = inside
-        if name in section and newer:
+            section = section.get(part) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or name not in section:
+            continue
+        if newer:
             section.setdefault(newer, section.pop(name))
-        elif name in section and str(section[name]) in _OFF:
+        elif str(section[name]) in _OFF:
             del section[name]
     return found
 
@@ -123,16 +119,14 @@ def _dumped(values: Any) -> str:
     return str(yaml.dump(values, Dumper=Dumper, sort_keys=False, width=120))
 
 
-def _given(values: Mapping[Any, Any], where: str) -> list[Layer]:
+def _given(values: Mapping[Any, Any], where: str) -> list[tuple[Source, Node]]:
     """Settings that are plain values already."""
-    from dppo_megatron.config.layers import Layer
-
     source = Source(where, has_lines=False)
     try:
         node = parse(_dumped(dict(values)), source)
     except (yaml.YAMLError, RecursionError):
         raise UserError(f"{where}: holds no settings") from None
-    return [Layer(source, node)] if node is not None else []
+    return [(source, node)] if node is not None else []
 
 
 def _plain(value: Any) -> Any:
@@ -145,10 +139,8 @@ def _plain(value: Any) -> Any:
     return escaped(value) if isinstance(value, str) else value
 
 
-def _layers(path: Path, chain: tuple[Path, ...]) -> list[Layer]:
+def _documents(path: Path, chain: tuple[Path, ...]) -> list[tuple[Source, Node]]:
     """The settings of a file, after those of its parents."""
-    from dppo_megatron.config.layers import Layer
-
     source = Source(str(path), has_lines=True)
     node = _document(path, source, chain)
     if node is None:
@@ -162,8 +154,8 @@ def _layers(path: Path, chain: tuple[Path, ...]) -> list[Layer]:
     node.value = [pair for pair in node.value if pair not in own]
     if (path.parent / "run.json").exists():  # an older run may have written it, and printed the command that reads it
         _use_new_names(node)
-    inherited = [layer for name in parents for layer in _layers(path.parent / name, (*chain, path))]
-    return [*inherited, Layer(source, node)]
+    inherited = [document for name in parents for document in _documents(path.parent / name, (*chain, path))]
+    return [*inherited, (source, node)]
 
 
 def _use_new_names(node: MappingNode) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dppo_megatron.config.ranges import check_ranges, ranged
+from dppo_megatron.config.ranges import ranged
 from dppo_megatron.types import UserError
 
 
@@ -135,12 +135,7 @@ def zero_advantage_slope(config: ObjectiveConfig) -> float:
 
 
 def check_objective(config: ObjectiveConfig, *, prompts_per_step: int, max_completion_tokens: int) -> None:
-    """Check the section.
-
-    Raises:
-        UserError: the key path, what is wrong with its value, and what would be right.
-    """
-    check_ranges(config, "objective.")
+    """Raise `UserError` for settings that contradict each other."""
     if config.clip_low == 1 and config.loss != "cispo":
         raise UserError("objective.clip_low = 1.0: must be below 1 (the ratio is positive); 1 is for loss=cispo only")
     if config.loss == "clip" and config.dual_clip and config.dual_clip <= 1 + config.clip_high:

@@ -3,24 +3,19 @@
 Every method of the field reads the same two sections, so that comparing methods changes one word of a config.
 The price is that some methods ignore some fields: each policy's class lists which it reads, docs/pruning.md has the
 table, and a run names the changed settings that its methods ignore. Method names are defined by the policy classes,
-so `pruning.policies.check_methods` checks them, not this file.
+so `pruning.policies.check_methods` checks them, and how the settings of a method fit together; not this file.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Literal
 
-from dppo_megatron.config.ranges import COUNT, check_ranges, ranged
+from dppo_megatron.config.ranges import COUNT, ranged
+from dppo_megatron.config.ranges import check_choice as check_choice  # for `pruning/`, which reads this module only
+from dppo_megatron.config.ranges import check_ranges as check_ranges
 from dppo_megatron.types import UserError
-
-PROMPT_SCORES = ("fit", "beta", "mean_abs", "rms")
-COMPLETION_SCORES = ("free_norm", "abs_advantage")
-RANDOM_DESIGNS = ("systematic", "poisson")
-ESTIMATORS = ("ht", "c_form", "hajek")
-AUTO_RULES = ("cost", "design_effect")
 
 
 @dataclass
@@ -73,7 +68,7 @@ class PromptPruningConfig:
     auto_rule=design_effect; under a rule of two classes the chance to skip a prompt of the lower one."""
     min_inclusion_prob: float = ranged(0.2, "(0, 1]", why="0 would leave prompts that can never be drawn")
     """Smallest inclusion probability; bounds the weights by 1 / min_inclusion_prob."""
-    score: str = "fit"
+    score: Literal["fit", "beta", "mean_abs", "rms"] = "fit"
     """What ranks prompts. fit: the expected second moment of the gradient, by a regression on the last two visits,
     their age and length, and the row's level, source and length, fitted as the run goes on. beta: posterior chance that
     a group has reward variance (rewards in [0, 1]). mean_abs: mean |advantage| of the last visit. rms: root of a
@@ -82,9 +77,9 @@ class PromptPruningConfig:
     """What is left of the evidence about a prompt after one more visit, or one more epoch without a visit."""
     prior: float = ranged(0.5, "(0, 1e9]")
     """Both parameters of the Beta prior of an unvisited prompt."""
-    design: str = "systematic"
+    design: Literal["systematic", "poisson"] = "systematic"
     """How kept prompts are drawn: systematic (fixed size) or poisson (independent coins)."""
-    estimator: str = "ht"
+    estimator: Literal["ht", "c_form", "hajek"] = "ht"
     """Weights of kept prompts: ht (1/pi, unbiased), c_form (mean over kept times C/(1-P)) or hajek (ratio)."""
     max_weight: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Cap of the weights, 0 for none. It trades bias for variance: biased wherever a draw from the step's
@@ -98,7 +93,7 @@ class PromptPruningConfig:
     max_design_effect: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of the growth of the variance, as sum(s^2/pi)/sum(s^2) of the score predicts it and earlier steps have
     measured it; 0 for none. The rate backs off to hold it."""
-    auto_rule: str = "cost"
+    auto_rule: Literal["cost", "design_effect"] = "cost"
     """cost (keep probability = root of variance share over cost share) or design_effect (the highest rate
     inside max_design_effect)."""
     fixed_cost_ratio: float = ranged(0.0, "[0, 1e9]")
@@ -124,12 +119,12 @@ class CompletionPruningConfig:
     the methods that hold a bound, 0.5 for the others."""
     min_inclusion_prob: float = ranged(0.05, "[0, 1]")
     """Smallest inclusion probability of a completion that can carry gradient."""
-    score: str = "free_norm"
+    score: Literal["free_norm", "abs_advantage"] = "free_norm"
     """free_norm: |A| times the root of the sum of (1 - p)^2 of its tokens, a gradient-norm proxy from rollout
     log-probabilities; abs_advantage: |A|. Both times the frozen per-sample coefficient and the prompt's weight."""
-    design: str = "systematic"
+    design: Literal["systematic", "poisson"] = "systematic"
     """systematic (fixed size) or poisson (independent coins)."""
-    estimator: str = "ht"
+    estimator: Literal["ht", "c_form", "hajek"] = "ht"
     """ht (1/pi, unbiased), c_form or hajek."""
     max_weight: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Cap of the weights, 0 for none. Biased where the settings admit a larger weight: 1 / min_inclusion_prob with ht,
@@ -150,7 +145,7 @@ class CompletionPruningConfig:
     fill_slack: bool = True
     """Keep more than the rate asks for where a step's last round of micro-batches has room: less variance for no
     extra micro-batch, at the cost of the added tokens' time."""
-    auto_rule: str = "cost"
+    auto_rule: Literal["cost", "design_effect"] = "cost"
     """cost or design_effect, as at prompt level."""
     rollout_cost_ratio: float = ranged(0.0, "[0, 1e9]")
     """Under auto_rule=cost: seconds of a step outside the update, over those of a full-batch update. 0: measured, which
@@ -181,36 +176,6 @@ def prompts_multiplier(config: CompletionPruningConfig) -> Fraction:
     return 1 / (1 - exact_rate(rate)) if config.allocation else Fraction(1)
 
 
-def check_pruning(config: PruningConfig) -> None:
-    """Check both sections.
-
-    Raises:
-        UserError: the key path, what is wrong with its value, and what would be right.
-    """
-    check_prompt(config.prompt)
-    check_completion(config.completion)
-
-
-def check_prompt(config: PromptPruningConfig) -> None:
-    """Check the prompt section except its method, which `pruning/` knows; raises `UserError`."""
-    check_ranges(config, "pruning.prompt.")
-    check_choice("pruning.prompt.score", config.score, PROMPT_SCORES)
-    _check_shared(config, "pruning.prompt")
-
-
-def check_completion(config: CompletionPruningConfig) -> None:
-    """Check the completion section except its method; raises `UserError`."""
-    check_ranges(config, "pruning.completion.")
-    check_choice("pruning.completion.score", config.score, COMPLETION_SCORES)
-    _check_shared(config, "pruning.completion")
-
-
-def _check_shared(config: PromptPruningConfig | CompletionPruningConfig, prefix: str) -> None:
-    check_choice(f"{prefix}.design", config.design, RANDOM_DESIGNS)
-    check_choice(f"{prefix}.estimator", config.estimator, ESTIMATORS)
-    check_choice(f"{prefix}.auto_rule", config.auto_rule, AUTO_RULES)
-
-
 def check_auto_rule(prefix: str, config: PromptPruningConfig | CompletionPruningConfig) -> None:
     """Raise `UserError` for a rule that works towards a bound without one."""
     if config.auto_rule == "design_effect" and config.max_design_effect == 0:
@@ -234,11 +199,3 @@ def check_between(key: str, value: float, least: float, most: float) -> None:
     """Raise `UserError` unless least <= value <= most."""
     if not least <= value <= most:
         raise UserError(f"{key} = {value}: must be in [{least:g}, {most:g}]")
-
-
-def check_choice(key: str, value: str, known: Sequence[str], more: str = "") -> None:
-    """Raise `UserError` for a name that is not known; `more` says what else would be one."""
-    if value not in known:
-        near = difflib.get_close_matches(value, known, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
-        raise UserError(f"{key} = '{value[:80]}': no such choice; {hint}known: {', '.join(known)}{more}")

@@ -10,9 +10,10 @@ the wrong unit is an error at the start and not a hang later. Every number of th
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -91,37 +92,35 @@ def check_ranges(section: Any, prefix: str = "") -> None:
             raise UserError(f"{key} = {value}: {allowed.wanted(value)}")
 
 
+def check_choice(key: str, value: str, known: Iterable[str], more: str = "") -> None:
+    """Raise `UserError` for a name that is not known; `more` says what else would be one."""
+    if value not in (known := list(known)):
+        near = difflib.get_close_matches(value, known, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise UserError(f"{key} = '{value[:80]}': no such choice; {hint}known: {', '.join(known)}{more}")
+
+
 def numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, int | float, Range | None]]:
     """Dotted key, value and range of every number that is set in `section`."""
-    for item in fields(section):
-        key, value, allowed = f"{prefix}{item.name}", getattr(section, item.name), item.metadata.get("range")
-        if is_dataclass(value):
-            yield from numbers(value, f"{key}.")
-        elif isinstance(value, dict):
-            for name, entry in value.items():
-                if is_dataclass(entry):
-                    yield from numbers(entry, f"{key}.{name}.")
-                elif _is_number(entry) and allowed is not None:  # a dict of anything has no range
-                    yield f"{key}.{name}", entry, allowed
-        elif isinstance(value, list):
-            yield from ((f"{key}[{place}]", entry, allowed) for place, entry in enumerate(value) if _is_number(entry))
-        elif _is_number(value):
+    for key, value, allowed in leaves(section, prefix.removesuffix(".")):
+        if isinstance(value, int | float) and not isinstance(value, bool):
             yield key, value, allowed
 
 
-def texts(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted key and value of every text in `section`."""
-    inside = {item.name: getattr(section, item.name) for item in fields(section)} if is_dataclass(section) else section
-    for name, value in inside.items() if isinstance(inside, dict) else enumerate(inside):
-        key = f"{prefix}[{name}]" if isinstance(inside, list) else f"{prefix}.{name}" if prefix else str(name)
-        if isinstance(value, str):
-            yield key, value
-        elif isinstance(value, dict | list) or is_dataclass(value):
-            yield from texts(value, key)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def leaves(section: Any, key: str = "", allowed: Range | None = None) -> Iterator[tuple[str, Any, Range | None]]:
+    """Dotted key, value and range of all that is set in `section`: a settings class, or plain mappings and lists."""
+    if isinstance(section, list):
+        for place, entry in enumerate(section):
+            yield from leaves(entry, f"{key}[{place}]", allowed)
+    elif isinstance(section, dict):
+        for name, entry in section.items():
+            yield from leaves(entry, f"{key}.{name}" if key else str(name), allowed)
+    elif is_dataclass(section):
+        for item in fields(section):
+            inside = f"{key}.{item.name}" if key else item.name
+            yield from leaves(getattr(section, item.name), inside, item.metadata.get("range"))
+    else:
+        yield key, section, allowed
 
 
 def _number(text: str) -> int | float:

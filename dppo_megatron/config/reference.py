@@ -3,11 +3,16 @@
 All of it is taken from the schema itself: defaults and ranges from the fields, meanings from the text under
 each field, which Python does not keep and which is therefore read from the source. `dppo-megatron config`, the shell
 completion and the reference of the documentation site are made from this list, so none of them can go out of date.
+
+And what an unknown key was meant to be: most are typing mistakes or another trainer's names. For the first a close name
+is suggested; for the second the tables of docs/migrating.md have the equivalent. A wrong hint is worse than none, so
+where neither is clear the message only lists the known keys.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import re
 import textwrap
@@ -19,10 +24,16 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 import yaml
 
-from dppo_megatron.config.schema import Config
+from dppo_megatron.config.data import DataConfig, SetConfig
+from dppo_megatron.config.paths import shipped
+from dppo_megatron.config.schema import Config, EvalConfig
+from dppo_megatron.types import UserError
 
 _FILES = {"csv", "html", "json", "jsonl", "log", "parquet", "pt", "py", "safetensors", "txt", "yaml", "yml"}
 """Ends of file names: `eval.json` is no setting of `eval`."""
+_FOREIGN = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model", "custom_reward_function", "ray_init")
+"""Sections of verl: a name of ours that looks alike means something else."""
+_ROW = re.compile(r"^\| `(\S+)` \| (?:`(.+?)`|none) \| (.*?) ?\|$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +130,11 @@ def _walk(schema: type, prefix: str, page: str) -> Iterator[Setting]:
 
 @cache
 def meanings(schema: type) -> dict[str, str]:
-    """The text under each field of a dataclass, its bases' included, in one line each."""
+    """The text under each field of a dataclass, its bases' included, in one line each. A set's settings that have none
+    have that of the setting which they inherit."""
     found: dict[str, str] = {}
-    for owner in reversed(schema.__mro__):
+    inherited = (DataConfig, EvalConfig) if issubclass(schema, SetConfig) else ()
+    for owner in (*inherited, *reversed(schema.__mro__)):
         if not is_dataclass(owner):
             continue
         [node] = ast.parse(textwrap.dedent(inspect.getsource(cast(type, owner)))).body
@@ -168,3 +181,49 @@ def _allowed(item: Field[Any], hint: Any) -> str:
         return f"in {'0 or ' if interval.or_zero else ''}{interval}"
     choices = [arm for arm in (hint, *get_args(hint)) if get_origin(arm) is Literal]
     return f"one of {', '.join(map(str, get_args(choices[0])))}" if choices else ""
+
+
+@cache
+def other_names() -> dict[str, str]:
+    """A key of verl's (dotted), TRL's or slime's, or an older one of ours -> our setting and what else to know, or
+    `no setting: ` and why."""
+    page = shipped("docs", "migrating.md")
+    rows = _ROW.findall(page.read_text(encoding="utf-8")) if page.is_file() else ()
+    return {
+        theirs: f"no setting: {note}" if not ours else f"{ours} ({note})" if note else ours
+        for theirs, ours, note in rows
+    }
+
+
+def unknown_key(where: str, key: str, under: list[str], section: type) -> UserError:
+    """The error for `key`, which is no setting.
+
+    Args:
+        under: what was given under it, each with its leading dot, or an empty text for the key itself.
+        section: the class of the section that should have had it.
+    """
+    key, under = key[:200], [more[:200] for more in under]  # a name in damaged text may have any length
+    asked = [f"{key}{more}" for more in under] or [key]
+    for name in asked:
+        plain = name.lstrip("+~").removeprefix("--").replace("-", "_")
+        if (ours := other_names().get(plain)) is not None:
+            return UserError(f"{where}: unknown key '{name}'; here it is {ours}")
+    parent, _, last = key.rpartition(".")
+    names = [item.name for item in fields(section)]
+    if section is not Config and (close := difflib.get_close_matches(last, names, n=1, cutoff=0.75)):
+        return UserError(f"{where}: unknown key '{key}'; did you mean '{parent}.{close[0]}'?")
+    near = [] if key.split(".")[0] in _FOREIGN else _nearest(asked[0], all_keys())
+    if near:
+        return UserError(f"{where}: unknown key '{asked[0]}'; did you mean '" + "' or '".join(near) + "'?")
+    inside = f"in {parent}" if parent else "here"
+    return UserError(f"{where}: unknown key '{asked[0]}'; known {inside}: {', '.join(sorted(names))}")
+
+
+def _nearest(key: str, known: list[str]) -> list[str]:
+    """Known keys that `key` most likely means, at most two."""
+    ending = [name for name in known if name.endswith(f".{key}")]
+    if not ending and (last := key.rpartition(".")[2]) != key:
+        ending = [name for name in known if name.endswith(f".{last}")]
+    if ending:
+        return ending if len(ending) <= 2 else []
+    return difflib.get_close_matches(key, known, n=1, cutoff=0.8)

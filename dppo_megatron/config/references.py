@@ -73,10 +73,7 @@ def for_omegaconf(text: str, key: str) -> str:
 
 def from_environment(text: str, key: str, *, keep: bool) -> str:
     """`text` with the environment's values for its marks, or with `keep` with the references that they stand for.
-
-    Raises:
-        ValueError: a variable that is not set, or `key` is no path.
-    """
+    Raises ValueError for a variable that is not set, and if `key` is no path."""
     if "\0" not in text:
         return text
     if not _may_use_environment(key):

@@ -6,14 +6,14 @@ ask for the final answer in a box because the `math` grader reads the last box.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 from dppo_megatron.config.conditions import Condition
 from dppo_megatron.config.data import DataConfig, EvalSetConfig, SetConfig, TrainSetConfig
 from dppo_megatron.config.paths import check_file_or_directory
+from dppo_megatron.config.ranges import check_choice
 from dppo_megatron.config.schema import Config, EvalConfig
 from dppo_megatron.types import UserError
 
@@ -22,16 +22,12 @@ _BOXED = "Please reason step by step, and put your final answer within \\boxed{}
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The four settings of a template; the defaults apply where a job sets none."""
+    """The four settings of a template, as in `DataConfig`; the defaults apply where a job sets none."""
 
     prompt_template: str = "{problem}"
-    """{problem} stands for the problem."""
     system_prompt: str = ""
-    """Empty: no system turn."""
     apply_chat_template: bool = False
-    """Wrap as a user turn of the tokenizer's chat template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Handed to the chat template."""
 
 
 PLAIN = Template()
@@ -66,40 +62,27 @@ TEMPLATES: dict[str, Template] = {
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSet:
-    """One problem set with all inherited settings resolved."""
+    """One problem set with all inherited settings resolved: fields as in `SetConfig`, none of them null."""
 
     key: str
     """The settings that name it, for messages and permissions: `data.train_path`, `data.eval_sets.aime24`."""
     path: str
-    """As in `SetConfig`; so are the fields below without a description."""
     split: str
-    """Empty: the only one."""
     subset: str
-    """Empty: the default one."""
     limit: int
-    """Rows; 0: all."""
     where: list[str]
-    """Conditions (`conditions.py`)."""
     problem_field: str
-    """Dots reach into nested rows."""
     answer_field: str
-    """Dots reach into nested rows."""
     answer_from: str
-    """A key of `data/answer_rules.py`'s rules; empty: the field itself."""
     source_field: str
-    """Empty: none is read."""
     level_field: str
-    """Empty: `level`, or `difficulty`."""
     level_is: str
-    """`difficulty` or `solve_rate`."""
     template: Template
     """The four settings of a template, with presets resolved."""
     max_prompt_tokens: int
-    """Longest prompt."""
     max_prompt_tokens_key: str
     """The setting it came from."""
     overlong: str
-    """`error` or `filter`."""
 
     @property
     def path_key(self) -> str:
@@ -115,16 +98,12 @@ class ResolvedTrainSet(ResolvedSet):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEvalSet(ResolvedSet):
-    """A set to evaluate on, with how it is sampled."""
+    """A set to evaluate on, with how it is sampled: fields as in `EvalSetConfig`, none of them null."""
 
     samples: int
-    """Completions of every problem."""
     temperature: float
-    """0 is greedy."""
     top_p: float
-    """Smallest set of tokens with this probability."""
     top_k: int
-    """The k most likely tokens; 0: all."""
     max_completion_tokens: int
     """Above 0: `rollout.sampling.max_completion_tokens` where no setting says another."""
     grader: str
@@ -171,11 +150,10 @@ def example_set_config(config: Config) -> ResolvedSet:
     return _resolved(ResolvedSet, "sft.examples_path", entry, config.data)
 
 
-def longest_prompt_tokens(config: Config, *, training: bool = False) -> int:
-    """The largest `max_prompt_tokens` of all sets, or of those that are trained on; of `data` where there are none."""
-    sets: list[ResolvedSet] = list(train_set_configs(config).values())
-    sets += [] if training else eval_set_configs(config).values()
-    return max((one.max_prompt_tokens for one in sets), default=config.data.max_prompt_tokens)
+def longest_prompt_tokens(config: Config) -> int:
+    """The largest `max_prompt_tokens` of the sets that are trained on; of `data` where there are none."""
+    found = (one.max_prompt_tokens for one in train_set_configs(config).values())
+    return max(found, default=config.data.max_prompt_tokens)
 
 
 def longest_sequence(config: Config) -> tuple[int, str]:
@@ -185,17 +163,13 @@ def longest_sequence(config: Config) -> tuple[int, str]:
         tokens = settings.max_prompt_tokens + settings.max_completion_tokens
         found.append((tokens, f"max_prompt_tokens + max_completion_tokens of evaluation set '{name}'"))
     if not found or config.data.train_path or config.data.train_sets:  # not in a standalone evaluation
-        own = longest_prompt_tokens(config, training=True) + config.rollout.sampling.max_completion_tokens
+        own = longest_prompt_tokens(config) + config.rollout.sampling.max_completion_tokens
         found.insert(0, (own, "data.max_prompt_tokens + rollout.sampling.max_completion_tokens"))
     return max(found, key=lambda item: item[0])
 
 
 def check_data(config: Config, *, trains: bool = True) -> None:
-    """Raise `UserError` for set settings that are out of range, contradictory or missing.
-
-    Args:
-        trains: False for an evaluation alone, which reads no training set.
-    """
+    """Raise `UserError` for set settings that are contradictory or missing; an evaluation alone `trains` on no set."""
     data = config.data
     _check_layer("data", data)
     if data.train_path and data.train_sets and trains:
@@ -220,6 +194,8 @@ def check_data(config: Config, *, trains: bool = True) -> None:
         sets = [*train_set_configs(config).values(), *sets]
     if trains and config.sft.steps:
         sets.append(example_set_config(config))
+        if not config.sft.completion_field.strip():
+            raise UserError(f"sft.completion_field = '{config.sft.completion_field}': must not be empty")
     for one in sets:
         _check_resolved(one)
 
@@ -246,69 +222,29 @@ def _template(entry: SetConfig, data: DataConfig) -> Template:
     return Template(**chosen)
 
 
-_RESERVED = {
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "documents",
-    "max_length",
-    "messages",
-    "padding",
-    "processor_kwargs",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tokenizer_kwargs",
-    "tools",
-    "truncation",
-}
-"""Arguments of `apply_chat_template` that this code sets itself."""
-
-
-_CHOICES = {name: get_args(get_type_hints(DataConfig)[name]) for name in ("overlong", "answer_from", "level_is")}
-"""Of settings that a set may leave out, so that its own field is any text."""
-
-
 def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
-    if layer.template and layer.template not in TEMPLATES:
-        near = difflib.get_close_matches(layer.template, TEMPLATES, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(TEMPLATES)}"
-        raise UserError(f"{key}.template = '{layer.template}': no such template; {hint}")
+    if layer.template:
+        check_choice(f"{key}.template", layer.template, TEMPLATES)
     if layer.prompt_template is not None and "{problem}" not in layer.prompt_template:
         raise UserError(f"{key}.prompt_template = {layer.prompt_template!r}: must contain {{problem}}")
-    for name, allowed in _CHOICES.items():
-        if (value := getattr(layer, name)) not in (None, *allowed):
-            raise UserError(f"{key}.{name} = '{value}': must be {' or '.join(one for one in allowed if one)}")
     for condition in layer.where or ():
         try:
             Condition.parse(condition)
         except UserError as error:
             raise UserError(f"{key}.where: {error}") from None
     for name in ("problem_field", "answer_field"):
-        if getattr(layer, name) == "":
-            raise UserError(f"{key}.{name} is empty: it must name a field of the rows")
-    for name in (layer.chat_template_kwargs or {}).keys() & _RESERVED:
-        raise UserError(f"{key}.chat_template_kwargs.{name} is not for the chat template: the trainer sets it itself")
+        if (value := getattr(layer, name)) is not None and not value.strip():
+            raise UserError(f"{key}.{name} = '{value}': must not be empty")
 
 
 def _check_resolved(one: ResolvedSet) -> None:
     if not one.path:
         raise UserError(f"{one.path_key} is not set: a file, a directory or hub:owner/name")
-    template = one.template
-    if not template.apply_chat_template:
-        for name, value in (("system_prompt", template.system_prompt), ("kwargs", template.chat_template_kwargs)):
-            if value:
-                setting = "chat_template_kwargs" if name == "kwargs" else name
-                raise UserError(
-                    f"{one.key}: {setting} = {value!r} needs the chat template; set apply_chat_template=true, or"
-                    f" {setting} back to {'{}' if name == 'kwargs' else 'nothing'}"
-                )
-    _check_path(one)
-
-
-def _check_path(one: ResolvedSet) -> None:
+    for name in ("system_prompt", "chat_template_kwargs"):
+        if (value := getattr(one.template, name)) and not one.template.apply_chat_template:
+            raise UserError(
+                f"{one.key}: {name} = {value!r} needs the chat template; set apply_chat_template=true, or leave it out"
+            )
     if one.path.startswith("hub:"):
         return
     check_file_or_directory(one.path_key, one.path)

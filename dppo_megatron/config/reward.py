@@ -52,8 +52,8 @@ class RewardConfig:
 def check_reward(reward: RewardConfig) -> None:
     """Raise `UserError` for clashing names and missing functions. Whether a function can be imported is found later,
     when the grader processes start."""
-    if not reward.functions and not reward.function:
-        raise UserError("reward.function is empty; set it to a built-in grader (math) or module:function")
+    if not reward.functions and not reward.function.strip():
+        raise UserError("reward.function = '': must not be empty; a built-in grader (math) or module:function")
     for name, item in reward.functions.items():
         if name in _TAKEN:
             raise UserError(f"reward.functions.{name}: reward/{name} is another metric; choose another name")

@@ -69,11 +69,8 @@ class Source:
 
 
 def parse(text: str, source: Source, called: str = "") -> Node | None:
-    """The YAML document in `text`; None if there is nothing in it. `called` names the source as a whole.
-
-    Raises:
-        UserError: it is not YAML, or too large; a tag, a text that cannot be written to a file, a bad key.
-    """
+    """The YAML document in `text`; None if there is nothing in it. `called` names the source as a whole. Raises
+    UserError: it is not YAML, or too large; it has a tag, or a text that cannot be written to a file."""
     called = called or source.name
     if len(text) > MAX_CHARACTERS:
         raise UserError(f"{called}: {len(text)} characters; a configuration has at most {MAX_CHARACTERS}")

@@ -108,11 +108,7 @@ def _shared_start(problems: Sequence[Words]) -> Words:
 
 @dataclass
 class Contamination:
-    """What of the evaluation sets is found in one training set, read batch by batch.
-
-    Args:
-        held_out: the evaluation sets' problems.
-    """
+    """What of the evaluation sets is found in one training set, read batch by batch."""
 
     held_out: HeldOut
     found: set[tuple[str, int]] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""Reads a problem from a row: which fields are read, and which values they may have.
+"""Reads a problem from a row: which fields are read, which values they may have, and what of one is the answer.
 
 A value that is not text is never converted by `str()`: a list of chat messages turned into "[{'role': ..." would be a
 problem that no model can solve or an answer that no completion can match, without any warning.
@@ -6,15 +6,15 @@ problem that no model can solve or an answer that no completion can match, witho
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any, TypeAlias
 
 from dppo_megatron.config.resolved_sets import ResolvedSet
-from dppo_megatron.data.answer_rules import ANSWER_RULES
-from dppo_megatron.data.rows import Row, listed
+from dppo_megatron.data.rows import JsonFloat, Row, listed
 from dppo_megatron.types import UserError
 
 Messages: TypeAlias = list[dict[str, str]]
@@ -35,24 +35,21 @@ _LAYOUTS = (
 
 
 def get_field(values: Mapping[str, Any], name: str) -> Any:
-    """The value of `name`, where dots reach into nested rows; None if it is not there.
+    """The value of `name`, where dots reach into nested rows, and numbers into lists; None if it is not there.
 
     A key that itself contains the dots takes precedence over the nested one.
 
     Example:
         get_field({"a": {"b": 1}}, "a.b")            # 1
         get_field({"a": {"b": 1}, "a.b": 2}, "a.b")  # 2
+        get_field({"a": [{"b": 1}]}, "a.0.b")        # 1
     """
     found = _find(values, name)
     return None if found is _ABSENT else found
 
 
 def problem_of(row: Row, settings: ResolvedSet) -> str | Messages:
-    """The problem: text, or chat messages.
-
-    Raises:
-        UserError: it is neither, is empty, or cannot be encoded.
-    """
+    """The problem: text, or chat messages. Raises UserError if it is neither, is empty, or cannot be encoded."""
     value = _required(row, settings.problem_field, settings)
     if isinstance(value, str):
         return check_text(value, row.origin, settings.problem_field)
@@ -65,11 +62,8 @@ def problem_of(row: Row, settings: ResolvedSet) -> str | Messages:
 
 
 def answer_of(row: Row, settings: ResolvedSet) -> str:
-    """The reference answer as text; a number as it is written in the file. Empty: `answer_from` finds none.
-
-    Raises:
-        UserError: it is neither text nor a finite number, or is empty.
-    """
+    """The reference answer as text; a number as it is written in the file. Empty: `answer_from` finds none. Raises
+    UserError if it is neither text nor a finite number, or is empty."""
     name = settings.answer_field
     value = _required(row, name, settings)
     if settings.answer_from:
@@ -82,20 +76,19 @@ def answer_of(row: Row, settings: ResolvedSet) -> str:
         raise UserError(f"{row.origin}: '{name}' is {kind(value)}; an answer is text or a number{hint}")
     if not isinstance(value, int) and not math.isfinite(value):
         raise UserError(f"{row.origin}: '{name}' is {value}; an answer is text or a finite number")
-    if row.exact is not None:
-        return str(get_field(row.exact(), name))
-    try:
-        return str(value)
-    except ValueError:  # more than 4,300 digits
-        raise UserError(f"{row.origin}: '{name}' is a number of too many digits; write it as text") from None
+    return value.text if isinstance(value, JsonFloat) else str(value)
+
+
+def completion_of(row: Row, name: str, settings: ResolvedSet) -> str:
+    """A worked solution. Raises UserError if it is not text, is empty, or cannot be encoded."""
+    value = _required(row, name, settings)
+    if not isinstance(value, str):
+        raise UserError(f"{row.origin}: '{name}' is {kind(value)}; a completion is text")
+    return check_text(value, row.origin, name)
 
 
 def source_of(row: Row, settings: ResolvedSet) -> str:
-    """The subset that the row names, or nothing.
-
-    Raises:
-        UserError: the value is not a name.
-    """
+    """The subset that the row names, or nothing. Raises UserError for what is no name."""
     value = get_field(row.values, settings.source_field) if settings.source_field else None
     if value is None or (isinstance(value, float) and math.isnan(value)):  # how pandas writes a missing value
         return ""
@@ -133,11 +126,7 @@ def parse_level(value: Any) -> float | None:
 
 
 def check_text(text: str, origin: str, name: str) -> str:
-    """`text`, if it is not empty and can be encoded.
-
-    Raises:
-        UserError: it is empty, holds a NUL, or half of a surrogate pair.
-    """
+    """`text`. Raises UserError if it is empty, holds a NUL, or half of a surrogate pair."""
     if not text.strip():
         raise UserError(f"{origin}: '{name}' is {'blank' if text else 'empty'}")
     if "\0" in text:
@@ -172,6 +161,8 @@ def _required(row: Row, name: str, settings: ResolvedSet) -> Any:
 
 
 def _find(values: Any, name: str) -> Any:
+    if isinstance(values, (list, tuple)):
+        values = {str(place): item for place, item in enumerate(values)}
     if not isinstance(values, Mapping):
         return _ABSENT
     if name in values:
@@ -237,3 +228,63 @@ def _part(part: Any, origin: str, name: str) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     raise UserError(f'{origin}: \'{name}\' must be {{"type": "text", "text": "..."}}: prompts are text only')
+
+
+def as_is(value: Any) -> str:
+    """The answer itself: text, a whole number, or a list of texts, which becomes one text.
+
+    Example:
+        as_is("5"), as_is(5), as_is(["$2$", "$3$"])  # "5", "5", "$2$, $3$"
+    """
+    if isinstance(value, (list, tuple)):
+        return ", ".join(as_is(item) for item in value)
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return "" if value is None or isinstance(value, (dict, bool)) else str(value).strip()
+
+
+def after_hashes(value: Any) -> str:
+    """The text after the last `####` of a GSM8K solution, without thousands separators."""
+    _, found, answer = str(value).rpartition("####")
+    return answer.strip().replace(",", "") if found else ""
+
+
+def last_boxed(value: Any) -> str:
+    r"""Content of the last `\boxed{...}` of a MATH solution, braces matched; `\boxed 5` and `\fbox{}` too.
+
+    Example:
+        last_boxed(r"so $x = \boxed{\frac{1}{2}}$.")  # \frac{1}{2}
+    """
+    text = str(value)
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return ""
+    rest = text[start:].removeprefix("\\boxed").removeprefix("\\fbox")
+    if not rest.startswith("{"):
+        return rest.split("$")[0].strip()
+    depth = 0
+    for place, character in enumerate(rest):
+        escaped = place > 0 and rest[place - 1] == "\\"
+        if character in "{}" and not escaped:
+            depth += 1 if character == "{" else -1
+            if depth == 0:
+                return rest[1:place].strip()
+    return ""
+
+
+def last_item(value: Any) -> str:
+    """The last item of a list, or of a list as JSON text, which is how Skywork writes it; else the answer itself.
+
+    Example:
+        last_item('["2", "3"]'), last_item([2]), last_item("2")  # "3", "2", "2"
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return last_item(json.loads(value))
+        except (ValueError, RecursionError):  # an interval, [1, 2)
+            return value.strip()
+    return as_is(value[-1] if isinstance(value, (list, tuple)) and value else value)
+
+
+ANSWER_RULES: Mapping[str, Callable[[Any], str]] = {"boxed": last_boxed, "last": last_item, "hashes": after_hashes}
+"""By `answer_from`; each gives nothing for a value without such an answer."""

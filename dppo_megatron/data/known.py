@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.data.answer_rules import after_hashes, as_is, last_boxed
-from dppo_megatron.data.fields import get_field
+from dppo_megatron.data.fields import after_hashes, as_is, get_field, last_boxed
+from dppo_megatron.data.rows import read_rows
 from dppo_megatron.files import replacing
 from dppo_megatron.progress import counted, progress
 from dppo_megatron.types import UserError
@@ -102,26 +102,17 @@ KNOWN_SETS: dict[str, KnownSet] = {
 
 def our_row(values: Mapping[str, Any], known: KnownSet, name: str) -> dict[str, Any]:
     """A row of the hub in our layout; `problem` or `answer` is empty if it has none."""
-    problem = _reach(values, known.problem)
+    problem = get_field(values, known.problem)
     before, behind = known.strip
     text = problem.strip() if isinstance(problem, str) else ""
     text = text.removeprefix(before.strip()).removesuffix(behind.strip()).strip()
-    row = {"problem": text, "answer": known.answer_rule(_reach(values, known.answer)), "source": known.source or name}
-    carried = {ours: _reach(values, theirs) for ours, theirs in known.carried.items()}
+    row = {
+        "problem": text,
+        "answer": known.answer_rule(get_field(values, known.answer)),
+        "source": known.source or name,
+    }
+    carried = {ours: get_field(values, theirs) for ours, theirs in known.carried.items()}
     return row | {ours: value for ours, value in carried.items() if value is not None and value != ""}
-
-
-def _reach(values: Any, path: str) -> Any:
-    """As `get_field`, where a number is a place in a list."""
-    for index, part in enumerate(parts := path.split(".")):
-        if part.isdigit():
-            listed = get_field(values, ".".join(parts[:index]))
-            place = int(part)
-            if not isinstance(listed, (list, tuple)) or place >= len(listed):
-                return None
-            rest = ".".join(parts[index + 1 :])
-            return _reach(listed[place], rest) if rest else listed[place]
-    return get_field(values, path)
 
 
 def write_known_set(name: str, out: Path, *, origin: str = "", overwrite: bool = False) -> Iterator[str]:
@@ -144,57 +135,38 @@ def write_known_set(name: str, out: Path, *, origin: str = "", overwrite: bool =
             raise UserError(f"{path} is there already; give --overwrite to replace it, or another --out")
     if origin and not Path(origin).is_dir():
         raise UserError(f"--from {origin}: no such directory")
-    parts: dict[str, _Part] = {}
+    parts: dict[str, tuple[list[dict[str, Any]], str]] = {}
     for part, split in known.splits.items():
         with progress(f"reading {origin or known.hub} ({split})", 0, "rows") as advance:
-            parts[part] = _Part(counted(_rows(known, origin, split), advance), known, name)
-    for part, split in known.splits.items():
-        if not parts[part].rows:
+            rows = read_rows(origin or f"hub:{known.hub}", known.subset, split)
+            parts[part] = _converted((row.values for row in counted(rows, advance)), known, name)
+        if not parts[part][0]:
             raise UserError(f"{origin or known.hub} ({split}): no row has the fields of this set; nothing was written")
     for part, path in files.items():
-        rows = parts[part].rows
-        with progress(f"writing {path}", len(rows), "rows") as advance:
-            _write(path, counted(rows, advance))
-        yield f"{path}: {len(rows)} problems{parts[part].left_out()}"
+        converted, left_out = parts[part]
+        with progress(f"writing {path}", len(converted), "rows") as advance:
+            _write(path, counted(converted, advance))
+        yield f"{path}: {len(converted)} problems{left_out}"
 
 
-class _Part:
-    """One split in our layout."""
-
-    def __init__(self, rows: Iterable[dict[str, Any]], known: KnownSet, name: str) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._repeated = self._incomplete = self._contradicting = 0
-        answers: dict[str, str] = {}
-        for values in rows:
-            row = our_row(values, known, name)
-            if not row["problem"] or not row["answer"]:
-                self._incomplete += 1
-            elif known.deduplicate and row["problem"] in answers:
-                self._repeated += 1
-                self._contradicting += answers[row["problem"]] != row["answer"]
-            else:
-                answers[row["problem"]] = row["answer"]
-                self.rows.append(row)
-
-    def left_out(self) -> str:
-        """A message about the rows of the split that were not written."""
-        said = []
-        if self._incomplete:
-            said.append(f"{self._incomplete} without a problem or an answer")
-        if self._repeated:
-            said.append(f"{self._repeated} repetitions of a problem")
-        if self._contradicting:
-            said.append(f"{self._contradicting} of those with another answer than the first")
-        return f" (left out: {', '.join(said)})" if said else ""
-
-
-def _rows(known: KnownSet, origin: str, split: str) -> Iterator[dict[str, Any]]:
-    # imported late: --help must not need tensor libraries
-    from dppo_megatron.data.hub import read_directory, read_hub
-
-    subset, hub = known.subset, f"hub:{known.hub}"
-    for row in read_directory(origin, subset, split) if origin else read_hub(hub, subset, split):
-        yield row.values
+def _converted(rows: Iterable[dict[str, Any]], known: KnownSet, name: str) -> tuple[list[dict[str, Any]], str]:
+    """One split in our layout, and what is to be said of the rows that are left out."""
+    incomplete, repeated = "without a problem or an answer", "repetitions of a problem"
+    contradicting = "of those with another answer than the first"
+    left_out = {incomplete: 0, repeated: 0, contradicting: 0}
+    found: dict[str, dict[str, Any]] = {}
+    for number, values in enumerate(rows):
+        row = our_row(values, known, name)
+        key = row["problem"] if known.deduplicate else str(number)
+        if not row["problem"] or not row["answer"]:
+            left_out[incomplete] += 1
+        elif key in found:
+            left_out[repeated] += 1
+            left_out[contradicting] += found[key]["answer"] != row["answer"]
+        else:
+            found[key] = row
+    said = ", ".join(f"{count} {what}" for what, count in left_out.items() if count)
+    return list(found.values()), f" (left out: {said})" if said else ""
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:

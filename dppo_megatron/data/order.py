@@ -123,14 +123,13 @@ class WeightedOrder:
     def _epoch(self, s: int, epoch: int) -> IntArray:
         """[size] the problems of one epoch of set `s`; each is spaced from the one before, so from the first on."""
         last, order = self._latest.get(s, (-1, None))
-        if order is None or epoch < last:
+        if epoch < last:
             last, order = -1, None
         for number in range(last + 1, epoch + 1):
             shuffled = generator(self._seed, "order of a weighted set", s, number).permutation(self._sizes[s])
             order = _spaced(shuffled.astype(np.int64), order, self._window[s])
         assert order is not None
-        if epoch != self._latest.get(s, (-1, None))[0]:
-            self._latest[s] = (epoch, order)
+        self._latest[s] = (epoch, order)
         return order
 
     def _most(self, s: int, count: int) -> int:

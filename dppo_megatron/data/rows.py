@@ -1,4 +1,5 @@
-"""Reads problem files of any format into rows, or raises one line that names what is wrong with a file.
+"""Reads problem sets of any format into rows: files, directories and the hub (through the `datasets` library); or
+raises one line that names what is wrong with one.
 
 Files may hold anything: text in another encoding, numbers of 10,000 digits, objects nested a thousand deep, half a
 download. Everything that a parser can raise becomes a `UserError` here, with the line if known, so that the rest of
@@ -12,6 +13,7 @@ import csv
 import gzip
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -30,10 +32,12 @@ _LONGEST_LINE = 64 * 2**20
 _MOST_BLANK = 1_000_000
 _MOST_UNPACKED = 300
 """Times its size that a gzip file may unpack to: rows have 3 to 75, nothing but zeros 230 to 1,030."""
+_NAME = re.compile(r"(?P<name>(?:[\w.-]+/)?[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_OLDEST = 4
+"""Version of `datasets`: since then a repository's own script is never run."""
+_ROWS_AT_A_TIME = 1000
 _DEEPEST = 64
 """Levels of nesting. Python can parse about 1,000, but what is nested so deep cannot be sent to a grader's process."""
-
-Exact = Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +47,37 @@ class Row:
     origin: str
     """`path:line` or `path[row]` (from 0), for messages."""
     values: dict[str, Any]
-    exact: Exact | None = None
-    """Gives `values` again with every number as its text in the file; None if the file does not store text."""
+
+
+class JsonFloat(float):
+    """A float that the file spells otherwise than Python: 0.50, 1e22. A copy, as graders get it, is a plain float."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    @classmethod
+    def parse(cls, text: str) -> float:
+        """Most are plain floats: one with its text takes four times their memory."""
+        value = float(text)
+        return value if repr(value) == text else cls(text)
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (float(self),)
+
+
+def read_rows(path: str, subset: str, split: str) -> Iterator[Row]:
+    """The rows of `hub:owner/name`, of a directory that `datasets` knows, or of a file. Raises UserError if it is none
+    of them or cannot be read."""
+    if path.startswith("hub:"):
+        return _hub(path, subset, split)
+    return _directory(path, subset, split) if Path(path).is_dir() else read_file(path)
 
 
 def read_file(path: str) -> Iterator[Row]:
     """The rows of a .jsonl, .json, .csv, .tsv or .parquet file, by its name; the text formats also with .gz behind.
-
-    Raises:
-        UserError: no known format in the name, or the content does not match it.
-    """
+    Raises UserError: no known format in the name, or the content does not match it."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     kind = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
     reader = _READERS.get(kind)
@@ -110,7 +135,7 @@ def _json_lines(path: str) -> Iterator[Row]:
     for number, text in _lines(path):
         if text.strip():
             origin = f"{path}:{number}"
-            yield Row(origin, _parse_object(text, origin), partial(_parse_object, text, origin, exact=True))
+            yield Row(origin, _object(_parse(text, origin), origin))
 
 
 def _json(path: str) -> Iterator[Row]:
@@ -126,22 +151,13 @@ def _json(path: str) -> Iterator[Row]:
         size = os.stat(path).st_size
         raw = file.read(max(2**23, _MOST_UNPACKED * size) + 1)
         _check_unpacked(file, path, size)
-    text = _decode(raw, path, "")
-    found = _parse(text, path)
+    found = _parse(_decode(raw, path, ""), path)
     listed = found.get("data") if isinstance(found, dict) else found
     if not isinstance(listed, list):
         raise UserError(f'{path}: expected a list of JSON objects, {{"data": [...]}}, or one object a line')
-    exact: list[list[Any]] = []
-
-    def row_exactly(number: int) -> dict[str, Any]:
-        if not exact:  # parsed a second time only if an answer is a number, and then once
-            again = _parse(text, path, exact=True)
-            exact.append(again["data"] if isinstance(again, dict) else again)
-        return _object(exact[0][number], path)
-
     for number, values in enumerate(listed):
         origin = f"{path}[{number}]"
-        yield Row(origin, _object(values, origin), partial(row_exactly, number))
+        yield Row(origin, _object(values, origin))
 
 
 def _csv(path: str) -> Iterator[Row]:
@@ -214,9 +230,8 @@ def _check_unpacked(file: IO[bytes], path: str, size: int) -> None:
 def _lines(path: str) -> Iterator[tuple[int, str]]:
     """(number from 1, text with its line end) of each line, without a byte-order mark."""
     with _open(path) as file:
-        number, blank, size = 0, 0, os.stat(path).st_size
-        while line := file.readline(_LONGEST_LINE + 1):
-            number += 1
+        blank, size = 0, os.stat(path).st_size
+        for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE + 1), b""), start=1):
             if len(line) > _LONGEST_LINE:
                 raise UserError(f"{path}:{number}: the line has more than {_LONGEST_LINE:,} bytes")
             _check_unpacked(file, path, size)
@@ -246,10 +261,6 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _parse_object(text: str, origin: str, *, exact: bool = False) -> dict[str, Any]:
-    return _object(_parse(text, origin, exact=exact), origin)
-
-
 def _object(value: Any, origin: str) -> dict[str, Any]:
     """A row's values; of a list of objects, such as the turns of Open-Reasoner-Zero, by their places: `0.value`."""
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -259,11 +270,9 @@ def _object(value: Any, origin: str) -> dict[str, Any]:
     return value
 
 
-def _parse(text: str, origin: str, *, exact: bool = False) -> Any:
-    """JSON text to values; `exact` leaves every number as its text."""
-    hooks: dict[str, Any] = {"parse_int": str, "parse_float": str} if exact else {}
+def _parse(text: str, origin: str) -> Any:
     try:
-        value = json.loads(text, object_pairs_hook=_distinct, **hooks)
+        value = json.loads(text, object_pairs_hook=_distinct, parse_float=JsonFloat.parse)
     except json.JSONDecodeError as error:
         raise UserError(f"{origin}: not valid JSON: {error}") from None
     except RecursionError:
@@ -291,3 +300,94 @@ def _depth(value: Any) -> int:
         deepest += 1
         layer = [inner for item in layer for inner in (item.values() if isinstance(item, dict) else item)]
     return deepest
+
+
+def _hub(path: str, subset: str, split: str) -> Iterator[Row]:
+    """The rows of `hub:owner/name` or `hub:owner/name@revision`. Raises UserError: the extra is missing, there is no
+    network, no such set, subset or split."""
+    match = _NAME.fullmatch(path.removeprefix("hub:"))
+    if match is None:
+        raise UserError(f"{path}: expected hub:owner/name or hub:owner/name@revision")
+    datasets = _import_datasets(path)
+    try:
+        loaded = datasets.load_dataset(
+            match["name"], subset or None, split=split or None, revision=match["revision"] or None
+        )
+    except Exception as error:  # the library and its dependencies raise some thirty kinds
+        raise UserError(f"{path}: {_hub_reason(error)}") from None
+    yield from _arrow_rows(_one_split(loaded, path, split), path)
+
+
+def _directory(path: str, subset: str, split: str) -> Iterator[Row]:
+    """The rows of a directory that `save_to_disk` wrote, or of a repository of the hub that was downloaded. Raises
+    UserError: the extra is missing, the directory is neither, or has no such subset or split."""
+    datasets = _import_datasets(path)
+    saved = any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    if saved and subset:
+        raise UserError(f"{path}: subset = '{subset}' has no effect: a directory saved by `datasets` has splits only")
+    datasets.disable_progress_bars()  # they are for downloads
+    try:
+        if saved:
+            loaded = datasets.load_from_disk(path)
+        else:  # streamed, so that no second copy is left in the library's cache
+            loaded = datasets.load_dataset(str(Path(path).absolute()), subset or None, streaming=True)
+    except Exception as error:
+        raise UserError(
+            f"{path}: neither a directory saved by `datasets` nor a downloaded repository: {reason(error)}"
+        ) from None
+    yield from _arrow_rows(_one_split(loaded, path, split), path)
+
+
+def _import_datasets(path: str) -> Any:
+    """`datasets`. Only its Arrow tables are read: images and audio are never decoded, so its extras are not needed."""
+    try:
+        import datasets  # two seconds, which a job on JSON Lines does not need
+    except ImportError:
+        raise UserError(f"{path}: needs the extra 'data': pip install 'dppo_megatron[data]'") from None
+    if int(datasets.__version__.partition(".")[0]) < _OLDEST:
+        found = datasets.__version__
+        raise UserError(f"{path}: needs datasets {_OLDEST} or later (older ones run its scripts), not {found}")
+    return datasets
+
+
+def _one_split(loaded: Any, path: str, split: str) -> Any:
+    """The requested split; without a name, the only one."""
+    if not isinstance(loaded, dict):
+        if split and str(loaded.split) != split and not path.startswith("hub:"):
+            raise UserError(f"{path}: has no split '{split}': it was saved as one set, so leave the split out")
+        return loaded
+    if split in loaded:
+        return loaded[split]
+    names = ", ".join(map(str, loaded)) or "none"
+    if not split and len(loaded) == 1:
+        return next(iter(loaded.values()))
+    raise UserError(f"{path}: {f'has no split {split!r}' if split else 'name its split'}; it has: {names}")
+
+
+def _arrow_rows(split: Any, origin: str) -> Iterator[Row]:
+    """Arrow tables, whatever format the set was saved with."""
+    number = 0
+    try:
+        for table in split.with_format("arrow").iter(_ROWS_AT_A_TIME):
+            yield from table_rows(table, origin, number)
+            number += len(table)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{origin}[{number}]: cannot be read: {reason(error)}") from None
+
+
+def _hub_reason(error: Exception) -> str:
+    """Advice for a set of the hub that did not load."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if os.environ.get("HF_DATASETS_OFFLINE") == "1" or os.environ.get("HF_HUB_OFFLINE") == "1":
+        return f"offline (HF_DATASETS_OFFLINE or HF_HUB_OFFLINE is set) and not in the local cache: {reason(error)}"
+    if "ConnectionError" in names or "OfflineModeIsEnabled" in names or "Timeout" in names or "ConnectError" in names:
+        return f"the hub cannot be reached: {reason(error)}"
+    if "DatasetNotFoundError" in names and "gated" in str(error):
+        return f"needs a login that has accepted its terms (hf auth login): {reason(error)}"
+    if "DatasetNotFoundError" in names:
+        return f"not found on the hub, or not open to you (hf auth login): {reason(error)}"
+    if "TransportError" in names:
+        return f"the connection to the hub broke, run it again: {reason(error)}"
+    return reason(error)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
 from itertools import combinations, islice
-from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -20,21 +19,10 @@ from dppo_megatron.config.checks import planned_prompts, too_few_prompts
 from dppo_megatron.config.conditions import Condition
 from dppo_megatron.config.resolved_sets import ResolvedSet, eval_set_configs, train_set_configs, train_set_weights
 from dppo_megatron.config.schema import Config
+from dppo_megatron.data import fields
 from dppo_megatron.data.contamination import Contamination, HeldOut, Words, words_of
-from dppo_megatron.data.fields import (
-    Messages,
-    answer_of,
-    check_text,
-    get_field,
-    kind,
-    level_of,
-    problem_of,
-    section_of,
-    source_of,
-)
-from dppo_megatron.data.hub import read_directory, read_hub
 from dppo_megatron.data.order import make_order
-from dppo_megatron.data.rows import Row, listed, read_file
+from dppo_megatron.data.rows import Row, read_rows
 from dppo_megatron.data.templates import (
     check_template,
     generation_config_stops,
@@ -99,9 +87,9 @@ def load_set(
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance, where):
             if held_out is None:
-                words += [words_of(_asked(problem_of(row, settings))) for row in rows]
+                words += [words_of(_asked(fields.problem_of(row, settings))) for row in rows]
             elif held_out:
-                is_held_out = looked_for.look([words_of(_asked(problem_of(row, settings))) for row in rows])
+                is_held_out = looked_for.look([words_of(_asked(fields.problem_of(row, settings))) for row in rows])
                 dropped += sum(is_held_out) if drops else 0
                 rows = [row for row, one in zip(rows, is_held_out, strict=True) if not (one and drops)]
             read.add(rows)
@@ -145,19 +133,19 @@ class _PromptReader:
         self._settings, self._tokenizer, self._first_index = settings, tokenizer, first_index
         self._shared = shared_ids(tokenizer)
         self.prompts: list[Prompt] = []
-        self.repeats, self.hashed = _Repeats(self.prompts), _SetHash()
+        self.repeats, self.hashed = _Repeats(self.prompts), sha256()
         self.filtered = self.unknown_levels = self.unanswered = 0
 
     def add(self, rows: list[Row]) -> None:
         settings = self._settings
-        problems = [problem_of(row, settings) for row in rows]
+        problems = [fields.problem_of(row, settings) for row in rows]
         texts = render(problems, [row.origin for row in rows], settings, self._tokenizer)
         most = settings.max_prompt_tokens
         ids = tokenize(["" if is_beyond(text, most) else text for text in texts], self._tokenizer, self._shared)
         for row, problem, text, token_ids in zip(rows, problems, texts, ids, strict=True):
-            level, unknown = level_of(row, settings)
+            level, unknown = fields.level_of(row, settings)
             self.unknown_levels += unknown
-            answer = answer_of(row, settings)
+            answer = fields.answer_of(row, settings)
             if not answer:
                 self.unanswered += 1
                 continue
@@ -166,7 +154,7 @@ class _PromptReader:
                 text,
                 token_ids,
                 answer,
-                source_of(row, settings),
+                fields.source_of(row, settings),
                 level=level,
                 row=row.values,
                 origin=row.origin,
@@ -174,7 +162,9 @@ class _PromptReader:
             if _is_too_long(prompt, settings):
                 self.filtered += 1
                 continue
-            self.hashed.add(prompt)
+            encoded = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
+            for raw in (*encoded, np.array(prompt.token_ids, dtype="<i8").tobytes()):
+                self.hashed.update(len(raw).to_bytes(8, "little") + raw)  # length-prefixed: unambiguous
             self.prompts.append(prompt)
             self.repeats.add(problem)
 
@@ -188,7 +178,7 @@ class _Where:
         self._never_there = {condition.field for condition in self._conditions}
 
     def __call__(self, row: Row) -> bool:
-        values = [get_field(row.values, condition.field) for condition in self._conditions]
+        values = [fields.get_field(row.values, condition.field) for condition in self._conditions]
         pairs = list(zip(self._conditions, values, strict=True))
         self._never_there -= {one.field for one, value in pairs if value is not None or one.field in row.values}
         meets = all(condition.holds(value) for condition, value in pairs)
@@ -201,29 +191,16 @@ class _Where:
         if self._never_there:
             raise UserError(
                 f"{self._settings.path}: no row has the field '{min(self._never_there)}' of"
-                f" {section_of(self._settings)}.where; a training set that data.where is not for has where=[]"
+                f" {fields.section_of(self._settings)}.where; a training set that data.where is not for has where=[]"
             )
 
 
 def read_set(
     settings: ResolvedSet, advance: Advance, where: Callable[[Row], bool] = lambda row: True
 ) -> Iterator[list[Row]]:
-    """The set's rows from any source that meet `where`, in batches, at most `limit` in all.
-
-    Args:
-        advance: called with the number of rows that the caller has finished.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    if settings.path.startswith("hub:"):
-        rows = read_hub(settings.path, settings.subset, settings.split)
-    elif Path(settings.path).is_dir():
-        rows = read_directory(settings.path, settings.subset, settings.split)
-    else:
-        rows = read_file(settings.path)
-    rows = filter(where, rows)
-    rows = islice(rows, settings.limit) if settings.limit else rows
+    """The set's rows that meet `where`, in batches, at most `limit` in all. `advance` is called with the number of rows
+    that the caller has finished. Raises UserError if it cannot be read."""
+    rows = islice(filter(where, read_rows(settings.path, settings.subset, settings.split)), settings.limit or None)
     done = 0
     while batch := list(islice(rows, _BATCH)):
         yield batch
@@ -261,11 +238,7 @@ def load_train_sets(
 
 
 def load_eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
-    """All sets to evaluate on, each numbered from 0.
-
-    Raises:
-        UserError: as `load_set`.
-    """
+    """All sets to evaluate on, each numbered from 0. Raises UserError as `load_set`."""
     sets = eval_set_configs(config)
     return {name: load_set(name, settings, tokenizer) for name, settings in sets.items()}
 
@@ -285,21 +258,6 @@ def stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
     return tuple(dict.fromkeys(found))
 
 
-class _SetHash:
-    """SHA-256 over a set's prompts in their order."""
-
-    def __init__(self) -> None:
-        self._hash = sha256()
-
-    def add(self, prompt: Prompt) -> None:
-        texts = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
-        for raw in (*texts, np.array(prompt.token_ids, dtype="<i8").tobytes()):
-            self._hash.update(len(raw).to_bytes(8, "little") + raw)  # length-prefixed: unambiguous
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
-
-
 class _Repeats:
     """Finds problems that occur in a set more than once.
 
@@ -314,7 +272,7 @@ class _Repeats:
         self._examples: list[str] = []
         self._contradiction = ""
 
-    def add(self, problem: str | Messages) -> None:
+    def add(self, problem: str | fields.Messages) -> None:
         """The problem of the last prompt."""
         place = len(self._prompts) - 1
         first = self.first.setdefault(blake2b(_identity(problem).encode(), digest_size=16).digest(), place)
@@ -373,7 +331,7 @@ def _is_too_long(prompt: Prompt, settings: ResolvedSet) -> bool:
     )
 
 
-def _identity(problem: str | Messages) -> str:
+def _identity(problem: str | fields.Messages) -> str:
     """The text by which two problems are compared; a single user message counts as its text."""
     if isinstance(problem, str):
         return " ".join(problem.split())
@@ -382,26 +340,23 @@ def _identity(problem: str | Messages) -> str:
     return "\n".join(f"{turn['role']}: {' '.join(turn['content'].split())}" for turn in problem)
 
 
-def _asked(problem: str | Messages) -> str:
+def _asked(problem: str | fields.Messages) -> str:
     return problem if isinstance(problem, str) else "\n".join(turn["content"] for turn in problem)
 
 
 def load_examples(
     settings: ResolvedSet, completion_field: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int
 ) -> list[TrainSample]:
-    """Read worked solutions, as samples of weight and denominator 1. Each ends with the end-of-sequence token.
-
-    Raises:
-        UserError: a row without problem or completion, or an example of more than `max_tokens` tokens.
-    """
+    """Read worked solutions, as samples of weight and denominator 1. Each ends with the end-of-sequence token. Raises
+    UserError: a row without problem or completion, or an example of more than `max_tokens` tokens."""
     check_template(settings, tokenizer)
     samples: list[TrainSample] = []
     shared = shared_ids(tokenizer)
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance):
             origins = [row.origin for row in rows]
-            asked = render([problem_of(row, settings) for row in rows], origins, settings, tokenizer)
-            told = [_completion(row.values, completion_field, row.origin) for row in rows]
+            asked = render([fields.problem_of(row, settings) for row in rows], origins, settings, tokenizer)
+            told = [fields.completion_of(row, completion_field, settings) for row in rows]
             for origin, text in zip(origins * 2, asked + told, strict=True):
                 if is_beyond(text, max_tokens):
                     raise UserError(
@@ -416,15 +371,6 @@ def load_examples(
     if not samples:
         raise UserError(f"{settings.path}: holds no examples")
     return samples
-
-
-def _completion(values: dict[str, object], name: str, origin: str) -> str:
-    value = get_field(values, name)
-    if value is None:
-        raise UserError(f"{origin}: the row lacks the field '{name}'; it has: {listed(values) or 'nothing'}")
-    if not isinstance(value, str):
-        raise UserError(f"{origin}: '{name}' is {kind(value)}; a completion is text")
-    return check_text(value, origin, name)
 
 
 def _sample(origin: str, prompt: tuple[int, ...], completion: tuple[int, ...], eos: int) -> TrainSample:

@@ -1,21 +1,27 @@
-"""Reports on the data before a run starts, and saves the first prompt of every set.
+"""Reports on the data before a run starts, saves the first prompt of every set, and recognises the data at a resume.
 
 Runs on real data most often fail because of their prompts: a template that was not applied, a model that thinks under a
 limit of 1,024 tokens, an instruction that appears twice. A look at one rendered prompt shows it.
+
+And one hash per set, to check that a resumed run trains on the same data. It covers what was read, not the files: a set
+may move, change its format or be compressed and still be the same. It includes the token ids, because another tokenizer
+or template makes other prompts of the same problems.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.paths import in_short
 from dppo_megatron.data.sets import ProblemSet, contamination_notes, overlap_notes
 from dppo_megatron.files import make_directory, write_text
+from dppo_megatron.types import UserError
 
 
 def report_lines(
@@ -59,3 +65,65 @@ def safe_name(name: str) -> str:
     if plain == name and name == name.lower():  # some file systems do not tell A from a
         return plain
     return f"{plain}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+
+
+def data_fingerprint(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> dict[str, Any]:
+    """Stored in checkpoints: for `train` and `eval` each set's key, number of problems and hash, in order."""
+    return {
+        part: {name: {"key": s.key, "problems": len(s.prompts), "sha256": s.fingerprint} for name, s in sets.items()}
+        for part, sets in (("train", train), ("eval", evaluated))
+    }
+
+
+def check_data(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Iterable[str], where: str) -> list[str]:
+    """Compare the data of a run with the data at its resume; returns a line for each allowed difference.
+
+    Evaluation sets may differ. Training sets may where `checkpoint.may_change` names their setting, and as long as
+    there are as many problems: the pruning history is kept by a problem's number.
+
+    Args:
+        saved, now: as `data_fingerprint` gave them; nothing saved (an older checkpoint) is nothing to compare.
+        where: the checkpoint.
+
+    Raises:
+        UserError: training data that differs and may not.
+    """
+    if not saved:
+        return []
+    lines = [f"evaluation set {line}" for line, _ in _differences(saved["eval"], now["eval"])]
+    changed = _differences(saved["train"], now["train"])
+    if list(saved["train"]) != list(now["train"]) and not changed:
+        changed = [("order of the training sets", "data.train_sets")]
+    permitted = tuple(may_change)
+    refused = [(line, key) for line, key in changed if not _permitted(key, permitted)]
+    if refused:
+        keys, what = ", ".join(dict.fromkeys(key for _, key in refused)), "; ".join(line for line, _ in refused)
+        raise UserError(
+            f"the training data is not what the run of {where} was trained on: {what}."
+            f" Put it back, choose another run_dir, or permit it with checkpoint.may_change=[{keys}]"
+        )
+    before, after = (sum(one["problems"] for one in part["train"].values()) for part in (saved, now))
+    if before != after:
+        raise UserError(
+            f"the run of {where} was trained on {before} problems and there are {after} now: what is known of each"
+            " problem goes by its number, so this must be a new run_dir (model.hf_path may be the old run's hf/)"
+        )
+    return lines + [f"training set {line}" for line, _ in changed]
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(what differs, its setting) of each set that was added, removed or changed."""
+    found = []
+    for name in [*saved, *(name for name in now if name not in saved)]:
+        old, new = saved.get(name), now.get(name)
+        if old is None or new is None:
+            found.append((f"'{name}': {'new' if old is None else 'gone'}", (old or new or {})["key"]))
+        elif old["sha256"] != new["sha256"]:
+            counts = f"{old['problems']} -> {new['problems']} problems"
+            same = f"{old['problems']} problems, other texts, answers or order"
+            found.append((f"'{name}': {same if old['problems'] == new['problems'] else counts}", new["key"]))
+    return found
+
+
+def _permitted(key: str, may_change: tuple[str, ...]) -> bool:
+    return any(key == given or key.startswith(f"{given}.") or given.startswith(f"{key}.") for given in may_change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import re
 import resource
@@ -10,7 +11,7 @@ import signal
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jinja2 import Environment, TemplateSyntaxError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -43,7 +44,10 @@ def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) ->
             f"{settings.key}: the tokenizer's chat template raises to a power (**), which no prompt needs and which may"
             " never end; remove it"
         )
+    own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     for name in template.chat_template_kwargs:
+        if name in own:
+            raise UserError(f"{settings.key}: chat_template_kwargs.{name} is set by the trainer itself; leave it out")
         if not re.search(rf"\b{re.escape(name)}\b", source):
             raise UserError(
                 f"{settings.key}: chat_template_kwargs.{name} means nothing to this tokenizer's chat template, which"
@@ -72,11 +76,8 @@ def render(
     settings: ResolvedSet,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[str]:
-    """The prompts' texts, as the model is given them.
-
-    Raises:
-        UserError: messages that cannot be a prompt, or that the chat template refuses.
-    """
+    """The prompts' texts, as the model is given them. Raises UserError for messages that cannot be a prompt, or that
+    the chat template refuses."""
     template = settings.template
     if template.apply_chat_template:
         chats = [_chat(problem, at, template) for problem, at in zip(problems, origins, strict=True)]
@@ -113,11 +114,8 @@ def turn_end_tokens(template: Template, tokenizer: PreTrainedTokenizerBase) -> l
 
 
 def generation_config_stops(hf_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ends of sequence that the model's generation_config.json names beside the tokenizer's.
-
-    Raises:
-        UserError: the file is not JSON, or names something that is no token.
-    """
+    """The ends of sequence that the model's generation_config.json names beside the tokenizer's. Raises UserError: the
+    file is not JSON, is refused by transformers, or names something that is no token."""
     path = Path(hf_path) / "generation_config.json"
     if not path.is_file():
         return []
@@ -126,7 +124,12 @@ def generation_config_stops(hf_path: str, tokenizer: PreTrainedTokenizerBase) ->
         stops = raw.get("eos_token_id") if isinstance(raw, dict) else None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
-    _check_generation_config(raw, path)
+    try:  # what transformers refuses, an engine or a later load of the trained model would fail on
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            GenerationConfig.from_dict(raw)
+    except Exception as error:  # its validators raise their own classes, and TypeErrors from deep inside
+        raise UserError(f"{path}: transformers refuses it: {reason(error)}") from None
     listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
     for token in listed:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
@@ -134,16 +137,6 @@ def generation_config_stops(hf_path: str, tokenizer: PreTrainedTokenizerBase) ->
     # ids that the tokenizer lacks (the file may belong to another one) can never be generated
     known = [token for token in dict.fromkeys(listed) if token < len(tokenizer)]
     return [token for token in known if token != tokenizer.eos_token_id]
-
-
-def _check_generation_config(raw: Any, path: Path) -> None:
-    """Refuse what transformers refuses: an engine, or a later load of the trained model, would fail on it."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            GenerationConfig.from_dict(raw)
-    except Exception as error:  # its validators raise their own classes, and TypeErrors from deep inside
-        raise UserError(f"{path}: transformers refuses it: {reason(error)}") from None
 
 
 def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:

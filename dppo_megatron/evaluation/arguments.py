@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from dppo_megatron.checkpoint.checkpoint_dir import named
-from dppo_megatron.checkpoint.manifest import read_manifest
+from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import load_config, with_new_names
@@ -188,11 +187,8 @@ def _mapping(value: Any, where: str, known: Sequence[str] = ()) -> dict[str, Any
 
 
 def _find_target(text: str, step: int | None) -> _Target:
-    """A Hugging Face directory, a run directory, or a checkpoint (checkpoints/step_000020, converted ones too).
-
-    Raises:
-        UserError: it is none of these, or the run has no checkpoint of `step`.
-    """
+    """A Hugging Face directory, a run directory, or a checkpoint (checkpoints/step_000020, converted ones too). Raises
+    UserError: it is none of these, or the run has no checkpoint of `step`."""
     path = Path(text)
     if not path.is_dir():
         raise UserError(

@@ -1,29 +1,38 @@
 """samples.jsonl: every sampled answer with its grade, in full, so that any program can grade it again.
 
 One flat JSON object per sample. Files are written under a temporary name and renamed, so they are never incomplete.
+What an evaluation has sampled so far is in `samples.unfinished.jsonl`, to which lines are appended: one about the
+evaluation, one a sample as it is generated, and a short one with each verdict. A kill loses what was being generated
+and nothing that was done: the same command goes on from that file.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import IO, Annotated, Any, TypeAlias
 
 import msgspec
 
-from dppo_megatron.config.paths import json_reason
+from dppo_megatron.config.changes import flat
+from dppo_megatron.config.paths import check_writable, json_reason
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.evaluation.eval_scores import EvalScores, SampleOutcome, score
-from dppo_megatron.files import make_directory, replacing
-from dppo_megatron.texts import one_line
+from dppo_megatron.files import append_to, make_directory, open_to_read, replacing
+from dppo_megatron.texts import log, one_line
 from dppo_megatron.types import Prompt, UserError
 
 FORMAT = "dppo_megatron evaluation 1"
 SAMPLES, RESULTS, COMPARISON = "samples.jsonl", "results.json", "comparison.json"
+UNFINISHED = "samples.unfinished.jsonl"
+Key: TypeAlias = tuple[str, int, int]
+"""Set, place of the problem in it, number of the sample."""
+_VERDICT = ("reward", "correct", "extracted", "vote", "unparsed", "why", "failure")
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e308, le=1e308)]
 
@@ -46,15 +55,15 @@ class EvalSample:
     tokens: _Count
     finish_reason: str
     """stop, or length: it ran into max_completion_tokens."""
-    reward: _Finite | None
+    reward: _Finite | None = None
     """What the grader gave; null where it failed."""
-    correct: bool | None
+    correct: bool | None = None
     """reward >= reward.correct_from; null where the grader failed."""
-    extracted: str | None
+    extracted: str | None = None
     """The final answer that the grader found; null: none, or not reported."""
-    vote: str | None
+    vote: str | None = None
     """`extracted` in a plain form, equal for equal answers: what maj@k counts."""
-    unparsed: bool | None
+    unparsed: bool | None = None
     """No final answer could be read; null: not reported, or grading failed."""
     why: str = ""
     failure: str = ""
@@ -112,11 +121,7 @@ def check_out(out: Path, name: str) -> None:
         raise UserError(f"'{out}' already holds {what}; choose another --out, or remove it")
     if out.is_symlink() or (out.parent.name == "eval" and out.parent.is_symlink()):  # RUN/eval/MODEL
         raise UserError(f"--out '{out}' is or stands in a symbolic link; name the directory that it leads to")
-    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise UserError(f"--out '{out}': '{nearest}' is no directory")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(f"--out '{out}': '{nearest}' cannot be written to")
+    check_writable("--out", out, directory=True)
 
 
 def write_text(path: Path, pieces: Iterable[str]) -> None:
@@ -135,11 +140,8 @@ def write_samples(path: Path, samples: Iterable[EvalSample]) -> None:
 
 
 def read_samples(path: Path) -> list[EvalSample]:
-    """Read back what `write_samples` wrote, from the file or the directory that holds it.
-
-    Raises:
-        UserError: no such file, or a line that is not a sample, by number.
-    """
+    """Read back what `write_samples` wrote, from the file or the directory that holds it. Raises UserError: no such
+    file, or a line that is not a sample, by number."""
     if path.is_dir():
         path = path / SAMPLES
     elif path.suffix == ".json":
@@ -152,14 +154,13 @@ def read_samples(path: Path) -> list[EvalSample]:
     samples = [_sample(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
     if not samples:
         raise UserError(f"'{path}' holds no samples")
-    seen: set[tuple[str, int, int]] = set()
+    seen: set[Key] = set()
     for sample in samples:
-        key = sample.set, sample.problem_index, sample.sample
-        if key in seen:
+        if key_of(sample) in seen:
             raise UserError(
                 f"'{path}': sample {sample.sample} of problem {sample.problem[:60]} of {sample.set[:60]} is there twice"
             )
-        seen.add(key)
+        seen.add(key_of(sample))
     return samples
 
 
@@ -184,3 +185,133 @@ def _sample(line: str, where: str) -> EvalSample:
         raise UserError(f"{where}: no sample of an evaluation: {error}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON: {json_reason(error)}") from None
+
+
+def key_of(sample: EvalSample) -> Key:
+    return sample.set, sample.problem_index, sample.sample
+
+
+class UnfinishedSamples:
+    """The samples of an evaluation that may have been begun before.
+
+    Args:
+        directory: of the evaluation; made if it is not there.
+        about: what decides the samples and their grades, as JSON.
+        graded_by: of the graders as they are now; verdicts of others are not kept (an edited file, a time limit).
+
+    Raises:
+        UserError: what is there was begun with something else (named), or the file cannot be read or written.
+    """
+
+    def __init__(self, directory: Path, about: Mapping[str, Any], graded_by: str = "") -> None:
+        self._path, self._graded_by = directory / UNFINISHED, graded_by
+        self.samples: dict[Key, EvalSample] = {}
+        """Generated so far."""
+        try:
+            make_directory(directory)
+            self._file = append_to(self._path)
+            _lock(self._file)
+            self._file.seek(0)
+            head, found, end = _read(self._file.read(), graded_by)
+            if head is None and end:
+                raise UserError(f"'{self._path}': its first line is damaged; repair it, or remove the file")
+            if head is None:
+                self._file.truncate(0)
+                self._append([about])
+                return
+            self._file.truncate(end)  # half a line, of a kill
+        except BlockingIOError:
+            raise UserError(f"another evaluation is writing to '{directory}'; choose another --out") from None
+        except OSError as error:
+            raise UserError(f"'{self._path}' cannot be written: {error.strerror}") from None
+        if different := _difference(head, about):
+            raise UserError(
+                f"'{directory}' holds an evaluation that was begun with something else ({different}); go on with it"
+                f" as it was, choose another --out, or remove {UNFINISHED}"
+            )
+        self.samples = found
+
+    def add(self, sample: EvalSample) -> None:
+        """Keep one that was generated and is not graded yet."""
+        self.samples[key_of(sample)] = sample
+        self._append([{name: value for name, value in asdict(sample).items() if name not in _VERDICT}])
+
+    def grade(self, samples: Iterable[EvalSample]) -> None:
+        """Keep the verdicts of samples that were added."""
+        graded = list(samples)
+        self.samples |= {key_of(one): one for one in graded}
+        keys = ("set", "problem_index", "sample", *_VERDICT)
+        self._append([{name: getattr(one, name) for name in keys} | {"by": self._graded_by} for one in graded])
+
+    def finished(self) -> None:
+        """The results are written: remove the file."""
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        text = "".join(json.dumps(row, default=str) + "\n" for row in rows)  # ASCII: see `write_samples`
+        try:
+            rest = memoryview(text.encode())
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise UserError(f"'{self._path}' cannot be written: {error.strerror}") from None
+
+
+def _lock(file: IO[bytes]) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # some file systems of clusters have no locks (Lustre mounted without)
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+
+
+def read_unfinished(directory: Path) -> tuple[dict[str, Any], list[EvalSample]] | None:
+    """(what it is about, its samples so far) of an evaluation that has not ended; None if there is none."""
+    try:
+        with open_to_read(directory / UNFINISHED) as file:
+            head, found, _ = _read(file.read())
+    except OSError:
+        return None
+    return None if head is None else (head, list(found.values()))
+
+
+def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | None, dict[Key, EvalSample], int]:
+    """The first line, the samples with the verdicts of `graded_by` (None: any), and where the last whole line ends."""
+    lines = text.split(b"\n")
+    end = len(text) - len(lines.pop())
+    head, rows, damaged = None, dict[Key, dict[str, Any]](), 0
+    for number, line in enumerate(lines):
+        try:
+            row = json.loads(line)
+            if number == 0:
+                head = dict(row)
+                continue
+            key = row["set"], row["problem_index"], row["sample"]
+            if graded_by is not None and row.get("by", graded_by) != graded_by:
+                continue
+            rows[key] = rows.get(key, {}) | row
+        except (ValueError, TypeError, KeyError, RecursionError):
+            if number == 0:
+                return None, {}, end
+            damaged += 1
+    found: dict[Key, EvalSample] = {}
+    for key, row in rows.items():
+        try:
+            found[key] = msgspec.convert(row, EvalSample)
+        except msgspec.ValidationError:  # a verdict whose sample's line is damaged
+            damaged += 1
+    if damaged:
+        log(f"eval: {damaged} lines of {UNFINISHED} are damaged; their samples are made again")
+    return head, found, end
+
+
+def _difference(head: Mapping[str, Any], about: Mapping[str, Any]) -> str:
+    """What differs, as `reward.function: 'math', now 'my:grade'`; empty: nothing."""
+    before, now = flat(head), flat(json.loads(json.dumps(about, default=str)))
+    both = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    texts = [f"{key}: {before.get(key)!r}, now {now.get(key)!r}" for key in both[:3]]
+    return "; ".join(texts) + (f" and {len(both) - 3} more" if len(both) > 3 else "")

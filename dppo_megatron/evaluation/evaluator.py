@@ -7,26 +7,32 @@ next: with six sets of 30 to 700 problems that wait is most of the time of a set
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.distributed import from_rank_zero, gather_all
-from dppo_megatron.evaluation.eval_samples import EvalSample, problem_ids
-from dppo_megatron.evaluation.eval_scores import EvalScores, score
-from dppo_megatron.evaluation.unfinished import UnfinishedSamples, key_of
-from dppo_megatron.evaluation.votes import MATH_GRADERS, counted_as, spellings
+from dppo_megatron.evaluation.eval_samples import EvalSample, UnfinishedSamples, key_of, problem_ids
+from dppo_megatron.evaluation.eval_scores import EvalScores, SampleOutcome, score
 from dppo_megatron.job import Job
 from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import Grader, GradeTask, deciding_reward, make_grader
+from dppo_megatron.rewards.math.grader import grade_math_boxed
 from dppo_megatron.rollout.engine import Engine, Request, Sampling, own_requests
 from dppo_megatron.types import Completion, Grade, Prompt
 
 _GRADED_AT_ONCE = 1000
 """Between two looks at the progress: enough that no grader waits for the last of a batch."""
+_MATH_GRADERS = ("math", "math_boxed")
+_WHOLE = re.compile(r"-?\d{1,300}")
+_MOST_COMPARISONS = 20_000
+"""Of a set, the commonest spellings of each problem first: about five seconds, while the other ranks wait."""
+Vote: TypeAlias = tuple[int, str]
+"""A problem's place in its set, and how a wrong answer to it is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +135,6 @@ def _ungraded(of: EvalSet, problem: int, sample: int, completion: Completion) ->
         text=completion.text,
         tokens=len(completion.token_ids),
         finish_reason=completion.finish_reason,
-        reward=None,
-        correct=None,
-        extracted=None,
-        vote=None,
-        unparsed=None,
         row=prompt.row,
         level=prompt.level,
     )
@@ -178,10 +179,10 @@ class SetGraders:
     def is_math(self, name: str) -> bool:
         """Whether a `math` grader decides what is correct in this set."""
         named = [one.function for one in self._reward.functions.values()] or [self._reward.function]
-        return (self._function_of.get(name) or named[0]) in MATH_GRADERS
+        return (self._function_of.get(name) or named[0]) in _MATH_GRADERS
 
     def with_equal_votes(self, samples: Sequence[EvalSample]) -> list[EvalSample]:
-        """The samples with the votes that maj@k counts (`votes.py`)."""
+        """The samples with the votes that maj@k counts (`one_spelling`)."""
         known = {
             name: spellings(one.outcome for one in samples if one.set == name)
             for name in {one.set for one in samples}
@@ -257,3 +258,49 @@ def _vote_of(grade: Grade) -> str | None:
     for pattern, replacement in _SPELLINGS:
         plain = pattern.sub(replacement, plain)
     return plain or grade.extracted
+
+
+def _equal(answer: str, other: str) -> bool:
+    """Whole numbers, which most answers are, need no grader."""
+    if _WHOLE.fullmatch(answer) and _WHOLE.fullmatch(other):
+        return int(answer) == int(other)
+    return grade_math_boxed(f"\\boxed{{{answer}}}", other, {}).reward == 1.0
+
+
+def one_spelling(votes: Iterable[Vote], same: Callable[[str, str], bool] = _equal) -> Mapping[Vote, str]:
+    """How each vote is to be counted: equal answers to a problem under the spelling that comes most often.
+
+    1/2 and 0.5 must not be two votes of one each: counted apart, wrong answers lose votes to the right one, whose
+    spellings the grader has found equal already, and maj@k would be too high. Only the `math` graders can say whether
+    two answers are equal; others' answers are compared as text.
+
+    Example:
+        one_spelling([(7, "0.5"), (7, "1/2"), (7, "1/2"), (7, "3")])[7, "0.5"] == "1/2"
+    """
+    counts: dict[int, Counter[str]] = {}
+    for problem, spelling in votes:
+        counts.setdefault(problem, Counter())[spelling] += 1
+    found: dict[Vote, str] = {}
+    left = _MOST_COMPARISONS
+    for problem, of in counts.items():
+        heads: list[str] = []
+        for spelling, _ in sorted(of.items(), key=lambda item: (-item[1], item[0])):
+            if left < len(heads):
+                return found
+            left -= len(heads)
+            head = next((one for one in heads if same(spelling, one)), spelling)
+            heads += [head] if head == spelling else []
+            found[problem, spelling] = head
+    return found
+
+
+def spellings(outcomes: Iterable[SampleOutcome]) -> Mapping[Vote, str]:
+    """`one_spelling` of a set's wrong answers."""
+    return one_spelling((one.problem, one.vote) for one in outcomes if one.correct is False and one.vote is not None)
+
+
+def counted_as(outcome: SampleOutcome, found: Mapping[Vote, str]) -> str | None:
+    """The vote of an outcome under one spelling; right answers are one answer however they are written."""
+    if outcome.correct is not False or outcome.vote is None:
+        return outcome.vote
+    return found.get((outcome.problem, outcome.vote), outcome.vote)

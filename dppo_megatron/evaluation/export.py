@@ -21,9 +21,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dppo_megatron.data.summary import safe_name
-from dppo_megatron.evaluation.eval_samples import RESULTS, EvalSample, read_results, read_samples, scores_of, write_text
+from dppo_megatron.evaluation.eval_samples import (
+    RESULTS,
+    UNFINISHED,
+    EvalSample,
+    read_results,
+    read_samples,
+    scores_of,
+    write_text,
+)
 from dppo_megatron.evaluation.eval_scores import EvalScores
-from dppo_megatron.evaluation.unfinished import UNFINISHED
 from dppo_megatron.files import make_directory
 from dppo_megatron.types import UserError
 
@@ -32,11 +39,8 @@ _Problems = Mapping[str, Sequence[Sequence[EvalSample]]]
 
 
 def export(form: str, evaluation: str, out: Path | None) -> list[str]:
-    """Write an evaluation as `form` (a key of FORMS) below `out`; returns the files that were written.
-
-    Raises:
-        UserError: another form, no evaluation, no `out`, or a file that cannot be written.
-    """
+    """Write an evaluation as `form` (a key of FORMS) below `out`; returns the files that were written. Raises
+    UserError: another form, no evaluation, no `out`, or a file that cannot be written."""
     if form not in FORMS:
         raise UserError(f"--export {form}: expected one of {', '.join(FORMS)}")
     if out is None:

@@ -25,16 +25,17 @@ from dppo_megatron.evaluation.eval_samples import (
     RESULTS,
     SAMPLES,
     EvalSample,
+    UnfinishedSamples,
     check_out,
     read_results,
     read_samples,
+    read_unfinished,
     scores_of,
     write_samples,
     write_text,
 )
 from dppo_megatron.evaluation.eval_scores import Estimate, EvalScores, percent
 from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders
-from dppo_megatron.evaluation.unfinished import UnfinishedSamples, read_unfinished
 from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.launcher_env import launched_world_size
 from dppo_megatron.progress import counted, progress
@@ -54,11 +55,8 @@ Levels = Mapping[str, Mapping[str, Estimate]]
 
 
 def evaluate_model(given: EvalArguments) -> list[str]:
-    """Evaluate, write results.json and samples.jsonl, and return lines to print.
-
-    Raises:
-        UserError: anything wrong with the model, the sets or the settings, before anything is generated.
-    """
+    """Evaluate, write results.json and samples.jsonl, and return lines to print. Raises UserError for anything
+    wrong with the model, the sets or the settings, before anything is generated."""
     if launched_world_size() != 1:
         raise UserError("eval is one process: run it without torchrun; several GPUs are used through servers")
     config, out, said = prepare(given)
@@ -180,20 +178,19 @@ def table(scores: Sequence[EvalScores]) -> list[str]:
             f" {'-' if one.completion_tokens_mean is None else f'{one.completion_tokens_mean:.0f}':>7}"
         )
     average = mean_over_sets(scores)
-    if len(scores) > 1 and average["pass@1"] is not None:
-        se = average["pass@1_se"]
-        text = f"{100 * average['pass@1']:.1f} %" + (f" ± {100 * se:.1f}" if se is not None else "")
-        lines.append(f"{'mean':<{width}} {'':>8} {'':>7}  {text}")
+    if len(scores) > 1 and average.value is not None:
+        lines.append(f"{'mean':<{width}} {'':>8} {'':>7}  {percent(average)}")
     return lines
 
 
-def mean_over_sets(scores: Sequence[EvalScores]) -> dict[str, float | None]:
+def mean_over_sets(scores: Sequence[EvalScores]) -> Estimate:
     """Unweighted, as papers report an average: sets are independent, so the squares of the errors add."""
     values, errors = [one.avg.value for one in scores], [one.avg.se for one in scores]
     known, certain = [v for v in values if v is not None], [e for e in errors if e is not None]
     average = sum(known) / len(known) if known and len(known) == len(scores) else None
     is_certain = average is not None and len(certain) == len(scores)
-    return {"pass@1": average, "pass@1_se": sum(e * e for e in certain) ** 0.5 / len(scores) if is_certain else None}
+    se = sum(e * e for e in certain) ** 0.5 / len(scores) if is_certain else None
+    return Estimate(average, se, sum(one.problems for one in scores))
 
 
 def write_results(
@@ -207,6 +204,7 @@ def write_results(
     """Write samples.jsonl, then results.json: if the second exists, the first is complete."""
     settings: dict[str, dict[str, Any]] = {name: asdict(of) for name, of in eval_set_configs(config).items()}
     settings = settings or {name: {"grader": function} for name, function in (graders or {}).items()}
+    average = mean_over_sets(scores)
     packages = ("torch", "transformers", "numpy", "megatron-core")
     results = {
         "format": FORMAT,
@@ -219,7 +217,7 @@ def write_results(
         "levels": {
             name: {level: asdict(one) for level, one in each.items()} for name, each in by_level(samples).items()
         },
-        "mean_over_sets": mean_over_sets(scores),
+        "mean_over_sets": {"pass@1": average.value, "pass@1_se": average.se},
         "metrics": {key: value for one in scores for key, value in one.metrics().items()},
         "versions": {"dppo-megatron": _own_version()} | {name: version(name) for name in packages},
         "graders": _grader_sources(config, settings),

@@ -197,7 +197,10 @@ def rewind(
     ):
         if parts:
             target = path.parent / OLD / f"{path.stem}.{name}{path.suffix}"
-            _append(target, _lines_at(path, parts))
+            make_directory(target.parent)
+            with append_to(target) as file:
+                file.writelines(line + b"\n" for line in _lines_at(path, parts))
+                os.fsync(file.fileno())  # before they disappear from the record
             said.append(f"{what} ({len(parts)}) moved to {target}")
     if missing := found.missing(sums):
         listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
@@ -280,14 +283,6 @@ def _lines_at(path: Path, parts: Sequence[_Part]) -> Iterator[bytes]:
             for start, size, _ in parts:
                 file.seek(start)
                 yield file.read(size)
-
-
-def _append(path: Path, lines: Iterator[bytes]) -> None:
-    make_directory(path.parent)
-    with append_to(path) as file:
-        for line in lines:
-            file.write(line + b"\n")
-        os.fsync(file.fileno())  # before they disappear from the record
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

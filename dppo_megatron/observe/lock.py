@@ -1,9 +1,9 @@
 """Allows one trainer per run directory: lock.json names the host and process that has it.
 
-Whether the holder still runs is decided by three signs, since none is enough alone. The kernel's record lock (fcntl)
-ends with the process and works over NFS and Lustre where their lock managers run. Without it, a process of this host is
-looked up by its id and start time. A process of another host is known only by its heartbeat: it touches the file every
-few seconds, and if the file has not changed for a minute of the file system's own clock, the holder is gone.
+Whether the holder still runs is decided by two signs, since neither is enough alone. The kernel's record lock (fcntl)
+ends with the process and works over NFS and Lustre where their lock managers run. Without it, and on another host, the
+holder is known by its heartbeat: it touches the file every few seconds, and if the file has not changed for a minute of
+the file system's own clock, the holder is gone.
 
 POSIX record locks end as soon as the process closes any descriptor of the file, so this process never opens lock.json
 a second time and reads it through the one descriptor.
@@ -122,27 +122,20 @@ class RunLock:
 
     def _lives(self, holder: dict[str, Any], kernel_locks: bool) -> bool:
         """Whether the process that `holder` describes still runs, as far as can be known here."""
-        if holder.get("host") == socket.gethostname() and holder.get("boot") == _boot_id():
-            if kernel_locks:  # we hold it, so no other process of this machine can
-                return False
-            started = _start_of(holder.get("pid"))
-            if started and started == holder.get("process_start"):
-                return True
-        first = os.fstat(self._descriptor).st_mtime_ns
-        said, deadline = False, time.monotonic() + self._stale_s  # a file with a time in the future never grows old
-        while (self._clock_ns() - first) / 1e9 < self._stale_s and time.monotonic() < deadline:
-            if not said:
-                log(f"{self._path}: waiting up to {self._stale_s:g} s for a sign of life of {_name(holder)}")
-                said = True
+        if kernel_locks and holder.get("host") == socket.gethostname() and holder.get("boot") == _boot_id():
+            return False  # we hold it, so no other process of this machine can
+        last_beat = os.fstat(self._descriptor).st_mtime_ns
+        with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=f".{FILE}.") as probe:
+            age_s = (os.fstat(probe.fileno()).st_mtime_ns - last_beat) / 1e9  # by the file system's clock, as the beats
+        left_s = self._stale_s - max(0.0, age_s)  # a time in the future counts as now
+        if left_s > 0:
+            log(f"{self._path}: waiting up to {left_s:.2g} s for a sign of life of {_name(holder)}")
+        deadline = time.monotonic() + left_s
+        while time.monotonic() < deadline:
             time.sleep(min(1.0, self._stale_s / 10))
-            if os.fstat(self._descriptor).st_mtime_ns != first:
+            if os.fstat(self._descriptor).st_mtime_ns != last_beat:
                 return True
         return False
-
-    def _clock_ns(self) -> int:
-        """The time by the file system's clock, with which heartbeats are stamped."""
-        with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=f".{FILE}.") as probe:
-            return os.fstat(probe.fileno()).st_mtime_ns
 
     def _beat(self, heartbeat_s: float) -> None:
         while not self._done.wait(heartbeat_s):
@@ -158,13 +151,11 @@ class RunLock:
 
 
 def _describe_self() -> dict[str, Any]:
-    pid = os.getpid()
     described = {
         "host": socket.gethostname(),
-        "pid": pid,
+        "pid": os.getpid(),
         "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "boot": _boot_id(),
-        "process_start": _start_of(pid),
     }
     job = os.environ.get("SLURM_JOB_ID", "")
     attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
@@ -192,13 +183,4 @@ def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        return ""
-
-
-def _start_of(pid: object) -> str:
-    """Start time of a process of this machine, in the kernel's clock ticks; empty if there is no such process."""
-    try:
-        # its name, the second field, may hold spaces and brackets; the start time is the 22nd field of all
-        return Path(f"/proc/{int(str(pid))}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    except (OSError, ValueError, IndexError):
         return ""

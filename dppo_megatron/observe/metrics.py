@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dppo_megatron.files import write_text
 from dppo_megatron.spans import recorder
 from dppo_megatron.texts import one_line
-
-_COUNTS = {
-    "prompts_considered": "prune/prompts_considered",
-    "prompts_generated": "prune/prompts_generated",
-    "completions_generated": "prune/completions_generated",
-    "completions_trained": "prune/completions_trained",
-    "tokens_generated": "tokens/generated",
-    "tokens_trained": "tokens/trained",
-}
+from dppo_megatron.types import StepCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,31 +104,16 @@ class Summary:
     phase_s: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase of the steps."""
 
-    def add(self, metrics: dict[str, Any]) -> None:
+    def add(self, counts: StepCounts, metrics: Mapping[str, float]) -> None:
         self.steps += 1
-        for name, key in _COUNTS.items():
-            setattr(self, name, getattr(self, name) + int(metrics[key]))
+        for name, number in asdict(counts).items():
+            setattr(self, name, getattr(self, name) + number)
         self.train_cpu_s += metrics["time/step_cpu_s"]
         for key, seconds in metrics.items():
             if key.startswith("time/") and key != "time/step_cpu_s":
                 phase = key.removeprefix("time/").removesuffix("_s")
                 self.phase_s[phase] = self.phase_s.get(phase, 0.0) + seconds
         self.train_s = self.phase_s["step"]
-
-    def without_before(self, names: Sequence[str]) -> list[str]:
-        """The evaluation sets in `names` that have no score from before training."""
-        return [name for name in names if name not in self.eval_before]
-
-    def begin_sets(self, step: int, scores: Mapping[str, float | None], names: Sequence[str]) -> None:
-        """Add the sets that a resume at `step` has added, and drop the final scores of those it has removed.
-
-        Args:
-            scores: of the new ones.
-            names: all sets of the run from here on.
-        """
-        self.eval_before |= scores
-        self.eval_before_step |= dict.fromkeys(scores, step)
-        self.eval_after = {name: score for name, score in self.eval_after.items() if name in names}
 
     def write(self, path: Path) -> None:
         """Write as JSON, in one piece."""

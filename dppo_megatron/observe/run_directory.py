@@ -53,7 +53,6 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines: dict[str, JsonLines] = {}
-        self._troubled: set[str] = set()
         with said_as_mistake(path):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(path)
@@ -63,7 +62,6 @@ class RunDirectory:
                 self.run = read_identity(path) or _begin_identity(path)
                 """The run's id."""
                 _check_names(path)
-                _check_checkpoints(path / "checkpoints")
             except BaseException:
                 self._lock.release()
                 raise
@@ -98,18 +96,18 @@ class RunDirectory:
 
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Append a line to a log. If the disk is full the line waits, with one warning."""
+        lines = self._lines[name]
+        waited = lines.num_waiting
         try:
-            log(*self._lines[name].write(row))
+            log(*lines.write(row))
         except OSError as error:
-            if name not in self._troubled:
-                self._troubled.add(name)
+            if not waited:
                 log(
                     f"warning: {self._path / name} cannot be written ({error.strerror}): its lines wait in memory and"
                     " are tried again; until they are on the disk no checkpoint is saved"
                 )
             return
-        if name in self._troubled:
-            self._troubled.remove(name)
+        if waited:
             log(f"{self._path / name} is written again; no line is lost")
 
     def begin_step(self) -> None:
@@ -132,7 +130,6 @@ class RunDirectory:
                 log(*lines.sync())
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self._path / name)) from None
-            self._troubled.discard(name)
         return {name: dict(lines.sums) for name, lines in self._lines.items()}
 
     def check(self) -> None:
@@ -211,17 +208,14 @@ def _begin_identity(path: Path) -> str:
 
 def _check_names(path: Path) -> None:
     """Raise OSError now for what a run could not write to: a pipe, on which reading would block, or a link, which may
-    lead to any file."""
+    lead to any file; and, rather than at the first save, if no checkpoint could be written."""
     for name in RECORDS:
         if os.path.lexists(path / name):
             os.close(open_own(path / name, os.O_RDWR))
     for name in _DIRECTORIES:
         if (path / name).is_symlink():
             make_directory(path / name)  # raises
-
-
-def _check_checkpoints(root: Path) -> None:
-    """Raise OSError now, rather than at the first save, if no checkpoint could be written."""
+    root = path / "checkpoints"
     make_directory(root)
     if not os.access(root, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root))

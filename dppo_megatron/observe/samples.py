@@ -16,9 +16,7 @@ from __future__ import annotations
 import queue
 import re
 import threading
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,7 +73,7 @@ def add_actor_logprobs(groups: Sequence[RecordedGroup], rows: IntArray, values: 
 
 
 class SampleWriter:
-    """Writes this rank's recorded groups in a background thread, until `close`.
+    """Writes this rank's recorded groups in a background thread.
 
     A failure here never stops a run: each kind is reported once, and the samples of that step are missing.
 
@@ -87,53 +85,44 @@ class SampleWriter:
         self._directory, self._rank, self._world_size = directory, rank, world_size
         self._log = show if rank else log  # of the other ranks only rank 0's log is printed
         self._max_bytes = int(settings.max_gb * 1e9 / world_size)
-        self._queue: queue.Queue[tuple[int, list[RecordedGroup]] | threading.Event | None] = queue.Queue(_QUEUE)
+        self._queue: queue.Queue[tuple[int, list[RecordedGroup]] | None] = queue.Queue(_QUEUE)
         self._said: set[str] = set()
-        self.cpu_s = 0.0
-        """CPU seconds used by the thread."""
         self._thread: threading.Thread | None = None
 
     def write(self, step: int, groups: list[RecordedGroup]) -> None:
         """Queue a step's recorded groups and return at once. The caller must not change them afterwards."""
         if not groups:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
-            self._thread.start()
+        self._start()
         try:
             self._queue.put_nowait((step, groups))
         except queue.Full:
             self._warn("slow", f"the disk is slower than the steps: samples of step {step} and perhaps others are left")
 
-    def flush(self, timeout_s: float = 10.0) -> None:
-        """Wait for what was handed over: a run that resumes from a checkpoint has the samples up to it."""
-        if self._thread is None:
-            return
-        done = threading.Event()
-        with suppress(queue.Full):
-            self._queue.put(done, timeout=timeout_s)
-            done.wait(timeout_s)
-
     def close(self, timeout_s: float = 60.0) -> None:
-        """Write what is queued, then stop the thread."""
+        """Write what is queued, then stop the thread, which the next `write` starts again: a run that resumes from a
+        checkpoint has the samples up to it."""
         if self._thread is None:
             return
+        thread = self._start()  # an earlier call may have given up on a disk that has answered since
         try:
             self._queue.put(None, timeout=timeout_s)
-            self._thread.join(timeout_s)
+            thread.join(timeout_s)
         except queue.Full:
             self._warn("stuck", "the disk does not answer: the samples of the last steps are lost")
 
+    def _start(self) -> threading.Thread:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
+            self._thread.start()
+        return self._thread
+
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
             try:
                 self._write(*item)
             except Exception as error:  # samples are for looking at, which is not worth losing a run
                 self._warn(type(error).__name__, f"samples of step {item[0]} cannot be written: {error}")
-            self.cpu_s = time.thread_time()
 
     def _write(self, step: int, groups: Sequence[RecordedGroup]) -> None:
         make_directory(self._directory)
@@ -255,23 +244,12 @@ def to_table(step: int, groups: Sequence[RecordedGroup]) -> Any:
         "finish_reason": ([one.finish_reason for one in done], pa.string()),
         "weights_version_first": ([_version(one, 0) for one in done], pa.int64()),
         "weights_version_last": ([_version(one, -1) for one in done], pa.int64()),
+        # arrays of the column's own type: pyarrow takes the numbers of others one by one, ten times as slowly
+        "token_ids": ([one.token_ids.astype(np.int32) for one in done], pa.list_(pa.int32())),
+        "logprobs": ([one.logprobs.astype(np.float32) for one in done], pa.list_(pa.float32())),
+        "actor_logprobs": ([one if one is None else one.astype(np.float32) for one in actor], pa.list_(pa.float32())),
     }
-    arrays = {name: pa.array(values, kind) for name, (values, kind) in columns.items()}
-    arrays["token_ids"] = _lists([one.token_ids for one in done], np.dtype(np.int32))
-    arrays["logprobs"] = _lists([one.logprobs for one in done], np.dtype(np.float32))
-    arrays["actor_logprobs"] = _lists(actor, np.dtype(np.float32))
-    return pa.table(arrays)
-
-
-def _lists(values: Sequence[Any], kind: np.dtype[Any]) -> Any:
-    """A column of arrays or nulls, built without a Python object per number, which would take most of the time."""
-    import pyarrow as pa
-
-    offsets = np.zeros(len(values) + 1, dtype=np.int32)
-    np.cumsum([0 if one is None else len(one) for one in values], out=offsets[1:])
-    flat = np.concatenate([np.empty(0, kind), *(np.asarray(one, kind) for one in values if one is not None)])
-    absent = pa.array([one is None for one in values], pa.bool_())
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), mask=absent)
+    return pa.table({name: pa.array(values, kind) for name, (values, kind) in columns.items()})
 
 
 def _store(tables: Sequence[Any], path: Path) -> None:

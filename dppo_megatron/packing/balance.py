@@ -1,13 +1,13 @@
 """Assigns bins to data-parallel ranks and evens them out: a step is as slow as its slowest rank.
 
 Giving the costliest bin to the lightest rank works well for many bins and poorly for three or four a rank, as in wide
-jobs. So the slowest rank then exchanges bins, or single samples where there is room, with the lightest ones while that
-helps, a bounded number of times. One exchange is a few numpy calls on a matrix of the two ranks' samples.
+jobs. So the slowest rank then exchanges samples with the lightest ones while that helps, a bounded number of times. One
+exchange is a few numpy calls on a matrix of the two ranks' samples. Whole bins stay where they were dealt: exchanging
+them too gained 0.06 % at 512 samples on 32 ranks, and cost 0.5 % with pipeline stages.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,15 +32,11 @@ def deal(bins: Bins, costs: Sequence[float], num_ranks: int) -> list[Bins]:
     """
     per_rank = len(bins) // num_ranks
     ranks: list[Bins] = [[] for _ in range(num_ranks)]
-    lightest = [(0.0, r) for r in range(num_ranks)]
-    sums = [sum(costs[i] for i in members) for members in bins]
+    total, sums = np.zeros(num_ranks), [sum(costs[i] for i in members) for members in bins]
     for b in sorted(range(len(bins)), key=lambda b: -sums[b]):
-        total, r = lightest[0]
+        r = int(total.argmin())
         ranks[r].append(bins[b])
-        if len(ranks[r]) < per_rank:
-            heapq.heapreplace(lightest, (total + sums[b], r))
-        else:
-            heapq.heappop(lightest)
+        total[r] = total[r] + sums[b] if len(ranks[r]) < per_rank else np.inf
     return ranks
 
 
@@ -53,7 +49,7 @@ def exchange(
     pipeline_parallel: int,
     most: int,
 ) -> list[Bins]:
-    """Swap bins or samples, or move samples, between the slowest rank and light ones; at most `most` times.
+    """Swap samples, or move one, between the slowest rank and light ones; at most `most` times.
 
     A rank takes about sum + (p - 1) x largest of its micro-batches with p pipeline stages. With p > 1 an exchange
     never makes a rank's largest micro-batch larger, so what it moves is the sum.
@@ -70,17 +66,13 @@ def exchange(
 
 
 class _Search:
-    """Assignment of units (samples, then one phantom of no tokens for each bin) to bins, and of bins to ranks.
-
-    A move is a swap with the phantom of the bin it goes to.
+    """Assignment of units (samples, then one phantom of no tokens for each bin) to bins; bin b is of rank b // bins of
+    a rank. A move is a swap with the phantom of the bin it goes to, which stays.
     """
 
-    def __init__(
-        self, ranks: list[Bins], slots: IntArray, costs: FloatArray, capacity: int, pipeline_parallel: int
-    ) -> None:
+    def __init__(self, ranks: list[Bins], slots: IntArray, costs: FloatArray, capacity: int, stages: int) -> None:
         bins = [members for rank in ranks for members in rank]
-        self.num_samples, self.num_bins = len(slots), len(bins)
-        self.stages = pipeline_parallel
+        self.num_samples, self.per_rank, self.stages = len(slots), len(bins) // len(ranks), stages
         self.slot = np.concatenate([slots, np.zeros(len(bins), np.int64)])
         self.cost = np.concatenate([costs, np.zeros(len(bins))])
         self.bin_of = np.empty(len(self.slot), np.int64)
@@ -88,22 +80,14 @@ class _Search:
         self.bin_of[self.num_samples :] = np.arange(len(bins))
         self.room = capacity - np.bincount(self.bin_of, weights=self.slot).astype(np.int64)
         self.bin_cost = np.bincount(self.bin_of, weights=self.cost)
-        self.bins = np.arange(len(bins)).reshape(len(ranks), -1)
-        """[ranks, bins of a rank]."""
-        phantoms = self.num_samples + self.bins
-        self.units = [
-            np.concatenate([np.array([i for members in rank for i in members], np.int64), mine])
-            for rank, mine in zip(ranks, phantoms, strict=True)
-        ]
-        """[ranks][units of a rank]."""
         self.time = np.array([self._time(r) for r in range(len(ranks))])
 
     def ranks(self) -> list[Bins]:
         """Bins of each rank, as `deal` returns them."""
-        bins: Bins = [[] for _ in range(self.num_bins)]
+        bins: Bins = [[] for _ in self.room]
         for i, b in enumerate(self.bin_of[: self.num_samples].tolist()):
             bins[b].append(i)
-        return [[bins[b] for b in mine] for mine in self.bins.tolist()]
+        return [bins[first : first + self.per_rank] for first in range(0, len(bins), self.per_rank)]
 
     def improve_slowest(self) -> bool:
         """One exchange that leaves both ranks faster than the slowest was; False if none is known."""
@@ -114,19 +98,15 @@ class _Search:
         return any(self._improve(slow, int(light)) for light in lightest if light != slow)
 
     def _improve(self, slow: int, light: int) -> bool:
+        """The swap that comes nearest to halving the difference, if it helps."""
         wanted = 0.5 * float(self.time[slow] - self.time[light])
-        ours, theirs = self.units[slow], self.units[light]
+        ours, theirs = (np.flatnonzero(self.bin_of // self.per_rank == r) for r in (slow, light))
         off = np.abs(np.subtract.outer(self.cost[ours], self.cost[theirs]) - wanted)
         off[self._forbidden(ours, theirs)] = np.inf
         i, j = divmod(int(off.argmin()), len(theirs))
-        bins_off = np.abs(np.subtract.outer(self.bin_cost[self.bins[slow]], self.bin_cost[self.bins[light]]) - wanted)
-        a, b = divmod(int(bins_off.argmin()), self.bins.shape[1])
-        if min(off[i, j], bins_off[a, b]) >= (1 - 1e-3) * wanted:
+        if off[i, j] >= (1 - 1e-3) * wanted:
             return False
-        if off[i, j] <= bins_off[a, b]:
-            self._swap_samples(slow, i, light, j)
-        else:
-            self._swap_bins(slow, a, light, b)
+        self._swap(int(ours[i]), int(theirs[j]))
         self.time[slow], self.time[light] = self._time(slow), self._time(light)
         return True
 
@@ -141,33 +121,16 @@ class _Search:
             forbidden |= -gain > (self.bin_cost[mine].max() - self.bin_cost[mine])[:, None]
         return np.asarray(forbidden)
 
-    def _swap_samples(self, slow: int, i: int, light: int, j: int) -> None:
-        ours, theirs = int(self.units[slow][i]), int(self.units[light][j])
+    def _swap(self, ours: int, theirs: int) -> None:
         a, b = int(self.bin_of[ours]), int(self.bin_of[theirs])
-        tokens, cost = self.slot[ours] - self.slot[theirs], self.cost[ours] - self.cost[theirs]
-        self.room[a] += tokens
-        self.room[b] -= tokens
-        self.bin_cost[a] -= cost
-        self.bin_cost[b] += cost
-        real = [(ours, slow, i, light, b), (theirs, light, j, slow, a)]
-        for unit, source, place, target, into in real:
+        for unit, source, target in ((ours, a, b), (theirs, b, a)):
+            self.room[source] += self.slot[unit]
+            self.room[target] -= self.slot[unit]
+            self.bin_cost[source] -= self.cost[unit]
+            self.bin_cost[target] += self.cost[unit]
             if unit < self.num_samples:
-                self.bin_of[unit] = into
-                self.units[source][place] = -1
-                self.units[target] = np.append(self.units[target], unit)
-        for r in (slow, light):
-            self.units[r] = self.units[r][self.units[r] >= 0]
-
-    def _swap_bins(self, slow: int, a: int, light: int, b: int) -> None:
-        ours, theirs = self.bins[slow, a], self.bins[light, b]
-        self.bins[slow, a], self.bins[light, b] = theirs, ours
-        gone = self.bin_of[self.units[slow]] == ours
-        come = self.bin_of[self.units[light]] == theirs
-        self.units[slow], self.units[light] = (
-            np.concatenate([self.units[slow][~gone], self.units[light][come]]),
-            np.concatenate([self.units[light][~come], self.units[slow][gone]]),
-        )
+                self.bin_of[unit] = target
 
     def _time(self, r: int) -> float:
-        costs = self.bin_cost[self.bins[r]]
+        costs = self.bin_cost[r * self.per_rank : (r + 1) * self.per_rank]
         return float(costs.sum() + (self.stages - 1) * costs.max())

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,20 +33,14 @@ from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.balance import deal, exchange
 from dppo_megatron.packing.bins import Bins, best_fit, first_fit, level, split_to, window_greedy
 from dppo_megatron.packing.cost import TOKENS, CostModel
-from dppo_megatron.types import FloatArray, IntArray, PackedMicrobatch, PackPlan, UserError
+from dppo_megatron.types import FloatArray, IntArray, PackedMicrobatch, PackPlan, TrainSample, UserError
 
 _GREEDY_SHARES = (1.0, 0.5)
 """Shares of the samples that are levelled by cost before best fit places the rest; the second fits more tightly."""
 
 
-class Packable(Protocol):
-    """What the planner reads of a sample: its length and, for ties, its id. A `TrainSample` is one."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def num_tokens(self) -> int: ...
+_MARGIN_SD = 2.0
+"""Standard deviations of the drawn token total that stay free."""
 
 
 class SampleSize(NamedTuple):
@@ -55,6 +49,10 @@ class SampleSize(NamedTuple):
     id: str
     num_tokens: int
     """Tokens that the model reads."""
+
+
+Packable: TypeAlias = TrainSample | SampleSize
+"""The planner reads the length and, for ties, the id."""
 
 
 def plan_microbatches(
@@ -142,8 +140,6 @@ def _check_fit(samples: Sequence[Packable], slots: IntArray, layout: PackingLayo
 
 def _greedy_bins(mode: str, slots: Sequence[int], capacity: int, by_id: Sequence[int], window: int) -> Bins:
     if mode == "window":
-        if window < 1:
-            raise UserError(f"packing.window = {window}: must be at least 1")
         return window_greedy(by_id, slots, capacity, window)
     if mode == "first_fit_decreasing":
         return first_fit(range(len(slots)), slots, capacity)
@@ -155,18 +151,18 @@ def _greedy_bins(mode: str, slots: Sequence[int], capacity: int, by_id: Sequence
 def _balanced(
     slots: IntArray, costs: FloatArray, capacity: int, count_of: Callable[[int], int], layout: PackingLayout
 ) -> list[Bins]:
-    order, sizes = range(len(slots)), slots.tolist()
+    sizes = slots.tolist()
     # If all micro-batches are padded to the longest, levelling tokens (not costs) is what counts.
     one_length = layout.virtual_pipeline > 1
     prices = [float(size) for size in sizes] if one_length else costs.tolist()
     # Two samples of more than half the capacity never share a micro-batch.
     count = count_of(max(-(-int(slots.sum()) // capacity), int((2 * slots > capacity).sum())))
-    bins = _levelled(order, sizes, prices, capacity, count)
+    bins = _levelled(sizes, prices, capacity, count)
     if bins is None:
-        tightest = min((fit(order, sizes, capacity) for fit in (best_fit, first_fit)), key=len)
+        tightest = min((fit(range(len(sizes)), sizes, capacity) for fit in (best_fit, first_fit)), key=len)
         needed = count_of(len(tightest))
         # Levelling failed at `count`; with more micro-batches it is preferred if it succeeds.
-        bins = _levelled(order, sizes, prices, capacity, needed) if needed > count else None
+        bins = _levelled(sizes, prices, capacity, needed) if needed > count else None
         bins = split_to(tightest, prices, needed) if bins is None else bins
     if one_length:
         capacity = max(sum(sizes[i] for i in members) for members in bins)
@@ -180,11 +176,9 @@ def _balanced(
     )
 
 
-def _levelled(
-    order: Sequence[int], slots: Sequence[int], costs: Sequence[float], capacity: int, count: int
-) -> Bins | None:
+def _levelled(slots: Sequence[int], costs: Sequence[float], capacity: int, count: int) -> Bins | None:
     for share in _GREEDY_SHARES:
-        bins = level(order, slots, costs, capacity, count, greedy=int(share * len(order)))
+        bins = level(slots, costs, capacity, count, greedy=int(share * len(slots)))
         if bins is not None:
             return bins
     return None
@@ -253,8 +247,6 @@ class TokenCapacity:
     max_tokens_per_microbatch: int
     achievable_fill: float = 0.98
     """Share of the cap that the planner can be relied on to fill; measured in docs/packing.md."""
-    margin_sd: float = 2.0
-    """Standard deviations of the drawn token total that stay free."""
 
     @staticmethod
     def of(config: PackingConfig, layout: PackingLayout) -> TokenCapacity | None:
@@ -273,11 +265,6 @@ class TokenCapacity:
         The variance of a total under a design of fixed size is taken as sum(pi (1 - pi) (l - l0)^2), with l0 the mean
         weighted by pi (1 - pi) (Hajek 1964); l0 = 0 for independent draws. Samples of more than half a micro-batch are
         counted too, since no two of them share one.
-
-        Args:
-            tokens: [n] of every candidate.
-            inclusion_prob: [n].
-            fixed_size: the design draws a fixed number.
         """
         slots = self.layout.slots(tokens).astype(np.float64)
         large = (2 * slots > usable_capacity(self.layout, self.max_tokens_per_microbatch)).astype(np.float64)
@@ -295,4 +282,4 @@ class TokenCapacity:
         total = float(scatter.sum())
         centre = float(np.sum(scatter * amount)) / total if fixed_size and total > 0 else 0.0
         variance = float(np.sum(scatter * np.square(amount - centre)))
-        return float(np.sum(pi * amount)) + self.margin_sd * math.sqrt(variance)
+        return float(np.sum(pi * amount)) + _MARGIN_SD * math.sqrt(variance)

@@ -1,6 +1,6 @@
 """The facade that stands for `torch.cuda` inside megatron-core on a machine without CUDA.
 
-Only rewritten megatron-core modules ever see this object (rewrite.py puts its name into them); `torch.cuda` itself
+Only rewritten megatron-core modules ever see this object (hook.py puts its name into them); `torch.cuda` itself
 stays as it is. The rule for what belongs here: a name is answered here only if the honest answer on a CPU is known
 (work is synchronous, there is one device and one random generator). Every other name falls through to the real
 `torch.cuda`, which raises its own error rather than return a made-up number.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import time
+from collections import defaultdict
 from types import ModuleType
 from typing import Any
 
@@ -29,23 +29,11 @@ def _no_context(self: object, *args: Any, **kwargs: Any) -> contextlib.AbstractC
 
 
 class CpuEvent:
-    """A point in time. Work is synchronous, so it has always been reached once it was recorded."""
+    """A point in the program. Work is synchronous, so it has always been reached once it was recorded."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._recorded_at_s = 0.0
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def record(self, stream: Any = None) -> None:
-        self._recorded_at_s = time.perf_counter()
-
-    def elapsed_time(self, end: CpuEvent) -> float:
-        """Milliseconds from this event to `end`."""
-        return 1000.0 * (end._recorded_at_s - self._recorded_at_s)
-
-    def query(self) -> bool:
-        """Whether the work before this event is done."""
-        return True
-
-    wait = synchronize = _nothing
+    record = wait = synchronize = _nothing
 
 
 class CpuStream:
@@ -57,20 +45,9 @@ class CpuStream:
 
     wait_stream = wait_event = synchronize = _nothing
 
-    def query(self) -> bool:
-        """Whether the work in this stream is done."""
-        return True
-
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
         """A recorded event, new unless one is given."""
-        event = event or CpuEvent()
-        event.record(self)
-        return event
-
-    def __enter__(self) -> CpuStream:
-        return self
-
-    def __exit__(self, *exc: object) -> None: ...
+        return event or CpuEvent()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CpuStream)
@@ -79,30 +56,13 @@ class CpuStream:
         return hash(CpuStream)
 
 
-class _Generators:
-    """`torch.cuda.default_generators`, which is indexed by whatever `current_device` returns."""
-
-    def __getitem__(self, device: Any) -> torch.Generator:
-        return torch.default_generator
-
-    def __len__(self) -> int:
-        return 1
-
-
-class _Nvtx:
-    """`torch.cuda.nvtx`: there is no profiler that would read the marks."""
-
-    range_push = range_pop = mark = _nothing
-    range = _no_context
-
-
 class Accelerator:
     """What `torch.cuda` means in a rewritten module."""
 
-    Stream = ExternalStream = CpuStream
+    Stream = CpuStream
     Event = CpuEvent
-    default_generators = _Generators()
-    nvtx = _Nvtx()
+    default_generators: dict[Any, torch.Generator] = defaultdict(lambda: torch.default_generator)
+    """Indexed by whatever `current_device` returns."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -121,14 +81,8 @@ class Accelerator:
     def device_count(self) -> int:
         return 1
 
-    set_device = synchronize = empty_cache = ipc_collect = _nothing
+    set_device = synchronize = empty_cache = _nothing
     device = _no_context
-
-    def memory_allocated(self, device: Any = None) -> int:
-        """Device memory: none."""
-        return 0
-
-    max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
 
     def is_current_stream_capturing(self) -> bool:
         """No graphs. Asked of a CUDA build of torch on a machine without a driver, the real one raises."""
@@ -141,8 +95,6 @@ class Accelerator:
         return CpuStream()
 
     default_stream = current_stream
-
-    set_stream = _nothing
     stream = _no_context
 
     # ---- the one generator: the CPU's plays both the host's and the device's part
@@ -150,8 +102,6 @@ class Accelerator:
     def manual_seed(self, seed: int) -> None:
         """Seed the CPU generator, which dropout draws from here."""
         torch.default_generator.manual_seed(seed)
-
-    manual_seed_all = manual_seed
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         return torch.get_rng_state()
@@ -183,8 +133,6 @@ class Accelerator:
 
     def import_from(self, module: str, name: str) -> Any:
         """For `from torch.cuda... import name`: what this facade answers, else the real thing or its ImportError."""
-        if module == "torch.cuda.nvtx":
-            return getattr(self.nvtx, name)
         if hasattr(type(self), name):
             return getattr(self, name)
         owner: ModuleType = importlib.import_module(module)

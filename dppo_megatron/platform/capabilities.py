@@ -40,10 +40,6 @@ class Machine:
     lacks_transformer_engine: str
     """Why Transformer Engine cannot be used; empty if it can."""
 
-    @property
-    def has_transformer_engine(self) -> bool:
-        return not self.lacks_transformer_engine
-
     def choose_layer_spec(self, wanted: str, fp8: str) -> tuple[LayerSpec, str]:
         """The layer spec for `actor.layer_spec` and `actor.fp8`, and why.
 

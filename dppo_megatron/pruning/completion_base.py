@@ -7,22 +7,17 @@ the number of ranks that made them, cannot change a decision.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig, exact_rate
-from dppo_megatron.pruning.designs import Draw, draw
-from dppo_megatron.pruning.interface import (
-    CompletionBatch,
-    Policy,
-    Selection,
-    StepCapacity,
-    keep_all,
-    scatter,
-)
-from dppo_megatron.randomness import generator, uniforms
+from dppo_megatron.pruning.designs import Draw
+from dppo_megatron.pruning.interface import CompletionBatch, Policy, Selection, StepCapacity, keep_all, scatter
 from dppo_megatron.types import FloatArray, Label
+
+Counters = tuple[int, int]
+"""Step, from 0, and mini-batch: what a draw is keyed by beside the completions."""
 
 
 class CompletionPolicy(Policy):
@@ -31,8 +26,6 @@ class CompletionPolicy(Policy):
     This class is method `none`, which keeps everything. Subclasses override `_prune_sorted`.
 
     Args:
-        config: the completion section, already checked.
-        seed: the run's seed.
         total_steps: length of the run, for annealing.
         zero_advantage_slope: coefficient of a KL (or entropy) term in the loss, the loss's own; above 0, completions
             without advantage still carry gradient and keep a positive probability.
@@ -67,12 +60,8 @@ class CompletionPolicy(Policy):
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        """Raise `UserError` for settings, each in its range, that contradict each other under this method.
-
-        Args:
-            group_size: completions of a prompt; 0: not known.
-            minibatch_size: nominal completions of an optimizer mini-batch; 0: not known.
-        """
+        """Raise `UserError` for settings, each in its range, that contradict each other under this method. Sizes in
+        completions, of a prompt and of a nominal mini-batch; 0: not known."""
 
     @property
     def label(self) -> Label:
@@ -107,33 +96,17 @@ class CompletionPolicy(Policy):
         order = np.lexsort((batch.completion_index, batch.group, batch.prompt_index))
         return scatter(self._prune_sorted(batch.take(order), (step, minibatch), capacity), order)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything `prune` depends on, copied."""
-        return {"method": self.config.method, **self.own_state()}
-
-    def _prune_sorted(
-        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
-    ) -> Selection:
+    def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
         return keep_all(len(batch), self.name)
 
-    def _label_of_nothing(self, batch: CompletionBatch, counters: tuple[int, int]) -> Label:
+    def _label_of_nothing(self, batch: CompletionBatch, counters: Counters) -> Label:
         return self.label
 
-    def _ties(self, batch: CompletionBatch, counters: tuple[int, int]) -> FloatArray:
-        ids = np.stack([batch.prompt_index, batch.completion_index], axis=1)
-        return uniforms(self.seed, "completion tie", ids, *counters)
-
-    def _draw(self, batch: CompletionBatch, pi: FloatArray, counters: tuple[int, int]) -> Draw:
+    def _draw(self, batch: CompletionBatch, pi: FloatArray, counters: Counters) -> Draw:
         """Draw along (prompt, sign of A, random): a group's kept completions then balance right and wrong answers."""
-        ids = np.stack([batch.prompt_index, batch.completion_index], axis=1)
-        ties = self._ties(batch, counters)
-        return draw(
-            self.config.design,
-            pi,
-            order=np.lexsort((ties, np.sign(batch.advantages), batch.group, batch.prompt_index)),
-            start=float(generator(self.seed, "completion start", *counters).random()),
-            uniform=uniforms(self.seed, "completion coin", ids, *counters),
-        )
+        ties = self._ties(batch.ids, *counters)
+        order = np.lexsort((ties, np.sign(batch.advantages), batch.group, batch.prompt_index))
+        return self._draw_along(batch.ids, pi, order, *counters)
 
 
 def check_batch(batch: CompletionBatch) -> None:

@@ -13,8 +13,8 @@ from typing import ClassVar
 import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig
-from dppo_megatron.pruning.completion_base import CompletionPolicy
-from dppo_megatron.pruning.designs import Draw, count_kept, deterministic, floor_kept
+from dppo_megatron.pruning.completion_base import CompletionPolicy, Counters
+from dppo_megatron.pruning.designs import Draw, count_kept, deterministic, floor_kept, rows_of_groups
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, keep_all
 from dppo_megatron.pruning.prompt_baselines import keep_share, two_class
 from dppo_megatron.pruning.weights import label_of_settings, weigh, weigh_biased, weigh_by
@@ -23,6 +23,11 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserErro
 
 class _RulePolicy(CompletionPolicy):
     """Keeps by a rule; where that is biased, what it leaves out has no probability."""
+
+    @property
+    def label(self) -> Label:
+        """biased, unless the rate is 0."""
+        return "exact" if self.rate == 0 else "biased"
 
     @property
     def has_support(self) -> bool:
@@ -40,48 +45,32 @@ class CppoPolicy(_RulePolicy):
     groups' 80.
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("cppo",)
     reads: ClassVar[tuple[str, ...]] = ("rate", "allocation", "warmup_steps", "anneal_fraction")
+    _count = staticmethod(floor_kept)
+    _whole_minibatch = False
+    """The best of the mini-batch are kept, and not of each group."""
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        offered = cls._offered(group_size, minibatch_size)
-        rate = cls.rate_of(config)
+        offered, rate = minibatch_size if cls._whole_minibatch else group_size, cls.rate_of(config)
         if offered and cls._count(offered, rate) == 0:
             raise UserError(
                 f"{key}.rate = {rate}: method={config.method} would keep none of {offered} completions; must be"
                 f" at most {1 - 1 / offered:.4g}, or method=cppo_trl, which keeps one"
             )
 
-    @property
-    def label(self) -> Label:
-        """biased, unless the rate is 0."""
-        return "exact" if self.rate == 0 else "biased"
-
-    def _prune_sorted(
-        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
-    ) -> Selection:
-        score, rate, group = np.abs(batch.advantages), self.rate, self._groups(batch)
+    def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
+        score, rate = np.abs(batch.advantages), self.rate
+        group = np.zeros(len(batch), dtype=np.int64) if self._whole_minibatch else batch.group
         sizes = np.bincount(group)
         if not self.group_size:
             self.check(self.config, "pruning.completion", group_size=int(sizes.max()), minibatch_size=len(batch))
         # At least one: a group, or a mini-batch, may be shorter than planned (objective.overlong.filter, few prompts).
         kept = np.array([max(self._count(int(size), rate), min(int(size), 1)) for size in sizes], dtype=np.int64)
-        drawn = deterministic(score, kept, uniform=self._ties(batch, counters), group=group)
+        drawn = deterministic(score, kept, uniform=self._ties(batch.ids, *counters), group=group)
         scale = self._scale(sizes[group] / kept[group])
         note = f"the lowest |advantages| are never trained on: {_lost(score, drawn):.1%} of their sum"
         return weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label, score=score)
-
-    @staticmethod
-    def _offered(group_size: int, minibatch_size: int) -> int:
-        return group_size
-
-    @staticmethod
-    def _count(size: int, rate: float) -> int:
-        return floor_kept(size, rate)
-
-    def _groups(self, batch: CompletionBatch) -> IntArray:
-        return batch.group
 
     def _scale(self, mean_over_kept: FloatArray) -> FloatArray | float:
         return mean_over_kept
@@ -90,31 +79,19 @@ class CppoPolicy(_RulePolicy):
 class CppoTrlPolicy(CppoPolicy):
     """Method `cppo_trl`: all but the floor(G rate) lowest of each group, as in the authors' TRL trainer."""
 
-    methods: ClassVar[tuple[str, ...]] = ("cppo_trl",)
-
-    @staticmethod
-    def _count(size: int, rate: float) -> int:
-        return count_kept(size, rate)
+    _count = staticmethod(count_kept)
 
 
 class CppoVerlPolicy(CppoPolicy):
     """Method `cppo_verl`: the top floor(n (1 - rate)) of the whole mini-batch, as in the authors' verl port."""
 
-    methods: ClassVar[tuple[str, ...]] = ("cppo_verl",)
-
-    @staticmethod
-    def _offered(group_size: int, minibatch_size: int) -> int:
-        return minibatch_size
-
-    def _groups(self, batch: CompletionBatch) -> IntArray:
-        return np.zeros(len(batch), dtype=np.int64)
+    _whole_minibatch = True
 
 
 class PaperCompletionPolicy(CppoTrlPolicy):
     """Method `dppo_paper`: those of `cppo_trl`, times 1 / (1 - rate) whatever was kept."""
 
-    methods: ClassVar[tuple[str, ...]] = ("dppo_paper",)
-    reads: ClassVar[tuple[str, ...]] = ("rate", "warmup_steps", "anneal_fraction")
+    reads = ("rate", "warmup_steps", "anneal_fraction")
 
     def _scale(self, mean_over_kept: FloatArray) -> FloatArray | float:
         return 1.0 / (1.0 - self.rate)
@@ -124,17 +101,14 @@ class ZeroVariancePolicy(_RulePolicy):
     """Method `greso`: groups without reward variance are dropped, and the others averaged over: dynamic sampling's
     target."""
 
-    methods: ClassVar[tuple[str, ...]] = ("greso",)
-    reads: ClassVar[tuple[str, ...]] = ("warmup_steps", "anneal_fraction")
+    reads = ("warmup_steps", "anneal_fraction")
 
     @property
     def label(self) -> Label:
         """biased; whether a batch has any such group is an outcome."""
         return "biased"
 
-    def _prune_sorted(
-        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
-    ) -> Selection:
+    def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
         score = np.abs(batch.advantages)
         kept = _groups_with_variance(batch.rewards, batch.group)
         drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
@@ -149,17 +123,14 @@ class ZeroAdvantagePolicy(_RulePolicy):
     Unbiased without a KL or entropy term, biased with one.
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("greso_ht",)
-    reads: ClassVar[tuple[str, ...]] = ("warmup_steps", "anneal_fraction")
+    reads = ("warmup_steps", "anneal_fraction")
 
     @property
     def label(self) -> Label:
         """biased, unless only groups without gradient are dropped; whether a batch has any such group is an outcome."""
         return "unbiased" if self.zero_advantage_slope == 0 else "biased"
 
-    def _prune_sorted(
-        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
-    ) -> Selection:
+    def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
         score = np.abs(batch.advantages)
         kept = np.bincount(batch.group, weights=score)[batch.group] > 0
         drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
@@ -173,15 +144,7 @@ class ZeroAdvantagePolicy(_RulePolicy):
 class InfoBatchCompletionPolicy(CompletionPolicy):
     """Method `infobatch`: completions below the mean |advantage| are dropped with probability `rate`, weighted 1/pi."""
 
-    methods: ClassVar[tuple[str, ...]] = ("infobatch",)
-    reads: ClassVar[tuple[str, ...]] = (
-        "rate",
-        "design",
-        "estimator",
-        "max_weight",
-        "warmup_steps",
-        "anneal_fraction",
-    )
+    reads = ("rate", "design", "estimator", "max_weight", "warmup_steps", "anneal_fraction")
 
     @property
     def label(self) -> Label:
@@ -192,9 +155,7 @@ class InfoBatchCompletionPolicy(CompletionPolicy):
             return "exact"
         return label_of_settings(config.estimator, fixed_size=False, least_prob=least, max_weight=config.max_weight)
 
-    def _prune_sorted(
-        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
-    ) -> Selection:
+    def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
         score = np.abs(batch.advantages)
         drawn = self._draw(batch, two_class(score < score.mean(), self.rate), counters)
         return weigh_by(self, drawn, label=self.label, score=score)
@@ -206,20 +167,12 @@ class MaxVariancePolicy(_RulePolicy):
     As a mean over the kept. Advantages stay those of the full group. Failed gradings are never kept, but at rate 0.
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("max_variance",)
-    reads: ClassVar[tuple[str, ...]] = ("rate", "warmup_steps", "anneal_fraction")
+    reads = ("rate", "warmup_steps", "anneal_fraction")
 
-    @property
-    def label(self) -> Label:
-        """biased, unless the rate is 0."""
-        return "exact" if self.rate == 0 else "biased"
-
-    def _prune_sorted(
-        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
-    ) -> Selection:
+    def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
         if self.rate == 0:
             return keep_all(len(batch), self.name)
-        drawn = max_variance_draw(batch.rewards, batch.group, self.rate, self._ties(batch, counters))
+        drawn = max_variance_draw(batch.rewards, batch.group, self.rate, self._ties(batch.ids, *counters))
         sizes = np.bincount(batch.group)
         kept = np.maximum(np.bincount(batch.group, weights=drawn.kept), 1)
         score = np.abs(batch.advantages)
@@ -246,7 +199,7 @@ def max_variance_draw(rewards: FloatArray, group: IntArray, rate: float, uniform
     """Keeps, of each group, the count_kept(G, rate) rewards with the largest variance; ties at random.
 
     The best m of G always are the i lowest and the m - i highest for some i, so G log G work replaces a search over
-    subsets. Groups of equal size are handled together; failed gradings can make sizes differ.
+    subsets.
 
     Args:
         rewards: [n], NaN where grading failed: such rows are never kept.
@@ -257,49 +210,30 @@ def max_variance_draw(rewards: FloatArray, group: IntArray, rate: float, uniform
     Returns:
         A draw with exact inclusion probabilities under the random ties.
     """
-    n = len(rewards)
-    kept, pi = np.zeros(n, dtype=np.bool_), np.zeros(n)
-    graded = ~np.isnan(rewards)
-    num_groups = int(group.max(initial=-1)) + 1
-    sizes = np.bincount(group, minlength=num_groups)
-    valid = np.bincount(group[graded], minlength=num_groups)
-    order = np.lexsort((uniform, rewards, group))
-    # NaN sorts last within its group, so the graded rows of a group are a run at its start.
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
-    for size, num_valid in np.unique(np.stack([sizes, valid], axis=1), axis=0):
-        if num_valid == 0:
-            continue
-        members = np.flatnonzero((sizes == size) & (valid == num_valid))
-        rows = order[starts[members][:, None] + np.arange(num_valid)]
-        wanted = min(count_kept(int(size), rate), int(num_valid))
-        chosen, probability = _widest(rewards[rows], wanted)
-        kept[rows], pi[rows] = chosen, probability
+    kept, pi = np.zeros(len(rewards), dtype=np.bool_), np.zeros(len(rewards))
+    for members in rows_of_groups(np.lexsort((uniform, rewards, group)), group):
+        rows = members[~np.isnan(rewards[members])]
+        wanted = min(count_kept(len(members), rate), len(rows))
+        kept[rows], pi[rows] = _widest(rewards[rows], wanted)
     return Draw(kept, pi, fixed_size=True)
 
 
 def _widest(ascending: FloatArray, wanted: int) -> tuple[BoolArray, FloatArray]:
-    """Kept mask and inclusion probabilities, both [groups, G], of rows sorted by reward."""
-    num_groups, size = ascending.shape
-    zero = np.zeros((num_groups, 1))
+    """Kept mask and inclusion probabilities, both [n], of one group's rewards [n], sorted."""
+    size = len(ascending)
     # Centred first: variances as differences of large sums would lose their digits.
-    centred = ascending - ascending.mean(axis=1, keepdims=True)
+    centred = ascending - ascending.mean() if size else ascending
     # In units of the largest, so that what counts as equal below does not depend on the scale of the rewards.
-    largest = np.abs(centred).max(axis=1, keepdims=True, initial=0.0)
-    centred = centred / np.where(largest > 0, largest, 1.0)
-    sums = np.concatenate([zero, np.cumsum(centred, axis=1)], axis=1)
-    squares = np.concatenate([zero, np.cumsum(np.square(centred), axis=1)], axis=1)
+    centred = centred / (np.abs(centred).max(initial=0.0) or 1.0)
+    sums, squares = (np.concatenate([[0.0], np.cumsum(each)]) for each in (centred, np.square(centred)))
     low = np.arange(wanted + 1)
     first_high = size - wanted + low
-    total = sums[:, low] + sums[:, [size]] - sums[:, first_high]
-    total_squares = squares[:, low] + squares[:, [size]] - squares[:, first_high]
+    total = sums[low] + sums[size] - sums[first_high]
+    total_squares = squares[low] + squares[size] - squares[first_high]
     variance = total_squares / max(wanted, 1) - np.square(total / max(wanted, 1))
-    num_low = np.argmax(np.round(variance, 12), axis=1)[:, None]
-
-    position = np.arange(size)[None, :]
+    num_low = int(np.argmax(np.round(variance, 12)))
+    position = np.arange(size)
     chosen = (position < num_low) | (position >= size - wanted + num_low)
     # Rows of equal reward are in random order, so each has the mean of its run.
-    run = np.cumsum(np.concatenate([zero, np.diff(ascending, axis=1) > 0], axis=1), axis=1).astype(np.int64)
-    flat = (np.arange(num_groups)[:, None] * size + run).ravel()
-    counts = np.bincount(flat, minlength=num_groups * size)
-    hits = np.bincount(flat, weights=chosen.ravel().astype(np.float64), minlength=num_groups * size)
-    return chosen, (hits / np.maximum(counts, 1))[flat].reshape(chosen.shape)
+    _, run, counts = np.unique(ascending, return_inverse=True, return_counts=True)
+    return chosen, (np.bincount(run, weights=chosen, minlength=len(counts)) / counts)[run]

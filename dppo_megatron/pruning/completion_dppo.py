@@ -20,13 +20,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig, check_auto_rule, check_floor
-from dppo_megatron.pruning.budget import MeasuredCost
-from dppo_megatron.pruning.completion_base import CompletionPolicy
+from dppo_megatron.pruning.completion_base import CompletionPolicy, Counters
 from dppo_megatron.pruning.designs import WaterFiller, bisect, count_kept, design_effect
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, StepCost, figures, keep_all
-from dppo_megatron.pruning.scores import budgeted_probabilities, completion_score, efficient_probabilities
+from dppo_megatron.pruning.scores import MeasuredCost, budgeted_probabilities, completion_score, efficient_probabilities
 from dppo_megatron.pruning.weights import label_of_settings, weigh_by
-from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
+from dppo_megatron.types import BoolArray, FloatArray, Label, UserError
 
 _READS = (
     "min_inclusion_prob",
@@ -46,9 +45,8 @@ _READS = (
 class DppoCompletionPolicy(CompletionPolicy):
     """Method `dppo`: a rate of completions, or of tokens, is dropped."""
 
-    methods: ClassVar[tuple[str, ...]] = ("dppo",)
     reads: ClassVar[tuple[str, ...]] = ("rate", "cost_aware", *_READS)
-    usual_rate: ClassVar[float] = 0.95
+    usual_rate = 0.95
     """With the default `max_design_effect`, which keeps more wherever that would cost variance."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -97,38 +95,31 @@ class DppoCompletionPolicy(CompletionPolicy):
     def _divides_by_cost(self) -> bool:
         return self._spends_tokens
 
-    def _prune_sorted(
-        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
-    ) -> Selection:
-        config = self.config
+    def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
+        config, bound = self.config, self.config.max_design_effect
         live = self._can_carry_gradient(batch)
         score = np.where(live, self._score(batch), 0.0)
         cost = self._cost(batch)
         lower = np.where(live, config.min_inclusion_prob, 0.0)
-        by_cost = self._spends_tokens
+        whole = not self._spends_tokens
         size = score / np.sqrt(cost) if self._divides_by_cost else score
-        target, note = self._target(score, cost, lower), ""
+        target, notes = self._target(score, cost, lower), []
         if target is None:
             return keep_all(len(batch), self.name, "no cost measured yet")
-        filler = WaterFiller(size, lower, cost if by_cost else None)
-        pi = budgeted_probabilities(
-            filler,
-            target,
-            partial(design_effect, score),
-            max_design_effect=config.max_design_effect,
-            whole=not by_cost,
-        )
+        filler = WaterFiller(size, lower, None if whole else cost)
+        growth = partial(design_effect, score)
+        pi = before = budgeted_probabilities(filler, target, growth, max_design_effect=bound, whole=whole)
         spent = float(np.sum(filler.cost * pi))
-        if config.max_design_effect and spent > target * (1 + 1e-9) and spent > float(np.sum(filler.cost * lower)):
-            kept = spent / float(filler.cost.sum())
-            note = f"max_design_effect {config.max_design_effect:g} lowers the rate to {1 - kept:.3f}"
-        before, tokens = pi, batch.lengths if batch.tokens is None else batch.tokens
+        if bound and spent > target * (1 + 1e-9) and spent > float(np.sum(filler.cost * lower)):
+            notes += [f"max_design_effect {bound:g} lowers the rate to {1 - spent / float(filler.cost.sum()):.3f}"]
+        tokens = batch.lengths if batch.tokens is None else batch.tokens
         if capacity is not None and config.fill_slack:
-            pi = self._filled(filler, before, tokens, capacity, whole=not by_cost)
+            count, fixed_size = capacity.microbatches(tokens, pi), config.design == "systematic"
+            holds = partial(capacity.holds, count, tokens, fixed_size=fixed_size)
+            pi = fill_slack(filler, before, holds, whole=whole)
             if pi.sum() > before.sum():
-                filled = f"slack filled: rate {1 - before.mean():.3f} -> {1 - pi.mean():.3f}"
-                note = f"{note}; {filled}" if note else filled
-        selection = weigh_by(self, self._draw(batch, pi, counters), note=note, label=self.label)
+                notes += [f"slack filled: rate {1 - before.mean():.3f} -> {1 - pi.mean():.3f}"]
+        selection = weigh_by(self, self._draw(batch, pi, counters), note="; ".join(notes), label=self.label)
         return replace(
             selection,
             kept_cost=float(np.sum(pi * cost) / np.sum(cost)),
@@ -146,30 +137,15 @@ class DppoCompletionPolicy(CompletionPolicy):
         self.control.observe_cost(cost.rollout_s + cost.other_s, cost.update_s, cost.kept_cost)
         return []
 
-    def _filled(
-        self, filler: WaterFiller, pi: FloatArray, tokens: IntArray, capacity: StepCapacity, *, whole: bool
-    ) -> FloatArray:
-        count = capacity.microbatches(tokens, pi)
-        fixed_size = self.config.design == "systematic"
-
-        def holds(raised: FloatArray) -> bool:
-            return capacity.holds(count, tokens, raised, fixed_size=fixed_size)
-
-        return fill_slack(filler, pi, holds, whole=whole)
-
     def _can_carry_gradient(self, batch: CompletionBatch) -> BoolArray:
         carries = (batch.lengths > 0) & (batch.prompt_weight > 0)
         return carries if self.zero_advantage_slope > 0 else carries & (batch.advantages != 0)
 
     def _score(self, batch: CompletionBatch) -> FloatArray:
         length = batch.logit_grad_norm if self.config.score == "free_norm" else np.ones(len(batch))
+        slope = self.zero_advantage_slope * self.config.kl_slope
         return completion_score(
-            batch.advantages,
-            length,
-            batch.denominator,
-            batch.prompt_weight,
-            zero_advantage_slope=self.zero_advantage_slope,
-            kl_slope=self.config.kl_slope,
+            batch.advantages, length, batch.denominator, batch.prompt_weight, zero_advantage_slope=slope
         )
 
     def _cost(self, batch: CompletionBatch) -> FloatArray:
@@ -193,8 +169,7 @@ class DppoCompletionPolicy(CompletionPolicy):
 class AutoCompletionPolicy(DppoCompletionPolicy):
     """Method `dppo_auto`: the number to keep follows from what the update costs, or from a bound on the variance."""
 
-    methods: ClassVar[tuple[str, ...]] = ("dppo_auto",)
-    reads: ClassVar[tuple[str, ...]] = ("rate", "auto_rule", "rollout_cost_ratio", *_READS)
+    reads = ("rate", "auto_rule", "rollout_cost_ratio", *_READS)
 
     @classmethod
     def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig
-from dppo_megatron.pruning.completion_base import CompletionPolicy
+from dppo_megatron.pruning.completion_base import CompletionPolicy, Counters
 from dppo_megatron.pruning.designs import Draw
 from dppo_megatron.pruning.history import PromptHistory
 from dppo_megatron.pruning.interface import (
@@ -172,8 +172,7 @@ class PluggedPromptPolicy(_Plugged, PromptPolicy):
         if choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name)
         pi = np.maximum(choice, self.config.min_inclusion_prob)
-        order = np.lexsort((self._ties(ids, step, minibatch), pi))
-        return self._draw_and_weigh(ids, pi, order, step, minibatch)
+        return self._draw_and_weigh(ids, pi, pi, step, minibatch)
 
     def _learn(self, visits: Visits, step: int) -> None:
         super()._learn(visits, step)
@@ -194,9 +193,7 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
                 f"{key}.min_inclusion_prob = 0: must be in (0, 1]; it is the floor of {config.method}'s probabilities"
             )
 
-    def _prune_sorted(
-        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
-    ) -> Selection:
+    def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
         config = self.config
         live = batch.prompt_weight > 0
         if self.zero_advantage_slope == 0:
@@ -209,14 +206,15 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
         elif choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name, score)
         else:
-            drawn = self._draw(batch, np.where(live, np.maximum(choice, config.min_inclusion_prob), 0.0), counters)
+            pi = np.where(live, np.maximum(choice, config.min_inclusion_prob), 0.0)
+            drawn = self._draw(batch, pi, counters)
         return weigh_by(self, drawn, label=self._label_of(choice), score=score)
 
     @property
     def has_support(self) -> bool:
         return self.kind != "a pick"
 
-    def _label_of_nothing(self, batch: CompletionBatch, counters: tuple[int, int]) -> Label:
+    def _label_of_nothing(self, batch: CompletionBatch, counters: Counters) -> Label:
         return self._label_of(self._chosen(batch, *counters))
 
     def _chosen(self, batch: CompletionBatch, step: int, minibatch: int) -> Choice:

@@ -147,13 +147,11 @@ def bisect(
 def systematic(inclusion_prob: FloatArray, *, order: IntArray, start: float) -> Draw:
     """Systematic sampling with unequal probabilities: equally spaced points on the cumulated probabilities.
 
+    P(kept) = inclusion_prob exactly; the count is floor or ceil of the sum, and fixed if that is whole.
+
     Args:
-        inclusion_prob: [n] in [0, 1].
         order: [n] permutation along which probabilities are cumulated; neighbours are rarely kept together.
         start: one uniform number in [0, 1).
-
-    Returns:
-        A draw with P(kept) = inclusion_prob exactly; the count is floor or ceil of the sum, and fixed if that is whole.
 
     Example: pi = (0.5, 0.7, 0.8) ends at 0.5, 1.2 and 2.0 on the cumulated line. start = 0.3 puts points at 0.3 and
     1.3: the first and the third are kept. start = 0.6 puts them at 0.6 and 1.6: the second and the third. The first is
@@ -179,12 +177,7 @@ def systematic(inclusion_prob: FloatArray, *, order: IntArray, start: float) -> 
 
 
 def poisson(inclusion_prob: FloatArray, *, uniform: FloatArray) -> Draw:
-    """Independent coins: kept where uniform < probability. The count is random.
-
-    Args:
-        inclusion_prob: [n] in [0, 1].
-        uniform: [n] in [0, 1).
-    """
+    """Independent coins: kept where uniform [n], in [0, 1), < probability [n]. The count is random."""
     pi = checked_probabilities(inclusion_prob)
     return Draw(uniform < pi, pi, fixed_size=bool(np.all((pi == 0.0) | (pi == 1.0))))
 
@@ -198,31 +191,28 @@ def deterministic(
     are 0 where there is gradient, no weight can make this unbiased.
 
     Args:
-        score: [n], no NaN.
-        num_kept: how many to keep, of each group if groups are given (scalar or [groups]).
-        uniform: [n] for the ties.
+        score, uniform: [n], no NaN; uniform numbers for the ties.
+        num_kept: scalar or [groups], of each group.
         group: [n] labels 0..groups-1; None is one group.
     """
     if np.isnan(score).any():
         raise ValueError(f"score of row {int(np.flatnonzero(np.isnan(score))[0])} is NaN")
-    n = len(score)
-    if n == 0:
-        return Draw(np.zeros(0, dtype=np.bool_), np.zeros(0), fixed_size=True)
-    label = np.zeros(n, dtype=np.int64) if group is None else group
-    sizes = np.bincount(label)
-    wanted = np.minimum(np.broadcast_to(np.asarray(num_kept, dtype=np.int64), sizes.shape), sizes)
-    order = np.lexsort((uniform, -score, label))
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    rank = np.empty(n, dtype=np.int64)
-    rank[order] = np.arange(n) - starts[label[order]]
-    kept = rank < wanted[label]
-    last = np.clip(starts + wanted - 1, 0, n - 1)
-    threshold = np.where(wanted > 0, score[order][last], np.inf)[label]
-    above, tied = score > threshold, score == threshold
-    places = wanted - np.bincount(label[above], minlength=len(sizes))
-    share = places / np.maximum(np.bincount(label[tied], minlength=len(sizes)), 1)
-    pi = np.where(above, 1.0, np.where(tied, share[label], 0.0))
+    label = np.zeros(len(score), dtype=np.int64) if group is None else group
+    kept, pi = np.zeros(len(score), dtype=np.bool_), np.zeros(len(score))
+    groups = rows_of_groups(np.lexsort((uniform, -score, label)), label)
+    for rows, wanted in zip(groups, np.broadcast_to(num_kept, len(groups)).tolist(), strict=True):
+        count = min(wanted, len(rows))
+        kept[rows[:count]] = True
+        if count:
+            threshold = score[rows[count - 1]]
+            above, tied = score[rows] > threshold, score[rows] == threshold
+            pi[rows] = np.where(above, 1.0, np.where(tied, (count - above.sum()) / tied.sum(), 0.0))
     return Draw(kept, pi, fixed_size=True)
+
+
+def rows_of_groups(order: IntArray, label: IntArray) -> list[IntArray]:
+    """The rows of each group, of rows [n] that are sorted by their label first; labels 0..groups-1."""
+    return np.split(order, np.cumsum(np.bincount(label))[:-1]) if len(order) else []
 
 
 def draw(design: str, inclusion_prob: FloatArray, *, order: IntArray, start: float, uniform: FloatArray) -> Draw:
@@ -255,11 +245,7 @@ def design_effect(score: FloatArray, inclusion_prob: FloatArray) -> float:
 
 
 def checked_probabilities(inclusion_prob: FloatArray) -> FloatArray:
-    """The argument as float64.
-
-    Raises:
-        ValueError: a value is NaN or outside [0, 1]; the message names the row.
-    """
+    """The argument as float64; ValueError names a row that is NaN or outside [0, 1]."""
     pi = np.asarray(inclusion_prob, dtype=np.float64)
     _check_finite("inclusion_prob", pi, least=0.0, most=1.0)
     return pi

@@ -66,13 +66,12 @@ class PromptHistory:
 
         A prompt that occurs twice counts as visited twice.
         """
-        for rows in _rounds_of_distinct(ids):
-            moment = None if second_moment is None else second_moment[rows]
-            self._update_distinct(ids[rows], rewards[rows], lengths[rows], step, moment)
-
-    def _update_distinct(
-        self, ids: IntArray, rewards: FloatArray, lengths: IntArray, step: int, second_moment: FloatArray | None
-    ) -> None:
+        _, firsts = np.unique(ids, return_index=True)
+        if len(firsts) < len(ids):
+            for rows in (firsts, np.setdiff1d(np.arange(len(ids)), firsts)):
+                moment = None if second_moment is None else second_moment[rows]
+                self.update(ids[rows], rewards[rows], lengths[rows], step=step, second_moment=moment)
+            return
         graded = ~np.isnan(rewards)
         counts = graded.sum(axis=1)
         visited = counts > 0
@@ -105,49 +104,29 @@ class PromptHistory:
     def metrics(self, step: int) -> dict[str, float]:
         """Share of prompts ever visited, and mean and largest epochs since their last visit."""
         last = self.arrays["last_step"]
-        num_seen = int(np.count_nonzero(last != _NEVER))
-        total = float(np.sum(last, dtype=np.float64)) - _NEVER * (len(self) - num_seen)
-        # read without a sign, `_NEVER` is the largest; a minimum over a mask takes a hundred times as long
-        oldest = min(step, int(last.view(np.uint32).min(initial=2**32 - 1)))
+        seen = last[last != _NEVER]
+        mean, oldest = (float(seen.mean()), int(seen.min())) if len(seen) else (step, step)
         return {
-            "prune/history_coverage": num_seen / max(len(self), 1),
-            "prune/history_staleness_mean_epochs": (step - total / num_seen) / self.steps_per_epoch
-            if num_seen
-            else 0.0,
+            "prune/history_coverage": len(seen) / max(len(self), 1),
+            "prune/history_staleness_mean_epochs": (step - mean) / self.steps_per_epoch,
             "prune/history_staleness_max_epochs": (step - oldest) / self.steps_per_epoch,
         }
 
-    def state_dict(self, memory: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Copies of the arrays, in `memory` if given: an older state that is not needed any more.
-
-        Of 100,000 prompts that takes 0.1 ms, and 2.4 ms with memory that the system has to provide first.
-        """
-        copies = memory or {name: np.empty_like(array) for name, array in self.arrays.items()}
-        for name, array in self.arrays.items():
-            np.copyto(copies[name], array)
-        return copies
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the arrays; of 100,000 prompts that takes 2.4 ms."""
+        return {name: array.copy() for name, array in self.arrays.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore; raises ValueError on other keys or another number of prompts."""
-        load_arrays(self.arrays, state, "the pruning history")
-
-
-def load_arrays(arrays: dict[str, npt.NDArray[Any]], state: dict[str, Any], owner: str) -> None:
-    """Copy saved arrays over `arrays` in place.
-
-    Raises:
-        ValueError: keys, shapes or types differ.
-    """
-    check_state(state, set(arrays), owner)
-    loaded = {name: np.asarray(value) for name, value in state.items()}
-    for name, array in arrays.items():
-        if loaded[name].shape != array.shape or loaded[name].dtype != array.dtype:
-            raise ValueError(
-                f"state of {owner}: '{name}' is {loaded[name].dtype}{loaded[name].shape},"
-                f" expected {array.dtype}{array.shape}; was the prompt set changed?"
-            )
-    for name, array in arrays.items():
-        array[...] = loaded[name]
+        """Restore; raises ValueError on other keys, types or another number of prompts."""
+        check_state(state, set(self.arrays), "the pruning history")
+        for name, array in self.arrays.items():
+            saved = np.asarray(state[name])
+            if saved.shape != array.shape or saved.dtype != array.dtype:
+                raise ValueError(
+                    f"state of the pruning history: '{name}' is {saved.dtype}{saved.shape},"
+                    f" expected {array.dtype}{array.shape}; was the prompt set changed?"
+                )
+            array[...] = saved
 
 
 def check_ids(ids: IntArray, num_prompts: int) -> IntArray:
@@ -185,13 +164,3 @@ def check_visits(ids: IntArray, rewards: FloatArray, lengths: IntArray, *, binar
             f" must be {wanted if binary_score else 'finite, or NaN for a failed grading'}"
         )
     return rewards
-
-
-def _rounds_of_distinct(ids: IntArray) -> list[IntArray]:
-    """Row numbers split so that no round holds a prompt twice; one round in the usual case."""
-    order = np.argsort(ids, kind="stable")
-    ordered = ids[order]
-    new = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(ids) else np.zeros(0, dtype=np.bool_)
-    begins = np.flatnonzero(new)
-    occurrence = np.arange(len(ids)) - np.repeat(begins, np.diff(np.append(begins, len(ids))))
-    return [order[occurrence == k] for k in range(int(occurrence.max(initial=-1)) + 1)]

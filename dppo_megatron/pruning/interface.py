@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from dppo_megatron.pruning.designs import Draw, draw
+from dppo_megatron.randomness import generator, uniforms
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, Prompt, RunAborted, UserError
 
 _LEAST_GROUPS = 48.0
@@ -122,6 +124,11 @@ class Selection:
         """[n] `planned_prob`, or `inclusion_prob` where it does not differ."""
         return self.inclusion_prob if self.planned_prob is None else self.planned_prob
 
+    def columns(self) -> dict[str, Any]:
+        """Every array [n], by name."""
+        plain = {name: getattr(self, name) for name in ("kept", "inclusion_prob", "weight")}
+        return plain | {"planned_prob": self.planned, "mean_weight": self.expected_weight}
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionBatch:
@@ -154,6 +161,11 @@ class CompletionBatch:
 
     def __len__(self) -> int:
         return len(self.prompt_index)
+
+    @property
+    def ids(self) -> IntArray:
+        """[n, 2] prompt and completion, which key the draws."""
+        return np.stack([self.prompt_index, self.completion_index], axis=1)
 
     def arrays(self) -> dict[str, Any]:
         """Every column that there is, by name."""
@@ -220,13 +232,10 @@ class Policy:
 
     _level: ClassVar[str]
     """`prompt` or `completion`."""
-    methods: ClassVar[tuple[str, ...]] = ("none",)
-    """Its names in `pruning.<level>.method`."""
     reads: ClassVar[tuple[str, ...]] = ()
     """The settings of `pruning.<level>` that mean something to it."""
     config: Any
-    _parts: ClassVar[tuple[str, ...]] = ("method",)
-    """Of the state, beside `own_state`."""
+    seed: int
 
     @classmethod
     def unread(cls, config: Any) -> tuple[str, ...]:
@@ -249,18 +258,31 @@ class Policy:
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Take over a saved `own_state`."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a choice depends on, copied: plain scalars and numpy arrays."""
+        return {"method": self.config.method, **self.own_state()}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore; raises ValueError when keys, method or array shapes differ."""
-        check_state(state, {*self._parts, *self.own_state()}, self.name)
+        check_state(state, set(self.state_dict()), self.name)
         if state["method"] != self.config.method:
             raise ValueError(
                 f"the saved pruning state is of method '{state['method']}', this run uses '{self.config.method}'"
             )
-        self._load_parts(state)
         self.load_own_state({key: state[key] for key in self.own_state()})
 
-    def _load_parts(self, state: dict[str, Any]) -> None:
-        """Take over what the level keeps beside `own_state`."""
+    def _draw_along(self, ids: IntArray, pi: FloatArray, order: IntArray, step: int, minibatch: int) -> Draw:
+        """With the configured design along `order`; ids [n], or [n, 2] of prompt and completion, key the coins."""
+        return draw(
+            self.config.design,
+            pi,
+            order=order,
+            start=float(generator(self.seed, f"{self._level} start", step, minibatch).random()),
+            uniform=uniforms(self.seed, f"{self._level} coin", ids, step, minibatch),
+        )
+
+    def _ties(self, ids: IntArray, step: int, minibatch: int) -> FloatArray:
+        return uniforms(self.seed, f"{self._level} tie", ids, step, minibatch)
 
 
 class StepCapacity(Protocol):
@@ -302,21 +324,15 @@ def figures(pi: FloatArray, at_floor: BoolArray | None = None) -> dict[str, floa
 
 def scatter(selection: Selection, order: IntArray) -> Selection:
     """A selection of sorted rows, put back into the caller's order."""
-    back = np.empty(len(order), dtype=np.int64)
-    back[order] = np.arange(len(order))
-    again = selection.again
+    back, again = np.argsort(order), selection.again
     return replace(
         selection,
-        kept=selection.kept[back],
-        inclusion_prob=selection.inclusion_prob[back],
-        weight=selection.weight[back],
-        planned_prob=None if selection.planned_prob is None else selection.planned_prob[back],
-        mean_weight=None if selection.mean_weight is None else selection.mean_weight[back],
+        **{name: column[back] for name, column in selection.columns().items()},
         again=None if again is None else lambda rng, count: again(rng, count)[:, back],
     )
 
 
-def check_state(state: dict[str, Any], expected: set[str], owner: str) -> None:
+def check_state(state: Mapping[str, Any], expected: set[str], owner: str) -> None:
     """Exact key-set check of a saved state.
 
     Raises:

@@ -25,26 +25,18 @@ _TESTED: tuple[Label, ...] = ("unbiased", "ratio")
 
 
 def step_metrics(prompts: Selection, batch: CompletionBatch, completions: Selection) -> dict[str, float]:
-    """All figures of one optimizer mini-batch.
-
-    Args:
-        prompts: the selection of its nominal prompts.
-        batch: its completions as offered to the completion policy.
-        completions: what that policy kept.
-    """
+    """All figures of nominal prompts, and of the batch that was offered to the completion policy."""
     return {
-        **_figures("prompt", prompts),
-        **_figures("completion", completions),
-        **_counts("prompts", prompts),
-        **_counts("completions", completions),
+        **_of_level("prompt", prompts),
+        **_of_level("completion", completions),
         **_tokens(batch, completions),
         "prune/weight_max": float(np.max((batch.prompt_weight * completions.weight)[completions.kept], initial=0.0)),
         **_totals(batch, completions),
-        "prune/group_imbalance": group_imbalance(batch, completions),
+        "prune/group_imbalance": _group_imbalance(batch, completions),
     }
 
 
-def _figures(level: str, selection: Selection) -> dict[str, float]:
+def _of_level(level: str, selection: Selection) -> dict[str, float]:
     figures = dict(selection.metrics)
     if selection.kept_cost is not None:
         figures["kept_cost"] = selection.kept_cost
@@ -55,29 +47,23 @@ def _figures(level: str, selection: Selection) -> dict[str, float]:
             "realised_error": effect.error,
             "uniform_effect": effect.uniform,
         }
-    return {f"prune/{level}_{name}": value for name, value in figures.items()}
+    kept, expected = float(selection.kept.sum()), float(selection.inclusion_prob.sum())
+    return {f"prune/{level}_{name}": value for name, value in figures.items()} | {
+        f"prune/{level}s_offered": float(len(selection.kept)),
+        f"prune/{level}s_kept": kept,
+        f"prune/{level}s_kept_over_expected": kept / expected if expected > 0 else 1.0,
+    }
 
 
-def group_imbalance(batch: CompletionBatch, selection: Selection) -> float:
+def _group_imbalance(batch: CompletionBatch, selection: Selection) -> float:
     """max over groups of |sum_i W_i A_i|: how far a draw moved a group's baseline off its zero."""
-    if len(batch) == 0:
-        return 0.0
     product = batch.prompt_weight * selection.weight * batch.advantages
-    return float(np.abs(np.bincount(batch.group, weights=product)).max())
+    return float(np.abs(np.bincount(batch.group, weights=product)).max(initial=0.0))
 
 
 def biased_rows(ledger: tuple[LedgerRow, ...]) -> list[str]:
     """One warning line for each selection that changes the expected gradient."""
     return [f"{row.name} is biased: {row.note or 'no weight corrects it'}" for row in ledger if row.label == "biased"]
-
-
-def _counts(level: str, selection: Selection) -> dict[str, float]:
-    kept, expected = float(selection.kept.sum()), float(selection.inclusion_prob.sum())
-    return {
-        f"prune/{level}_offered": float(len(selection.kept)),
-        f"prune/{level}_kept": kept,
-        f"prune/{level}_kept_over_expected": kept / expected if expected > 0 else 1.0,
-    }
 
 
 def _tokens(batch: CompletionBatch, selection: Selection) -> dict[str, float]:
@@ -108,8 +94,7 @@ def _totals(batch: CompletionBatch, selection: Selection) -> dict[str, float]:
 def deviations(selection: Selection, known: Mapping[str, FloatArray | IntArray]) -> dict[str, float]:
     """D / most along each direction, in [-1, 1]; nothing where a label does not rest on probabilities below 1.
 
-    Args:
-        known: [n] each, by name: what the choice may have gone by and the draw does not decide. Always the same names.
+    `known` [n] each, by name: what the choice may have gone by and the draw does not decide. Always the same names.
     """
     chance = (selection.inclusion_prob > 0) & (selection.inclusion_prob < 1)
     if not chance.any() or all(row.label not in _TESTED for row in selection.ledger):

@@ -1,10 +1,11 @@
-"""From a method's name in the config to a policy object; each class lists its names."""
+"""From a method's name in the config to a policy object, and the names that `compare` and `simulate` know: a policy of
+prompts, one of completions, or both under one name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
 from dataclasses import fields
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from dppo_megatron.config.plugins import is_plugin, load_function
 from dppo_megatron.config.pruning import (
@@ -12,14 +13,13 @@ from dppo_megatron.config.pruning import (
     PromptPruningConfig,
     PruningConfig,
     check_choice,
-    check_completion,
-    check_prompt,
+    check_ranges,
 )
 from dppo_megatron.pruning import completion_baselines as baselines
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
-from dppo_megatron.pruning.custom import plug
-from dppo_megatron.pruning.interface import PromptFeatures
+from dppo_megatron.pruning.custom import CustomPromptPolicy, plug
+from dppo_megatron.pruning.interface import Policy, PromptFeatures
 from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.pruning.prompt_baselines import (
     DynamicSamplingPolicy,
@@ -33,39 +33,47 @@ from dppo_megatron.types import UserError
 P = TypeVar("P", PromptPolicy, CompletionPolicy)
 
 
-def _by_name(classes: Sequence[type[P]]) -> dict[str, type[P]]:
-    return {name: cls for cls in classes for name in cls.methods}
+class HasPruning(Protocol):
+    """A whole configuration, of which this package reads its own part only: it is used without a trainer too."""
+
+    pruning: PruningConfig
 
 
-PROMPT_POLICIES: dict[str, type[PromptPolicy]] = _by_name(
-    [
-        PromptPolicy,
-        DppoPromptPolicy,
-        AutoPromptPolicy,
-        PaperPromptPolicy,
-        GresoPolicy,
-        WeightedGresoPolicy,
-        InfoBatchPolicy,
-        DynamicSamplingPolicy,
-    ]
-)
+C = TypeVar("C", bound=HasPruning)
+
+PROMPT_POLICIES: dict[str, type[PromptPolicy]] = {
+    "none": PromptPolicy,
+    "dppo": DppoPromptPolicy,
+    "dppo_auto": AutoPromptPolicy,
+    "dppo_paper": PaperPromptPolicy,
+    "greso": GresoPolicy,
+    "greso_ht": WeightedGresoPolicy,
+    "infobatch": InfoBatchPolicy,
+    "dynamic_sampling": DynamicSamplingPolicy,
+}
 """Method name to class, in the order in which messages list them."""
-COMPLETION_POLICIES: dict[str, type[CompletionPolicy]] = _by_name(
-    [
-        CompletionPolicy,
-        DppoCompletionPolicy,
-        AutoCompletionPolicy,
-        baselines.PaperCompletionPolicy,
-        baselines.CppoPolicy,
-        baselines.CppoTrlPolicy,
-        baselines.CppoVerlPolicy,
-        baselines.ZeroVariancePolicy,
-        baselines.ZeroAdvantagePolicy,
-        baselines.InfoBatchCompletionPolicy,
-        baselines.MaxVariancePolicy,
-    ]
-)
+COMPLETION_POLICIES: dict[str, type[CompletionPolicy]] = {
+    "none": CompletionPolicy,
+    "dppo": DppoCompletionPolicy,
+    "dppo_auto": AutoCompletionPolicy,
+    "dppo_paper": baselines.PaperCompletionPolicy,
+    "cppo": baselines.CppoPolicy,
+    "cppo_trl": baselines.CppoTrlPolicy,
+    "cppo_verl": baselines.CppoVerlPolicy,
+    "greso": baselines.ZeroVariancePolicy,
+    "greso_ht": baselines.ZeroAdvantagePolicy,
+    "infobatch": baselines.InfoBatchCompletionPolicy,
+    "max_variance": baselines.MaxVariancePolicy,
+}
 """As `PROMPT_POLICIES`."""
+METHODS: dict[str, tuple[str, str]] = {
+    "grpo" if name == "none" else name: (
+        name if name in PROMPT_POLICIES else "none",
+        name if name in COMPLETION_POLICIES else "none",
+    )
+    for name in [*PROMPT_POLICIES, *COMPLETION_POLICIES]
+}
+"""Method to (`pruning.prompt.method`, `pruning.completion.method`); every other setting stays the config's."""
 
 
 def prompt_policy_class(method: str, key: str = "pruning.prompt.method") -> type[PromptPolicy]:
@@ -79,14 +87,8 @@ def completion_policy_class(method: str, key: str = "pruning.completion.method")
 
 
 def check_methods(config: PruningConfig, *, group_size: int = 0, minibatch_size: int = 0) -> list[str]:
-    """Check both levels' methods against their settings.
-
-    Args:
-        group_size: completions of a prompt; 0: not known.
-        minibatch_size: nominal completions of an optimizer mini-batch; 0: not known.
-
-    Returns:
-        A line for each level with settings, other than the defaults, that its method does not read.
+    """A line for each level with settings, other than the defaults, that its method does not read. Sizes as for
+    `CompletionPolicy.check`.
 
     Raises:
         UserError: no such method, a plugged policy that is none, settings that contradict each other under it.
@@ -106,8 +108,8 @@ def check_methods(config: PruningConfig, *, group_size: int = 0, minibatch_size:
     if is_plugin(config.completion.method):
         make_completion_policy(config.completion, seed=0, total_steps=1)
     return [
-        *_unread("pruning.prompt", config.prompt, prompt.reads, prompt.unread(config.prompt)),
-        *_unread("pruning.completion", config.completion, completion.reads, completion.unread(config.completion)),
+        *_unread("pruning.prompt", config.prompt, prompt),
+        *_unread("pruning.completion", config.completion, completion),
     ]
 
 
@@ -121,17 +123,14 @@ def make_prompt_policy(
     seed: int,
     features: PromptFeatures | None = None,
 ) -> PromptPolicy:
-    """The policy of `pruning.prompt.method`, whose section is checked here; the others are those of `PromptPolicy`.
-
-    Raises:
-        UserError: a setting is out of range; the message names its key.
-    """
+    """The policy of `pruning.prompt.method`, whose section is checked here (`UserError`); the others are those of
+    `PromptPolicy`."""
     for name, count in (("num_prompts", num_prompts), ("completions_per_prompt", completions_per_prompt)):
         if count < 1:
             raise ValueError(f"{name} = {count}: must be at least 1")
     if prompts_per_step < 1 or total_steps < 0:
         raise ValueError(f"prompts_per_step = {prompts_per_step}, total_steps = {total_steps}: must be positive")
-    check_prompt(config)
+    check_ranges(config, "pruning.prompt.")
     cls = prompt_policy_class(config.method)
     cls.check(config, "pruning.prompt")
     return cls(
@@ -153,22 +152,13 @@ def make_completion_policy(
     zero_advantage_slope: float = 0.0,
     group_size: int = 0,
 ) -> CompletionPolicy:
-    """The policy of `pruning.completion.method`, whose section is checked here; the others are those of
-    `CompletionPolicy`.
-
-    Raises:
-        UserError: a setting is out of range; the message names its key.
-    """
-    check_completion(config)
+    """The policy of `pruning.completion.method`, whose section is checked here (`UserError`); the others are those of
+    `CompletionPolicy`."""
+    check_ranges(config, "pruning.completion.")
     cls = completion_policy_class(config.method)
     cls.check(config, "pruning.completion", group_size=group_size, minibatch_size=0)
-    return cls(
-        config,
-        seed=seed,
-        total_steps=total_steps,
-        zero_advantage_slope=zero_advantage_slope,
-        group_size=group_size,
-    )
+    slope = zero_advantage_slope
+    return cls(config, seed=seed, total_steps=total_steps, zero_advantage_slope=slope, group_size=group_size)
 
 
 def _resolve(method: str, key: str, known: dict[str, type[P]], base: type[P]) -> type[P]:
@@ -179,14 +169,59 @@ def _resolve(method: str, key: str, known: dict[str, type[P]], base: type[P]) ->
     return cast(type[P], plug(loaded, base, key, method))
 
 
-def _unread(
-    key: str,
-    config: PromptPruningConfig | CompletionPruningConfig,
-    reads: tuple[str, ...],
-    unread: tuple[str, ...],
-) -> list[str]:
+def _unread(key: str, config: PromptPruningConfig | CompletionPruningConfig, cls: type[Policy]) -> list[str]:
     """One line with the settings that were changed and mean nothing."""
-    default = type(config)()
-    idle = [item.name for item in fields(config) if item.name not in {"method", *reads} or item.name in unread]
+    default, read = type(config)(), {"method", *cls.reads} - set(cls.unread(config))
+    idle = [item.name for item in fields(config) if item.name not in read]
     changed = [name for name in idle if getattr(config, name) != getattr(default, name)]
     return [f"{key}.method = {config.method} does not read {', '.join(changed)}"] if changed else []
+
+
+def parse_methods(names: str) -> list[str]:
+    """A comma-separated list of methods. Raises UserError for an unknown or repeated one."""
+    methods = [name.strip() for name in names.split(",") if name.strip()]
+    for name in methods:
+        levels(name)
+    if not methods or len(set(methods)) < len(methods):
+        raise UserError(f"--methods '{names}': expected different names, separated by commas")
+    return methods
+
+
+def levels(name: str) -> tuple[str, str]:
+    """The methods of both levels; a user's own `module:Class` is of the level that its class is. Raises UserError."""
+    if name in METHODS:
+        return METHODS[name]
+    if not is_plugin(name):
+        raise UserError(
+            f"--methods: no method '{name}'; known: {', '.join(METHODS)}, or module:Class for a policy of your own"
+        )
+    loaded = load_function("--methods", name)
+    if isinstance(loaded, type) and issubclass(loaded, CustomPromptPolicy):
+        return name, "none"
+    completion_policy_class(name, "--methods")
+    return "none", name
+
+
+def method_overrides(name: str) -> list[str]:
+    """The settings that make a job use this method."""
+    return [
+        f"pruning.{level}.{key}={value if isinstance(value, str) else str(value).lower()}"
+        for level, key, value in _settings(name)
+    ]
+
+
+def with_method(config: C, name: str) -> C:
+    """A copy of `config` that uses this method."""
+    changed = copy.deepcopy(config)
+    for level, key, value in _settings(name):
+        setattr(getattr(changed.pruning, level), key, value)
+    return changed
+
+
+def _settings(name: str) -> list[tuple[str, str, str | bool]]:
+    """(level, setting, value) of both methods; what is refused with one of them is off."""
+    prompt, completion = levels(name)
+    settings: list[tuple[str, str, str | bool]] = [("prompt", "method", prompt), ("completion", "method", completion)]
+    if "allocation" not in completion_policy_class(completion).reads:
+        settings.append(("completion", "allocation", False))
+    return settings

@@ -9,22 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from dppo_megatron.config.pruning import PromptPruningConfig, exact_rate
-from dppo_megatron.pruning.designs import draw
 from dppo_megatron.pruning.history import PromptHistory, check_ids, check_visits
-from dppo_megatron.pruning.interface import (
-    Policy,
-    PromptFeatures,
-    Selection,
-    keep_all,
-    scatter,
-)
+from dppo_megatron.pruning.interface import Policy, PromptFeatures, Selection, keep_all, scatter
 from dppo_megatron.pruning.weights import weigh_by
-from dppo_megatron.randomness import generator, uniforms
 from dppo_megatron.types import FloatArray, IntArray
 
 
@@ -48,17 +40,15 @@ class PromptPolicy(Policy):
     This class is method `none`, which keeps everything. Subclasses override `_select_sorted` and what they learn.
 
     Args:
-        config: the prompt section, already checked.
         num_prompts: rows of the prompt set.
-        completions_per_prompt: G.
         prompts_per_step: nominal prompts of a step, N.
         total_steps: length of the run, for annealing.
-        seed: the run's seed.
         features: what is known of each prompt before it is tried; None: nothing.
     """
 
     _level = "prompt"
-    _parts = ("method", "history")
+    resamples: ClassVar[bool] = False
+    """The rewards decide how many prompts are rolled out and which groups go on: `keep_groups` is a selection."""
 
     def __init__(
         self,
@@ -76,11 +66,11 @@ class PromptPolicy(Policy):
         self.completions_per_prompt = completions_per_prompt
         self.prompts_per_step = prompts_per_step
         self.seed = seed
-        steps_per_epoch = num_prompts / prompts_per_step
-        self.warmup_steps = math.ceil(exact_rate(config.warmup_epochs) * Fraction(num_prompts, prompts_per_step))
+        steps_per_epoch = Fraction(num_prompts, prompts_per_step)
+        self.warmup_steps = math.ceil(exact_rate(config.warmup_epochs) * steps_per_epoch)
         self.last_active_step = math.ceil(exact_rate(config.anneal_fraction) * total_steps) - 1
         self.history = PromptHistory(
-            num_prompts, prior=config.prior, discount=config.discount, steps_per_epoch=steps_per_epoch
+            num_prompts, prior=config.prior, discount=config.discount, steps_per_epoch=float(steps_per_epoch)
         )
 
     @classmethod
@@ -90,11 +80,6 @@ class PromptPolicy(Policy):
     @classmethod
     def needs_unit_rewards(cls, config: PromptPruningConfig) -> bool:
         """Whether rewards must be in [0, 1]."""
-        return False
-
-    @property
-    def resamples(self) -> bool:
-        """The rewards decide how many prompts are rolled out and which groups go on: `keep_groups` is a selection."""
         return False
 
     def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0) -> Selection:
@@ -130,13 +115,11 @@ class PromptPolicy(Policy):
         rewards = check_visits(ids, rewards, lengths, binary_score=self.needs_unit_rewards(self.config))
         order = np.argsort(ids, kind="stable")
         moment = None if second_moment is None else np.asarray(second_moment, dtype=np.float64)[order]
-        certain = np.ones(len(ids))
         inclusion, planned = (
-            (certain if given is None else np.asarray(given, dtype=np.float64))[order]
+            np.ones(len(ids)) if given is None else np.asarray(given, dtype=np.float64)[order]
             for given in (inclusion_prob, planned_prob)
         )
-        visits = Visits(ids[order], rewards[order], np.asarray(lengths)[order], moment, inclusion, planned)
-        self._learn(visits, step)
+        self._learn(Visits(ids[order], rewards[order], np.asarray(lengths)[order], moment, inclusion, planned), step)
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
         """How many more nominal prompts the loop should offer to `select` and roll out in this step; 0 when done.
@@ -150,19 +133,11 @@ class PromptPolicy(Policy):
         """Which of the step's groups [groups, G] go on, after the last round."""
         return keep_all(len(rewards), f"{self.name}/groups")
 
-    def history_metrics(self, *, step: int) -> dict[str, float]:
-        """`prune/history_*`: coverage of the prompt set and staleness of what is known, in epochs."""
-        return self.history.metrics(step)
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "history": self.history.state_dict()}
 
-    def state_dict(self, memory: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Everything `select` depends on, copied: plain scalars and numpy arrays.
-
-        memory: an older state that is not needed any more; its arrays are overwritten with the new one's.
-        """
-        history = self.history.state_dict(memory and memory["history"])
-        return {"method": self.config.method, "history": history, **self.own_state()}
-
-    def _load_parts(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self.history.load_state_dict(state["history"])
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
@@ -182,17 +157,9 @@ class PromptPolicy(Policy):
         return f"annealed after step {self.last_active_step}" if step > self.last_active_step else ""
 
     def _draw_and_weigh(
-        self, ids: IntArray, pi: FloatArray, order: IntArray, step: int, minibatch: int, *, note: str = ""
+        self, ids: IntArray, pi: FloatArray, score: FloatArray, step: int, minibatch: int, *, note: str = ""
     ) -> Selection:
-        """Draw with the configured design along `order`, and weigh with the configured estimator and cap."""
-        drawn = draw(
-            self.config.design,
-            pi,
-            order=order,
-            start=float(generator(self.seed, "prompt start", step, minibatch).random()),
-            uniform=uniforms(self.seed, "prompt coin", ids, step, minibatch),
-        )
-        return weigh_by(self, drawn, note=note)
-
-    def _ties(self, ids: IntArray, step: int, minibatch: int) -> FloatArray:
-        return uniforms(self.seed, "prompt tie", ids, step, minibatch)
+        """With the configured design, estimator and cap. Neighbours in score replace each other in a systematic draw;
+        the tie-break keeps equals in random order."""
+        order = np.lexsort((self._ties(ids, step, minibatch), score))
+        return weigh_by(self, self._draw_along(ids, pi, order, step, minibatch), note=note)

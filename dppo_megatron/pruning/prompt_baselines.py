@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from dppo_megatron.config.pruning import GresoConfig, PromptPruningConfig, check_between
+from dppo_megatron.config.pruning import PromptPruningConfig, check_between
 from dppo_megatron.pruning.designs import Draw, design_effect
-from dppo_megatron.pruning.interface import Selection, check_state, figures, keep_all
+from dppo_megatron.pruning.interface import Selection, check_state, figures
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.scores import spread
 from dppo_megatron.pruning.weights import weigh_biased, weigh_by
@@ -31,8 +31,6 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
 
 _SURPLUS = 1.25
 """GRESO asks for a quarter more prompts than its estimate."""
-_KINDS = ("easy_run", "hard_run")
-"""Columns of the history: visits in a row that were all right, or all wrong."""
 _NOTHING_COUNTED = {"step": -1, "easy": 0, "hard": 0, "total": 0}
 _SMALLEST_KEEP = 0.1
 """The authors' floor: keep ratio = min(1, max(0.1, 1 - r))."""
@@ -46,12 +44,8 @@ class DynamicSamplingPolicy(PromptPolicy):
     enough; here the step trains on what there is, as a mean over it, and the ledger says so.
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("dynamic_sampling",)
-    reads: ClassVar[tuple[str, ...]] = ("refill",)
-
-    @property
-    def resamples(self) -> bool:
-        return True
+    reads = ("refill",)
+    resamples = True
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
         refill = self.config.refill
@@ -69,55 +63,37 @@ class DynamicSamplingPolicy(PromptPolicy):
         return ""
 
 
-class GresoPolicy(PromptPolicy):
-    """Method `greso` (arXiv 2506.02177).
+class WeightedGresoPolicy(PromptPolicy):
+    """Method `greso_ht`: GRESO's probabilities above `min_inclusion_prob`, weighted by 1/pi, all groups, no refills:
+    unbiased.
 
     A prompt whose last z visits were all easy (or all hard) is skipped with probability 1 - max(p^z, floor), with one
-    self-adjusting p for easy and one for hard prompts. Given the same uniform numbers the decisions are those of the
-    authors' code (Infini-AI-Lab/GRESO, b277843), but for: hard groups are all groups with equal rewards at or below
-    `hard_reward`, where theirs counts rewards of exactly 0.1; the group size is free, where theirs is 8; a round
-    without any variance asks for the largest refill, where theirs divides by zero; draws are counter-based.
+    self-adjusting p for easy and one for hard prompts.
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("greso",)
-    reads: ClassVar[tuple[str, ...]] = ("greso", "refill")
+    reads: ClassVar[tuple[str, ...]] = ("greso", "min_inclusion_prob", "estimator", "max_weight")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         start = self.config.greso.initial_keep_probability
         self.p_easy, self.p_hard = start, start
-        for kind in _KINDS:
+        for kind in ("easy_run", "hard_run"):  # visits in a row that were all right, or all wrong
             self.history.arrays[kind] = np.zeros(len(self.history), dtype=np.int32)
         self._counted = dict(_NOTHING_COUNTED)
-        self._round = {"step": -1, "groups": 0, "last": 0}
 
     @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
-        check_greso(config.greso, f"{key}.greso")
-
-    @property
-    def resamples(self) -> bool:
-        return True
-
-    def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
-        """The estimate of a round within the largest refill makes it the last."""
-        refill, greso = self.config.refill, self.config.greso
-        if not refill.enabled or rounds >= refill.max_rounds:
-            return 0
-        before = dict(self._round) if self._round["step"] == step and rounds > 1 else {"groups": 0, "last": 0}
-        missing = self.prompts_per_step - int(has_variance(rewards).sum())
-        if missing <= 0 or before["last"]:
-            return 0
-        latest = rewards[before["groups"] :]
-        flat = 1.0 - float(has_variance(latest).mean()) if len(latest) else 1.0
-        prompts, last = next_round(
-            missing, flat, smallest=greso.smallest_refill_prompts, largest=greso.largest_refill_prompts
-        )
-        self._round = {"step": step, "groups": len(rewards), "last": int(last)}
-        return prompts
-
-    def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
-        return keep_informative(has_variance(rewards), self.prompts_per_step, f"{self.name}/groups")
+        greso, key = config.greso, f"{key}.greso"
+        smallest, largest = greso.smallest_probability, greso.largest_probability
+        check_between(f"{key}.largest_probability", largest, smallest, 1.0)
+        check_between(f"{key}.initial_keep_probability", greso.initial_keep_probability, smallest, largest)
+        if greso.easy_reward <= greso.hard_reward:
+            raise UserError(f"{key}.easy_reward = {greso.easy_reward}: must be above hard_reward = {greso.hard_reward}")
+        if greso.largest_refill_prompts < greso.smallest_refill_prompts:
+            raise UserError(
+                f"{key}.largest_refill_prompts = {greso.largest_refill_prompts}: must be at least"
+                f" smallest_refill_prompts = {greso.smallest_refill_prompts}"
+            )
 
     def own_state(self) -> dict[str, Any]:
         return {"p_easy": self.p_easy, "p_hard": self.p_hard, "counted": dict(self._counted)}
@@ -127,13 +103,15 @@ class GresoPolicy(PromptPolicy):
         self.p_easy, self.p_hard = float(state["p_easy"]), float(state["p_hard"])
         self._counted = {key: int(value) for key, value in state["counted"].items()}
 
-    @property
     def _floor(self) -> float:
-        return self.config.greso.keep_floor
+        return self.config.min_inclusion_prob
+
+    def _weighed(self, drawn: Draw) -> Selection:
+        return weigh_by(self, drawn)
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         p_easy, p_hard = self._adapted(step)
-        arrays, floor = self.history.arrays, self._floor
+        arrays, floor = self.history.arrays, self._floor()
         pi = keep_probability(arrays["easy_run"][ids], arrays["hard_run"][ids], p_easy, p_hard, floor)
         uniform = uniforms(self.seed, "prompt coin", ids, step, minibatch)
         # Their comparison, not `uniform < pi`: the same numbers then give the same decisions.
@@ -143,24 +121,15 @@ class GresoPolicy(PromptPolicy):
             selection, metrics=selection.metrics | {"share_at_floor": at_floor, "p_easy": p_easy, "p_hard": p_hard}
         )
 
-    def _weighed(self, drawn: Draw) -> Selection:
-        note = f"skips without weights; the expected share of prompts is {float(drawn.inclusion_prob.mean()):.2f}"
-        pi = drawn.inclusion_prob
-        selection = weigh_biased(drawn, name=self.name, scale=1.0, note=note, score=np.zeros(len(pi)))
-        return replace(
-            selection, mean_weight=pi / (pi.mean() or 1.0)
-        )  # the mean over what goes on leaves the differences
-
     def _learn(self, visits: Visits, step: int) -> None:
         super()._learn(visits, step)
-        ids, rewards = visits.ids, visits.rewards
         if self._is_over(step):
             self.p_easy, self.p_hard = self._adapted(step)
             self._counted = dict(_NOTHING_COUNTED)
         greso, arrays = self.config.greso, self.history.arrays
-        graded = ~np.isnan(rewards)
+        graded = ~np.isnan(visits.rewards)
         visited = graded.any(axis=1)
-        ids, rewards, graded = ids[visited], rewards[visited], graded[visited]
+        ids, rewards, graded = visits.ids[visited], visits.rewards[visited], graded[visited]
         mean = np.where(graded, rewards, 0.0).sum(axis=1) / graded.sum(axis=1)
         easy, hard = mean >= greso.easy_reward, mean <= greso.hard_reward
         for row, prompt in enumerate(ids):
@@ -198,30 +167,51 @@ class GresoPolicy(PromptPolicy):
         return ""
 
 
-class WeightedGresoPolicy(GresoPolicy):
-    """Method `greso_ht`: GRESO's probabilities above `min_inclusion_prob`, weighted by 1/pi, all groups, no refills:
-    unbiased."""
+class GresoPolicy(WeightedGresoPolicy):
+    """Method `greso` (arXiv 2506.02177): without weights, and with refills until enough groups have variance.
 
-    methods: ClassVar[tuple[str, ...]] = ("greso_ht",)
-    reads: ClassVar[tuple[str, ...]] = ("greso", "min_inclusion_prob", "estimator", "max_weight")
+    Given the same uniform numbers the decisions are those of the authors' code (Infini-AI-Lab/GRESO, b277843), but for:
+    hard groups are all groups with equal rewards at or below `hard_reward`, where theirs counts rewards of exactly 0.1;
+    the group size is free, where theirs is 8; a round without any variance asks for the largest refill, where theirs
+    divides by zero; draws are counter-based.
+    """
 
-    @property
-    def resamples(self) -> bool:
-        return False
+    reads = ("greso", "refill")
+    resamples = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._round = {"step": -1, "groups": 0, "last": 0}
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
-        """0: sampling until enough are found has no exact weights."""
-        return 0
+        """The estimate of a round within the largest refill makes it the last."""
+        refill, greso = self.config.refill, self.config.greso
+        if not refill.enabled or rounds >= refill.max_rounds:
+            return 0
+        before = self._round if self._round["step"] == step and rounds > 1 else {"groups": 0, "last": 0}
+        missing = self.prompts_per_step - int(has_variance(rewards).sum())
+        if missing <= 0 or before["last"]:
+            return 0
+        latest = rewards[before["groups"] :]
+        flat = 1.0 - float(has_variance(latest).mean()) if len(latest) else 1.0
+        prompts, last = next_round(
+            missing, flat, smallest=greso.smallest_refill_prompts, largest=greso.largest_refill_prompts
+        )
+        self._round = {"step": step, "groups": len(rewards), "last": int(last)}
+        return prompts
 
     def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
-        return keep_all(len(rewards), f"{self.name}/groups")
+        return keep_informative(has_variance(rewards), self.prompts_per_step, f"{self.name}/groups")
 
-    @property
     def _floor(self) -> float:
-        return self.config.min_inclusion_prob
+        return self.config.greso.keep_floor
 
     def _weighed(self, drawn: Draw) -> Selection:
-        return weigh_by(self, drawn)
+        pi = drawn.inclusion_prob
+        note = f"skips without weights; the expected share of prompts is {float(pi.mean()):.2f}"
+        selection = weigh_biased(drawn, name=self.name, scale=1.0, note=note, score=np.zeros(len(pi)))
+        # the mean over what goes on leaves the differences
+        return replace(selection, mean_weight=pi / (pi.mean() or 1.0))
 
 
 class InfoBatchPolicy(PromptPolicy):
@@ -230,15 +220,7 @@ class InfoBatchPolicy(PromptPolicy):
     The score is the mean |advantage| of the last visit, in the place of the authors' last loss.
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("infobatch",)
-    reads: ClassVar[tuple[str, ...]] = (
-        "rate",
-        "design",
-        "estimator",
-        "max_weight",
-        "warmup_epochs",
-        "anneal_fraction",
-    )
+    reads = ("rate", "design", "estimator", "max_weight", "warmup_epochs", "anneal_fraction")
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         arrays = self.history.arrays
@@ -248,27 +230,8 @@ class InfoBatchPolicy(PromptPolicy):
         score = arrays["mean_abs"][ids].astype(np.float64)
         low = self.history.seen(ids) & (score < mean)
         pi = two_class(low, self.config.rate)
-        order = np.lexsort((self._ties(ids, step, minibatch), score))
-        selection = self._draw_and_weigh(ids, pi, order, step, minibatch)
+        selection = self._draw_and_weigh(ids, pi, score, step, minibatch)
         return replace(selection, growth=design_effect(score, pi), metrics=figures(pi, low))
-
-
-def check_greso(config: GresoConfig, key: str) -> None:
-    """Raise `UserError` for limits that contradict each other."""
-    check_between(f"{key}.largest_probability", config.largest_probability, config.smallest_probability, 1.0)
-    check_between(
-        f"{key}.initial_keep_probability",
-        config.initial_keep_probability,
-        config.smallest_probability,
-        config.largest_probability,
-    )
-    if config.easy_reward <= config.hard_reward:
-        raise UserError(f"{key}.easy_reward = {config.easy_reward}: must be above hard_reward = {config.hard_reward}")
-    if config.largest_refill_prompts < config.smallest_refill_prompts:
-        raise UserError(
-            f"{key}.largest_refill_prompts = {config.largest_refill_prompts}: must be at least"
-            f" smallest_refill_prompts = {config.smallest_refill_prompts}"
-        )
 
 
 def keep_probability(

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dppo_megatron.config.pruning import PromptPruningConfig, check_auto_rule, check_floor
-from dppo_megatron.pruning.budget import MeasuredCost
 from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect, deterministic
 from dppo_megatron.pruning.interface import Selection, StepCost, figures, keep_all
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.prompt_score import FittedScore
 from dppo_megatron.pruning.scores import (
+    MeasuredCost,
     budgeted_probabilities,
     efficient_probabilities,
     nondegenerate_probability,
@@ -63,7 +63,6 @@ class _DrawPlan:
 class DppoPromptPolicy(PromptPolicy):
     """Method `dppo`: a systematic draw with probabilities in proportion to a score of what is known before."""
 
-    methods: ClassVar[tuple[str, ...]] = ("dppo",)
     reads: ClassVar[tuple[str, ...]] = ("rate", "cost_aware", *_READS)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -108,9 +107,7 @@ class DppoPromptPolicy(PromptPolicy):
         plan = self._plan(ids, step)
         if plan is None or not self.monitor.believed:
             return self._not_skipped(ids, plan, "no cost measured yet" if plan is None else _FOUND_WANTING)
-        # Neighbours in score replace each other in a systematic draw; the tie-break keeps equals in random order.
-        order = np.lexsort((self._ties(ids, step, minibatch), plan.score))
-        selection = self._draw_and_weigh(ids, plan.pi, order, step, minibatch, note=plan.note)
+        selection = self._draw_and_weigh(ids, plan.pi, plan.score, step, minibatch, note=plan.note)
         return self._with_figures(selection, plan, plan.pi)
 
     def _rest(self, ids: IntArray, step: int, why: str) -> Selection:
@@ -143,10 +140,8 @@ class DppoPromptPolicy(PromptPolicy):
         growth = partial(_growth, score, lower, optimism, self._inflation())
         bound = self.config.max_design_effect
         pi = budgeted_probabilities(WaterFiller(size, lower), target, growth, max_design_effect=bound, whole=True)
-        note = ""
-        if pi.sum() > target + 0.5:
-            note = f"max_design_effect {self.config.max_design_effect:g} keeps {pi.sum():.0f} prompts, not {target:.0f}"
-        return _DrawPlan(score, cost, lower, pi, growth, note)
+        more = f"max_design_effect {bound:g} keeps {pi.sum():.0f} prompts, not {target:.0f}"
+        return _DrawPlan(score, cost, lower, pi, growth, more if pi.sum() > target + 0.5 else "")
 
     @property
     def _divides_by_cost(self) -> bool:
@@ -164,11 +159,9 @@ class DppoPromptPolicy(PromptPolicy):
 
     def _may_skip(self, ids: IntArray) -> BoolArray:
         """[n]: whether a prompt's score rests on anything of its own; the others are always kept."""
-        if self.fitted is None:
+        if self.fitted is None or (self.fitted.is_ready and not self.fitted.tells_unseen_apart):
             return self.history.seen(ids)
-        if not self.fitted.is_ready:
-            return np.zeros(len(ids), dtype=np.bool_)
-        return np.ones(len(ids), dtype=np.bool_) if self.fitted.tells_unseen_apart else self.history.seen(ids)
+        return np.full(len(ids), self.fitted.is_ready)
 
     def _score(self, ids: IntArray, step: int) -> FloatArray:
         """Root of the expected second moment of a prompt's gradient, up to a common factor, [n]."""
@@ -220,8 +213,7 @@ class DppoPromptPolicy(PromptPolicy):
 class AutoPromptPolicy(DppoPromptPolicy):
     """Method `dppo_auto`: the number to keep follows from what a prompt costs, or from a bound on the variance."""
 
-    methods: ClassVar[tuple[str, ...]] = ("dppo_auto",)
-    reads: ClassVar[tuple[str, ...]] = ("rate", "auto_rule", "fixed_cost_ratio", *_READS)
+    reads = ("rate", "auto_rule", "fixed_cost_ratio", *_READS)
 
     @classmethod
     def unread(cls, config: PromptPruningConfig) -> tuple[str, ...]:
@@ -257,8 +249,7 @@ class PaperPromptPolicy(PromptPolicy):
     A skipped prompt's score never changes, so it stays out unless `revisit_epochs` is set.
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("dppo_paper",)
-    reads: ClassVar[tuple[str, ...]] = ("rate", "warmup_epochs", "anneal_fraction", "revisit_epochs")
+    reads = ("rate", "warmup_epochs", "anneal_fraction", "revisit_epochs")
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         config = self.config

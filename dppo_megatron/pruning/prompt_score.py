@@ -148,12 +148,10 @@ class FittedScore:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore, also of an older checkpoint; raises ValueError on other keys or columns."""
-        state = {"error": np.zeros(2)} | dict(state)
+        """Restore; raises ValueError on other keys or columns."""
         check_state(state, {"moment", "slope", "tokens", "mean_reward", "error"}, "the prompt score")
-        self._moment.load_state_dict(state["moment"])
-        self._slope.load_state_dict(state["slope"])
-        self._tokens.load_state_dict(state["tokens"])
+        for name, fit in (("moment", self._moment), ("slope", self._slope), ("tokens", self._tokens)):
+            fit.load_state_dict(state[name])
         self._mean_reward = float(state["mean_reward"])
         self._error = np.array(state["error"], dtype=np.float64)
 
@@ -363,7 +361,7 @@ class FadingRegression:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore; raises ValueError on other keys or another number of columns."""
-        check_state(dict(state), {"weights", "information"}, "the fitted score")
+        check_state(state, {"weights", "information"}, "the fitted score")
         weights, information = (np.array(state[key], dtype=np.float64) for key in ("weights", "information"))
         if weights.shape != self.weights.shape or information.shape != self.information.shape:
             raise ValueError(f"its prompt score has {len(weights)} columns, and this version's {len(self.weights)}")

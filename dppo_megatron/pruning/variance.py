@@ -176,7 +176,7 @@ class EffectMonitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore; raises ValueError on other keys."""
-        check_state(dict(state), {"sums", "believed"}, "the measured effect")
-        check_state(dict(state["sums"]), set(_SUMS), "the measured effect's sums")
+        check_state(state, {"sums", "believed"}, "the measured effect")
+        check_state(state["sums"], set(_SUMS), "the measured effect's sums")
         self._sums = {name: float(state["sums"][name]) for name in _SUMS}
         self.believed = bool(state["believed"])

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig
 from dppo_megatron.pruning.designs import Draw, design_effect
 from dppo_megatron.pruning.interface import LedgerRow, Policy, Selection, figures
 from dppo_megatron.types import FloatArray, Label
@@ -70,11 +70,9 @@ def weigh(
             probabilities and the design. Never from what was kept.
         score: [n], for the growth of the variance; None: all alike.
     """
-    notes = [note] if note else []
-    if max_weight > 0:
-        notes += _cap_notes(draw, estimator, max_weight)
+    note = "; ".join(filter(None, (note, _cap_note(draw, estimator, max_weight))))
     label = label or label_of_draw(draw, estimator, max_weight)
-    selection = _selection(draw, name, _weights(draw, estimator, max_weight), label, "; ".join(notes), score)
+    selection = _selection(draw, name, _weights(draw, estimator, max_weight), label, note, score)
     return replace(
         selection,
         mean_weight=None if label in ("exact", "unbiased") else mean_weight(draw, estimator, max_weight),
@@ -105,20 +103,10 @@ def _weights(draw: Draw, estimator: str, max_weight: float) -> FloatArray:
     return capped
 
 
-def weigh_by(
-    policy: Policy, draw: Draw, *, note: str = "", label: Label | None = None, score: FloatArray | None = None
-) -> Selection:
-    """`weigh` with the estimator and the cap of a policy's settings."""
-    settings: PromptPruningConfig | CompletionPruningConfig = policy.config
-    return weigh(
-        draw,
-        estimator=settings.estimator,
-        name=policy.name,
-        max_weight=settings.max_weight,
-        note=note,
-        label=label,
-        score=score,
-    )
+def weigh_by(policy: Policy, draw: Draw, **more: Any) -> Selection:
+    """`weigh` with the estimator and the cap of a policy's settings; `more` are its other arguments."""
+    config = policy.config
+    return weigh(draw, name=policy.name, estimator=config.estimator, max_weight=config.max_weight, **more)
 
 
 def weigh_biased(
@@ -137,8 +125,7 @@ def weigh_biased(
     """
     everything = bool(np.all(draw.inclusion_prob == 1.0) and np.all(np.asarray(scale) == 1.0))
     given: Label = label or ("exact" if everything else "biased")
-    weight = np.where(draw.kept, scale, 0.0)
-    selection = _selection(draw, name, weight, given, "" if given == "exact" else note, score)
+    selection = _selection(draw, name, np.where(draw.kept, scale, 0.0), given, "" if given == "exact" else note, score)
     return replace(selection, mean_weight=draw.inclusion_prob * scale)
 
 
@@ -151,17 +138,15 @@ def _selection(
     return Selection(draw.kept, pi, weight, ledger, figures(pi), growth=effect)
 
 
-def _cap_notes(draw: Draw, estimator: str, max_weight: float) -> list[str]:
+def _cap_note(draw: Draw, estimator: str, max_weight: float) -> str:
     """What the cap can do to this draw, from the probabilities."""
-    largest = largest_weight(draw, estimator)
-    if not can_bind(max_weight, largest):
-        return []
+    if not _can_bind(max_weight, largest := largest_weight(draw, estimator)):
+        return ""
     if estimator != "ht" and not draw.fixed_size:
-        return [f"max_weight {max_weight:g} can bind: weights of {estimator} reach up to {largest:.3g} here"]
+        return f"max_weight {max_weight:g} can bind: weights of {estimator} reach up to {largest:.3g} here"
     expected = np.minimum(1.0, max_weight * draw.inclusion_prob[draw.inclusion_prob > 0])
-    bound = int((expected < 1.0 - 1e-12).sum())
-    lost = 1.0 - float(expected.mean())
-    return [f"max_weight {max_weight:g} binds for {bound} of {len(expected)}, losing {lost:.1%} of the weight"]
+    bound, lost = int((expected < 1.0 - 1e-12).sum()), 1.0 - float(expected.mean())
+    return f"max_weight {max_weight:g} binds for {bound} of {len(expected)}, losing {lost:.1%} of the weight"
 
 
 LABELS: tuple[Label, ...] = ("exact", "unbiased", "ratio", "biased")
@@ -185,24 +170,30 @@ def label_of_settings(estimator: str, *, fixed_size: bool, least_prob: float, ma
     Example: ht with min_inclusion_prob = 0.05 makes weights up to 20. A cap of 20 never acts: unbiased. A cap of 10
     can: biased.
     """
-    inverse = estimator == "ht" or (estimator == "c_form" and fixed_size)
     # The ratio forms divide by what the draw kept; with one element kept its weight is about n, so any cap can act.
-    largest = 1.0 / least_prob if inverse else np.inf
-    if can_bind(max_weight, largest):
-        return "biased"
-    return "unbiased" if inverse else "ratio"
+    largest = 1.0 / least_prob if _is_inverse(estimator, fixed_size) else np.inf
+    return _label(estimator, fixed_size, max_weight, largest)
 
 
 def label_of_draw(draw: Draw, estimator: str, max_weight: float) -> Label:
     """The label of a design whose probabilities are known: the same for every draw from it."""
     if bool(np.all(draw.inclusion_prob == 1.0)):
         return "exact"
-    if can_bind(max_weight, largest_weight(draw, estimator)):
+    return _label(estimator, draw.fixed_size, max_weight, largest_weight(draw, estimator))
+
+
+def _label(estimator: str, fixed_size: bool, max_weight: float, largest: float) -> Label:
+    if _can_bind(max_weight, largest):
         return "biased"
-    return "unbiased" if estimator == "ht" or (estimator == "c_form" and draw.fixed_size) else "ratio"
+    return "unbiased" if _is_inverse(estimator, fixed_size) else "ratio"
 
 
-def can_bind(max_weight: float, largest: float) -> bool:
+def _is_inverse(estimator: str, fixed_size: bool) -> bool:
+    """Its weights are 1/pi, whatever was kept."""
+    return estimator == "ht" or (estimator == "c_form" and fixed_size)
+
+
+def _can_bind(max_weight: float, largest: float) -> bool:
     """Whether a cap (0 for none) is below a weight that can occur."""
     return 0 < max_weight < largest * (1.0 - 1e-12)
 
@@ -219,7 +210,7 @@ def largest_weight(draw: Draw, estimator: str) -> float:
     if not len(supported):
         return 0.0
     inverse = 1.0 / supported
-    if estimator == "ht" or (estimator == "c_form" and draw.fixed_size):
+    if _is_inverse(estimator, draw.fixed_size):
         return float(inverse.max())
     chance = supported < 1.0
     certain = int((~chance).sum())

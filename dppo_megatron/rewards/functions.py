@@ -1,4 +1,4 @@
-"""Loads a user's grader, calls it, and checks what it returns.
+"""The built-in graders by their names; loads a user's, calls it, and checks what it returns.
 
 Runs in the grader processes, which must start fast: the standard library only, no numpy and no torch unless the grader
 imports them.
@@ -17,6 +17,7 @@ import functools
 import importlib
 import math
 import numbers
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,15 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+BUILT_IN = {
+    "math": "dppo_megatron.rewards.math.grader:grade_math",
+    "math_boxed": "dppo_megatron.rewards.math.grader:grade_math_boxed",
+    "final_answer": "dppo_megatron.rewards.functions:final_answer",
+}
+"""Names that the config may have instead of `module:function`."""
+
+_BOX = re.compile(r"\\boxed\s*\{")
+_MARKED = re.compile(r"####?\s*([^\n]*)")
 _LONGEST_TEXT = 10_000
 """Characters of `extracted` and `why` that are kept: a grader may copy a megabyte of braces into them."""
 _LONGEST_REASON = 300
@@ -139,7 +149,7 @@ def _graded(function: Callable[..., Any], calling: str, completion: str, answer:
         return {"failure": f"raised {_described(error)}", "memory": True}
     except BaseException as error:  # SystemExit too: it is the sample that ends, not the process
         trace = "".join(traceback.format_exception(error, limit=-4))
-        return {"failure": f"raised {_described(error)}", "trace": trace[-4000:]}
+        return {"failure": f"raised {_described(error)}", "trace": _truncated(trace[-4000:], _LONGEST_TEXT)}
 
 
 def _fields(result: Any) -> Any:
@@ -167,7 +177,9 @@ def _fields(result: Any) -> Any:
         if held:
             fields[name] = {
                 # the sentence for a value that is wrong is made only for one that may be
-                str(key): value if _is_float(value) else _number(value, f"a Grade whose {name}[{str(key)!r}] is ")
+                _truncated(str(key), _LONGEST_TEXT): value
+                if _is_float(value)
+                else _number(value, f"a Grade whose {name}[{str(key)!r}] is ")
                 for key, value in held.items()
             }
     return fields
@@ -202,7 +214,7 @@ def _described(error: BaseException) -> str:
     """`ZeroDivisionError: division by zero (grader.py:12)`."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith("<frozen") and frame.filename != __file__]
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    place = _truncated(f" ({own[-1].filename}:{own[-1].lineno})", _LONGEST_REASON) if own else ""
     try:
         text = str(error).strip().partition("\n")[0]
     except Exception:
@@ -222,4 +234,27 @@ def _shown(value: Any) -> str:
 
 
 def _truncated(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
+    """A lone surrogate, which no message can carry, becomes a text like `\\ud800`."""
+    text = text if len(text) <= length else text[: length - 3] + "..."
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+
+
+def final_answer(completion: str, answer: str) -> float:
+    """1.0 if the completion's last marked final answer equals the reference, else 0.0.
+
+    A final answer is marked by `\\boxed{...}` or, as in GSM8K, follows `####`. Spaces, a closing period and
+    thousands separators are ignored; nothing else is: `math` is the grader for what people write. A completion without
+    a mark scores 0, and so does one whose last box is not closed, whatever an earlier one holds.
+    """
+    from dppo_megatron.rewards.math.clean import closing  # its tables are not for every grader's process
+
+    if boxes := list(_BOX.finditer(completion)):
+        start = boxes[-1].end()
+        end = closing(completion, start - 1)
+        return float(end >= 0 and _normalize(completion[start:end]) == _normalize(answer))
+    marks = _MARKED.findall(completion)
+    return float(bool(marks) and _normalize(marks[-1]) == _normalize(answer))
+
+
+def _normalize(text: str) -> str:
+    return re.sub(r"(?<=\d),(?=\d{3})", "", text.strip().rstrip(".")).replace(" ", "")

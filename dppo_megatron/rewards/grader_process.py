@@ -171,11 +171,8 @@ class GraderProcess:
             os.killpg(self._process.pid, 9)
 
     def end(self, patience_s: float = 0.0) -> str:
-        """Kill it; returns how it had ended, if it had. What it wrote before can still be waited for.
-
-        Args:
-            patience_s: before it is killed; one whose pipe has just closed may be about to end by itself.
-        """
+        """Kill it; returns how it had ended, if it had. What it wrote before can still be waited for. One whose pipe
+        has just closed may be about to end by itself, and is given `patience_s`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_s)
         code = self._process.poll()

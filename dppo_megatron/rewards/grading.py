@@ -3,23 +3,21 @@ model."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from dppo_megatron.config.reward import RewardConfig
-from dppo_megatron.rewards.functions import NamedFunction
-from dppo_megatron.rewards.graders import BUILT_IN
+from dppo_megatron.rewards.functions import BUILT_IN, NamedFunction
 from dppo_megatron.rewards.pool import Grader
 from dppo_megatron.types import Completion, Grade, GradeTask, Group, RolloutPrompt, UserError
 
-__all__ = ["GradeInClient", "GradeTask", "Grader", "deciding_reward", "grade_groups", "make_grader"]
+__all__ = ["GradeTask", "Grader", "deciding_reward", "grade_groups", "make_grader"]
 
 
 def make_grader(reward: RewardConfig, function: str = "", key: str = "") -> Grader:
-    """The configured grader. Nothing is imported and no process started before it is used.
+    """The configured grader. Nothing is imported and no process started before it is used. A rollout client makes it in
+    its own process: `partial(make_grader, reward)` is what `ServerEngine` takes as `client_hook`.
 
     Args:
         function: another grader than the configured one, for an evaluation set: a built-in name or `module:function`.
@@ -43,19 +41,6 @@ def make_grader(reward: RewardConfig, function: str = "", key: str = "") -> Grad
         timeout_s=reward.timeout_s,
         memory_mb=reward.memory_mb,
     )
-
-
-@dataclass(frozen=True)
-class GradeInClient:
-    """Makes the configured grader in a rollout client's process: what `ServerEngine` takes as `client_hook`."""
-
-    reward: RewardConfig
-    module_path: tuple[str, ...] = ()
-    """Where the trainer finds modules (sys.path): a user's grader must be found in the client too. Empty: no change."""
-
-    def __call__(self) -> Grader:
-        sys.path[:] = self.module_path or sys.path
-        return make_grader(self.reward)
 
 
 def grade_groups(

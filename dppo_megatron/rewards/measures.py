@@ -1,4 +1,4 @@
-"""Metrics of a step's gradings; those that failed, as grades and in the log; the guard that stops the run when too many
+"""Metrics of a step's gradings; those that failed, as grades and in the log; the check that stops the run when too many
 of them fail."""
 
 from __future__ import annotations
@@ -62,11 +62,8 @@ class GradeTable:
 def grading_metrics(table: GradeTable, parts: Sequence[str] = ()) -> dict[str, float]:
     """`reward/timeouts`, and the means of facts and parts over the gradings that have them; NaN over none.
 
-    Means are weighted by the prompts' inverse inclusion probabilities, as `reward/mean` is, so that the parts add up to
-    it.
-
-    Args:
-        parts: names of the configured rewards.
+    Means are weighted by the prompts' inverse inclusion probabilities, as `reward/mean` is, so that the `parts`, which
+    are the configured rewards, add up to it.
     """
     timeouts = sum(count for failure, count in table.failures.items() if failure.startswith("timed out"))
     means = {name: _mean(table.weight, table.facts.get(name)) for name in (*table.facts, *FACTS)}
@@ -74,31 +71,24 @@ def grading_metrics(table: GradeTable, parts: Sequence[str] = ()) -> dict[str, f
     return {"reward/timeouts": float(timeouts)} | {f"reward/{name}": mean for name, mean in means.items()}
 
 
-class FailureGuard:
-    """Stops the run in a step in which too many gradings failed.
+def check_failures(table: GradeTable, reward: RewardConfig, step: int) -> None:
+    """Look at the gradings of `step` so far.
 
-    Too many is more than `reward.max_failed_share` of the step's gradings so far, but never a single one, unless the
-    share is 0: in a step of four completions one failure is 25 %, and no sign of a broken grader.
+    Too many failed ones are more than `reward.max_failed_share` of them, but never a single one, unless the share is 0:
+    in a step of four completions one failure is 25 %, and no sign of a broken grader.
+
+    Raises:
+        RunAborted: too many have failed; it says how and how many.
     """
-
-    def __init__(self, reward: RewardConfig) -> None:
-        self._reward = reward
-
-    def check(self, table: GradeTable, step: int) -> None:
-        """Look at the gradings of `step` so far.
-
-        Raises:
-            RunAborted: too many have failed; it says how and how many.
-        """
-        total, failed, share = len(table.weight), sum(table.failures.values()), self._reward.max_failed_share
-        allowed = max(share * total, 1.0) if share else 0.0
-        if failed > allowed:
-            common = collections.Counter(table.failures).most_common(3)
-            reasons = "; ".join(f"{count} x {failure}" for failure, count in common)
-            raise RunAborted(
-                f"step {step}: {failed} of {total} gradings failed, more than"
-                f" reward.max_failed_share = {share:g} allows: {reasons}"
-            )
+    total, failed, share = len(table.weight), sum(table.failures.values()), reward.max_failed_share
+    allowed = max(share * total, 1.0) if share else 0.0
+    if failed > allowed:
+        common = collections.Counter(table.failures).most_common(3)
+        reasons = "; ".join(f"{count} x {failure}" for failure, count in common)
+        raise RunAborted(
+            f"step {step}: {failed} of {total} gradings failed, more than"
+            f" reward.max_failed_share = {share:g} allows: {reasons}"
+        )
 
 
 def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, FloatArray]:

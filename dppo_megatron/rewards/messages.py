@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
@@ -52,22 +52,6 @@ class Answers(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = GraderReady | NoStart | Answers
-
-
-def encode(value: Any) -> bytes:
-    """As msgpack. A lone surrogate, which UTF-8 does not have, becomes a text like `\\ud800`."""
-    try:
-        return msgspec.msgpack.encode(value)
-    except UnicodeEncodeError:
-        return msgspec.msgpack.encode(_printable(msgspec.to_builtins(value)))
-
-
-def _printable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {_printable(key): _printable(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_printable(item) for item in value]
-    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def board_file() -> IO[bytes]:

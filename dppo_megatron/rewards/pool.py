@@ -180,7 +180,7 @@ class Grader:
         for lane in self._lanes:
             lane.kill()
         for lane in self._lanes:
-            lane.join()
+            lane.thread.join()
         for sample in self._waiting:
             sample.batch.future.cancel()
         self._reset()
@@ -262,16 +262,13 @@ class _Lane:
         self.process: GraderProcess | None = None
         self.chunk: list[_Sample] = []
         """What it has taken and neither settled nor put back; `Grader.take` fills it."""
-        self._thread = threading.Thread(target=self._run, name="grades", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="grades", daemon=True)
+        self.thread.start()
 
     def kill(self) -> None:
         """From another thread: end its process, whatever that is doing."""
         if (process := self.process) is not None:
             process.kill()
-
-    def join(self) -> None:
-        self._thread.join()
 
     def _run(self) -> None:
         error: BaseException | None = None
@@ -424,11 +421,8 @@ class _Lane:
         self._lost(process, f"timed out after {self._pool.timeout_s:g} s", at=NONE if moved else at)
 
     def _lost(self, process: GraderProcess, why: str, *, at: int) -> None:
-        """The process has died, was killed or is not understood: blame a sample, and let the others wait again.
-
-        Args:
-            at: position of the sample that is to blame; NONE if that is not certain.
-        """
+        """The process has died, was killed or is not understood: blame the sample `at` this position, if that is
+        certain, and let the others wait again."""
         chunk, first, self.chunk = self.chunk, process.answered, []
         self._discard()
         if self._pool.is_closing:

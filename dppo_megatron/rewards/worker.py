@@ -41,7 +41,6 @@ from dppo_megatron.rewards.messages import (
     GraderReady,
     Message,
     NoStart,
-    encode,
     map_board,
 )
 from dppo_megatron.texts import entry
@@ -121,7 +120,7 @@ def _fields_of_grade(result: Any) -> dict[str, Any]:
 
 
 def _raw(grades: list[dict[str, Any]]) -> msgspec.Raw:
-    return msgspec.Raw(encode(grades))
+    return msgspec.Raw(msgspec.msgpack.encode(grades))
 
 
 def _take_over_streams() -> tuple[IO[bytes], IO[bytes]]:
@@ -182,7 +181,7 @@ def _limit_memory(more: int) -> None:
 
 def _send(answers: IO[bytes], message: Message) -> None:
     try:
-        answers.write(framed(encode(message)))
+        answers.write(framed(msgspec.msgpack.encode(message)))
         answers.flush()
     except OSError:  # the trainer has gone, or a grader has closed every file that it found
         os._exit(CANNOT_ANSWER)

@@ -4,6 +4,12 @@ transformers' modules spend a third of a small model's token in calls and in bui
 values with three matrices where one does. What a family has is in its `Architecture`: norms on heads, biases, experts;
 so there is one decoder and not one a family. It is compared with transformers, token by token, for each of them
 (tests/test_hf_engine.py). Matrices that read the same input are one tensor, of which the checkpoint's names are views.
+
+The key-value cache is written in place. One that is concatenated at every token copies itself for every token; one that
+is padded to the longest possible completion is read in full at every token. This one has spare capacity, returns views
+of the filled part, and grows by half, so that a token is copied about twice in all. A row that ends leaves a hole, and
+the last running row moves into it. So what is copied is what has ended and not what still runs; the price is that rows
+change places, which the caller has to follow (`Moves`).
 """
 
 from __future__ import annotations
@@ -15,9 +21,90 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dppo_megatron.rollout.kv_cache import KeyValues
 from dppo_megatron.weights.architecture import Architecture, Experts
-from dppo_megatron.weights.rope import LLAMA3
+from dppo_megatron.weights.config_keys import LLAMA3
+
+_FIRST_ROOM = 16
+"""Spare tokens after the prompt. Touching new memory costs as much as the copy when it has to grow, and by then most
+completions of a short task have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Which rows move where, so that the running ones are the first `count`.
+
+    Example: of five rows 0 and 2 have ended: count = 3, and rows 3 and 4 move to 0 and 2.
+    """
+
+    count: int
+    source: Tensor
+    target: Tensor
+
+    @staticmethod
+    def of(running: Tensor, count: int) -> Moves:
+        """running: [B] bool, `count` of them true."""
+        return Moves(count, running[count:].nonzero()[:, 0] + count, (~running[:count]).nonzero()[:, 0])
+
+    def apply(self, rows: Tensor) -> Tensor:
+        """[B, ...] -> [count, ...], a view of `rows`, which is overwritten."""
+        if len(self.source):
+            rows[self.target] = rows[self.source]
+        return rows[: self.count]
+
+
+class KeyValues:
+    """Keys and values of every layer, for a batch of rows that are all filled to the same length. Has room for
+    `capacity` tokens to begin with."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        rows: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.filled = 0
+        """Tokens of each row."""
+        self._rows = rows
+        shape = (2, rows, kv_heads, capacity, head_dim)  # keys and values together: half as many copies to start
+        self._rooms = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def reserve(self, count: int) -> None:
+        """Make room for `count` more tokens in every layer; called before their `append`s."""
+        capacity = self._rooms[0].size(3)
+        if self.filled + count > capacity:
+            self._rebuild(max(self.filled + count, capacity * 3 // 2), torch.arange(self._rows))
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write [B, K, n, D] behind the filled part of one layer; returns everything so far, [B, K, filled + n, D]."""
+        end = self.filled + keys.size(2)
+        room = self._rooms[layer][:, : self._rows]
+        room[0, :, :, self.filled : end] = keys
+        room[1, :, :, self.filled : end] = values
+        return room[0, :, :, :end], room[1, :, :, :end]
+
+    def expand(self, rows: Tensor) -> None:
+        """Keep `rows` [B'] instead, each as often as it occurs, with spare capacity for the completion's beginning."""
+        self._rebuild(self.filled + _FIRST_ROOM, rows)
+
+    def move(self, moves: Moves) -> None:
+        if len(moves.source):
+            for room in self._rooms:
+                # by indexing: index_select and index_copy_ first make a copy of a whole view that has gaps
+                room[:, moves.target, :, : self.filled] = room[:, moves.source, :, : self.filled]
+        self._rows = moves.count
+
+    def _rebuild(self, capacity: int, rows: Tensor) -> None:
+        rows = rows.to(self._rooms[0].device)
+        for layer, room in enumerate(self._rooms):  # one layer at a time: the peak is one layer more, not all
+            larger = room.new_empty(2, len(rows), room.size(2), capacity, room.size(4))
+            larger[:, :, :, : self.filled] = room[:, rows, :, : self.filled]
+            self._rooms[layer] = larger
+        self._rows = len(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +133,7 @@ class _DecoderLayer:
 
 
 class Decoder:
-    """A model whose weights are those last copied into `named`.
-
-    Args:
-        dtype: of weights, activations and cache.
-    """
+    """A model whose weights are those last copied into `named`. Weights, activations and cache are of one `dtype`."""
 
     def __init__(self, architecture: Architecture, *, dtype: torch.dtype, device: torch.device) -> None:
         a = architecture

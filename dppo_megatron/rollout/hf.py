@@ -25,9 +25,8 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.progress import counted, progress
 from dppo_megatron.randomness import uniform_rows
 from dppo_megatron.rollout.client.grading_hook import Detokenizer
-from dppo_megatron.rollout.decoder import Decoder
+from dppo_megatron.rollout.decoder import Decoder, Moves
 from dppo_megatron.rollout.engine import Engine, Request, Sampling, Weights, own_requests
-from dppo_megatron.rollout.kv_cache import Moves
 from dppo_megatron.spans import recorder
 from dppo_megatron.types import Completion, FinishReason, Grade, GradeTask
 from dppo_megatron.weights.architecture import Architecture, read_architecture
@@ -80,7 +79,7 @@ class HFEngine(Engine):
         return False
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """See `Engine.stream`. Prompts of similar length share a batch, so little is spent on padding."""
+        """Prompts of similar length share a batch, so little is spent on padding."""
         alike: dict[Sampling, list[int]] = {}
         for index in own_requests(requests):
             alike.setdefault(requests[index].sampling or sampling, []).append(index)
@@ -109,7 +108,7 @@ class HFEngine(Engine):
         return dict(sorted(found.items()))
 
     def take_grades(self) -> dict[int, Grade]:
-        """See `Engine.take_grades`; waits for those that are still being graded, and raises what `grade` does."""
+        """Waits for those that are still being graded, and raises what `grade` does."""
         graded, self._graded = self._graded, []
         grades: dict[int, Grade] = {}
         for positions, future in graded:
@@ -150,8 +149,8 @@ class HFEngine(Engine):
         stops = torch.tensor([self._tokenizer.eos_token_id, *sampling.stop_token_ids], device=self._device)
         rows = torch.arange(len(requests), device=self._device)
         for t in range(sampling.max_completion_tokens):
-            chosen, chosen_logprobs = choose(logits, rows, t)
-            written.add(rows, t, chosen, chosen_logprobs)
+            chosen, written.logprobs[rows, t] = choose(logits, rows, t)
+            written.tokens[rows, t] = chosen
             running = (chosen[:, None] != stops).all(1)
             num_running = int(running.sum())
             if num_running < len(rows):
@@ -202,10 +201,6 @@ class _Written:
         self.ended: list[tuple[int, int, FinishReason]] = []
         """(row, length, why) of those that have ended and were not handed on."""
 
-    def add(self, rows: Tensor, position: int, chosen: Tensor, logprobs: Tensor) -> None:
-        """One token more for `rows` [n]."""
-        self.tokens[rows, position], self.logprobs[rows, position] = chosen, logprobs
-
     def end(self, rows: Tensor, length: int, why: FinishReason) -> None:
         """`rows` [n] get no more."""
         self.ended += [(row, length, why) for row in rows.tolist()]
@@ -222,10 +217,7 @@ def _distinct_prompts(requests: Sequence[Request]) -> tuple[list[tuple[int, ...]
 
 
 def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkpoint: WeightReader) -> HFEngine:
-    """An engine with the checkpoint's own weights, without an actor: for scoring a finished model.
-
-    Args:
-    """
+    """An engine with the checkpoint's own weights, without an actor: for scoring a finished model."""
     engine = HFEngine(
         read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys),
         tokenizer,

@@ -159,17 +159,12 @@ def merge(parts: list[Selection], order: IntArray) -> Selection:
 
 def with_refills(planned: Selection, refills: list[Selection]) -> Selection:
     """All rows of a step; ledger and figures stay those of `planned`, the first round."""
-    return replace(planned, **_columns([planned, *refills])) if refills else planned
+    return replace(planned, **_columns([planned, *refills]))
 
 
 def _columns(parts: list[Selection]) -> dict[str, Any]:
-    return {
-        "kept": np.concatenate([part.kept for part in parts]),
-        "inclusion_prob": np.concatenate([part.inclusion_prob for part in parts]),
-        "weight": np.concatenate([part.weight for part in parts]),
-        "planned_prob": np.concatenate([part.planned for part in parts]),
-        "mean_weight": np.concatenate([part.expected_weight for part in parts]),
-    }
+    every = [part.columns() for part in parts]
+    return {name: np.concatenate([columns[name] for columns in every]) for name in every[0]}
 
 
 def _merge_rows(rows: list[tuple[LedgerRow, int]]) -> tuple[LedgerRow, ...]:

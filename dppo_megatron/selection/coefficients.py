@@ -39,6 +39,7 @@ class Coefficients:
     def __init__(self, config: Config, prompts_per_step: int) -> None:
         self._config, self._prompts_per_step = config, prompts_per_step
         self._updates = config.objective.updates_per_step
+        self._limit = config.rollout.sampling.max_completion_tokens
         self.mean_length = 0.0
         """Running mean of completion tokens, which stands for those of skipped prompts; 0 before the first step."""
 
@@ -47,8 +48,7 @@ class Coefficients:
         return make_advantages(self._shaped(rollouts), self._config.objective, group_weight)
 
     def _shaped(self, rollouts: Rollouts) -> FloatArray:
-        objective, limit = self._config.objective, self._config.rollout.sampling.max_completion_tokens
-        return rollouts.rewards + overlong_penalty(rollouts.lengths, objective.overlong, limit)
+        return rollouts.rewards + overlong_penalty(rollouts.lengths, self._config.objective.overlong, self._limit)
 
     def denominator(
         self, lengths: IntArray, minibatch: IntArray, groups: Selection, skips: BoolArray, prompt_prob: FloatArray
@@ -66,9 +66,7 @@ class Coefficients:
         tokens = token_sums(lengths * groups.weight[:, None], minibatch, self._updates)
         if not skips.any():
             return self._divisor(lengths, tokens[minibatch]), BiasSource(())
-        expected = self._nominal(lengths) * (
-            self.mean_length or float(self._config.rollout.sampling.max_completion_tokens)
-        )
+        expected = self._nominal(lengths) * (self.mean_length or float(self._limit))
         note = (
             "skipped prompts have no token count: N G mean length of earlier steps stands for it, which changes the"
             " length of the expected gradient and not its direction"
@@ -91,13 +89,8 @@ class Coefficients:
 
     def _divisor(self, lengths: IntArray, tokens: FloatArray) -> FloatArray:
         """[K, G], given the token count [K] of each group's mini-batch (read by token_mean only)."""
-        return denominators(
-            self._config.objective.normalization,
-            lengths,
-            tokens,
-            nominal=self._nominal(lengths),
-            max_completion_tokens=self._config.rollout.sampling.max_completion_tokens,
-        )
+        normalization, nominal = self._config.objective.normalization, self._nominal(lengths)
+        return denominators(normalization, lengths, tokens, nominal=nominal, max_completion_tokens=self._limit)
 
     def _nominal(self, lengths: IntArray) -> int:
         """Completions of one planned mini-batch."""
@@ -108,9 +101,7 @@ class Coefficients:
         trainable = np.repeat(groups.kept, rollouts.rewards.shape[1])
         if not self._config.objective.overlong.filter:
             return trainable, BiasSource(())
-        truncated = rollouts.truncated
-        if truncated is None:
-            truncated = rollouts.lengths >= self._config.rollout.sampling.max_completion_tokens
+        truncated = rollouts.lengths >= self._limit if rollouts.truncated is None else rollouts.truncated
         dropped = trainable & truncated.ravel()
         share = 1.0 - float(dropped.sum()) / max(int(trainable.sum()), 1)
         # biased also in a step without any: whether one was truncated is an outcome

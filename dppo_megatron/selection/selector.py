@@ -1,7 +1,6 @@
-"""All the choosing of a step, in one place: order, prompt policy, advantages, completion policy, weights, ledger.
+"""All the choosing of a step: order, prompt policy, advantages, completion policy, weights, ledger.
 
-No model, no process group and no text, only arrays: the training loop runs it on rank 0 with what the engine made,
-and `dppo-megatron simulate` runs the same code on a recorded trace.
+Only arrays: the training loop runs it on rank 0 with what the engine made, and `simulate` on a recorded trace.
 
 With several optimizer updates a step, nominal prompts are assigned to mini-batches by their position before anything is
 selected. Each mini-batch has its own draws, made independently, and its own denominators: the draws of update 2 are
@@ -13,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from dppo_megatron.pruning import (
     make_completion_policy,
     make_prompt_policy,
 )
-from dppo_megatron.pruning.interface import LedgerRow, PromptFeatures, StepCapacity, StepCost, check_outcomes
+from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCost, check_outcomes, check_state
 from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
 from dppo_megatron.pruning.policies import check_methods
 from dppo_megatron.pruning.variance import step_variance
@@ -46,7 +45,7 @@ from dppo_megatron.selection.arrays import (
 )
 from dppo_megatron.selection.bias import BiasSource, sized
 from dppo_megatron.selection.coefficients import Coefficients
-from dppo_megatron.types import FloatArray, IntArray, StepCounts, UserError
+from dppo_megatron.types import FloatArray, IntArray, StepCounts, UserError, mean_of_sums
 
 
 @dataclass
@@ -61,23 +60,14 @@ class _OpenStep:
     selections: list[Selection] = field(default_factory=list)
     """Those of the first round's mini-batches, then one for each refill."""
     chosen: list[PromptDraw] = field(default_factory=list)
-    kept_costs: tuple[float, float] = (1.0, 1.0)
+    kept_costs: tuple[float, ...] = (1.0, 1.0)
     """Of prompts and completions; see `StepCost.kept_cost`."""
     deviations: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
     """Of what was kept of prompts and of completions from the probabilities."""
-    outcome: _Learned | None = None
-    """What was finished and not learned yet."""
+    outcome: tuple[PromptDraw, Rollouts, FloatArray] | None = None
+    """What was finished and not learned yet, with second moments [K]."""
     before: dict[str, Any] | None = None
     """The state before it, copied when its outcome is learned for a step that begins ahead of its feedback."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Learned:
-    """What a step teaches: [K], [K, G] and [K]."""
-
-    prompts: PromptDraw
-    rollouts: Rollouts
-    second_moment: FloatArray
 
 
 class Selector:
@@ -119,7 +109,6 @@ class Selector:
         features: PromptFeatures | None = None,
     ) -> None:
         check_selection(config)
-        self._config = config
         self._capacity = capacity
         self._updates = config.objective.updates_per_step
         self.prompts_per_step = planned_prompts(config)
@@ -159,8 +148,6 @@ class Selector:
         self._said: list[str] = []
         self._open: list[_OpenStep] = []
         """Steps that have begun and have had no feedback, oldest first; at most two."""
-        self._before: dict[str, Any] | None = None
-        """The last `_OpenStep.before`, whose memory the next one takes."""
 
     def skip_to(self, step: int) -> None:
         """Begin with the prompts of step `step`, if none before it was filled up; nothing is learned of those."""
@@ -178,7 +165,7 @@ class Selector:
         for finished in self._open:
             if finished.outcome is None:
                 raise ValueError(f"step {step} begins, but step {finished.number} is not finished")
-            finished.before = self._before = self._state(finished.position, self._before)
+            finished.before = self._state(finished.position)
         self._learn()
         while self._costs and self._costs[0].step < step - self._delay:
             self._said += self._prompt_policy.feedback(self._costs.pop(0))
@@ -187,10 +174,7 @@ class Selector:
 
     def refill(self, rewards: FloatArray, step: int) -> PromptDraw | None:
         """More prompts, for the methods that sample until enough groups have variance; None when it is enough.
-
-        Args:
-            rewards: [groups, G] of all groups of the step so far.
-        """
+        rewards [groups, G]: of all groups of the step so far."""
         of = self._of(step)
         missing = self._prompt_policy.missing_prompts(rewards, step=step - 1, rounds=of.rounds)
         return self._choose(min(missing, self._order.num_prompts), of, 1) if missing else None
@@ -210,7 +194,7 @@ class Selector:
         denominator, divided = self._denominator(rollouts.lengths, minibatch, groups, of, prompts)
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
         moment = group_second_moment(advantages * rollouts.logit_grad_norm / denominator)
-        of.outcome = _Learned(prompts, rollouts, moment)
+        of.outcome = prompts, rollouts, moment
         trainable, filtered = self._coefficients.trainable(rollouts, groups)
         nominal = self.prompts_per_step * size
         batch = completion_batch(prompts, rollouts, advantages, denominator, groups, trainable, nominal)
@@ -227,15 +211,12 @@ class Selector:
         offered = with_refills(planned, later)
         expected = np.ones(rollouts.rewards.size)
         expected[rows] = completions.expected_weight
-        ledger, bias = self._ledger(
-            (planned, offered, groups, completions),
-            expected.reshape(rollouts.rewards.shape),
-            (self._coefficients.whitening(planned, of.selections, rollouts), divided, filtered),
-            self._coefficients.squared_norms(rollouts, advantages, denominator),
-            prompts.inclusion_prob,
-        )
+        others = self._coefficients.whitening(planned, of.selections, rollouts), divided, filtered
+        sources = self._sources(planned, offered, groups, completions, expected.reshape(rollouts.rewards.shape), others)
+        squared = self._coefficients.squared_norms(rollouts, advantages, denominator)
+        ledger, bias = sized(sources, squared, prompts.inclusion_prob)
         variance = step_variance(planned, batch, completions, self._coefficients.slope)
-        of.kept_costs = _kept_cost(planned), _kept_cost(completions)
+        of.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))
         of.deviations = self._deviations(offered, np.concatenate(of.offered)), deviations(completions, batch.facts())
         counts = StepCounts(
             prompts_considered=len(offered.kept),
@@ -255,7 +236,9 @@ class Selector:
             ledger=ledger,
             metrics=counts.metrics()
             | (variance.metrics() if has_support else {})  # else the gradient's length changes with it
-            | self._metrics(offered, batch, completions, rollouts, prompts, zero_based)
+            | _reward_figures(rollouts.rewards, prompts.inclusion_prob)
+            | step_metrics(offered, batch, completions)
+            | self._prompt_policy.history.metrics(zero_based)
             | ({} if bias is None else {"prune/bias_estimate": bias}),
             counts=counts,
             variance=variance,
@@ -267,29 +250,23 @@ class Selector:
             zero_carries=self._completion_policy.zero_advantage_slope > 0,
         )
 
-    def _ledger(
+    def _sources(
         self,
-        drawn: tuple[Selection, Selection, Selection, Selection],
-        by_completions: FloatArray,
-        others: tuple[BiasSource, BiasSource, BiasSource],
-        squared: FloatArray,
-        prompt_prob: FloatArray,
-    ) -> tuple[tuple[LedgerRow, ...], float | None]:
-        """The step's ledger with the size of each bias, and that of all together.
-
-        Args:
-            drawn: prompts as planned, with those that were refilled, groups, completions.
-            by_completions: [K, G] expected weight of each completion.
-            others: what whitening, the denominator and the filter of long completions add.
-        """
-        planned, offered, groups, completions = drawn
+        planned: Selection,
+        offered: Selection,
+        groups: Selection,
+        completions: Selection,
+        expected: FloatArray,
+        others: tuple[BiasSource, ...],
+    ) -> list[BiasSource]:
+        """Of the prompts as planned (`offered`: refills too), groups, `others`, and completions, whose expected weights
+        are [K, G]. Of a refuted draw E[weight] is not known."""
         of_prompts = None if self._declared[0].refuted else offered.expected_weight[offered.kept, None]
         sources = [BiasSource(planned.ledger, of_prompts, lost=int((offered.inclusion_prob == 0).sum()))]
         if self._prompt_policy.resamples or bool((groups.weight != 1).any()):
             sources.append(BiasSource(groups.ledger, groups.expected_weight[:, None]))
-        refuted = bool(self._declared[1].refuted)  # then E[weight] is not known
-        last = BiasSource(completions.ledger, None if refuted else by_completions)
-        return sized((*sources, *others, last), squared, prompt_prob)
+        last = BiasSource(completions.ledger, None if self._declared[1].refuted else expected)
+        return [*sources, *others, last]
 
     def feedback(self, cost: StepCost) -> list[str]:
         """What the step cost; lines for the log if a rate moved. Called once each step, also where an update was
@@ -320,22 +297,21 @@ class Selector:
         return deepcopy(self._open[0].before) or self._state(self._open[0].position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved `state_dict`; steps that had begun are forgotten."""
+        """Take over a saved `state_dict`; steps that had begun are forgotten. ValueError: of another version."""
+        check_state(state, set(self._state(0)), "the selection")
         self._prompt_policy.load_state_dict(state["prompt"])
         self._completion_policy.load_state_dict(state["completion"])
         self._position = state["position"]
         self._coefficients.mean_length = state["mean_length"]
-        known = {item.name for item in fields(StepCost)}  # an older checkpoint's have more
-        self._costs = [StepCost(**{key: cost[key] for key in known}) for cost in state["costs"]]
-        if "declared" in state:  # a checkpoint of before they were tested has none
-            for test, saved in zip(self._declared, state["declared"], strict=True):
-                test.load_state_dict(saved)
+        self._costs = [StepCost(**cost) for cost in state["costs"]]
+        for test, saved in zip(self._declared, state["declared"], strict=True):
+            test.load_state_dict(saved)
         self._open, self._said = [], []
 
-    def _state(self, position: int, memory: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The state now, copied (into the arrays of an older one, `memory`), with another position of the order."""
+    def _state(self, position: int) -> dict[str, Any]:
+        """The state now, copied, with another position of the order."""
         return {
-            "prompt": self._prompt_policy.state_dict(memory and memory["prompt"]),
+            "prompt": self._prompt_policy.state_dict(),
             "completion": self._completion_policy.state_dict(),
             "position": position,
             "mean_length": self._coefficients.mean_length,
@@ -354,18 +330,17 @@ class Selector:
         finished = self._open[-1] if self._open else None
         if finished is None or finished.outcome is None:
             return
-        outcome, finished.outcome = finished.outcome, None
-        rollouts = outcome.rollouts
+        (prompts, rollouts, moment), finished.outcome = finished.outcome, None
         self._prompt_policy.observe(
-            outcome.prompts.prompt_index,
+            prompts.prompt_index,
             rollouts.rewards,
             rollouts.lengths,
             step=finished.number - 1,
-            second_moment=outcome.second_moment,
-            inclusion_prob=outcome.prompts.inclusion_prob,
-            planned_prob=outcome.prompts.planned_prob,
+            second_moment=moment,
+            inclusion_prob=prompts.inclusion_prob,
+            planned_prob=prompts.planned_prob,
         )
-        self._coefficients.learn_length(rollouts.lengths, outcome.prompts.weight)
+        self._coefficients.learn_length(rollouts.lengths, prompts.weight)
 
     def _deviations(self, offered: Selection, prompt_index: IntArray) -> dict[str, float]:
         past = self._prompt_policy.history.arrays
@@ -413,37 +388,17 @@ class Selector:
     def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, of: _OpenStep) -> Selection:
         """The completion policy on each mini-batch [n], put together in the order of `batch`."""
         rows = [np.flatnonzero(minibatch == index) for index in range(self._updates)]
-        parts = [
-            self._completion_policy.prune(
-                part(batch, mine, self._updates),
-                step=of.number - 1,
-                minibatch=index,
-                capacity=self._capacity,
-            )
-            for index, mine in enumerate(rows)
-        ]
-        return merge(parts, np.argsort(np.concatenate(rows), kind="stable"))
-
-    def _metrics(
-        self,
-        offered: Selection,
-        batch: CompletionBatch,
-        completions: Selection,
-        rollouts: Rollouts,
-        prompts: PromptDraw,
-        step: int,
-    ) -> dict[str, float]:
-        graded = ~np.isnan(rollouts.rewards)
-        weight = np.where(graded, 1.0 / prompts.inclusion_prob[:, None], 0.0)  # no estimator's weights, and no cap
-        rewards = np.where(graded, rollouts.rewards, 0.0)
-        return {
-            # weighted, because the generated prompts are a sample of the considered ones
-            "reward/mean": float((weight * rewards).sum() / weight.sum()) if weight.sum() else math.nan,
-            "reward/failed_count": float((~graded).sum()),
-            **step_metrics(offered, batch, completions),
-            **self._prompt_policy.history_metrics(step=step),
-        }
+        parts = [part(batch, mine, self._updates) for mine in rows]
+        step, prune = of.number - 1, self._completion_policy.prune
+        pruned = [prune(one, step=step, minibatch=k, capacity=self._capacity) for k, one in enumerate(parts)]
+        return merge(pruned, np.argsort(np.concatenate(rows), kind="stable"))
 
 
-def _kept_cost(selection: Selection) -> float:
-    return 1.0 if selection.kept_cost is None else selection.kept_cost
+def _reward_figures(rewards: FloatArray, prompt_prob: FloatArray) -> dict[str, float]:
+    graded = ~np.isnan(rewards)
+    weight = np.where(graded, 1.0 / prompt_prob[:, None], 0.0)  # no estimator's weights, and no cap
+    return {
+        # weighted, because the generated prompts are a sample of the considered ones
+        "reward/mean": mean_of_sums(float((weight * np.where(graded, rewards, 0.0)).sum()), float(weight.sum())),
+        "reward/failed_count": float((~graded).sum()),
+    }

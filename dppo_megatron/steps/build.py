@@ -5,14 +5,14 @@ Apart from `loop.py`, so that a new engine is one branch here and no phase of th
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from typing import Literal
 
 import torch
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import Job
-from dppo_megatron.rewards.grading import GradeInClient
+from dppo_megatron.rewards.grading import make_grader
 from dppo_megatron.rollout.engine import Engine, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.rollout.server_engine import ServerEngine
@@ -31,8 +31,7 @@ def make_engine(job: Job, dtype: torch.dtype, device: torch.device) -> Engine:
             max_concurrent_sequences=config.rollout.limits.max_concurrent_sequences,
             grade=job.grade.submit,
         )
-    grades = GradeInClient(config.reward, tuple(sys.path))
-    engine = ServerEngine(config, job.architecture, job.tokenizer, client_hook=grades)
+    engine = ServerEngine(config, job.architecture, job.tokenizer, client_hook=partial(make_grader, config.reward))
     log(engine.description)
     return engine
 

@@ -21,14 +21,12 @@ from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import Packable, TokenCapacity, plan_microbatches
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.pruning.interface import PromptFeatures, StepCost
-from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
+from dppo_megatron.rewards.measures import check_failures, grading_metrics
 from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.selection import PromptDraw, Selector, TrainSelection
-from dppo_megatron.steps.annotations import SampleAnnotations
 from dppo_megatron.steps.rollout_cost import cost_model
-from dppo_megatron.steps.rollout_table import RolloutTable
-from dppo_megatron.steps.step import Step, UpdatePlan, sizes_of
-from dppo_megatron.steps.trace import trace_row
+from dppo_megatron.steps.step import RolloutTable, Step, UpdatePlan, sizes_of
+from dppo_megatron.steps.trace import decided, trace_row
 from dppo_megatron.types import IntArray, PackPlan
 
 
@@ -38,7 +36,6 @@ class Coordinator:
     def __init__(self, job: Job, layout: PackingLayout) -> None:
         config = job.config
         self._job, self._layout = job, layout
-        self._failures = FailureGuard(config.reward)
         self._cost = cost_model(job.architecture)
         self._group_size = config.rollout.completions_per_prompt
         self._selector = Selector(
@@ -65,14 +62,14 @@ class Coordinator:
     def take(self, outcomes: Sequence[RolloutTable], number: int) -> None:
         """Add the outcomes of a round, one from each rank. Raises RunAborted if too many gradings failed."""
         self._outcomes += outcomes
-        self._failures.check(RolloutTable.join(self._outcomes).grades, number)
+        check_failures(RolloutTable.join(self._outcomes).grades, self._job.config.reward, number)
 
     def refill(self, number: int) -> PromptDraw | None:
         """More prompts, for methods that ask until enough groups have variance; None: enough."""
         return self._selector.refill(RolloutTable.join(self._outcomes).rewards, number)
 
-    def decide(self, step: Step, stats: RolloutStats) -> tuple[list[UpdatePlan], IntArray, SampleAnnotations]:
-        """What to train on, in which micro-batches; which rank holds each group; what becomes of each completion.
+    def decide(self, step: Step, stats: RolloutStats) -> tuple[list[UpdatePlan], IntArray, dict[int, tuple[Any, ...]]]:
+        """What to train on, in which micro-batches; which rank holds each group; what is recorded of each completion.
 
         Writes the step's metrics, ledger and trace row.
 
@@ -81,7 +78,6 @@ class Coordinator:
         """
         size, config = self._group_size, self._job.config
         outcomes = RolloutTable.join([*self._outcomes, RolloutTable.of({}, size, 0)])
-        self._outcomes = []
         rollouts = outcomes.rollouts(step.selected)
         decision = self._selector.finish(rollouts, step.number)
         count = rollouts.lengths.size
@@ -96,7 +92,7 @@ class Coordinator:
         with record.timers.phase("pack"):
             updates = range(config.objective.updates_per_step)
             plans = [self._plan_update(step, decision, rollouts.lengths, index) for index in updates]
-        return plans, outcomes.holder, SampleAnnotations.of(config, step.number, decision, rollouts)
+        return plans, outcomes.holder, decided(config, step.number, decision, rollouts)
 
     def plan(self, samples: Sequence[Packable]) -> PackPlan:
         """Micro-batches for every data-parallel rank."""

@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from dppo_megatron.distributed import gather_all, rank
 from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.steps.step import Update, UpdatePlan, sample_of
 from dppo_megatron.types import Group, IntArray, RolloutPrompt, TrainSample
@@ -57,13 +58,9 @@ class Replicas:
     @staticmethod
     def agree(data_parallel_rank: int) -> Replicas:
         """Gather it from all ranks. Collective."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return Replicas(np.array([data_parallel_rank]), np.array([0]), 0)
-        rank = dist.get_rank()
-        everywhere: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (data_parallel_rank, launched_node(rank)))
-        of_rank, node = np.array(everywhere).T
-        return Replicas(of_rank, node, rank)
+        me = rank()
+        of_rank, node = np.array(gather_all([(data_parallel_rank, launched_node(me))])).T
+        return Replicas(of_rank, node, me)
 
     def gateways(self, node: int) -> IntArray:
         """[world size] through which rank of `node` what each rank sends comes there: through itself if it is one."""
@@ -186,27 +183,22 @@ def _send(
     works: list[dist.Work | None] = []
     arriving: list[tuple[IntArray, torch.Tensor]] = []
     buffers: dict[bytes, torch.Tensor] = {}  # the ranks of a replica are sent the same
-    for rank in sorted({*to, *source}):
-        indices = to.get(rank, np.empty(0, np.int64))
+    for peer in sorted({*to, *source}):
+        indices = to.get(peer, np.empty(0, np.int64))
         if length[indices].any():
             key = indices.tobytes()
             if key not in buffers:
-                buffers[key] = torch.from_numpy(
-                    np.concatenate([_bits(part) for i in indices.tolist() for part in here[i]])
-                )
-            works.append(dist.isend(buffers[key], rank))
-        indices = source.get(rank, np.empty(0, np.int64))
+                parts = [np.ascontiguousarray(part, np.float32) for i in indices.tolist() for part in here[i]]
+                # as integers: a transport may canonicalise the NaN payloads of floats
+                buffers[key] = torch.from_numpy(np.concatenate(parts).view(np.int32))
+            works.append(dist.isend(buffers[key], peer))
+        indices = source.get(peer, np.empty(0, np.int64))
         arriving.append((indices, torch.empty(words * int(length[indices].sum()), dtype=torch.int32)))
         if len(arriving[-1][1]):
-            works.append(dist.irecv(arriving[-1][1], rank))
+            works.append(dist.irecv(arriving[-1][1], peer))
     for work in works:
         assert work is not None
         work.wait()
     for indices, buffer in arriving:
         pieces = np.split(buffer.numpy().view(np.float32), np.cumsum(words * length[indices]))
         here |= {index: list(piece.reshape(words, -1)) for index, piece in zip(indices.tolist(), pieces, strict=False)}
-
-
-def _bits(column: Column) -> npt.NDArray[np.int32]:
-    """What is sent of it. As integers: a transport may canonicalise the NaN payloads of floats."""
-    return np.ascontiguousarray(column, dtype=np.float32).view(np.int32)

@@ -37,11 +37,11 @@ from dppo_megatron.evaluation.eval_scores import EvalScores
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import Job
 from dppo_megatron.observe.metrics import Timers
-from dppo_megatron.observe.samples import add_actor_logprobs
+from dppo_megatron.observe.samples import RecordedGroup, add_actor_logprobs
 from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import Packable
-from dppo_megatron.progress import Advance, progress
+from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import grade_groups
 from dppo_megatron.rollout.engine import Request
 from dppo_megatron.rollout.sync.receipts import Canary
@@ -49,17 +49,9 @@ from dppo_megatron.selection import PromptDraw
 from dppo_megatron.steps.build import make_engine, make_sampling, what_to_offload
 from dppo_megatron.steps.coordinator import Coordinator
 from dppo_megatron.steps.exchange import Replicas, exchange
-from dppo_megatron.steps.rollout_table import RolloutTable
-from dppo_megatron.steps.step import Step, StepRecord, Update
+from dppo_megatron.steps.step import RolloutTable, Step, Update
 from dppo_megatron.texts import log
-from dppo_megatron.types import (
-    Completion,
-    FloatArray,
-    PackPlan,
-    Prompt,
-    RolloutPrompt,
-    TrainSample,
-)
+from dppo_megatron.types import Completion, FloatArray, PackPlan, Prompt, RolloutPrompt, TrainSample
 
 ShowPhases: TypeAlias = Callable[[int], AbstractContextManager[Callable[[str], None] | None]]
 """While a step lasts, shows the phase that it is told."""
@@ -86,7 +78,13 @@ class Loop:
             self._engine.rest()  # gives the actor the device
             self._offload = what_to_offload(config, layout.device.type)
             with progress("building the actor", len(job.checkpoint.names), "tensors read") as advance:
-                get = _told(job.checkpoint.get, advance)
+                read = itertools.count(1)
+
+                def get(name: str) -> torch.Tensor:
+                    tensor = job.checkpoint.get(name)
+                    advance(next(read))
+                    return tensor
+
                 self.actor = Actor(config.actor, layout, job.architecture, get, dtype=dtype)
             undo.pop_all()
         self.objective = make_objective(config.objective, job.policy_loss)
@@ -161,7 +159,7 @@ class Loop:
     def step(self, number: int) -> Iterator[Step]:
         """Step `number`: the one begun ahead, or a new one. `time/step_s` is the time spent in the block,
         `time/step_cpu_s` the CPU time of this process in it: where cores are shared, the steadier of the two."""
-        step, self._ahead = self._ahead or self._new(number), None
+        step, self._ahead = self._ahead or Step(number), None
         assert step.number == number, f"step {step.number} was begun ahead, {number} is asked for"
         self.current = step
         recorded = self._recorder.step(number) if self._recorder else nullcontext()
@@ -207,18 +205,18 @@ class Loop:
     def prune(self, step: Step) -> None:
         """Advantages on full groups, then the completions worth training on, each with its weight."""
         with step.record.timers.phase("prune"):
-            plans, holders, verdicts = from_rank_zero(lambda: self._coordinator.decide(step, self._engine.statistics()))
+            plans, holders, recorded = from_rank_zero(lambda: self._coordinator.decide(step, self._engine.statistics()))
         with step.record.timers.phase("exchange"):
             step.reach("pruned")
             step.updates = exchange(plans, step.groups, holders, step.selected, self._group_size, self._replicas)
-            step.samples = verdicts.join(step.groups)
+            step.samples = [RecordedGroup(k, step.groups[k], *row) for k, row in recorded.items() if k in step.groups]
             step.groups.clear()  # frees the pruned completions
             step.reach("exchanged")
 
     def begin_ahead(self, step: Step, number: int) -> None:
         """With `rollout.async_steps`, begin to generate for `number` while `step` trains; 0: nothing to begin."""
         if number and self.job.config.rollout.async_steps:
-            self._ahead = self._new(number)
+            self._ahead = Step(number)
             self._select(self._ahead, step.record.timers)  # the time belongs to the running step
             self._start(self._ahead, self._ahead.selected)
 
@@ -330,9 +328,6 @@ class Loop:
 
     # ---------------------------------------------------------------------------------------- inside
 
-    def _new(self, number: int) -> Step:
-        return Step(number, record=StepRecord(timers=Timers()))
-
     def _release_weights(self) -> None:
         """The engine has copies of the actor's weights."""
         if self._offload == "all":
@@ -391,18 +386,6 @@ class Loop:
         prompts = self.job.train_prompts
         rows = zip(chosen.prompt_index, chosen.inclusion_prob, chosen.weight, strict=True)
         return [RolloutPrompt(prompts[index], float(prob), float(weight)) for index, prob, weight in rows]
-
-
-def _told(get: Callable[[str], torch.Tensor], advance: Advance) -> Callable[[str], torch.Tensor]:
-    """`get`; `advance` is told how many tensors have been read."""
-    done = itertools.count(1)
-
-    def told(name: str) -> torch.Tensor:
-        tensor = get(name)
-        advance(next(done))
-        return tensor
-
-    return told
 
 
 def _unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:

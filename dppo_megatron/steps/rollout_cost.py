@@ -17,19 +17,23 @@ if TYPE_CHECKING:  # it imports transformers' classes
 
 
 def cost_model(architecture: Architecture) -> CostModel:
-    """Training cost of a sequence by its length, which the planner balances."""
-    experts = architecture.experts
-    return CostModel.of_transformer(
-        num_layers=architecture.num_layers,
-        hidden_size=architecture.hidden_size,
-        ffn_size=experts.ffn_size if experts else architecture.ffn_size,
-        num_heads=architecture.num_heads,
-        num_kv_heads=architecture.num_kv_heads,
-        head_dim=architecture.head_dim,
-        vocab_size=architecture.vocab_size,
-        active_experts=experts.per_token if experts else 1,
-        num_experts=experts.count if experts else 0,
-    )
+    """FLOPs of forward and backward of a sequence by its length, which the planner balances. Of a decoder with
+    grouped-query attention and gated feed-forward layers.
+
+    A multiply-add counts 2; the backward pass costs twice the forward. Causal attention counts half of the L x L
+    scores, as a kernel that skips the masked blocks does. Recomputation multiplies everything alike and is left out, as
+    are norms, activations and softmax, which are bound by memory.
+    """
+    hidden_size, experts = architecture.hidden_size, architecture.experts
+    heads = architecture.num_heads * architecture.head_dim
+    projections = hidden_size * (2 * heads + 2 * architecture.num_kv_heads * architecture.head_dim)
+    feed_forward = 3 * hidden_size * architecture.ffn_size
+    if experts is not None:  # a token visits its own and the router, which has a row for each
+        feed_forward = 3 * hidden_size * experts.ffn_size * experts.per_token + hidden_size * experts.count
+    multiply_adds = architecture.num_layers * (projections + feed_forward) + hidden_size * architecture.vocab_size
+    # Scores and their product with the values: two multiply-adds for each pair, head and dimension, half of them
+    # masked.
+    return CostModel(linear=6.0 * multiply_adds, quadratic=6.0 * architecture.num_layers * heads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
-"""trace.jsonl: the outcome of every rollout of a run, small enough to keep and enough to replay a selection on.
+"""What is recorded of a step's rollouts: a line of trace.jsonl; which groups go to samples/, and what became of each.
 
-The first line describes the run; each later line is a step. `dppo-megatron simulate` reads it.
+trace.jsonl has the outcome of every rollout of a run, small enough to keep and enough to replay a selection on. The
+first line describes the run; each later line is a step. `dppo-megatron simulate` reads it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.observe.metrics import StepTiming
 from dppo_megatron.pruning.interface import PromptFeatures
+from dppo_megatron.randomness import uniforms
 from dppo_megatron.selection import Rollouts, TrainSelection
+from dppo_megatron.types import BoolArray, IntArray
 
 FORMAT = "dppo_megatron trace 1"
+_BYTES_A_TOKEN = 16
+"""Token id and two log-probabilities (engine, actor) at 4 bytes each, and about 4 characters of text."""
 
 
 def trace_header(config: Config, set_sizes: dict[str, int], features: PromptFeatures, ranks: int = 1) -> dict[str, Any]:
@@ -54,3 +59,63 @@ def trace_row(step: int, decision: TrainSelection, rollouts: Rollouts) -> dict[s
 def trace_seconds(timing: StepTiming) -> dict[str, float]:
     """A step's seconds, as its line has them."""
     return {"rollout": timing.rollout_s, "update": timing.update_s, "other": timing.other_s}
+
+
+def decided(config: Config, step: int, decision: TrainSelection, rollouts: Rollouts) -> dict[int, tuple[Any, ...]]:
+    """Position in the step of each recorded group -> what was decided about its completions: the fields of
+    `RecordedGroup` after `group`. The texts are on the ranks that generated them, so all ranks are sent this."""
+    flat = (decision.advantages, decision.completion_prob, decision.weight, decision.kept)
+    columns = [part.reshape(rollouts.rewards.shape) for part in flat]
+    why = reasons_of(config, decision, rollouts).reshape(rollouts.rewards.shape)
+    positions = recorded_positions(config, step, decision.prompts.prompt_index, rollouts).tolist()
+    return {one: (*(column[one] for column in columns), tuple(why[one].tolist())) for one in positions}
+
+
+def recorded_positions(config: Config, step: int, prompt_index: IntArray, rollouts: Rollouts) -> IntArray:
+    """[R] sorted positions of the recorded groups. Fixed prompts go first, then the others in the order of their draws,
+    until the step's size limit is reached.
+
+    Args:
+        prompt_index: [K].
+
+    Example: share 0.5, prompts [7, 9, 4], their draws [0.8, 0.1, 0.3] -> positions [1, 2]; with room for one -> [1].
+    """
+    settings = config.observe.samples
+    fixed = uniforms(config.seed, "samples/fixed", prompt_index) < settings.fixed_share
+    drawn = uniforms(config.seed, "samples", prompt_index, step)
+    order = np.lexsort((drawn, ~fixed))
+    order = order[(fixed | (drawn < settings.share))[order]]
+    sizes = _BYTES_A_TOKEN * rollouts.lengths.sum(axis=1)
+    if rollouts.prompt_tokens is not None:
+        sizes = sizes + _BYTES_A_TOKEN * rollouts.prompt_tokens
+    fits = np.cumsum(sizes[order]) <= settings.max_mb_per_step * 1e6
+    positions: IntArray = np.sort(order[fits])
+    return positions
+
+
+def reasons_of(
+    config: Config, decision: TrainSelection, rollouts: Rollouts
+) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
+    """[K * G] one word for why each completion was kept or not (docs/run_directory.md lists them).
+
+    A policy reports the probability with which it keeps a completion, not the reason. A probability between the floor
+    and 1 is attributed to the score, and one of 0 to the rank: what no draw can keep was dropped by a fixed rule.
+    """
+    truncated: BoolArray = np.zeros(decision.kept.shape, dtype=np.bool_)
+    if config.objective.overlong.filter:
+        limit = config.rollout.sampling.max_completion_tokens
+        truncated = (rollouts.lengths >= limit if rollouts.truncated is None else rollouts.truncated).ravel()
+    prob = decision.completion_prob
+    not_drawn = np.isnan(prob)
+    failed = np.isnan(rollouts.rewards.ravel()) & ~decision.kept
+    floor = config.pruning.completion.min_inclusion_prob
+    conditions = [
+        (failed, "failed"),
+        (not_drawn & truncated, "overlong"),
+        (not_drawn, "group"),
+        (~decision.kept & (decision.advantages == 0), "zero advantage"),
+        (prob >= 1, "certain"),
+        (prob <= 0, "rank"),
+        (prob <= floor * (1 + 1e-9), "floor"),
+    ]
+    return np.select([mask for mask, _ in conditions], [word for _, word in conditions], "score")

@@ -1,12 +1,13 @@
 """Reads the architecture of a Hugging Face checkpoint from its config.json.
 
-The JSON is read key by key, so that a key this code does not implement is refused by name (`config_keys.py`), and the
-result is compared with what transformers' config class makes of the same file.
+The values are those of transformers' config class, as for the embedded engine and later loads of the checkpoint. Before
+that every key is checked, so that one which this code does not implement is refused by name (`config_keys.py`).
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -25,11 +26,11 @@ from dppo_megatron.weights.config_keys import (
     QWEN3_MOE,
     SUPPORTED,
     check_keys,
-    read_keys,
+    read_rope,
+    read_values,
 )
 from dppo_megatron.weights.json_files import plain, read_object, shown
 from dppo_megatron.weights.pipeline import split_layers
-from dppo_megatron.weights.rope import read_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +147,16 @@ def read_architecture(
         UserError: no config.json, not JSON, an unsupported architecture, or a feature the actor does not have.
     """
     path = Path(hf_path) / "config.json"
-    if not _exists(path):
+    if not os.path.exists(path):  # unlike Path.exists, no error for a name that is too long
         raise UserError(f"{given_as} '{hf_path}': holds no config.json, so it is no Hugging Face checkpoint")
     raw = read_object(path)
     family = _family(raw, path)
     model_type = MODEL_TYPES[family]
-    values = read_keys(raw, family, path)
     check_keys(raw, family, path, CONFIG_MAPPING[model_type](), ignored)
-    rope = read_rope(raw, path)
+    rope_theta, rope_factor = read_rope(raw, path)
+    config = _as_transformers_reads(raw, model_type, (rope_theta, rope_factor), path)
+    values = read_values(config, raw, family, path)
     _check_sizes(raw, values, path)
-    ours = values | {"rope_theta": rope.theta, "rope_factor": rope.llama3_factor}
-    _check_agreement(raw, model_type, ours, path)
     return Architecture(
         name=family,
         num_layers=values["num_hidden_layers"],
@@ -167,21 +167,14 @@ def read_architecture(
         head_dim=values["head_dim"],
         vocab_size=values["vocab_size"],
         max_positions=values["max_position_embeddings"],
-        rope_theta=rope.theta,
+        rope_theta=rope_theta,
         norm_eps=values["rms_norm_eps"],
         tied_embeddings=values["tie_word_embeddings"],
         qk_norm=family in (QWEN3, QWEN3_MOE),
         qkv_bias=family == QWEN2,
-        rope_factor=rope.llama3_factor,
+        rope_factor=rope_factor,
         experts=_experts(values, path) if family == QWEN3_MOE else None,
     )
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a name of more than 4,096 characters, or a directory without permission
-        return False
 
 
 _MOST_EXPERTS = 2**17
@@ -234,30 +227,16 @@ def _experts(values: Mapping[str, Any], path: Path) -> Experts:
     )
 
 
-def _check_agreement(raw: Mapping[str, Any], model_type: str, ours: Mapping[str, Any], path: Path) -> None:
-    """Raise `UserError` unless transformers accepts `raw` and reads each key of `ours` as we did.
-
-    The embedded engine, and later loads of the checkpoint, take the sizes from transformers' config class. Where a new
-    version of it reads a key differently, this is an error and not a run on two different models.
-    """
+def _as_transformers_reads(raw: Mapping[str, Any], model_type: str, rope: tuple[float, float], path: Path) -> Any:
+    """transformers' config of `raw`. Raises `UserError` if it refuses it, or reads the position embedding otherwise."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(raw)))
     except Exception as error:  # its validators raise their own classes, and TypeErrors from deep inside
         raise UserError(f"{path}: transformers refuses it: {one_line(str(error) or type(error).__name__)}") from None
-    theirs = {
-        name: getattr(config, name, None) for name in ours if name not in ("head_dim", "rope_theta", "rope_factor")
-    }
-    theirs["head_dim"] = getattr(config, "head_dim", None)
-    if theirs["head_dim"] is None and "head_dim" not in raw:
-        theirs["head_dim"] = config.hidden_size // config.num_attention_heads
-    rope = config.rope_parameters or {}
-    theirs["rope_theta"] = rope.get("rope_theta")
-    theirs["rope_factor"] = rope.get("factor", 0.0) if rope.get("rope_type") != "default" else 0.0
-    for name, value in ours.items():
-        if value != theirs[name]:
-            raise UserError(
-                f"{path}: {name} is read as {shown(value)} here and as {shown(theirs[name])} by transformers; state the"
-                " key plainly"
-            )
+    found = config.rope_parameters or {}
+    factor = found.get("factor", 0.0) if found.get("rope_type") != "default" else 0.0
+    if rope != (found.get("rope_theta"), factor):
+        raise UserError(f"{path}: base and factor of rope, {rope}, are read as {shown(found)} by transformers")
+    return config

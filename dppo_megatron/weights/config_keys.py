@@ -8,12 +8,11 @@ compare the lists with what transformers' own code reads while it builds and run
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.json_files import plain, shown
@@ -25,51 +24,33 @@ SUPPORTED = tuple(MODEL_TYPES)
 
 _ALL = frozenset(SUPPORTED)
 _MOE = frozenset({QWEN3_MOE})
-_DENSE = _ALL - _MOE
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A whole number in a range; `even`: and even."""
+class Accepted(NamedTuple):
+    """What a value may be, in words and as a test of it."""
 
-    least: int
-    most: int
-    even: bool = False
-
-    def __str__(self) -> str:
-        return f"{'an even' if self.even else 'a whole'} number from {self.least} to {self.most}"
-
-    def fits(self, value: Any) -> bool:
-        """Whether it is one; True and 4.0 are not."""
-        return type(value) is int and self.least <= value <= self.most and not (self.even and value % 2)
+    wanted: str
+    fits: Callable[[Any], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A finite number in a range."""
-
-    least: float
-    most: float
-
-    def __str__(self) -> str:
-        return f"a number from {self.least:g} to {self.most:g}"
-
-    def fits(self, value: Any) -> bool:
-        """Whether it is one. Compared before it is converted: 10**400 is an int that no float holds."""
-        return type(value) in (int, float) and self.least <= value <= self.most and math.isfinite(value)
+def _size(least: int, most: int, *, even: bool = False) -> Accepted:
+    """A whole number in a range; True and 4.0 are none."""
+    wanted = f"{'an even' if even else 'a whole'} number from {least} to {most}"
+    return Accepted(wanted, lambda value: type(value) is int and least <= value <= most and not (even and value % 2))
 
 
-@dataclass(frozen=True, slots=True)
-class OneOf:
+def _number(least: float, most: float) -> Accepted:
+    """A number in a range. Compared before it is converted: 10**400 is an int that no float holds."""
+    wanted = f"a number from {least:g} to {most:g}"
+    return Accepted(wanted, lambda value: type(value) in (int, float) and least <= value <= most)
+
+
+def _one_of(*values: Any) -> Accepted:
     """One of these values exactly: 1 is not True, but 1 is 1.0."""
-
-    values: tuple[Any, ...]
-
-    def __str__(self) -> str:
-        return " or ".join(shown(value) for value in self.values)
-
-    def fits(self, value: Any) -> bool:
-        return any(isinstance(value, bool) == isinstance(known, bool) and value == known for known in self.values)
+    wanted = " or ".join(shown(value) for value in values)
+    return Accepted(
+        wanted, lambda value: any((type(value) is bool) == (type(v) is bool) and value == v for v in values)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,70 +58,63 @@ class Key:
     """How this code treats one key of config.json, or several of one kind."""
 
     names: tuple[str, ...]
-    takes: Size | Number | OneOf | str
-    """The accepted values; a text if any value is accepted or a separate function checks them."""
+    takes: Accepted
     why: str = ""
     families: frozenset[str] = _ALL
     nullable: bool = False
     """null means the same as a missing key."""
+    optional: bool = False
+    """transformers has a default that depends on nothing but the family and the other keys."""
 
 
 _POSITIVE = 2**31 - 1
 READ = (
-    Key(("architectures",), "a list of one supported name", "the family"),
-    Key(("model_type",), "the family's own: " + ", ".join(MODEL_TYPES.values()), "transformers goes by it"),
-    Key(("num_hidden_layers",), Size(1, 4096)),
-    Key(("hidden_size",), Size(2, 2**20)),
-    Key(("intermediate_size",), Size(1, 2**24)),
-    Key(("num_attention_heads",), Size(1, 2**14)),
-    Key(("num_key_value_heads",), Size(1, 2**14), "divides the heads", nullable=True),
-    Key(("head_dim",), Size(2, 2**14, even=True), "left out: 128 for Qwen3, else hidden_size / heads", nullable=True),
-    Key(("vocab_size",), Size(2, 2**24)),
-    Key(("max_position_embeddings",), Size(1, _POSITIVE)),
-    Key(("rms_norm_eps",), Number(1e-30, 0.1), "left out: 1e-6"),
-    Key(("tie_word_embeddings",), OneOf((False, True))),
-    Key(
-        ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"),
-        "rope type `default`, or `llama3` with Megatron-core's constants",
-        "refused where two of them disagree; every other rope type or key is refused by name",
-    ),
-    Key(("num_experts", "num_local_experts"), Size(1, 4096), "one thing under two names", _MOE),
-    Key(("num_experts_per_tok",), Size(1, 4096), "1 only without norm_topk_prob", _MOE),
-    Key(("moe_intermediate_size",), Size(1, 2**24), "", _MOE),
-    Key(("norm_topk_prob",), OneOf((False, True)), "left out: false", _MOE),
+    Key(("num_hidden_layers",), _size(1, 4096)),
+    Key(("hidden_size",), _size(2, 2**20)),
+    Key(("intermediate_size",), _size(1, 2**24)),
+    Key(("num_attention_heads",), _size(1, 2**14)),
+    Key(("num_key_value_heads",), _size(1, 2**14), "divides the heads", nullable=True, optional=True),
+    Key(("head_dim",), _size(2, 2**14, even=True), nullable=True, optional=True),
+    Key(("vocab_size",), _size(2, 2**24)),
+    Key(("max_position_embeddings",), _size(1, _POSITIVE)),
+    Key(("rms_norm_eps",), _number(1e-30, 0.1), optional=True),
+    Key(("tie_word_embeddings",), _one_of(False, True), optional=True),
+    Key(("num_experts", "num_local_experts"), _size(1, 4096), "one thing under two names", _MOE),
+    Key(("num_experts_per_tok",), _size(1, 4096), "1 only without norm_topk_prob", _MOE),
+    Key(("moe_intermediate_size",), _size(1, 2**24), "", _MOE),
+    Key(("norm_topk_prob",), _one_of(False, True), "", _MOE, optional=True),
 )
-"""Keys whose values become the `Architecture`."""
+"""Keys whose values become the `Architecture`, as transformers reads them."""
 
-_NO = OneOf((False,))
-_YES = OneOf((True,))
-_NONE = OneOf((None,))
-_ONE = OneOf((1,))
-_OFF = OneOf((None, False, 0, "", [], {}))
+_NO = _one_of(False)
+_YES = _one_of(True)
+_NONE = _one_of(None)
+_ONE = _one_of(1)
+_OFF = _one_of(None, False, 0, "", [], {})
 """Values that switch a feature off."""
 FIXED = (
-    Key(("hidden_act",), OneOf(("silu",)), "the activation"),
-    Key(("activation",), OneOf(("silu", "swiglu")), "Falcon3's name for it", nullable=True),
+    Key(("hidden_act",), _one_of("silu"), "the activation"),
+    Key(("activation",), _one_of("silu", "swiglu"), "Falcon3's name for it", nullable=True),
     Key(("attention_bias",), _NO, "no biases", _ALL - {QWEN2}),
     Key(("attention_bias", "qkv_bias"), _YES, "Qwen2 has these biases always", frozenset({QWEN2})),
     Key(("mlp_bias",), _NO, "no biases"),
     Key(
         ("use_qk_norm", "qk_layernorm", "qk_norm"), _YES, "Qwen3 has these norms always", frozenset({QWEN3, QWEN3_MOE})
     ),
-    Key(("attention_dropout",), OneOf((0, False)), "the actor trains without dropout", nullable=True),
+    Key(("attention_dropout",), _one_of(0, False), "the actor trains without dropout", nullable=True),
     Key(("use_sliding_window",), _NO, "no windows", nullable=True),
     Key(("sliding_window",), _NONE, "no windows", frozenset({LLAMA})),
-    Key(("layer_types",), "`full_attention` for every layer", nullable=True),
     Key(("partial_rotary_factor", "rotary_pct", "rotary_percent"), _ONE, "whole heads rotate", nullable=True),
-    Key(("position_embedding_type",), OneOf(("rope",)), "positions", nullable=True),
+    Key(("position_embedding_type",), _one_of("rope"), "positions", nullable=True),
     Key(("attention_chunk_size", "num_kv_shared_layers", "cache_implementation"), _NONE, "attention"),
     Key(("is_causal",), _YES, "every token sees those before it"),
     Key(("add_cross_attention", "is_decoder", "is_encoder_decoder"), _NO, "one decoder"),
     Key(("per_layer_config", "block_configs", "kv_sharing_modes"), _NONE, "every layer is alike"),
     Key(("text_config", "text_encoder", "vision_config", "decoder", "generator"), _NONE, "one model, of text"),
     Key(("vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy"), _NONE, "as above"),
-    Key(("chunk_size_feed_forward",), OneOf((0,))),
+    Key(("chunk_size_feed_forward",), _one_of(0)),
     Key(("decoder_sparse_step",), _ONE, "every layer has experts", _MOE),
-    Key(("mlp_only_layers",), OneOf(([], None)), "every layer has experts", _MOE),
+    Key(("mlp_only_layers",), _one_of([], None), "every layer has experts", _MOE),
     Key(("output_router_logits",), _NO, "no auxiliary loss", _MOE),
     Key(("output_hidden_states", "output_attentions"), _NO, "outputs that nothing reads", nullable=True),
     Key(("return_dict", "use_return_dict"), _YES),
@@ -151,12 +125,12 @@ FIXED = (
     ),
     Key(
         ("dtype", "torch_dtype"),
-        OneOf(("float32", "bfloat16", "float16", "float64")),
+        _one_of("float32", "bfloat16", "float16", "float64"),
         "how it is stored; model.dtype decides how it is computed",
         nullable=True,
     ),
-    Key(("num_labels",), Size(0, 65536), "classification; transformers makes a table of so many names", nullable=True),
-    Key(("auto_map",), OneOf(({},)), "code of a model directory is never run"),
+    Key(("num_labels",), _size(0, 65536), "classification; transformers makes a table of so many names", nullable=True),
+    Key(("auto_map",), _one_of({}), "code of a model directory is never run"),
     Key(
         ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
         _NONE,
@@ -165,66 +139,45 @@ FIXED = (
 )
 """Keys whose only accepted value is what this code computes; `model.ignore_config_keys` does not reach them."""
 
-LEFT = (
-    Key(("initializer_range", "use_cache", "pretraining_tp", "gradient_checkpointing"), "any", "changes no logits"),
-    Key(("_attn_implementation_autoset", "_flash_attn_2_enabled", "torchscript"), "any", "which kernel, not what"),
-    Key(("router_aux_loss_coef",), "any", "there is no auxiliary loss"),
-    Key(("norm_topk_prob", "output_router_logits", "decoder_sparse_step"), "any", "there is no router", _DENSE),
-    Key(("sliding_window",), "any", "use_sliding_window is false", _ALL - {LLAMA}),
-    Key(("max_window_layers",), "any", "there are no windows"),
-    Key(("max_sequence_length", "seq_length", "model_max_length"), "any", "max_position_embeddings is read"),
-    Key(("pad_token_id",), "a row of the embedding, or null", "padding is never computed"),
-    Key(("tokenizer_class", "bos_token_id", "eos_token_id"), "any", "the tokenizer decides"),
-    Key(("transformers_version", "_name_or_path", "name_or_path", "_commit_hash"), "any", "where it came from"),
-    Key(("is_llama_config", "unsloth_version", "unsloth_fixed", "transformers.js_config"), "any", "programs' notes"),
-    Key(("temperature", "top_p", "top_k", "typical_p", "do_sample"), "any", "rollout.sampling decides"),
-    Key(("max_length", "min_length", "num_beams", "num_beam_groups", "num_return_sequences"), "any", "as above"),
-    Key(("repetition_penalty", "length_penalty", "diversity_penalty"), "any", "as above"),
-    Key(
-        ("id2label", "label2id", "problem_type", "classifier_dropout", "finetuning_task", "task_specific_params"),
-        "any",
-        "classification",
-    ),
-)
-"""Ignored keys: they change nothing that is computed here."""
+_LEFT = {
+    "checked by functions of their own": "architectures model_type layer_types pad_token_id"
+    " rope_parameters rope_scaling rope_theta original_max_position_embeddings",
+    "changes no logits": "initializer_range use_cache pretraining_tp gradient_checkpointing",
+    "which kernel, not what": "_attn_implementation_autoset _flash_attn_2_enabled torchscript",
+    "there is no auxiliary loss": "router_aux_loss_coef",
+    "in a dense model there is no router": "norm_topk_prob output_router_logits decoder_sparse_step",
+    "there are no windows, or use_sliding_window is false": "sliding_window max_window_layers",
+    "max_position_embeddings is read": "max_sequence_length seq_length model_max_length",
+    "the tokenizer decides": "tokenizer_class bos_token_id eos_token_id",
+    "where it came from": "transformers_version _name_or_path name_or_path _commit_hash",
+    "programs' notes": "is_llama_config unsloth_version unsloth_fixed transformers.js_config",
+    "rollout.sampling decides": "temperature top_p top_k typical_p do_sample max_length min_length num_beams"
+    " num_beam_groups num_return_sequences repetition_penalty length_penalty diversity_penalty",
+    "classification": "id2label label2id problem_type classifier_dropout finetuning_task task_specific_params",
+}
+LEFT = {name for names in _LEFT.values() for name in names.split()}
+"""Ignored keys, unless `READ` or `FIXED` has them for the family: they change nothing that is computed here."""
 _TOKENS = re.compile(r".*_token_(ids?|index)")
 """Other special tokens, of any name."""
 
 
-def default_of(family: str, key: str, raw: Mapping[str, Any]) -> Any:
-    """transformers' default for a key of `READ` that is missing or null; None if it is required."""
-    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
-    defaults: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "norm_topk_prob": False}
-    if key == "num_key_value_heads":
-        by_class = {QWEN3: 32, QWEN2: 32, QWEN3_MOE: 4}
-        return by_class[family] if key not in raw and family in by_class else heads
-    if key == "head_dim":
-        return 128 if family == QWEN3 else hidden // heads if hidden and heads else None
-    return defaults.get(key)
-
-
-def read_keys(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]:
-    """The value of every key of `READ` that has a plain range, with transformers' defaults filled in.
+def read_values(config: Any, raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]:
+    """The value of every key of `READ`, from transformers' `config` of `raw`.
 
     Raises:
-        UserError: a key is missing or has a wrong value.
+        UserError: a default of transformers is out of range.
     """
     values: dict[str, Any] = {}
     for key in READ:
-        if family not in key.families or isinstance(key.takes, str):
+        if family not in key.families:
             continue
-        given = [name for name in key.names if name in raw and not (key.nullable and raw[name] is None)]
-        for name in given:
-            if not key.takes.fits(raw[name]):
-                raise UserError(f"{path}: {name} = {shown(raw[name])}: must be {key.takes}")
-        if len({raw[name] for name in given}) > 1:
-            raise UserError(f"{path}: {' and '.join(given)} are one thing and disagree: {[raw[n] for n in given]}")
-        value = raw[given[0]] if given else default_of(family, key.names[0], raw)
-        if value is None:
-            raise UserError(f"{path}: key '{key.names[0]}' is missing")
+        name = key.names[0]
+        value = getattr(config, name, None)
+        if name == "head_dim" and value is None and name not in raw:  # as its modelling code does
+            value = config.hidden_size // config.num_attention_heads
         if not key.takes.fits(value):
-            raise UserError(f"{path}: {key.names[0]}, left out, is {value}: must be {key.takes}")
-        values[key.names[0]] = value
+            raise UserError(f"{path}: {name} is read as {shown(value)} by transformers: must be {key.takes.wanted}")
+        values[name] = value
     return values
 
 
@@ -237,29 +190,44 @@ def check_keys(raw: Mapping[str, Any], family: str, path: Path, theirs: object, 
         ignored: `model.ignore_config_keys`.
 
     Raises:
-        UserError: names the key, its value and what is supported.
+        UserError: names the key, its value and what is supported; or a key of `READ` is missing or out of range.
     """
+    _check_sizes(raw, family, path)
     for key in FIXED:
-        if family not in key.families or isinstance(key.takes, str):
+        if family not in key.families:
             continue
         for name in key.names:
             if name not in raw or (key.nullable and raw[name] is None) or key.takes.fits(raw[name]):
                 continue
             why = f" ({key.why})" if key.why else ""
-            raise UserError(f"{path}: {name} = {shown(raw[name])} is not supported; supported: {key.takes}{why}")
+            raise UserError(f"{path}: {name} = {shown(raw[name])} is not supported; supported: {key.takes.wanted}{why}")
     _check_layer_types(raw, path)
-    listed = {name for key in (*READ, *FIXED, *LEFT) if family in key.families for name in key.names}
+    listed = LEFT | {name for key in (*READ, *FIXED) if family in key.families for name in key.names}
     for name, value in raw.items():
         if name in listed or _TOKENS.fullmatch(name):
             continue
         if hasattr(theirs, name):
-            if not OneOf((getattr(theirs, name),)).fits(value):
+            if not _one_of(getattr(theirs, name)).fits(value):
                 raise UserError(f"{path}: {plain(name)} = {shown(value)} is not supported: leave the key out")
         elif not _OFF.fits(value) and name not in ignored:
             raise UserError(
                 f"{path}: {plain(name)} = {shown(value)} is not supported: this key is not known here and may change"
                 " what the model computes. If the model was trained without it, name it in model.ignore_config_keys"
             )
+
+
+def _check_sizes(raw: Mapping[str, Any], family: str, path: Path) -> None:
+    for key in READ:
+        if family not in key.families:
+            continue
+        given = [name for name in key.names if name in raw and not (key.nullable and raw[name] is None)]
+        for name in given:
+            if not key.takes.fits(raw[name]):
+                raise UserError(f"{path}: {name} = {shown(raw[name])}: must be {key.takes.wanted}")
+        if len({raw[name] for name in given}) > 1:
+            raise UserError(f"{path}: {' and '.join(given)} are one thing and disagree: {[raw[n] for n in given]}")
+        if not given and not key.optional:
+            raise UserError(f"{path}: key '{key.names[0]}' is missing")
 
 
 def _check_layer_types(raw: Mapping[str, Any], path: Path) -> None:
@@ -272,3 +240,82 @@ def _check_layer_types(raw: Mapping[str, Any], path: Path) -> None:
             f"{path}: layer_types = {shown(types)} is not supported; supported: full_attention for each of the"
             f" {len(expected)} layers"
         )
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The constants that Megatron-core's Llama-3 frequency scaling has built in."""
+DEFAULT_THETA = 10_000.0
+"""transformers' own, where config.json has none."""
+
+_THETA = _number(1.0, 1e30)  # frequencies are computed in float32
+_FACTOR = _number(1.0, 1e6)
+_ROPE_TYPE_KEYS = ("rope_type", "type")
+_NEUTRAL_TO_ROPE = {"partial_rotary_factor": 1}
+_ROPE_SOURCES = ("rope_parameters", "rope_scaling")
+
+
+def read_rope(raw: Mapping[str, Any], path: Path) -> tuple[float, float]:
+    """The base of the position embedding that transformers would build from `raw`, and the factor of Llama 3's
+    frequency scaling, or 0.
+
+    transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`, and a file may hold all of
+    them: transformers then uses `rope_scaling` alone. With YaRN in one and plain RoPE in the other, the two readings
+    differ by 0.5 nats a token, so contradictions are refused rather than resolved.
+
+    Raises:
+        UserError: two places disagree, or a type, key or constant that the actor does not implement.
+    """
+    top = _checked("rope_theta", raw["rope_theta"], _THETA, path) if "rope_theta" in raw else None
+    found = {name: _read_rope_of(name, raw, top, path) for name in _ROPE_SOURCES if raw.get(name)}
+    if len(set(found.values())) > 1:
+        first, second = (f"{name} = {shown(raw[name])}" for name in _ROPE_SOURCES)
+        raise UserError(
+            f"{path}: {first} and {second} disagree; transformers would take rope_scaling alone. Remove one of them"
+        )
+    for name, (theta, _) in found.items():
+        if top is not None and theta != top:
+            raise UserError(f"{path}: rope_theta = {top} and {name}.rope_theta = {theta} disagree; remove one")
+    theta, factor = next(iter(found.values()), (top or DEFAULT_THETA, 0.0))
+    # at the top level this key overrides the one inside, and it means nothing to plain RoPE
+    key = "original_max_position_embeddings"
+    allowed = LLAMA3[key] if factor else None
+    if key in raw and (isinstance(raw[key], bool) or raw[key] != allowed):
+        raise UserError(f"{path}: {key} = {shown(raw[key])} is not supported; supported: {shown(allowed)}")
+    return theta, factor
+
+
+def _read_rope_of(source: str, raw: Mapping[str, Any], top_theta: float | None, path: Path) -> tuple[float, float]:
+    given = raw[source]
+    if not isinstance(given, dict):
+        raise UserError(f"{path}: {source} = {shown(given)}: expected an object")
+    kinds = {key: given[key] for key in _ROPE_TYPE_KEYS if key in given}
+    kind = next(iter(kinds.values()), "default")
+    if any(other != kind for other in kinds.values()):
+        raise UserError(f"{path}: {source}.rope_type and {source}.type disagree: {shown(given)}; remove one")
+    if kind not in ("default", "llama3"):
+        raise UserError(f"{path}: {source}.rope_type = {shown(kind)} is not supported; supported: default, llama3")
+    theta = given.get("rope_theta", DEFAULT_THETA if top_theta is None else top_theta)
+    theta = _checked(f"{source}.rope_theta", theta, _THETA, path)
+    needed: dict[str, Any] = {"factor": None, **LLAMA3} if kind == "llama3" else {}
+    for key, value in given.items():
+        if key in (*_ROPE_TYPE_KEYS, "rope_theta", *needed):
+            continue
+        if key not in _NEUTRAL_TO_ROPE or isinstance(value, bool) or value != _NEUTRAL_TO_ROPE[key]:
+            raise UserError(f"{path}: {source}.{plain(key)} = {shown(value)} is not supported with rope type {kind}")
+    if kind == "default":
+        return theta, 0.0
+    if missing := sorted(set(needed) - set(given)):
+        raise UserError(f"{path}: {source}: rope type llama3 needs {', '.join(missing)}")
+    for key, constant in LLAMA3.items():
+        if isinstance(given[key], bool) or given[key] != constant:
+            raise UserError(
+                f"{path}: {source}.{key} = {shown(given[key])} is not supported; supported: {constant}, which"
+                " Megatron-core has built in"
+            )
+    return theta, _checked(f"{source}.factor", given["factor"], _FACTOR, path)
+
+
+def _checked(name: str, value: Any, allowed: Accepted, path: Path) -> float:
+    if not allowed.fits(value):
+        raise UserError(f"{path}: {name} = {shown(value)}: must be {allowed.wanted}")
+    return float(value)

@@ -12,13 +12,14 @@ safetensors file counts, and a directory that another reader would read differen
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
@@ -27,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dppo_megatron.files import remove_tree
+from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.json_files import plain, read_object, shown
@@ -134,7 +136,7 @@ def check_shapes(where: str, expected: Mapping[str, Shape], found: Mapping[str, 
         raise UserError(f"{where} " + "; ".join(said))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _TensorSlot:
     """Where a tensor goes."""
 
@@ -143,112 +145,111 @@ class _TensorSlot:
     shape: Shape
 
 
-class HFWriter:
-    """A checkpoint that `transformers` loads, written tensor by tensor in any order.
+@contextmanager
+def aside(target: Path) -> Iterator[Path]:
+    """A new directory beside `target` that gets its name, on the disk, if the block succeeds, and is removed if not; an
+    older one of that name is replaced."""
+    directory = target.with_name(target.name + ".incomplete")
+    remove_tree(directory)
+    try:
+        directory.mkdir(parents=True)
+        yield directory
+        with progress(f"flushing {target} to the disk"):
+            publish(directory, target)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
 
-    Everything is written to `<target>.incomplete`; `finish` renames it once everything is there and on the disk.
+
+@contextmanager
+def hf_writer(
+    target: Path,
+    source: str | Path,
+    architecture: Architecture,
+    dtype: torch.dtype | Mapping[str, torch.dtype],
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Iterator[HFWriter]:
+    """Writes a checkpoint that `transformers` loads, tensor by tensor in any order; it is there when the block ends.
 
     Args:
         source: directory with config.json and tokenizer, which are copied.
         dtype: of what is written; tensors are converted.
         max_shard_bytes: above it the weights are spread over several files with an index.
+
+    Raises:
+        ValueError: at the end of the block, if a tensor is missing.
     """
+    shapes = hf_shapes(architecture)
+    dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
+    with aside(target) as directory, ExitStack() as files:
+        writer = HFWriter(directory, shapes, dtypes, files)
+        check_space(directory, sum(writer.num_bytes.values()))
+        copy_assets(source, directory)
+        writer.lay_out(max_shard_bytes)
+        yield writer
+        if writer.slots:
+            raise ValueError(f"not written: {sorted(writer.slots)}")
+
+
+class HFWriter:
+    """Puts tensors into their places in the files of `hf_writer`."""
 
     def __init__(
-        self,
-        target: Path,
-        source: str | Path,
-        architecture: Architecture,
-        dtype: torch.dtype | Mapping[str, torch.dtype],
-        *,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
+        self, directory: Path, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], files: ExitStack
     ) -> None:
-        self._target, self._aside = target, target.with_name(target.name + ".incomplete")
-        shapes = hf_shapes(architecture)
-        self._dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
-        self._bytes = {name: math.prod(shape) * self._dtypes[name].itemsize for name, shape in shapes.items()}
-        remove_tree(self._aside)
-        self._aside.mkdir(parents=True)
-        self._files: list[BinaryIO] = []
-        try:
-            check_space(self._aside, sum(self._bytes.values()))
-            copy_assets(source, self._aside)
-            self._write_config()
-            self._slots = self._lay_out(shapes, max_shard_bytes)
-        except BaseException:
-            self.abandon()
-            raise
-        self._missing = set(shapes)
+        self._directory, self._shapes, self._dtypes, self._files = directory, shapes, dtypes, files
+        self.num_bytes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
+        self.slots: dict[str, _TensorSlot] = {}
+        """Of tensors that are still to come."""
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write one tensor. Raises ValueError for an unknown name, a second time, or another shape."""
-        slot = self._slots[name]
-        if name not in self._missing or tuple(tensor.shape) != slot.shape:
-            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {slot.shape}, once")
+        slot = self.slots.pop(name, None)
+        if slot is None or tuple(tensor.shape) != slot.shape:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {self._shapes.get(name)}, once")
         slot.file.seek(slot.offset)
         data = tensor.detach().to("cpu", self._dtypes[name]).contiguous()
         slot.file.write(data.reshape(-1).view(torch.uint8).numpy().data)
-        self._missing.discard(name)
 
-    def finish(self) -> None:
-        """Rename the directory to its final name. Raises ValueError if a tensor is missing."""
-        if self._missing:
-            raise ValueError(f"not written: {sorted(self._missing)}")
-        self._close()
-        publish(self._aside, self._target)
-
-    def abandon(self) -> None:
-        """Remove everything written so far."""
-        for file in self._files:
-            with contextlib.suppress(OSError):  # flushing can fail on a full disk
-                file.close()
-        shutil.rmtree(self._aside, ignore_errors=True)
-
-    def _lay_out(self, shapes: Mapping[str, Shape], max_shard_bytes: int) -> dict[str, _TensorSlot]:
+    def lay_out(self, max_shard_bytes: int) -> None:
+        """Open the files, and write what is known before the tensors: config.json, headers, an index."""
+        self._write_config()
         shards: list[list[str]] = [[]]
         filled = 0
-        for name in shapes:
-            if shards[-1] and filled + self._bytes[name] > max_shard_bytes:
+        for name in self._shapes:
+            if shards[-1] and filled + self.num_bytes[name] > max_shard_bytes:
                 shards.append([])
                 filled = 0
             shards[-1].append(name)
-            filled += self._bytes[name]
-        slots: dict[str, _TensorSlot] = {}
+            filled += self.num_bytes[name]
         weight_map = {}
         for number, names in enumerate(shards, start=1):
             only = len(shards) == 1
             file_name = "model.safetensors" if only else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            file = open(self._aside / file_name, "wb")  # noqa: SIM115 - open until `finish`
-            self._files.append(file)
-            offset, header = 0, {"__metadata__": {"format": "pt"}}
+            file = self._files.enter_context(open(self._directory / file_name, "wb"))  # noqa: SIM115
+            offset, starts = 0, {}
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             for name in names:
-                end = offset + self._bytes[name]
+                end = offset + self.num_bytes[name]
                 dtype = _DTYPES[self._dtypes[name]]
-                header[name] = {"dtype": dtype, "shape": list(shapes[name]), "data_offsets": [offset, end]}  # type: ignore[dict-item]
-                slots[name] = _TensorSlot(file, offset, shapes[name])
-                weight_map[name], offset = file_name, end
+                header[name] = {"dtype": dtype, "shape": list(self._shapes[name]), "data_offsets": [offset, end]}
+                weight_map[name], starts[name], offset = file_name, offset, end
             text = json.dumps(header).encode()
             text += b" " * (-len(text) % 8)  # the format wants 8-byte alignment
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
-                slots[name].offset += 8 + len(text)
+                self.slots[name] = _TensorSlot(file, 8 + len(text) + starts[name], self._shapes[name])
         if len(shards) > 1:
-            index = {"metadata": {"total_size": sum(self._bytes.values())}, "weight_map": weight_map}
-            (self._aside / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        return slots
+            index = {"metadata": {"total_size": sum(self.num_bytes.values())}, "weight_map": weight_map}
+            (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _write_config(self) -> None:
-        path = self._aside / "config.json"
+        path = self._directory / "config.json"
         config = read_object(path)
-        largest = max(self._bytes, key=lambda name: self._bytes[name])  # norms may have another dtype
+        largest = max(self.num_bytes, key=lambda name: self.num_bytes[name])  # norms may have another dtype
         config["dtype" if "dtype" in config else "torch_dtype"] = str(self._dtypes[largest]).removeprefix("torch.")
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-    def _close(self) -> None:
-        for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
 
 
 def write_checkpoint(
@@ -264,18 +265,15 @@ def write_checkpoint(
     Every rank must consume `tensors` (the stream is collective), only the one with `write=True` keeps them. An older
     directory of that name is replaced when the new one is complete.
     """
-    writer: HFWriter | None = None
-    try:
-        for name, tensor in tensors:
-            if write:
-                writer = writer or HFWriter(target, source, architecture, tensor.dtype)
-                writer.put(name, tensor)
-        if writer is not None:
-            writer.finish()
-    except BaseException:
-        if writer is not None:
-            writer.abandon()
-        raise
+    stream = iter(tensors)
+    first = next(stream, None)
+    if not write or first is None:
+        for _ in stream:
+            pass
+        return
+    with hf_writer(target, source, architecture, first[1].dtype) as writer:
+        for name, tensor in chain([first], stream):
+            writer.put(name, tensor)
 
 
 def assets(source: str | Path) -> list[Path]:

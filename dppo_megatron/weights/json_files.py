@@ -23,16 +23,23 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         UserError: no such file, not readable, not JSON, a duplicate key, or no object.
     """
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UserError(f"{path}: the key {shown(twice)} stands twice in one object; remove one")
+        return found
+
     try:
         if not path.is_file():  # not a pipe, on which reading would block
             raise UserError(f"{path}: no such file")
         if path.stat().st_size > _MAX_BYTES:
             raise UserError(f"{path}: larger than {_MAX_BYTES} bytes")
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=distinct)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except _DuplicateKeyError as error:
-        raise UserError(f"{path}: the key {shown(error.args[0])} stands twice in one object; remove one") from None
     except RecursionError:
         raise UserError(f"{path} is not valid JSON: nested too deeply") from None
     except ValueError as error:  # not JSON, not UTF-8, or a number of more than 4,300 digits
@@ -54,15 +61,3 @@ def shown(value: Any) -> str:
 def plain(name: str) -> str:
     """A name as it stands if it is printable ASCII, else as `shown` does."""
     return name if name.isascii() and name.isprintable() and len(name) <= _SHOWN_CHARACTERS else shown(name)
-
-
-class _DuplicateKeyError(Exception):
-    pass
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _DuplicateKeyError(next(name for name in names if names.count(name) > 1))
-    return found

@@ -10,6 +10,7 @@ splitting an empty tensor, so the two sides cannot disagree.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -27,35 +28,43 @@ EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 _LAYERS = "decoder.layers."
 _QKV = _LAYERS + "self_attention.linear_qkv."
-_EXPERT = _LAYERS + "mlp.experts.experts."
 _HF = "model.layers.{layer}."
-
-_EVERY = {
-    EMBEDDING: ("model.embed_tokens.weight",),
-    OUTPUT: ("lm_head.weight",),
-    "decoder.final_layernorm.weight": ("model.norm.weight",),
-    _QKV + "layer_norm_weight": (_HF + "input_layernorm.weight",),
-    _QKV + "weight": tuple(_HF + f"self_attn.{part}_proj.weight" for part in "qkv"),
-    _LAYERS + "self_attention.linear_proj.weight": (_HF + "self_attn.o_proj.weight",),
-}
-_QKV_BIAS = {_QKV + "bias": tuple(_HF + f"self_attn.{part}_proj.bias" for part in "qkv")}
-_QK_NORM = {
-    _LAYERS + f"self_attention.{part}_layernorm.weight": (_HF + f"self_attn.{part}_norm.weight",) for part in "qk"
-}
-_DENSE = {
-    _LAYERS + "mlp.linear_fc1.layer_norm_weight": (_HF + "post_attention_layernorm.weight",),
-    _LAYERS + "mlp.linear_fc1.weight": (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"),
-    _LAYERS + "mlp.linear_fc2.weight": (_HF + "mlp.down_proj.weight",),
-}
-_MOE = {
-    _LAYERS + "pre_mlp_layernorm.weight": (_HF + "post_attention_layernorm.weight",),
-    _LAYERS + "mlp.router.weight": (_HF + "mlp.gate.weight",),
-    _EXPERT + "linear_fc1.weight": tuple(_HF + f"mlp.experts.{{expert}}.{part}_proj.weight" for part in ("gate", "up")),
-    _EXPERT + "linear_fc2.weight": (_HF + "mlp.experts.{expert}.down_proj.weight",),
-}
 
 PADDED_TO_VOCAB = (EMBEDDING, OUTPUT)
 """Keys whose dimension 0 is the vocabulary, padded to a multiple of the tensor-parallel size."""
+
+
+@functools.cache
+def _rows(architecture: Architecture) -> dict[str, tuple[Shape, tuple[str, ...]]]:
+    """By global Megatron key: its shape in one layer (and expert), and the Hugging Face name patterns."""
+    a, hidden = architecture, architecture.hidden_size
+    queries, heads = a.num_heads * a.head_dim, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    rows: dict[str, tuple[Shape, tuple[str, ...]]] = {
+        EMBEDDING: ((a.vocab_size, hidden), ("model.embed_tokens.weight",)),
+        OUTPUT: ((a.vocab_size, hidden), ("lm_head.weight",)),
+        "decoder.final_layernorm.weight": ((hidden,), ("model.norm.weight",)),
+        _QKV + "layer_norm_weight": ((hidden,), (_HF + "input_layernorm.weight",)),
+        _QKV + "weight": ((heads, hidden), tuple(_HF + f"self_attn.{part}_proj.weight" for part in "qkv")),
+        _LAYERS + "self_attention.linear_proj.weight": ((hidden, queries), (_HF + "self_attn.o_proj.weight",)),
+    }
+    if a.tied_embeddings:
+        del rows[OUTPUT]
+    if a.qkv_bias:
+        rows[_QKV + "bias"] = (heads,), tuple(_HF + f"self_attn.{part}_proj.bias" for part in "qkv")
+    for part in "qk" if a.qk_norm else "":
+        key = _LAYERS + f"self_attention.{part}_layernorm.weight"
+        rows[key] = (a.head_dim,), (_HF + f"self_attn.{part}_norm.weight",)
+    norm = (hidden,), (_HF + "post_attention_layernorm.weight",)
+    if a.experts is None:
+        mlp, expert, ffn = _LAYERS + "mlp.", _HF + "mlp.", a.ffn_size
+        rows[mlp + "linear_fc1.layer_norm_weight"] = norm
+    else:
+        mlp, expert, ffn = _LAYERS + "mlp.experts.experts.", _HF + "mlp.experts.{expert}.", a.experts.ffn_size
+        rows[_LAYERS + "pre_mlp_layernorm.weight"] = norm
+        rows[_LAYERS + "mlp.router.weight"] = (a.experts.count, hidden), (_HF + "mlp.gate.weight",)
+    rows[mlp + "linear_fc1.weight"] = (2 * ffn, hidden), (expert + "gate_proj.weight", expert + "up_proj.weight")
+    rows[mlp + "linear_fc2.weight"] = (hidden, ffn), (expert + "down_proj.weight",)
+    return rows
 
 
 def table(architecture: Architecture) -> dict[str, tuple[str, ...]]:
@@ -63,20 +72,13 @@ def table(architecture: Architecture) -> dict[str, tuple[str, ...]]:
 
     Queries, keys and values are interleaved by key-value head. A tied output layer has no row.
     """
-    rows = dict(_EVERY)
-    if architecture.tied_embeddings:
-        del rows[OUTPUT]
-    if architecture.qkv_bias:
-        rows |= _QKV_BIAS
-    if architecture.qk_norm:
-        rows |= _QK_NORM
-    return rows | (_MOE if architecture.experts else _DENSE)
+    return {key: names for key, (_, names) in _rows(architecture).items()}
 
 
 def hf_names(key: str, place: Place, architecture: Architecture) -> list[str]:
     """Hugging Face names of the tensors behind Megatron's global `key` at `place`."""
     layer, expert = (*place, 0, 0)[:2]
-    return [name.format(layer=layer, expert=expert) for name in table(architecture)[key]]
+    return [name.format(layer=layer, expert=expert) for name in _rows(architecture)[key][1]]
 
 
 def join(key: str, parts: Sequence[Tensor], architecture: Architecture) -> Tensor:
@@ -89,7 +91,7 @@ def join(key: str, parts: Sequence[Tensor], architecture: Architecture) -> Tenso
 
 def split(key: str, full: Tensor, architecture: Architecture) -> list[Tensor]:
     """Megatron's full tensor -> the Hugging Face tensors of its key; the inverse of `join`."""
-    count = len(table(architecture)[key])
+    count = len(_rows(architecture)[key][1])
     if count == 3:
         groups, head = architecture.num_kv_heads, architecture.head_dim
         rows = [architecture.num_heads // groups * head, head, head]
@@ -101,32 +103,9 @@ def split(key: str, full: Tensor, architecture: Architecture) -> list[Tensor]:
 def full_shape(key: str, architecture: Architecture) -> Shape:
     """Shape of Megatron's tensor `key` of one layer (and expert), with the vocabulary not padded.
 
-    Raises KeyError for a key that is not in `mapping.table`.
+    Raises KeyError for a key that is not in `table`.
     """
-    a = architecture
-    queries, keys_values = a.num_heads * a.head_dim, 2 * a.num_kv_heads * a.head_dim
-    by_suffix: dict[str, Shape] = {
-        EMBEDDING: (a.vocab_size, a.hidden_size),
-        OUTPUT: (a.vocab_size, a.hidden_size),
-        "final_layernorm.weight": (a.hidden_size,),
-        "linear_qkv.layer_norm_weight": (a.hidden_size,),
-        "linear_qkv.weight": (queries + keys_values, a.hidden_size),
-        "linear_qkv.bias": (queries + keys_values,),
-        "linear_proj.weight": (a.hidden_size, queries),
-        "q_layernorm.weight": (a.head_dim,),
-        "k_layernorm.weight": (a.head_dim,),
-        "mlp.linear_fc1.layer_norm_weight": (a.hidden_size,),
-        "mlp.linear_fc1.weight": (2 * a.ffn_size, a.hidden_size),
-        "mlp.linear_fc2.weight": (a.hidden_size, a.ffn_size),
-        "pre_mlp_layernorm.weight": (a.hidden_size,),
-    }
-    if a.experts:
-        by_suffix |= {
-            "router.weight": (a.experts.count, a.hidden_size),
-            "experts.linear_fc1.weight": (2 * a.experts.ffn_size, a.hidden_size),
-            "experts.linear_fc2.weight": (a.hidden_size, a.experts.ffn_size),
-        }
-    return next(shape for suffix, shape in by_suffix.items() if key.endswith(suffix))
+    return _rows(architecture)[key][0]
 
 
 def places(key: str, architecture: Architecture) -> list[Place]:
@@ -164,7 +143,7 @@ def in_layer_order(architecture: Architecture) -> list[tuple[str, Place]]:
 
 
 def _stacked(key: str, architecture: Architecture) -> Shape:
-    name = table(architecture)[key][0]
+    name = _rows(architecture)[key][1][0]
     sizes = []
     if "{layer}" in name:
         sizes.append(architecture.num_layers)

@@ -23,6 +23,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import check_finite
-from dppo_megatron.weights.mapping import PADDED_TO_VOCAB, Place, hf_names, join, split
-from dppo_megatron.weights.routes import Block, BlockPart, Catalogue, Item, RankReport, RoutedBucket
+from dppo_megatron.weights.mapping import PADDED_TO_VOCAB, Place, hf_names, hf_shapes, join, split
+from dppo_megatron.weights.routes import Block, BlockPart, Catalogue, Item, RankReport, Role, RoutedBucket
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 _EXCHANGES_AT_A_TIME = 2
@@ -122,7 +123,7 @@ class WeightStream:
         for number, block in enumerate(self._blocks):
             if block in mine:
                 self._local |= {(number, place): data for place, data in zip(block.places, mine[block], strict=True)}
-        self._hf_shapes = {block.key: _hf_shapes(block.key, block.shape, architecture) for block in self._blocks}
+        self._hf_shapes = hf_shapes(architecture)
         self._planned: tuple[Any, list[RoutedBucket]] = (None, [])
 
     @torch.no_grad()
@@ -166,23 +167,21 @@ class WeightStream:
         arriving = iter(torch.split(torch.empty(sum(sizes), dtype=self._dtype, device=self._device), sizes))
         flat = [self._packed(unit) if self._holds(unit) else next(arriving) for unit in units]
         operations: list[dist.P2POp] = []
-        for unit, memory in zip(units, flat, strict=True):
-            for piece, role in zip(memory.tensor_split(len(unit.roles)), unit.roles, strict=True):
-                operations += [dist.P2POp(dist.isend, piece, rank) for rank in role.to]
-                if role.source is not None:
-                    operations.append(dist.P2POp(dist.irecv, piece, role.source))
+        for piece, role in _pieces(units, flat):
+            operations += [dist.P2POp(dist.isend, piece, rank) for rank in role.to]
+            if role.source is not None:
+                operations.append(dist.P2POp(dist.irecv, piece, role.source))
         return _Exchange(bucket.items, units, flat, dist.batch_isend_irecv(operations) if operations else [])
 
     def _pass_on(self, exchange: _Exchange) -> None:
         """Start sending what we have fetched to the others of our node, and receiving what they have."""
         operations: list[dist.P2POp] = []
         fetched = False
-        for unit, memory in zip(exchange.units, exchange.flat, strict=True):
-            for piece, role in zip(memory.tensor_split(len(unit.roles)), unit.roles, strict=True):
-                operations += [dist.P2POp(dist.isend, piece, rank) for rank in role.onward]
-                fetched |= bool(role.onward)
-                if role.relay is not None:
-                    operations.append(dist.P2POp(dist.irecv, piece, role.relay))
+        for piece, role in _pieces(exchange.units, exchange.flat):
+            operations += [dist.P2POp(dist.isend, piece, rank) for rank in role.onward]
+            fetched |= bool(role.onward)
+            if role.relay is not None:
+                operations.append(dist.P2POp(dist.irecv, piece, role.relay))
         if fetched:
             _wait(exchange.works)
         if operations:
@@ -200,15 +199,16 @@ class WeightStream:
                 arrived |= {(unit.block, place): shard for place, shard in zip(unit.places, shards, strict=True)}
         exchange.flat.clear()
         items = exchange.items
-        shapes = [shape for key, _ in items for shape in self._hf_shapes[key]]
+        names = [hf_names(*item, self._architecture) for item in items]
+        shapes = [self._hf_shapes[name] for several in names for name in several]
         sizes = list(map(math.prod, shapes))
         memory = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
         views = [part.view(shape) for part, shape in zip(torch.split(memory, sizes), shapes, strict=True)]
         waiting = iter(views)
-        for item in items:
-            self._fill(item, [next(waiting) for _ in self._hf_shapes[item[0]]], arrived)
+        for item, several in zip(items, names, strict=True):
+            self._fill(item, [next(waiting) for _ in several], arrived)
         arrived.clear()
-        yield from zip((name for item in items for name in hf_names(*item, self._architecture)), views, strict=True)
+        yield from zip(chain.from_iterable(names), views, strict=True)
 
     def _fill(self, item: Item, targets: list[Tensor], arrived: dict[tuple[int, Place], Tensor]) -> None:
         """Copy the shards of one key into the Hugging Face tensors that it is made of."""
@@ -238,18 +238,15 @@ class WeightStream:
         return torch.cat([data.to(self._dtype).flatten() for data in parts])
 
 
+def _pieces(units: Sequence[BlockPart], flat: Sequence[Tensor]) -> Iterator[tuple[Tensor, Role]]:
+    for unit, memory in zip(units, flat, strict=True):
+        yield from zip(memory.tensor_split(len(unit.roles)), unit.roles, strict=True)
+
+
 def _wait(works: list[dist.Work]) -> None:
     for work in works:
         work.wait()
     works.clear()
-
-
-def _hf_shapes(key: str, shape: tuple[int, ...], architecture: Architecture) -> list[tuple[int, ...]]:
-    """Shapes of the Hugging Face tensors behind one key."""
-    whole = torch.empty(shape, device="meta")
-    if key in PADDED_TO_VOCAB:
-        whole = whole[: architecture.vocab_size]
-    return [tuple(part.shape) for part in split(key, whole, architecture)]
 
 
 def _blocks_of(model: Sequence[torch.nn.Module]) -> dict[Block, list[list[Tensor]]]:

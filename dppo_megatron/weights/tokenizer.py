@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dppo_megatron.texts import one_line
@@ -97,11 +98,4 @@ def _has_id(token: str, directory: Path, settings: Mapping[str, Any]) -> bool:
         return True
     if not (directory / "tokenizer.json").is_file():
         return True  # older formats keep it in binary or several files, which transformers has read
-    fast = read_object(directory / "tokenizer.json")
-    added, model = fast.get("added_tokens"), fast.get("model")
-    if isinstance(added, list) and any(isinstance(entry, dict) and entry.get("content") == token for entry in added):
-        return True
-    known = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(known, dict):
-        return token in known
-    return isinstance(known, list) and any(isinstance(entry, list) and entry[:1] == [token] for entry in known)
+    return Tokenizer.from_file(str(directory / "tokenizer.json")).token_to_id(token) is not None

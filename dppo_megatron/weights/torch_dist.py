@@ -14,8 +14,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
-from pathlib import Path, PurePosixPath
-from typing import Any, TypeGuard
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dppo_megatron import safe_pickle
+from dppo_megatron.safe_pickle import UnsafePickleError, read_pickle
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import CheckpointReader, WeightReader, check_shapes, holds_safetensors
@@ -238,49 +237,36 @@ def read_metadata(directory: Path) -> Metadata:
     """
     path = directory / ".metadata"
     try:
-        metadata: Metadata = safe_pickle.read_metadata(path)
+        with open(path, "rb") as file:
+            metadata = read_pickle(file)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except safe_pickle.UnsafePickleError as error:
+    except UnsafePickleError as error:
         raise UserError(f"'{directory}': its .metadata cannot be read: {error}") from None
-    _check_tensors(getattr(metadata, "state_dict_metadata", None), path)
-    _check_places(getattr(metadata, "storage_data", None), path)
+    if not isinstance(metadata, Metadata):
+        raise UserError(f"{path}: holds a {type(metadata).__name__} and not torch's Metadata")
+    try:
+        for name, tensor in metadata.state_dict_metadata.items():
+            if isinstance(tensor, TensorStorageMetadata):  # others are bytes, not read
+                _check_sizes(name, tensor)
+        for place in metadata.storage_data.values():
+            if Path(place.relative_path).is_absolute() or ".." in Path(place.relative_path).parts:
+                raise UserError(f"{path}: names {place.relative_path!a}, which is no file inside '{directory}'")
+            _check_numbers((place.offset, place.length))
+    except (AttributeError, TypeError, ValueError) as error:  # of a damaged file, any attribute may be anything
+        raise UserError(f"{path}: the description of its tensors is damaged: {error}") from None
     return metadata
 
 
-def _check_tensors(tensors: Any, path: Path) -> None:
-    """Names to descriptions; checks the attributes that are used."""
-    if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
-        raise UserError(f"{path}: holds no table of tensors")
-    for name, tensor in tensors.items():
-        if isinstance(tensor, TensorStorageMetadata) and not _is_whole(tensor):  # others are bytes, not read
-            raise UserError(f"{path}: the description of {name!a} is damaged")
+def _check_sizes(name: str, tensor: TensorStorageMetadata) -> None:
+    if not isinstance(name, str) or not isinstance(tensor.properties.dtype, torch.dtype):
+        raise TypeError(f"{name!a} has no type")
+    for sizes in (tensor.size, *(part for chunk in tensor.chunks for part in (chunk.offsets, chunk.sizes))):
+        _check_numbers(sizes)
+        if len(sizes) != len(tensor.size):
+            raise ValueError(f"a part of {name!a} has other dimensions")
 
 
-def _is_whole(tensor: TensorStorageMetadata) -> bool:
-    size, chunks = getattr(tensor, "size", None), getattr(tensor, "chunks", None)
-    dtype = getattr(getattr(tensor, "properties", None), "dtype", None)
-    if not (_are_sizes(size) and isinstance(dtype, torch.dtype) and isinstance(chunks, list)):
-        return False
-    for chunk in chunks:
-        if not isinstance(chunk, ChunkStorageMetadata):
-            return False
-        for part in (getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)):
-            if not _are_sizes(part) or len(part) != len(tensor.size):
-                return False
-    return True
-
-
-def _are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
-    return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
-
-
-def _check_places(places: Any, path: Path) -> None:
-    if not isinstance(places, Mapping):
-        raise UserError(f"{path}: does not say where its tensors lie")
-    for place in places.values():
-        relative = getattr(place, "relative_path", None)
-        if not isinstance(relative, str) or PurePosixPath(relative).is_absolute() or ".." in Path(relative).parts:
-            raise UserError(f"{path}: names {relative!a}, which is no file inside '{path.parent}'")
-        if not all(type(getattr(place, name, None)) is int for name in ("offset", "length")):
-            raise UserError(f"{path}: does not say where in {relative!a} a tensor lies")
+def _check_numbers(numbers: tuple[int, ...]) -> None:
+    if not isinstance(numbers, tuple) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise TypeError("sizes and places must be whole numbers")

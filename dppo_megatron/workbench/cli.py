@@ -1,4 +1,8 @@
-"""The command line: finds the command, and reports mistakes in one line with the right exit code.
+"""The command line: finds the command, and reports mistakes in one line with the right exit code and the page in docs/.
+
+A message that names a setting is explained where that setting is. Other messages are about a file, an option or a
+machine: for those the package that raised it decides, and where that one serves all commands (the readers of
+settings and paths), the command does.
 
 Help and mistakes must not wait for torch and Megatron, so each command is imported when it is asked for, and
 imports what it needs when it runs.
@@ -12,8 +16,10 @@ import errno
 import os
 import select
 import sys
+import traceback
 from collections.abc import Collection
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 from dppo_megatron import __version__
@@ -40,6 +46,30 @@ _COMMANDS = {  # in the order of --help; each is a module of `commands`
     "completion": "print a script for your shell's completion",
 }
 
+_ABOUT = {
+    "actor.md": "actor doctor platform",
+    "checkpoints.md": "checkpoint convert run weights",
+    "choosing.md": "compare simulate",
+    "cluster.md": "distributed launcher_env serve",
+    "configuration.md": "job",
+    "data.md": "data",
+    "engines.md": "rollout",
+    "evaluation.md": "eval evaluation",
+    "objectives.md": "algorithms",
+    "packing.md": "packing",
+    "plan.md": "plan planning",
+    "pruning.md": "pruning selection",
+    "report.md": "report watch",
+    "rewards.md": "rewards",
+    "run_directory.md": "observe",
+    "testing.md": "accept",
+    "tutorial.md": "quickstart",
+}
+PAGES = {name: page for page, names in _ABOUT.items() for name in names.split()}
+"""The page about a package or a command."""
+
+_PACKAGE = Path(__file__).parents[1]
+
 
 def main(argv: list[str] | None = None, display: Display = show_progress) -> int:
     """Run a subcommand, whose progress `display` shows; returns the exit code (docs/run_directory.md lists them)."""
@@ -58,8 +88,6 @@ def main(argv: list[str] | None = None, display: Display = show_progress) -> int
         sys.stdout.flush()  # so that a broken pipe is raised here and not at exit
         return code
     except UserError as error:
-        from dppo_megatron.workbench.mistakes import explained
-
         say(f"error: {explained(error, argv[0])}")
         return 2
     except RunAborted as stop:
@@ -77,6 +105,26 @@ def main(argv: list[str] | None = None, display: Display = show_progress) -> int
             raise
         say(f"error: stdout cannot be written: {error.strerror}; some of the output is lost, what was done is done")
         return 2
+
+
+def explained(error: UserError, command: str) -> str:
+    """The message, and the page that explains it unless it names one itself."""
+    from dppo_megatron.config.reference import page_for
+
+    message = str(error)
+    if "docs/" in message:
+        return message
+    page = page_for(message) or PAGES.get(_package(error)) or PAGES.get(command, "configuration.md")
+    return f"{message}{chr(10) if chr(10) in message else ' '}(see docs/{page})"
+
+
+def _package(error: UserError) -> str:
+    """The package whose code raised it; empty if it came from another process."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _PACKAGE in (path := Path(frame.filename)).parents:
+            parts = path.relative_to(_PACKAGE).with_suffix("").parts
+            return parts[1] if parts[0] in ("steps", "workbench") else parts[0]
+    return ""
 
 
 def _open_what_is_closed() -> None:
@@ -159,11 +207,14 @@ def program(wanted: Collection[str] = _COMMANDS) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, summary in _COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
         if name in wanted:
-            module = "evaluate" if name == "eval" else name
-            import_module(f"dppo_megatron.workbench.commands.{module}").add(commands, summary)
-        else:
-            commands.add_parser(name, help=summary)
+            module = import_module(f"dppo_megatron.workbench.commands.{'evaluate' if name == 'eval' else name}")
+            module.add_options(command)
+            command.description = module.DESCRIPTION
+            command.set_defaults(run=module.execute)
     return parser
 
 

@@ -17,9 +17,9 @@ from dppo_megatron.data.order import Order
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import TokenCapacity
 from dppo_megatron.progress import Advance, counted, progress
-from dppo_megatron.pruning.budget import floor_share
 from dppo_megatron.pruning.interface import StepCapacity, StepCost
-from dppo_megatron.pruning.methods import with_method
+from dppo_megatron.pruning.policies import with_method
+from dppo_megatron.pruning.scores import floor_share
 from dppo_megatron.pruning.variance import StepVariance
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
@@ -90,7 +90,7 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
     """A cost model from the trace's own seconds; a given cost (seconds for 1,000 tokens) replaces the measured one.
 
     The update is taken as proportional to its tokens, and so is generation, but for the floor that the steps show
-    (`pruning/budget.py`). An intercept that is not tested against its error was worse: steps of an unpruned trace have
+    (`pruning/scores.py`). An intercept that is not tested against its error was worse: steps of an unpruned trace have
     nearly equal token counts, so noise flattens the slope and the intercept absorbs the rest.
 
     Raises:

@@ -57,8 +57,8 @@ def write_tiny_chat_model(
         seed,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_layers=num_layers,
-        max_positions=max_positions,
+        num_hidden_layers=num_layers,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=True,
     )
 

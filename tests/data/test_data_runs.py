@@ -11,8 +11,7 @@ import pytest
 from support.job import REPOSITORY, read_metrics, settings, write_job_files
 from support.launch import run_ranks
 
-from dppo_megatron.data.fingerprint import check_data
-from dppo_megatron.data.summary import safe_name
+from dppo_megatron.data.summary import check_data, safe_name
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 

@@ -107,11 +107,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no problem": ({"data.train_sets.a.prompt_template": "solve"}, "must contain {problem}"),
     "system": ({"data.system_prompt": "be kind"}, "system_prompt = 'be kind' needs the chat template"),
     "kwargs": ({"data.train_sets.a.chat_template_kwargs.x": 1}, "chat_template_kwargs = {'x': 1} needs the chat templ"),
-    "reserved": (
-        {"data.chat_template_kwargs.tokenize": True},
-        "data.chat_template_kwargs.tokenize is not for the chat",
-    ),
-    "overlong": ({"data.train_sets.a.overlong": "cut"}, "data.train_sets.a.overlong = 'cut': must be error or filter"),
     "length": (
         {"data.train_sets.a.max_prompt_tokens": 0},
         "data.train_sets.a.max_prompt_tokens = 0: must be at least 1",
@@ -128,7 +123,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nul path": ({"data.train_sets.a.path": "x\0"}, "embedded null byte"),
     "split": ({"data.train_sets.a.split": "train"}, "data.train_sets.a.split = 'train' has no effect on a file"),
     "limit": ({"data.train_sets.a.limit": -1}, "data.train_sets.a.limit = -1"),
-    "field": ({"data.answer_field": ""}, "data.answer_field is empty"),
+    "field": ({"data.answer_field": ""}, "data.answer_field = '': must not be empty"),
     "twice": (
         {"data.train_path": __file__, "data.train_sets.train.path": __file__},
         "are both set: train_path is short for a single training set",
@@ -195,6 +190,9 @@ def test_a_template_that_cannot_work_is_said(tmp_path: Path) -> None:
         first_prompt(tmp_path, tokenizer=chat_tokenizer(chat_template=None), template="qwen3_think")
     with pytest.raises(UserError, match=r"chat_template_kwargs.enable_thinkin means nothing to this tokenizer's"):
         first_prompt(tmp_path, apply_chat_template=True, chat_template_kwargs={"enable_thinkin": False})
+    for name in ("tokenize", "tools", "messages", "add_generation_prompt"):
+        with pytest.raises(UserError, match=rf"chat_template_kwargs\.{name} is set by the trainer itself"):
+            first_prompt(tmp_path, apply_chat_template=True, chat_template_kwargs={name: True})
     for broken in ("{{ raise_exception('no user turns') }}", "{{ messages[7].role }}", "{{ 1 / 0 }}", "{% if %}"):
         with pytest.raises(UserError, match=r"a.jsonl:1: the tokenizer's chat template fails on this prompt"):
             first_prompt(tmp_path, tokenizer=chat_tokenizer(broken), apply_chat_template=True)

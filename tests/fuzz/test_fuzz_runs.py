@@ -34,7 +34,7 @@ from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
-from dppo_megatron.workbench.compare.method_run import read_method_run
+from dppo_megatron.workbench.compare.arms import read_method_run
 
 COUNT = 80
 RESCORED = 15

@@ -62,8 +62,7 @@ def _state(path: Path, parallel: Parallel) -> dict[str, int]:
     buffers = [buffer for model in actor._model for buffer in (*model.buffers, *model.expert_parallel_buffers)]
     weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in actor._parameters()}
     optimizer: dict[int, int] = {}
-    for owner, name in actor._memory._optimizer_tensors(actor._optimizer):
-        tensor = owner.data if name == "data" else owner[name]
+    for tensor in actor._memory._optimizer_tensors(actor._optimizer):
         optimizer[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
     measured = {
         "weights": sum(weights.values()),
@@ -75,9 +74,8 @@ def _state(path: Path, parallel: Parallel) -> dict[str, int]:
         "pinned optimizer": 0,
     }
     actor.offload(weights=True)
-    for (_, name), host in actor._memory._host.items():
-        part = "pinned weights" if name == "weights" else "pinned optimizer"
-        measured[part] += _rounded_by_torch(host.untyped_storage().nbytes())
+    for (part, _), host in actor._memory._host.items():
+        measured[f"pinned {part}"] += _rounded_by_torch(host.untyped_storage().nbytes())
     return measured
 
 

@@ -10,9 +10,8 @@ from support.true_shapes import MODELS, write_config
 from dppo_megatron.config.schema import ActorConfig, Config
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.workbench.planning.activations import Pass, layer_saved
-from dppo_megatron.workbench.planning.engine_memory import cache_per_token, plan_engine
+from dppo_megatron.workbench.planning.generation import Lengths, cache_per_token, plan_engine
 from dppo_megatron.workbench.planning.memory import state_bytes
-from dppo_megatron.workbench.planning.roofline import Lengths
 from dppo_megatron.workbench.planning.shares import Degrees, share_of, whole_model
 from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
 from dppo_megatron.workbench.planning.timing import plan_timing, speeds_for

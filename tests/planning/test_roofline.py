@@ -14,8 +14,14 @@ from support.true_shapes import MODELS, write_config
 from dppo_megatron.config.schema import Config
 from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.weights.architecture import Architecture, read_architecture
-from dppo_megatron.workbench.planning.engine_memory import plan_engine
-from dppo_megatron.workbench.planning.roofline import Lengths, Replica, replica_of, rollout_cost, rollout_s
+from dppo_megatron.workbench.planning.generation import (
+    Lengths,
+    Replica,
+    plan_engine,
+    replica_of,
+    rollout_cost,
+    rollout_s,
+)
 from dppo_megatron.workbench.planning.site import CHIPS, Site
 
 Groups = npt.NDArray[np.int64]

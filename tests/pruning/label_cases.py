@@ -26,7 +26,7 @@ from dppo_megatron import randomness
 from dppo_megatron.config.schema import Config
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import TokenCapacity
-from dppo_megatron.pruning import StepCost, completion_base, prompt_base, prompt_baselines
+from dppo_megatron.pruning import StepCost, interface, prompt_baselines
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.types import UserError
 
@@ -211,18 +211,15 @@ class Dice:
     def rolled(self) -> Iterator[Dice]:
         """While the selector takes its numbers from here."""
         with (
-            patch.object(prompt_base, "generator", self.generator),
-            patch.object(completion_base, "generator", self.generator),
-            patch.object(prompt_base, "uniforms", self.uniforms),
-            patch.object(completion_base, "uniforms", self.uniforms),
+            patch.object(interface, "generator", self.generator),
+            patch.object(interface, "uniforms", self.uniforms),
             patch.object(prompt_baselines, "uniforms", self.greso_coins),
-            patch.object(prompt_base, "draw", self.draw),
-            patch.object(completion_base, "draw", self.draw),
+            patch.object(interface, "draw", self.draw),
         ):
             yield self
 
 
-_REAL_DRAW = prompt_base.draw
+_REAL_DRAW = interface.draw
 
 
 def every_draw(case: Case, dice: Dice, place: Place) -> Iterator[tuple[float, TrainSelection]]:

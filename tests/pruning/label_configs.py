@@ -19,15 +19,14 @@ from dppo_megatron.config.objective import (
     OverlongConfig,
     check_objective,
 )
-from dppo_megatron.config.pruning import GresoConfig, check_pruning
+from dppo_megatron.config.pruning import GresoConfig
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning import (
     CompletionBatch,
     CustomCompletionPolicy,
     CustomPromptPolicy,
-    completion_base,
-    prompt_base,
+    interface,
 )
 from dppo_megatron.pruning.custom import Choice
 from dppo_megatron.pruning.interface import PromptFeatures
@@ -161,8 +160,7 @@ def make_features(rng: np.random.Generator, num_prompts: int) -> PromptFeatures 
 
 def check_sections(config: Config) -> None:
     """Raise `UserError` unless the configuration admits these settings, by its own checks."""
-    check_ranges(config.rollout, "rollout.")
-    check_pruning(config.pruning)
+    check_ranges(config)
     check_objective(
         config.objective,
         prompts_per_step=config.rollout.prompts_per_step,
@@ -185,9 +183,9 @@ class OwnCoins(CustomPromptPolicy):
 
     def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
         pi = np.where(prompt_index % 2 == 0, 0.7, 1.0)
-        coins = prompt_base.uniforms(self.seed, "prompt coin", prompt_index, step, minibatch)
+        coins = interface.uniforms(self.seed, "prompt coin", prompt_index, step, minibatch)
         order = np.arange(len(pi))
-        return prompt_base.draw("poisson", pi, order=order, start=0.0, uniform=coins)
+        return interface.draw("poisson", pi, order=order, start=0.0, uniform=coins)
 
 
 class OwnPick(CustomPromptPolicy):
@@ -217,8 +215,8 @@ class OwnHalf(CustomCompletionPolicy):
     def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
         pi = np.where(np.isnan(batch.rewards), 1.0, 0.5)
         ids = np.stack([batch.prompt_index, batch.completion_index], axis=1)
-        coins = completion_base.uniforms(self.seed, "completion coin", ids, step, minibatch)
-        return completion_base.draw("poisson", pi, order=np.arange(len(pi)), start=0.0, uniform=coins)
+        coins = interface.uniforms(self.seed, "completion coin", ids, step, minibatch)
+        return interface.draw("poisson", pi, order=np.arange(len(pi)), start=0.0, uniform=coins)
 
 
 OWN_PROMPTS = ("label_configs:OwnProbabilities", "label_configs:OwnCoins", "label_configs:OwnPick")

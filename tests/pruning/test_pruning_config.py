@@ -9,12 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 from support.tables import merged_rows
 
-from dppo_megatron.config.pruning import (
-    CompletionPruningConfig,
-    PromptPruningConfig,
-    PruningConfig,
-    check_pruning,
-)
+from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig, PruningConfig
+from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.pruning import make_completion_policy, make_prompt_policy
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, check_methods
 from dppo_megatron.types import UserError
@@ -27,13 +23,13 @@ def load(*overrides):
 
 def check(config):
     """As a job does: the settings, then the methods."""
-    check_pruning(config)
+    check_ranges(config, "pruning.")
     return check_methods(config)
 
 
 def test_the_defaults_are_valid_and_survive_omegaconf():
     config = load()
-    check_pruning(config)
+    check_ranges(config, "pruning.")
     assert config == PruningConfig()
     assert (config.prompt.method, config.completion.method) == ("dppo", "dppo")
     assert (config.prompt.rate, config.prompt.min_inclusion_prob, config.completion.rate) == (0.3, 0.2, None)
@@ -42,7 +38,7 @@ def test_the_defaults_are_valid_and_survive_omegaconf():
 @pytest.mark.parametrize("method", PROMPT_POLICIES)
 def test_every_prompt_method_is_constructible(method):
     config = load(f"prompt.method={method}")
-    check_pruning(config)
+    check_ranges(config, "pruning.")
     policy = make_prompt_policy(
         config.prompt, num_prompts=10, completions_per_prompt=4, prompts_per_step=5, total_steps=10, seed=0
     )
@@ -52,7 +48,7 @@ def test_every_prompt_method_is_constructible(method):
 @pytest.mark.parametrize("method", COMPLETION_POLICIES)
 def test_every_completion_method_is_constructible(method):
     config = load(f"completion.method={method}")
-    check_pruning(config)
+    check_ranges(config, "pruning.")
     assert make_completion_policy(config.completion, seed=0, total_steps=10).state_dict()["method"] == method
 
 
@@ -76,10 +72,7 @@ def test_every_completion_method_is_constructible(method):
         ),
         ("prompt.discount=0", r"pruning.prompt.discount = 0.0: must be in \(0, 1\]"),
         ("prompt.anneal_fraction=1.5", r"pruning.prompt.anneal_fraction = 1.5: must be in \[0, 1\]"),
-        ("prompt.design=sistematic", r"did you mean 'systematic'"),
-        ("completion.estimator=hayek", r"did you mean 'hajek'"),
         ("completion.max_weight=0.5", r"pruning.completion.max_weight = 0.5: must be at least 1"),
-        ("prompt.score=betta", r"did you mean 'beta'"),
         (
             "prompt.method=greso prompt.greso.hard_reward=0.99",
             r"greso.easy_reward = 0.98: must be above hard_reward",

@@ -18,7 +18,7 @@ from test_pruning_labels import check
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import Draw, StepCost
-from dppo_megatron.pruning.methods import METHODS, method_overrides, parse_methods
+from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods
 from dppo_megatron.run import Run, Stopped
 from dppo_megatron.selection import Selector
 from dppo_megatron.train import train

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 
-from dppo_megatron.config.pruning import PROMPT_SCORES, PromptPruningConfig, RefillConfig
+from dppo_megatron.config.pruning import PromptPruningConfig, RefillConfig
 from dppo_megatron.pruning import StepCost, make_prompt_policy
 from dppo_megatron.pruning.history import PromptHistory
 from dppo_megatron.pruning.policies import PROMPT_POLICIES
@@ -133,7 +134,7 @@ def test_draws_follow_the_probabilities():
     assert (np.abs(error) <= 5 * np.sqrt(pi * (1 - pi) / len(draws)) + 1e-12).all()
 
 
-@pytest.mark.parametrize("score", PROMPT_SCORES)
+@pytest.mark.parametrize("score", get_args(get_type_hints(PromptPruningConfig)["score"]))
 def test_unseen_prompts_are_kept_where_nothing_is_known_of_them(score):
     policy = make("dppo", rate=0.5, warmup_epochs=0.0, score=score)
     visit(policy, np.arange(40), 0)
@@ -371,14 +372,14 @@ def test_other_methods_never_refill(method):
 
 def test_history_figures_and_memory():
     policy = make("dppo")
-    assert policy.history_metrics(step=9) == {
+    assert policy.history.metrics(9) == {
         "prune/history_coverage": 0.0,
         "prune/history_staleness_mean_epochs": 0.0,
         "prune/history_staleness_max_epochs": 0.0,
     }
     for prompt, step in ((0, 2), (1, 6)):
         policy.observe(np.array([prompt]), np.zeros((1, 2)), np.ones((1, 2), int), step=step)
-    assert policy.history_metrics(step=10) == {
+    assert policy.history.metrics(10) == {
         "prune/history_coverage": pytest.approx(2 / 240),
         "prune/history_staleness_mean_epochs": 1.5,
         "prune/history_staleness_max_epochs": 2.0,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.observe.progress_display import RunProgress
-from dppo_megatron.rewards.measures import FailureGuard, GradeTable, grading_metrics
+from dppo_megatron.rewards.measures import GradeTable, check_failures, grading_metrics
 from dppo_megatron.types import Grade, Group, Prompt, RolloutPrompt, RunAborted
 
 FAILED = Grade(math.nan, failure="raised ValueError: no")
@@ -63,7 +63,7 @@ def test_means_over_nothing_are_null() -> None:
 )
 def test_the_guard_counts_a_whole_step(rounds: list[list[bool]], share: float) -> None:
     """After every round: stopped if and only if more than the share failed, and more than one (exact arithmetic)."""
-    guard = FailureGuard(RewardConfig(max_failed_share=share))
+    reward = RewardConfig(max_failed_share=share)
     failed = total = 0
     table = GradeTable.of([])
     for outcomes in rounds:
@@ -72,12 +72,12 @@ def test_the_guard_counts_a_whole_step(rounds: list[list[bool]], share: float) -
         table = GradeTable.join([table, more])
         too_many = failed > Fraction(str(share)) * total and (failed > 1 or share == 0)
         if not too_many:
-            guard.check(table, step=2)
+            check_failures(table, reward, step=2)
             continue
         with pytest.raises(
             RunAborted, match=f"step 2: {failed} of {total} gradings failed.*{failed} x raised ValueError"
         ):
-            guard.check(table, step=2)
+            check_failures(table, reward, step=2)
         return
 
 

@@ -38,7 +38,7 @@ def reward_of(function: str, **settings: Any) -> RewardConfig:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("dppo_megatron.rewards.graders:nope", "nope' cannot be imported"),
+        ("dppo_megatron.rewards.functions:nope", "nope' cannot be imported"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("one_argument", "takes (completion"),
         ("fails_on_empty", "fails on an empty text: called with completion = '' and answer = '7' (train.jsonl:1)"),
@@ -152,7 +152,7 @@ def test_a_reward_that_the_prompt_score_cannot_use_is_said_before_the_run() -> N
         ({"max_failed_share": 1.1}, "reward.max_failed_share"),
         ({"min_self_consistency": float("nan")}, "reward.min_self_consistency"),
         ({"correct_from": float("nan")}, "reward.correct_from"),
-        ({"function": ""}, "reward.function is empty"),
+        ({"function": ""}, "reward.function = '': must not be empty"),
         ({"functions": {"mean": RewardFunctionConfig("math")}}, "reward/mean is another metric"),
         ({"functions": {"a": RewardFunctionConfig()}}, "reward.functions.a.function is not set"),
         ({"functions": {"a": RewardFunctionConfig("math", float("inf"))}}, "reward.functions.a.weight"),

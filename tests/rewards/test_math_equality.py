@@ -11,11 +11,11 @@ from fractions import Fraction
 import pytest
 
 from dppo_megatron.rewards.math import equality
+from dppo_megatron.rewards.math.answers import Node
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.grader import grade_math
 from dppo_megatron.rewards.math.parse import parse
-from dppo_megatron.rewards.math.trees import Node
 from tests.support.cases import Choose
 
 Tree = tuple  # ("x",), ("7", 7), ("+", a, b), ("abs", a), ...

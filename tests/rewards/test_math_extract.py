@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dppo_megatron.rewards.graders import final_answer
+from dppo_megatron.rewards.functions import final_answer
 from dppo_megatron.rewards.math.extract import extract
 from dppo_megatron.rewards.math.grader import grade_math, grade_math_boxed
 

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dppo_megatron.checkpoint.manifest import read_manifest, write_manifest
+from dppo_megatron.checkpoint.checkpoint_dir import read_manifest, write_manifest
 
 RECORDS = ("metrics.jsonl", "trace.jsonl")
 FILES = ("run.json", "config.yaml", *RECORDS, "lock.json")

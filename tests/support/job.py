@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dppo_megatron.config import Config, load_config
-from dppo_megatron.workbench.quickstart.arithmetic import write_task
+from dppo_megatron.workbench.quickstart.make import write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 REPOSITORY = Path(__file__).parent.parent.parent

@@ -18,7 +18,7 @@ from dppo_megatron.config.schema import Config
 from support.job import REPOSITORY
 
 _PACKAGE = REPOSITORY / "dppo_megatron"
-_ITSELF = ("config/reference.py", "config/hints.py", "commands/config.py")
+_ITSELF = ("config/reference.py", "commands/config.py")
 
 Classes = frozenset[str]
 """Names of the classes that something may be an instance of; `[]A` is a list of A, or a mapping of names to A."""

@@ -5,12 +5,15 @@ and trackio keep global state, print, and wait for the network when Python exits
 the trainer is killed, stdin ends, and what was sent is still delivered. One process for each tool: what one of them
 breaks, the others do not see.
 
-Steps that the tool has already are not sent to it again: the run was resumed from a checkpoint and does them again,
-with the same result (docs/checkpoints.md). `trackers/NAME.json` records how far the tool is.
+Messages and answers are JSON objects in frames. They are all that a tool ever sees of a run: numbers, the settings as
+config.yaml has them, and tables of samples. Steps that the tool has already are not sent to it again: the run was
+resumed from a checkpoint and does them again, with the same result (docs/checkpoints.md). `trackers/NAME.json` records
+how far the tool is.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import select
@@ -18,21 +21,310 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Protocol, TypeVar
+
+import msgspec
 
 from dppo_megatron.children import ignore_signals
-from dppo_megatron.files import make_directory
+from dppo_megatron.files import make_directory, write_text
 from dppo_megatron.frames import framed, read_frame
-from dppo_megatron.observe.trackers.messages import ENCODER, TO_TRACKER, Answer, Begin, EndRun, Mark, StepLine
-from dppo_megatron.observe.trackers.tools import TOOLS, Tracker
 from dppo_megatron.texts import one_line
+
+T = TypeVar("T")
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _LEAST_SECRET = 6
 """Shorter values of such variables are no secrets, and replacing them would garble text."""
+Cell = str | float | int | bool | None
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    run: str
+    """Id of the run directory."""
+    directory: str
+    """`trackers/` in it, absolute."""
+    project: str
+    name: str
+    tags: list[str]
+    offline: bool
+    config: dict[str, Cell]
+    """Dotted key -> value, with references to the environment and not what they stand for."""
+    resumed_step: int | None
+    """The step that the run resumes from; None: it begins."""
+
+
+class StepLine(msgspec.Struct, frozen=True, tag=True):
+    """A finished step, or the evaluation before the first (step 0)."""
+
+    step: int
+    time_s: float
+    """Since the epoch."""
+    metrics: dict[str, float]
+    """All finite."""
+    columns: list[str] = []
+    rows: list[list[Cell]] = []
+    """A table of samples; empty: none with this step."""
+
+
+class EndRun(msgspec.Struct, frozen=True, tag=True):
+    finished: bool
+    """As intended, and not by an error."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """To each message, when the tool has taken it."""
+
+    failure: str = ""
+
+
+class Mark(msgspec.Struct):
+    """How far a tool is, kept in the run directory."""
+
+    begun: int = 0
+    """How often the run has begun at its first step."""
+    last_step: int = -1
+    id: str = ""
+    """The tool's own id of its run, where it gives one."""
+
+    @staticmethod
+    def read(path: Path) -> Mark:
+        """An unreadable one counts as none."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Mark)
+        except (OSError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            return Mark()
+
+    def write(self, path: Path) -> None:
+        """In one piece. Raises OSError."""
+        write_text(path, msgspec.json.encode(self).decode() + "\n")
+
+
+ToTracker = Begin | StepLine | EndRun
+ENCODER = msgspec.json.Encoder()
+TO_TRACKER = msgspec.json.Decoder(ToTracker)
+ANSWER = msgspec.json.Decoder(Answer)
+
+
+class Tracker(Protocol):
+    """One tool. What it raises is reported to the trainer, which goes on."""
+
+    def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
+        """Open or continue the tool's run.
+
+        Args:
+            mark: its `id` may be set.
+            run: id of the run, another one each time that it has begun again.
+
+        Returns:
+            The last step that the tool has, if it knows; steps up to it are passed over. None: as `mark` says.
+        """
+
+    def step(self, line: StepLine) -> None:
+        """Take a step. Steps come in order, each once."""
+
+    def end(self, *, finished: bool) -> None:
+        """Deliver everything."""
+
+
+class TensorBoard:
+    """An event file in `trackers/tensorboard`, by torch's writer.
+
+    Metrics are grouped by the part before the first slash, as ours are. A resumed run opens a new file that begins
+    with the step it resumes at: TensorBoard drops what older files have from there on (`purge_step`). tensorboardX
+    would need less memory in this process than torch, but writes `pass@1` as `pass_1`.
+    """
+
+    def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        next_step = 0 if begin.resumed_step is None else begin.resumed_step + 1
+        self._writer = SummaryWriter(Path(begin.directory) / "tensorboard", purge_step=next_step)
+        if begin.resumed_step is None:
+            rows = [[key, value] for key, value in sorted(begin.config.items())]
+            self._writer.add_text("config", _markdown(["setting", "value"], rows), 0, 0.0)
+        return next_step - 1
+
+    def step(self, line: StepLine) -> None:
+        for name, value in line.metrics.items():
+            self._writer.add_scalar(name, value, line.step, line.time_s)
+        if line.rows:
+            self._writer.add_text("samples", _markdown(line.columns, line.rows), line.step, line.time_s)
+        self._writer.flush()
+
+    def end(self, *, finished: bool) -> None:
+        self._writer.close()
+
+
+class _Rows:
+    """Of wandb and trackio: a step is a row, and the samples are a table in one of its columns."""
+
+    _table: Any
+    _run: Any
+    _how: Mapping[str, Any] = {}
+
+    def step(self, line: StepLine) -> None:
+        row: dict[str, Any] = dict(line.metrics)
+        if line.rows:
+            row["samples"] = self._table(columns=line.columns, data=line.rows)
+        self._run.log(row, step=line.step, **self._how)
+
+
+class Wandb(_Rows):
+    """Weights & Biases: one run, its id the run directory's, its steps ours.
+
+    wandb takes steps in rising order only, so a resumed run goes on where its server says it is; offline, where the
+    mark says, in a second `offline-run-*` directory of the same id, which `wandb sync` adds to the first. What wandb
+    would collect by itself (console, git, code, command line) stays here: it may contain secrets.
+    """
+
+    _how = {"commit": True}  # else a row waits for the next one
+
+    def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
+        import wandb
+
+        self._table = wandb.Table
+        settings = wandb.Settings(
+            console="off",
+            silent=True,
+            disable_git=True,
+            save_code=False,
+            x_disable_meta=True,
+            x_save_requirements=False,
+        )
+        offline = begin.offline or os.environ.get("WANDB_MODE", "online") != "online"
+        self._run = wandb.init(
+            project=begin.project,
+            name=begin.name,
+            id=run,
+            tags=begin.tags,
+            config=begin.config,
+            dir=begin.directory,
+            mode="offline" if begin.offline else None,  # None: as WANDB_MODE says
+            resume="allow",
+            settings=settings,
+        )
+        self._run.config.update(begin.config, allow_val_change=True)  # settings that a resume may change
+        return self._run.step - 1 if self._run.resumed and not offline else None
+
+    def end(self, *, finished: bool) -> None:
+        self._run.finish(exit_code=0 if finished else 1)
+
+
+class Trackio(_Rows):
+    """A local database in `trackers/trackio`, or the Space or server that trackio's own variables name.
+
+    `TRACKIO_DIR` chooses another directory, such as one for all runs of a project.
+    """
+
+    def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
+        os.environ.setdefault("TRACKIO_DIR", str(Path(begin.directory) / "trackio"))
+        if begin.offline:
+            for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+                os.environ.pop(name, None)
+        import trackio  # reads its directory now
+
+        self._table = trackio.Table
+        mark.id = mark.id or (begin.name if mark.begun <= 1 else f"{begin.name}-{mark.begun}")  # it knows names alone
+        self._run = trackio.init(
+            project=begin.project,
+            name=mark.id,
+            group=begin.tags[0] if begin.tags else None,
+            config=begin.config | {"tags": ", ".join(begin.tags), "run": run},
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        return None
+
+    def end(self, *, finished: bool) -> None:
+        self._run.finish()
+
+
+class Mlflow:
+    """One run of an experiment, on the server of MLFLOW_TRACKING_URI or in files under `trackers/mlruns`.
+
+    `mlflow-skinny` is enough for both. MLflow has files in maintenance and asks for a confirmation, which is given here
+    where the user has named no server: a database would need the whole of mlflow.
+    """
+
+    def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
+        uri = "" if begin.offline else os.environ.get("MLFLOW_TRACKING_URI", "")
+        if not uri:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            uri = (Path(begin.directory) / "mlruns").as_uri()
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._client, self._metric = MlflowClient(tracking_uri=uri), Metric
+        if mark.id:
+            self._run = mark.id
+            self._client.update_run(self._run, status="RUNNING")
+            return int(self._client.get_run(self._run).data.metrics.get("step", -1))
+        found = self._client.get_experiment_by_name(begin.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(begin.project)
+        tags = {"dppo_megatron.run": run} | dict.fromkeys(begin.tags, "")
+        self._run = mark.id = self._client.create_run(experiment, run_name=begin.name, tags=tags).info.run_id
+        parameters = [Param(metric_name(key), str(value)[:6000]) for key, value in begin.config.items()]
+        for some in _batches(parameters, 100):  # this, 6000 characters and 1000 metrics are MLflow's own limits
+            self._client.log_batch(self._run, params=some)
+        return None
+
+    def step(self, line: StepLine) -> None:
+        metrics = [self._at(line, metric_name(name), value) for name, value in line.metrics.items()]
+        for some in _batches(metrics, 1000):
+            self._client.log_batch(self._run, metrics=some)
+        if line.rows:
+            columns = {name: [row[place] for row in line.rows] for place, name in enumerate(line.columns)}
+            self._client.log_table(self._run, columns, f"samples/step_{line.step:06d}.json")
+        self._client.log_batch(self._run, metrics=[self._at(line, "step", line.step)])  # last: how far the server is
+
+    def end(self, *, finished: bool) -> None:
+        self._client.set_terminated(self._run, "FINISHED" if finished else "FAILED")
+
+    def _at(self, line: StepLine, name: str, value: float) -> Any:
+        return self._metric(name, value, int(line.time_s * 1000), line.step)
+
+
+TOOLS: dict[str, Callable[[], Tracker]] = {
+    "mlflow": Mlflow, "tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb,
+}  # fmt: skip
+
+
+def metric_name(name: str) -> str:
+    """For MLflow: letters, digits, slashes and `_-. `; a hash keeps apart what the allowed form makes equal.
+
+    Example: `eval/math/pass@1` -> `eval/math/pass_at_1`; `eval/é/x` -> `eval/_/x-1d9b0c` or the like.
+    """
+    named = name.replace("@", "_at_")
+    plain = re.sub(r"[^A-Za-z0-9_\-. /]", "_", named)
+    if plain != named or "_at_" in name or not re.fullmatch(r"[^/.][^/]*(/[^/.][^/]*)*", plain):
+        plain = re.sub(r"(^|/)(?=[/.]|$)", r"\1_", plain)  # MLflow takes names for paths, and refuses `..` and `//`
+        return f"{plain}-{hashlib.blake2b(name.encode(), digest_size=3).hexdigest()}"
+    return plain
+
+
+def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:
+    for first in range(0, len(items), size):
+        yield list(items[first : first + size])
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    """A table for a tool that has none; what a model wrote stays text."""
+    lines = [f"|{'|'.join(columns)}|", f"|{'|'.join('---' for _ in columns)}|"]
+    lines += [f"|{'|'.join(_cell(cell) for cell in row)}|" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: Cell) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    for plain, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("`", "&#96;")):
+        text = text.replace(plain, escaped)
+    return " ".join(text.split())
 
 
 class Sink:

@@ -30,8 +30,8 @@ from dppo_megatron.children import start_python
 from dppo_megatron.config.changes import flat
 from dppo_megatron.files import make_directory, write_text
 from dppo_megatron.frames import framed, read_frame
-from dppo_megatron.observe.samples import RecordedGroup, unicode_text
-from dppo_megatron.observe.trackers.messages import ANSWER, ENCODER, Begin, Cell, EndRun, StepLine
+from dppo_megatron.observe.samples import RecordedGroup, to_table
+from dppo_megatron.observe.trackers.process import ANSWER, ENCODER, Begin, Cell, EndRun, StepLine
 from dppo_megatron.texts import log
 
 TRACKERS = "trackers"
@@ -211,29 +211,12 @@ def settings(values: Mapping[str, Any]) -> dict[str, Cell]:
 
 def table(groups: Sequence[RecordedGroup], rows: int) -> list[list[Cell]]:
     """The first `rows` completions of a step's recorded groups, in the order of `COLUMNS`."""
-    found: list[list[Cell]] = []
-    for one in sorted(groups, key=lambda group: group.position):
-        prompt, grades = one.group.selected.prompt, one.group.grades
-        for index, completion in enumerate(one.group.completions):
-            if len(found) == rows:
-                return found
-            grade = grades[index] if grades else None
-            reward = float(one.group.rewards[index])
-            texts = [prompt.text, completion.text, prompt.answer, grade.extracted if grade else None]
-            found.append(
-                [
-                    one.position,
-                    index,
-                    *(_truncated(text) for text in texts),
-                    reward if math.isfinite(reward) else None,
-                    float(one.advantages[index]),
-                    float(one.weights[index]),
-                    one.why[index],
-                ]
-            )
-    return found
+    first = sorted(groups, key=lambda group: group.position)[:rows]
+    shown = to_table(0, first).select(COLUMNS).slice(0, rows).to_pylist()
+    return [[_truncated(cell) for cell in row.values()] for row in shown]
 
 
-def _truncated(text: str | None) -> str | None:
-    plain = unicode_text(text)
-    return plain if plain is None or len(plain) <= _LONGEST_TEXT else plain[: _LONGEST_TEXT - 3] + "..."
+def _truncated(cell: Cell) -> Cell:
+    if isinstance(cell, str) and len(cell) > _LONGEST_TEXT:
+        return cell[: _LONGEST_TEXT - 3] + "..."
+    return cell

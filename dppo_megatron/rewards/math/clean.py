@@ -111,70 +111,64 @@ _ESCAPED_TWICE = re.compile(
 )
 # signs of several characters in pairs: what is written, and how it is spelled here
 _WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} .".split()  # noqa: SIM905
-# a rule is tried where its first part, without which the pattern cannot match, stands in the text: looking for a few
-# characters costs a tenth of a search
-_RULES: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
-    (needs, re.compile(pattern), replacement)
-    for needs, pattern, replacement in (
-        ("\\", r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*", ""),
-        ("\\", r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}", " "),
-        ("", r"(?:(?<![A-Za-z])US)?\\\$|[€£¥]|(?<![A-Za-z])(?:USD|EUR|GBP|JPY)(?![A-Za-z])", ""),
+_RULES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*", ""),
+        (r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}", " "),
+        (r"(?:(?<![A-Za-z])US)?\\\$|[€£¥]|(?<![A-Za-z])(?:USD|EUR|GBP|JPY)(?![A-Za-z])", ""),
         # {\rm cm} and {5 \over 6}, as TeX had them before LaTeX
-        ("\\", r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}", r"\\text{ \1}"),
-        ("\\over", r"(?:\{|\A)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|\Z)", r"\\frac{\1}{\2}"),
-        ("\\choose", r"(?:\{|\A)([^{}]*)\\choose(?![A-Za-z])([^{}]*)(?:\}|\Z)", r"\\binom{\1}{\2}"),
-        ("**", r"\A\s*\*\*([^*]+)\*\*\s*\Z", r"\1"),  # bold in Markdown
-        ("", r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])", "-"),
-        ("infinity", r"\\text\{\s*infinity\s*\}", r"\\infty "),
+        (r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}", r"\\text{ \1}"),
+        (r"(?:\{|\A)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|\Z)", r"\\frac{\1}{\2}"),
+        (r"(?:\{|\A)([^{}]*)\\choose(?![A-Za-z])([^{}]*)(?:\}|\Z)", r"\\binom{\1}{\2}"),
+        (r"\A\s*\*\*([^*]+)\*\*\s*\Z", r"\1"),  # bold in Markdown
+        (r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])", "-"),
+        (r"\\text\{\s*infinity\s*\}", r"\\infty "),
         # {}_{5}C_{2}, ^{5}C_{2}, 5C2 and 5 choose 2
-        ("C", r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])", r"\\binom{\1}{\2}"),
-        ("C", rf"(?:\{{\}}\s*|(?<![\w)}}\]\s]))[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}", r"\\binom{\1\2}{\3\4}"),
+        (r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])", r"\\binom{\1}{\2}"),
+        (rf"(?:\{{\}}\s*|(?<![\w)}}\]\s]))[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}", r"\\binom{\1\2}{\3\4}"),
         (
-            "choose",
             r"(?<![\w\\}])(\d+|[a-z])\s*(?:\\text\{\s*choose\s*\}|choose)\s*(\d+|[a-z])(?![\w{])",
             r"\\binom{\1}{\2}",
         ),
-        ("triangle", r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)", ""),
-        ("const", r"\+\s*(?:\\text\{\s*)?const(?:ant|\.)?\s*\}?\s*\Z", "+C"),
+        (r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)", ""),
+        (r"\+\s*(?:\\text\{\s*)?const(?:ant|\.)?\s*\}?\s*\Z", "+C"),
         # 0.1(6) and 0.\dot{1}4\dot{2} repeat
-        ("\\dot", r"(\.\d*)\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\1\\overline{\2\3\4}"),
-        ("(", r"(?<=\d)(\.\d*)\((\d+)\)(?=\s*\Z)", r"\1\\overline{\2}"),
-        ("", r"(?<!\\)\\[()\[\]]|\$", " "),
-        ("'", r"(?<=\d)'(?=\d{3}(?:'\d{3})*(?:\.\d+)?\s*\Z)", ""),  # 1'000 in Switzerland
-        ("{}", r"(?<=\d)\{\}", ""),
-        ("", r"(?<=\d)(?:\{,\}|,\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))", ""),
-        ("", r"(?<!\\)\\[,;:>! ]|~|&nbsp;", " "),
-        ("\\not", r"\\not\s*=", r"\\ne "),
+        (r"(\.\d*)\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\1\\overline{\2\3\4}"),
+        (r"(?<=\d)(\.\d*)\((\d+)\)(?=\s*\Z)", r"\1\\overline{\2}"),
+        (r"(?<!\\)\\[()\[\]]|\$", " "),
+        (r"(?<=\d)'(?=\d{3}(?:'\d{3})*(?:\.\d+)?\s*\Z)", ""),  # 1'000 in Switzerland
+        (r"(?<=\d)\{\}", ""),
+        (r"(?<=\d)(?:\{,\}|,\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))", ""),
+        (r"(?<!\\)\\[,;:>! ]|~|&nbsp;", " "),
+        (r"\\not\s*=", r"\\ne "),
         (
-            "\\",
             r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\(?:circ|degree)(?![A-Za-z])|\{\\circ\}|(?<=\d)\\circ(?![A-Za-z])",
             r"\\degree ",
         ),
-        ("\\", r"\\(?:mathbb|Bbb)\s*(?:\{\s*([RZNQ])\s*\}|([RZNQ])(?![A-Za-z]))", r"\\mathbb{\1\2}"),
+        (r"\\(?:mathbb|Bbb)\s*(?:\{\s*([RZNQ])\s*\}|([RZNQ])(?![A-Za-z]))", r"\\mathbb{\1\2}"),
         # fonts: a unit behind a number, a letter, a function, else text
-        ("\\", r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}", r"\\text{ \1}"),
-        ("\\", rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}", r" \1"),
-        ("\\", rf"\\{_FONT}\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|lcm|gcd|max|min)\s*\}}", r"\\\1 "),
-        ("cis", rf"\\(?:{_FONT}|{_TEXT})\s*\{{\s*cis\s*\}}", r"\\cis "),
-        ("\\", rf"\\(?:{_FONT}|{_TEXT})\s*\{{", r"\\text{"),
+        (r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}", r"\\text{ \1}"),
+        (rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}", r" \1"),
+        (rf"\\{_FONT}\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|lcm|gcd|max|min)\s*\}}", r"\\\1 "),
+        (rf"\\(?:{_FONT}|{_TEXT})\s*\{{\s*cis\s*\}}", r"\\cis "),
+        (rf"\\(?:{_FONT}|{_TEXT})\s*\{{", r"\\text{"),
         # cm^{2} within the text, and metres over seconds as a fraction
-        ("^", r"\\text\{([^{}^]*)\^\{\s*(-?\d)\s*\}\s*\}", r"\\text{\1}^{\2}"),
-        ("\\text", r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{\1}/\\text{\2}"),
-        ("\\{", r"(\\mathbb\{R\}|\\\})\s*[-/]\s*(?=\\\{)", r"\1\\setminus "),
-        ("\\text{", r"\\text\{\s*([,;])\s*\}", r"\1 "),
-        ("", r"\A\s*(?:\\text\{\s*)?(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\)?\s*\}?\s*\Z", r"\1"),
+        (r"\\text\{([^{}^]*)\^\{\s*(-?\d)\s*\}\s*\}", r"\\text{\1}^{\2}"),
+        (r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{\1}/\\text{\2}"),
+        (r"(\\mathbb\{R\}|\\\})\s*[-/]\s*(?=\\\{)", r"\1\\setminus "),
+        (r"\\text\{\s*([,;])\s*\}", r"\1 "),
+        (r"\A\s*(?:\\text\{\s*)?(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\)?\s*\}?\s*\Z", r"\1"),
         (
-            "",
             rf"(?<=\d) ?\^? ?(?:\{{ ?\\text\{{ ?{_ORDINAL} ?\}} ?\}}|(?:\\text)?\{{ ?{_ORDINAL} ?\}}|{_ORDINAL}\b)",
             "",
         ),
-        ("\\text{", r"\\text\{([^{},;]+?)\s+(and|or)\s*\}", r"\\text{\1} \\text{ \2 }"),
-        (".", r"\.(?=\s*[\])]\s*$)", ""),
+        (r"\\text\{([^{},;]+?)\s+(and|or)\s*\}", r"\\text{\1} \\text{ \2 }"),
+        (r"\.(?=\s*[\])]\s*$)", ""),
     )
 )
 
 
-_FRACTION = re.compile(r"\\[dtc]?frac(\{-?\d+\}\{\d+\})", re.ASCII)
 _PLAIN = re.compile(r"(?!.*\.\.\.)[\d.,-]*", re.ASCII)  # three dots are an ellipsis
 
 
@@ -186,14 +180,11 @@ def clean(text: str) -> str:
         '( \\\\frac{1}{2}, 15000 )'
     """
     text = to_ascii(text)
-    if fraction := _FRACTION.fullmatch(text):
-        return "\\frac" + fraction[1]
     if not _PLAIN.fullmatch(text):
         text = _READ_ESCAPE.sub(lambda sign: {"\t": "\\t", "\f": "\\f", "\b": "\\b"}[sign.group()], text)
         text = _MACRO.sub(lambda command: _MACROS.get(command[1], command[0]), _ESCAPED_TWICE.sub(r"\\", text))
-        for needs, pattern, replacement in _RULES:
-            if needs in text:
-                text = pattern.sub(replacement, text)
+        for pattern, replacement in _RULES:
+            text = pattern.sub(replacement, text)
         for written, spelled in zip(_WRITTEN[::2], _WRITTEN[1::2], strict=True):
             text = text.replace(written, spelled + " " if spelled[1:].isalpha() else spelled)
         text = re.sub(r"\\text\{\s*\}", " ", " ".join(text.split()))

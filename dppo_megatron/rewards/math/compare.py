@@ -23,16 +23,18 @@ from dppo_megatron.rewards.math.answers import (
     Grid,
     Intervals,
     Named,
+    Node,
     Piece,
     Ratio,
     Relation,
     Value,
     Words,
+    substituted,
+    symbols,
 )
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
 from dppo_megatron.rewards.math.number_sets import as_spans, normal
-from dppo_megatron.rewards.math.trees import Node, substituted, symbols
 from dppo_megatron.rewards.math.values import (
     Rules,
     Verdict,
@@ -176,10 +178,6 @@ def _constant_ratio(left: Node, right: Node, work: WorkLimit) -> Fraction | Verd
 
 def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     """Order matters in tuples only; how often something is listed matters in lists only."""
-    if isinstance(gold, Intervals) or isinstance(other, Intervals):
-        return _spans(gold, other, rules)
-    if isinstance(gold, Grid) or isinstance(other, Grid):
-        return _grids(gold, other, rules)
     if not isinstance(gold, AnswerList) or not isinstance(other, AnswerList):
         row = gold if isinstance(gold, AnswerList) else other
         assert isinstance(row, AnswerList)
@@ -379,11 +377,11 @@ def _parts(answer: Answer) -> tuple[Node, ...] | None:
 
 _BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], Verdict]], ...] = (
     (Named, _named),
+    (Grid, _grids),
+    (Intervals, _spans),
     (AnswerList, _rows),
     (Congruence, _congruences),
     (Cases, _cases),
-    (Grid, _grids),
-    (Intervals, _spans),
     (Words, _words),
     (Clock, _clocks),
     (Based, lambda gold, other, rules: False),

@@ -17,15 +17,17 @@ import itertools
 import math
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
+from dppo_megatron.rewards.math.answers import Node, contains, symbols
 from dppo_megatron.rewards.math.evaluate import (
     Discrete,
     Doubles,
     Evaluation,
     Irrational,
+    Point,
     TooBig,
     Undefined,
     Unsure,
@@ -35,7 +37,6 @@ from dppo_megatron.rewards.math.evaluate import (
     rational,
 )
 from dppo_megatron.rewards.math.steps import breaks, has_steps
-from dppo_megatron.rewards.math.trees import Node, contains, symbols
 
 _SECRET = os.urandom(16)
 _WHOLE = frozenset("nmkljNMK")
@@ -142,8 +143,6 @@ def _modular(node: Node, work: WorkLimit) -> int:
 
 
 def _inverse(value: int, prime: int) -> int:
-    if value == 1:
-        return 1
     if not value % prime:
         raise Undefined("division by zero")
     return pow(value, -1, prime)
@@ -249,7 +248,7 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: random.Ra
     return True if outcomes.count("equal") >= 4 * _ENOUGH else None
 
 
-def _at(gold: Node, other: Node, values: Mapping[str, Fraction], work: WorkLimit) -> str:
+def _at(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:
     """`equal`, `different`, `one is real` (or defined), `other branch`, `whole` (defined for whole numbers only), or
     `undefined` (or too large)."""
     kept, there = [], []
@@ -281,7 +280,7 @@ def _at(gold: Node, other: Node, values: Mapping[str, Fraction], work: WorkLimit
         return "undefined"
 
 
-def _near(gold: Node, other: Node, values: Mapping[str, Fraction], work: WorkLimit) -> str:
+def _near(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:
     """What `_at` says of irrational values: differences are found in double precision, equality with more digits."""
     bits = 0
     try:
@@ -301,9 +300,7 @@ def _near(gold: Node, other: Node, values: Mapping[str, Fraction], work: WorkLim
     raise TooBig
 
 
-def _compared(
-    gold: Node, other: Node, values: Mapping[str, Fraction], arithmetic: Any, work: WorkLimit
-) -> tuple[str, int]:
+def _compared(gold: Node, other: Node, values: Point, arithmetic: Any, work: WorkLimit) -> tuple[str, int]:
     """And the bits of the longest fraction that was rounded."""
     ours, theirs = Evaluation(values, arithmetic, work), Evaluation(values, arithmetic, work)
     ours_value, theirs_value = ours.of(gold), theirs.of(other)

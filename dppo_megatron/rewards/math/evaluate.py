@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from dppo_megatron.rewards.math.trees import Node
+from dppo_megatron.rewards.math.answers import Node
 
+Point = Mapping[str, Fraction]
+"""Values of variables."""
 _MAX_BITS = 40_000
 _MAX_FACTORIAL = 3000
 _ALONE = 1000
@@ -102,7 +104,7 @@ def digits(count: int) -> Any:
     return Digits
 
 
-def exact(node: Node, values: Mapping[str, Fraction] | None = None, work: WorkLimit | None = None) -> Fraction | None:
+def exact(node: Node, values: Point | None = None, work: WorkLimit | None = None) -> Fraction | None:
     """The exact value; None if the tree is not rational.
 
     Raises:
@@ -115,9 +117,7 @@ def exact(node: Node, values: Mapping[str, Fraction] | None = None, work: WorkLi
     return value if isinstance(value, Fraction) else None
 
 
-def rational(
-    node: Node, values: Mapping[str, Fraction] | None = None, work: WorkLimit | None = None
-) -> Fraction | None:
+def rational(node: Node, values: Point | None = None, work: WorkLimit | None = None) -> Fraction | None:
     """As `exact`; None also for what has no value (0/0) or is not worth computing."""
     try:
         return exact(node, values, work)
@@ -125,9 +125,7 @@ def rational(
         return None
 
 
-def approximate(
-    node: Node, values: Mapping[str, Fraction] | None = None, work: WorkLimit | None = None
-) -> Fraction | None:
+def approximate(node: Node, values: Point | None = None, work: WorkLimit | None = None) -> Fraction | None:
     """The value, of what is irrational in double precision; None if there is no real one."""
     try:
         value = Evaluation(values or {}, Doubles, work or WorkLimit(_ALONE)).of(node)
@@ -146,7 +144,7 @@ class Evaluation:
         arithmetic: `Doubles` or `digits(n)` for what is irrational; None: that raises Irrational.
     """
 
-    def __init__(self, values: Mapping[str, Fraction], arithmetic: Any, work: WorkLimit) -> None:
+    def __init__(self, values: Point, arithmetic: Any, work: WorkLimit) -> None:
         self.values, self.arithmetic, self.work = dict(values), arithmetic, work
         self.has_branch = False
         """Whether a root, power or logarithm of something not positive was taken: one of several values."""

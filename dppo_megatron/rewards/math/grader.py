@@ -11,35 +11,27 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Value, Words
-from dppo_megatron.rewards.math.choices import led_letter, same_choices
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Unreadable, Value, Words
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import Extraction, extract
-from dppo_megatron.rewards.math.number_words import with_digits
-from dppo_megatron.rewards.math.numbers import is_decimal, read_number, significant_digits
+from dppo_megatron.rewards.math.numbers import is_decimal, read_number, significant_digits, with_digits
 from dppo_megatron.rewards.math.read import read_answer, read_decimal_comma
-from dppo_megatron.rewards.math.special import as_words
-from dppo_megatron.rewards.math.trees import Unreadable
+from dppo_megatron.rewards.math.special import WRAPPED_TEXT, as_words, without_sentence
 from dppo_megatron.rewards.math.units import Unit, read_unit
 from dppo_megatron.rewards.math.values import Rules, Verdict
 from dppo_megatron.types import Grade
 
 
 def grade_math(completion: str, answer: str, row: Mapping[str, Any]) -> Grade:
-    """1.0 if the completion's final answer is the reference, else 0.0.
-
-    Args:
-        completion: what the model wrote.
-        answer: the reference.
-        row: the problem's row; `tolerance`, `unit` and `source` may say how its reference is to be compared.
-    """
+    """1.0 if the completion's final answer is the reference, else 0.0. The problem's row may say how its reference is
+    to be compared: `tolerance`, `unit` and `source`."""
     return _grade(extract(completion), answer, row)
 
 
@@ -90,7 +82,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, st
         return False, "another currency"
     if other == reference:
         return True, "normalized"
-    if (chosen := same_choices(reference, other, str(row.get("problem", "")))) is not None:
+    if (chosen := _same_choices(reference, other, str(row.get("problem", "")))) is not None:
         return chosen, "choices"
     rules = _rules(row, reference)
     if rules is None and (same_number := _same_number(reference, other)) is not None:
@@ -99,8 +91,8 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, st
     if isinstance(gold, Words) and (words := as_words(other, with_digits=bool(_has_digit(gold.text)))):
         theirs = words  # `odd` without \\text reads as a product of letters
     if gold is None or isinstance(gold, Words):
-        letter = led_letter(reference)
-        if letter and same_choices(letter, other, str(row.get("problem", ""))):
+        letter = _led_letter(reference)
+        if letter and _same_choices(letter, other, str(row.get("problem", ""))):
             return True, "choices"
     if gold is not None and theirs is not None:
         if rules is None:
@@ -206,16 +198,13 @@ def _in_currency(answer: Answer, text: str) -> Answer:
 
 def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> Verdict:
     verdict = equal(gold, other, rules)
-    if verdict is False and isinstance(gold, Words) and isinstance(other, Words):
+    if verdict is not False:
+        return verdict
+    if isinstance(gold, Words) and isinstance(other, Words):
         return _states(gold.text, other.text, str(row.get("problem", "")))
-    if (
-        verdict is False
-        and row.get("multiple") is True
-        and isinstance(gold, AnswerList)
-        and isinstance(other, AnswerList)
-    ):
+    if row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(other, AnswerList):
         return equal(AnswerList("list", gold.items), AnswerList("list", other.items), rules)
-    return verdict
+    return False
 
 
 _OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
@@ -242,6 +231,66 @@ def _states(gold: str, other: str, problem: str) -> bool:
     return bool(_WHO.search(problem)) and len(words) >= 4 and content[:1] == [other]
 
 
+_CHOICE = re.compile(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
+_CHOICE_WITH_VALUE = re.compile(
+    r"\(?([A-J])\s*(?:\)\s*(?:[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*\d)(?!.*\([A-J]\)).*"
+)
+_BETWEEN_CHOICES = re.compile(r"\band\b|[,;&]")
+
+
+def _same_choices(reference: str, other: str, problem: str) -> bool | None:
+    """Whether both, cleaned, name the same choices; None where the reference names none.
+
+    A choice may have its value beside it, which is mathematics or what the problem offers under its letter. A small
+    letter is one where the problem, if it is known, offers it; a capital one may else be a point or a matrix.
+
+    Example:
+        >>> _same_choices("A, C", "AC", ""), _same_choices("C", "c) 12", ""), _same_choices("C", "(C) is wrong", "")
+        (True, True, False)
+    """
+    gold, theirs = (without_sentence(WRAPPED_TEXT.sub(r"\1", text).strip()) for text in (reference, other))
+    if letter := re.fullmatch(r"\(?\s*([A-Z])\s*\)?[.:]?", gold):
+        led = _CHOICE.fullmatch(theirs)
+        if led is None or led[1].upper() != letter[1]:
+            return None
+        offered = re.search(rf"(?<![A-Za-z]){letter[1]}\s*[).:}}]", problem) if problem else letter[1] in "ABCDE"
+        if led[1].islower() and not offered:
+            return None
+        return not led["value"] or _is_value(led["value"], letter[1], problem)
+    letters = _several(gold)
+    if letters is None or not (gold.isupper() or "and" in gold):  # (a, b) is a point
+        return None
+    if letters == gold and gold != "".join(sorted(gold)):  # BAD is a word
+        return None
+    if (named := _several(theirs)) is not None:
+        return sorted(named) == sorted(letters)
+    return False if re.search(r"\bor\b", theirs) else None
+
+
+def _led_letter(reference: str) -> str:
+    """The letter of a reference, cleaned, that is a choice with its value, such as NuminaMath's `\\textbf{(C)}\\ 15`;
+    else empty. For what reads as nothing else: `(C) x` is a product."""
+    led = _CHOICE_WITH_VALUE.fullmatch(WRAPPED_TEXT.sub(r"\1", reference).strip())
+    return led[1] if led else ""
+
+
+def _several(text: str) -> str | None:
+    bare = re.sub(r"[\s()\\]", "", _BETWEEN_CHOICES.sub("", text))
+    if not re.fullmatch("[A-Ja-j]{2,6}", bare) or len(set(bare)) < len(bare):
+        return None
+    return bare.upper() if bare.isupper() or _BETWEEN_CHOICES.search(text) else None
+
+
+def _is_value(text: str, letter: str, problem: str) -> bool:
+    if re.search(rf"(?<![A-Za-z]){letter}\s*[).:}}][\s}}$]*{re.escape(text)}", problem):
+        return True
+    try:
+        answer = read_answer(text)
+    except (Unreadable, RecursionError, ValueError):
+        return False
+    return not isinstance(answer, (AnswerList, Words)) and not re.search(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])", text)
+
+
 def _may_be_rounded(reference: str) -> int:
     """Decimal places of a reference with at least three digits, which may be a rounded value; else 0."""
     match = _DECIMAL.fullmatch(reference)
@@ -261,12 +310,12 @@ _cleaned = functools.lru_cache(maxsize=4096)(clean)
 @functools.lru_cache(maxsize=4096)
 def _reference(answer: str) -> str:
     """The reference in one spelling; where it is a whole solution, its final answer."""
-    found = Extraction((), "")
+    parts: Sequence[str] = ()
     if "\\boxed" in answer or "####" in answer:
-        found = extract(answer, strict=True)
-    elif len(answer) > 200 and (stated := _STATED_REFERENCE.findall(answer)):
-        return clean(stated[-1])
-    return clean(", ".join(found.parts) or answer)
+        parts = extract(answer, strict=True).parts
+    elif len(answer) > 200:
+        parts = _STATED_REFERENCE.findall(answer)[-1:]
+    return clean(", ".join(parts) or answer)
 
 
 _STATED_REFERENCE = re.compile(r"[Ff]inal answer is \$([^$]+)\$")

@@ -15,13 +15,15 @@ from dppo_megatron.rewards.math.answers import (
     AnswerList,
     Intervals,
     Named,
+    Node,
     Piece,
     Relation,
+    Unreadable,
     Value,
+    symbols,
 )
 from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
 from dppo_megatron.rewards.math.parse import parse
-from dppo_megatron.rewards.math.trees import Node, Unreadable, symbols
 
 _MAX_MEMBERS = 50
 _OPERATIONS = 150
@@ -52,7 +54,7 @@ def read_inequality(sides: list[str], ops: list[str]) -> Answer:
 def _solved(left: Node, op: str, right: Node) -> Intervals | None:
     for one, relation, two in ((left, op, right), (right, TURNED.get(op, op), left)):
         if one[0] == "s" and one[1] not in symbols(two):
-            return _half_line(one[1], relation, two)
+            return half_line(one[1], relation, two)
         bound = rational(two) if one[:2] == ("f", "abs") and relation in TURNED else None
         if bound is not None and bound > 0:
             above = _solved(one[2], relation, ("n", bound))
@@ -73,10 +75,11 @@ def _solved(left: Node, op: str, right: Node) -> Intervals | None:
     slope = next_ - offset
     if any(value != offset + slope * point for value, point in zip(values, points[2:], strict=True)):
         return None
-    return _half_line(name, op if slope > 0 else TURNED.get(op, op), ("n", -offset / slope))
+    return half_line(name, op if slope > 0 else TURNED.get(op, op), ("n", -offset / slope))
 
 
-def _half_line(name: str, op: str, bound: Node) -> Intervals:
+def half_line(name: str, op: str, bound: Node) -> Intervals:
+    """The numbers that stand in this relation to `bound`."""
     below = Piece(_MINUS_INFINITY, False, bound, op == "\\le")
     above = Piece(bound, op == "\\ge", INFINITY, False)
     if op == "\\ne":

@@ -1,8 +1,13 @@
-"""Numbers as people write them, read exactly: most gradings need nothing more than this file."""
+"""Numbers as people write them, read exactly: most gradings need nothing more than this file.
+
+Of numbers in words only runs that are one number are read: `seven or eight`, `one two` and `second` are left as they
+are.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 MAX_DIGITS = 2000
@@ -17,11 +22,34 @@ _POWER_OF_TEN = re.compile(
     r"([+-]?(?:\d++\.?\d*+|\.\d++))\s*(?:\*|x)\s*10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))", re.ASCII
 )
 _E_NOTATION = re.compile(r"([+-]?(?:\d++\.?\d*+|\.\d++))[eE]([+-]?\d+)", re.ASCII)
+_POINTED = re.compile(r"[+-]?[\d,]*\.\d+", re.ASCII)
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 _DOTTED = re.compile(r"[+-]?[1-9]\d{0,2}(?:(?:\.\d{3}){2,}|(?:\.\d{3})+,\d+)", re.ASCII)
 _ENDLESS = re.compile(r"([+-]?\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,6}?)\3+)\s*\\ldots", re.ASCII)
 REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}", re.ASCII)
 """0.1\\overline{6}, without a sign."""
+
+
+_UP_TO_NINETEEN = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+    " eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_SMALL = {word: value for value, word in enumerate(_UP_TO_NINETEEN.split())}
+_SMALL |= {word: value for value, word in zip(range(20, 100, 10), _TENS.split(), strict=True)}
+_SCALES = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_PARTS = "half third quarter fourth fifth sixth seventh eighth ninth tenth"
+_DENOMINATORS = dict(zip(_PARTS.split(), (2, 3, 4, 4, 5, 6, 7, 8, 9, 10), strict=True)) | {"halve": 2}
+MULTIPLIERS = {"hundred": 100, **_SCALES}
+NUMBER_WORDS = frozenset({*_SMALL, *MULTIPLIERS, *_DENOMINATORS})
+_SIGNS = ("minus", "negative")
+
+_WORD = "|".join(sorted({*_SMALL, *_SCALES, "hundred", "and", "an", "a", *(f"{p}s?" for p in _DENOMINATORS)}, key=len))
+_RUN = re.compile(
+    rf"(?<![\w\\-])(?:(?:{'|'.join(_SIGNS)})[ ]+)?(?:{_WORD})(?:(?:-|[ ]+)(?:{_WORD}))*(?![\w-])", re.IGNORECASE
+)
+_GOES_ON = re.compile(r"\s*[\[(\\^_\d]|\s+(?:first|second)\b", re.IGNORECASE)
+_ANY = re.compile("|".join((*_SMALL, "half", "hundred", "thousand", "million", "dozen", "quarter")), re.IGNORECASE)
 
 
 def read_number(text: str) -> Fraction | None:
@@ -43,7 +71,7 @@ def read_number(text: str) -> Fraction | None:
         return None if int(below) == 0 else Fraction(int(above), int(below))
     if match := _E_NOTATION.fullmatch(text) or _POWER_OF_TEN.fullmatch(text):
         exponent = int(next(group for group in match.groups()[1:] if group))
-        return _scaled(_decimal(match[1]), exponent) if abs(exponent) <= MAX_EXPONENT else None
+        return _decimal(match[1]) * Fraction(10) ** exponent if abs(exponent) <= MAX_EXPONENT else None
     if _GROUPED.fullmatch(text):
         return _decimal(text.replace(" ", ""))
     if _DOTTED.fullmatch(text):  # 1.234.567 and 1.234,50
@@ -69,9 +97,7 @@ def repeating(match: re.Match[str]) -> Fraction:
 
 def is_decimal(text: str) -> bool:
     """Whether the literal has a decimal point or an exponent, so that it may be a rounded value."""
-    return bool(re.fullmatch(r"[+-]?[\d,]*\.\d+", text, re.ASCII) or _E_NOTATION.fullmatch(text)) or bool(
-        _POWER_OF_TEN.fullmatch(text)
-    )
+    return any(pattern.fullmatch(text) for pattern in (_POINTED, _E_NOTATION, _POWER_OF_TEN))
 
 
 def significant_digits(text: str) -> int:
@@ -82,13 +108,72 @@ def significant_digits(text: str) -> int:
 
 
 def _decimal(text: str) -> Fraction:
-    text = text.replace(",", "").rstrip(".")
-    whole, _, part = text.partition(".")
-    if not part:
-        return Fraction(int(whole))
-    return Fraction(int((whole + part).replace("+", "")), 10 ** len(part))
+    return Fraction(text.replace(",", "").rstrip("."))
 
 
-def _scaled(value: Fraction, exponent: int) -> Fraction:
-    scale: int = 10 ** abs(exponent)
-    return value * scale if exponent >= 0 else value / scale
+def read_number_words(text: str) -> Fraction | None:
+    """The number that the words are, all of them.
+
+    Example:
+        >>> read_number_words("One hundred twenty-five"), read_number_words("two and two thirds")
+        (Fraction(125, 1), Fraction(8, 3))
+    """
+    words = text.lower().replace("-", " ").split()
+    if not words or len(words) > 30:
+        return None
+    if words[0] in _SIGNS:
+        value = read_number_words(" ".join(words[1:]))
+        return None if value is None else -value
+    below = _DENOMINATORS.get(words[-1].removesuffix("s"))
+    if below is None:
+        whole = _whole(words)
+        return None if whole is None else Fraction(whole)
+    before, _, above = " ".join(words[:-1]).rpartition("and ")
+    parts = 1 if above in ("a", "an") or words == ["half"] else _whole(above.split())
+    rest = _whole(before.split()) if before else 0
+    # one third and two thirds, not twenty fourth: an ordinal behind tens is a date or a place
+    if parts is None or rest is None or (rest and parts >= below) or (parts > 1) != words[-1].endswith("s"):
+        return None
+    return rest + Fraction(parts, below)
+
+
+def with_digits(text: str) -> str:
+    """The text with its numbers in words as digits, where they are surely numbers.
+
+    Example:
+        >>> with_digits("twelve apples"), with_digits("three to two"), with_digits("the second")
+        ('12 apples', '3 to 2', 'the second')
+    """
+
+    def as_digits(run: re.Match[str]) -> str:
+        value = read_number_words(run.group())
+        # what an expression follows would become a product; twenty second is no number of seconds
+        return run.group() if value is None or _GOES_ON.match(text, run.end()) else str(value)
+
+    return _RUN.sub(as_digits, text) if _ANY.search(text) else text
+
+
+def _whole(words: Sequence[str]) -> int | None:
+    """A cardinal number; each scale is smaller than the one before it."""
+    total, group, last, bound = 0, 0, "start", 10**15
+    for index, word in enumerate(words):
+        after = words[index + 1] if index + 1 < len(words) else ""
+        if word in ("a", "an") and last == "start" and (after in _SCALES or after == "hundred"):
+            group, last = 1, "ones"
+        elif word == "and" and last in ("hundred", "scale") and after in _SMALL:
+            continue
+        elif word in _SMALL:
+            value = _SMALL[word]
+            fits = last in ("start", "hundred", "scale") or (last == "tens" and 0 < value < 10)
+            if not fits or (value == 0 and len(words) > 1):
+                return None
+            group += value
+            last = "tens" if value >= 20 else "ones"
+        elif word == "hundred" and 0 < group < 100 and last in ("ones", "tens"):
+            group, last = group * 100, "hundred"
+        elif word in _SCALES and group and _SCALES[word] < bound:
+            bound = _SCALES[word]
+            total, group, last = total + group * bound, 0, "scale"
+        else:
+            return None
+    return total + group if last != "start" else None

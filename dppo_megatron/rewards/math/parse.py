@@ -1,4 +1,4 @@
-"""LaTeX and plain expressions to trees (`trees.py`), by recursive descent with a bounded depth.
+"""LaTeX and plain expressions to trees (`answers.py`), by recursive descent with a bounded depth.
 
 What is not understood raises `Unreadable`: a wrong guess would be a wrong reward.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from dppo_megatron.rewards.math.answers import Node, Unreadable
 from dppo_megatron.rewards.math.clean import closing
 from dppo_megatron.rewards.math.numbers import MAX_DIGITS, MAX_EXPONENT, REPEATING, repeating
-from dppo_megatron.rewards.math.trees import Node, Unreadable
 
 MAX_CHARS = 1500
 _MAX_DEPTH = 40

@@ -16,19 +16,21 @@ from dppo_megatron.rewards.math.answers import (
     Grid,
     Intervals,
     Named,
+    Node,
     Piece,
     Ratio,
     Relation,
+    Unreadable,
     Value,
     Words,
+    signs,
+    symbols,
 )
 from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
-from dppo_megatron.rewards.math.number_words import MULTIPLIERS
-from dppo_megatron.rewards.math.numbers import read_number
+from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
 from dppo_megatron.rewards.math.parse import parse
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_special, read_words, without_sentence
-from dppo_megatron.rewards.math.trees import Node, Unreadable, signs, symbols
 from dppo_megatron.rewards.math.units import Unit, is_glued, read_compound, read_unit
 
 _MAX_ITEMS = 100
@@ -78,15 +80,8 @@ def _open_outwards(found: re.Match[str]) -> str:
 
 
 def read_answer(text: str, *, depth: int = 0) -> Answer:
-    """The answer that a cleaned text states.
-
-    Args:
-        text: as `clean` gives it.
-        depth: of brackets around it.
-
-    Raises:
-        Unreadable: it is of no kind that is known here.
-    """
+    """The answer that a text, as `clean` gives it, states within `depth` brackets. Raises Unreadable where it is of no
+    kind that is known here."""
     if depth > 6 or not text.strip():
         raise Unreadable("nested too deeply" if text.strip() else "empty")
     text = text.strip()

@@ -14,12 +14,13 @@ from dppo_megatron.rewards.math.answers import (
     Grid,
     Intervals,
     Piece,
+    Unreadable,
     Value,
     Words,
 )
-from dppo_megatron.rewards.math.number_words import read_number_words
+from dppo_megatron.rewards.math.number_sets import half_line
+from dppo_megatron.rewards.math.numbers import read_number_words
 from dppo_megatron.rewards.math.parse import parse
-from dppo_megatron.rewards.math.trees import Unreadable
 
 WRAPPED_TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _CLOCK = re.compile(
@@ -62,11 +63,7 @@ def read_special(text: str, depth: int) -> Answer | None:
     if text == "\\emptyset" or text == "\\{ \\}" or text == "\\{\\}" or plain in _EMPTY:
         return Intervals(())
     if match := _HALF_LINE.fullmatch(text):
-        sign = match[1] or match[2] or "+"
-        closed = "e" in sign
-        if ">" in sign or "+" in sign or "g" in sign:
-            return Intervals((Piece(("n", Fraction(0)), closed, INFINITY, False),))
-        return Intervals((Piece(("-", INFINITY), False, ("n", Fraction(0)), closed),))
+        return half_line("", match[2] or ("<" if match[1] == "-" else ">"), ("n", Fraction(0)))
     if text.lower() in _EVERYTHING or plain in _EVERYTHING:
         return Intervals(EVERY_REAL)
     if plain in _ENDLESS:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from fractions import Fraction
 
-from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate
-from dppo_megatron.rewards.math.trees import Node, symbols
+from dppo_megatron.rewards.math.answers import Node, symbols
+from dppo_megatron.rewards.math.evaluate import Point, WorkLimit, approximate
 
 _MAX_DEGREE = 8
 _MAX_PLACES = 40
@@ -24,13 +24,10 @@ _Quotient = tuple[Polynomial, Polynomial]
 
 
 def breaks(
-    node: Node, name: str, fixed: Mapping[str, Fraction], drawn: random.Random, work: WorkLimit
+    node: Node, name: str, fixed: Point, drawn: random.Random, work: WorkLimit
 ) -> Iterator[tuple[Fraction, bool]]:
-    """Each step of the tree along `name` (True), and points (False) between two neighbours and beyond the outermost.
-
-    Args:
-        fixed: values of the other variables.
-    """
+    """Each step of the tree along `name` (True), and points (False) between two neighbours and beyond the outermost,
+    where the other variables are `fixed`."""
     places: set[Fraction] = set()
     has_stairs = False
     for inside, is_stair in dict.fromkeys(_steps(node)):
@@ -76,7 +73,7 @@ def _steps(node: Node) -> Iterator[tuple[Node, bool]]:
 
 
 def _zeros(
-    inside: Node, name: str, fixed: Mapping[str, Fraction], is_stair: bool, drawn: random.Random, work: WorkLimit
+    inside: Node, name: str, fixed: Point, is_stair: bool, drawn: random.Random, work: WorkLimit
 ) -> list[Fraction]:
     targets = [Fraction(0)]
     if is_stair:
@@ -99,7 +96,7 @@ class _NoPolynomial(Exception):
     """No quotient of polynomials of a small degree."""
 
 
-def _quotients(node: Node, name: str, fixed: Mapping[str, Fraction], work: WorkLimit) -> list[_Quotient]:
+def _quotients(node: Node, name: str, fixed: Point, work: WorkLimit) -> list[_Quotient]:
     """The quotients of polynomials of the variable that the tree is made of, one in each of its pieces."""
     work.spend(3)
     kind, one = node[0], [Fraction(1)]

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from dppo_megatron.rewards.math.number_words import NUMBER_WORDS
+from dppo_megatron.rewards.math.numbers import NUMBER_WORDS
 
 # what is measured, the factor to its base unit, and names; those of four letters or more also with an s
 _TABLE = """

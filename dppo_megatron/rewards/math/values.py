@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from dppo_megatron.rewards.math.answers import INFINITY, Value
+from dppo_megatron.rewards.math.answers import INFINITY, Node, Value, substituted, symbols
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
-from dppo_megatron.rewards.math.trees import Node, substituted, symbols
 from dppo_megatron.rewards.math.units import Unit, read_unit
 
 Verdict = bool | None

@@ -46,10 +46,8 @@ class Servers(msgspec.Struct, frozen=True, tag=True):
 
 class EndRequests(msgspec.Struct, frozen=True, tag=True):
     tickets: list[int]
-
-
-class CancelRequests(msgspec.Struct, frozen=True, tag=True):
-    tickets: list[int]
+    drops: bool
+    """Their completions are not wanted, and the servers not told: the connections close."""
 
 
 class ClientLost(msgspec.Struct, frozen=True, tag=True):
@@ -85,7 +83,7 @@ class ShareHeader(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-ToClient = Servers | Submit | EndRequests | CancelRequests
+ToClient = Servers | Submit | EndRequests
 FromClient = ClientHello | Completed | Graded | AttemptFailed | ClientLost
 
 ENCODER = msgspec.msgpack.Encoder()
@@ -114,22 +112,16 @@ def connect(address: str, timeout_s: float) -> socket.socket:
     return found
 
 
-def accept_handshake(peer: socket.socket, key: bytes) -> None:
-    """The listening side. Raises HandshakeFailed, or OSError if the other end is silent or gone."""
+def handshake(peer: socket.socket, key: bytes, *, listens: bool) -> None:
+    """Show the other end that this one holds the key. Raises HandshakeFailed unless it shows the same, OSError if it is
+    silent or gone. The proof names its end, so that none can be sent back."""
     own = os.urandom(_NONCE_BYTES)
     peer.sendall(own)
-    reply = _exactly(peer, _NONCE_BYTES + 32)
-    theirs, proof = reply[:_NONCE_BYTES], reply[_NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _proof(key, b"connects", own, theirs)):
-        raise HandshakeFailed("wrong key")
-    peer.sendall(_proof(key, b"listens", own, theirs))
-
-
-def connect_handshake(peer: socket.socket, key: bytes) -> None:
-    """The connecting side. Raises as `accept_handshake`."""
-    theirs, own = _exactly(peer, _NONCE_BYTES), os.urandom(_NONCE_BYTES)
-    peer.sendall(own + _proof(key, b"connects", theirs, own))
-    if not hmac.compare_digest(_exactly(peer, 32), _proof(key, b"listens", theirs, own)):
+    theirs = _exactly(peer, _NONCE_BYTES)
+    nonces = own + theirs if listens else theirs + own
+    listener, caller = (hmac.digest(key, role + nonces, "sha256") for role in (b"listens", b"connects"))
+    peer.sendall(listener if listens else caller)
+    if not hmac.compare_digest(_exactly(peer, 32), caller if listens else listener):
         raise HandshakeFailed("wrong key")
 
 
@@ -143,10 +135,6 @@ def receive(peer: socket.socket) -> bytes:
     message = read_frame(partial(_exactly, peer))
     assert message is not None, "_exactly raises at the end"
     return message
-
-
-def _proof(key: bytes, role: bytes, *nonces: bytes) -> bytes:
-    return hmac.digest(key, role + b"".join(nonces), "sha256")
 
 
 def _exactly(peer: socket.socket, size: int) -> bytes:

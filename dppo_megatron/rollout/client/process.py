@@ -1,7 +1,7 @@
 """The rollout client's process: an event loop that asks servers, and threads that never touch a socket of theirs.
 
     event loop        one task a ticket: POST, decode, check          waits for: sockets
-      reads Submit/EndRequests/CancelRequests from rank 0, writes Completed/Graded/AttemptFailed
+      reads Submit/EndRequests from rank 0, writes Completed/Graded/AttemptFailed
     text thread       a group's tokens to texts, in one batch         waits for: groups that have landed
     hook's threads    grade completions, see `rewards/pool.py`        wait for: texts, their processes
     hand-over thread  gives a rank of this node its share             waits for: the unix socket
@@ -41,17 +41,15 @@ from dppo_megatron.rollout.client.messages import (
     ENCODER,
     TAKE,
     TO_CLIENT,
-    CancelRequests,
     ClientHello,
     ClientLost,
-    EndRequests,
     FromClient,
     HandshakeFailed,
     ServerAddress,
     Servers,
-    accept_handshake,
+    ToClient,
     connect,
-    connect_handshake,
+    handshake,
     receive,
 )
 from dppo_megatron.rollout.servers.http import (
@@ -136,20 +134,21 @@ class Client:
             if self._hook is not None:
                 self._hook.close()
 
-    def _obey(self, message: Servers | Submit | EndRequests | CancelRequests) -> None:
+    def _obey(self, message: ToClient) -> None:
         if isinstance(message, Servers):
             self._asker.know(message.servers)
         elif isinstance(message, Submit):
             task = self._begin(self._answer(message))
             self._asks[message.ticket] = (message, task)
-        elif isinstance(message, EndRequests):
-            for ask, _ in [self._asks[ticket] for ticket in message.tickets if ticket in self._asks]:
-                self._begin(self._asker.end(ask.server, ask.group))
         else:
             for ticket in message.tickets:
-                if ticket in self._asks:
+                if message.drops and ticket in self._asks:
                     self._asks.pop(ticket)[1].cancel()
-            self._held.drop(message.tickets)
+                elif ticket in self._asks:
+                    ask, _ = self._asks[ticket]
+                    self._begin(self._asker.end(ask.server, ask.group))
+            if message.drops:
+                self._held.drop(message.tickets)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -253,17 +252,13 @@ class Client:
             peer, _ = self._takes.accept()
             with peer, contextlib.suppress(OSError, HandshakeFailed):
                 peer.settimeout(_CONNECT_S)
-                accept_handshake(peer, self._setup.secret)
+                handshake(peer, self._setup.secret, listens=True)
                 take = TAKE.decode(receive(peer))
                 hand_over(peer, self._held.take(take.share, take.shares))
 
 
 class Asker:
-    """Asks servers. Made and used in a running event loop.
-
-    Args:
-        sockets: that may be open at a time.
-    """
+    """Asks servers over at most so many `sockets` at a time. Made and used in a running event loop."""
 
     def __init__(self, sockets: int) -> None:
         self._transport, self._sockets = Transport(sockets), sockets
@@ -346,7 +341,7 @@ def _leave(setup: Setup) -> None:
 async def _run(setup: Setup) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _leave, setup)
     control = connect(setup.rank_zero, _CONNECT_S)
-    connect_handshake(control, setup.secret)
+    handshake(control, setup.secret, listens=False)
     await Client(setup, control).run()
 
 
@@ -355,6 +350,6 @@ def main() -> None:
     ignore_signals(signal.SIGINT)  # the trainer handles it, and then closes the connection
     setup: Setup = pickle.load(sys.stdin.buffer)
     die_with_parent(parent=setup.parent)
-    sys.path += [entry for entry in setup.import_path if entry not in sys.path]
+    sys.path[:] = setup.import_path
     asyncio.run(_run(setup))
     _leave(setup)

@@ -35,7 +35,6 @@ from dppo_megatron.rollout.client.completion_buffer import Arrived, take_over
 from dppo_megatron.rollout.client.messages import (
     ENCODER,
     FROM_CLIENT,
-    CancelRequests,
     ClientHello,
     ClientLost,
     EndRequests,
@@ -44,9 +43,8 @@ from dppo_megatron.rollout.client.messages import (
     Servers,
     TakeShare,
     ToClient,
-    accept_handshake,
     connect,
-    connect_handshake,
+    handshake,
     receive,
     send,
 )
@@ -182,7 +180,7 @@ def take(path: str, secret: bytes, share: int, shares: int) -> Iterator[Arrived]
     try:
         with connect(path, _HANDSHAKE_S) as peer:
             peer.settimeout(_TAKE_S)
-            connect_handshake(peer, secret)
+            handshake(peer, secret, listens=False)
             send(peer, ENCODER.encode(TakeShare(share, shares)))
             yield from take_over(peer)
     except OSError as error:
@@ -281,10 +279,10 @@ class Clients:
         self._send(node, ask)
 
     def end(self, tickets: Sequence[int]) -> None:
-        self._tell(tickets, EndRequests)
+        self._end(tickets, drops=False)
 
     def cancel(self, tickets: Sequence[int]) -> None:
-        self._tell(tickets, CancelRequests)
+        self._end(tickets, drops=True)
         for ticket in tickets:
             self._asked.pop(ticket, None)
 
@@ -320,7 +318,7 @@ class Clients:
     def _welcome(self, peer: socket.socket) -> None:
         peer.settimeout(_HANDSHAKE_S)
         try:
-            accept_handshake(peer, self._listener.meeting.secret)
+            handshake(peer, self._listener.meeting.secret, listens=True)
             hello = FROM_CLIENT.decode(receive(peer))
         except BaseException:
             peer.close()
@@ -331,13 +329,13 @@ class Clients:
             self._buffers[hello.node] = FrameBuffer()
             self._selector.register(peer, selectors.EVENT_READ, hello.node)
 
-    def _tell(self, tickets: Sequence[int], kind: type[EndRequests] | type[CancelRequests]) -> None:
+    def _end(self, tickets: Sequence[int], *, drops: bool) -> None:
         of_node: dict[int, list[int]] = {}
         for ticket in tickets:
             if ticket in self._asked:
                 of_node.setdefault(self._asked[ticket], []).append(ticket)
         for node, its in of_node.items():
-            self._send(node, kind(its))
+            self._send(node, EndRequests(its, drops))
 
     def _send(self, node: int, message: ToClient) -> None:
         with self._lock:

@@ -30,7 +30,6 @@ from dppo_megatron.rollout.servers.router import RouterServer, named_now, named_
 from dppo_megatron.rollout.servers.server_process import LaunchedServer, ServerProcess
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer, vllm_command, vllm_environment
-from dppo_megatron.rollout.transfer import shared_memory
 from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
@@ -201,8 +200,6 @@ def _device_map(
 ) -> dict[str, tuple[int, ...] | None]:
     """For each launched server by address the ranks that share its workers' devices; None for one with a worker on a
     device without a rank."""
-    if not shared_memory.is_supported():
-        return {}
     found = {}
     for turn, (server, info) in enumerate(zip(launched, infos, strict=False)):  # others' servers have none
         workers = info.devices

@@ -54,7 +54,7 @@ class BroadcastChannel(BucketChannel):
         self._group, self._joined = None, []
 
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
-        """See `BucketChannel.push`; a pass in which a member fails counts for none."""
+        """A pass in which a member fails counts for none."""
         took = super().push(tensors, members, version)
         self.not_to_blame = [member.name for member in members if member not in took and member.state != "out"]
         return took

@@ -43,11 +43,7 @@ FAILURES = (Unreachable, Refused, RuntimeError)
 
 
 class Channel(ABC):
-    """One way of weights into servers. Made on every rank.
-
-    Args:
-        fleet: on rank 0.
-    """
+    """One way of weights into servers. Made on every rank, with the fleet on rank 0."""
 
     name = ""
     receivers: Sequence[int] = (0,)
@@ -251,14 +247,8 @@ def at_once(members: Sequence[Member], action: Callable[[Member], T]) -> list[tu
 def on_each(
     fleet: Fleet, members: Sequence[Member], action: Callable[[Member], None], doing: str = "weight sync"
 ) -> list[Member]:
-    """Run `action` at the same time on all that are not out; a server that fails is marked out.
-
-    Args:
-        doing: what failed, for the log.
-
-    Returns:
-        Those for which it succeeded.
-    """
+    """Run `action` at the same time on all that are not out; a server that fails is marked out, with `doing` in the
+    reason. Returns those for which it succeeded."""
     succeeded = []
     for member, future in at_once([member for member in members if member.state != "out"], action):
         try:

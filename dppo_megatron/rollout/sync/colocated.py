@@ -33,12 +33,8 @@ OFFERS: dict[str, MakeOffer] = {"vllm": vllm.offer, "sglang": sglang.offer}
 
 
 class SharedMemoryChannel(BucketChannel):
-    """The channel `ipc`. Made on every rank; collective.
-
-    Args:
-        fleet: on rank 0.
-        offer: makes the handle by which this engine's workers map tensors.
-    """
+    """The channel `ipc`. Made on every rank; collective. `offer` makes the handle by which this engine's workers map
+    tensors."""
 
     name = "ipc"
 

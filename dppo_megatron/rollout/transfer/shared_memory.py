@@ -11,7 +11,6 @@ import base64
 import io
 import math
 import os
-import sys
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -19,11 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-
-
-def is_supported() -> bool:
-    """Anonymous files and CUDA IPC are Linux's."""
-    return sys.platform == "linux"
 
 
 class SharedBuffer:

@@ -75,9 +75,13 @@ def _parity(case: str, far: float, norm: float, source: str, on_cpu: OnCpu = "")
 
 
 # fmt: off
-def _ipc(on_cpu: OnCpu) -> dict[str, Figure]:
-    what = "round trips of 3 through another process"
-    return {"right": Figure(what, "", 3, source="a wrong byte is a wrong weight", on_cpu=on_cpu, predicted=3)}
+_TRIPS, _BYTE = "round trips of 3 through another process", "a wrong byte is a wrong weight"
+_IPC = {"right": Figure(_TRIPS, "", 3, source=_BYTE, on_cpu="judged", predicted=3)}
+_RUN = {
+    "steps": Figure("steps of a training run", "", 3, source="it runs", on_cpu="judged", predicted=3),
+    "mismatch": _most("its largest mismatch/logprob_abs_diff_mean", 0.05, _STALE, "judged"),
+    "train_sync_s": Figure("seconds of its last sync", "s", on_cpu="shown"),
+}
 
 
 def _mfu(least: float) -> dict[str, Figure]:
@@ -97,22 +101,14 @@ def _fp8(recipe: str, speed: float) -> dict[str, Figure]:
     }
 
 
-def _run(on_cpu: OnCpu) -> dict[str, Figure]:
-    return {
-        "steps": Figure("steps of a training run", "", 3, source="it runs", on_cpu=on_cpu, predicted=3),
-        "mismatch": _most("its largest mismatch/logprob_abs_diff_mean", 0.05, _STALE, on_cpu),
-        "train_sync_s": Figure("seconds of its last sync", "s", on_cpu="shown" if on_cpu else ""),
-    }
-
-
 STEPS: tuple[Step, ...] = (
     Step("environment", "What is installed, and a matrix product", "basics.environment", 60, {
         "matmul": Figure("8192 x 8192 bfloat16 product", "TFLOP/s", 0.75, None, True, "else throttled or shared"),
         "faults": _most("faults that `doctor` finds", 0, "each says what would be right", "shown"),
         "fp8_recipes": Figure("FP8 recipes that run here", "", 1, None, True, "three from Hopper on", predicted=3),
     }),
-    Step("ipc", "Memory of one process mapped by another", "basics.ipc", 40, _ipc("judged")),
-    Step("ipc-expandable", "The same from expandable segments", "basics.ipc", 40, _ipc(""), ("cuda",), _EXPANDABLE),
+    Step("ipc", "Memory of one process mapped by another", "basics.ipc", 40, _IPC),
+    Step("ipc-expandable", "The same from expandable segments", "basics.ipc", 40, _IPC, ("cuda",), _EXPANDABLE),
     Step("parity", "Against stored float32 references of a CPU, local layers", "parity.against_references", 90,
          _parity("float32 local", 1e-4, 1e-4, _EXACT, "judged") | _parity("bfloat16 local", 0.02, 0.03, _HALF),
          given=("local", "float32", "bfloat16")),
@@ -130,7 +126,7 @@ STEPS: tuple[Step, ...] = (
         "sync_s": Figure("seconds of the second sync", "s", on_cpu="shown"),
         "sync": Figure("device after a sync, without a trainer's actor", "GiB"),
         "generate": Figure("device after generation, without a trainer's actor", "GiB"),
-    } | _run("judged"), ("server",)),
+    } | _RUN, ("server",)),
     Step("mfu-4b-te", "A step of 4B, Transformer Engine's layers", "speed.utilization", 95,
          _mfu(0.45), ("cuda", "transformer_engine"), _EXPANDABLE, given=("te",)),
     Step("mfu-4b-local", "A step of 4B, local layers", "speed.utilization", 95,
@@ -164,10 +160,10 @@ STEPS: tuple[Step, ...] = (
          | _far("ep2", 0.02, 0.05, "bfloat16 on CUDA, for Transformer Engine", "judged"),
          ("no_single_gpu",), {"OMP_NUM_THREADS": "1"}, ranks=2),
     Step("servers-nccl", "A server on the second GPU, weights by NCCL: three steps", "jobs.three_steps", 75,
-         _run(""), ("two_gpus", "server"),
+         _RUN, ("two_gpus", "server"),
          given=({"rollout.servers.gpus": "['1']", "rollout.sync.channel": "nccl"},)),
     Step("servers-dp", "One colocated server with a replica on each of two GPUs: three steps", "jobs.three_steps", 75,
-         _run(""), ("two_gpus", "server"),
+         _RUN, ("two_gpus", "server"),
          given=({"rollout.servers.gpus": "['0,1']", "rollout.servers.colocate": "true"}, 2,
                 ("--data-parallel-size", "2"))),
 )

@@ -7,7 +7,7 @@ from torch.utils.benchmark import Timer
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.platform.capabilities import this_machine
-from dppo_megatron.workbench.accept.child import Sheet
+from dppo_megatron.workbench.accept.runner import Sheet
 from dppo_megatron.workbench.accept.workload import (
     CAP,
     SHAPES,
@@ -17,8 +17,7 @@ from dppo_megatron.workbench.accept.workload import (
     shape_named,
     useful_flops,
 )
-from dppo_megatron.workbench.doctor.environment import report
-from dppo_megatron.workbench.doctor.machine import copy_rows, machine_rows, server_rows
+from dppo_megatron.workbench.doctor.machine import copy_rows, machine_rows, report, server_rows
 from dppo_megatron.workbench.planning.memory import plan_memory
 from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
 from dppo_megatron.workbench.planning.timing import speeds_for
@@ -37,7 +36,7 @@ def environment(sheet: Sheet) -> None:
     faults = [row for row in rows if row.verdict == "fault"]
     sheet.note("faults", len(faults), note="; ".join(f"{row.what}: {row.said}" for row in faults))
     if gpus:
-        if machine.has_transformer_engine:
+        if not machine.lacks_transformer_engine:
             recipes = ("tensorwise", "delayed", "blockwise")
             sheet.note("fp8_recipes", sum(not machine.lacks_for_fp8(one) for one in recipes))
         else:
@@ -66,12 +65,14 @@ def _predictions(model: str) -> dict[str, dict[str, float]]:
     config.model.dtype, config.packing.max_tokens_per_microbatch = "bfloat16", CAP
     config.rollout.engine, config.rollout.servers.endpoints = "vllm", ["http://elsewhere"]
     phases = {one.name: one.total / GIB for one in plan_memory(config, architecture, site, 1024.0).phases}
-    found = {name: {"mfu": mfu, "step_s": step_s} for name in ("mfu-4b-te", "mfu-4b-local")}
     small = speeds_for(architecture_of(SHAPES["0.6b"])).mfu.value
-    found["mfu-0.6b"] = {"mfu_4096": small, "mfu_16384": small}
-    step = max(phases["step"], phases["backward"])
-    found["memory"] = {"log-probs": phases["log-probs"], "backward": phases["backward"], "step": step}
-    return found
+    of_4b = {"mfu": mfu, "step_s": step_s}
+    return {
+        "mfu-4b-te": of_4b,
+        "mfu-4b-local": of_4b,
+        "mfu-0.6b": {"mfu_4096": small, "mfu_16384": small},
+        "memory": phases | {"step": max(phases["step"], phases["backward"])},
+    }
 
 
 def this_site() -> Site:

@@ -31,14 +31,13 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.workbench.accept.basics import this_site
-from dppo_megatron.workbench.accept.child import Sheet
-from dppo_megatron.workbench.accept.runner import tests_directory
-from dppo_megatron.workbench.accept.workload import RandomWeights
+from dppo_megatron.workbench.accept.runner import Sheet, tests_directory
+from dppo_megatron.workbench.accept.workload import SHAPES, RandomWeights
 from dppo_megatron.workbench.planning.memory import plan_memory
 from dppo_megatron.workbench.planning.shares import whole_model
 from dppo_megatron.workbench.planning.site import GIB
 from dppo_megatron.workbench.planning.timing import speeds_for
-from dppo_megatron.workbench.quickstart.arithmetic import write_task
+from dppo_megatron.workbench.quickstart.make import write_task
 from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer, write_model_directory, write_tiny_qwen3
 
 _CONFIG = str(shipped("configs", "quickstart.yaml"))
@@ -168,10 +167,8 @@ def _logprobs(model: Path, weights: RandomWeights, device: str, requests: Any, c
 
 def _random_model(directory: Path, sheet: Sheet) -> Path:
     """A checkpoint of about 0.6B, or of ten million parameters, with the quickstart's tokenizer."""
-    tiny = {"vocab_size": 4096, "hidden_size": 256, "num_layers": 4}
-    large = {"vocab_size": 151936, "hidden_size": 1024, "num_layers": 28, "num_heads": 16, "num_kv_heads": 8}
-    of = large | {"intermediate_size": 3072} if sheet.cuda else tiny
-    write_model_directory(directory, make_tokenizer(), 0, tie_word_embeddings=True, **of)
+    tiny = {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 4, "tie_word_embeddings": True}
+    write_model_directory(directory, make_tokenizer(), 0, **SHAPES["0.6b"] if sheet.cuda else tiny)
     return directory
 
 
@@ -182,7 +179,7 @@ def _task(sheet: Sheet, part: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as scratch:
         files = Path(scratch)
         write_task(files, seed=0, num_train=512, num_heldout=16, num_sft=4096)
-        write_tiny_qwen3(files / "model", seed=0, hidden_size=256, num_heads=4, tie_word_embeddings=True)
+        write_tiny_qwen3(files / "model", seed=0, hidden_size=256, tie_word_embeddings=True)
         try:
             yield files
         finally:

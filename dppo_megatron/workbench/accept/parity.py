@@ -20,7 +20,7 @@ from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConf
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.platform.capabilities import LayerSpec
-from dppo_megatron.workbench.accept.child import Sheet
+from dppo_megatron.workbench.accept.runner import Sheet
 from dppo_megatron.workbench.accept.workload import (
     TEN_MILLION,
     RandomWeights,

@@ -23,7 +23,7 @@ from dppo_megatron.workbench.accept.bars import STEPS, Figure, Step
 from dppo_megatron.workbench.report.document import write_html
 
 Verdict: TypeAlias = Literal["pass", "fail", "shown", "not run"]
-FILE = "accept.json"
+FILE, PAGE = "accept.json", "accept.html"
 _CHIP: dict[Verdict, str] = {"pass": "good", "fail": "bad", "shown": "", "not run": "warn"}
 
 
@@ -90,17 +90,14 @@ class Record:
         return "fail", ran.why or "the step ended without a number for it"
 
     def write(self, directory: Path) -> None:
-        """Replace the file in one move, so that a kill leaves the old or the new one."""
+        """Replace file and page, each in one move, so that a kill leaves the old or the new one."""
         text = json.dumps(asdict(self) | {"rows": [asdict(row) for row in self.rows()]}, indent=1)
         write_text(directory / FILE, text + "\n")
+        write_page(directory / PAGE, self)
 
 
 def read_record(directory: Path, options: dict[str, str]) -> Record:
-    """The record in `directory`, or a new one.
-
-    Raises:
-        UserError: it cannot be read, or is of another model.
-    """
+    """The record in `directory`, or a new one. Raises UserError if it cannot be read, or is of another model."""
     try:
         values = json.loads((directory / FILE).read_text(encoding="utf-8"))
         steps = {name: Ran(**ran) for name, ran in values["steps"].items()}

@@ -1,7 +1,9 @@
-"""Runs each step in a separate process group with a time limit, and keeps the record.
+"""Runs each step in a separate process group with a time limit, and keeps the record; this file is also that process.
 
-A step that hangs or crashes is a row. This process imports no torch and holds no memory of a device: it waits for the
-child and ends its whole group at its limit. Servers are in other groups and end with the child that started them.
+A step that hangs or crashes is a row. The process that starts it imports no torch and holds no memory of a device: it
+waits for the child and ends its whole group at its limit. Servers are in other groups and end with the child that
+started them. Figures are written line by line as they are found, so that a crash or a limit loses only what was not
+measured yet.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.children import package_environment, python_command
+from dppo_megatron.children import die_with_parent, package_environment, python_command
 from dppo_megatron.files import remove_tree
+from dppo_megatron.observe.json_lines import finite
 from dppo_megatron.progress import progress
 from dppo_megatron.workbench.accept.bars import STEPS, Step
 from dppo_megatron.workbench.accept.record import Ran, Record, read_figures
@@ -27,21 +32,15 @@ HOURS = 0.5
 """Of all limits together."""
 _GRACE_S = 15.0
 """For a child that is asked to end: it stops its servers."""
-CHILD = "dppo_megatron.workbench.accept.child"
+CHILD = "dppo_megatron.workbench.accept.runner"
 ENVIRONMENT = "environment"
 """The step that finds the facts which the others depend on."""
 
 
 def run_steps(
-    record: Record,
-    directory: Path,
-    hours: float,
-    *,
-    only: Collection[str] = (),
-    again: Collection[str] = (),
-    saved: Callable[[], None],
+    record: Record, directory: Path, hours: float, *, only: Collection[str] = (), again: Collection[str] = ()
 ) -> None:
-    """Run what is missing, in order, as long as the time suffices; `saved` is called after each step.
+    """Run what is missing, in order, as long as the time suffices; `record` is written after each step.
 
     Args:
         hours: of this call. More than 0.5 gives each step more in proportion; less begins fewer of them.
@@ -66,7 +65,6 @@ def run_steps(
             with progress(f"{step.name}: {step.what}, at most {limit_s:.0f} s"):
                 record.steps[step.name] = _run(step, directory, limit_s, record)
         record.write(directory)
-        saved()
 
 
 def lacking(step: Step, record: Record) -> str:
@@ -148,3 +146,47 @@ def _last_words(log: Path) -> str:
         line for line in errors if "torch.distributed.elastic" not in line
     ]  # torchrun only reports that a rank failed
     return (ours or lines or [""])[-1][:300]
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """Where a step notes what it finds."""
+
+    step: Step
+    directory: Path
+    """Of this step; what is put here stays."""
+    cuda: bool
+    """Else everything is done tiny, to show that it runs."""
+    model: str
+    """The user's, or empty."""
+    server_python: str
+
+    def note(self, figure: str, value: float | None, prediction: float | None = None, note: str = "") -> None:
+        """A figure of `bars.py`; without a value the note is the reason. `prediction` only where the table has none."""
+        assert figure in self.step.figures, (self.step.name, figure)  # without a row it would be lost
+        note = note if value is None or finite(float(value)) is not None else ""  # a NaN becomes null, and has failed
+        self._write(figure, value=None if value is None else float(value), prediction=prediction, note=note)
+
+    def facts(self, **facts: Any) -> None:
+        """What other steps and the page are to know of the machine."""
+        self._write("facts", **facts)
+
+    def _write(self, figure: str, **values: Any) -> None:
+        with (self.directory / "figures.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(finite({"figure": figure} | values), allow_nan=False) + "\n")
+
+
+def measure(sheet: Sheet) -> None:
+    """Only the step's module is imported: what one step lacks must not end the others."""
+    module, function = sheet.step.by.split(".")
+    getattr(importlib.import_module(f"dppo_megatron.workbench.accept.{module}"), function)(sheet, *sheet.step.given)
+
+
+def main(name: str, directory: str, options: str) -> None:
+    die_with_parent()  # a killed command leaves no measurement behind
+    (step,) = (step for step in STEPS if step.name == name)
+    measure(Sheet(step, Path(directory), **json.loads(options)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -19,7 +19,7 @@ from dppo_megatron.config.schema import ActorConfig, Config, LayoutConfig, Optim
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.types import PackPlan, TrainSample
-from dppo_megatron.workbench.accept.child import Sheet
+from dppo_megatron.workbench.accept.runner import Sheet
 from dppo_megatron.workbench.accept.workload import (
     CAP,
     SHAPES,

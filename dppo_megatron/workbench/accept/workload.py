@@ -26,6 +26,7 @@ from dppo_megatron.steps.rollout_cost import cost_model
 from dppo_megatron.types import PackedMicrobatch, PackPlan, TrainSample
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.mapping import hf_shapes
+from dppo_megatron.workbench.planning.site import CHIPS
 
 Shape = dict[str, Any]
 """The sizes of a Qwen3 config.json; of a mixture of experts, if it names experts."""
@@ -54,7 +55,8 @@ TEN_MILLION = _qwen3(
 )
 """10.0 million parameters, 2.1 of them embeddings; divides by two in heads, key-value heads and layers."""
 
-_PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12}
+_PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12}
+_PEAK_FLOPS |= {name.upper(): chip.peak_flops for name, chip in CHIPS.items()}
 """Part of torch's device name and dense bfloat16 peak in FLOP/s, from NVIDIA's data sheets (which print the double for
 structured sparsity; FP8's is twice as much). The first match counts."""
 

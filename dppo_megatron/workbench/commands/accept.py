@@ -13,9 +13,9 @@ from dppo_megatron.config.paths import check_directory, check_file, check_writab
 from dppo_megatron.texts import show
 from dppo_megatron.types import RunAborted
 from dppo_megatron.workbench.accept.bars import STEPS
-from dppo_megatron.workbench.commands.parser import Commands, add_command, check_number
+from dppo_megatron.workbench.commands.parser import check_number
 
-_ACCEPT = """\
+DESCRIPTION = """\
 Measure what only a device can show, each figure beside its prediction and a verdict: IPC, parity with stored
 references, servers that sleep and follow their weights, FLOPs, FP8, memory against `plan`, a job that is killed and
 resumed, and on several GPUs layouts and NCCL. Writes DIR/accept.html and DIR/accept.json after every step; the same
@@ -27,8 +27,7 @@ command goes on where it was stopped. Without a GPU each row says why it was not
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    command = add_command(commands, "accept", _accept, summary=summary, description=_ACCEPT)
+def add_options(command: argparse.ArgumentParser) -> None:
     names = [step.name for step in STEPS]
     command.add_argument("--hours", type=float, default=0.5, metavar="H", help="of this call (default: 0.5)")
     command.add_argument("--out", type=Path, default=Path("runs/accept"), metavar="DIR", help="default: runs/accept")
@@ -43,8 +42,8 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     command.add_argument("--again", nargs="+", choices=names, default=[], metavar="STEP", help="although it has run")
 
 
-def _accept(arguments: argparse.Namespace) -> int:
-    from dppo_megatron.workbench.accept.record import read_record, write_page
+def execute(arguments: argparse.Namespace) -> int:
+    from dppo_megatron.workbench.accept.record import PAGE, read_record
     from dppo_megatron.workbench.accept.runner import run_steps
 
     check_number("--hours", arguments.hours, "(0, 100]")
@@ -57,9 +56,8 @@ def _accept(arguments: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     record = read_record(out, {"model": arguments.model, "server_python": arguments.server_python})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a time limit of others: the step's process is ended too
-    page, chosen = out / "accept.html", {"only": arguments.only, "again": arguments.again}
-    run_steps(record, out, arguments.hours, **chosen, saved=lambda: write_page(page, record))
-    rows = record.rows()
+    run_steps(record, out, arguments.hours, only=arguments.only, again=arguments.again)
+    rows, page = record.rows(), out / PAGE
     for row in rows:
         if row.verdict != "not run":
             value = "" if row.value is None else f"{row.value:.4g} {row.unit}".strip()

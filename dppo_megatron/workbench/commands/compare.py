@@ -10,13 +10,13 @@ from pathlib import Path
 
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.progress import progress
-from dppo_megatron.pruning.methods import METHODS
+from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.texts import logged, show
-from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, check_number, read_config
+from dppo_megatron.workbench.commands.parser import add_config, check_number, read_config
 
 _METHODS = "grpo,grpo_nonzero,cppo,greso,dppo_paper,dppo,dppo_auto"
 _SWEPT = "grpo,grpo_nonzero,dppo"
-_COMPARE = f"""\
+DESCRIPTION = f"""\
 Train CONFIG's job under several pruning methods; report the speed-up of each over GRPO at equal accuracy, and its final
 accuracy (docs/pruning.md):
 
@@ -38,8 +38,7 @@ of each, and sweep.json has every rung.
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    command = add_command(commands, "compare", _compare, summary=summary, description=_COMPARE)
+def add_options(command: argparse.ArgumentParser) -> None:
     add_config(command)
     command.add_argument(
         "--methods", metavar="A,B@N,...", help=f"default: {_METHODS}; with --sweep: {_SWEPT}, without @N"
@@ -58,7 +57,7 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     command.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
 
 
-def _compare(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> int:
     check_number("--seeds", arguments.seeds, "[1, 10000]")
     check_number("--steps-factor", arguments.steps_factor, "(0, 10000]")
     config = read_config(arguments.config, arguments.overrides, writes_run=False)

@@ -14,9 +14,8 @@ from typing import Any
 
 from dppo_megatron.config.reference import all_keys, all_settings
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
-from dppo_megatron.workbench.commands.parser import Commands, add_command
 
-_COMPLETION = """\
+DESCRIPTION = """\
 Print a script that completes commands, options, files and settings in your shell. Once, at its start:
 
   eval "$(dppo-megatron completion bash)"          # ~/.bashrc
@@ -31,12 +30,11 @@ _METHODS: dict[str, Iterable[str]] = {
 }
 
 
-def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    command = add_command(commands, "completion", _print_script, summary=summary, description=_COMPLETION)
+def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("shell", choices=("bash", "zsh", "fish"))
 
 
-def _print_script(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> int:
     from argcomplete.shell_integration import shellcode
 
     if arguments.shell == "zsh":

@@ -7,13 +7,11 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
-from dppo_megatron.config.hints import unknown_key
-from dppo_megatron.config.reference import Setting, all_settings, find
+from dppo_megatron.config.reference import Setting, all_settings, find, unknown_key
 from dppo_megatron.config.schema import Config
 from dppo_megatron.texts import show
-from dppo_megatron.workbench.commands.parser import Commands, add_command
 
-_CONFIG = """\
+DESCRIPTION = """\
 Print every setting, or those of a section, or those with KEY in their name: type, default, range, meaning, the file
 that defines it, and the page that explains it.
 
@@ -25,12 +23,11 @@ How files and the command line are read is in docs/configuration.md.
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    command = add_command(commands, "config", _config, summary=summary, description=_CONFIG)
+def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("key", metavar="KEY", nargs="?", default="", help="a setting, a section, or a part of a name")
 
 
-def _config(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> int:
     chosen = find(arguments.key) if arguments.key else list(all_settings())
     if not chosen:
         raise unknown_key("config", arguments.key, [], Config)

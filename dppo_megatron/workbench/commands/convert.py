@@ -10,9 +10,9 @@ from dppo_megatron.config.paths import check_directory, check_writable
 from dppo_megatron.progress import progress
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.commands.parser import Commands, add_command, check_number
+from dppo_megatron.workbench.commands.parser import check_number
 
-_CONVERT = """\
+DESCRIPTION = """\
 Convert between Hugging Face and Megatron distributed checkpoints, one tensor at a time (docs/checkpoints.md):
 
   dppo-megatron convert to-megatron --hf Qwen3-8B --out qwen3-8b
@@ -22,8 +22,7 @@ A distributed checkpoint loads at any tensor, pipeline and expert parallel size.
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    command = add_command(commands, "convert", _convert, summary=summary, description=_CONVERT)
+def add_options(command: argparse.ArgumentParser) -> None:
     directions = command.add_subparsers(required=True, metavar="to-megatron|to-hf", dest="direction")
     to_megatron = directions.add_parser("to-megatron", help="from a Hugging Face checkpoint", allow_abbrev=False)
     to_megatron.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint")
@@ -42,10 +41,10 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
             "--ignore-config-keys", default="", metavar="A,B", help="keys of config.json that change nothing computed"
         )
         direction.add_argument("--verify", action="store_true", help="read back, compare every tensor byte for byte")
-        direction.set_defaults(run=_convert)  # the parser that parses is this one (`cli.parse`)
+        direction.set_defaults(run=execute)  # the parser that parses is this one (`cli.parse`)
 
 
-def _convert(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> int:
     if os.path.lexists(arguments.out):
         raise UserError(f"--out '{arguments.out}' exists already; remove it or choose another")
     check_writable("--out", arguments.out, directory=True)

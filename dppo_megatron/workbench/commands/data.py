@@ -7,9 +7,8 @@ from pathlib import Path
 
 from dppo_megatron.data.known import KNOWN_SETS, write_known_set
 from dppo_megatron.texts import show
-from dppo_megatron.workbench.commands.parser import Commands, add_command
 
-_DATA = f"""\
+DESCRIPTION = f"""\
 Download a known set and write it as train.jsonl and test.jsonl, one {{problem, answer, source, ...}} a line:
 
   dppo-megatron data math --out data/math
@@ -19,15 +18,14 @@ Sets: {", ".join(KNOWN_SETS)}
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    command = add_command(commands, "data", _data, summary=summary, description=_DATA)
+def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("name", metavar="NAME", help="which set")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write")
     command.add_argument("--from", dest="origin", metavar="DIR", help="a local copy of the set's repository on the hub")
     command.add_argument("--overwrite", action="store_true", help="replace files that are there")
 
 
-def _data(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> int:
     lines = write_known_set(arguments.name, arguments.out, origin=arguments.origin or "", overwrite=arguments.overwrite)
     for line in lines:
         show(line)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dppo_megatron.config import load_config
@@ -23,19 +21,18 @@ from dppo_megatron.progress import progress
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import (
-    Commands,
-    add_command,
     add_settings,
     check_comes_first,
     check_number,
     read_config,
+    write_json,
 )
 from dppo_megatron.workbench.commands.terminal import quiet_libraries
 
 if TYPE_CHECKING:  # it imports torch
-    from dppo_megatron.workbench.doctor.check_rows import CheckRow
+    from dppo_megatron.workbench.doctor.machine import CheckRow
 
-_DOCTOR = """\
+DESCRIPTION = """\
 Say what is installed and what this machine can do; under torchrun or srun, or with CONFIG, whether the job's machines
 and the links between them are fit: exit code 2 if a fault would stop the job. With --fp8-gate, run CONFIG's model at
 CONFIG's layout and compare packed with unpacked log-probabilities and gradients, and FP8 with bfloat16; exit code 3 if
@@ -49,15 +46,14 @@ a bound is broken:
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    command = add_command(commands, "doctor", _doctor, summary=summary, description=_DOCTOR)
+def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--fp8-gate", metavar="CONFIG", help="YAML file of the job to check")
     command.add_argument("--limit-s", type=float, default=50.0, help="the job's check ends after this long (50)")
     command.add_argument("--json", metavar="FILE", help="where rank 0 writes the job's check too")
     add_settings(command, "CONFIG of a job, and settings that replace the file's")
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     if arguments.fp8_gate:
         return _gate(arguments)
@@ -72,7 +68,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return _cluster(arguments, config_path, settings)
     if arguments.json:
         raise UserError("--json belongs to a job's check; give CONFIG, or start it with torchrun")
-    from dppo_megatron.workbench.doctor.environment import report
+    from dppo_megatron.workbench.doctor.machine import report
 
     with progress("looking at this machine"):
         found = report()
@@ -100,8 +96,7 @@ def _cluster(arguments: argparse.Namespace, config_path: str, settings: list[str
         counts = ", ".join(f"{sum(row.verdict == one for row in rows)} {one}" for one in ("fault", "warning", "ok"))
         show(f"{counts}; {size} ranks, {time.monotonic() - began:.0f} s")
         if arguments.json:
-            found = json.dumps({"world_size": size, "rows": [asdict(row) for row in rows]}, indent=1)
-            Path(arguments.json).write_text(f"{found}\n", encoding="utf-8")
+            write_json(arguments.json, {"world_size": size, "rows": [asdict(row) for row in rows]})
 
     with progress("checking the job's machines"):
         return check_cluster(config, arguments.limit_s, report)

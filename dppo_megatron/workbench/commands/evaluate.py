@@ -11,9 +11,9 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.progress import progress
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.commands.parser import Commands, add_command, add_settings
+from dppo_megatron.workbench.commands.parser import add_settings
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Score a model on problem sets: avg@k, pass@k and maj@k with standard errors. MODEL is a Hugging Face directory, a run
 directory (its hf/, or --step N), or one checkpoint of a run. No training data and no config is needed:
 
@@ -36,8 +36,7 @@ Killed, it goes on when it is called again, and --rescore shows the scores so fa
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    command = add_command(commands, "eval", _evaluate, summary=summary, description=_DESCRIPTION)
+def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", nargs="?", help="model, run, checkpoint, or YAML file")
     add_settings(command, "settings, as rollout.engine=vllm")
     command.add_argument(
@@ -77,7 +76,7 @@ def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return [word for word in words if word not in settings], settings
 
 
-def _evaluate(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> int:
     """Evaluate, compare or rescore; prints the results and returns the exit code."""
     sets, among_sets = split_settings(arguments.sets)
     # the first word is a setting, not the model
@@ -88,7 +87,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         if unread := [*models, *settings, *sets]:
             raise UserError(f"--compare reads two evaluations and nothing else; leave out {unread[0]}")
-        from dppo_megatron.evaluation.versus import compare_evaluations
+        from dppo_megatron.evaluation.bootstrap import compare_evaluations
 
         with progress("comparing the evaluations"):
             lines = compare_evaluations(*arguments.compare, out=arguments.out)
@@ -112,15 +111,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         with progress("loading libraries"):
             from dppo_megatron.evaluation.arguments import EvalArguments
             from dppo_megatron.evaluation.standalone import evaluate_model
-        given = EvalArguments(
-            model=models[0],
-            settings=settings,
-            sets=sets,
-            step=arguments.step,
-            data=arguments.data,
-            out=arguments.out,
-            limit=arguments.limit,
-        )
-        lines = evaluate_model(given)
+        more = {name: getattr(arguments, name) for name in ("step", "data", "out", "limit")}
+        lines = evaluate_model(EvalArguments(models[0], settings, sets, **more))
     show(*lines)
     return 0

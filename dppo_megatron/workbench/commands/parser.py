@@ -1,11 +1,12 @@
-"""What subcommands share: how they are added, CONFIG with its settings, numbers with a range, Megatron's own fields."""
+"""What subcommands share: CONFIG with its settings, numbers with a range, Megatron's own fields."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.config import load_config
 from dppo_megatron.config.checks import check_world_size
@@ -16,26 +17,6 @@ from dppo_megatron.types import UserError
 
 if TYPE_CHECKING:  # it imports torch
     from dppo_megatron.platform.capabilities import Machine
-
-Commands = argparse._SubParsersAction  # the type has no public name
-Run = Callable[[argparse.Namespace], int]
-"""Does what the parsed command line asks for; returns the exit code."""
-
-
-def add_command(
-    commands: Commands[argparse.ArgumentParser], name: str, run: Run, *, summary: str, description: str
-) -> argparse.ArgumentParser:
-    """Add `dppo-megatron NAME`: `summary` is for the list of commands, `description` for its help."""
-    command = commands.add_parser(
-        name,
-        help=summary,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    command.set_defaults(run=run)
-    return command
-
 
 _SETTINGS = "settings that replace the file's"
 
@@ -70,9 +51,13 @@ def check_number(option: str, value: float | None, interval: str) -> None:
         raise UserError(f"{option} {value}: {allowed.wanted(value)}")
 
 
-def check_actor_settings(
-    config: Config, world_size: int, machine: Machine, *, runs_here: bool, writes: bool
-) -> list[str]:
+def write_json(path: str, values: Any) -> None:
+    """What `--json FILE` asks for, whose name has been checked."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def check_actor_settings(config: Config, world_size: int, machine: Machine, *, runs_here: bool) -> list[str]:
     """Check `actor.megatron` and `actor.ddp` against the installed Megatron, before servers are started or ranks meet;
     returns a line that names those which are not tried, if there are any.
 
@@ -80,7 +65,6 @@ def check_actor_settings(
 
     Args:
         machine: what the job will run on; `runs_here` if it is this one, where Megatron's own checks count too.
-        writes: whether Megatron's rewritten code may be kept on disk, for a faster start of the next process.
 
     Raises:
         UserError: a field that the installed Megatron does not have, or that is not the user's to set.
@@ -91,9 +75,6 @@ def check_actor_settings(
     with progress("loading Megatron"):
         import torch
 
-        from dppo_megatron import platform
-
-        platform.prepare(keep=writes)
         from dppo_megatron.actor.model import check_settings
         from dppo_megatron.weights.architecture import read_architecture
     architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
@@ -101,4 +82,4 @@ def check_actor_settings(
     architecture.check_layout(actor)
     spec, _ = machine.choose_layer_spec(actor.layer_spec, actor.fp8)
     dtype = getattr(torch, config.model.dtype)
-    return check_settings(actor, architecture, dtype, world_size, spec, runs_here=runs_here)
+    return check_settings(actor, architecture, dtype, spec, runs_here=runs_here)

@@ -7,8 +7,6 @@ run also does all that a run does before its process group: data, tokenizer, che
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dppo_megatron.config.checks import Purpose
@@ -17,22 +15,16 @@ from dppo_megatron.config.paths import check_writable
 from dppo_megatron.config.schema import Config
 from dppo_megatron.launcher_env import launched_world_size
 from dppo_megatron.progress import progress
-from dppo_megatron.pruning.methods import METHODS, parse_methods
+from dppo_megatron.pruning.policies import METHODS, parse_methods
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.commands.parser import (
-    Commands,
-    add_command,
-    add_config,
-    check_actor_settings,
-    check_number,
-)
+from dppo_megatron.workbench.commands.parser import add_config, check_actor_settings, check_number, write_json
 from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
 
 if TYPE_CHECKING:  # it imports torch
     from dppo_megatron.platform.capabilities import Machine
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Say what a job needs before anything is started: memory of a GPU and of its host in every phase, seconds of a step, and
 what each pruning method would save. Exit code 2 if it cannot fit. Reads only CONFIG and the model's config.json:
 
@@ -61,12 +53,7 @@ _SPEEDS = ("decode", "mfu", "sync_gb_per_s", "save_gb_per_s", "other_s")
 _COUNTS = ("gpus", "gpus_per_node", "engine_gpus")
 
 
-def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    parser = add_command(commands, "plan", _run, summary=summary, description=_DESCRIPTION)
-    _add_options(parser)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     for name, (_, what) in _NUMBERS.items():
         kind = int if name in _COUNTS else float
@@ -93,13 +80,13 @@ def add_dry_run(train: argparse.ArgumentParser) -> None:
 def dry_run(config: str, overrides: list[str], gpus: int | None) -> int:
     """`train CONFIG --dry-run`."""
     parser = argparse.ArgumentParser()
-    _add_options(parser)
+    add_options(parser)
     arguments = parser.parse_args([config, "--dry-run"])
     arguments.overrides, arguments.gpus = overrides, gpus
-    return _run(arguments)
+    return execute(arguments)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> int:
     for name, (interval, _) in _NUMBERS.items():
         check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), interval)
     methods = parse_methods(arguments.methods)
@@ -119,7 +106,7 @@ def _run(arguments: argparse.Namespace) -> int:
     architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
     if not loaded:
         machine = _assumed_machine(arguments.gpu)
-        said = check_actor_settings(config, site.gpus, machine, runs_here=False, writes=False)
+        said = check_actor_settings(config, site.gpus, machine, runs_here=False)
         check_settings(config, architecture, site.gpus, machine)
     plan = make_plan(
         config,
@@ -135,8 +122,7 @@ def _run(arguments: argparse.Namespace) -> int:
     assumed = [] if is_told else [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
     show(*assumed, *said, *lines(plan, arguments.config), *loaded)
     if arguments.json is not None:
-        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.json).write_text(json.dumps(plan.as_json(), indent=2) + "\n", encoding="utf-8")
+        write_json(arguments.json, plan.as_json())
     if plan.problems:
         helps = "; ".join(f"{one.change} ({one.total / GIB:.1f} GiB)" for one in plan.advice[:3])
         raise UserError(f"the job does not fit: {plan.problems[0]}" + (f". What helps: {helps}" if helps else ""))
@@ -172,7 +158,7 @@ def _load_job(config: Config, site: Site, gpu: str) -> list[str]:
     if not runs_here:
         machine = _assumed_machine(gpu)
         note = [f"no CUDA device here: a machine of {gpu.upper()}s with Transformer Engine is assumed"]
-    note += check_actor_settings(config, site.gpus, machine, runs_here=runs_here, writes=False)
+    note += check_actor_settings(config, site.gpus, machine, runs_here=runs_here)
     job = prepare_job(config, site.gpus, machine=machine)
     try:
         first = next(iter(job.train_sets.values())).first_prompt

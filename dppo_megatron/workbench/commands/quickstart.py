@@ -16,9 +16,9 @@ from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.paths import check_writable, shipped
 from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.commands.parser import Commands, add_command, add_settings, check_number
+from dppo_megatron.workbench.commands.parser import add_settings, check_number
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Write an arithmetic task and a tiny model into runs/task_seedSEED, train on it for a few minutes of CPU, and report:
 
   dppo-megatron quickstart
@@ -27,8 +27,7 @@ Write an arithmetic task and a tiny model into runs/task_seedSEED, train on it f
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    parser = add_command(commands, "quickstart", _run, summary=summary, description=_DESCRIPTION)
+def add_options(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     parser.add_argument("--config", metavar="CONFIG", help="YAML file (default: configs/quickstart.yaml)")
     parser.add_argument(
@@ -44,7 +43,7 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
         parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what} (default: 1)")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> int:
     for name, interval in (("seed", "[0, 1e9]"), ("nproc", "[1, 1024]"), ("tp", "[1, 1024]"), ("pp", "[1, 1024]")):
         check_number(f"--{name}", getattr(arguments, name), interval)
     task = arguments.task or Path("runs") / f"task_seed{arguments.seed}"

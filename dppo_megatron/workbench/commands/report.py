@@ -8,9 +8,8 @@ from pathlib import Path
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.progress import counted, progress
 from dppo_megatron.texts import show
-from dppo_megatron.workbench.commands.parser import Commands, add_command
 
-_REPORT = """\
+DESCRIPTION = """\
 Write one HTML file about one run or several, which needs no network: rewards, evaluations, where time and tokens go,
 what was pruned and what it cost, warnings, settings, and a browser for the samples:
 
@@ -22,13 +21,12 @@ A run may be finished, running or crashed. One run's report is written to RUN/re
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    command = add_command(commands, "report", _report, summary=summary, description=_REPORT)
+def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory")
     command.add_argument("--out", type=Path, metavar="FILE", help="where to write")
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> int:
     with progress("loading libraries"):
         from dppo_megatron.workbench.report.page import write_page
         from dppo_megatron.workbench.runs.run_record import read_run

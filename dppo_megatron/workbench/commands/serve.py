@@ -6,9 +6,9 @@ import argparse
 
 from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, read_config
+from dppo_megatron.workbench.commands.parser import add_config, read_config
 
-_SERVE = """\
+DESCRIPTION = """\
 Start rollout servers on this machine for a trainer on another one, and keep them running until it is asked to end:
 
   dppo-megatron serve CONFIG rollout.servers.registry_dir=DIR --host NAME      (on each inference node)
@@ -20,8 +20,7 @@ trainer runs: a new one gets the newest weights at the next weight sync, and req
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    command = add_command(commands, "serve", _serve, summary=summary, description=_SERVE)
+def add_options(command: argparse.ArgumentParser) -> None:
     add_config(command, "the trainer's YAML file", "settings, the same as the trainer's")
     command.add_argument(
         "--host",
@@ -31,7 +30,7 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     )
 
 
-def _serve(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.config, arguments.overrides, writes_run=False)
     if not config.rollout.servers.registry_dir:
         raise UserError("serve writes addresses for a trainer: set rollout.servers.registry_dir=DIR, as for train")

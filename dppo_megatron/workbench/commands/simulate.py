@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.progress import progress
-from dppo_megatron.pruning.methods import parse_methods
+from dppo_megatron.pruning.policies import parse_methods
 from dppo_megatron.texts import show
-from dppo_megatron.workbench.commands.parser import Commands, add_command, check_number
+from dppo_megatron.workbench.commands.parser import check_number, write_json
 
 _METHODS = "grpo,cppo,greso,dppo_paper,dppo,dppo_auto"
-_SIMULATE = """\
+DESCRIPTION = """\
 Replay the selection of every method on a recorded run (trace.jsonl in its directory) and predict what a step costs:
 
   dppo-megatron simulate runs/quickstart/trace.jsonl --methods grpo,dppo,greso --rollout-cost 0.02 --update-cost 0.05
@@ -23,8 +21,7 @@ are used. A trace of an unpruned run (pruning.prompt.method=none) knows the outc
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    command = add_command(commands, "simulate", _simulate, summary=summary, description=_SIMULATE)
+def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("trace", metavar="TRACE", help="trace.jsonl of a run")
     command.add_argument("--methods", default=_METHODS, metavar="A,B,...", help=f"default: {_METHODS}")
     command.add_argument("--rollout-cost", type=float, metavar="S", help="seconds to generate 1,000 tokens")
@@ -32,7 +29,7 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     command.add_argument("--json", metavar="FILE", help="also write the figures here")
 
 
-def _simulate(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> int:
     with progress("loading libraries"):
         from dppo_megatron.workbench.runs.trace import read_trace
         from dppo_megatron.workbench.simulate import as_json, capacity_of, fit_costs, simulate, table
@@ -46,6 +43,5 @@ def _simulate(arguments: argparse.Namespace) -> int:
     predictions = [simulate(trace, method, costs, capacity_of(trace)) for method in methods]
     show(*table(predictions, costs).splitlines())
     if arguments.json is not None:
-        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.json).write_text(json.dumps(as_json(predictions, costs), indent=2) + "\n", encoding="utf-8")
+        write_json(arguments.json, as_json(predictions, costs))
     return 0

@@ -7,11 +7,11 @@ import argparse
 from dppo_megatron.launcher_env import check_launcher_env, launched_world_size, set_cuda_variables
 from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, check_actor_settings, read_config
+from dppo_megatron.workbench.commands.parser import add_config, check_actor_settings, read_config
 from dppo_megatron.workbench.commands.plan import add_dry_run, dry_run
 from dppo_megatron.workbench.commands.terminal import quiet_libraries, say
 
-_TRAIN = """\
+DESCRIPTION = """\
 Train a model as CONFIG says. Settings can be changed on the command line by their dotted names:
 
   dppo-megatron train configs/quickstart.yaml seed=1 rollout.prompts_per_step=32
@@ -25,8 +25,7 @@ On several processes, with the same arguments:
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    command = add_command(commands, "train", _train, summary=summary, description=_TRAIN)
+def add_options(command: argparse.ArgumentParser) -> None:
     add_config(command)
     command.add_argument(
         "--resume",
@@ -36,7 +35,7 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     add_dry_run(command)
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     resume = [f"checkpoint.resume={arguments.resume}"] if arguments.resume else []
     if arguments.dry_run:
@@ -50,7 +49,7 @@ def _train(arguments: argparse.Namespace) -> int:
         from dppo_megatron.job import prepare_job
         from dppo_megatron.platform.capabilities import this_machine
     size = launched_world_size()
-    check_actor_settings(config, size, this_machine(), runs_here=True, writes=True)
+    check_actor_settings(config, size, this_machine(), runs_here=True)
     job = prepare_job(config, size)
     with progress("loading Megatron"):
         from dppo_megatron.run import Run, Stopped

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dppo_megatron.progress import progress
-from dppo_megatron.workbench.commands.parser import Commands, add_command, check_number
+from dppo_megatron.workbench.commands.parser import check_number
 
-_WATCH = """\
+DESCRIPTION = """\
 Show a run in the terminal while it goes on: progress and time left, curves, where the seconds go, the last samples, the
 servers and what deserves a second look:
 
@@ -26,19 +26,18 @@ run does not notice. Of a run that has ended, and where the output is no termina
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    command = add_command(commands, "watch", _watch, summary=summary, description=_WATCH)
+def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("watched", metavar="RUN", type=Path, help="run directory")
     command.add_argument("--once", action="store_true", help="print one picture and exit")
     command.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between looks (default: 2)")
 
 
-def _watch(arguments: argparse.Namespace) -> int:
+def execute(arguments: argparse.Namespace) -> int:
     check_number("--every", arguments.every, "[0.1, 3600]")
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-    from dppo_megatron.workbench.watch.frame import Latest, View, frame
+    from dppo_megatron.workbench.watch.frame import Latest, frame
 
     latest, console = Latest(arguments.watched), Console()
 
@@ -46,8 +45,7 @@ def _watch(arguments: argparse.Namespace) -> int:
         latest.look()
         # the curves, the time and the head take some 25 lines
         members = 4 if height is None else max(1, min(8, height - 27))
-        is_utf = console.encoding.lower().startswith("utf")
-        return frame(latest, View(console.width, members, is_utf, console.color_system is not None))
+        return frame(latest, console, members)
 
     with progress(f"reading {arguments.watched}"):
         shown = picture(None)

@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,7 @@ from dppo_megatron.launcher_env import launched_world_size
 from dppo_megatron.progress import Advance, progress
 from dppo_megatron.texts import log
 from dppo_megatron.types import RunAborted, UserError
-from dppo_megatron.workbench.compare.arms import Arm
-from dppo_megatron.workbench.compare.method_run import MethodRun, read_method_run
+from dppo_megatron.workbench.compare.arms import Arm, MethodRun, read_method_run
 from dppo_megatron.workbench.quickstart.make import read_recipe, write_quickstart
 
 _KEPT = "compare.json"
@@ -163,7 +163,9 @@ def _train(config_path: str, settings: list[str], run_dir: Path, lines: RunLog, 
     """Run it, or keep what is there; returns what it was a function of. `start` is that of the run it begins from."""
     name = f"{run_dir.parent.name} {run_dir.name}"
     wanted = _identity(config_path, settings, start)
-    kept = _finished_as(run_dir) == wanted
+    kept = False
+    with suppress(OSError, UnicodeDecodeError):
+        kept = (run_dir / _KEPT).read_text(encoding="utf-8") == wanted
     lines.begin(name, kept=kept)
     if kept:
         return wanted
@@ -217,13 +219,6 @@ def _identity(config_path: str, settings: list[str], start: str) -> str:
     data = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
     came_from = hashlib.sha256(start.encode()).hexdigest() if start else ""
     return json.dumps({"settings": config_values(config), "data": data, "start": came_from}, default=str)
-
-
-def _finished_as(run_dir: Path) -> str | None:
-    try:
-        return (run_dir / _KEPT).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
 
 
 def shared_task(config: Config) -> str | None:

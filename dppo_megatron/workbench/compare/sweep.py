@@ -22,10 +22,9 @@ from typing import Any
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import RunAborted, UserError
-from dppo_megatron.workbench.compare.arms import Arm, parse_arms
-from dppo_megatron.workbench.compare.method_run import MethodRun
+from dppo_megatron.workbench.compare.arms import Arm, MethodRun, parse_arms
 from dppo_megatron.workbench.compare.table import difference_text
-from dppo_megatron.workbench.compare.verdict import ArmVerdict, Curve, judge
+from dppo_megatron.workbench.compare.verdict import ArmVerdict, judge, smoothed_end
 
 PROMPTS, RATE, SCHEDULE = "rollout.prompts_per_step", "actor.optimizer.learning_rate", "actor.optimizer.lr_schedule"
 _PROMPT_FACTORS = (0.5, 1, 2)
@@ -50,13 +49,8 @@ class RungRow:
 
 
 def parse_grid(given: Sequence[str], config: Config) -> dict[str, list[str]]:
-    """The grid of `--sweep`, each `KEY=A,B`, or empty.
-
-    Prompts a step, learning rate and schedule that are not given have values around the config's.
-
-    Raises:
-        UserError: no setting with values, one that is given twice, or a value that is.
-    """
+    """The grid of `--sweep`, each `KEY=A,B`, or empty. Prompts a step, learning rate and schedule that are not given
+    have values around the config's. Raises UserError for what is no setting with values, or is given twice."""
     prompts, optimizer = config.rollout.prompts_per_step, config.actor.optimizer
     falling = "linear" if optimizer.lr_schedule == "constant" else optimizer.lr_schedule
     grid = {
@@ -80,11 +74,8 @@ def parse_grid(given: Sequence[str], config: Config) -> dict[str, list[str]]:
 
 
 def candidates(methods: str, grid: Grid, config: Config, steps_factor: float) -> list[Arm]:
-    """Every method at every point of the grid, such as `grpo@32,7e-4,linear`.
-
-    Raises:
-        UserError: an unknown method, one with a number of prompts, or a setting that a comparison sets by itself.
-    """
+    """Every method at every point of the grid, such as `grpo@32,7e-4,linear`. Raises UserError for an unknown method,
+    one with a number of prompts, or a setting that a comparison sets by itself."""
     if "@" in methods:
         raise UserError(f"--methods '{methods}': with --sweep the grid has the prompts of a step: {PROMPTS}=A,B")
     arms = []
@@ -108,14 +99,8 @@ def rung_seeds(seeds: int) -> list[int]:
 def halve(
     arms: Sequence[Arm], seeds: int, run: Callable[..., list[MethodRun]], *, same_problems: bool
 ) -> Iterator[tuple[list[RungRow], list[MethodRun]]]:
-    """Run rung after rung; after each, its rows and all runs so far of the candidates that go on.
-
-    Args:
-        run: `run_all` of a job.
-
-    Raises:
-        RunAborted: all candidates of a method were stopped.
-    """
+    """Run rung after rung by `run`, which is `run_all` of a job; after each, its rows and all runs so far of the
+    candidates that go on. Raises RunAborted if all candidates of a method were stopped."""
     runs: list[MethodRun] = []
     first = 0
     for until in rung_seeds(seeds):
@@ -133,7 +118,7 @@ def _ranked(
     arms: Sequence[Arm], runs: Sequence[MethodRun], seeds: int, *, last: bool, same_problems: bool
 ) -> list[RungRow]:
     """The rows of a method, best first; the better half goes on, from the last rung only the best."""
-    ends = {arm.name: {run.seed: _end(run) for run in runs if run.arm == arm.name} for arm in arms}
+    ends = {arm.name: {run.seed: smoothed_end(run) for run in runs if run.arm == arm.name} for arm in arms}
     whole = [arm for arm in arms if len(ends[arm.name]) == seeds]
     if not whole:
         raise RunAborted(f"every candidate of {arms[0].method} was stopped; the log has the reasons")
@@ -181,10 +166,6 @@ def sweep_results(rungs: Sequence[Sequence[RungRow]], grid: Grid) -> dict[str, A
 
 def _mean(ends: Mapping[int, float]) -> float:
     return statistics.mean(ends.values())
-
-
-def _end(run: MethodRun) -> float:
-    return float(Curve.of(run, "step").smoothed().accuracy[-1])
 
 
 def _number(text: str) -> float | str:

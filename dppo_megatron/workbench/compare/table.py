@@ -15,7 +15,7 @@ from typing import Any
 
 from dppo_megatron import __version__
 from dppo_megatron.files import write_text
-from dppo_megatron.workbench.compare.method_run import MethodRun
+from dppo_megatron.workbench.compare.arms import MethodRun
 from dppo_megatron.workbench.compare.verdict import BUDGETS, CLOCKS, MOST_CLOCK_SPREAD, SHARES, ArmVerdict, Verdict
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 
@@ -125,15 +125,8 @@ def write_results(path: Path, values: dict[str, Any]) -> None:
 
 
 def write_page(path: Path, title: str, text: str, values: dict[str, Any]) -> None:
-    """Write the page.
-
-    Args:
-        text: the table, as printed.
-        values: what results.json holds.
-
-    Raises:
-        UserError: `path` cannot be written.
-    """
+    """Write the page: `text` is the table as printed, `values` what results.json holds. Raises UserError if `path`
+    cannot be written."""
     runs = [{name: value for name, value in run.items() if name != "solved"} for run in values["runs"]]
     about = {name: values[name] for name in ("date", "versions", "machine")}
     data = {"runs": runs, "verdict": values["verdict"], "notes": values["notes"], "about": about}

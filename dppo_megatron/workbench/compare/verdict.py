@@ -30,8 +30,7 @@ import numpy as np
 from dppo_megatron.evaluation.bootstrap import Difference, bootstrap_over_seeds
 from dppo_megatron.randomness import generator
 from dppo_megatron.types import FloatArray
-from dppo_megatron.workbench.compare.arms import BASELINE, Arm
-from dppo_megatron.workbench.compare.method_run import Cost, MethodRun
+from dppo_megatron.workbench.compare.arms import BASELINE, Arm, Cost, MethodRun
 
 SHARES = (0.9, 0.95)
 """Of the baseline's gain: the levels."""
@@ -163,15 +162,11 @@ class ArmVerdict:
     """Clock, then share of the gain (`0.9`), to the factor; None where the baseline gained nothing."""
     by_seed: dict[str, dict[str, list[float]]]
     """The same for each seed; 0: not reached."""
-    at_budget: dict[str, float]
-    """Share of the baseline's seconds (`0.50`) to the smoothed accuracy there; medians."""
     at_budget_cpu: dict[str, float]
-    """The same of its CPU seconds."""
+    """Share of the baseline's CPU seconds (`0.50`) to the smoothed accuracy there; medians."""
     end_difference: Difference | None
     """End minus the baseline's, over the same problems of all seeds, with an interval over seeds and problems; None for
     the baseline itself."""
-    end_difference_by_seed: list[float]
-    """Smoothed end minus the baseline's."""
     phase_s: dict[str, float]
     """Seconds of each phase, median over seeds."""
     biased: bool
@@ -207,8 +202,8 @@ def judge(runs: Sequence[MethodRun], arms: Sequence[Arm], *, same_problems: bool
     """
     by_arm = {arm.name: {run.seed: run for run in runs if run.arm == arm.name} for arm in arms}
     candidates = [arm.name for arm in arms if arm.method == BASELINE] or [arms[0].name]
-    best = max(candidates, key=lambda name: statistics.median(map(_end, by_arm[name].values())))
-    ends = {seed: _end(run) for seed, run in by_arm[best].items()}
+    best = max(candidates, key=lambda name: statistics.median(map(smoothed_end, by_arm[name].values())))
+    ends = {seed: smoothed_end(run) for seed, run in by_arm[best].items()}
     baseline = min(candidates, key=lambda name: _typical_cost(by_arm[name], ends))
     base = by_arm[baseline]
     lasts = [[run.curve[-1] for run in own.values()] for own in by_arm.values()]
@@ -220,33 +215,21 @@ def judge(runs: Sequence[MethodRun], arms: Sequence[Arm], *, same_problems: bool
         start=statistics.median(run.curve[0].accuracy for run in base.values()),
         gain=statistics.median(ends[seed] - run.curve[0].accuracy for seed, run in base.items()),
         clock_spread=max(pace) / max(min(pace), 1e-9),
-        arms=[
-            _arm_verdict(
-                arm.name,
-                by_arm[arm.name],
-                base,
-                _factors(by_arm[arm.name], base, by_arm[best]),
-                None if arm.name == baseline else _ends_compared(by_arm[arm.name], base, same_problems),
-            )
-            for arm in arms
-        ],
+        arms=[_arm_verdict(name, own, base, by_arm[best], same_problems) for name, own in by_arm.items()],
     )
 
 
 def _arm_verdict(
-    name: str,
-    runs: dict[int, MethodRun],
-    base: dict[int, MethodRun],
-    factors: dict[str, dict[str, list[FloatArray]]],
-    end_difference: Difference | None,
+    name: str, runs: dict[int, MethodRun], base: dict[int, MethodRun], best: dict[int, MethodRun], same_problems: bool
 ) -> ArmVerdict:
+    factors = _factors(runs, base, best)
     kinds: tuple[Cost, ...] = ("step", *CLOCKS, "tokens_generated", "tokens_trained")
     phases = list(dict.fromkeys(phase for run in runs.values() for phase in run.phase_s))
     grown = [run.variance for run in runs.values() if run.variance is not None]
     return ArmVerdict(
         arm=name,
         seeds=len(runs),
-        end=statistics.median(map(_end, runs.values())),
+        end=statistics.median(map(smoothed_end, runs.values())),
         costs={kind: statistics.median(getattr(run.curve[-1], kind) for run in runs.values()) for kind in kinds},
         factors={
             clock: {share: median_over_seeds(values) if values else None for share, values in shares.items()}
@@ -256,18 +239,16 @@ def _arm_verdict(
             clock: {share: [float(value[0]) for value in values] for share, values in shares.items()}
             for clock, shares in factors.items()
         },
-        at_budget=_at_budgets(runs, base, "train_s"),
-        at_budget_cpu=_at_budgets(runs, base, "train_cpu_s"),
-        end_difference=end_difference,
-        end_difference_by_seed=[_end(run) - _end(base[seed]) for seed, run in runs.items()],
+        at_budget_cpu=_at_budgets(runs, base),
+        end_difference=None if runs is base else _ends_compared(runs, base, same_problems),
         phase_s={phase: statistics.median(run.phase_s.get(phase, 0.0) for run in runs.values()) for phase in phases},
         biased=any("biased" in run.labels.values() for run in runs.values()),
         variance=statistics.median(grown) if len(grown) == len(runs) else None,
     )
 
 
-def _end(run: MethodRun) -> float:
-    """The smoothed accuracy at the end."""
+def smoothed_end(run: MethodRun) -> float:
+    """The accuracy at the end."""
     return float(Curve.of(run, "step").smoothed().accuracy[-1])
 
 
@@ -313,15 +294,14 @@ def _factor(curve: Curve, base: Curve, level: FloatArray) -> FloatArray:
     return found if 0 < theirs[0] < np.inf else np.full_like(level, np.inf)
 
 
-def _at_budgets(runs: dict[int, MethodRun], base: dict[int, MethodRun], clock: Cost) -> dict[str, float]:
-    found = {}
-    for budget in BUDGETS:
-        values = [
-            accuracy_at(Curve.of(run, clock).smoothed(), budget * getattr(base[seed].curve[-1], clock))
-            for seed, run in runs.items()
-        ]
-        found[f"{budget:.2f}"] = statistics.median(values)
-    return found
+def _at_budgets(runs: dict[int, MethodRun], base: dict[int, MethodRun]) -> dict[str, float]:
+    curves = {seed: Curve.of(run, "train_cpu_s").smoothed() for seed, run in runs.items()}
+    return {
+        f"{budget:.2f}": statistics.median(
+            accuracy_at(curve, budget * base[seed].curve[-1].train_cpu_s) for seed, curve in curves.items()
+        )
+        for budget in BUDGETS
+    }
 
 
 def _ends_compared(runs: dict[int, MethodRun], base: dict[int, MethodRun], same_problems: bool) -> Difference | None:

@@ -16,11 +16,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -33,14 +34,17 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import said_by_each_rank
 from dppo_megatron.launcher_env import launched_local_rank, launched_rank, launched_world_size
 from dppo_megatron.types import RunAborted
-from dppo_megatron.workbench.doctor.check_rows import CheckRow, report_of
-from dppo_megatron.workbench.doctor.environment import allocator_row
-from dppo_megatron.workbench.doctor.machine import copy_rows, machine_rows, reduce_row, server_rows
+from dppo_megatron.workbench.doctor import machine
+from dppo_megatron.workbench.doctor.machine import CheckRow
 
 _TICK_S, _OTHERS_S, _EXIT_S = 0.1, 5.0, 10.0
 """Between two looks; for what others see of a fault; for rank 0's report after the limit."""
 _RESERVE_S = 5.0
 """For what a failed rendezvous leaves to say."""
+_SLOW = 0.5
+"""Of the others' median: a link that fell back to a slower path is slower by a factor, others by a few per cent."""
+_NAMED = 3
+"""Ranks that are listed by name."""
 
 
 @dataclass
@@ -55,10 +59,7 @@ class _State:
 
 def check_cluster(config: Config | None, limit_s: float, report: Callable[[list[CheckRow]], None]) -> int:
     """Look at everything, have rank 0 `report` it, return the exit code: there 2 after a fault. Collective.
-
-    Raises:
-        RunAborted: there is no answer at MASTER_ADDR.
-    """
+    Raises RunAborted if there is no answer at MASTER_ADDR."""
     mine, until, code = _State(socket.gethostname()), time.monotonic() + limit_s, 0
     store = _reach(limit_s / 2)
     # a second connection for the thread: calls on this one block
@@ -135,19 +136,19 @@ def _findings(config: Config | None, until: float) -> Iterator[str | CheckRow]:
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     yield "this machine"
-    yield from machine_rows(launched_world_size(), first_here=local == 0)
-    yield allocator_row(os.environ, device.type, config is not None and config.rollout.servers.colocate)
+    yield from machine.machine_rows(launched_world_size(), first_here=local == 0)
+    yield machine.allocator_row(os.environ, device.type, config is not None and config.rollout.servers.colocate)
     yield "servers' Python"
-    yield from server_rows(config, device, (until - time.monotonic()) / 2)
+    yield from machine.server_rows(config, device, (until - time.monotonic()) / 2)
     yield "copies"
-    yield from copy_rows(device)
+    yield from machine.copy_rows(device)
     yield "process group"
     start_process_group(max(1.0, until - time.monotonic() - _RESERVE_S))
     yield CheckRow("process group", "ok", "all ranks have met")
     for name, group in _groups(config).items():
         if group.size() > 1:
             yield f"all-reduce {name}"
-            yield reduce_row(name, group, device, max(1.0, until - time.monotonic() - _RESERVE_S))
+            yield machine.reduce_row(name, group, device, max(1.0, until - time.monotonic() - _RESERVE_S))
     yield "leaving the groups"
     stop_process_group()
 
@@ -190,3 +191,29 @@ def _wait_for_all(store: Any, until: float, limit_s: float) -> list[CheckRow]:
             state.rows.append(CheckRow(state.stage, "fault", f"still there after {limit_s:g} s (--limit-s)"))
     rows = {rank: state.rows for rank, state in states.items()}
     return list(report_of(rows, {rank: state.host for rank, state in states.items()}))
+
+
+def report_of(found: Mapping[int, Sequence[CheckRow]], hosts: Mapping[int, str]) -> Iterator[CheckRow]:
+    """For each thing that was looked at, every kind of the worst trouble with it; where all are well, one of them. Of a
+    speed the slowest: that a card, a link or a node is slow shows beside the others, and there is no list of what each
+    should reach. `found` has rows by rank."""
+    for what in dict.fromkeys(row.what for rows in found.values() for row in rows):
+        own = {rank: row for rank, rows in found.items() for row in rows if row.what == what}
+        worst = max((row.verdict for row in own.values()), key=("ok", "warning", "fault").index)
+        speeds = {rank: row.gb_s for rank, row in own.items() if row.gb_s is not None}
+        if worst == "ok" and speeds:
+            slowest, middle = min(speeds, key=lambda rank: speeds[rank]), statistics.median(speeds.values())
+            row = replace(own[slowest], ranks=f"slowest: {_named([slowest], hosts)}" if len(speeds) > 1 else "")
+            said = f"{row.said}; less than half of the ranks' median, {middle:.3g} GB/s"
+            yield replace(row, verdict="warning", said=said) if speeds[slowest] < _SLOW * middle else row
+        elif worst == "ok":
+            yield next(iter(own.values()))
+        else:
+            for said in dict.fromkeys(row.said for row in own.values() if row.verdict == worst):
+                ranks = [rank for rank, row in own.items() if row.said == said]
+                yield CheckRow(what, worst, said, None, _named(ranks, hosts) if len(ranks) < len(found) else "")
+
+
+def _named(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+    said = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:_NAMED])
+    return f"{said} and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else said

@@ -74,12 +74,13 @@ def run_gate(
 ) -> list[GateResult]:
     """All findings, the same on every rank. Collective; `layout` is the config's, built by the caller, since Megatron
     builds its groups once in a process."""
-    actor = replace(config.actor, optimizer=replace(config.actor.optimizer, distributed=False))
-    samples = _samples(config, architecture)
-    plain = replace(actor, fp8="off", fp8_bf16_layers=0)
-    findings, reference = _compare_packing(config, plain, layout, architecture, get_weight, samples, config.model.dtype)
+    samples, model = _samples(config, architecture), (layout, architecture, get_weight)
+    fp8 = replace(config.actor, optimizer=replace(config.actor.optimizer, distributed=False))
+    plain = replace(fp8, fp8="off", fp8_bf16_layers=0)
+    name, dtype = config.model.dtype, getattr(torch, config.model.dtype)
+    findings, reference = _compare_packing(config, plain, Actor(plain, *model, dtype=dtype), samples, name)
     if config.actor.fp8 != "off":
-        more, measured = _compare_packing(config, actor, layout, architecture, get_weight, samples, "fp8")
+        more, measured = _compare_packing(config, fp8, Actor(fp8, *model, dtype=dtype), samples, "fp8")
         findings += more + _differences(f"{config.actor.fp8} against bfloat16", measured, reference, FORMAT_BOUNDS)
     return from_rank_zero(lambda: findings)
 
@@ -107,17 +108,9 @@ def unsafe_patterns(plan: PackPlan, samples: Sequence[TrainSample], layout: Pack
 
 
 def _compare_packing(
-    config: Config,
-    actor_config: ActorConfig,
-    layout: Layout,
-    architecture: Architecture,
-    get_weight: Callable[[str], Tensor],
-    samples: Sequence[TrainSample],
-    number_format: str,
+    config: Config, settings: ActorConfig, actor: Actor, samples: Sequence[TrainSample], number_format: str
 ) -> tuple[list[GateResult], _Measured]:
-    dtype = getattr(torch, config.model.dtype)
-    actor = Actor(actor_config, layout, architecture, get_weight, dtype=dtype)
-    planner = packing_layout(actor_config, layout.world_size)
+    planner = packing_layout(settings, actor.layout.world_size)
     cap = config.packing.max_tokens_per_microbatch
     plans = [
         plan_microbatches(samples, layout=planner, max_tokens_per_microbatch=cap, mode=mode)
@@ -128,7 +121,7 @@ def _compare_packing(
     findings = [GateResult("; ".join([f"{number_format}: unsafe patterns in the plan", *unsafe[:3]]), len(unsafe), 0)]
     if unsafe:
         return findings, _Measured(None, {})
-    warmups = warmups_of(actor_config.fp8)
+    warmups = warmups_of(settings.fp8)
     packed, alone = (_measure(actor, samples, plan, config.rollout.sampling.temperature, warmups) for plan in plans)
     return findings + _differences(what, packed, alone, PACKING_BOUNDS[number_format]), packed
 

@@ -1,31 +1,51 @@
-"""What a machine allows, how its GPUs are, and what moves bytes in a job: shared memory, copies, collectives.
+"""What is installed, what a machine allows, how its GPUs are, and what moves bytes: shared memory, copies, collectives.
 
 Limits and GPUs are judged from numbers and text that a test can give as well. Links are tried with a few bytes.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import platform as python_platform
 import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
+from dppo_megatron.actor.attention import find_kernel
+from dppo_megatron.actor.logprobs import choose_softmax
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import connect
+from dppo_megatron.platform.capabilities import Machine, this_machine, transformer_engine_warning
 from dppo_megatron.rollout.servers.connect import ipc_warning, make_servers
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
-from dppo_megatron.workbench.doctor.check_rows import CheckRow, Verdict
 
+Verdict = Literal["ok", "warning", "fault"]
+_PACKAGES = {
+    "torch": "required",
+    "megatron-core": "required",
+    "transformers": "required",
+    "triton": "fused log-probabilities on CUDA; torch's CUDA builds bring it",
+    "transformer-engine": "FP8 and fused layers on CUDA",
+    "flash-attn": "attention of the local layers and of Transformer Engine, where it is installed",
+    "apex": "fused optimizer where Transformer Engine is not installed",
+    "vllm": "only where the rollout engine runs",
+    "sglang": "only where the rollout engine runs",
+}
+_HEAD_DIM = 128
+"""Of most models in use; what decides whether a flash kernel can serve."""
+_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 _DOCKERS_SHM, _ENOUGH_SHM = 64 << 20, 1 << 30
 """What Docker gives by default; NCCL's segments beside vLLM's ring of 10 chunks of 16 MiB a server."""
 _OWN_FILES = 512
@@ -33,6 +53,91 @@ _OWN_FILES = 512
 _GPU_FIELDS = "index,clocks.sm,clocks.max.sm,clocks_event_reasons.active,ecc.errors.uncorrected.volatile.total"
 _SLOWED = {0x08: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
 """NVML's bits. The others are no trouble: idle, the power cap under load, clocks set by hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRow:
+    """One finding, of one rank or of the whole job."""
+
+    what: str
+    verdict: Verdict
+    said: str
+    """What was found; for a warning or a fault also what would be right."""
+    gb_s: float | None = None
+    """A speed; rank 0 compares it with the other ranks'."""
+    ranks: str = ""
+    """Whose it is, in the job's report; empty: everybody's."""
+
+
+def report() -> list[tuple[str, str]]:
+    """(what, finding) rows for people to read."""
+    machine = this_machine()
+    device = "cpu" if machine.cuda_capability is None else "cuda"
+    rows = [("python", python_platform.python_version())]
+    rows += [(name, _version(name, purpose)) for name, purpose in _PACKAGES.items()]
+    rows.append(("device", _device(machine)))
+    spec, reason = machine.choose_layer_spec("auto", "off")
+    rows.append(("layers", f"{spec} ({reason})"))
+    rows.append(("attention", find_kernel(_HEAD_DIM)[1] if spec == "local" else "Transformer Engine's"))
+    rows.append(("norms", "torch's RMSNorm, one kernel on CUDA" if spec == "local" else "Transformer Engine's"))
+    rows.append(("optimizer", machine.adam()))
+    rows.append(("weight-gradients", machine.weight_gradients()))
+    rows.append(("fp8", _recipes(machine)))
+    rows.append(("log-probabilities", choose_softmax("auto", torch.device(device), torch.bfloat16)[1]))
+    rows.append(("environment", environment(os.environ, device)))
+    if warning := transformer_engine_warning():
+        rows.append(("warning", warning))
+    return rows
+
+
+def environment(variables: Mapping[str, str], device: str) -> str:
+    """What the variables that Megatron and torch read on CUDA are, and what would be better."""
+    if device == "cpu":
+        return "nothing to set on a CPU"
+    connections = variables.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    said = ["CUDA_DEVICE_MAX_CONNECTIONS=1" + ("" if connections else " (set by the trainer)")]
+    if connections not in ("", "1"):
+        said = [
+            f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: with tensor or context parallelism Megatron overlaps"
+            " communication only at 1"
+        ]
+    return "; ".join([*said, allocator_row(variables, device, colocated=None).said])
+
+
+def allocator_row(variables: Mapping[str, str], device: str, colocated: bool | None) -> CheckRow:
+    """Whether expandable segments fit the job; `colocated` as `rollout.servers.colocate`, None if no job is known."""
+    if device == "cpu":
+        return CheckRow("allocator", "ok", "nothing to set on a CPU")
+    if said := ipc_warning(variables).removeprefix("; "):
+        return CheckRow("allocator", "warning" if colocated else "ok", said)
+    if colocated:
+        return CheckRow("allocator", "ok", "no expandable segments, which suits CUDA IPC to colocated servers")
+    condition = "" if colocated is False else ", unless servers are colocated,"
+    said = f"without expandable segments (PYTORCH_ALLOC_CONF){condition} packs of varied length fragment memory"
+    return CheckRow("allocator", "ok" if colocated is None else "warning", said)
+
+
+def _version(package: str, purpose: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"not installed ({purpose})"
+
+
+def _device(machine: Machine) -> str:
+    if machine.cuda_capability is None:
+        return "CPU: megatron-core runs on gloo, for tests and small models"
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return (
+        f"{torch.cuda.device_count()} x {properties.name}, sm_{properties.major}{properties.minor},"
+        f" {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    )
+
+
+def _recipes(machine: Machine) -> str:
+    lacks = {recipe: machine.lacks_for_fp8(recipe) for recipe in _RECIPES}
+    available = [recipe for recipe in _RECIPES if not lacks[recipe]]
+    return ", ".join(available) if available else f"none: {lacks[_RECIPES[0]]}"
 
 
 def machine_rows(world_size: int, *, first_here: bool) -> list[CheckRow]:
@@ -92,7 +197,7 @@ def gpu_rows(text: str) -> list[CheckRow]:
         CheckRow("clocks", "ok", f"{speeds} MHz; none slowed down"),
         CheckRow("ECC", "ok", "no uncorrected error"),
     )
-    bits = {index: int(reasons, 16) if reasons.startswith("0x") else 0 for index, _, _, reasons, _ in cards}
+    bits = {index: int(reasons, 16) for index, _, _, reasons, _ in cards if reasons.startswith("0x")}
     slowed = {index: ", ".join(name for bit, name in _SLOWED.items() if bits[index] & bit) for index in bits}
     if named := [f"GPU {index}: {reasons}" for index, reasons in slowed.items() if reasons]:
         clocks = CheckRow(

@@ -13,8 +13,8 @@ from dppo_megatron.config.resolved_sets import longest_sequence
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.workbench.planning.generation import Lengths
 from dppo_megatron.workbench.planning.memory import MemoryPlan, plan_memory
-from dppo_megatron.workbench.planning.roofline import Lengths
 from dppo_megatron.workbench.planning.site import GIB, Site
 from dppo_megatron.workbench.planning.timing import Speeds, Timing, plan_timing
 

@@ -30,7 +30,7 @@ from dppo_megatron.workbench.planning.activations import (
     layer_kept,
     layer_saved,
 )
-from dppo_megatron.workbench.planning.engine_memory import EnginePlan, plan_engine
+from dppo_megatron.workbench.planning.generation import EnginePlan, plan_engine
 from dppo_megatron.workbench.planning.shares import Degrees, Share, share_of
 from dppo_megatron.workbench.planning.site import (
     CONTEXT_BYTES,
@@ -208,16 +208,18 @@ class _Stage:
 
     def phases(self) -> list[Phase]:
         """In the order of a step."""
-        state, engine, asleep = self.state, self._engine, self._asleep()
-        away = leaves_for_servers(self._config)
+        state, engine, away = self.state, self._engine, leaves_for_servers(self._config)
+        is_embedded = engine.kind == "hf"  # and does not sleep
+        asleep = {"engine": engine.weights if is_embedded else SLEEPING_BYTES} if engine.colocated else {}
+        held = engine.weights + (0 if is_embedded else SLEEPING_BYTES) if engine.colocated else 0.0
         stays = {part: size for part, size in state.items() if part not in away}
-        scores = {"weights": state["weights"]} | {p: s for p, s in stays.items() if p != "weights"}
+        scores = {"weights": state["weights"]} | stays
         forth = scores | {part: size for part, size in state.items() if part == _FP8}
         kept, layer, head = self._kept(), self._layer(), self._head
         forward, backward = head(backward=False), head(backward=True)
         rows = [
             ("generate", stays | {"engine": engine.budget if engine.colocated else 0.0, "other": CONTEXT_BYTES}),
-            ("sync", scores | {"engine": self._holding_weights(), "other": CONTEXT_BYTES + self._buckets()}),
+            ("sync", scores | {"engine": held, "other": CONTEXT_BYTES + self._buckets()}),
             ("log-probs", forth | self._working(0.0, layer[0], forward) | asleep),
             ("forward", state | self._working(kept, layer[0], forward) | asleep),
             ("backward", state | self._working(kept, layer[1], backward) | asleep),
@@ -250,18 +252,6 @@ class _Stage:
         inside, logits = (rest, logits) if logits + rest > layer else (layer, 0.0)
         held = {"activations": (kept + inside) * FRAGMENTATION, "logits": logits * FRAGMENTATION}
         return held | {"other": CONTEXT_BYTES}
-
-    def _asleep(self) -> dict[str, float]:
-        engine = self._engine
-        if not engine.colocated:
-            return {}
-        return {"engine": engine.weights if engine.kind == "hf" else SLEEPING_BYTES}
-
-    def _holding_weights(self) -> float:
-        engine = self._engine
-        if not engine.colocated:
-            return 0.0
-        return engine.weights + (0 if engine.kind == "hf" else SLEEPING_BYTES)
 
     def _buckets(self) -> float:
         """Two buffers in turn, and one whole tensor being gathered."""

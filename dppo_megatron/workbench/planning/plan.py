@@ -23,8 +23,8 @@ from dppo_megatron.selection import Rollouts
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.workbench.planning.advice import SettingAdvice, advise, advise_speed
+from dppo_megatron.workbench.planning.generation import ROOFLINE, SPREAD, Lengths, capped
 from dppo_megatron.workbench.planning.memory import PARTS, MemoryPlan, Phase, plan_memory
-from dppo_megatron.workbench.planning.roofline import ROOFLINE, SPREAD, Lengths, capped
 from dppo_megatron.workbench.planning.shares import active_parameters, whole_model
 from dppo_megatron.workbench.planning.site import CONTEXT_BYTES, ENGINE_WORK_BYTES, GIB, SLEEPING_BYTES, Site
 from dppo_megatron.workbench.planning.timing import Speeds, Timing, plan_timing
@@ -131,7 +131,7 @@ def make_plan(
     """
     check_world_size(config, site.gpus)
     architecture.check_layout(config.actor)
-    limit, longest_prompt = config.rollout.sampling.max_completion_tokens, longest_prompt_tokens(config, training=True)
+    limit, longest_prompt = config.rollout.sampling.max_completion_tokens, longest_prompt_tokens(config)
     if completion_tokens is not None and completion_tokens > limit:
         raise UserError(
             f"--completion-tokens {completion_tokens:g}: no mean can be above rollout.sampling.max_completion_tokens ="
@@ -287,7 +287,7 @@ def predict(
     # a replayed step has fewer tokens than a real one: each counts as 1 / `scale` of them
     update_s = seconds["log-probs"] + seconds["update"]
     fixed_s = seconds["sync"] + seconds["checkpoint"] + seconds["other"]
-    update_s_per_1k = update_s / scale / timing.tokens_trained * 1000
+    update_s_per_1k = update_s / scale / timing.tokens_generated * 1000
     costs = StepTimeModel(timing.rollout.scaled(scale), update_s_per_1k, fixed_s, timing.overlaps)
     return [simulate(trace, method, costs) for method in methods]
 

@@ -1,6 +1,6 @@
 """Seconds of a step from data sheets, and from efficiencies that were fitted, published or assumed.
 
-generate     the roofline's (`planning/roofline.py`), or tokens / (a given speed x GPUs that generate)
+generate     the roofline's (`planning/generation.py`), or tokens / (a given speed x GPUs that generate)
 log-probs    a third of an update's FLOPs for each pass
 update       useful FLOPs / (peak x MFU x GPUs), x 4/3 under full recomputation, and what tensor parallelism sends,
              x the pipeline's bubble
@@ -19,9 +19,8 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.steps.rollout_cost import RolloutCost, cost_model
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.pipeline import split_layers
-from dppo_megatron.workbench.planning.engine_memory import EnginePlan
+from dppo_megatron.workbench.planning.generation import LINK_BYTES_S, EnginePlan, Lengths, replica_of, rollout_cost
 from dppo_megatron.workbench.planning.memory import microbatches
-from dppo_megatron.workbench.planning.roofline import LINK_BYTES_S, Lengths, replica_of, rollout_cost
 from dppo_megatron.workbench.planning.shares import Degrees, whole_model
 from dppo_megatron.workbench.planning.site import Site
 
@@ -76,7 +75,6 @@ class Timing:
     seconds: dict[str, float]
     """By phase; those of `checkpoint` are its share of a step."""
     tokens_generated: float
-    tokens_trained: float
     rollout: RolloutCost
     """Seconds of a round of generation by its tokens, whose value at `tokens_generated` is that of `generate`."""
     overlaps: bool
@@ -100,11 +98,8 @@ def plan_timing(
     cost: RolloutCost | None = None,
 ) -> Timing | None:
     """Seconds of every phase; None where the number of generating GPUs is not known, or their cache holds less than one
-    sequence: playing how they wait for each other takes 16 s, for a job that does not run.
-
-    Args:
-        cost: of a round of generation; None: it is computed.
-    """
+    sequence: playing how they wait for each other takes 16 s, for a job that does not run. `cost` is of a round of
+    generation; None: it is computed."""
     if not engine.gpus or engine.sequences < 1:
         return None
     rollout, degrees = config.rollout, Degrees.of(config.actor.layout, site.gpus)
@@ -129,7 +124,7 @@ def plan_timing(
         "checkpoint": parameters * 14 / (speeds.save_gb_per_s.value * 1e9) / every if every else 0.0,
         "other": speeds.other_s.value,
     }
-    return Timing(seconds, generated, generated, cost, config.rollout.async_steps > 0)
+    return Timing(seconds, generated, cost, config.rollout.async_steps > 0)
 
 
 def _training_s(

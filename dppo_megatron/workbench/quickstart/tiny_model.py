@@ -8,9 +8,8 @@ width 128 learned the task as well as four of width 96 and took three quarters o
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -19,63 +18,27 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 ANSWER_MARK = "#### "
 VOCABULARY: tuple[str, ...] = (PAD, EOS, UNKNOWN, *"0123456789+-*=\n", ANSWER_MARK)
+_SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False}
 
 
-def write_tiny_qwen3(
-    directory: str | Path,
-    seed: int,
-    *,
-    hidden_size: int = 128,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    intermediate_size: int = 256,
-    tie_word_embeddings: bool = False,
-) -> None:
-    """Write a randomly initialised float32 `Qwen3ForCausalLM` and its tokenizer to `directory`.
-
-    The directory is written atomically and replaces an existing one. The same arguments give the same
-    weights.
-    """
-    write_model_directory(
-        directory,
-        make_tokenizer(),
-        seed,
-        vocab_size=len(VOCABULARY),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        intermediate_size=intermediate_size,
-        tie_word_embeddings=tie_word_embeddings,
-    )
+def write_tiny_qwen3(directory: str | Path, seed: int, **shape: Any) -> None:
+    """Write the quickstart's model and its tokenizer; `shape` as in `write_model_directory`."""
+    write_model_directory(directory, make_tokenizer(), seed, vocab_size=len(VOCABULARY), **shape)
 
 
 def write_model_directory(
-    directory: str | Path,
-    tokenizer: PreTrainedTokenizerFast,
-    seed: int,
-    *,
-    vocab_size: int,
-    hidden_size: int,
-    num_layers: int,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    intermediate_size: int = 256,
-    max_positions: int = 128,
-    tie_word_embeddings: bool = False,
+    directory: str | Path, tokenizer: PreTrainedTokenizerFast, seed: int, *, vocab_size: int, **shape: Any
 ) -> None:
-    """Write a random `Qwen3ForCausalLM` of this shape with `tokenizer`, atomically."""
+    """Write a random float32 `Qwen3ForCausalLM` with `tokenizer`; the same arguments give the same.
+
+    Args:
+        shape: sizes of config.json that replace those of the quickstart's model.
+    """
+    sizes = _SIZES | shape
     config = Qwen3Config(
         vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=hidden_size // num_heads,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=tie_word_embeddings,
+        **{"head_dim": sizes["hidden_size"] // sizes["num_attention_heads"]} | sizes,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -83,14 +46,8 @@ def write_model_directory(
     )
     model = Qwen3ForCausalLM(config)
     _initialize(model, seed)
-    out = Path(directory)
-    temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(temporary, out)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -25,14 +25,11 @@ ASSETS = files("dppo_megatron.workbench.report") / "assets"
 def write_html(
     path: Path, template: Traversable, title: str, data: Sequence[str], scripts: Sequence[Traversable]
 ) -> None:
-    """Write the page.
+    """Write the page. Raises UserError if `path` cannot be written.
 
     Args:
-        template: of the body, with `{{plotly}}`, `{{data}}` and `{{script}}`.
+        template: what comes first in the body; of a page without scripts all of it, with `{{data}}`.
         data: elements from `script_data`, or markup of a page without scripts.
-
-    Raises:
-        UserError: `path` cannot be written.
     """
     inside = {
         "title": html.escape(one_line(title)),
@@ -42,7 +39,8 @@ def write_html(
         "data": "\n".join(data),
         "script": "\n".join(script.read_text(encoding="utf-8") for script in scripts),
     }
-    page = (ASSETS / "head.html").read_text(encoding="utf-8") + template.read_text(encoding="utf-8")
+    parts = (ASSETS / "head.html", template, *[ASSETS / "foot.html"] * bool(scripts))
+    page = "".join(part.read_text(encoding="utf-8") for part in parts)
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: inside[match[1]], page)  # one pass: what is put in may hold braces
     try:
         write_text(path, page)

@@ -1,25 +1,25 @@
 """The page about runs: their columns, findings and samples, as data for the code in `assets/`.
 
-What a model wrote is data and never markup: it is embedded as JSON in which every `<` is escaped, and the page's code
-inserts it as text. There are samples of some steps, spread over the run, each with as many groups as fit. Tokens are
-ids, with one table of their texts: the same few thousand tokens occur over and over.
+There are samples of some steps, spread over the run, each with as many groups as fit. Tokens are ids, with one table of
+their texts: the same few thousand tokens occur over and over.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from dppo_megatron.observe.samples import SAMPLES, SampleFile, sample_files, to_table
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 from dppo_megatron.workbench.report.findings import findings
-from dppo_megatron.workbench.runs.run_record import RunRecord, default_settings
-from dppo_megatron.workbench.runs.sample_rows import read_rows
+from dppo_megatron.workbench.runs.run_record import RunRecord, default_settings, read_rows
 
 _SCRIPTS = ("data.js", "charts.js", "sections.js", "samples.js", "page.js")
 SAMPLE_BYTES = 16_000_000
@@ -30,11 +30,7 @@ _HIDDEN = ("step", *_OF_THE_GROUP)
 
 
 def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
-    """Write the report of `runs`.
-
-    Raises:
-        UserError: `path` cannot be written.
-    """
+    """Write the report of `runs`. Raises UserError if `path` cannot be written."""
     _name_apart(runs)
     parts: list[str] = []
     for number, run in enumerate(runs):
@@ -179,16 +175,8 @@ def _size(group: dict[str, Any]) -> int:
 
 
 def _texts(ids: set[int], places: list[Path]) -> dict[int, str]:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        return {}
     for place in places:
-        path = place / "tokenizer.json"
-        if os.path.isfile(path):  # unlike Path's it takes a name that is too long
-            try:
-                tokenizer = Tokenizer.from_file(str(path))
-            except Exception:  # the library raises plain Exception for a file that it cannot read
-                continue
+        with suppress(Exception):  # a plain one, for a file that is missing or that it cannot read
+            tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
             return {i: tokenizer.decode([i], skip_special_tokens=False) or tokenizer.id_to_token(i) or "" for i in ids}
     return {}

@@ -17,8 +17,7 @@ import math
 import os
 import re
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,9 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import yaml
 
 from dppo_megatron.config.changes import flat
@@ -34,6 +36,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.files import open_to_read
 from dppo_megatron.observe.json_lines import finite
 from dppo_megatron.observe.lock import FILE as LOCK
+from dppo_megatron.observe.samples import NAME, to_table
 from dppo_megatron.observe.trackers.sink import FAILURES, TRACKERS
 from dppo_megatron.types import UserError
 
@@ -58,6 +61,10 @@ _OF_THE_TRAINED = (
 )  # fmt: skip
 """Metrics of trained completions: 0 in a step without any (padding: 1), which is shown as missing. Some are null today,
 and entropy is of all that was rolled out."""
+_NULLABLE = {"extracted", "reward", "completion_prob", "actor_logprobs"}
+_NULLABLE |= {"weights_version_first", "weights_version_last"}
+_NEVER_NEGATIVE = ("step", "group", "tokens", "token_ids")
+"""Columns of samples/."""
 _PARTS = ("label", "kept", "bias")
 _NUMBER = re.compile(r"\d[\d.e+-]*")
 _SIZE = re.compile(r"(; )?bias about \d[\d.e+-]* %$")
@@ -90,32 +97,28 @@ class RunRecord:
     """What could not be read."""
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take the line of a step, in the order of the steps; of two lines of one step the later counts."""
-        step = row["step"]
-        at = bisect_left(self.steps, step)
-        is_new = at == len(self.steps) or self.steps[at] != step
-        if is_new:
-            self.steps.insert(at, step)
+        """Take the line of a later step."""
+        self.steps.append(row["step"])
         for series in [*self.columns.values(), *(one[part] for one in self.ledger for part in _PARTS)]:
-            series[at : at + (not is_new)] = [None]
+            series.append(None)
         for key, value in _figures(row).items():
             if key not in self.columns:
                 self.columns[key] = [None] * len(self.steps)
-            self.columns[key][at] = value
+            self.columns[key][-1] = value
         entries = row.get("prune/ledger")
         for entry in entries if isinstance(entries, list) else ():
             if isinstance(entry, dict) and isinstance(entry.get("name"), str):
-                self._add_entry(entry, at)
+                self._add_entry(entry)
 
-    def _add_entry(self, entry: Mapping[str, Any], at: int) -> None:
+    def _add_entry(self, entry: Mapping[str, Any]) -> None:
         one = next((one for one in self.ledger if one["name"] == entry["name"]), None)
         if one is None:
             one = {"name": entry["name"], "notes": []} | {part: [None] * len(self.steps) for part in _PARTS}
             self.ledger.append(one)
         label, note = entry.get("label"), entry.get("note")
-        one["label"][at] = label if isinstance(label, str) else None
-        one["kept"][at] = finite_number(entry.get("kept_fraction"))
-        one["bias"][at] = finite_number(entry.get("bias_estimate"))
+        one["label"][-1] = label if isinstance(label, str) else None
+        one["kept"][-1] = finite_number(entry.get("kept_fraction"))
+        one["bias"][-1] = finite_number(entry.get("bias_estimate"))
         note = _SIZE.sub("", note) if isinstance(note, str) else note  # the estimate is shown as a mean over steps
         known = [_NUMBER.sub("", said) for said in one["notes"]]  # those of other steps differ in their numbers
         if note and isinstance(note, str) and _NUMBER.sub("", note) not in known and len(known) < 3:
@@ -171,24 +174,20 @@ class Follow:
         return self.record
 
     def _take(self, line: bytes) -> bool:
-        """Whether it is a step's line."""
+        """Whether it is a step's line, and after the others: a run writes one line a step, in their order."""
         try:
             row = self._decode(line)
         except _UNREADABLE:
             return False
         step = row.get("step") if isinstance(row, dict) else None
-        if type(step) is not int or not 0 <= step < 2**53:
+        if type(step) is not int or not (self.record.steps or [-1])[-1] < step < 2**53:
             return False
         self.record.add(row)
         return True
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run directory.
-
-    Raises:
-        UserError: no directory, or one without a metrics.jsonl that has a step.
-    """
+    """Raises UserError: no directory, or one without a metrics.jsonl that has a step."""
     if path.is_dir() and not (path / "metrics.jsonl").is_file():
         raise UserError(f"'{path}' holds no metrics.jsonl; name the run_dir of a run")
     run = Follow(path).look_to_the_end()
@@ -317,3 +316,51 @@ def _mapping(path: Path, parse: Callable[[str], Any], notes: list[str]) -> dict[
 
 def _as_json(values: dict[str, Any]) -> dict[str, str]:
     return {key: json.dumps(value, default=str) for key, value in flat(values).items()}
+
+
+def newest_sample_file(directory: Path) -> Path | None:
+    """The complete file with the latest step, of the lowest rank that has one; None where there is none."""
+    names = [match for path in directory.glob("steps_*") if (match := NAME.fullmatch(path.name))]
+    newest = max(names, key=lambda match: (int(match[2]), -int(match[3]), int(match[1])), default=None)
+    return directory / newest.string if newest else None
+
+
+def read_rows(path: Path, columns: Sequence[str], step: int | None = None) -> list[dict[str, Any]]:
+    """Rows of a sample file, of `columns` only.
+
+    Args:
+        step: whose rows; None: those of the file's last row group, which are of its last step.
+
+    Raises:
+        OSError: there is no such file (any more: the run merges them), or it may not be read.
+        ValueError: it is no parquet, or not as a run writes it: another column, type or null.
+    """
+    try:
+        with open_to_read(path) as source, pq.ParquetFile(source) as file:
+            groups = range(file.num_row_groups) if step is not None else range(file.num_row_groups)[-1:]
+            rows: list[dict[str, Any]] = []
+            for index in groups:
+                statistics = file.metadata.row_group(index).column(0).statistics
+                if step is not None and statistics is not None and not statistics.min <= step <= statistics.max:
+                    continue
+                table = file.read_row_group(index, columns=list(columns))
+                _check_table(table, columns)
+                rows += [row for row in table.to_pylist() if step is None or row["step"] == step]
+    except (pa.ArrowException, ValueError, TypeError, LookupError, OverflowError) as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    return rows
+
+
+def _check_table(table: Any, columns: Sequence[str]) -> None:
+    """Raise ValueError or KeyError unless its types, nulls and signs are those that a run writes."""
+    schema = to_table(0, []).schema
+    for name in columns:
+        column, wanted = table.column(name), schema.field(name).type  # KeyError if it lacks this one
+        if column.type != wanted:
+            raise ValueError(f"{name} is of type {column.type}")
+        is_list = pa.types.is_list(wanted)
+        flat = pc.list_flatten(column) if is_list else column
+        if (column.null_count and name not in _NULLABLE) or (is_list and flat.null_count):
+            raise ValueError(f"{name} holds nulls")
+        if name in _NEVER_NEGATIVE and len(flat) and pc.min(flat).as_py() < 0:
+            raise ValueError(f"{name} holds negative numbers")

@@ -3,12 +3,8 @@ and ranges that the trainer writes (`steps/trace.py`)."""
 
 from __future__ import annotations
 
-import gzip
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Annotated, Any, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -54,11 +50,8 @@ class Trace:
 
 
 def decoded(line: bytes, kind: type[_T], where: str) -> _T:
-    """A line as msgspec reads it, which takes neither NaN nor a number in quotes.
-
-    Raises:
-        UserError: it is no such line; `where`, such as `path:line`, begins the message.
-    """
+    """A line as msgspec reads it, which takes neither NaN nor a number in quotes. Raises UserError, which begins with
+    `where`, such as `path:line`, if it is no such line."""
     try:
         return msgspec.json.decode(line, type=kind)
     except msgspec.ValidationError as error:
@@ -68,15 +61,17 @@ def decoded(line: bytes, kind: type[_T], where: str) -> _T:
 
 
 def read_trace(path: str) -> Trace:
-    """Read a trace file, plain or gzipped.
-
-    Raises:
-        UserError: no such file, not a trace, a broken line (named), or no steps.
-    """
+    """Raises UserError: no such file, not a trace, a broken line (named), or no steps."""
     check_file("trace", path)
-    with _opened(path) as file, progress(f"reading {path}", 0, "lines") as advance:
+    with open(path, "rb") as file, progress(f"reading {path}", 0, "lines") as advance:
         lines = counted(file, advance)
-        head = _read_head(next(iter(lines), b""), path)
+        first = next(iter(lines), b"")
+        raw = decoded(first or b"{}", object, f"{path}:1")
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            raise UserError(
+                f"trace '{path}': does not begin with a line of format '{FORMAT}'; name a run's trace.jsonl"
+            )
+        head = decoded(first, _HeaderLine, f"{path}:1")
         config = _read_config(head, path)
         group_size, steps = config.rollout.completions_per_prompt, list[TracedStep]()
         for number, line in enumerate(lines, start=2):
@@ -87,15 +82,6 @@ def read_trace(path: str) -> Trace:
     if not any(len(step.prompt_index) for step in steps):
         raise UserError(f"trace '{path}': holds no {'outcomes' if steps else 'steps'}")
     return Trace(config, head.num_prompts, head.set_sizes, _features(head, path), steps, head.ranks)
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[IO[bytes]]:
-    try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-            yield cast(IO[bytes], file)
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise UserError(f"trace '{path}': damaged gzip file: {error}") from None
 
 
 _RENAMED_COLUMN = b'"surprisal":', b'"logit_grad_norm":'  # older name
@@ -135,13 +121,6 @@ class _TraceLine(msgspec.Struct):
     logit_grad_norm: list[list[_Amount]]
     kept: list[_Count]
     seconds: _Seconds
-
-
-def _read_head(line: bytes, path: str) -> _HeaderLine:
-    raw = decoded(line or b"{}", object, f"{path}:1")
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise UserError(f"trace '{path}': does not begin with a line of format '{FORMAT}'; name a run's trace.jsonl")
-    return decoded(line, _HeaderLine, f"{path}:1")
 
 
 def _read_config(head: _HeaderLine, path: str) -> Config:

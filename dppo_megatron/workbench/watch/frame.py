@@ -9,24 +9,31 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from contextlib import suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.box import ASCII, ROUNDED
-from rich.console import Group, OverflowMethod, RenderableType
+from rich.console import Console, Group, OverflowMethod, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dppo_megatron.observe.progress_display import duration
 from dppo_megatron.observe.samples import SAMPLES
 from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth, read_health
 from dppo_megatron.texts import one_line
 from dppo_megatron.workbench.report.findings import findings
-from dppo_megatron.workbench.runs.run_record import Follow, RunRecord, finite_number, read_settings
-from dppo_megatron.workbench.runs.sample_rows import newest_sample_file, read_rows
+from dppo_megatron.workbench.runs.run_record import (
+    Follow,
+    RunRecord,
+    finite_number,
+    newest_sample_file,
+    read_rows,
+    read_settings,
+)
 
 _STATE = {"finished": "green", "running": "cyan", "stopped": "yellow", "crashed": "bold red"}
 _SERVER = {"live": "green", "stale": "yellow", "out": "bold red"}
@@ -49,22 +56,14 @@ _CURVES = (
 )
 
 
-@dataclass
-class SampledGroup:
-    """One group of the newest step with samples."""
-
-    step: int = 0
-    prompt: str = ""
-    members: list[dict[str, Any]] = field(default_factory=list)
-
-
 class Latest:
     """A run as it is now; files are read only when they have changed. Raises UserError as `Follow`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._follow = Follow(path)
-        self.samples = SampledGroup()
+        self.samples: list[dict[str, Any]] = []
+        """One group of the newest step with samples."""
         self._sample_file: Path | None = None
 
     @property
@@ -76,7 +75,7 @@ class Latest:
         if not record.settings:
             record.settings = read_settings(self._path / "config.yaml", [])
         newest = newest_sample_file(self._path / SAMPLES)
-        if newest is not None and newest != self._sample_file and (read := _read_samples(newest)) is not None:
+        if newest is not None and newest != self._sample_file and (read := _read_samples(newest)):
             self.samples, self._sample_file = read, newest
         return record
 
@@ -93,22 +92,16 @@ class Latest:
             return None
 
 
-def _read_samples(path: Path) -> SampledGroup | None:
+def _read_samples(path: Path) -> list[dict[str, Any]]:
     """The group of the file's last step whose rewards differ most, the first of equals.
 
-    None if the file cannot be read: it may be merged into another one at this moment.
+    Empty if the file cannot be read: it may be merged into another one at this moment.
     """
-    try:
-        rows = read_rows(path, _SAMPLE_COLUMNS)
-    except (OSError, ValueError):
-        return None
-    if not rows:
-        return None
     groups: dict[int, list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(row["group"], []).append(row)
-    chosen = max(groups.values(), key=_spread)
-    return SampledGroup(chosen[0]["step"], chosen[0]["prompt"] or "", chosen)
+    with suppress(OSError, ValueError):
+        for row in read_rows(path, _SAMPLE_COLUMNS):
+            groups.setdefault(row["group"], []).append(row)
+    return max(groups.values(), key=_spread, default=[])
 
 
 def _spread(group: list[dict[str, Any]]) -> float:
@@ -116,28 +109,18 @@ def _spread(group: list[dict[str, Any]]) -> float:
     return statistics.pvariance(rewards) if rewards else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """How much room there is, and what the terminal can show."""
-
-    width: int = 100
-    members: int = 4
-    """Completions of the group that is shown."""
-    unicode: bool = True
-    colour: bool = True
-
-
-def frame(latest: Latest, view: View) -> RenderableType:
+def frame(latest: Latest, console: Console, members: int = 4) -> RenderableType:
+    """What `console` has room for and can show; of the group of samples so many `members`."""
     record = latest.record
-    parts: list[RenderableType] = [_head(record, latest, view)]
+    parts: list[RenderableType] = [_head(record, latest, console.width)]
     if len(record.steps) > 1:
-        parts += [_curves(record, view), _time_split(record, view), _pruning(record)]
+        parts += [_curves(record, console), _time_split(record, console), _pruning(record)]
     parts += _evaluations(record)
     servers, age_s = latest.servers()
     if servers and record.status != "finished":
         parts.append(_servers(servers, age_s))
-    if latest.samples.members:
-        parts.append(_samples(latest.samples, view))
+    if latest.samples:
+        parts.append(_samples(latest.samples, console, members))
     parts += _warnings(record)
     return Group(*parts)
 
@@ -150,17 +133,7 @@ def seconds_left(record: RunRecord, total_steps: int) -> float | None:
     return max(0, total_steps - record.steps[-1]) * statistics.median(recent)
 
 
-def duration(seconds: float) -> str:
-    """Example: 3725 -> `1 h 02 min`."""
-    whole = round(seconds)
-    if whole >= 86400:
-        return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
-
-
-def _head(record: RunRecord, latest: Latest, view: View) -> RenderableType:
+def _head(record: RunRecord, latest: Latest, width: int) -> RenderableType:
     step, total = (record.steps or [0])[-1], int(finite_number(record.setting("steps", 0)) or 0)
     line = Text(f"step {step}" + (f" of {total}" if total else ""))
     if (left := seconds_left(record, total)) is not None and total:
@@ -175,46 +148,42 @@ def _head(record: RunRecord, latest: Latest, view: View) -> RenderableType:
     methods = [str(record.setting(f"pruning.{level}.method", "?")) for level in ("prompt", "completion")]
     model = str(record.setting("model.hf_path", "?")).rstrip("/").rpartition("/")[2]
     what = f"{model}, {record.setting('rollout.engine', '?')}, pruning {' / '.join(methods)}"
-    done, rest = widths([step, max(0, total - step)], max(10, view.width - 6))
-    bar = Text.assemble(
-        ("━" if view.unicode else "=") * done, (("─" if view.unicode else "-") * rest, "dim"), style="cyan"
-    )
+    bar = ProgressBar(total, step, max(10, width - 6), style="dim", complete_style="cyan", finished_style="cyan")
     title = Text.assemble((_line(record.name), "bold"), "  ", (record.status, _STATE.get(record.status, "")))
     inside = Group(line, bar, Text(_line(what), style="dim"))
-    box = ROUNDED if view.unicode else ASCII
-    return Panel(inside, box, title=title, title_align="left", width=view.width)
+    return Panel(inside, title=title, title_align="left", width=width)
 
 
-def _curves(record: RunRecord, view: View) -> RenderableType:
+def _curves(record: RunRecord, console: Console) -> RenderableType:
     table = Table(box=None, padding=(0, 1), show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(style="cyan", no_wrap=True)
     for _ in range(2):
         table.add_column(justify="right", no_wrap=True)
-    levels = BLOCKS if view.unicode else PLAIN
+    levels = PLAIN if console.options.ascii_only else BLOCKS
     for name, key, form in _CURVES:
         values = record.columns.get(key, [])
         present = [one for one in values if one is not None]
         if present:
             span = f"{format(min(present), form)} to {format(max(present), form)}"
-            drawn = sparkline(values, max(10, view.width - 48), levels)
+            drawn = sparkline(values, max(10, console.width - 48), levels)
             table.add_row(name, drawn, format(present[-1], form), Text(span, style="dim"))
     return table
 
 
-def _time_split(record: RunRecord, view: View) -> RenderableType:
+def _time_split(record: RunRecord, console: Console) -> RenderableType:
     """Where the seconds of the last steps went, as a bar and in words."""
     means = {name: _recent(record, f"time/{name}_s") for name in _PHASES}
     whole = _recent(record, "time/step_s") or sum(value or 0.0 for value in means.values())
     known = {name: value for name, value in means.items() if value and value >= 0.01 * whole}
     rest = whole - sum(known.values())
     known |= {"other": rest} if rest >= 0.01 * whole else {}
-    bar, legend = Text(), Text()
-    lengths = widths(list(known.values()), max(20, view.width - 4))
+    bar, legend, draws = Text(), Text(), console.color_system is not None and not console.options.ascii_only
+    lengths = widths(list(known.values()), max(20, console.width - 4))
     for (name, value), length in zip(known.items(), lengths, strict=True):
         colour = _COLOURS[_PHASES.index(name) if name in _PHASES else -1]
-        bar.append(("█" if view.colour and view.unicode else name[0]) * length, style=colour)
-        legend.append("■ " if view.colour and view.unicode else "", style=colour)
+        bar.append(("█" if draws else name[0]) * length, style=colour)
+        legend.append("■ " if draws else "", style=colour)
         legend.append(f"{name} {value:.2f} s  ")
     return Group(Text(f" time per step, mean of the last {_RECENT}", style="bold"), Text(" ") + bar, Text(" ") + legend)
 
@@ -257,17 +226,17 @@ def _servers(servers: Sequence[ServerHealth], age_s: float) -> RenderableType:
     return table
 
 
-def _samples(samples: SampledGroup, view: View) -> RenderableType:
+def _samples(group: list[dict[str, Any]], console: Console, count: int) -> RenderableType:
     """A prompt, its best completion, and then its worst ones."""
-    members = sorted(samples.members, key=lambda one: -1e30 if one["reward"] is None else one["reward"], reverse=True)
-    shown = [*members[:1], *members[:0:-1]][: view.members]
-    table = Table(box=None, padding=(0, 1), show_header=False, width=view.width)
+    members = sorted(group, key=lambda one: -1e30 if one["reward"] is None else one["reward"], reverse=True)
+    shown = [*members[:1], *members[:0:-1]][:count]
+    table = Table(box=None, padding=(0, 1), show_header=False, width=console.width)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
     table.add_column(no_wrap=True)
-    cut: OverflowMethod = "ellipsis" if view.unicode else "crop"
+    cut: OverflowMethod = "crop" if console.options.ascii_only else "ellipsis"
     table.add_column(no_wrap=True, overflow=cut, ratio=1)
-    mark = ("■", "□") if view.unicode else ("+", "-")
+    mark = ("+", "-") if console.options.ascii_only else ("■", "□")
     for one in shown:
         reward = "failed" if one["reward"] is None else f"{one['reward']:.2f}"
         kept = f"weight {one['weight']:.2f}" if one["kept"] else "pruned"
@@ -278,8 +247,8 @@ def _samples(samples: SampledGroup, view: View) -> RenderableType:
             Text(_line(f"{kept} ({one['why']}), {one['tokens']} tokens"), style="dim"),
             Text(text if len(text) < 400 else f"{text[:80]} ... {text[-300:]}"),
         )
-    prompt = Text(f" {_line(samples.prompt)}", style="italic", no_wrap=True, overflow=cut)
-    return Group(Text(f" samples of step {samples.step}", style="bold"), prompt, table)
+    prompt = Text(f" {_line(group[0]['prompt'] or '')}", style="italic", no_wrap=True, overflow=cut)
+    return Group(Text(f" samples of step {group[0]['step']}", style="bold"), prompt, table)
 
 
 def _warnings(record: RunRecord) -> Iterator[RenderableType]:
@@ -317,19 +286,13 @@ def sparkline(values: Sequence[float | None], width: int, levels: str = BLOCKS) 
 
 
 def widths(shares: Sequence[float], total: int) -> list[int]:
-    """Characters of a bar of `total` for each of the shares, the largest remainders rounded up.
+    """Characters of a bar of `total` for each of the shares, whose ends are rounded.
 
-    Example: shares [1, 1, 2] over 10 -> [3, 2, 5].
+    Example: shares [1, 1, 2] over 10 -> [2, 3, 5].
     """
     whole = sum(shares)
-    if whole <= 0:
-        return [0] * len(shares)
-    exact = [total * share / whole for share in shares]
-    rounded = [int(one) for one in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: (rounded[i] - exact[i], i))
-    for i in by_remainder[: total - sum(rounded)]:
-        rounded[i] += 1
-    return rounded
+    ends = [round(total * end / whole) if whole else 0 for end in accumulate(shares, initial=0.0)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def _split(values: Sequence[float | None], count: int) -> list[Sequence[float | None]]:
