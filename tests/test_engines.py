@@ -19,6 +19,7 @@ from support.engines.servers import PYTHON, needs, stand_ins
 from support.job import job_config, write_job_files
 from support.settings import rollout_config
 
+from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import truncate_logits
@@ -142,8 +143,10 @@ def test_the_canary_names_the_server() -> None:
     ],
 )
 def test_contradictions_are_said(values: dict, message: str) -> None:
+    config = rollout_config(values)
     with pytest.raises(UserError, match=message) as error:
-        check_rollout(rollout_config(values))
+        check_ranges(config, "rollout.")
+        check_rollout(config)
     assert "secret" not in str(error.value)
 
 

@@ -197,6 +197,7 @@ def test_the_weight_table_agrees_with_transformers(
     script = runpy.run_path(str(REPOSITORY / "examples" / "weight_table.py"))
     assert script["main"](str(path)) == 0
     assert "every name and shape" in capsys.readouterr().out
-    monkeypatch.setattr("dppo_megatron.weights.mapping._EVERY", {"output_layer.weight": ("lm_head.weight",)})
+    rows = {"output_layer.weight": ((1, 1), ("lm_head.weight",))}
+    monkeypatch.setattr("dppo_megatron.weights.mapping._rows", lambda architecture: rows)
     assert script["main"](str(path)) == 1
     assert "not in the table" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig
 from dppo_megatron.pruning.designs import Draw, draw
 from dppo_megatron.randomness import generator, uniforms
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, Prompt, RunAborted, UserError
@@ -234,7 +235,7 @@ class Policy:
     """`prompt` or `completion`."""
     reads: ClassVar[tuple[str, ...]] = ()
     """The settings of `pruning.<level>` that mean something to it."""
-    config: Any
+    config: PromptPruningConfig | CompletionPruningConfig
     seed: int
 
     @classmethod

@@ -160,7 +160,7 @@ def _make_up_devices() -> None:
 
     dppo_model, take, finish = (
         extension.WorkerExtension.dppo_model,
-        extension.Receiver._map,
+        extension.Receiver.receive_weights,
         extension.Receiver.finish_weight_update,
     )
 
@@ -173,12 +173,13 @@ def _make_up_devices() -> None:
         self.vllm_config.parallel_config.rank = self.rank
         return dict(dppo_model(self)) | {"device": own_device(self.vllm_config.parallel_config)}
 
-    def take_on_device(self: Any, memory: dict[str, Any]) -> Any:
-        memory = dict(memory)
-        device, own = memory.pop("rehearsed_device"), own_device(self.parallel_config)
-        if device != own:
-            raise RuntimeError(f"the weights lie on {device}; this worker sees only {own}")
-        return take(self, memory)
+    def take_on_device(self: Any, update_info: Any) -> None:
+        if update_info.memory is not None:
+            update_info.memory = dict(update_info.memory)
+            device, own = update_info.memory.pop("rehearsed_device"), own_device(self.parallel_config)
+            if device != own:
+                raise RuntimeError(f"the weights lie on {device}; this worker sees only {own}")
+        take(self, update_info)
 
     def finish_and_note(self: Any) -> None:
         finish(self)
@@ -193,7 +194,7 @@ def _make_up_devices() -> None:
             notes.write(json.dumps(note) + "\n")
 
     extension.WorkerExtension.dppo_model = model_on_device
-    extension.Receiver._map, extension.Receiver.finish_weight_update = take_on_device, finish_and_note
+    extension.Receiver.receive_weights, extension.Receiver.finish_weight_update = take_on_device, finish_and_note
 
 
 def _make_up_collectives() -> None:
