@@ -30,8 +30,11 @@ class Extraction(NamedTuple):
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 # an odd number of backslashes escapes a brace; \\\\boxed is a mark too, as texts that were escaped twice have it
 _TOKEN = re.compile(r"(?<!\\)(?P<escapes>\\*+)(?:(?P<brace>[{}])|(?<=\\)(?:boxed|fbox)(?![A-Za-z])(?P<open>\s*\{)?)")
+# a box with braces two deep in it; the signs between braces are given up as one, so it is linear
+_PLAIN_BOX = re.compile(r"\\boxed\s*\{([^{}]*+(?:\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}[^{}]*+)*+)\}")
 # `a = -\boxed{256}` says -256; a dash that begins a line of a list says nothing
 _MINUS = re.compile(r"(?:=|\$|\\\(|\\\[|\bis)[ ]*[-\u2212][ ]*\\*\Z")
+_ESCAPED_BRACE = re.compile(r"\\[{}]")
 _MAX_BOXES = 2000
 _BARE = re.compile(r"\s+([A-Za-z]|-?\d[\d.,/]*)(?=[\s$.,;)\\]|$)|(-?\d+)(?=[\s$.,;)\\]|$)")
 _NOTHING_MORE = re.compile(r"[\s$.]*\Z")
@@ -77,6 +80,8 @@ def extract(text: str, *, strict: bool = False) -> Extraction:
         >>> extract("so \\\\boxed{3} and then \\\\boxed{4").why
         'the last box is not closed'
     """
+    if (answer := _only_box(text)) is not None:
+        return Extraction((answer,), "box")
     text = _without_thoughts(text)
     if (found := _from_boxes(text)) is not None:
         return found
@@ -94,6 +99,23 @@ def extract(text: str, *, strict: bool = False) -> Extraction:
         return Extraction((), "", "no final answer")
     tail = _END_OF_TURN.sub("", text[-2000:])  # what is stated earlier than this is not the end of the completion
     return _stated(tail) or _last_equation(tail) or Extraction((), "", "no final answer")
+
+
+def _only_box(text: str) -> str | None:
+    """What the only box of the text holds, where that is as plain as in nearly every completion; None if it takes a
+    closer look. It finds what the closer look finds, several times as fast."""
+    at = text.rfind("\\boxed")
+    if at < 0 or text.find("\\boxed") != at or (">" in text and "think>" in text) or "\\fbox" in text:
+        return None
+    box = _PLAIN_BOX.match(text, at)
+    if box is None or _has_minus(text, at):
+        return None
+    answer = box[1].strip(" \n\r")
+    if not answer or answer.isspace() or len(answer) > MAX_ANSWER_CHARS or "answer is" in answer:
+        return None
+    if "\\" in answer and _ESCAPED_BRACE.search(text, at + len("\\boxed"), box.end()):
+        return None
+    return answer
 
 
 def _has_minus(text: str, box: int) -> bool:
