@@ -18,7 +18,13 @@ from night.__main__ import summary
 from night.memory import fitted
 from night.trials import Ended
 from support.executed import Executed
+from support.killing import PHASES, Kill, arm
 from support.launch import run_ranks
+
+from dppo_megatron.actor.actor import Actor
+from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.run import Run
+from dppo_megatron.steps.loop import Loop
 
 
 class _OwnedByParent:
@@ -103,6 +109,15 @@ def test_the_night_tells_ends_apart(how: str, codes: set[int], died: str, log: s
     """An end with a sentence has an exit code of 2 or 3, a line that says why, and no traceback."""
     ended = Ended(codes, died, log, True)
     assert ended.how == how
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "saving"])  # patches a class for good
+def test_a_run_with_servers_can_be_struck_in_every_phase(phase: str) -> None:
+    """The suite kills runs of the embedded engine only; the night's first grading of a servers' run was no method."""
+    run: Any = object.__new__(Run)
+    run.loop = object.__new__(Loop)
+    run.loop._engine, run.loop.actor = object.__new__(ServerEngine), object.__new__(Actor)
+    arm(run, Kill(phase, 1), lambda: None)
 
 
 def test_a_night_names_what_it_did_not_try() -> None:

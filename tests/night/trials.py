@@ -239,7 +239,8 @@ def _last_words(ended: Ended) -> str:
 def _random_blow(rng: random.Random, kinds: list[str], layout: str) -> Blow:
     world_size, own = LAYOUTS[layout]
     phase = rng.choice(PHASES)
-    most = {"finish": 1, "reward": 10}.get(phase, 2)  # a resumed run has few steps left
+    gradings = 2 if own is SERVERS else 10  # clients grade for servers: rank 0 fetches what they have once a step
+    most = {"finish": 1, "reward": gradings}.get(phase, 2)  # a resumed run has few steps left
     delay_s = rng.choice([0.0, rng.uniform(0.0, 0.05), rng.uniform(0.0, 0.5)])
     moment = Kill(phase, rng.randint(1, most), rng.randrange(world_size), delay_s)
     here = [kind for kind in kinds if own is SERVERS or not kind.startswith("server")]

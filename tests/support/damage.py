@@ -266,7 +266,7 @@ def _latest(run_dir: Path, rng: random.Random) -> str:
     latest = run_dir / "checkpoints" / "latest"
     if latest.is_symlink() or latest.is_file():
         latest.unlink()
-    if not latest.exists() and rng.random() < 0.7:
+    if not latest.exists() and latest.parent.is_dir() and rng.random() < 0.7:
         latest.mkdir()
     return "latest"
 

@@ -82,7 +82,7 @@ def arm(run: Any, moment: Kill, strike: Callable[[], None]) -> None:
         "sft": (run.loop.actor, "update"),
         "select": (run.loop, "_select"),
         "generate": (run.loop, "generate"),
-        "reward": (run.loop._engine, "_grade"),
+        "reward": (run.loop._engine, "_grade" if hasattr(run.loop._engine, "_grade") else "take_grades"),
         "update": (run.loop, "update"),
         "sync": (run.loop, "sync"),
         "record": (run, "record"),
