@@ -37,6 +37,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from support.processes import patient
+
 torch.set_num_threads(1)  # before any operation: the OpenMP pool of a parent is dead in its children
 
 Result = TypeVar("Result")
@@ -78,8 +80,8 @@ def run_ranks(
     """Call `fn(*args)` on `world_size` ranks of one gloo process group and return their results in rank order.
 
     Results must be picklable; `fn` and `args` need not be. If a rank fails, the others are ended and RankError carries
-    the traceback, or the exit code of a rank that died without one. After `timeout_s` all are ended, and RankError says
-    where each one was.
+    the traceback, or the exit code of a rank that died without one. After `timeout_s` (more on a busy machine) all are
+    ended, and RankError says where each one was.
 
     Args:
         dies: the rank whose death the caller is waiting for. The others are ended as soon as it is seen; they get no
@@ -90,6 +92,7 @@ def run_ranks(
 
         pytest.skip("ranks of CPU tests are forked, which CUDA forbids: run them with CUDA_VISIBLE_DEVICES= (empty)")
     _import_once()
+    timeout_s = patient(timeout_s)
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, socket.create_server(("127.0.0.1", 0)) as listener:
         ranks: list[_Rank] = []

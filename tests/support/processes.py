@@ -57,9 +57,14 @@ def running(process: int) -> bool:
     return True
 
 
+def patient(seconds: float) -> float:
+    """A limit that a hang should meet and a busy machine should not: longer as the machine is overloaded."""
+    return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
 def until(holds: Callable[[], object], what: str = "", seconds: float = 60, said: Callable[[], str] = str) -> None:
     """Return when it holds; else fail with `what` and what `said` returns."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while not holds():
         assert time.monotonic() < deadline, f"{what}\n{said()}"
         time.sleep(0.02)
