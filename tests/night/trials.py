@@ -272,26 +272,30 @@ def _befall(bench: Bench, run_dir: Path, rng: random.Random, struck: Struck, cou
 
 def _damage(run_dir: Path, rng: random.Random, struck: Struck) -> list[str]:
     """Harm the run so that it can still be resumed; what was done, or nothing if it has nothing to be resumed from."""
-    original, attempt = run_dir.with_name("before_damage"), run_dir.with_name("attempt")
+    original, whole = run_dir.with_name("before_damage"), run_dir.with_name("whole")
+    for link in [path for path in run_dir.rglob("*") if path.is_symlink()]:
+        if (target := link.readlink()).is_relative_to(run_dir):  # of an earlier damage: a copy's leads to the copy
+            link.unlink()
+            link.symlink_to(os.path.relpath(target, link.parent))
     shutil.rmtree(original, ignore_errors=True)
     shutil.copytree(run_dir, original, symlinks=True, ignore=shutil.ignore_patterns("hf", "step_*.*"))
     lines = {name: _lines(original / name) for name in RECORDS}
+    shutil.rmtree(whole, ignore_errors=True)
+    run_dir.rename(whole)
     for _ in range(30):
-        shutil.rmtree(attempt, ignore_errors=True)
-        shutil.copytree(run_dir, attempt, symlinks=True)
-        told = harm(attempt, rng)
-        steps = unharmed_steps(attempt, original)
-        same = all(_bytes(attempt / name) == _bytes(original / name) for name in ("run.json", "config.yaml"))
-        linked = any((attempt / name).is_symlink() for name in FILES)
-        if not (steps and same and not obstructed(attempt)) or linked:
-            continue
-        for name in RECORDS:
-            left = _bytes(attempt / name)
-            struck.lost |= {step for step, line in lines[name].items() if line not in left and step <= steps[-1]}
+        shutil.copytree(whole, run_dir, symlinks=True)
+        told = harm(run_dir, rng)  # in its own place: some of the links that it makes are absolute
+        steps = unharmed_steps(run_dir, original)
+        same = all(_bytes(run_dir / name) == _bytes(original / name) for name in ("run.json", "config.yaml"))
+        linked = any((run_dir / name).is_symlink() for name in FILES)
+        if steps and same and not linked and not obstructed(run_dir):
+            for name in RECORDS:
+                left = _bytes(run_dir / name)
+                struck.lost |= {step for step, line in lines[name].items() if line not in left and step <= steps[-1]}
+            struck.is_damaged = True
+            return told
         shutil.rmtree(run_dir)
-        attempt.rename(run_dir)
-        struck.is_damaged = True
-        return told
+    whole.rename(run_dir)
     return []
 
 
