@@ -65,7 +65,8 @@ def write_record(
 
 def recorded_group(position: int, size: int, text: str) -> RecordedGroup:
     """A group whose first completion is rewarded and kept, and whose last was not graded."""
-    prompt = Prompt(100 + position, f"problem {position}: what is 6 * 7?", (1, 2), "42", "algebra")
+    asked = f"problem {position}: what is 6 * 7?"
+    prompt = Prompt(100 + position, asked, (1, 2), "42", "algebra", problem=asked)
     completion = Completion(np.arange(6), np.linspace(-3, 0, 6).astype(np.float32), "stop", text)
     rewards = np.array([1.0] + [0.0] * (size - 2) + [np.nan])
     grades = tuple(Grade(reward, "42" if reward == 1 else None, "exact") for reward in rewards.tolist())

@@ -62,8 +62,9 @@ _OF_THE_TRAINED = (
 )  # fmt: skip
 """Metrics of trained completions: 0 in a step without any (padding: 1), which is shown as missing. Some are null today,
 and entropy is of all that was rolled out."""
-_NULLABLE = {"extracted", "reward", "completion_prob", "actor_logprobs"}
-_NULLABLE |= {"problem", "correct", "parts"}  # which older runs do not have
+_NEW = {"problem", "correct", "parts"}
+"""Columns that samples of older runs do not have."""
+_NULLABLE = {"extracted", "reward", "completion_prob", "actor_logprobs", *_NEW}
 _NULLABLE |= {"weights_version_first", "weights_version_last"}
 LEGEND = "■ trained on, □ pruned; green: right, red: grading failed"
 """Of the squares that stand for completions, in the report and in `watch`."""
@@ -343,7 +344,7 @@ def read_rows(path: Path, columns: Sequence[str], step: int | None = None) -> li
         OSError: there is no such file (any more: the run merges them), or it may not be read.
         ValueError: it is no parquet, or not as a run writes it: another column, type or null.
     """
-    wanted = to_table(0, []).select(list(columns))
+    absent = dict.fromkeys(columns)
     try:
         with open_to_read(path) as source, pq.ParquetFile(source) as file:
             groups = range(file.num_row_groups) if step is not None else range(file.num_row_groups)[-1:]
@@ -352,11 +353,10 @@ def read_rows(path: Path, columns: Sequence[str], step: int | None = None) -> li
                 statistics = file.metadata.row_group(index).column(0).statistics
                 if step is not None and statistics is not None and not statistics.min <= step <= statistics.max:
                     continue
-                held = [name for name in columns if name in file.schema_arrow.names]
+                held = [name for name in columns if name in file.schema_arrow.names or name not in _NEW]
                 table = file.read_row_group(index, columns=held)
-                table = pa.concat_tables([wanted, table], promote_options="default")  # raises for another type
-                _check_table(table, columns)
-                rows += [row for row in table.to_pylist() if step is None or row["step"] == step]
+                _check_table(table, held)
+                rows += [absent | row for row in table.to_pylist() if step is None or row["step"] == step]
     except (pa.ArrowException, ValueError, TypeError, LookupError, OverflowError) as error:
         raise ValueError(f"{path.name}: {error}") from None
     return rows
@@ -376,10 +376,13 @@ def titles(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _check_table(table: Any, columns: Sequence[str]) -> None:
-    """Raise ValueError unless its nulls and signs are those that a run writes."""
+    """Raise ValueError or KeyError unless its types, nulls and signs are those that a run writes."""
+    schema = to_table(0, []).schema
     for name in columns:
-        column = table.column(name)
-        is_list = pa.types.is_list(column.type)
+        column, wanted = table.column(name), schema.field(name).type  # KeyError if it lacks this one
+        if column.type != wanted:
+            raise ValueError(f"{name} is of type {column.type}")
+        is_list = pa.types.is_list(wanted)
         flat = pc.list_flatten(column) if is_list else column
         if (column.null_count and name not in _NULLABLE) or (is_list and flat.null_count):
             raise ValueError(f"{name} holds nulls")
