@@ -29,8 +29,8 @@ function overview() {
       make("td", { class: "num" }, number(total(run, "tokens/generated"))), make("td", { class: "num" }, number(total(run, "tokens/trained"))), make("td", { class: "num" }, number(done ? seconds / done : null)));
   });
   const numeric = new Set(["steps", "reward, last", "RL time", "generated", "trained", "s / step"]);
-  return section("overview", runs.length > 1 ? `${runs.length} runs` : runs[0].name, null, make("div", { class: "card scroll" }, make("table", { class: "runs" },
-    make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { class: numeric.has(text) ? "num" : null, scope: "col" }, text)))), make("tbody", {}, ...rows))));
+  return section("overview", runs.length > 1 ? `${runs.length} runs` : runs[0].name, null, make("div", { class: "card scroll" }, stacking(make("table", { class: "runs" },
+    make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { class: numeric.has(text) ? "num" : null, scope: "col" }, text)))), make("tbody", {}, ...rows)))));
 }
 
 function learning() {
@@ -70,7 +70,7 @@ function ledgerTable() {
   }));
   if (!rows.length) return null;
   return make("div", { class: "card wide scroll" }, make("h3", {}, "Bias ledger"), make("p", { class: "note" }, "What each selection does to the expected gradient: exact (drops nothing), unbiased (weights undo it), ratio (up to O(1/n)), biased (changes it). Bias: how far off that is, as a share of the gradient, if the gradients of completions are orthogonal."),
-    make("table", {}, make("thead", {}, make("tr", {}, ...(runs.length > 1 ? ["run"] : []).concat(["selection", "label", "kept, mean", "bias, mean", "steps", "notes"]).map((text) => make("th", { scope: "col", class: text.endsWith("mean") || text === "steps" ? "num" : null }, text)))), make("tbody", {}, ...rows)));
+    stacking(make("table", {}, make("thead", {}, make("tr", {}, ...(runs.length > 1 ? ["run"] : []).concat(["selection", "label", "kept, mean", "bias, mean", "steps", "notes"]).map((text) => make("th", { scope: "col", class: text.endsWith("mean") || text === "steps" ? "num" : null }, text)))), make("tbody", {}, ...rows))));
 }
 
 function pruning() {
