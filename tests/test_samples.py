@@ -121,7 +121,8 @@ def test_a_row() -> None:
     assert rows[0]["text"] == "\\ud800 lone"  # has no form in UTF-8
     assert rows[2] | {"token_ids": None, "logprobs": None} == {
         "step": 5, "group": 1, "completion": 0, "prompt_index": 101, "source": "algebra", "prompt": "Q: problem 1",
-        "problem": "problem 1", "correct": True, "parts": [], "reference": "42", "text": "answer", "extracted": "42", "reward": 1.0, "reward_why": "exact",
+        "problem": "problem 1", "correct": True, "parts": [], "reference": "42", "text": "answer", "extracted": "42",
+        "reward": 1.0, "reward_why": "exact",
         "advantage": 1.0, "kept": True, "why": "score", "prompt_prob": 0.5, "prompt_weight": 2.0,
         "completion_prob": 0.25, "completion_weight": 4.0, "weight": 8.0, "tokens": 3, "finish_reason": "stop",
         "weights_version_first": 7, "weights_version_last": 7, "token_ids": None, "logprobs": None,
