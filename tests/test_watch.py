@@ -63,7 +63,14 @@ def test_every_state_of_a_run(tmp_path: Path, state: str) -> None:
     assert f"run  {state}" in said and ("about" in said) == (state == "running")
     assert f"step 40 of {100 if state in ('running', 'crashed') else 40}" in said
     assert ("ended without" in said) == (state == "crashed")
-    for part in ("reward", "time per step", "50% of completions trained on", "math pass@1", "60.0% (step 40)"):
+    for part in (
+        "hf, pruning dppo / dppo",
+        "reward",
+        "time per step",
+        "50% of completions trained on",
+        "math pass@1",
+        "60.0% (step 40)",
+    ):
         assert part in said
     assert "samples of step 40" in said and "problem 0: what is 6 * 7?" in said
     assert "warning: rollout/stragglers changes the expected gradient (bias 25 %): cut 1 (step 1-40)" in said

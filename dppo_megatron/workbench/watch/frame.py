@@ -155,8 +155,9 @@ def _head(record: RunRecord, latest: Latest, width: int) -> RenderableType:
     model = str(record.setting("model.hf_path", "?")).rstrip("/").rpartition("/")[2]
     what = f"{model}, {record.setting('rollout.engine', '?')}, pruning {' / '.join(methods)}"
     bar = ProgressBar(total, step, max(10, width - 6), style="dim", complete_style="cyan", finished_style="cyan")
+    bar_line = Padding(bar, 0)  # which ends its lines, as rich's bar does not
     title = Text.assemble((_line(record.name), "bold"), "  ", (record.status, _STATE.get(record.status, "")))
-    inside = Group(line, bar, Text(_line(what), style="dim"))
+    inside = Group(line, bar_line, Text(_line(what), style="dim"))
     return Panel(inside, title=title, title_align="left", width=width)
 
 
@@ -208,7 +209,7 @@ def _pruning(record: RunRecord) -> RenderableType:
         parts.append(f"variance {growth:.2f}x")
     if (fill := _recent(record, "pack/fill")) is not None:
         parts.append(f"micro-batches {fill:.0%} full")
-    return Text.assemble((" pruning  ", "bold"), ", ".join(parts))
+    return _indented(("pruning  ", "bold"), ", ".join(parts))
 
 
 def _evaluations(record: RunRecord) -> Iterator[RenderableType]:
@@ -244,8 +245,8 @@ def _samples(group: list[dict[str, Any]], title: str, console: Console, count: i
         verdict = "failed" if failed else f"{one['reward']:.2f} {judged}"
         weight = f"weight {one['weight']:.2f}" if one["kept"] else "pruned"
         square = Text(("■" if one["kept"] else "□").translate(marks), "red" if failed else "green" if right else "")
-        said = f" {verdict:<11} {weight} ({_line(one['why'])}), {one['tokens']} tokens  "
-        facts.append(Text(" ") + square + Text(said))
+        said = f"{weight} ({_line(one['why'])}), {one['tokens']} tokens  "
+        facts.append(Text.assemble(" ", square, f" {verdict:<11} ", (said, "dim")))
     width = max(one.cell_len for one in facts)
     head = Text.assemble((f" samples of step {group[0]['step']}  ", "bold"), (LEGEND.translate(marks), "dim"))
     lines = [head, Text(f" {title}", "italic")]
