@@ -83,6 +83,7 @@ def test_a_run_leaves_what_its_trace_says(finished: Path) -> None:
     trace = [json.loads(line) for line in (finished / "trace.jsonl").read_text().splitlines()][1:]
     metrics = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()][1:]
     assert [row["step"] for row in trace] == [1, 2, 3, 4]
+    assert (frame.problem == frame.prompt).all() and (frame.correct == (frame.reward >= 1)).all()
     for row, measured in zip(trace, metrics, strict=True):
         mine = frame[frame.step == row["step"]].sort_values(["group", "completion"])
         groups = mine.groupby("group").first()
