@@ -91,7 +91,11 @@ class Run:
                 changes = self._take_up(job)
             self.resumes = self._origin is not None
             self._samples = SampleWriter(
-                self._directory / SAMPLES, dist.get_rank(), dist.get_world_size(), job.config.observe.samples
+                self._directory / SAMPLES,
+                dist.get_rank(),
+                dist.get_world_size(),
+                job.config.observe.samples,
+                job.config.reward.correct_from,
             )
             log(*job.data_report)  # before waiting for servers, so that a wrong template is seen early
             self._recorder = StepRecorder(job.config.observe, self._directory)

@@ -65,6 +65,8 @@ class Prompt:
     """The row's other fields, as read; passed to graders that take three arguments."""
     origin: str = ""
     """`path:line` or `set:row`, for messages."""
+    problem: str = ""
+    """What is asked, without the template: the problem, or the last user turn of messages. For people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,11 @@ class Grade:
     """The named rewards behind a weighted sum; empty where there is only one."""
     failure: str = ""
     """Why grading failed: `raised ...`, `timed out`, `died`, `returned ...`; empty if it did not."""
+
+
+def deciding_reward(grade: Grade) -> float:
+    """What decides whether a completion is correct: the first of several named rewards, else the reward itself."""
+    return next(iter(grade.parts.values()), grade.reward)
 
 
 @dataclass(frozen=True, slots=True)

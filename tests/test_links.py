@@ -22,7 +22,7 @@ from support.damage import obstructed
 from support.job import QUICK, job_config
 from support.killing import run_whole
 from support.launch import run_ranks
-from support.record import write_record
+from support.record import unpacked, write_record
 from support.tiny import write_model
 from torch import float32
 
@@ -210,7 +210,7 @@ def test_what_links_lead_to_is_not_shown(tmp_path: Path, capfd: pytest.CaptureFi
             put(other / name, tmp_path / "shown" / name)
             codes = {main([command, str(tmp_path / "shown"), *rest]) for command, *rest in SHOWN}
             printed, page = capfd.readouterr(), tmp_path / "shown" / "report.html"
-            text = printed.out + printed.err + (page.read_text(encoding="utf-8") if page.exists() else "")
+            text = printed.out + printed.err + ("".join(unpacked(page).values()) if page.exists() else "")
             assert (mark in text) == (put is shutil.copy), (name, put)
             refused = put is os.symlink and name == "metrics.jsonl"
             assert codes == ({2} if refused else {0}) and ("symbolic link" in printed.err) == refused, (name, put)

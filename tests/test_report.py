@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.job import REPOSITORY
-from support.record import write_record
+from support.record import unpacked, write_record
 
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.pruning.interface import percent
@@ -26,7 +26,7 @@ from dppo_megatron.workbench.compare.table import write_page as write_comparison
 from dppo_megatron.workbench.compare.verdict import judge
 from dppo_megatron.workbench.report.findings import findings
 from dppo_megatron.workbench.report.page import read_samples, write_page
-from dppo_megatron.workbench.runs.run_record import read_run, standard_error
+from dppo_megatron.workbench.runs.run_record import LEGEND, read_run, standard_error
 
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\"> 6 * 7 = 42"
 
@@ -40,28 +40,34 @@ def _keep(driver: Any, name: str) -> None:
     assert driver.save_screenshot(str(ARTIFACTS / f"{name}.png"))
 
 
-def _data(page: Path, name: str) -> Any:
-    found = re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', page.read_text(), re.S)
-    assert found is not None, name
-    return json.loads(found[1])
-
-
 def test_a_long_run_is_there_in_full(tmp_path: Path) -> None:
-    """Every step of 1,000, in a file that a browser opens at once; benchmarks/report.py has the seconds."""
-    run = write_record(tmp_path / "run", 1000, prompts=64, sampled=range(937, 1001))
+    """Every step of 1,000, and samples that would fill the page several times over, in a file that a browser opens at
+    once; benchmarks/report.py has the seconds, and 512 x 16 completions a step, of which a page has the same."""
+    sampled = range(961, 1001)
+    run = write_record(tmp_path / "run", 1000, group=16, sampled=sampled, groups=2, tokens=1000)
     write_page(tmp_path / "report.html", [read_run(run)])
-    data = _data(tmp_path / "report.html", "report-data")["runs"][0]
+    held = unpacked(tmp_path / "report.html")
+    data = json.loads(held["report-data"])["runs"][0]
     assert len(data["steps"]) == 1001 and len(data["columns"]["reward/se"]) == 1001
-    assert (tmp_path / "report.html").stat().st_size < 40e6
+    assert {f"samples-0-{step}" for step in sampled} <= held.keys()
+    assert (tmp_path / "report.html").stat().st_size < 15e6
+
+
+def test_a_short_run_takes_little(tmp_path: Path) -> None:
+    """The quickstart's 40 steps of 64 x 8; its own report takes 2.8 MB, because its texts repeat each other."""
+    text = "21-6=15 15+9=24 24-3=21 21+4=25 25-2=23 23+1=24 #### 24"
+    run = write_record(tmp_path / "run", 40, prompts=64, sampled=range(1, 41), text=text)
+    write_page(tmp_path / "report.html", [read_run(run)])
+    assert (tmp_path / "report.html").stat().st_size < 4e6
+    assert len(json.loads(unpacked(tmp_path / "report.html")["samples-0-40"])) == 64
 
 
 def test_the_page_asks_for_nothing(tmp_path: Path) -> None:
-    """No address is loaded: the policy in the page forbids it, and no element outside of plotly's code names one."""
+    """No address is loaded: the policy in the page forbids it, and no element of it names one."""
     write_page(tmp_path / "report.html", [read_run(write_record(tmp_path / "run", 3))])
     page = (tmp_path / "report.html").read_text()
     assert "default-src 'none'" in page
-    own = page.replace(max(re.findall(r"<script>(.*?)</script>", page, re.S), key=len), "")
-    assert not re.findall(r"(?:src|href)\s*=\s*[\"'](?!#)", own)
+    assert not re.findall(r"(?:src|href)\s*=\s*[\"'](?!#)", page)
 
 
 @pytest.mark.parametrize("left", ["finished", "stopped", "crashed", "running"])
@@ -204,6 +210,16 @@ def test_samples_fit_into_their_room(tmp_path: Path) -> None:
     assert {len(groups) for groups in whole.steps.values()} == {4}
     assert 50_000 < len(json.dumps(small.steps)) < 400_000
     assert all(small.groups_in_step[step] == 4 for step in small.steps)
+    assert whole.recorded_steps == small.recorded_steps == 100
+
+
+def test_of_groups_too_large_for_all_steps_some_steps_have_one(tmp_path: Path) -> None:
+    """Spread over the run, the last step first; and that one is there, however large it is."""
+    run = write_record(tmp_path / "run", 40, prompts=2, text="x" * 5000, sampled=range(1, 41))
+    [one] = read_samples(run, "", 1).steps.items()
+    assert one[0] == 40 and len(one[1]) == 1
+    few = sorted(read_samples(run, "", 5 * 8 * 5500).steps)
+    assert few == [8, 16, 24, 32, 40]
 
 
 @pytest.fixture(scope="module")
@@ -239,8 +255,18 @@ def page(driver: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     runs = [write_record(path / name, 30, text=HOSTILE) for name in ("first", "second")]
     config = (runs[1] / "config.yaml").read_text()
     (runs[1] / "config.yaml").write_text(config.replace("seed: 0", "seed: 1"))
-    write_page(path / "report.html", [read_run(run) for run in runs])
-    driver.get(f"file://{path}/report.html")
+    records = [read_run(run) for run in runs]
+    for record in records:  # another set, of 8 samples a problem
+        names = ("avg@8", "pass@1", "pass@2", "pass@4", "pass@8", "maj@2", "maj@4", "maj@8")
+        record.columns |= {f"eval/aime/{name}": [0.5] * 31 for name in names}
+    write_page(path / "report.html", records)
+    return _open(driver, path / "report.html")
+
+
+def _open(driver: Any, path: Path) -> Any:
+    """Once the page has unpacked itself."""
+    driver.get(f"file://{path}")
+    _wait(driver, "document.documentElement.dataset.theme !== undefined")
     return driver
 
 
@@ -270,6 +296,53 @@ def test_in_a_browser_what_a_model_wrote_is_text(page: Any) -> None:
     assert HOSTILE in page.execute_script("return document.querySelector('.detail .text').textContent")
     assert page.execute_script("return document.querySelectorAll('img').length") == 0
     _keep(page, "report_samples")
+
+
+@pytest.mark.slow
+def test_in_a_browser_right_is_not_rewarded(page: Any) -> None:
+    """A green badge for the right one only, not for .06 for brevity; named rewards one by one; titles and legend."""
+    chips = "[...document.querySelectorAll('.member')].map(one => [...one.querySelectorAll('.chip')]"
+    shown = page.execute_script(f"return {chips}.map(chip => chip.className.slice(5).trim() + ':' + chip.textContent))")
+    assert shown[0] == ["good:right", ":reward 1", ":trained on"]
+    assert shown[1:7] == [[":wrong", ":reward 0.06", ":pruned"]] * 6 and shown[7] == ["bad:not graded", ":pruned"]
+    figures = page.execute_script("return document.querySelectorAll('.member dl')[1].innerText.split('\\n')")
+    assert figures[-4:] == ["reward/right", "0", "reward/short", "0.6"]
+    squares = page.execute_script("return [...document.querySelector('.strip').children].map(one => one.className)")
+    assert squares == ["right"] + ["wrong out"] * 6 + ["failed out"]
+    assert LEGEND in page.execute_script("return document.querySelector('#samples .lead').textContent")
+    titles = page.execute_script(
+        "return [...document.querySelectorAll('.what')].slice(0, 2).map(one => one.textContent)"
+    )
+    assert titles == [f"problem {n}: what is 6 * 7?" for n in (0, 1)]
+    note = page.execute_script("return document.querySelector('#samples .note').textContent")
+    assert note.startswith("16 of 16 recorded groups of step 30; 3 of 3 recorded steps.")
+
+
+@pytest.mark.slow
+def test_in_a_browser_evaluations_by_need(page: Any) -> None:
+    """Two sets, of one and of eight samples: not avg@8, which is pass@1, and of the others the largest."""
+    drawn = page.execute_script(
+        "return charts.filter(one => one.plot.ariaLabel.startsWith('Evaluation'))"
+        ".map(one => one.traces().map(trace => trace.name))"
+    )
+    runs = ("first", "second")
+    assert drawn[0] == [f"{run} · {name}" for run in runs for name in ("math", "aime")]
+    assert drawn[1:] == [[f"{run} · aime {name}" for run in runs] for name in ("pass@8", "maj@8")]
+
+
+@pytest.mark.slow
+def test_in_a_browser_nothing_scrolls_sideways_on_a_telephone(page: Any) -> None:
+    """420 pixels: neither the page nor a part of it but for plain text."""
+    size = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        page.execute_script("drawAll()")
+        assert _wait(page, "innerWidth === 420")
+        parts = "[document.documentElement, ...document.querySelectorAll('.scroll, .card, header')]"
+        assert _wait(page, f"{parts}.every(one => one.scrollWidth <= one.clientWidth)")
+        _keep(page, "report_telephone")
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @pytest.mark.slow
@@ -327,7 +400,7 @@ def test_in_a_browser_a_comparison_is_drawn(driver: Any, tmp_path: Path) -> None
     driver.switch_to.new_window("window")
     try:
         driver.get_log("browser")
-        driver.get(f"file://{tmp_path}/report.html")
+        _open(driver, tmp_path / "report.html")
         driver.execute_script("drawAll()")
         # 4 speed-ups, the ends, 5 curves, the seconds
         assert _wait(driver, "charts.length === 11 && document.querySelectorAll('.plot .main-svg').length > 20")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,8 @@ from dppo_megatron.workbench.runs.run_record import read_rows
 
 
 def _group(position: int, size: int = 2, tokens: int = 3, text: str = "answer") -> RecordedGroup:
-    prompt = Prompt(100 + position, f"problem {position}", (1, 2), "42", "algebra")
+    asked = f"problem {position}"
+    prompt = Prompt(100 + position, f"Q: {asked}", (1, 2), "42", "algebra", problem=asked)
     completion = Completion(np.arange(tokens), np.full(tokens, -0.5, np.float32), "stop", text, ((7, tokens),))
     rewards = np.array([1.0] + [np.nan] * (size - 1))
     grades = (Grade(1.0, "42", "exact"),) + (Grade(np.nan, failure="timed out"),) * (size - 1)
@@ -81,6 +83,7 @@ def test_a_run_leaves_what_its_trace_says(finished: Path) -> None:
     trace = [json.loads(line) for line in (finished / "trace.jsonl").read_text().splitlines()][1:]
     metrics = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()][1:]
     assert [row["step"] for row in trace] == [1, 2, 3, 4]
+    assert (frame.problem == frame.prompt).all() and (frame.correct == (frame.reward >= 1)).all()
     for row, measured in zip(trace, metrics, strict=True):
         mine = frame[frame.step == row["step"]].sort_values(["group", "completion"])
         groups = mine.groupby("group").first()
@@ -118,14 +121,40 @@ def test_a_row() -> None:
     ]
     assert rows[0]["text"] == "\\ud800 lone"  # has no form in UTF-8
     assert rows[2] | {"token_ids": None, "logprobs": None} == {
-        "step": 5, "group": 1, "completion": 0, "prompt_index": 101, "source": "algebra", "prompt": "problem 1",
-        "reference": "42", "text": "answer", "extracted": "42", "reward": 1.0, "reward_why": "exact",
+        "step": 5, "group": 1, "completion": 0, "prompt_index": 101, "source": "algebra", "prompt": "Q: problem 1",
+        "problem": "problem 1", "correct": True, "parts": [], "reference": "42", "text": "answer", "extracted": "42",
+        "reward": 1.0, "reward_why": "exact",
         "advantage": 1.0, "kept": True, "why": "score", "prompt_prob": 0.5, "prompt_weight": 2.0,
         "completion_prob": 0.25, "completion_weight": 4.0, "weight": 8.0, "tokens": 3, "finish_reason": "stop",
         "weights_version_first": 7, "weights_version_last": 7, "token_ids": None, "logprobs": None,
         "actor_logprobs": None,
     }  # fmt: skip
     assert (rows[3]["reward"], rows[3]["reward_why"], rows[3]["completion_prob"]) == (None, "timed out", None)
+    assert rows[3]["correct"] is None
+
+
+def test_right_is_what_the_first_named_reward_says() -> None:
+    """Not what was rewarded: .06 for brevity are not right, and a right answer may be punished for its length."""
+    grades = (Grade(0.06, parts={"right": 0.0, "short": 0.6}), Grade(-0.1, parts={"right": 1.0, "short": -11.0}))
+    one = replace(_group(0), group=replace(_group(0).group, grades=grades))
+    found = to_table(1, [one], 0.5).to_pylist()
+    assert [row["correct"] for row in found] == [False, True]
+    assert [dict(row["parts"]) for row in found] == [dict(grade.parts) for grade in grades]
+    assert [row["correct"] for row in to_table(1, [one], 1.5).to_pylist()] == [False, False]
+
+
+def test_files_of_an_older_version_are_read_and_merged(tmp_path: Path) -> None:
+    """A run that goes on with this version: what its files do not have is null."""
+    _write(tmp_path, range(1, 64))
+    for one in sample_files(tmp_path / "samples")[:40]:
+        pq.write_table(pq.ParquetFile(one.path).read().drop_columns(["problem", "correct", "parts"]), one.path)
+    names = ["step", "problem", "correct", "parts"]
+    old = dict.fromkeys(names[1:])
+    assert read_rows(sample_files(tmp_path / "samples")[0].path, names) == [{"step": 1} | old] * 2
+    _write(tmp_path, range(64, 65))
+    [merged] = sample_files(tmp_path / "samples")
+    assert read_rows(merged.path, names, 40) == [{"step": 40} | old] * 2
+    assert [row["problem"] for row in read_rows(merged.path, names, 41)] == ["problem 0"] * 2
 
 
 def test_actor_logprobs_find_their_completion() -> None:

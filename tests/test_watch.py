@@ -27,7 +27,7 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HEALTH, HealthFile, read_health
 from dppo_megatron.workbench.cli import main
-from dppo_megatron.workbench.runs.run_record import read_run
+from dppo_megatron.workbench.runs.run_record import LEGEND, read_run
 from dppo_megatron.workbench.watch.frame import BLOCKS, Latest, frame, seconds_left, sparkline, widths
 
 
@@ -63,7 +63,14 @@ def test_every_state_of_a_run(tmp_path: Path, state: str) -> None:
     assert f"run  {state}" in said and ("about" in said) == (state == "running")
     assert f"step 40 of {100 if state in ('running', 'crashed') else 40}" in said
     assert ("ended without" in said) == (state == "crashed")
-    for part in ("reward", "time per step", "50% of completions trained on", "math pass@1", "60.0% (step 40)"):
+    for part in (
+        "hf, pruning dppo / dppo",
+        "reward",
+        "time per step",
+        "50% of completions trained on",
+        "math pass@1",
+        "60.0% (step 40)",
+    ):
         assert part in said
     assert "samples of step 40" in said and "problem 0: what is 6 * 7?" in said
     assert "warning: rollout/stragglers changes the expected gradient (bias 25 %): cut 1 (step 1-40)" in said
@@ -100,6 +107,18 @@ def test_what_a_model_wrote_is_no_command(tmp_path: Path, unicode: bool) -> None
 
 def test_without_blocks_where_a_terminal_has_none(tmp_path: Path) -> None:
     assert _shown(write_record(tmp_path / "run", 9, text="x" * 500), unicode=False).isascii()
+
+
+@pytest.mark.parametrize("unicode", [True, False])
+def test_samples_by_their_ends(tmp_path: Path, unicode: bool) -> None:
+    """The answer is there; with the words of the report's legend, and wrong is wrong at a reward of .06 too."""
+    said = _shown(write_record(tmp_path / "run", 3, text="so it is " * 200 + "#### 42"), unicode=unicode)
+    lines = [line for line in said.splitlines() if ", 6 tokens" in line]
+    assert len(lines) == 4 and all(line.rstrip().endswith(" so it is #### 42") for line in lines)
+    square, other = "■□" if unicode else "+-"
+    assert LEGEND.replace("■", square).replace("□", other) in said
+    assert lines[0].startswith(f" {square} 1.00 right  weight 2.00 (certain), 6 tokens")
+    assert lines[1].startswith(f" {other} failed ") and lines[2].startswith(f" {other} 0.06 wrong  pruned (score)")
 
 
 # ------------------------------------------------------------------------------------------------- following

@@ -158,6 +158,7 @@ class _PromptReader:
                 level=level,
                 row=row.values,
                 origin=row.origin,
+                problem=_last_question(problem),
             )
             if _is_too_long(prompt, settings):
                 self.filtered += 1
@@ -342,6 +343,12 @@ def _identity(problem: str | fields.Messages) -> str:
 
 def _asked(problem: str | fields.Messages) -> str:
     return problem if isinstance(problem, str) else "\n".join(turn["content"] for turn in problem)
+
+
+def _last_question(problem: str | fields.Messages) -> str:
+    if isinstance(problem, str):
+        return problem
+    return next((turn["content"] for turn in reversed(problem) if turn["role"] == "user"), problem[-1]["content"])
 
 
 def load_examples(

@@ -27,7 +27,7 @@ from dppo_megatron.config.observe import SamplesConfig
 from dppo_megatron.files import make_directory, replacing
 from dppo_megatron.observe.json_lines import OLD, move_to_old
 from dppo_megatron.texts import log, reason, show
-from dppo_megatron.types import BoolArray, Completion, FloatArray, Group, IntArray
+from dppo_megatron.types import BoolArray, Completion, FloatArray, Group, IntArray, deciding_reward
 
 SAMPLES = "samples"
 """Name of the directory inside the run directory."""
@@ -79,10 +79,13 @@ class SampleWriter:
 
     Args:
         directory: `samples/` of the run; created with the first file.
+        correct_from: reward.correct_from.
     """
 
-    def __init__(self, directory: Path, rank: int, world_size: int, settings: SamplesConfig) -> None:
-        self._directory, self._rank, self._world_size = directory, rank, world_size
+    def __init__(
+        self, directory: Path, rank: int, world_size: int, settings: SamplesConfig, correct_from: float = 1.0
+    ) -> None:
+        self._directory, self._rank, self._world_size, self._correct_from = directory, rank, world_size, correct_from
         self._log = show if rank else log  # of the other ranks only rank 0's log is printed
         self._max_bytes = int(settings.max_gb * 1e9 / world_size)
         self._queue: queue.Queue[tuple[int, list[RecordedGroup]] | None] = queue.Queue(_QUEUE)
@@ -126,7 +129,7 @@ class SampleWriter:
 
     def _write(self, step: int, groups: Sequence[RecordedGroup]) -> None:
         make_directory(self._directory)
-        _store([to_table(step, groups)], self._directory / _name(step, step, self._rank))
+        _store([to_table(step, groups, self._correct_from)], self._directory / _name(step, step, self._rank))
         files = self._own()
         singles = [one for one in files if one.first == one.last]
         if len(singles) >= _MERGE:
@@ -210,7 +213,7 @@ def rewind_samples(directory: Path, last_step: int, old: Path) -> list[str]:
     return said
 
 
-def to_table(step: int, groups: Sequence[RecordedGroup]) -> Any:
+def to_table(step: int, groups: Sequence[RecordedGroup], correct_from: float = 1.0) -> Any:
     """A step's completions as a pyarrow table: one row each, in the order of the groups."""
     import pyarrow as pa
 
@@ -220,6 +223,7 @@ def to_table(step: int, groups: Sequence[RecordedGroup]) -> Any:
     prompts = [one.group.selected for one, _ in rows]
     weights = [float(one.weights[index]) for one, index in rows]
     actor = [one.actor_logprobs.get(index) for one, index in rows]
+    correct = [None if one is None or one.failure else deciding_reward(one) >= correct_from for one in grades]
     columns: dict[str, tuple[Any, Any]] = {
         "step": ([step] * len(rows), pa.int32()),
         "group": ([one.position for one, _ in rows], pa.int32()),
@@ -227,10 +231,13 @@ def to_table(step: int, groups: Sequence[RecordedGroup]) -> Any:
         "prompt_index": ([item.prompt.index for item in prompts], pa.int64()),
         "source": ([unicode_text(item.prompt.source) for item in prompts], pa.string()),
         "prompt": ([unicode_text(item.prompt.text) for item in prompts], pa.string()),
+        "problem": ([unicode_text(item.prompt.problem) for item in prompts], pa.string()),
         "reference": ([unicode_text(item.prompt.answer) for item in prompts], pa.string()),
         "text": ([unicode_text(one.text) for one in done], pa.string()),
         "extracted": ([unicode_text(one.extracted) if one else None for one in grades], pa.string()),
         "reward": ([_number(one.group.rewards[index]) for one, index in rows], pa.float64()),
+        "correct": (correct, pa.bool_()),
+        "parts": ([list(one.parts.items()) if one else [] for one in grades], pa.map_(pa.string(), pa.float64())),
         "reward_why": ([unicode_text(one.failure or one.why) if one else "" for one in grades], pa.string()),
         "advantage": ([float(one.advantages[index]) for one, index in rows], pa.float64()),
         "kept": ([bool(one.kept[index]) for one, index in rows], pa.bool_()),
@@ -264,10 +271,13 @@ def _store(tables: Sequence[Any], path: Path) -> None:
 
 def _read_or_move(path: Path, old: Path) -> tuple[Any, str]:
     """The table of a file and an empty text; of one that cannot be read None, and a log line with its new place."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return pq.ParquetFile(path).read(), ""  # read_table would parse the directory's name for partitions
+        table = pq.ParquetFile(path).read()  # read_table would parse the directory's name for partitions
+        # a run that began under an older version has files without today's last columns
+        return pa.concat_tables([to_table(0, []), table], promote_options="default"), ""
     except Exception as error:  # what pyarrow raises for damaged files is of many types
         return None, f"warning: {path} cannot be read ({reason(error)}); it is now {move_to_old(path, old)}"
 

@@ -10,7 +10,7 @@ import numpy as np
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.functions import BUILT_IN, NamedFunction
 from dppo_megatron.rewards.pool import Grader
-from dppo_megatron.types import Completion, Grade, GradeTask, Group, RolloutPrompt, UserError
+from dppo_megatron.types import Completion, Grade, GradeTask, Group, RolloutPrompt, UserError, deciding_reward
 
 __all__ = ["GradeTask", "Grader", "deciding_reward", "grade_groups", "make_grader"]
 
@@ -68,11 +68,6 @@ def grade_groups(
         rewards = np.array([grade.reward for grade in grades[mine]], dtype=np.float64)
         groups.append(Group(item, tuple(completions[mine]), rewards, tuple(grades[mine])))
     return groups
-
-
-def deciding_reward(grade: Grade) -> float:
-    """What decides whether a completion is correct: the first of several named rewards, else the reward itself."""
-    return next(iter(grade.parts.values()), grade.reward)
 
 
 def _named(key: str, function: str, name: str = "", weight: float = 1.0) -> NamedFunction:

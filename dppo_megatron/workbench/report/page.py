@@ -1,16 +1,18 @@
 """The page about runs: their columns, findings and samples, as data for the code in `assets/`.
 
-There are samples of some steps, spread over the run, each with as many groups as fit. Tokens are ids, with one table of
-their texts: the same few thousand tokens occur over and over.
+There are samples of some steps, spread over the run, each with as many groups as fit, and at least one. Tokens are ids,
+with one table of their texts: the same few thousand tokens occur over and over.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,15 @@ from tokenizers import Tokenizer
 from dppo_megatron.observe.samples import SAMPLES, SampleFile, sample_files, to_table
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 from dppo_megatron.workbench.report.findings import findings
-from dppo_megatron.workbench.runs.run_record import RunRecord, default_settings, read_rows
+from dppo_megatron.workbench.runs.run_record import LEGEND, RunRecord, default_settings, read_rows, titles
 
 _SCRIPTS = ("data.js", "charts.js", "sections.js", "samples.js", "page.js")
-SAMPLE_BYTES = 16_000_000
-"""Limit for the samples of all runs together: a browser opens a page of this size without delay."""
+SAMPLE_BYTES = 12_000_000
+"""Limit for the samples of all runs together, before they are packed to a third and less: a browser opens a page of
+this size without delay."""
 _STEPS = 40
-_OF_THE_GROUP = ("group", "prompt_index", "source", "prompt", "reference", "prompt_prob", "prompt_weight")
+_TITLE = 200
+_OF_THE_GROUP = ("group", "prompt_index", "source", "prompt", "problem", "reference", "prompt_prob", "prompt_weight")
 _HIDDEN = ("step", *_OF_THE_GROUP)
 
 
@@ -37,7 +41,7 @@ def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
         samples = read_samples(run.path, str(run.setting("model.hf_path", "")), SAMPLE_BYTES // len(runs))
         run.notes += [f"samples/{name} cannot be read and is left out" for name in sorted(samples.unreadable)]
         parts += _sample_data(number, samples)
-    about = {"runs": [_data(run) for run in runs], "defaults": default_settings()}
+    about = {"runs": [_data(run) for run in runs], "defaults": default_settings(), "legend": LEGEND}
     parts.insert(0, script_data("report-data", about))
     write_html(path, ASSETS / "page.html", "dppo-megatron report", parts, [ASSETS / name for name in _SCRIPTS])
 
@@ -67,7 +71,8 @@ def _data(run: RunRecord) -> dict[str, Any]:
 def _sample_data(number: int, samples: Samples) -> list[str]:
     """One element per step, which the page parses when the step is opened."""
     index = {
-        "steps": list(samples.steps),
+        "steps": sorted(samples.steps),
+        "recorded_steps": samples.recorded_steps,
         "groups_in_step": samples.groups_in_step,
         "tokens": samples.tokens,
         "note": samples.note,
@@ -82,6 +87,8 @@ class Samples:
 
     steps: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """Step -> groups, each with its `members`."""
+    recorded_steps: int = 0
+    """Of the run; the page may hold fewer."""
     groups_in_step: dict[int, int] = field(default_factory=dict)
     """Recorded groups of each of these steps; the page may hold fewer."""
     tokens: dict[int, str] = field(default_factory=dict)
@@ -97,7 +104,7 @@ def read_samples(run: Path, model: str, max_bytes: int) -> Samples:
 
     Args:
         model: model.hf_path of the run, for the tokenizer if there is no hf/ yet.
-        max_bytes: approximate limit of their size in the page.
+        max_bytes: approximate limit of their size as JSON; only a single group may be above it.
     """
     found = Samples()
     files = sample_files(run / SAMPLES)
@@ -105,30 +112,33 @@ def read_samples(run: Path, model: str, max_bytes: int) -> Samples:
         found.note = "The run has recorded no samples (observe.samples.share)."
         return found
     budget = max_bytes
-    chosen = _spread(sorted({step for one in files for step in range(one.first, one.last + 1)}), _STEPS)
+    recorded = sorted({step for one in files for step in range(one.first, one.last + 1)})
+    found.recorded_steps, chosen = len(recorded), _spread(recorded, _STEPS)
     for left, step in zip(range(len(chosen), 0, -1), chosen, strict=True):
         groups, total = _groups(files, step, found.unreadable)
-        kept: list[dict[str, Any]] = []
-        used = 0
-        for group in groups:
-            size = _size(group)
-            if kept and used + size > budget // left:
-                break
-            kept.append(group)
-            used += size
-        if kept:
-            budget -= used
-            found.steps[step], found.groups_in_step[step] = kept, total
+        sizes = list(accumulate(map(_size, groups)))
+        count = max(1, bisect_right(sizes, budget // left))
+        if sizes and (not found.steps or sizes[count - 1] <= budget):
+            budget -= sizes[count - 1]
+            found.steps[step], found.groups_in_step[step] = groups[:count], total
+    shown = [group for groups in found.steps.values() for group in groups]
+    for group, title in zip(shown, titles(shown), strict=True):
+        group["title"] = title[:_TITLE]
+        del group["problem"]
     ids = {i for groups in found.steps.values() for g in groups for m in g["members"] for i in m["token_ids"] or ()}
     found.tokens = _texts(ids, [run / "hf", Path(model)])
     return found
 
 
 def _spread(steps: list[int], count: int) -> list[int]:
-    """Example: 10 steps, 4 -> the 1st, 4th, 7th and 10th."""
-    if len(steps) <= count:
-        return steps
-    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+    """So many of the steps, in an order in which the first few are spread as well: the last one, then ever finer.
+
+    Example: 10 steps, 4 -> the 10th, 4th, 7th and 1st.
+    """
+    if len(steps) > count:
+        steps = [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+    from_last = sorted(range(len(steps)), key=lambda i: -(i & -i) if i else -len(steps))
+    return [steps[-1 - i] for i in from_last]
 
 
 def _groups(files: list[SampleFile], step: int, unreadable: set[str]) -> tuple[list[dict[str, Any]], int]:

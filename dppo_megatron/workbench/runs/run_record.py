@@ -38,6 +38,7 @@ from dppo_megatron.observe.json_lines import finite
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.samples import NAME, to_table
 from dppo_megatron.observe.trackers.sink import FAILURES, TRACKERS
+from dppo_megatron.texts import one_line
 from dppo_megatron.types import UserError
 
 _LARGEST = 1e308
@@ -61,8 +62,15 @@ _OF_THE_TRAINED = (
 )  # fmt: skip
 """Metrics of trained completions: 0 in a step without any (padding: 1), which is shown as missing. Some are null today,
 and entropy is of all that was rolled out."""
-_NULLABLE = {"extracted", "reward", "completion_prob", "actor_logprobs"}
+_NEW = {"problem", "correct", "parts"}
+"""Columns that samples of older runs do not have."""
+_NULLABLE = {"extracted", "reward", "completion_prob", "actor_logprobs", *_NEW}
 _NULLABLE |= {"weights_version_first", "weights_version_last"}
+LEGEND = "■ trained on, □ pruned; green: right, red: grading failed"
+"""Of the squares that stand for completions, in the report and in `watch`."""
+_LONGEST_PROMPT = 100_000
+_INSTRUCTION = 30
+"""Characters that all prompts begin with, from which on they are an instruction and no question."""
 _NEVER_NEGATIVE = ("step", "group", "tokens", "token_ids")
 """Columns of samples/."""
 _PARTS = ("label", "kept", "bias")
@@ -336,6 +344,7 @@ def read_rows(path: Path, columns: Sequence[str], step: int | None = None) -> li
         OSError: there is no such file (any more: the run merges them), or it may not be read.
         ValueError: it is no parquet, or not as a run writes it: another column, type or null.
     """
+    absent = dict.fromkeys(columns)
     try:
         with open_to_read(path) as source, pq.ParquetFile(source) as file:
             groups = range(file.num_row_groups) if step is not None else range(file.num_row_groups)[-1:]
@@ -344,12 +353,26 @@ def read_rows(path: Path, columns: Sequence[str], step: int | None = None) -> li
                 statistics = file.metadata.row_group(index).column(0).statistics
                 if step is not None and statistics is not None and not statistics.min <= step <= statistics.max:
                     continue
-                table = file.read_row_group(index, columns=list(columns))
-                _check_table(table, columns)
-                rows += [row for row in table.to_pylist() if step is None or row["step"] == step]
+                held = [name for name in columns if name in file.schema_arrow.names or name not in _NEW]
+                table = file.read_row_group(index, columns=held)
+                _check_table(table, held)
+                rows += [absent | row for row in table.to_pylist() if step is None or row["step"] == step]
     except (pa.ArrowException, ValueError, TypeError, LookupError, OverflowError) as error:
         raise ValueError(f"{path.name}: {error}") from None
     return rows
+
+
+def titles(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each of a run's prompts: its problem, without a long instruction that all of them begin with.
+
+    Args:
+        rows: `problem` and `prompt` of each as in samples/; without a problem, as in older runs, the prompt is used.
+    """
+    asked = [one_line(row["problem"] or row["prompt"], _LONGEST_PROMPT) for row in rows]
+    low, high = min(asked, default=""), max(asked, default="")  # what these two begin with, all others do
+    differs = next((at for at, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), 0)
+    shared = low.rfind(" ", 0, differs)
+    return [f"...{one[shared:]}" if shared >= _INSTRUCTION else one for one in asked]
 
 
 def _check_table(table: Any, columns: Sequence[str]) -> None:

@@ -14,7 +14,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, OverflowMethod, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -27,12 +28,14 @@ from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth, read
 from dppo_megatron.texts import one_line
 from dppo_megatron.workbench.report.findings import findings
 from dppo_megatron.workbench.runs.run_record import (
+    LEGEND,
     Follow,
     RunRecord,
     finite_number,
     newest_sample_file,
     read_rows,
     read_settings,
+    titles,
 )
 
 _STATE = {"finished": "green", "running": "cyan", "stopped": "yellow", "crashed": "bold red"}
@@ -45,7 +48,7 @@ PLAIN = "_.-~=+*#"
 """For a terminal that cannot show blocks."""
 _RECENT = 20
 """Steps that the time left and the split of the time are taken from."""
-_SAMPLE_COLUMNS = ("step", "group", "prompt", "text", "reward", "kept", "why", "tokens", "weight", "extracted")
+_SAMPLE_COLUMNS = ("step", "group", "problem", "prompt", "text", "reward", "correct", "kept", "why", "tokens", "weight")
 _CURVES = (
     ("reward", "reward/mean", ".3f"),
     ("length", "rollout/completion_tokens_mean", ".0f"),
@@ -64,6 +67,8 @@ class Latest:
         self._follow = Follow(path)
         self.samples: list[dict[str, Any]] = []
         """One group of the newest step with samples."""
+        self.title = ""
+        """Of its prompt."""
         self._sample_file: Path | None = None
 
     @property
@@ -76,7 +81,7 @@ class Latest:
             record.settings = read_settings(self._path / "config.yaml", [])
         newest = newest_sample_file(self._path / SAMPLES)
         if newest is not None and newest != self._sample_file and (read := _read_samples(newest)):
-            self.samples, self._sample_file = read, newest
+            self.samples, self.title, self._sample_file = *read, newest
         return record
 
     def servers(self) -> tuple[list[ServerHealth], float]:
@@ -92,16 +97,17 @@ class Latest:
             return None
 
 
-def _read_samples(path: Path) -> list[dict[str, Any]]:
-    """The group of the file's last step whose rewards differ most, the first of equals.
+def _read_samples(path: Path) -> tuple[list[dict[str, Any]], str] | None:
+    """The group of the file's last step whose rewards differ most, the first of equals; and its title.
 
-    Empty if the file cannot be read: it may be merged into another one at this moment.
+    None if the file cannot be read: it may be merged into another one at this moment.
     """
     groups: dict[int, list[dict[str, Any]]] = {}
     with suppress(OSError, ValueError):
         for row in read_rows(path, _SAMPLE_COLUMNS):
             groups.setdefault(row["group"], []).append(row)
-    return max(groups.values(), key=_spread, default=[])
+    named = zip(groups.values(), titles([group[0] for group in groups.values()]), strict=True)
+    return max(named, key=lambda one: _spread(one[0]), default=None)
 
 
 def _spread(group: list[dict[str, Any]]) -> float:
@@ -120,7 +126,7 @@ def frame(latest: Latest, console: Console, members: int = 4) -> RenderableType:
     if servers and record.status != "finished":
         parts.append(_servers(servers, age_s))
     if latest.samples:
-        parts.append(_samples(latest.samples, console, members))
+        parts.append(_samples(latest.samples, latest.title, console, members))
     parts += _warnings(record)
     return Group(*parts)
 
@@ -149,8 +155,9 @@ def _head(record: RunRecord, latest: Latest, width: int) -> RenderableType:
     model = str(record.setting("model.hf_path", "?")).rstrip("/").rpartition("/")[2]
     what = f"{model}, {record.setting('rollout.engine', '?')}, pruning {' / '.join(methods)}"
     bar = ProgressBar(total, step, max(10, width - 6), style="dim", complete_style="cyan", finished_style="cyan")
+    bar_line = Padding(bar, 0)  # which ends its lines, as rich's bar does not
     title = Text.assemble((_line(record.name), "bold"), "  ", (record.status, _STATE.get(record.status, "")))
-    inside = Group(line, bar, Text(_line(what), style="dim"))
+    inside = Group(line, bar_line, Text(_line(what), style="dim"))
     return Panel(inside, title=title, title_align="left", width=width)
 
 
@@ -202,7 +209,7 @@ def _pruning(record: RunRecord) -> RenderableType:
         parts.append(f"variance {growth:.2f}x")
     if (fill := _recent(record, "pack/fill")) is not None:
         parts.append(f"micro-batches {fill:.0%} full")
-    return Text.assemble((" pruning  ", "bold"), ", ".join(parts))
+    return _indented(("pruning  ", "bold"), ", ".join(parts))
 
 
 def _evaluations(record: RunRecord) -> Iterator[RenderableType]:
@@ -226,29 +233,39 @@ def _servers(servers: Sequence[ServerHealth], age_s: float) -> RenderableType:
     return table
 
 
-def _samples(group: list[dict[str, Any]], console: Console, count: int) -> RenderableType:
-    """A prompt, its best completion, and then its worst ones."""
+def _samples(group: list[dict[str, Any]], title: str, console: Console, count: int) -> RenderableType:
+    """A prompt, its best completion, and then its worst ones: of each the end, where its answer is."""
     members = sorted(group, key=lambda one: -1e30 if one["reward"] is None else one["reward"], reverse=True)
     shown = [*members[:1], *members[:0:-1]][:count]
-    table = Table(box=None, padding=(0, 1), show_header=False, width=console.width)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, justify="right")
-    table.add_column(no_wrap=True)
-    cut: OverflowMethod = "crop" if console.options.ascii_only else "ellipsis"
-    table.add_column(no_wrap=True, overflow=cut, ratio=1)
-    mark = ("+", "-") if console.options.ascii_only else ("■", "□")
+    marks = str.maketrans("■□", "+-") if console.options.ascii_only else {}
+    facts = []
     for one in shown:
-        reward = "failed" if one["reward"] is None else f"{one['reward']:.2f}"
-        kept = f"weight {one['weight']:.2f}" if one["kept"] else "pruned"
-        text = _line(one["text"] or "")
-        table.add_row(
-            Text(mark[0] if one["kept"] else mark[1], style="green" if one["reward"] else ""),
-            reward,
-            Text(_line(f"{kept} ({one['why']}), {one['tokens']} tokens"), style="dim"),
-            Text(text if len(text) < 400 else f"{text[:80]} ... {text[-300:]}"),
-        )
-    prompt = Text(f" {_line(group[0]['prompt'] or '')}", style="italic", no_wrap=True, overflow=cut)
-    return Group(Text(f" samples of step {group[0]['step']}", style="bold"), prompt, table)
+        failed, right = one["reward"] is None, one["correct"]
+        judged = "" if right is None else "right" if right else "wrong"
+        verdict = "failed" if failed else f"{one['reward']:.2f} {judged}"
+        weight = f"weight {one['weight']:.2f}" if one["kept"] else "pruned"
+        square = Text(("■" if one["kept"] else "□").translate(marks), "red" if failed else "green" if right else "")
+        said = f"{weight} ({_line(one['why'])}), {one['tokens']} tokens  "
+        facts.append(Text.assemble(" ", square, f" {verdict:<11} ", (said, "dim")))
+    width = max(one.cell_len for one in facts)
+    head = Text.assemble((f" samples of step {group[0]['step']}  ", "bold"), (LEGEND.translate(marks), "dim"))
+    lines = [head, Text(f" {title}", "italic")]
+    for one, fact in zip(shown, facts, strict=True):
+        fact.pad_right(width - fact.cell_len)
+        lines.append(fact + Text(_end(_line(one["text"] or ""), console.width - width - 1)))
+    for line in lines:
+        line.no_wrap, line.overflow = True, "crop" if console.options.ascii_only else "ellipsis"
+    return Group(*lines)
+
+
+def _end(text: str, room: int) -> str:
+    """The last `room` cells of a text, with dots where it begins earlier."""
+    if cell_len(text) <= room:
+        return text
+    end = text[3 - room :] if room > 3 else ""
+    while cell_len(end) > room - 3 > 0:
+        end = end[1:]
+    return f"...{end}"
 
 
 def _warnings(record: RunRecord) -> Iterator[RenderableType]:

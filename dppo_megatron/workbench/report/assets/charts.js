@@ -68,16 +68,25 @@ function band(x, values, errors, ink) {
   return [{ ...common, y: edge(-1) }, { ...common, y: edge(1), fill: "tonexty", fillcolor: ink + "2b" }];
 }
 
+/** Of each evaluated set of the runs the score that `name` matches, with the most samples. */
+function evaluated(name, among = runs) {
+  const best = new Map(), samples = (key) => Number(key.split("@").pop());
+  for (const key of among.flatMap((run) => Object.keys(run.columns)).filter((key) => key.startsWith("eval/") && name.test(key.split("/").pop()))) {
+    const set = key.slice(5, key.lastIndexOf("/"));
+    if (!best.has(set) || samples(best.get(set)) < samples(key)) best.set(set, key);
+  }
+  return [...best];
+}
+
 /** Evaluation scores with their standard errors. */
-function scores(metric) {
-  const among = shown(), traces = [];
+function scores(name) {
+  const among = shown(), traces = [], several = name.source !== "^pass@1$";
   among.forEach(({ run, number: place }) => {
-    const sets = Object.keys(run.columns).filter((key) => key.startsWith("eval/") && key.endsWith("/" + metric));
-    sets.forEach((key, index) => {
+    evaluated(name, [run]).forEach(([set, key], index) => {
       const places = run.columns[key].map((value, at) => at).filter((at) => run.columns[key][at] !== null);
       const x = axisValues(run), ink = among.length === 1 ? colour(index) : colour(place), errors = run.columns[key + "_se"] || [];
-      const set = key.slice(5, -metric.length - 1);
-      traces.push({ x: places.map((at) => x[at]), y: places.map((at) => 100 * run.columns[key][at]), name: among.length === 1 ? set : `${run.name} · ${set}`, mode: "lines+markers",
+      const label = several ? `${set} ${key.split("/").pop()}` : set;
+      traces.push({ x: places.map((at) => x[at]), y: places.map((at) => 100 * run.columns[key][at]), name: among.length === 1 ? label : `${run.name} · ${label}`, mode: "lines+markers",
         line: { color: ink, width: 1.8, dash: among.length === 1 ? "solid" : DASHES[index % 4] }, marker: { size: 6, color: ink },
         error_y: { type: "data", array: places.map((at) => 100 * (errors[at] || 0)), thickness: 1, width: 3, color: ink }, hovertemplate: "%{y:.1f} %" });
     });

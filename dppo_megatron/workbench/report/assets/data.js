@@ -26,6 +26,14 @@ function section(id, title, lead, ...children) {
 }
 const grid = (...cards) => make("div", { class: "grid" }, ...cards.filter(Boolean));
 
+/** A table whose rows stand as lists on a narrow screen (style.css): their cells know the heading. */
+function stacking(table) {
+  const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+  for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, at) => { cell.dataset.name = names[at]; });
+  table.classList.add("stacking");
+  return table;
+}
+
 function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value === 0) return "0";

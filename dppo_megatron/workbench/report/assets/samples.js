@@ -40,18 +40,21 @@ function marked(text) {
   return [...found, text.slice(from)];
 }
 
+/** right, wrong or failed; empty of older runs, which have not kept it. */
+const verdict = (member) => member.reward === null ? "failed" : member.correct === null ? "" : member.correct ? "right" : "wrong";
+
 function memberCard(group, member, tokens) {
-  const pairs = [["advantage", number(member.advantage)], ["probability", percent(member.completion_prob)], ["weight", number(member.weight)], ["tokens", number(member.tokens)], ["ended by", member.finish_reason], ["weights", member.weights_version_first === null ? "–" : member.weights_version_first === member.weights_version_last ? `sync ${member.weights_version_first}` : `syncs ${member.weights_version_first}–${member.weights_version_last}`]];
-  const kind = member.reward === null ? "bad" : member.reward > 0 ? "good" : "";
+  const pairs = [["advantage", number(member.advantage)], ["probability", percent(member.completion_prob)], ["weight", number(member.weight)], ["tokens", number(member.tokens)], ["ended by", member.finish_reason], ["weights", member.weights_version_first === null ? "–" : member.weights_version_first === member.weights_version_last ? `sync ${member.weights_version_first}` : `syncs ${member.weights_version_first}–${member.weights_version_last}`], ...(member.parts || []).map(([name, value]) => [`reward/${name}`, number(value)])];
+  const judged = verdict(member), kind = { right: "good", failed: "bad" }[judged];
   return make("article", { class: `member ${member.kept ? "kept" : "dropped"}`, "aria-label": `Completion ${member.completion}` },
-    make("div", { class: "row" }, make("b", {}, `#${member.completion}`), make("span", { class: `chip ${kind}` }, member.reward === null ? "not graded" : `reward ${number(member.reward)}`), make("span", { class: "chip" }, member.kept ? "trained on" : "pruned"), member.extracted !== null ? make("span", { class: "dim" }, "answer ", make("code", {}, member.extracted)) : null),
+    make("div", { class: "row" }, make("b", {}, `#${member.completion}`), judged ? make("span", { class: `chip ${kind || ""}` }, judged === "failed" ? "not graded" : judged) : null, member.reward === null ? null : make("span", { class: "chip" }, `reward ${number(member.reward)}`), make("span", { class: "chip" }, member.kept ? "trained on" : "pruned"), member.extracted !== null ? make("span", { class: "dim" }, "answer ", make("code", {}, member.extracted)) : null),
     make("p", { class: "why" }, reason(group, member), member.reward_why ? make("span", { class: "dim" }, ` Graded: ${member.reward_why}.`) : null), textOf(member, tokens), make("dl", {}, ...pairs.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, String(value))])));
 }
 
 function strip(group) {
-  return make("span", { class: "strip", "aria-hidden": "true" }, ...group.members.map((one) => make("i", { class: `${one.reward === null ? "fail" : one.reward >= 1 ? "hit" : one.reward > 0 ? "some" : ""}${one.kept ? "" : " out"}` })));
+  return make("span", { class: "strip", "aria-hidden": "true" }, ...group.members.map((one) => make("i", { class: `${verdict(one)}${one.kept ? "" : " out"}` })));
 }
-const matches = (group) => !browser.wanted || [group.prompt, group.reference, String(group.prompt_index), ...group.members.flatMap((one) => [one.text, one.extracted || "", one.why])].join("\n").toLowerCase().includes(browser.wanted.toLowerCase());
+const matches = (group) => !browser.wanted || [group.prompt, group.title, group.reference, String(group.prompt_index), ...group.members.flatMap((one) => [one.text, one.extracted || "", one.why])].join("\n").toLowerCase().includes(browser.wanted.toLowerCase());
 const meanReward = (group) => { const values = group.members.map((one) => one.reward).filter((value) => value !== null); return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null; };
 
 function samples() {
@@ -65,7 +68,7 @@ function samples() {
   ui.search.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(() => { browser.wanted = ui.search.value.trim(); fillSteps(); }, 150); });
   const back = make("button", { type: "button", title: "Previous step (p)", "aria-label": "Previous step", onclick: () => moveStep(-1) }, "‹"), on = make("button", { type: "button", title: "Next step (n)", "aria-label": "Next step", onclick: () => moveStep(1) }, "›");
   fillSteps();
-  return section("samples", "Samples", "The members of a group side by side. Filled squares were rewarded, pale ones pruned. Hover over a token for its probability.", make("div", { class: "card" }, make("div", { class: "row" }, runs.length > 1 ? ui.run : null, "step", back, ui.step, on, ui.search, "tokens by", ui.paint), ui.note, make("div", { class: "browser" }, ui.list, ui.detail)));
+  return section("samples", "Samples", `The members of a group side by side. ${report.legend}. Hover over a token for its probability.`, make("div", { class: "card" }, make("div", { class: "row" }, runs.length > 1 ? ui.run : null, "step", back, ui.step, on, ui.search, "tokens by", ui.paint), ui.note, make("div", { class: "browser" }, ui.list, ui.detail)));
 }
 
 /** The first group whose members differ in reward: there something was decided. */
@@ -84,8 +87,8 @@ function fillGroups() {
   const ui = browser.ui, groups = groupsNow(), at = index(browser.run);
   browser.group = Math.max(0, Math.min(browser.group, groups.length - 1));
   const all = at.groups_in_step[browser.step];
-  ui.note.textContent = at.note || (groups.length ? `${groups.length} of ${all} recorded groups of step ${browser.step}. The page holds ${at.steps.length} steps; samples/ of the run holds what was recorded.` : "Nothing found.");
-  ui.list.replaceChildren(...groups.map((group, place) => make("li", {}, make("button", { type: "button", "aria-current": place === browser.group ? "true" : null, onclick: () => { browser.group = place; mark(); fillDetail(); } }, make("span", { class: "what" }, group.prompt.trim().split("\n").pop().slice(0, 120) || `prompt ${group.prompt_index}`), make("span", { class: "sub" }, strip(group), ` reward ${number(meanReward(group))} · ${group.members.filter((one) => one.kept).length} of ${group.members.length} kept`)))));
+  ui.note.textContent = at.note || (groups.length ? `${groups.length} of ${all} recorded groups of step ${browser.step}; ${at.steps.length} of ${at.recorded_steps} recorded steps. The rest is in samples/ of the run.` : "Nothing found.");
+  ui.list.replaceChildren(...groups.map((group, place) => make("li", {}, make("button", { type: "button", "aria-current": place === browser.group ? "true" : null, onclick: () => { browser.group = place; mark(); fillDetail(); } }, make("span", { class: "what" }, group.title), make("span", { class: "sub" }, strip(group), ` reward ${number(meanReward(group))} · ${group.members.filter((one) => one.kept).length} of ${group.members.length} kept`)))));
   fillDetail();
 }
 function mark() { [...browser.ui.list.querySelectorAll("button")].forEach((button, place) => place === browser.group ? button.setAttribute("aria-current", "true") : button.removeAttribute("aria-current")); }

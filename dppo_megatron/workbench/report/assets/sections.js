@@ -29,17 +29,16 @@ function overview() {
       make("td", { class: "num" }, number(total(run, "tokens/generated"))), make("td", { class: "num" }, number(total(run, "tokens/trained"))), make("td", { class: "num" }, number(done ? seconds / done : null)));
   });
   const numeric = new Set(["steps", "reward, last", "RL time", "generated", "trained", "s / step"]);
-  return section("overview", runs.length > 1 ? `${runs.length} runs` : runs[0].name, null, make("div", { class: "card scroll" }, make("table", { class: "runs" },
-    make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { class: numeric.has(text) ? "num" : null, scope: "col" }, text)))), make("tbody", {}, ...rows))));
+  return section("overview", runs.length > 1 ? `${runs.length} runs` : runs[0].name, null, make("div", { class: "card scroll" }, stacking(make("table", { class: "runs" },
+    make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { class: numeric.has(text) ? "num" : null, scope: "col" }, text)))), make("tbody", {}, ...rows)))));
 }
 
 function learning() {
-  const metrics = [...new Set(runs.flatMap((run) => Object.keys(run.columns)).filter((key) => /^eval\/.*\/(pass@\d+|avg@\d+|maj@\d+)$/.test(key)).map((key) => key.split("/").pop()))];
-  const order = (name) => (name === "pass@1" ? "" : name);
-  const names = metrics.filter((name) => name !== "avg@1").sort((a, b) => order(a).localeCompare(order(b), "en", { numeric: true }));
   return section("learning", "Learning", "Bands and bars are one standard error: over groups for rewards, over problems for evaluations. Drag over a plot to zoom in, double-click to zoom out.", grid(
     metric("Reward", "Mean of the generated groups, weighted by the prompts' inverse inclusion probabilities.", [{ key: "reward/mean", name: "mean", se: "reward/se" }]),
-    ...names.slice(0, 6).map((name) => chartCard({ title: `Evaluation: ${name}`, note: "Percent of the set's problems.", traces: () => scores(name), layout: { yaxis: { ticksuffix: " %" } } })),
+    // avg@n is pass@1; of the others, each set's largest number of samples
+    ...[["Evaluation: pass@1", "Chance that one answer is right, over the set's problems.", /^pass@1$/], ["Evaluation: best of n", "pass@n: chance that one of n answers is right.", /^pass@(?!1$)\d+$/], ["Evaluation: vote of n", "maj@n: chance that the most common of n answers is right.", /^maj@\d+$/]]
+      .map(([title, note, name]) => evaluated(name).length ? chartCard({ title, note, traces: () => scores(name), layout: { yaxis: { ticksuffix: " %" } } }) : null),
     metric("Completion length", "Tokens: mean, and the 10th, 50th and 90th percentile of the step.", [{ key: "rollout/completion_tokens_mean", name: "mean" }, { key: "length/p10", name: "p10" }, { key: "length/p50", name: "median" }, { key: "length/p90", name: "p90" }], zero),
     metric("Truncated and failed", "Share of completions that hit the token limit; of gradings that failed.", [{ key: "rollout/truncated_share", name: "truncated" }, { key: "reward/failed_share", name: "failed" }], share),
     metric("Gradient norm", "Before clipping.", [{ key: "train/grad_norm", name: "gradient norm" }], zero),
@@ -71,7 +70,7 @@ function ledgerTable() {
   }));
   if (!rows.length) return null;
   return make("div", { class: "card wide scroll" }, make("h3", {}, "Bias ledger"), make("p", { class: "note" }, "What each selection does to the expected gradient: exact (drops nothing), unbiased (weights undo it), ratio (up to O(1/n)), biased (changes it). Bias: how far off that is, as a share of the gradient, if the gradients of completions are orthogonal."),
-    make("table", {}, make("thead", {}, make("tr", {}, ...(runs.length > 1 ? ["run"] : []).concat(["selection", "label", "kept, mean", "bias, mean", "steps", "notes"]).map((text) => make("th", { scope: "col", class: text.endsWith("mean") || text === "steps" ? "num" : null }, text)))), make("tbody", {}, ...rows)));
+    stacking(make("table", {}, make("thead", {}, make("tr", {}, ...(runs.length > 1 ? ["run"] : []).concat(["selection", "label", "kept, mean", "bias, mean", "steps", "notes"]).map((text) => make("th", { scope: "col", class: text.endsWith("mean") || text === "steps" ? "num" : null }, text)))), make("tbody", {}, ...rows))));
 }
 
 function pruning() {
