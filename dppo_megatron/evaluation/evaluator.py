@@ -229,7 +229,9 @@ class SetGraders:
 
 def _task(sample: EvalSample) -> GradeTask:
     label = f"{sample.set}, problem {sample.problem}, sample {sample.sample}"
-    return GradeTask(sample.text, sample.reference, sample.row, label)
+    return GradeTask(
+        sample.text, sample.reference, sample.row, label, sample.prompt, sample.tokens, sample.finish_reason
+    )
 
 
 def _unparsed(grade: Grade) -> bool | None:

@@ -18,6 +18,10 @@ to the front of the queue, so k hangs over p processes cost about ceil(k / p) ti
 If it is unclear which sample ended a process (it could not write its answers, say), the candidates are graded again one
 at a time, and a sample that then ends a process alone is the cause. So a sample costs at most two processes, and no
 mix of behaviours can repeat for ever.
+
+A grader that takes lists gets its chunk in one call, which has the time limit of one sample. One that is asynchronous
+keeps up to `max_concurrent` samples open: its lane hands on what comes in meanwhile, looking 50 times a second, and the
+process itself ends each at its deadline. The lane acts only if an event loop is blocked.
 """
 
 from __future__ import annotations
@@ -25,21 +29,19 @@ from __future__ import annotations
 import logging
 import math
 import os
-import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from dppo_megatron.rewards.functions import NamedFunction
+from dppo_megatron.rewards.batches import Batch, Queued, chunk_message
+from dppo_megatron.rewards.functions import Mode, NamedFunction
 from dppo_megatron.rewards.grader_process import GraderProcess, NoAnswers
-from dppo_megatron.rewards.measures import failed, log_failures
+from dppo_megatron.rewards.measures import failed
 from dppo_megatron.rewards.messages import NONE, Answers, GraderReady, Message, NoStart
 from dppo_megatron.types import Grade, GradeTask, UserError
 
@@ -57,43 +59,13 @@ _DYING_S = 0.5
 """Between the end of a process's pipe and its own."""
 _STARTS = 3
 """Starts in a row that may fail, once one has succeeded, before a lane gives up."""
+_LOOK_S = 0.02
+"""Between two looks for more samples, while an asynchronous process has room for them."""
+_LATE_S = 5.0
+"""After the deadline of a sample, for the answer of a process that keeps deadlines itself."""
 _GRADES = msgspec.msgpack.Decoder(list[Grade])
 _NONSENSE = (NoAnswers, msgspec.MsgspecError, IndexError)
 """What a process that writes something else than answers can raise."""
-
-
-class _Batch:
-    """The samples of one call."""
-
-    def __init__(self, tasks: Sequence[GradeTask]) -> None:
-        self.tasks = tasks
-        self.grades: list[Grade | None] = [None] * len(tasks)
-        self.missing = len(tasks)
-        self.future: Future[list[Grade]] = Future()
-        self._rows: dict[int, bytes] = {}
-        """Identity of a row -> as it is sent: the completions of a group share theirs."""
-
-    def row(self, row: Mapping[str, Any]) -> bytes:
-        """As it is sent, nothing for an empty one. Raises what pickle raises."""
-        if row and id(row) not in self._rows:
-            self._rows[id(row)] = pickle.dumps(dict(row), 5)
-        return self._rows[id(row)] if row else b""
-
-    def finish(self) -> None:
-        if not self.future.done():
-            grades = [grade for grade in self.grades if grade is not None]
-            log_failures(_log, [task.label for task in self.tasks], grades)
-            with suppress(InvalidStateError):  # cancelled meanwhile
-                self.future.set_result(grades)
-
-
-@dataclass(slots=True, eq=False)
-class _Sample:
-    batch: _Batch
-    index: int
-    task: GradeTask
-    is_suspect: bool = False
-    """It may have ended a process: it is graded alone, and the next process that ends with it was ended by it."""
 
 
 class Grader:
@@ -106,6 +78,7 @@ class Grader:
         processes: how many grade at a time.
         timeout_s: of one sample, all functions together.
         memory_mb: that a process may take beyond what it starts with; 0: no limit.
+        max_concurrent: samples that a process has open at a time, or in one call, if the grader is made for that.
     """
 
     def __init__(
@@ -115,13 +88,17 @@ class Grader:
         processes: int = 1,
         timeout_s: float = 30.0,
         memory_mb: int = 0,
+        max_concurrent: int = 256,
     ) -> None:
         self.functions = tuple(functions)
         self.num_processes = processes
         self.timeout_s = timeout_s
         self.memory_mb = memory_mb
-        self.sends_rows = True
-        """Whether any of the functions asks for the row, as their processes report when they start."""
+        self.max_concurrent = max_concurrent
+        self.sends_context = True
+        """Whether any of the functions asks for row or prompt, as their processes report when they start."""
+        self.mode: Mode = "each"
+        """How they grade, likewise."""
         self.has_started = False
         """Whether a process ever did."""
         self.seconds_each = 0.001
@@ -131,7 +108,7 @@ class Grader:
     def _reset(self) -> None:
         self._owner = os.getpid()
         self._changed = threading.Condition()
-        self._waiting: deque[_Sample] = deque()
+        self._waiting: deque[Queued] = deque()
         self._lanes: list[_Lane] = []
         self.is_closing = False
 
@@ -152,9 +129,9 @@ class Grader:
         is no grader. Cancelling it drops what still waits.
         """
         self._leave_what_a_fork_copied()
-        batch = _Batch(tasks)
+        batch = Batch(tasks)
         with self._changed:
-            self._waiting.extend(_Sample(batch, index, task) for index, task in enumerate(tasks))
+            self._waiting.extend(Queued(batch, index, task) for index, task in enumerate(tasks))
             free = sum(not lane.chunk for lane in self._lanes)
             for _ in range(min(self.num_processes - len(self._lanes), len(self._waiting) - free)):
                 self._lanes.append(_Lane(self))
@@ -199,9 +176,20 @@ class Grader:
                 lane.chunk = [sample for sample in chunk if sample.batch not in over]
         return True
 
-    def _next_chunk(self) -> list[_Sample]:
-        waiting, free = self._waiting, sum(not lane.chunk for lane in self._lanes)
-        most = max(1, min(math.ceil(len(waiting) / free), int(_CHUNK_S / self.seconds_each)))
+    def take_more(self, lane: _Lane) -> list[Queued]:
+        """What else waits, as far as the lane has room beside what it has open; a suspect comes alone. Does not wait."""
+        with self._changed:
+            room = self.max_concurrent - len(lane.chunk)
+            if room <= 0 or not self._waiting or self._waiting[0].is_suspect or lane.chunk[0].is_suspect:
+                return []
+            more = [sample for sample in self._next_chunk(room) if not sample.batch.future.done()]
+            lane.chunk += more
+        return more
+
+    def _next_chunk(self, room: int = 0) -> list[Queued]:
+        waiting, free = self._waiting, 1 if room else sum(not lane.chunk for lane in self._lanes)
+        allowed = int(_CHUNK_S / self.seconds_each) if self.mode == "each" else room or self.max_concurrent
+        most = max(1, min(math.ceil(len(waiting) / free), allowed))
         chunk, size = [waiting.popleft()], 0
         while waiting and len(chunk) < most and not (chunk[0].is_suspect or waiting[0].is_suspect):
             size += len(waiting[0].task.completion)
@@ -210,13 +198,13 @@ class Grader:
             chunk.append(waiting.popleft())
         return chunk
 
-    def put_back(self, samples: Sequence[_Sample]) -> None:
+    def put_back(self, samples: Sequence[Queued]) -> None:
         """They are graded next."""
         with self._changed:
             self._waiting.extendleft(reversed(samples))
             self._changed.notify_all()
 
-    def settle(self, samples: Sequence[_Sample], grades: Sequence[Grade]) -> None:
+    def settle(self, samples: Sequence[Queued], grades: Sequence[Grade]) -> None:
         """What came of each; the first grade of a sample counts."""
         finished = []
         with self._changed:
@@ -260,8 +248,10 @@ class _Lane:
     def __init__(self, pool: Grader) -> None:
         self._pool = pool
         self.process: GraderProcess | None = None
-        self.chunk: list[_Sample] = []
+        self.chunk: list[Queued] = []
         """What it has taken and neither settled nor put back; `Grader.take` fills it."""
+        self._open: dict[int, tuple[Queued, float]] = {}
+        """Of an asynchronous process: position -> what it is grading there, and until when, with `_LATE_S`."""
         self.thread = threading.Thread(target=self._run, name="grades", daemon=True)
         self.thread.start()
 
@@ -275,7 +265,7 @@ class _Lane:
         try:
             while self._start():
                 while self.process is not None and self._pool.take(self):
-                    self._grade(self.process)
+                    (self._grade_open if self._pool.mode == "async" else self._grade)(self.process)
         except BaseException as raised:  # else the callers would wait for ever
             error = raised
         self._discard()
@@ -304,7 +294,7 @@ class _Lane:
     def _wait_ready(self) -> str:
         """Start it; what went wrong, or nothing. Raises OSError."""
         pool = self._pool
-        self.process = process = GraderProcess(pool.functions, pool.memory_mb)
+        self.process = process = GraderProcess(pool.functions, pool.memory_mb, pool.timeout_s)
         if pool.is_closing:  # `kill` came before there was a process
             process.kill()
         deadline = time.monotonic() + _START_S
@@ -321,12 +311,13 @@ class _Lane:
                 if isinstance(message, NoStart):
                     return message.text
                 if isinstance(message, GraderReady):
-                    pool.has_started, pool.sends_rows = True, message.wants_row
+                    pool.has_started, pool.sends_context, pool.mode = True, message.wants_context, message.mode
                     return ""
         return f"{pool.key}: its process was not ready after {_START_S:g} s"
 
     def _discard(self) -> None:
         process, self.process = self.process, None
+        self._open.clear()
         if process is not None:
             process.end()
             process.close()
@@ -365,27 +356,35 @@ class _Lane:
 
     def _give(self, process: GraderProcess) -> bool:
         """Send the chunk; whether anything was sent. What cannot be has failed."""
-        pool, rows = self._pool, list[bytes]()
-        if pool.sends_rows:
-            for sample in self.chunk.copy():
-                try:
-                    rows.append(sample.batch.row(sample.task.row))
-                except Exception as error:
-                    self.chunk.remove(sample)
-                    pool.settle([sample], [failed(f"raised {type(error).__name__}: its row cannot be sent: {error}")])
-        # what several samples share, a row or a reference, is in the pickle once
-        texts = [one.task.completion for one in self.chunk], [one.task.answer for one in self.chunk]
+        rows = self._rows(self.chunk)
+        if not self.chunk:
+            return False
         try:
-            process.give(len(self.chunk), pickle.dumps((*texts, rows), 5))
+            process.give(len(self.chunk), chunk_message(self.chunk, rows))
         except ValueError as error:  # too long, together or alone
-            chunk, self.chunk = self.chunk, []
-            for sample in chunk:
-                sample.is_suspect = True  # so each is sent alone
-            if chunk[1:]:
-                pool.put_back(chunk)
-            else:
-                pool.settle(chunk, [failed(f"raised ValueError: it cannot be sent: {error}")])
+            self._cannot_send(self.chunk, error)
+            self.chunk = []
         return bool(self.chunk)
+
+    def _rows(self, samples: list[Queued]) -> list[bytes]:
+        """As they are sent. Samples whose rows cannot be have failed, and are taken out of the list."""
+        rows = list[bytes]()
+        for sample in samples.copy() if self._pool.sends_context else ():
+            try:
+                rows.append(sample.batch.row(sample.task.row))
+            except Exception as error:
+                samples.remove(sample)
+                self._pool.settle([sample], [failed(f"raised {type(error).__name__}: its row cannot be sent: {error}")])
+        return rows
+
+    def _cannot_send(self, samples: Sequence[Queued], error: ValueError) -> None:
+        """Too long: together, so that each is sent alone, or alone."""
+        for sample in samples:
+            sample.is_suspect = True
+        if samples[1:]:
+            self._pool.put_back(samples)
+        else:
+            self._pool.settle(samples, [failed(f"raised ValueError: it cannot be sent: {error}")])
 
     def _receive(self, process: GraderProcess, message: Message) -> None:
         """Raises `_NONSENSE`."""
@@ -423,17 +422,23 @@ class _Lane:
     def _lost(self, process: GraderProcess, why: str, *, at: int) -> None:
         """The process has died, was killed or is not understood: blame the sample `at` this position, if that is
         certain, and let the others wait again."""
-        chunk, first, self.chunk = self.chunk, process.answered, []
+        undone = self.chunk[process.answered :]
+        doubtful = undone[: max(process.begun - process.answered, 1)] if at == NONE else [self.chunk[at]]
+        self._blame(undone, doubtful, why, is_certain=at != NONE)
+
+    def _blame(self, undone: Sequence[Queued], doubtful: Sequence[Queued], why: str, *, is_certain: bool) -> None:
+        """Without its process: `doubtful` have failed, if that is certain or they had it to themselves; the rest of
+        `undone` waits again."""
+        self.chunk = []
         self._discard()
         if self._pool.is_closing:
-            self._pool.put_back(chunk)
+            self._pool.put_back(undone)
             return
-        doubtful = chunk[first : max(process.begun, first + 1)] if at == NONE else []
-        blamed = [sample for sample in doubtful if sample.is_suspect] if at == NONE else [chunk[at]]
+        blamed = [sample for sample in doubtful if is_certain or sample.is_suspect]
         for sample in doubtful:
             sample.is_suspect = True
         self._pool.settle(blamed, [failed(why)] * len(blamed))
-        self._pool.put_back([sample for sample in chunk[first:] if sample not in blamed])
+        self._pool.put_back([sample for sample in undone if sample not in blamed])
 
     def _out_of_memory(self, process: GraderProcess, failure: str) -> None:
         """A sample that has had a process to itself is to blame; else it is tried in a new one, since others may have
@@ -443,7 +448,73 @@ class _Lane:
         self._discard()
         self._pool.put_back(behind)
         if process.is_fresh:
-            reason = f"{failure}, above reward.memory_mb = {self._pool.memory_mb}"
-            self._pool.settle(mine, [failed(reason)] * len(mine))
+            self._pool.settle(mine, [failed(self._spent(failure))] * len(mine))
         else:
             self.chunk = mine
+
+    def _spent(self, failure: str) -> str:
+        return f"{failure}, above reward.memory_mb = {self._pool.memory_mb}"
+
+    # ------------------------------------------------------------------------------- an asynchronous process
+
+    def _grade_open(self, process: GraderProcess) -> None:
+        """As `_grade`, and what else comes in while there is room, until nothing is open."""
+        self._give_open(process, self.chunk)
+        timeout_s = self._pool.timeout_s
+        while self.chunk and self.process is process:
+            self._give_open(process, self._pool.take_more(self))
+            now, at = time.monotonic(), process.at
+            if at in self._open and now >= process.since_s + timeout_s:
+                self._lose_open(f"timed out after {timeout_s:g} s", at)
+                return
+            latest_s = min((until_s for _, until_s in self._open.values()), default=now)
+            if now >= latest_s:
+                self._lose_open(f"timed out after {timeout_s:g} s", NONE)
+                return
+            has_room = len(self.chunk) < self._pool.max_concurrent
+            try:
+                messages = process.wait(min(latest_s, now + (_LOOK_S if has_room else 1.0)))
+                for message in messages or []:
+                    self._receive_open(message)
+            except _NONSENSE as error:
+                self._lose_open(f"died (it wrote something else than answers: {error})", NONE)
+                return
+            if messages is None:
+                how = process.end(_DYING_S)
+                self._lose_open(f"died ({how or 'its pipe was closed'})", process.at if how else NONE)
+
+    def _give_open(self, process: GraderProcess, samples: list[Queued]) -> None:
+        samples = samples.copy()
+        asked = len(samples)
+        rows = self._rows(samples)
+        try:
+            if samples:
+                first = process.given
+                process.add(len(samples), chunk_message(samples, rows, first))
+                until_s = time.monotonic() + self._pool.timeout_s + _LATE_S
+                self._open |= {first + place: (sample, until_s) for place, sample in enumerate(samples)}
+        except ValueError as error:
+            self._cannot_send(samples, error)
+        if len(self._open) < len(self.chunk) or asked != len(samples):
+            self._keep_open()
+
+    def _keep_open(self) -> None:
+        self.chunk = [sample for sample, _ in self._open.values()]
+
+    def _receive_open(self, message: Message) -> None:
+        """Raises `_NONSENSE`."""
+        if not isinstance(message, Answers) or message.positions is None:
+            raise NoAnswers(f"{type(message).__name__} in place of answers")
+        pairs = zip(message.positions, _GRADES.decode(message.grades), strict=True)
+        graded = [(self._open.pop(place)[0], grade) for place, grade in pairs if place in self._open]
+        spent = graded.pop() if message.out_of_memory and graded else None
+        self._pool.settle([sample for sample, _ in graded], [grade for _, grade in graded])
+        self._keep_open()
+        if spent is not None:  # alone it is to blame; else others may have filled the memory
+            sample, grade = spent
+            self._blame([sample, *self.chunk], [sample], self._spent(grade.failure), is_certain=False)
+
+    def _lose_open(self, why: str, at: int) -> None:
+        undone = [sample for sample, _ in self._open.values()]
+        doubtful = [self._open[at][0]] if at in self._open else undone
+        self._blame(undone, doubtful, why, is_certain=at in self._open)
