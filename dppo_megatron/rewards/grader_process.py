@@ -56,6 +56,7 @@ class GraderProcess:
         threads = {name: os.environ.get(name, "1") for name in _THREADS}
         with board_file() as board:
             self._board = map_board(board.fileno())
+            self._board[AT] = NONE
             self._process = start_python(
                 "dppo_megatron.rewards.worker",
                 variables=threads | {"CUDA_VISIBLE_DEVICES": ""},

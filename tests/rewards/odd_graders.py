@@ -385,14 +385,15 @@ async def coroutine(completion: str, answer: str) -> Any:
     """As `obey`, asynchronously where the command has something to wait for."""
     command, _, argument = completion.partition(" ")
     if command == "meet":  # until so many are here
-        _MEETING.append(asyncio.get_running_loop().create_future())
+        mine = asyncio.get_running_loop().create_future()
+        _MEETING.append(mine)
         if len(_MEETING) == int(argument):
             for one in _MEETING:
-                one.set_result(None)
-            _MEETING.clear()
-            return 1.0
-        await _MEETING[-1]
-        return 1.0
+                one.set_result(1.0)
+        try:
+            return await mine
+        finally:
+            _MEETING.remove(mine)
     if command == "wait":
         await asyncio.sleep(float(argument))
         return 1.0
