@@ -2,7 +2,7 @@
 
 A function that was written for another trainer would take our arguments too, in the wrong places and without a word: of
 `compute_score(data_source, solution_str, ground_truth)` the first would be the completion. So names are looked at, and
-what has the names of nobody is refused when it is loaded.
+what fits none of these forms is refused when it is loaded.
 
 Standard library only: grader processes import this file.
 """
@@ -137,7 +137,7 @@ def _verl_lists(samples: Sequence[Sample]) -> dict[str, list[Any]]:
 
 def _check_verl(unknown: set[str], signature: Any) -> None:
     if unknown:
-        raise TypeError(f"takes {signature}, and nobody has its '{min(unknown)}': {_TAKES}")
+        raise TypeError(f"takes {signature}, of which '{min(unknown)}' is not to be had here: {_TAKES}")
 
 
 # -------------------------------------------------------------------------------------------------- TRL

@@ -111,7 +111,7 @@ class Work:
         self.reset()
 
     def reset(self) -> None:
-        """Nothing waits and nobody works."""
+        """Nothing waits, and there are no lanes."""
         self._owner = os.getpid()
         self._changed = threading.Condition()
         self._waiting: deque[Queued] = deque()
@@ -148,7 +148,12 @@ class Work:
 
     def _next_chunk(self, room: int = 0) -> list[Queued]:
         waiting, free = self._waiting, 1 if room else sum(not lane.chunk for lane in self._lanes)
-        allowed = int(_CHUNK_S / self.seconds_each) if self.mode == "each" else room or self.max_concurrent
+        if self.mode == "each":
+            allowed = int(_CHUNK_S / self.seconds_each)
+        elif self.mode == "batch":  # the call has the time limit of one sample: stay well below it
+            allowed = min(self.max_concurrent, int(self.timeout_s / 4 / self.seconds_each))
+        else:
+            allowed = room or self.max_concurrent
         most = max(1, min(math.ceil(len(waiting) / free), allowed))
         chunk, size = [waiting.popleft()], 0
         while waiting and len(chunk) < most and not (chunk[0].is_suspect or waiting[0].is_suspect):

@@ -17,12 +17,16 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.job import job_config, read_metrics, write_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.config.reward import RewardConfig, RewardFunctionConfig
+from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.functions import NamedFunction
 from dppo_megatron.rewards.grading import deciding_reward, make_grader
 from dppo_megatron.rewards.pool import Grader
+from dppo_megatron.run import Run
+from dppo_megatron.train import train
 from dppo_megatron.types import Grade, GradeTask, UserError
 
 MEMORY_MB = 64
@@ -502,3 +506,31 @@ def test_only_the_grader_is_imported() -> None:
         for process in pool.processes:
             maps = Path(f"/proc/{process.pid}/maps").read_bytes()
             assert b"libtorch" not in maps and b"numpy" not in maps and b"python" in maps
+
+
+# ------------------------------------------------------------------------------------------------ in a training run
+
+
+def _train_with(files: Path, run_dir: Path) -> None:
+    rewards = {"right": "verl_gsm8k", "chat": "trl_chat", "tokens": "told", "asked": "verl_async"}
+    extra: dict[str, object] = {
+        f"reward__functions__{name}__function": f"odd_graders:{rewards[name]}" for name in rewards
+    }
+    extra |= {"reward__functions__tokens__weight": 0, "reward__min_self_consistency": 0, "sft__steps": 2, "steps": 2}
+    with Run(prepare_job(job_config(files, run_dir, **extra), 1)) as run:
+        train(run)
+
+
+@pytest.mark.slow
+def test_a_run_with_graders_of_other_trainers(tmp_path: Path) -> None:
+    """verl's and TRL's functions, one of them asynchronous, and one that counts tokens: its mean times the completions
+    is what the run itself has counted."""
+    run_ranks(_train_with, 1, write_job_files(tmp_path / "task"), tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["reward/failed_count"] == 0
+        assert row["reward/mean"] == pytest.approx(row["reward/right"] + row["reward/chat"] + row["reward/asked"])
+        assert row["reward/acc"] == row["reward/asked"], "the other number that verl's function returned"
+        counted = row["reward/tokens"] * row["prune/completions_generated"]
+        assert counted == pytest.approx(row["tokens/generated"])
