@@ -4,9 +4,9 @@
     dppo-megatron train CONFIG reward.function=examples.judge_grader:judge reward.correct_from=0.8 \\
         reward.min_self_consistency=0 reward.max_concurrent=512 reward.timeout_s=120
 
-An `async def` grader: one process asks hundreds of questions at a time, `reward.max_concurrent` at most. What the judge
-does not answer within `reward.timeout_s` has failed, and is not a 0. With `min_self_consistency=0` the judge is not asked
-about 2,000 references first.
+An `async def` grader: one process asks hundreds of questions at a time, `reward.max_concurrent` at most. What the
+judge does not answer within `reward.timeout_s` has failed, and is not a 0. `min_self_consistency=0` spares it 2,000
+references.
 """
 
 import asyncio

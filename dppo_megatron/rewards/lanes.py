@@ -32,7 +32,7 @@ _STARTS = 3
 _LOOK_S = 0.02
 """Between two looks for more samples, while an asynchronous process has room for them."""
 _LATE_S = 5.0
-"""After the deadline of a sample, for the answer of a process that keeps deadlines itself."""
+"""After twice the time limit, for the answer of a process that keeps deadlines itself: a busy machine is no fault."""
 _GRADES = msgspec.msgpack.Decoder(list[Grade])
 _NONSENSE = (NoAnswers, msgspec.MsgspecError, IndexError)
 """What a process that writes something else than answers can raise."""
@@ -47,7 +47,7 @@ class Lane:
         self.chunk: list[Queued] = []
         """What it has taken and neither settled nor put back; `Work.take` fills it."""
         self._open: dict[int, tuple[Queued, float]] = {}
-        """Of an asynchronous process: position -> what it is grading there, and until when, with `_LATE_S`."""
+        """Of an asynchronous process: position -> what it is grading there, and until when to wait for the answer."""
         self.thread = threading.Thread(target=self._run, name="grades", daemon=True)
         self.thread.start()
 
@@ -286,7 +286,7 @@ class Lane:
         try:
             if sent:
                 process.add(len(sent), chunk_message(sent, rows, first))
-                until_s = time.monotonic() + self._pool.timeout_s + _LATE_S
+                until_s = time.monotonic() + 2 * self._pool.timeout_s + _LATE_S
                 self._open |= {first + place: (sample, until_s) for place, sample in enumerate(sent)}
         except ValueError as error:
             self._cannot_send(sent, error)
@@ -296,7 +296,7 @@ class Lane:
         """Raises `_NONSENSE`."""
         if not isinstance(message, Answers) or message.positions is None:
             raise NoAnswers(f"{type(message).__name__} in place of answers")
-        pairs = zip(message.positions, _GRADES.decode(message.grades), strict=True)
+        pairs = zip(message.positions, _GRADES.decode(message.grades), strict=False)
         graded = [(self._open.pop(place)[0], grade) for place, grade in pairs if place in self._open]
         spent = graded.pop() if message.out_of_memory and graded else None
         self._pool.settle([sample for sample, _ in graded], [grade for _, grade in graded])
@@ -306,6 +306,9 @@ class Lane:
             self._blame([sample, *self.chunk], [sample], self._spent(grade.failure), is_certain=False)
 
     def _lose_open(self, why: str, at: int) -> None:
+        """As `_lost`. Alone, hundreds of slow samples would take an hour: first they are tried together once more."""
         undone = [sample for sample, _ in self._open.values()]
-        doubtful = [self._open[at][0]] if at in self._open else undone
+        doubtful = [self._open[at][0]] if at in self._open else [sample for sample in undone if sample.was_lost]
+        for sample in undone:
+            sample.was_lost = True
         self._blame(undone, doubtful, why, is_certain=at in self._open)

@@ -21,7 +21,8 @@ mix of behaviours can repeat for ever.
 
 A grader that takes lists gets its chunk in one call, which has the time limit of one sample. One that is asynchronous
 keeps up to `max_concurrent` samples open: its lane hands on what comes in meanwhile, looking 50 times a second, and the
-process itself ends each at its deadline. The lane acts only if an event loop is blocked.
+process itself ends each at its deadline. The lane acts only if an event loop is blocked. Samples that a process has
+taken with it are tried together once more before each is graded alone: a judge would make an hour of that.
 """
 
 from __future__ import annotations

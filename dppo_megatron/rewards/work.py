@@ -61,6 +61,8 @@ class Queued:
     task: GradeTask
     is_suspect: bool = False
     """It may have ended a process: it is graded alone, and the next process that ends with it was ended by it."""
+    was_lost: bool = False
+    """It was open in an asynchronous process that has ended."""
 
 
 def chunk_message(samples: Sequence[Queued], rows: Sequence[bytes], first: int = 0) -> bytes:

@@ -384,6 +384,13 @@ _MEETING: list[Any] = []
 async def coroutine(completion: str, answer: str) -> Any:
     """As `obey`, asynchronously where the command has something to wait for."""
     command, _, argument = completion.partition(" ")
+    if command == "die_once":
+        count, path = argument.split(" ", 1)
+        if not os.path.exists(path):
+            open(path, "x").close()
+            asyncio.get_running_loop().call_later(0.1, os._exit, 5)
+            await asyncio.sleep(3600)
+        command, argument = "meet", count
     if command == "meet":  # until so many are here
         mine = asyncio.get_running_loop().create_future()
         _MEETING.append(mine)

@@ -375,6 +375,13 @@ def test_what_an_asynchronous_sample_does_costs_it_alone(command: str) -> None:
         assert [outcome(grade) for grade in grades[:2] + grades[3:]] == [1.0, 2.0, 1.0, 0.5, 0.0]
 
 
+def test_what_is_open_when_a_process_ends_between_samples_is_graded_again(tmp_path: Path) -> None:
+    """Together: 101 that wait for each other never could alone. In the first process 100 do when it ends."""
+    with pool_of("coroutine", processes=1, timeout_s=60.0) as pool:
+        grades = pool.grade(tasks_of([f"die_once 101 {tmp_path / 'once'}", *["meet 101"] * 100]))
+        assert [outcome(grade) for grade in grades] == [1.0] * 101
+
+
 @pytest.mark.slow
 def test_an_asynchronous_sample_without_end_costs_it_alone() -> None:
     """One that waits, one that does not listen to being cancelled, one that blocks the event loop in Python or in C,
