@@ -43,8 +43,8 @@ class Sample(NamedTuple):
     finish_reason: str = "stop"
 
 
-class CannotCall(Exception):
-    """A column that the function asks for is not there; the text says which."""
+class GradingFailed(Exception):
+    """A grading failed; the text says how."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ def calling_of(function: Callable[..., Any]) -> Calling:
     def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if takes_any or name in named}
 
-    blank = Sample("", "", {})
     if "completions" in named or "completion_ids" in needed:
         wants_chat = _annotated(named.get("completions"))
         call = functools.partial(_call_with_columns, function, needed, chosen, wants_chat)
         return Calling(call, True, is_async, True)
-    if "solution_strs" in named:
-        _check_verl(needed - _verl_lists([blank]).keys(), signature)
-        return Calling(lambda samples: function(**chosen(_verl_lists(samples))), True, is_async, True)
-    if "solution_str" in named:
-        _check_verl(needed - _verl(blank).keys(), signature)
-        return Calling(lambda one: function(**chosen(_verl(one))), False, is_async, True)
+    if "solution_strs" in named or "solution_str" in named:
+        takes_lists = "solution_strs" in named
+        values: Callable[[Any], dict[str, Any]] = _verl_lists if takes_lists else _verl
+        blank = Sample("", "", {})
+        if unknown := needed - values([blank] if takes_lists else blank).keys():
+            raise TypeError(f"takes {signature}, of which '{min(unknown)}' is not to be had here: {_TAKES}")
+        return Calling(lambda given: function(**chosen(values(given))), takes_lists, is_async, True)
     return _native(function, signature, [name for name in _CONTEXT if name in named], is_async)
 
 
@@ -135,11 +135,6 @@ def _verl_lists(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     return {f"{name}s": [one[name] for one in each] for name in each[0]}
 
 
-def _check_verl(unknown: set[str], signature: Any) -> None:
-    if unknown:
-        raise TypeError(f"takes {signature}, of which '{min(unknown)}' is not to be had here: {_TAKES}")
-
-
 # -------------------------------------------------------------------------------------------------- TRL
 
 
@@ -153,7 +148,7 @@ class _TokenCount(Sequence[int]):
         return self._count
 
     def __getitem__(self, place: Any) -> Any:
-        raise CannotCall("asks for token ids; a grader is told their number only, which is len(completion_ids[i])")
+        raise GradingFailed("asks for token ids; a grader is told their number only, which is len(completion_ids[i])")
 
 
 def _call_with_columns(
@@ -166,7 +161,7 @@ def _call_with_columns(
     values = chosen(_columns(samples, wants_chat))
     if missing := needed - values.keys():
         have = ", ".join(sorted({name for one in samples for name in one.row})) or "none"
-        raise CannotCall(f"asks for the column '{min(missing)}', and the rows have: {have}")
+        raise GradingFailed(f"asks for the column '{min(missing)}', and the rows have: {have}")
     return function(**values)
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
-from dppo_megatron.rewards.calling import Calling, CannotCall, Sample, calling_of
+from dppo_megatron.rewards.calling import Calling, GradingFailed, Sample, calling_of
 
 BUILT_IN = {
     "math": "dppo_megatron.rewards.math.grader:grade_math",
@@ -51,10 +51,6 @@ class NamedFunction:
     weight: float = 1.0
     key: str = "the grader"
     """What it is called in messages: `reward.function = 'math'`."""
-
-
-class GradingFailed(Exception):
-    """A grading failed; the text says how."""
 
 
 Mode = Literal["each", "batch", "async"]
@@ -184,7 +180,7 @@ def _listed(results: Any, count: int) -> list[Any]:
 
 def _failure(error: BaseException) -> dict[str, Any]:
     """SystemExit too: it is the sample that ends, not the process."""
-    if isinstance(error, (GradingFailed, CannotCall)):
+    if isinstance(error, GradingFailed):
         return {"failure": str(error)}
     if isinstance(error, MemoryError):
         return {"failure": f"raised {_described(error)}", "memory": True}

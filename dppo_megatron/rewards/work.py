@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from dppo_megatron.rewards.functions import Mode, NamedFunction
 from dppo_megatron.rewards.measures import failed, log_failures
@@ -78,13 +78,6 @@ def chunk_message(samples: Sequence[Queued], rows: Sequence[bytes], first: int =
     return pickle.dumps((first, *texts, *facts, rows, prompts), 5)
 
 
-class Taker(Protocol):
-    """A lane."""
-
-    chunk: list[Queued]
-    """What it has taken and neither settled nor put back."""
-
-
 class Work:
     """The queue. Lanes and callers share it."""
 
@@ -117,8 +110,7 @@ class Work:
         self._owner = os.getpid()
         self._changed = threading.Condition()
         self._waiting: deque[Queued] = deque()
-        self._lanes: list[Any] = []
-        """Takers."""
+        self._lanes: list[Any] = []  # of Lane, which imports this
         self.is_closing = False
 
     @property
@@ -126,7 +118,7 @@ class Work:
         """What the grader is called in messages: `reward.function = 'math'`."""
         return self.functions[0].key if len(self.functions) == 1 else "reward.functions"
 
-    def take(self, lane: Taker) -> bool:
+    def take(self, lane: Any) -> bool:
         """Wait for the next chunk, and give it to `lane`. False if the pool is being closed."""
         with self._changed:
             while not lane.chunk:
@@ -138,7 +130,7 @@ class Work:
                 lane.chunk = [sample for sample in chunk if sample.batch not in over]
         return True
 
-    def take_more(self, lane: Taker) -> list[Queued]:
+    def take_more(self, lane: Any) -> list[Queued]:
         """What else waits, as far as the lane has room beside what it has open, and a suspect alone. Does not wait."""
         with self._changed:
             room = self.max_concurrent - len(lane.chunk)
@@ -185,7 +177,7 @@ class Work:
         for batch in finished:
             batch.finish()
 
-    def leave(self, lane: Taker, error: BaseException | None) -> None:
+    def leave(self, lane: Any, error: BaseException | None) -> None:
         """A lane ends: its process cannot be started any more. With the last one all that waits has failed; with an
         error too, which the callers get."""
         with self._changed:
