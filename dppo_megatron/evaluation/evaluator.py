@@ -193,10 +193,9 @@ class SetGraders:
     def graded_in_parts(self, samples: Sequence[EvalSample]) -> Iterator[list[EvalSample]]:
         """The samples with the verdicts of their sets' graders, whatever verdicts they had, a part as soon as it and
         those before it are done: a slow judge is asked about all of them at a time, and a kill costs few verdicts."""
-        parts = [samples[first : first + _PART] for first in range(0, len(samples), _PART)]
         asked = deque(
             (part, [(of, grader.submit([_task(part[i]) for i in of])) for grader, of in self.by_grader(part)])
-            for part in parts
+            for part in (samples[first : first + _PART] for first in range(0, len(samples), _PART))
         )
         done = 0
         with progress("evaluation: grading", len(samples), "answers") as advance:

@@ -66,6 +66,7 @@ class Rewards:
 
     def __init__(self, functions: Sequence[NamedFunction]) -> None:
         self._functions = [(item, _load(item)) for item in functions]
+        self._is_one = len(functions) == 1 and not functions[0].name
         callings = [calling for _, calling in self._functions]
         self.wants_context = any(calling.wants_context for calling in callings)
         is_batch = any(calling.takes_lists for calling in callings)
@@ -73,6 +74,8 @@ class Rewards:
 
     def grade(self, sample: Sample) -> Any:
         """A plain float where there is no more to say, else a dict of a Grade's fields; a failure is one as well."""
+        if self._is_one:
+            return _graded(self._functions[0][1], sample)
         return self._combined(_graded(calling, sample) for _, calling in self._functions)
 
     def grade_together(self, samples: Sequence[Sample]) -> list[Any]:
@@ -90,9 +93,8 @@ class Rewards:
         return self._combined(said)
 
     def _combined(self, results: Iterable[Any]) -> Any:
-        if len(self._functions) == 1 and not self._functions[0][0].name:
-            (said,) = results
-            return said
+        if self._is_one:
+            return next(iter(results))
         total = 0.0
         first: dict[str, Any] = {}
         facts: dict[str, float] = {}

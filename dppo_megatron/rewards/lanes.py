@@ -258,8 +258,7 @@ class Lane:
         self._give_open(process, self.chunk)
         timeout_s = self._pool.timeout_s
         while self.chunk and self.process is process:
-            if more := self._pool.take_more(self):
-                self._give_open(process, more)
+            self._give_open(process, self._pool.take_more(self))
             now, at = time.monotonic(), process.at
             if at in self._open and now >= process.since_s + timeout_s:
                 self._lose_open(f"timed out after {timeout_s:g} s", at)

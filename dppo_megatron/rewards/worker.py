@@ -148,8 +148,7 @@ async def _grade_as_they_come(
         done, _ = await asyncio.wait({attempt}, timeout=timeout_s)
         result = attempt.result() if done else {"failure": f"timed out after {timeout_s:g} s"}
         attempt.cancel()
-        if sys.stdout.closed or sys.stderr.closed:
-            _open_streams()
+        _tidy(os.getpid())
         if not graded:
             loop.call_later(_FLUSH_NS / 1e9, flush)
         spent = type(result) is dict and "memory" in result
@@ -171,13 +170,9 @@ async def _grade_as_they_come(
         os.killpg(os.getpid(), signal.SIGKILL)  # the event loop would wait for what is still running
 
 
-async def _observed(grading: Coroutine[Any, Any, Any], position: int, board: memoryview[int]) -> Any:
-    """`grading`, with its sample on the board whenever its own code runs and the others wait for it."""
-    return await _stepwise(grading, position, board)
-
-
 @types.coroutine
-def _stepwise(grading: Coroutine[Any, Any, Any], position: int, board: memoryview[int]) -> Generator[Any, Any, Any]:
+def _observed(grading: Coroutine[Any, Any, Any], position: int, board: memoryview[int]) -> Generator[Any, Any, Any]:
+    """`grading`, with its sample on the board whenever its own code runs and the others wait for it."""
     process = os.getpid()
     step, value = grading.send, None
     while True:
