@@ -16,7 +16,7 @@ import msgspec
 from dppo_megatron.rewards.grader_process import GraderProcess, NoAnswers
 from dppo_megatron.rewards.measures import failed
 from dppo_megatron.rewards.messages import NONE, Answers, GraderReady, Message, NoStart
-from dppo_megatron.rewards.work import Queued, Work, chunk_message
+from dppo_megatron.rewards.work import GradingQueue, Queued, chunk_message
 from dppo_megatron.types import Grade, UserError
 
 _log = logging.getLogger(__name__)
@@ -41,11 +41,11 @@ _NONSENSE = (NoAnswers, msgspec.MsgspecError, IndexError)
 class Lane:
     """A thread and its process, one after another: the kernel ends a process with the thread that has started it."""
 
-    def __init__(self, pool: Work) -> None:
+    def __init__(self, pool: GradingQueue) -> None:
         self._pool = pool
         self.process: GraderProcess | None = None
         self.chunk: list[Queued] = []
-        """What it has taken and neither settled nor put back; `Work.take` fills it."""
+        """What it has taken and neither settled nor put back; `GradingQueue.take` fills it."""
         self._open: dict[int, tuple[Queued, float]] = {}
         """Of an asynchronous process: position -> what it is grading there, and until when to wait for the answer."""
         self.thread = threading.Thread(target=self._run, name="grades", daemon=True)

@@ -33,11 +33,11 @@ from concurrent.futures import Future
 
 from dppo_megatron.rewards.grader_process import GraderProcess
 from dppo_megatron.rewards.lanes import Lane
-from dppo_megatron.rewards.work import Batch, Queued, Work
+from dppo_megatron.rewards.work import Batch, GradingQueue, Queued
 from dppo_megatron.types import Grade, GradeTask
 
 
-class Grader(Work):
+class Grader(GradingQueue):
     """Processes that grade. They start when they are first needed. Any thread may call it.
 
     After a fork the child starts other processes.

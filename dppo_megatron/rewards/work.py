@@ -78,7 +78,7 @@ def chunk_message(samples: Sequence[Queued], rows: Sequence[bytes], first: int =
     return pickle.dumps((first, *texts, *facts, rows, prompts), 5)
 
 
-class Work:
+class GradingQueue:
     """The queue. Lanes and callers share it."""
 
     def __init__(
