@@ -110,11 +110,16 @@ class GradeTask:
     """The other fields of the problem's row; sent only to graders that ask for it."""
     label: str = ""
     """Names it in the log."""
+    prompt: str = ""
+    """As the model was given it; sent as the row is."""
+    completion_tokens: int = 0
+    finish_reason: str = "stop"
 
     @staticmethod
-    def of(prompt: Prompt, completion: str, index: int) -> GradeTask:
+    def of(prompt: Prompt, completion: str, index: int, completion_tokens: int, finish_reason: str) -> GradeTask:
         """To grade the text of a prompt's completion `index`."""
-        return GradeTask(completion, prompt.answer, prompt.row, f"prompt {prompt.index}, completion {index}")
+        label = f"prompt {prompt.index}, completion {index}"
+        return GradeTask(completion, prompt.answer, prompt.row, label, prompt.text, completion_tokens, finish_reason)
 
 
 @dataclass(frozen=True, slots=True)

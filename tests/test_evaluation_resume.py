@@ -10,15 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.cases import Choose
 from support.job import job_config
 
 from dppo_megatron.config.data import EvalSetConfig
+from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.evaluation.eval_samples import (
     UNFINISHED,
     EvalSample,
@@ -26,11 +29,12 @@ from dppo_megatron.evaluation.eval_samples import (
     read_samples,
     read_unfinished,
 )
-from dppo_megatron.evaluation.evaluator import Evaluator, one_spelling
+from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders, one_spelling
 from dppo_megatron.evaluation.standalone import about
 from dppo_megatron.job import prepare_job
+from dppo_megatron.rewards.grading import Grader
 from dppo_megatron.rollout.hf import engine_from_files
-from dppo_megatron.types import UserError
+from dppo_megatron.types import Grade, GradeTask, UserError
 from dppo_megatron.workbench.cli import main
 
 
@@ -187,6 +191,37 @@ def test_what_an_evaluation_is_about(files: Path, tmp_path: Path) -> None:
 
 def _sample(problem: int) -> EvalSample:
     return EvalSample("s", str(problem), problem, 0, "?", "1", "2", 1, "stop", 0.0, False, "2", "2", False)
+
+
+class _SlowGrader:
+    """Whose first answer alone has come."""
+
+    key = "slow"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Sequence[GradeTask], Future[list[Grade]]]] = []
+
+    def submit(self, tasks: Sequence[GradeTask]) -> Future[list[Grade]]:
+        future: Future[list[Grade]] = Future()
+        if not self.calls:
+            future.set_result([Grade(1.0)] * len(tasks))
+        self.calls.append((tasks, future))
+        return future
+
+
+def test_verdicts_come_as_they_are_given() -> None:
+    """All 1,000 samples of a slow grader are asked about at once; a kill loses less than 200 verdicts beside
+    those that it is at work on, and what is broken off is cancelled."""
+    grader = _SlowGrader()
+    samples = [replace(_sample(i), correct=None, tokens=i) for i in range(1000)]
+    parts = SetGraders(RewardConfig(), cast(Grader, grader), {}).graded_in_parts(samples)
+    first = next(parts)
+    assert 0 < len(first) < 200 and all(one.correct for one in first)
+    tasks = [task for call, _ in grader.calls for task in call]
+    assert [task.completion_tokens for task in tasks] == list(range(1000))
+    assert {(task.prompt, task.finish_reason) for task in tasks} == {("?", "stop")}
+    parts.close()
+    assert all(future.cancelled() for _, future in grader.calls[1:])
 
 
 def test_equal_wrong_answers_are_one_vote() -> None:

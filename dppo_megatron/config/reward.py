@@ -25,9 +25,9 @@ class RewardFunctionConfig:
 class RewardConfig:
     page = "rewards.md"
     function: str = "math"
-    """Grader: a built-in name (math, math_boxed, final_answer) or `module:function`, called as
-    function(completion_text, answer) or function(completion_text, answer, row), in processes of its own. Returns a
-    number or a `Grade`."""
+    """Grader: a built-in name (math, math_boxed, final_answer) or `module:function`, called in processes of its own as
+    function(completion, answer) or, by the names of its parameters, with more, with lists, or as in verl or TRL; `async
+    def` too. Returns a number or a `Grade`."""
     functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)
     """Several named rewards instead of the one in `function`; each is a metric reward/<name>. The first one decides
     what counts as correct in evaluations and in the check of the references."""
@@ -38,6 +38,9 @@ class RewardConfig:
     0."""
     processes: int = ranged(1, "[1, 1024]", free_at_resume=True)
     """Grader processes of each rank."""
+    max_concurrent: int = ranged(256, "[1, 100000]", free_at_resume=True)
+    """Gradings that an `async def` grader has open at a time in each process; also the most completions in a call of a
+    grader that takes lists."""
     memory_mb: int = ranged(2048, "[0, 100000000]", free_at_resume=True)
     """Writable memory that a grader process may take beyond what it has when the grader is imported (RLIMIT_DATA);
     0: no limit. A grading that needs more is a failure."""

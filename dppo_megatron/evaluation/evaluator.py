@@ -7,7 +7,7 @@ next: with six sets of 30 to 700 problems that wait is most of the time of a set
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,8 +25,8 @@ from dppo_megatron.rewards.math.grader import grade_math_boxed
 from dppo_megatron.rollout.engine import Engine, Request, Sampling, own_requests
 from dppo_megatron.types import Completion, Grade, Prompt
 
-_GRADED_AT_ONCE = 1000
-"""Between two looks at the progress: enough that no grader waits for the last of a batch."""
+_PART = 128
+"""Samples whose verdicts are written together."""
 _MATH_GRADERS = ("math", "math_boxed")
 _WHOLE = re.compile(r"-?\d{1,300}")
 _MOST_COMPARISONS = 20_000
@@ -190,21 +190,30 @@ class SetGraders:
         }
         return [replace(one, vote=counted_as(one.outcome, known.get(one.set, {}))) for one in samples]
 
-    def graded(self, samples: Sequence[EvalSample]) -> list[EvalSample]:
-        """The samples with the verdicts of their sets' graders, whatever verdicts they had."""
-        found = list(samples)
-        for grader, members in self.by_grader(samples):
-            tasks = [_task(samples[i]) for i in members]
-            for i, grade in zip(members, grader.grade(tasks), strict=True):
-                found[i] = replace(samples[i], **self._verdict(grade))
-        return found
-
     def graded_in_parts(self, samples: Sequence[EvalSample]) -> Iterator[list[EvalSample]]:
-        """The same, some at a time."""
+        """The samples with the verdicts of their sets' graders, whatever verdicts they had, a part as soon as it and
+        those before it are done: a slow judge is asked about all of them at a time, and a kill costs few verdicts."""
+        asked = deque(
+            (part, [(of, grader.submit([_task(part[i]) for i in of])) for grader, of in self.by_grader(part)])
+            for part in (samples[first : first + _PART] for first in range(0, len(samples), _PART))
+        )
+        done = 0
         with progress("evaluation: grading", len(samples), "answers") as advance:
-            for first in range(0, len(samples), _GRADED_AT_ONCE):
-                yield self.graded(samples[first : first + _GRADED_AT_ONCE])
-                advance(min(len(samples), first + _GRADED_AT_ONCE))
+            try:
+                while asked:
+                    part, futures = asked[0]
+                    found = list(part)
+                    for members, future in futures:
+                        for i, grade in zip(members, future.result(), strict=True):
+                            found[i] = replace(part[i], **self._verdict(grade))
+                    asked.popleft()
+                    yield found
+                    done += len(part)
+                    advance(done)
+            finally:
+                for _, futures in asked:
+                    for _, future in futures:
+                        future.cancel()
 
     def _verdict(self, grade: Grade) -> dict[str, Any]:
         """The fields of an `EvalSample` that a grade decides. Of several named rewards the first says what is correct;
@@ -229,7 +238,9 @@ class SetGraders:
 
 def _task(sample: EvalSample) -> GradeTask:
     label = f"{sample.set}, problem {sample.problem}, sample {sample.sample}"
-    return GradeTask(sample.text, sample.reference, sample.row, label)
+    return GradeTask(
+        sample.text, sample.reference, sample.row, label, sample.prompt, sample.tokens, sample.finish_reason
+    )
 
 
 def _unparsed(grade: Grade) -> bool | None:

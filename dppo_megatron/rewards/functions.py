@@ -1,14 +1,12 @@
 """The built-in graders by their names; loads a user's, calls it, and checks what it returns.
 
 Runs in the grader processes, which must start fast: the standard library only, no numpy and no torch unless the grader
-imports them.
-
-How a grader is called. It is handed the row if it has a third positional parameter without a default, or a parameter
-named `row`. A third parameter with a default and another name (`strict=False`), `*args` and `**kwargs` do not ask for
-it: a two-argument function that was given an option, or wrapped in a decorator, goes on working.
+imports them. How a grader is called: `calling.py`.
 
 What may come back. A finite number of any kind: bool, int, float, Decimal, Fraction, a numpy scalar, a tensor without
-dimensions (whatever has `.item()` and no dimensions). Or a `Grade`. All else is a failure that says what it was.
+dimensions (whatever has `.item()` and no dimensions). A `Grade`. A mapping with a `score`, as verl's functions return
+it. A function that is given lists returns a list of these, in which None stands for a completion that it does not
+judge. All else is a failure that says what it was.
 """
 
 from __future__ import annotations
@@ -20,10 +18,13 @@ import numbers
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, Literal
+
+from dppo_megatron.rewards.calling import Calling, GradingFailed, Sample, calling_of
 
 BUILT_IN = {
     "math": "dppo_megatron.rewards.math.grader:grade_math",
@@ -52,8 +53,8 @@ class NamedFunction:
     """What it is called in messages: `reward.function = 'math'`."""
 
 
-class GradingFailed(Exception):
-    """A grading failed; the text says how."""
+Mode = Literal["each", "batch", "async"]
+"""How a process grades its samples: one after another, many in a call, or many at a time in an event loop."""
 
 
 class Rewards:
@@ -64,34 +65,66 @@ class Rewards:
     """
 
     def __init__(self, functions: Sequence[NamedFunction]) -> None:
-        self._functions = [(item, *_load(item)) for item in functions]
-        self.wants_row = any(calling != "two" for _, _, calling in self._functions)
+        self._functions = [(item, _load(item)) for item in functions]
+        self._is_one = len(functions) == 1 and not functions[0].name
+        callings = [calling for _, calling in self._functions]
+        self.wants_context = any(calling.wants_context for calling in callings)
+        is_batch = any(calling.takes_lists for calling in callings)
+        self.mode: Mode = "async" if any(calling.is_async for calling in callings) else "batch" if is_batch else "each"
 
-    def grade(self, completion: str, answer: str, row: Any) -> Any:
+    def grade(self, sample: Sample) -> Any:
         """A plain float where there is no more to say, else a dict of a Grade's fields; a failure is one as well."""
-        if len(self._functions) == 1 and not self._functions[0][0].name:
-            _, function, calling = self._functions[0]
-            return _graded(function, calling, completion, answer, row)
+        if self._is_one:
+            return _graded(self._functions[0][1], sample)
+        return self._combined(_graded(calling, sample) for _, calling in self._functions)
+
+    def grade_together(self, samples: Sequence[Sample]) -> list[Any]:
+        """As `grade`, for each."""
+        said = [_graded_together(calling, samples) for _, calling in self._functions]
+        return [self._combined(results) for results in zip(*said, strict=True)]
+
+    async def grade_async(self, sample: Sample) -> Any:
+        """As `grade`. Several functions wait for each other: together they have one time limit."""
+        said: list[Any] = []
+        for _, calling in self._functions:
+            said.append(await _graded_async(calling, sample))
+            if _has_failed(said[-1]):
+                break
+        return self._combined(said)
+
+    def _combined(self, results: Iterable[Any]) -> Any:
+        if self._is_one:
+            return next(iter(results))
         total = 0.0
         first: dict[str, Any] = {}
         facts: dict[str, float] = {}
         parts: dict[str, float] = {}
-        for item, function, calling in self._functions:
-            said = _graded(function, calling, completion, answer, row)
+        for (item, _), said in zip(self._functions, results, strict=False):  # shorter after a failure
             fields = said if isinstance(said, dict) else {"reward": said}
-            if "failure" in fields:
+            if _has_failed(fields):
                 return fields | {"failure": f"{fields['failure']}, in its part '{item.name}'"}
+            if "failure" in fields:
+                continue
             first = first or fields
             facts = fields.get("facts", {}) | facts  # the first one's are kept
             parts[item.name] = fields["reward"]
             total += item.weight * fields["reward"]
+        if not parts:
+            return dict(_NOT_JUDGED)
         if not math.isfinite(total):
             return {"failure": f"returned parts whose weighted sum is {total}"}
         return first | {"reward": total, "parts": parts, "facts": facts}
 
 
-def _load(item: NamedFunction) -> tuple[Callable[..., Any], str]:
-    """The function, and how it is called: `two`, `three` or `named`."""
+_NOT_JUDGED = {"failure": "returned None for this completion"}
+"""Of a function that is given lists; of several functions the others decide."""
+
+
+def _has_failed(said: Any) -> bool:
+    return isinstance(said, dict) and "failure" in said and said != _NOT_JUDGED
+
+
+def _load(item: NamedFunction) -> Calling:
     module_name, _, name = item.path.partition(":")
     try:
         function: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module_name))
@@ -100,64 +133,71 @@ def _load(item: NamedFunction) -> tuple[Callable[..., Any], str]:
     if not callable(function):
         raise ValueError(f"{item.key} is not callable, it is {_shown(function)}")
     try:
-        return function, _calling(function)
+        return calling_of(function)
     except TypeError as error:
         raise ValueError(f"{item.key} {error}") from None
 
 
-def _calling(function: Callable[..., Any]) -> str:
-    """Raises TypeError if it cannot be called as a grader."""
-    import inspect
-
-    if inspect.iscoroutinefunction(function):
-        raise TypeError("is a coroutine function: a grader is called and must return its grade at once")
+def _graded(calling: Calling, sample: Sample) -> Any:
     try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):
-        return "two"  # some functions written in C do not say
-    parameters = signature.parameters
-    row = parameters.get("row")
-    named = row is not None and row.kind in (row.KEYWORD_ONLY, row.POSITIONAL_OR_KEYWORD)
-    ways: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
-        *([("named", ("", ""), {"row": {}})] if named else []),
-        ("two", ("", ""), {}),
-        ("three", ("", "", {}), {}),
-    ]
-    for way, positional, keywords in ways:
-        try:
-            signature.bind(*positional, **keywords)
-        except TypeError:
-            continue
-        return way
-    raise TypeError(
-        f"takes {signature}: a grader is called as function(completion, answer) or function(completion, answer, row)"
-    )
-
-
-def _graded(function: Callable[..., Any], calling: str, completion: str, answer: str, row: Any) -> Any:
-    try:
-        if calling == "two":
-            result = function(completion, answer)
-        elif calling == "three":
-            result = function(completion, answer, row)
-        else:
-            result = function(completion, answer, row=row)
+        result = calling.call(sample)
         return result if _is_float(result) else _fields(result)
-    except GradingFailed as failure:
-        return {"failure": str(failure)}
-    except MemoryError as error:
+    except BaseException as error:
+        return _failure(error)
+
+
+def _graded_together(calling: Calling, samples: Sequence[Sample]) -> list[Any]:
+    """What fails for many is tried for each alone: a failure costs one sample."""
+    if not calling.takes_lists:
+        return [_graded(calling, sample) for sample in samples]
+    try:
+        return _listed(calling.call(samples), len(samples))
+    except BaseException as error:
+        if len(samples) == 1:
+            return [_failure(error)]
+    return [graded for sample in samples for graded in _graded_together(calling, [sample])]
+
+
+async def _graded_async(calling: Calling, sample: Sample) -> Any:
+    try:
+        result = calling.call([sample] if calling.takes_lists else sample)
+        if calling.is_async:
+            result = await result
+        if calling.takes_lists:
+            return _listed(result, 1)[0]
+        return result if _is_float(result) else _fields(result)
+    except BaseException as error:
+        return _failure(error)
+
+
+def _listed(results: Any, count: int) -> list[Any]:
+    """Raises GradingFailed: these are not `count` results, or one is no result."""
+    rows = results.tolist() if callable(getattr(results, "tolist", None)) else results
+    if not isinstance(rows, (list, tuple)):
+        raise GradingFailed(f"returned {_shown(results)}, not a list of {count}")
+    if len(rows) != count:
+        raise GradingFailed(f"returned a list of {len(rows)} for {count} completions")
+    return [dict(_NOT_JUDGED) if one is None else one if _is_float(one) else _fields(one) for one in rows]
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """SystemExit too: it is the sample that ends, not the process."""
+    if isinstance(error, GradingFailed):
+        return {"failure": str(error)}
+    if isinstance(error, MemoryError):
         return {"failure": f"raised {_described(error)}", "memory": True}
-    except BaseException as error:  # SystemExit too: it is the sample that ends, not the process
-        trace = "".join(traceback.format_exception(error, limit=-4))
-        return {"failure": f"raised {_described(error)}", "trace": _truncated(trace[-4000:], _LONGEST_TEXT)}
+    trace = "".join(traceback.format_exception(error, limit=-4))
+    return {"failure": f"raised {_described(error)}", "trace": _truncated(trace[-4000:], _LONGEST_TEXT)}
 
 
 def _fields(result: Any) -> Any:
-    """A number as a float, a Grade as a dict of what it holds.
+    """A number as a float, a Grade or a mapping with a score as a dict of what it holds.
 
     Raises:
-        Failed: it is neither, or holds something that is not what it should be.
+        GradingFailed: it is none of them, or holds something that is not what it should be.
     """
+    if isinstance(result, Mapping) and "score" in result:
+        return _scored(result)
     types = sys.modules.get("dppo_megatron.types")  # where it is not imported there is no Grade
     if types is None or not isinstance(result, types.Grade):
         return _number(result, "")
@@ -182,6 +222,21 @@ def _fields(result: Any) -> Any:
                 else _number(value, f"a Grade whose {name}[{str(key)!r}] is ")
                 for key, value in held.items()
             }
+    return fields
+
+
+def _scored(result: Mapping[Any, Any]) -> dict[str, Any]:
+    """verl's dictionary: other numbers are facts, `pred` is what was extracted, and the rest is for verl's own log."""
+    fields: dict[str, Any] = {"reward": _number(result["score"], "a score that is ")}
+    facts: dict[str, float] = {}
+    for name, value in result.items():
+        with suppress(GradingFailed):
+            if name != "score":
+                facts[_truncated(str(name), _LONGEST_TEXT)] = _number(value, "")
+    if facts:
+        fields["facts"] = facts
+    if isinstance(found := result.get("pred"), str):
+        fields["extracted"] = _truncated(found, _LONGEST_TEXT)
     return fields
 
 

@@ -51,11 +51,12 @@ class GraderProcess:
         OSError: the machine has no room for it.
     """
 
-    def __init__(self, functions: Sequence[NamedFunction], memory_mb: int) -> None:
+    def __init__(self, functions: Sequence[NamedFunction], memory_mb: int, timeout_s: float) -> None:
         # one thread for each: there are as many processes as there should be threads
         threads = {name: os.environ.get(name, "1") for name in _THREADS}
         with board_file() as board:
             self._board = map_board(board.fileno())
+            self._board[AT] = NONE
             self._process = start_python(
                 "dppo_megatron.rewards.worker",
                 variables=threads | {"CUDA_VISIBLE_DEVICES": ""},
@@ -69,6 +70,7 @@ class GraderProcess:
                 "path": _import_path(),
                 "functions": list(functions),
                 "memory_mb": memory_mb,
+                "timeout_s": timeout_s,
                 "board": board.fileno(),
                 "parent": os.getpid(),
             }
@@ -96,6 +98,12 @@ class GraderProcess:
         self.given, self.answered = count, 0
         self._progress_s = time.monotonic()
         self._board[AT], self._board[BEGUN], self._board[LIMIT] = NONE, 0, count
+
+    def add(self, count: int, payload: bytes) -> None:
+        """As `give`, to one that grades many at a time, while it has others; positions go on from `given`."""
+        self._outgoing = memoryview(bytes(self._outgoing) + framed(payload))
+        self.given += count
+        self._progress_s = time.monotonic()
 
     def keep(self, count: int) -> None:
         """Leave it only the first `count` samples of its chunk."""

@@ -40,6 +40,7 @@ def make_grader(reward: RewardConfig, function: str = "", key: str = "") -> Grad
         processes=reward.processes,
         timeout_s=reward.timeout_s,
         memory_mb=reward.memory_mb,
+        max_concurrent=reward.max_concurrent,
     )
 
 
@@ -59,7 +60,10 @@ def grade_groups(
     graded = dict(known or {})
     open_ones = [i for i in range(len(completions)) if i not in graded]
     if open_ones:
-        tasks = [GradeTask.of(selected[i // size].prompt, completions[i].text, i % size) for i in open_ones]
+        tasks = [
+            GradeTask.of(selected[i // size].prompt, one.text, i % size, len(one.token_ids), one.finish_reason)
+            for i, one in ((i, completions[i]) for i in open_ones)
+        ]
         graded |= zip(open_ones, grader.grade(tasks), strict=True)
     grades = [graded[i] for i in range(len(completions))]
     groups = []

@@ -17,6 +17,8 @@ from typing import IO
 
 import msgspec
 
+from dppo_megatron.rewards.functions import Mode
+
 AT, SINCE_NS, BEGUN, LIMIT = range(4)
 """The board's cells, of which the process writes three and the trainer the last: position in the chunk of the sample
 that is being graded, or NONE; when it was begun, by the monotonic clock, which is one for all processes; how many of
@@ -31,7 +33,9 @@ _BOARD_BYTES = 32
 class GraderReady(msgspec.Struct, frozen=True, tag=True):
     """A process has imported its graders."""
 
-    wants_row: bool
+    wants_context: bool
+    """Whether rows and prompts are to be sent."""
+    mode: Mode
 
 
 class NoStart(msgspec.Struct, frozen=True, tag=True):
@@ -41,12 +45,14 @@ class NoStart(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answers(msgspec.Struct, frozen=True, tag=True):
-    """Grades of the next samples of its chunk, in order."""
+    """Grades of the next samples of its chunk, in order, or of those at `positions`."""
 
     grades: msgspec.Raw
     """A list of maps with the fields of a `Grade`: this file is read where numpy, which `types` needs, is not."""
     took_s: float | None = None
     """For the whole chunk, with its last answers."""
+    positions: list[int] | None = None
+    """Of a process that grades many at a time: what was asked for last need not come last."""
     out_of_memory: bool = False
     """The last of the grades failed for that, and the process has ended."""
 

@@ -23,12 +23,15 @@ import resource
 import signal
 import sys
 import time
+import types
+from collections.abc import Coroutine, Generator
 from typing import IO, Any
 
 import msgspec
 
 from dppo_megatron.children import die_with_parent
 from dppo_megatron.frames import framed, read_frame
+from dppo_megatron.rewards.calling import Sample
 from dppo_megatron.rewards.functions import Rewards
 from dppo_megatron.rewards.messages import (
     AT,
@@ -68,32 +71,30 @@ def main() -> None:
     gc.freeze()  # what was imported stays, and need not be looked through again and again
     if setup["memory_mb"]:
         _limit_memory(setup["memory_mb"] << 20)
-    _send(answers, GraderReady(rewards.wants_row))
-    while (payload := read_frame(requests.read)) is not None:
-        if not _grade_chunk(rewards, pickle.loads(payload), board, answers):
-            return
+    _send(answers, GraderReady(rewards.wants_context, rewards.mode))
+    if rewards.mode == "async":
+        import asyncio
+
+        asyncio.run(_grade_as_they_come(rewards, setup["timeout_s"], requests, board, answers))
+    else:
+        grade_chunk = _grade_chunk if rewards.mode == "each" else _grade_together
+        while (payload := read_frame(requests.read)) is not None:
+            if not grade_chunk(rewards, pickle.loads(payload), board, answers):
+                return
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)  # with it whatever graders have started
 
 
 def _grade_chunk(rewards: Rewards, chunk: Any, board: memoryview[int], answers: IO[bytes]) -> bool:
     """Answer a chunk; whether this process can go on: not after it has run out of memory."""
-    completions, references, rows = chunk
     ready: list[dict[str, Any]] = []
     process = os.getpid()
     began = now = flushed = time.monotonic_ns()
     position = 0
     while position < board[LIMIT]:
         board[SINCE_NS], board[BEGUN], board[AT] = now, position + 1, position
-        row = None
-        if rows:  # unpickled for each sample: what a grader does to a row is not seen by the next one
-            row = pickle.loads(rows[position]) if rows[position] else {}
-        result = rewards.grade(completions[position], references[position], row)
-        signal.alarm(0)  # one that was set and forgotten would strike in another sample
-        if os.getpid() != process:
-            os._exit(0)  # a child that the grader has forked and that has come back here
-        if sys.stdout.closed or sys.stderr.closed:
-            _open_streams()  # or the next grader that prints would raise
+        result = rewards.grade(_sample(chunk, position))
+        _tidy(process)
         position += 1
         spent = type(result) is dict and "memory" in result
         ready.append(_fields_of_grade(result))
@@ -108,6 +109,105 @@ def _grade_chunk(rewards: Rewards, chunk: Any, board: memoryview[int], answers: 
     board[AT] = NONE
     _send(answers, Answers(_raw(ready), (time.monotonic_ns() - began) / 1e9))
     return True
+
+
+def _grade_together(rewards: Rewards, chunk: Any, board: memoryview[int], answers: IO[bytes]) -> bool:
+    """As `_grade_chunk`, in one call: while it lasts no sample can be blamed."""
+    began, process = time.monotonic_ns(), os.getpid()
+    count = len(chunk[1])
+    board[SINCE_NS], board[BEGUN] = began, count
+    results = rewards.grade_together([_sample(chunk, position) for position in range(count)])
+    _tidy(process)
+    spent = [position for position, said in enumerate(results) if type(said) is dict and "memory" in said][:1]
+    ready = [_fields_of_grade(said) for said in (results[: spent[0] + 1] if spent else results)]
+    _send(answers, Answers(_raw(ready), (time.monotonic_ns() - began) / 1e9, out_of_memory=bool(spent)))
+    return not spent
+
+
+async def _grade_as_they_come(
+    rewards: Rewards, timeout_s: float, requests: IO[bytes], board: memoryview[int], answers: IO[bytes]
+) -> None:
+    """Begin every sample when it is read, and answer each when it is done or has had its time; until the pipe ends.
+
+    One that outlives its time is left to itself: it may not listen to being cancelled.
+    """
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    loop, reader = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+    graded: dict[int, dict[str, Any]] = {}
+
+    def flush(out_of_memory: bool = False) -> None:
+        if graded:
+            positions, grades = list(graded), list(graded.values())
+            graded.clear()
+            _send(answers, Answers(_raw(grades), positions=positions, out_of_memory=out_of_memory))
+
+    async def grade(position: int, sample: Sample) -> None:
+        attempt = asyncio.ensure_future(_observed(rewards.grade_async(sample), position, board))
+        done, _ = await asyncio.wait({attempt}, timeout=timeout_s)
+        result = attempt.result() if done else {"failure": f"timed out after {timeout_s:g} s"}
+        attempt.cancel()
+        _tidy(os.getpid())
+        if not graded:
+            loop.call_later(_FLUSH_NS / 1e9, flush)
+        spent = type(result) is dict and "memory" in result
+        if spent:
+            flush()
+        graded[position] = _fields_of_grade(result)
+        if spent:
+            flush(out_of_memory=True)
+            os._exit(0)
+
+    running: set[asyncio.Task[None]] = set()  # the loop itself keeps weak references only
+    while (payload := await loop.run_in_executor(reader, read_frame, requests.read)) is not None:
+        chunk = pickle.loads(payload)
+        for position in range(len(chunk[1])):
+            task = asyncio.create_task(grade(chunk[0] + position, _sample(chunk, position)))
+            running.add(task)
+            task.add_done_callback(running.discard)
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)  # the event loop would wait for what is still running
+
+
+@types.coroutine
+def _observed(grading: Coroutine[Any, Any, Any], position: int, board: memoryview[int]) -> Generator[Any, Any, Any]:
+    """`grading`, with its sample on the board whenever its own code runs and the others wait for it."""
+    process = os.getpid()
+    step, value = grading.send, None
+    while True:
+        board[SINCE_NS], board[AT] = time.monotonic_ns(), position
+        try:
+            waits_for = step(value)
+        except StopIteration as end:
+            return end.value
+        finally:
+            if os.getpid() != process:
+                os._exit(0)  # a child that the grader has forked
+            board[AT] = NONE
+        try:
+            value = yield waits_for
+            step = grading.send
+        except BaseException as error:  # it is being cancelled
+            step, value = grading.throw, error  # type: ignore[assignment]
+
+
+def _sample(chunk: Any, position: int) -> Sample:
+    """Of a chunk: the first's position, and a list for each field; those of rows and prompts may be empty."""
+    _, completions, references, tokens, reasons, rows, prompts = chunk
+    # a row is unpickled for each sample: what a grader does to it is not seen by the next one
+    row = pickle.loads(rows[position]) if rows and rows[position] else {}
+    prompt = prompts[position] if prompts else ""
+    return Sample(completions[position], references[position], row, prompt, tokens[position], reasons[position])
+
+
+def _tidy(process: int) -> None:
+    """After a grading: what it has left behind would meet the next one."""
+    signal.alarm(0)  # one that was set and forgotten would strike in another sample
+    if os.getpid() != process:
+        os._exit(0)  # a child that the grader has forked and that has come back here
+    if sys.stdout.closed or sys.stderr.closed:
+        _open_streams()  # or the next grader that prints would raise
 
 
 def _fields_of_grade(result: Any) -> dict[str, Any]:

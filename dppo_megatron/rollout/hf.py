@@ -102,8 +102,10 @@ class HFEngine(Engine):
         while some := list(islice(arriving, _HANDED_ON)):
             found |= some
             if self._grade is not None:
-                asked = [(requests[position], completion.text) for position, completion in some]
-                tasks = [GradeTask.of(one.prompt, text, one.completion_index) for one, text in asked]
+                tasks = [
+                    GradeTask.of(one.prompt, got.text, one.completion_index, len(got.token_ids), got.finish_reason)
+                    for one, got in ((requests[position], completion) for position, completion in some)
+                ]
                 self._graded.append(([position for position, _ in some], self._grade(tasks)))
         return dict(sorted(found.items()))
 

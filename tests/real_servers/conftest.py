@@ -26,6 +26,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_qwen3(directory / "model", seed=0, tie_word_embeddings=True)
     settings = directory / "model" / "config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"max_position_embeddings": 1024}))
+    (directory / "model" / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    )
     return directory
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.request import Request as UrlRequest
+from urllib.request import urlopen
 
 import msgspec
 import numpy as np
@@ -22,8 +27,10 @@ from support.settings import rollout_config
 
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.resolved_sets import longest_sequence
+from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
+from dppo_megatron.rewards.grading import make_grader
 from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
@@ -33,6 +40,8 @@ from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.intake import Submit
 from dppo_megatron.rollout.servers.protocol import generate
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from dppo_megatron.types import Grade, GradeTask
+from examples.judge_grader import _QUESTION
 
 pytestmark = pytest.mark.slow
 
@@ -299,3 +308,32 @@ def test_what_was_begun_can_be_given_up(served: Served, tmp_path: Path) -> None:
     for member in engine._fleet.live:
         member.server.resume(timeout_s=30)
     assert reference.difference(requests[:8], list(engine.finish().values())).max() < 1e-3
+
+
+def test_the_judge_of_the_example_is_asked_and_understood(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 questions at a time to a real OpenAI-compatible server: each reward is what the server's own reply to that
+    question comes to, asked for apart from the grader. Truncated completions are not asked about."""
+    url, ask = f"{served.servers[0].url}/v1", partial(_ask_judge, served.servers[0].url)
+    model = ask("/v1/models")["data"][0]["id"]
+    for name, value in (("JUDGE_URL", url), ("JUDGE_MODEL", model), ("JUDGE_API_KEY", API_KEY)):
+        monkeypatch.setenv(name, value)
+    texts = [f"{i} + {i} = {2 * i}" for i in range(64)]
+    tasks = [GradeTask(text, "12", {"problem": "6 + 6"}, "", "", 9, "stop") for text in texts]
+    tasks.append(GradeTask("6 + 6 =", "12", {}, "", "6 + 6", 7, "length"))
+    with closing(make_grader(RewardConfig(function="examples.judge_grader:judge", max_concurrent=64))) as grader:
+        *grades, truncated = grader.grade(tasks)
+    assert truncated == Grade(0.0, why="truncated")
+    for text, grade in list(zip(texts, grades, strict=True))[::16]:
+        question = _QUESTION.format(problem="6 + 6", answer="12", completion=text)
+        body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 8}
+        reply = ask("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+        digits = re.findall("[0-9]+", reply)
+        assert grade.extracted == reply and grade.reward == (min(10, int(digits[-1][-3:])) / 10 if digits else 0.0)
+    assert not any(grade.failure for grade in grades)
+
+
+def _ask_judge(url: str, path: str, body: Any = None) -> Any:
+    headers = {"Authorization": f"Bearer {API_KEY}", "Content-Type": "application/json"}
+    data = None if body is None else json.dumps(body).encode()
+    with urlopen(UrlRequest(url + path, data, headers), timeout=300) as response:
+        return json.load(response)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import functools
 import os
@@ -164,7 +166,7 @@ COMMANDS: dict[str, Callable[[str], Any]] = {
     "text": lambda _: "no number",
     "complex": lambda _: 1j,
     "list": lambda _: [1.0],
-    "mapping": lambda _: {"score": 1.0},
+    "mapping": lambda _: {"reward": 1.0},
     "too_large": lambda _: 10**400,
     "true": lambda _: True,
     "fraction": lambda _: Fraction(1, 2),
@@ -246,10 +248,6 @@ def four_arguments(completion: str, answer: str, row: Any, more: Any) -> float:
     return 1.0
 
 
-async def coroutine(completion: str, answer: str) -> float:
-    return 1.0
-
-
 def length(completion: str, answer: str) -> float:
     return float(len(completion))
 
@@ -277,3 +275,144 @@ def echo(completion: str, answer: str) -> Any:
     from dppo_megatron.types import Grade
 
     return Grade(1.0, extracted=completion)
+
+
+def told(completion: str, answer: str, finish_reason: str, *, completion_tokens: int, prompt: str) -> Any:
+    return _grade(reward=float(completion_tokens), extracted=f"{prompt} {finish_reason}")
+
+
+# ------------------------------------------------------------------------------- as verl's and TRL's are written
+
+
+def compute_score(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None, **kwargs: Any) -> Any:
+    """Like those of verl: what it was handed decides, and more than the score comes back."""
+    assert not kwargs
+    right = ground_truth in solution_str
+    return {"score": float(right), "acc": right, "pred": f"{data_source} {extra_info.get('index')}", "note": [1]}
+
+
+def verl_gsm8k(solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0) -> float:
+    return float(solution_str.endswith(f"#### {ground_truth}")) if method == "strict" else format_score
+
+
+def verl_target(data_source: str, solution_str: str, ground_truth: Mapping[str, Any], extra_info: Any) -> float:
+    """The reference is what the row has, a mapping."""
+    return float(solution_str in ground_truth["target"])
+
+
+def verl_batched(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any, **kwargs: Any) -> Any:
+    return [compute_score(*each) for each in zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)]
+
+
+async def verl_async(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
+    return compute_score(data_source, solution_str, ground_truth, extra_info)
+
+
+def verl_router(data_source: str, solution_str: str, ground_truth: str, extra_info: Any, router_address: str) -> float:
+    return 1.0
+
+
+def trl_text(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
+    """1 for each completion that has the row's `unit` and repeats its prompt."""
+    return [
+        float(unit["unit"] in text and text.startswith(prompt))
+        for prompt, text, unit in zip(prompts, completions, kwargs["extra"], strict=True)
+    ]
+
+
+def trl_chat(completions: list[list[dict[str, str]]], solution: list[str], log_extra: Any = None, **kwargs: Any) -> Any:
+    """None where the reference cannot be read."""
+    assert all(one[0]["role"] == "assistant" for one in completions) and log_extra is None
+    texts = [one[0]["content"] for one in completions]
+    return [None if right == "?" else float(right in text) for text, right in zip(texts, solution, strict=True)]
+
+
+def trl_prompts(prompts: Any, completions: Any) -> list[float]:
+    """By what the row has: a chat is a list of messages, on both sides."""
+    assert all(isinstance(one, str) for one in completions) or all(one[0]["content"] for one in completions)
+    return [float(len(one)) if isinstance(one, list) else -1.0 for one in prompts]
+
+
+async def trl_async(prompts: Any, completions: Any, answer: Any) -> list[float]:
+    await asyncio.sleep(0)
+    return [float(right in text) for text, right in zip(completions, answer, strict=True)]
+
+
+class Overlong:
+    """As TRL's rewards of length: an object that is told token ids, of which it needs the number."""
+
+    def __call__(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [-1.0 if len(ids) > 20 else 0.0 for ids in completion_ids]
+
+
+overlong = Overlong()
+
+
+def repetition(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [float(ids[0]) for ids in completion_ids]
+
+
+def trl_column(completions: Any, difficulty: Any) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def openrlhf(queries: Any, prompts: Any, labels: Any) -> list[float]:
+    return [1.0 for _ in queries]
+
+
+def swapped(answer: str, completion: str) -> float:
+    return 1.0
+
+
+def too_few(completions: Any) -> list[float]:
+    return [1.0 for _ in completions][1:]
+
+
+def batched(completions: list[str], answers: list[str]) -> list[Any]:
+    """As many as it got; with a command in it the whole call does that."""
+    for text, answer in zip(completions, answers, strict=True):
+        if text.partition(" ")[0] in COMMANDS and not text.startswith("value"):
+            obey(text, answer)
+    return [float(text.split()[1]) if text.startswith("value") else 100.0 * len(completions) for text in completions]
+
+
+# --------------------------------------------------------------------------------------------- asynchronous
+
+_MEETING: list[Any] = []
+
+
+async def coroutine(completion: str, answer: str) -> Any:
+    """As `obey`, asynchronously where the command has something to wait for."""
+    command, _, argument = completion.partition(" ")
+    if command == "die_once":
+        count, path = argument.split(" ", 1)
+        if not os.path.exists(path):
+            open(path, "x").close()
+            asyncio.get_running_loop().call_later(0.1, os._exit, 5)
+            await asyncio.sleep(3600)
+        command, argument = "meet", count
+    if command == "meet":  # until so many are here
+        mine = asyncio.get_running_loop().create_future()
+        _MEETING.append(mine)
+        if len(_MEETING) == int(argument):
+            for one in _MEETING:
+                one.set_result(1.0)
+        try:
+            return await mine
+        finally:
+            _MEETING.remove(mine)
+    if command == "wait":
+        await asyncio.sleep(float(argument))
+        return 1.0
+    if command == "never":
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+    if command == "child":  # what it starts blocks, not it
+        return await asyncio.gather(_obeys(argument))
+    await asyncio.sleep(0)
+    return obey(completion, answer)
+
+
+async def _obeys(argument: str) -> Any:
+    return obey(argument, "")

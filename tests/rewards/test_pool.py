@@ -17,25 +17,32 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.job import job_config, read_metrics, write_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.config.reward import RewardConfig, RewardFunctionConfig
+from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.functions import NamedFunction
 from dppo_megatron.rewards.grading import deciding_reward, make_grader
 from dppo_megatron.rewards.pool import Grader
+from dppo_megatron.run import Run
+from dppo_megatron.train import train
 from dppo_megatron.types import Grade, GradeTask, UserError
 
 MEMORY_MB = 64
 
 
 @contextlib.contextmanager
-def pool_of(name: str = "obey", processes: int = 2, timeout_s: float = 30.0) -> Iterator[Grader]:
+def pool_of(
+    name: str = "obey", processes: int = 2, timeout_s: float = 30.0, max_concurrent: int = 256
+) -> Iterator[Grader]:
     path = name if ":" in name else f"odd_graders:{name}"
     pool = Grader(
         [NamedFunction("", path, key=f"reward.function = '{path}'")],
         processes=processes,
         timeout_s=timeout_s,
         memory_mb=MEMORY_MB,
+        max_concurrent=max_concurrent,
     )
     try:
         yield pool
@@ -340,6 +347,80 @@ def test_failures_are_logged_a_few_with_labels_and_the_rest_by_kind(caplog: pyte
     assert "and 148 gradings more: 99 x raised ZeroDivisionError, 49 x returned None" in caplog.text
 
 
+# ------------------------------------------------------------------------------------- asynchronous and batched
+
+
+def test_hundreds_are_open_in_one_process_and_no_more_than_allowed() -> None:
+    """300 that wait for each other, in calls of 20 as a rollout makes them: all are begun, in one process. With room
+    for 10 the eleventh is not, and ten have timed out."""
+    with pool_of("coroutine", processes=1, max_concurrent=300) as pool:
+        futures = [pool.submit(tasks_of(["meet 300"] * 20)) for _ in range(15)]
+        assert [grade.reward for one in futures for grade in one.result()] == [1.0] * 300
+        assert len({grade.reward for grade in pool.grade(tasks_of(["pid"] * 50))}) == 1
+    with pool_of("coroutine", processes=1, max_concurrent=10, timeout_s=4.0) as pool:
+        grades = pool.grade(tasks_of(["meet 11"] * 11))
+        assert [outcome(grade) for grade in grades] == ["timed out after 4 s"] * 11
+
+
+ASYNC_FAULT = OWN_FAULT | {"close_everything": "died ("}  # the event loop fails first, by what it watches files with
+
+
+@pytest.mark.parametrize("command", [name for name in ASYNC_FAULT if name not in WITHOUT_END])
+def test_what_an_asynchronous_sample_does_costs_it_alone(command: str) -> None:
+    """Among others that are open in its process at that moment: they are graded, here or in the next process."""
+    with pool_of("coroutine", processes=1, timeout_s=60.0) as pool:
+        commands = ["wait 0.3", "value 2", command, "wait 0.3", "grade x", "0"]
+        grades = pool.grade(tasks_of(commands))
+        assert str(outcome(grades[2])).startswith(ASYNC_FAULT[command]), outcome(grades[2])
+        assert [outcome(grade) for grade in grades[:2] + grades[3:]] == [1.0, 2.0, 1.0, 0.5, 0.0]
+
+
+def test_what_is_open_when_a_process_ends_between_samples_is_graded_again(tmp_path: Path) -> None:
+    """Together: 101 that wait for each other never could alone. In the first process 100 do when it ends."""
+    with pool_of("coroutine", processes=1, timeout_s=60.0) as pool:
+        grades = pool.grade(tasks_of([f"die_once 101 {tmp_path / 'once'}", *["meet 101"] * 100]))
+        assert [outcome(grade) for grade in grades] == [1.0] * 101
+
+
+@pytest.mark.slow
+def test_an_asynchronous_sample_without_end_costs_it_alone() -> None:
+    """One that waits, one that does not listen to being cancelled, one that blocks the event loop in Python or in C,
+    itself or in a task of its own. All in one process, then alone; the others go on meanwhile or start again."""
+    commands = ["never", "wait 3600", "hang", "hang_in_c", "child hang"]
+    others = ["wait 0.3", "value 2", "grade x"] * 3
+    with pool_of("coroutine", processes=1, timeout_s=4.0) as pool:
+        grades = pool.grade(tasks_of([*others, *commands, *others]))
+    assert [outcome(grade) for grade in grades[9:14]] == ["timed out after 4 s"] * 5
+    assert [outcome(grade) for grade in grades[:9] + grades[14:]] == [1.0, 2.0, 0.5] * 6
+
+
+def test_rows_prompts_tokens_and_reasons_arrive() -> None:
+    tasks = [GradeTask("", "", {}, "", f"prompt {i}", i, "length") for i in range(40)]
+    with pool_of("told") as pool:
+        assert [(g.reward, g.extracted) for g in pool.grade(tasks)] == [(i, f"prompt {i} length") for i in range(40)]
+    row = {"data_source": "gsm8k", "extra_info": {"index": 7}}
+    for name in ("compute_score", "verl_batched", "verl_async"):
+        with pool_of(name) as pool:
+            grades = pool.grade([GradeTask("12", "12", row), GradeTask("1", "12", row)])
+        assert grades == [Grade(1.0, "gsm8k 7", facts={"acc": 1.0}), Grade(0.0, "gsm8k 7", facts={"acc": 0.0})]
+
+
+@pytest.mark.parametrize("command", ["raise", "kill", "memory", "exit0", "hang"])
+def test_in_a_batch_a_failure_costs_one_sample(command: str) -> None:
+    """The call fails, dies or hangs as a whole; then each sample is tried alone, and one is to blame."""
+    with pool_of("batched", processes=1, timeout_s=6.0) as pool:
+        commands = ["x", "value 2", command, "y"]
+        grades = pool.grade(tasks_of(commands))
+        assert str(outcome(grades[2])).startswith(OWN_FAULT[command])
+        assert [outcome(grade) for grade in grades[:2] + grades[3:]] == [100.0, 2.0, 100.0]
+
+
+def test_a_batch_is_what_waits_up_to_the_limit() -> None:
+    with pool_of("batched", processes=1, max_concurrent=64) as pool:
+        pool.grade(tasks_of(["x"]))
+        assert [grade.reward for grade in pool.grade(tasks_of(["x"] * 150))] == [6400.0] * 128 + [2200.0] * 22
+
+
 # ---------------------------------------------------------------------------------------------------- starting
 
 
@@ -432,3 +513,31 @@ def test_only_the_grader_is_imported() -> None:
         for process in pool.processes:
             maps = Path(f"/proc/{process.pid}/maps").read_bytes()
             assert b"libtorch" not in maps and b"numpy" not in maps and b"python" in maps
+
+
+# ------------------------------------------------------------------------------------------------ in a training run
+
+
+def _train_with(files: Path, run_dir: Path) -> None:
+    rewards = {"right": "verl_gsm8k", "chat": "trl_chat", "tokens": "told", "asked": "verl_async"}
+    extra: dict[str, object] = {
+        f"reward__functions__{name}__function": f"odd_graders:{rewards[name]}" for name in rewards
+    }
+    extra |= {"reward__functions__tokens__weight": 0, "reward__min_self_consistency": 0, "sft__steps": 2, "steps": 2}
+    with Run(prepare_job(job_config(files, run_dir, **extra), 1)) as run:
+        train(run)
+
+
+@pytest.mark.slow
+def test_a_run_with_graders_of_other_trainers(tmp_path: Path) -> None:
+    """verl's and TRL's functions, one of them asynchronous, and one that counts tokens: its mean times the completions
+    is what the run itself has counted."""
+    run_ranks(_train_with, 1, write_job_files(tmp_path / "task"), tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["reward/failed_count"] == 0
+        assert row["reward/mean"] == pytest.approx(row["reward/right"] + row["reward/chat"] + row["reward/asked"])
+        assert row["reward/acc"] == row["reward/asked"], "the other number that verl's function returned"
+        counted = row["reward/tokens"] * row["prune/completions_generated"]
+        assert counted == pytest.approx(row["tokens/generated"])

@@ -203,7 +203,10 @@ class Client:
             elif ask.ticket in self._held:
                 # written by this job's rank 0, over a connection that has shown the job's key
                 prompt = pickle.loads(ask.prompt)
-                tasks = [GradeTask.of(prompt, text, index) for index, text in enumerate(texts)]
+                tasks = [
+                    GradeTask.of(prompt, text, index, len(one.token_ids), one.finish_reason)
+                    for index, (text, one) in enumerate(zip(texts, sampled, strict=True))
+                ]
                 self._hook.submit(tasks).add_done_callback(partial(self._graded, ask.ticket, encoded))
         except BaseException as error:
             self._lost(error)

@@ -1,0 +1,195 @@
+"""What waits to be graded: the queue that all calls of a pool share, and what lanes take from it and report to it.
+
+The settings of a pool and what it has learned about its graders are here too, where lanes read them (`pool.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pickle
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from dppo_megatron.rewards.functions import Mode, NamedFunction
+from dppo_megatron.rewards.measures import failed, log_failures
+from dppo_megatron.types import Grade, GradeTask
+
+_log = logging.getLogger(__name__)
+
+_CHUNK_S = 0.02
+"""Work in a chunk. Between two chunks a process waits for some 0.2 ms, 1 % of it."""
+_CHUNK_BYTES = 4 << 20
+"""Characters of the completions in a chunk, which is pickled and sent as a whole."""
+
+
+class Batch:
+    """The samples of one call."""
+
+    def __init__(self, tasks: Sequence[GradeTask]) -> None:
+        self.tasks = tasks
+        self.grades: list[Grade | None] = [None] * len(tasks)
+        self.missing = len(tasks)
+        self.future: Future[list[Grade]] = Future()
+        self._rows: dict[int, bytes] = {}
+        """Identity of a row -> as it is sent: the completions of a group share theirs."""
+
+    def row(self, row: Mapping[str, Any]) -> bytes:
+        """As it is sent, nothing for an empty one. Raises what pickle raises."""
+        if row and id(row) not in self._rows:
+            self._rows[id(row)] = pickle.dumps(dict(row), 5)
+        return self._rows[id(row)] if row else b""
+
+    def finish(self) -> None:
+        if not self.future.done():
+            grades = [grade for grade in self.grades if grade is not None]
+            log_failures(_log, [task.label for task in self.tasks], grades)
+            with suppress(InvalidStateError):  # cancelled meanwhile
+                self.future.set_result(grades)
+
+
+@dataclass(slots=True, eq=False)
+class Queued:
+    batch: Batch
+    index: int
+    task: GradeTask
+    is_suspect: bool = False
+    """It may have ended a process: it is graded alone, and the next process that ends with it was ended by it."""
+    was_lost: bool = False
+    """It was open in an asynchronous process that has ended."""
+
+
+def chunk_message(samples: Sequence[Queued], rows: Sequence[bytes], first: int = 0) -> bytes:
+    """What a process is sent: the position of the first, and lists. What several share is in the pickle once.
+
+    Args:
+        rows: as `Batch.row` makes them; none for graders that ask for neither row nor prompt.
+    """
+    tasks = [one.task for one in samples]
+    texts = [one.completion for one in tasks], [one.answer for one in tasks]
+    facts = [one.completion_tokens for one in tasks], [one.finish_reason for one in tasks]
+    prompts = [one.prompt for one in tasks] if rows else []
+    return pickle.dumps((first, *texts, *facts, rows, prompts), 5)
+
+
+class GradingQueue:
+    """The queue. Lanes and callers share it."""
+
+    def __init__(
+        self,
+        functions: Sequence[NamedFunction],
+        *,
+        processes: int = 1,
+        timeout_s: float = 30.0,
+        memory_mb: int = 0,
+        max_concurrent: int = 256,
+    ) -> None:
+        self.functions = tuple(functions)
+        self.num_processes = processes
+        self.timeout_s = timeout_s
+        self.memory_mb = memory_mb
+        self.max_concurrent = max_concurrent
+        self.sends_context = True
+        """Whether any of the functions asks for row or prompt, as their processes report when they start."""
+        self.mode: Mode = "each"
+        """How they grade, likewise."""
+        self.has_started = False
+        """Whether a process ever did."""
+        self.seconds_each = 0.001
+        """Of a grading: a running geometric mean over the chunks, which one slow sample in a hundred barely moves."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing waits, and there are no lanes."""
+        self._owner = os.getpid()
+        self._changed = threading.Condition()
+        self._waiting: deque[Queued] = deque()
+        self._lanes: list[Any] = []  # of Lane, which imports this
+        self.is_closing = False
+
+    @property
+    def key(self) -> str:
+        """What the grader is called in messages: `reward.function = 'math'`."""
+        return self.functions[0].key if len(self.functions) == 1 else "reward.functions"
+
+    def take(self, lane: Any) -> bool:
+        """Wait for the next chunk, and give it to `lane`. False if the pool is being closed."""
+        with self._changed:
+            while not lane.chunk:
+                self._changed.wait_for(lambda: self._waiting or self.is_closing)
+                if self.is_closing:
+                    return False
+                chunk = self._next_chunk()
+                over = {batch for batch in {sample.batch for sample in chunk} if batch.future.done()}  # cancelled
+                lane.chunk = [sample for sample in chunk if sample.batch not in over]
+        return True
+
+    def take_more(self, lane: Any) -> list[Queued]:
+        """What else waits, as far as the lane has room beside what it has open, and a suspect alone. Does not wait."""
+        with self._changed:
+            room = self.max_concurrent - len(lane.chunk)
+            if room <= 0 or not self._waiting or self._waiting[0].is_suspect or lane.chunk[0].is_suspect:
+                return []
+            more = [sample for sample in self._next_chunk(room) if not sample.batch.future.done()]
+            lane.chunk += more
+        return more
+
+    def _next_chunk(self, room: int = 0) -> list[Queued]:
+        waiting, free = self._waiting, 1 if room else sum(not lane.chunk for lane in self._lanes)
+        if self.mode == "each":
+            allowed = int(_CHUNK_S / self.seconds_each)
+        elif self.mode == "batch":  # the call has the time limit of one sample: stay well below it
+            allowed = min(self.max_concurrent, int(self.timeout_s / 4 / self.seconds_each))
+        else:
+            allowed = room or self.max_concurrent
+        most = max(1, min(math.ceil(len(waiting) / free), allowed))
+        chunk, size = [waiting.popleft()], 0
+        while waiting and len(chunk) < most and not (chunk[0].is_suspect or waiting[0].is_suspect):
+            size += len(waiting[0].task.completion)
+            if size > _CHUNK_BYTES:
+                break
+            chunk.append(waiting.popleft())
+        return chunk
+
+    def put_back(self, samples: Sequence[Queued]) -> None:
+        """They are graded next."""
+        with self._changed:
+            self._waiting.extendleft(reversed(samples))
+            self._changed.notify_all()
+
+    def settle(self, samples: Sequence[Queued], grades: Sequence[Grade]) -> None:
+        """What came of each; the first grade of a sample counts."""
+        finished = []
+        with self._changed:
+            for sample, grade in zip(samples, grades, strict=True):
+                batch = sample.batch
+                if batch.grades[sample.index] is None:
+                    batch.grades[sample.index] = grade
+                    batch.missing -= 1
+                    if not batch.missing:
+                        finished.append(batch)
+        for batch in finished:
+            batch.finish()
+
+    def leave(self, lane: Any, error: BaseException | None) -> None:
+        """A lane ends: its process cannot be started any more. With the last one all that waits has failed; with an
+        error too, which the callers get."""
+        with self._changed:
+            if self.is_closing:
+                return
+            self._lanes.remove(lane)
+            self._waiting.extendleft(reversed(lane.chunk))
+            left = [] if self._lanes and not error else list(self._waiting)
+            if left:
+                self._waiting.clear()
+        if error is None:
+            self.settle(left, [failed("died (its process does not start any more)")] * len(left))
+        for batch in {sample.batch for sample in left}:
+            with suppress(InvalidStateError):
+                batch.future.set_exception(error)
