@@ -1,25 +1,33 @@
 """Loads problem sets: rows to prompts, with counts of what was left out, warnings, and a fingerprint; and the worked
 solutions of SFT.
 
-A set is read once, before a process group or a model is made. Every rank reads it because every rank needs the prompts;
-only one of them reports on it.
+A set is read before a process group or a model is made. Every rank needs its prompts: of a large training set all of a
+machine share what one of them has read (`cache.py`). Only one rank reports on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b, sha256
 from itertools import combinations, islice
 
 import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.checks import planned_prompts, too_few_prompts
 from dppo_megatron.config.conditions import Condition
-from dppo_megatron.config.resolved_sets import ResolvedSet, eval_set_configs, train_set_configs, train_set_weights
+from dppo_megatron.config.resolved_sets import (
+    ResolvedSet,
+    eval_set_configs,
+    example_set_config,
+    train_set_configs,
+    train_set_weights,
+)
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data import fields
+from dppo_megatron.data.cache import JoinedPrompts, PromptCache, PromptColumns
 from dppo_megatron.data.contamination import Contamination, HeldOut, Words, words_of
 from dppo_megatron.data.order import make_order
 from dppo_megatron.data.rows import Row, read_rows
@@ -44,23 +52,29 @@ class ProblemSet:
     name: str
     key: str
     """The settings that name it (`data.train_path`)."""
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
+    columns: PromptColumns
     filtered: int
     """Problems left out because their prompt is longer than `max_prompt_tokens`."""
-    first_prompt: str
-    """Text of the first prompt, as the model is given it."""
     fingerprint: str
     """SHA-256 of what was read: order, texts, answers, sources and token ids."""
     notes: tuple[str, ...]
     """Warnings about its rows: duplicates, levels that are not numbers."""
-    problems: Mapping[bytes, int]
-    """Hash of each problem's text (white space normalized) to where it first occurs; for comparing sets."""
     words: Sequence[Words] = ()
     """Of each problem of an evaluation set, in its order: by these it is found among training problems."""
     held_out: Mapping[str, int] = field(default_factory=dict)
     """Of a training set: how many problems of each evaluation set are in it, or were and have been dropped."""
     dropped: int = 0
     """Problems left out for that."""
+
+    @property
+    def first_prompt(self) -> str:
+        """Text of the first prompt, as the model is given it."""
+        return self.prompts[0].text
+
+
+_FACTS = ("filtered", "fingerprint", "notes", "held_out", "dropped")
+"""Fields of a `ProblemSet` that its cache keeps beside the prompts."""
 
 
 def load_set(
@@ -71,31 +85,67 @@ def load_set(
     first_index: int = 0,
     held_out: HeldOut | None = None,
     drops: bool = False,
+    cache_path: str = "",
 ) -> ProblemSet:
     """Read, render and tokenize one set. Its prompts are numbered from `first_index`.
 
     Args:
         held_out: problems to look for, in a training set; None: this is an evaluation set.
         drops: leave out those that are found.
+        cache_path: directory in which a large training set is kept for later starts; empty: none is.
 
     Raises:
         UserError: a row without a problem, a prompt that is too long and may not be filtered, or no problems.
     """
     check_template(settings, tokenizer)
+
+    def read() -> ProblemSet:
+        return _read_set(name, settings, tokenizer, first_index, held_out, drops)
+
+    def kept(cache: PromptCache) -> ProblemSet | None:
+        if (found := cache.read(first_index)) is None:
+            return None
+        prompts, columns, facts = found
+        return ProblemSet(name, settings.key, prompts, columns, **facts | {"notes": tuple(facts["notes"])})
+
+    if held_out is None:
+        return read()
+    cache = PromptCache.of(cache_path, settings, tokenizer, f"{held_out.digest} {drops}")
+    if cache is None:
+        return read()
+    if found := kept(cache):
+        return found
+    with cache.turn() as is_first:
+        if found := kept(cache):  # written meanwhile
+            return found
+        loaded = read()
+        if not is_first:
+            return loaded
+        facts = {name: getattr(loaded, name) for name in _FACTS}
+        line = cache.write(loaded.prompts, loaded.columns.problems, facts)
+    loaded = kept(cache) or loaded  # as the other ranks have it, in little memory
+    return replace(loaded, notes=(*loaded.notes, line))
+
+
+def _read_set(
+    name: str,
+    settings: ResolvedSet,
+    tokenizer: PreTrainedTokenizerBase,
+    first_index: int,
+    held_out: HeldOut | None,
+    drops: bool,
+) -> ProblemSet:
     read, where = _PromptReader(settings, tokenizer, first_index), _Where(settings)
-    looked_for, words, dropped = Contamination(held_out or HeldOut()), list[Words](), 0
+    looked_for, words = Contamination(held_out or HeldOut(), drops), list[Words]()
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance, where):
+            asked = (words_of(_asked(fields.problem_of(row, settings))) for row in rows)
             if held_out is None:
-                words += [words_of(_asked(fields.problem_of(row, settings))) for row in rows]
-            elif held_out:
-                is_held_out = looked_for.look([words_of(_asked(fields.problem_of(row, settings))) for row in rows])
-                dropped += sum(is_held_out) if drops else 0
-                rows = [row for row, one in zip(rows, is_held_out, strict=True) if not (one and drops)]
-            read.add(rows)
+                words += asked
+            read.add(looked_for.kept(rows, asked))
     if not settings.limit or where.met < settings.limit:  # else the field may be in a later row
         where.check_fields()
-    prompts = read.prompts
+    prompts, dropped = read.prompts, looked_for.dropped
     if not prompts:
         why = f": all {read.filtered} are longer than {settings.max_prompt_tokens} tokens" if read.filtered else ""
         why = why or (f": all {dropped} are problems of evaluation sets (contamination=drop)" if dropped else "")
@@ -115,11 +165,10 @@ def load_set(
         name,
         settings.key,
         prompts,
+        PromptColumns.of(prompts, read.repeats.hashes()),
         read.filtered,
-        prompts[0].text,
         read.hashed.hexdigest(),
         tuple(notes),
-        read.repeats.first,
         words,
         looked_for.counts(),
         dropped,
@@ -220,21 +269,25 @@ def load_train_sets(
         UserError: as `load_set`; a step needs more problems of a set than it has; or evaluated problems are trained on.
     """
     sets: dict[str, ProblemSet] = {}
-    settings, held_out = train_set_configs(config), HeldOut()
-    for name, other in evaluated.items():
-        held_out.add(name, other.words)
-    drops = config.data.contamination == "drop"
+    data, settings, held_out = config.data, train_set_configs(config), _held_out(evaluated)
+    drops = data.contamination == "drop"
     for name, one in settings.items():
         first = sum(len(done.prompts) for done in sets.values())
-        sets[name] = load_set(name, one, tokenizer, first_index=first, held_out=held_out, drops=drops)
-    if config.data.contamination == "refuse" and (found := contamination_notes(sets, evaluated)):
-        raise UserError(f"{found[0].removeprefix('warning: ')}, and data.contamination=refuse")
+        sets[name] = load_set(
+            name, one, tokenizer, first_index=first, held_out=held_out, drops=drops, cache_path=data.cache_path
+        )
+    _refuse(config, contamination_notes(sets, evaluated))
     paths = ", ".join(one.path for one in settings.values())
     if too_few := too_few_prompts(config, sum(len(one.prompts) for one in sets.values()), paths):
         raise UserError(too_few)
     sizes, weights = set_sizes(sets), train_set_weights(config)
     make_order(sizes, weights, config.seed, planned_prompts(config))  # raises if the shares do not fit
     return sets
+
+
+def train_prompts(sets: Mapping[str, ProblemSet]) -> Sequence[Prompt]:
+    """Prompts of all training sets, each at its index."""
+    return JoinedPrompts([one.prompts for one in sets.values()])
 
 
 def load_eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
@@ -265,8 +318,9 @@ class _Repeats:
     """
 
     def __init__(self, prompts: list[Prompt]) -> None:
-        self.first: dict[bytes, int] = {}
+        self._first: dict[bytes, int] = {}
         """Hash of a problem to its place in `prompts`."""
+        self._hashes = bytearray()
         self._prompts = prompts
         self._count = self._contradictions = 0
         self._examples: list[str] = []
@@ -275,7 +329,9 @@ class _Repeats:
     def add(self, problem: str | fields.Messages) -> None:
         """The problem of the last prompt."""
         place = len(self._prompts) - 1
-        first = self.first.setdefault(blake2b(_identity(problem).encode(), digest_size=16).digest(), place)
+        digest = blake2b(_identity(problem).encode(), digest_size=16).digest()
+        self._hashes += digest[:8]
+        first = self._first.setdefault(digest, place)
         if first == place:
             return
         prompt, earlier = self._prompts[place], self._prompts[first]
@@ -287,6 +343,10 @@ class _Repeats:
             self._contradiction = self._contradiction or (
                 f"{prompt.origin} says {prompt.answer[:60]!r} and {earlier.origin} {earlier.answer[:60]!r}"
             )
+
+    def hashes(self) -> npt.NDArray[np.uint64]:
+        """[prompts] 64 bits of each problem's: two of a million are equal by chance once in 40 million sets."""
+        return np.frombuffer(self._hashes, "<u8")
 
     def notes(self) -> Iterator[str]:
         if self._count:
@@ -300,19 +360,34 @@ def overlap_notes(train: Mapping[str, ProblemSet]) -> list[str]:
     return [
         f"warning: {shared} problems stand in both training sets '{name}' and '{other}'"
         for (name, one), (other, another) in combinations(train.items(), 2)
-        if (shared := len(one.problems.keys() & another.problems.keys()))
+        if (shared := len(np.intersect1d(one.columns.problems, another.columns.problems)))
     ]
 
 
 def contamination_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> list[str]:
     """A line for each evaluation set some of whose problems are trained on."""
+    found = ((f"set '{name}'", one.held_out) for name, one in train.items() if not one.dropped)
+    return [line for where, counts in found for line in _trained_on(where, counts, evaluated)]
+
+
+def _trained_on(where: str, counts: Mapping[str, int], evaluated: Mapping[str, ProblemSet]) -> list[str]:
     return [
         f"warning: {found} of the {len(evaluated[name].words)} problems of the evaluation set '{name}' are trained on"
-        f" (set '{other}'): its scores will be too high"
-        for other, trained in train.items()
-        if not trained.dropped
-        for name, found in trained.held_out.items()
+        f" ({where}): its scores will be too high"
+        for name, found in counts.items()
     ]
+
+
+def _refuse(config: Config, found: Sequence[str]) -> None:
+    if config.data.contamination == "refuse" and found:
+        raise UserError(f"{found[0].removeprefix('warning: ')}, and data.contamination=refuse")
+
+
+def _held_out(evaluated: Mapping[str, ProblemSet]) -> HeldOut:
+    found = HeldOut()
+    for name, one in evaluated.items():
+        found.add(name, one.words)
+    return found
 
 
 def _is_too_long(prompt: Prompt, settings: ResolvedSet) -> bool:
@@ -345,18 +420,30 @@ def _asked(problem: str | fields.Messages) -> str:
 
 
 def load_examples(
-    settings: ResolvedSet, completion_field: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int
-) -> list[TrainSample]:
-    """Read worked solutions, as samples of weight and denominator 1. Each ends with the end-of-sequence token. Raises
-    UserError: a row without problem or completion, or an example of more than `max_tokens` tokens."""
+    config: Config, tokenizer: PreTrainedTokenizerBase, evaluated: Mapping[str, ProblemSet], *, max_tokens: int
+) -> tuple[list[TrainSample], list[str]]:
+    """SFT's worked solutions, as samples of weight and denominator 1, and lines for the log. Each ends with the
+    end-of-sequence token.
+
+    Args:
+        evaluated: whose problems are looked for, and treated as `data.contamination` says.
+
+    Raises:
+        UserError: a row without problem or completion, an example of more than `max_tokens` tokens, fewer than a step
+            needs; or evaluated problems are trained on.
+    """
+    settings = example_set_config(config)
     check_template(settings, tokenizer)
+    looked_for = Contamination(_held_out(evaluated), config.data.contamination == "drop")
     samples: list[TrainSample] = []
     shared = shared_ids(tokenizer)
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance):
+            asked_of = (words_of(_asked(fields.problem_of(row, settings))) for row in rows)
+            rows = looked_for.kept(rows, asked_of)
             origins = [row.origin for row in rows]
             asked = render([fields.problem_of(row, settings) for row in rows], origins, settings, tokenizer)
-            told = [fields.completion_of(row, completion_field, settings) for row in rows]
+            told = [fields.completion_of(row, config.sft.completion_field, settings) for row in rows]
             for origin, text in zip(origins * 2, asked + told, strict=True):
                 if is_beyond(text, max_tokens):
                     raise UserError(
@@ -368,9 +455,17 @@ def load_examples(
                 count = len(samples[-1].token_ids)
                 if count > max_tokens:
                     raise UserError(f"{origin}: the example has {count} tokens, more than the {max_tokens} that fit")
-    if not samples:
-        raise UserError(f"{settings.path}: holds no examples")
-    return samples
+    left_out = f"; {looked_for.dropped} more are of problems of evaluation sets" if looked_for.dropped else ""
+    if len(samples) < max(config.sft.examples_per_step, 1):
+        raise UserError(
+            f"sft.examples_per_step = {config.sft.examples_per_step}, but {settings.path} holds only"
+            f" {len(samples)} examples{left_out}"
+        )
+    if looked_for.dropped:
+        return samples, [f"{settings.path}: {len(samples)} examples are trained on{left_out}"]
+    found = _trained_on(settings.key, looked_for.counts(), evaluated)
+    _refuse(config, found)
+    return samples, found
 
 
 def _sample(origin: str, prompt: tuple[int, ...], completion: tuple[int, ...], eos: int) -> TrainSample:
