@@ -25,8 +25,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from dppo_megatron.config.data import TrainSetConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.data.cache import LazyPrompts
 from dppo_megatron.data.order import PromptOrder
-from dppo_megatron.data.sets import load_train_sets, train_prompts
+from dppo_megatron.data.sets import load_train_sets
 from dppo_megatron.job import features_of
 
 _WORDS = 150_000
@@ -83,7 +84,10 @@ def _start(path: str, cache: str, model: str, template: str) -> None:
     (own, mapped), began = _memory(), time.process_time()
     sets = load_train_sets(config, tokenizer, {})
     loaded = time.process_time() - began
-    features, prompts = features_of([one.columns for one in sets.values()]), train_prompts(sets)
+    features, prompts = (
+        features_of([one.columns for one in sets.values()]),
+        LazyPrompts.joined([one.prompts for one in sets.values()]),
+    )
     taken, _ = PromptOrder(len(prompts), 0).take(0, 512)
     step = [prompts[index] for index in taken]
     seconds, (own_now, mapped_now) = time.process_time() - began, _memory()

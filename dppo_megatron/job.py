@@ -18,15 +18,9 @@ from dppo_megatron.config.checks import check_world_size, planned_prompts
 from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.resolved_sets import eval_set_configs, longest_sequence
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.cache import PromptColumns
-from dppo_megatron.data.sets import (
-    ProblemSet,
-    load_eval_sets,
-    load_examples,
-    load_train_sets,
-    stop_token_ids,
-    train_prompts,
-)
+from dppo_megatron.data.cache import LazyPrompts, PromptColumns
+from dppo_megatron.data.examples import load_examples
+from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets, stop_token_ids
 from dppo_megatron.data.summary import data_fingerprint, report_lines
 from dppo_megatron.platform.capabilities import Machine, this_machine
 from dppo_megatron.progress import progress
@@ -64,7 +58,7 @@ class Job:
     @cached_property
     def train_prompts(self) -> Sequence[Prompt]:
         """Prompts of all training sets, each at its index."""
-        return train_prompts(self.train_sets)
+        return LazyPrompts.joined([one.prompts for one in self.train_sets.values()])
 
     @cached_property
     def prompt_features(self) -> PromptFeatures:

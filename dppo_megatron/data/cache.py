@@ -22,16 +22,14 @@ import os
 import re
 import sys
 import zlib
-from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from hashlib import sha256
-from io import RawIOBase
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any, overload
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,48 +52,42 @@ _VARIES = re.compile(r"strftime_now|\brandom\b")
 """What a chat template may call that is not the same at the next start: Llama 3.1's has today's date."""
 
 
-class _OnDemand(Sequence[Prompt]):
-    """Prompts that are made when they are asked for."""
+class LazyPrompts(Sequence[Prompt]):
+    """`count` prompts, each of which `make` makes of its place, from 0, when it is asked for."""
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+    def __init__(self, count: int, make: Callable[[int], Prompt]) -> None:
+        self._count, self._make = count, make
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self._make(place) for place in range(*index.indices(len(self)))]
-        return self._make(range(len(self))[index])
+            return [self._make(place) for place in range(*index.indices(self._count))]
+        return self._make(range(self._count)[index])
 
-    @abstractmethod
-    def _make(self, place: int) -> Prompt:
-        """The prompt at `place`, from 0."""
+    @classmethod
+    def joined(cls, sets: Sequence[Sequence[Prompt]]) -> LazyPrompts:
+        """The prompts of several sets, one set after the other."""
+        ends = list(accumulate(map(len, sets), initial=0))
 
+        def make(place: int) -> Prompt:
+            which = bisect_right(ends, place) - 1
+            return sets[which][place - ends[which]]
 
-class JoinedPrompts(_OnDemand):
-    """The prompts of several sets, one set after the other."""
+        return cls(ends[-1], make)
 
-    def __init__(self, sets: Sequence[Sequence[Prompt]]) -> None:
-        self._sets, self._ends = sets, list(accumulate(map(len, sets), initial=0))
+    @classmethod
+    def of_table(cls, table: Any, first_index: int) -> LazyPrompts:
+        """Those of a cache's file, numbered from `first_index`."""
+        fields_of = table.drop_columns(["problem"])
 
-    def __len__(self) -> int:
-        return self._ends[-1]
+        def make(place: int) -> Prompt:
+            [values] = fields_of.slice(place, 1).to_pylist()
+            values |= {"token_ids": tuple(values["token_ids"]), "row": json.loads(values["row"])}
+            return Prompt(index=first_index + place, **values)
 
-    def _make(self, place: int) -> Prompt:
-        which = bisect_right(self._ends, place) - 1
-        return self._sets[which][place - self._ends[which]]
-
-
-class _CachedPrompts(_OnDemand):
-    def __init__(self, table: Any, first_index: int) -> None:
-        self._table, self._first_index = table.drop_columns(["problem"]), first_index
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def _make(self, place: int) -> Prompt:
-        [values] = self._table.slice(place, 1).to_pylist()
-        made = {"token_ids": tuple(values["token_ids"]), "row": json.loads(values["row"])}
-        return Prompt(index=self._first_index + place, **values | made)
+        return cls(table.num_rows, make)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +142,10 @@ class PromptCache:
     def of(
         cls, folder: str, settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase, looked_for: str
     ) -> PromptCache | None:
-        """None: no `folder`; a small set, or one of the hub by its name; or prompts that the next start need not have.
+        """None: no `folder`; a small set, or one of the hub by its name; or prompts that may differ at the next start.
 
         Args:
-            looked_for: of the evaluation problems, and what becomes of training problems among them.
+            looked_for: digest of the evaluation problems, and what becomes of training problems among them.
         """
         files = _files_of(settings.path)
         template = chat_template_of(tokenizer) if settings.template.apply_chat_template else ""
@@ -172,16 +164,16 @@ class PromptCache:
     @contextmanager
     def turn(self) -> Iterator[bool]:
         """True: this process is the one to write the file. False: another was, and has ended."""
-        descriptor = None
-        try:
+        is_first, descriptor = True, None
+        with suppress(OSError):  # not to be written, or a file system without locks: each for itself
             make_directory(self.path.parent)
             descriptor = open_own(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-            is_first = _locked(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not is_first:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_first = False
                 with progress(f"waiting for the process that reads {self._source}"):
-                    _locked(descriptor, fcntl.LOCK_SH)
-        except OSError:  # not to be written, or a file system without locks: each for itself
-            is_first = True
+                    fcntl.flock(descriptor, fcntl.LOCK_SH)
         try:
             yield is_first
         finally:
@@ -195,92 +187,56 @@ class PromptCache:
         try:
             with open_to_read(self.path) as file:
                 status = os.fstat(file.fileno())
-                ours = status.st_uid == os.geteuid() and not status.st_mode & 0o022
-                if not ours or not _is_whole(file, status.st_size):
+                end = status.st_size - _CHECKSUM_BYTES
+                is_ours = status.st_uid == os.geteuid() and not status.st_mode & 0o022
+                if not is_ours or end <= 0 or _checksum(file, end) != file.read():
                     return None
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            arrow = pyarrow.py_buffer(mapped).slice(0, status.st_size - _CHECKSUM_BYTES)
-            table = pyarrow.ipc.open_file(arrow).read_all()
+            table = pyarrow.ipc.open_file(pyarrow.py_buffer(mapped).slice(0, end)).read_all()
             if table.schema.metadata[b"key"] != self._key.encode():
                 return None
-            facts: dict[str, Any] = json.loads(table.schema.metadata[b"facts"])
-            return _CachedPrompts(table, first_index), PromptColumns.of_table(table), facts
+            facts = json.loads(table.schema.metadata[b"facts"])
+            return LazyPrompts.of_table(table, first_index), PromptColumns.of_table(table), facts
         except (OSError, ValueError, KeyError, pyarrow.ArrowException):
             return None
 
     def write(self, prompts: Sequence[Prompt], problems: npt.NDArray[np.uint64], facts: Mapping[str, Any]) -> str:
         """Write the file; returns a line for the log: where it is, or why there is none."""
-        import pyarrow
+        import pyarrow as pa
 
+        texts = [(name, pa.large_string()) for name in ("text", "answer", "source", "origin")]
+        given = [*texts, ("level", pa.float64()), ("token_ids", pa.list_(pa.int32()))]
+        made = [("row", pa.large_string()), ("problem", pa.uint64())]
+        schema = pa.schema([*given, *made], metadata={"key": self._key, "facts": json.dumps(facts)})
         try:
             if _files_of(self._source) != self._files:
                 raise ValueError("the set has changed while it was read")
-            path = self.path
-            with replacing(path, mode=0o600, durable=True) as file:
-                summed, schema = _Summed(file), _schema({"key": self._key, "facts": json.dumps(facts)})
-                with pyarrow.ipc.new_file(summed, schema) as writer:
+            for left in self.path.parent.glob(f".{self.path.name}.*.new"):  # by a process that was killed
+                left.unlink()
+            with replacing(self.path, mode=0o600, durable=True) as file:
+                with pa.ipc.new_file(file, schema) as writer:
                     for first in range(0, len(prompts), _AT_ONCE):
-                        part = slice(first, first + _AT_ONCE)
-                        columns = _columns(prompts[part], problems[part])
-                        writer.write_batch(pyarrow.RecordBatch.from_pydict(columns, schema))
-                file.write(_checksum_bytes(summed.checksum))
-            return f"its prompts are kept in {path} ({path.stat().st_size / 1e6:,.0f} MB), for later starts"
-        except (OSError, ValueError, pyarrow.ArrowException) as error:
+                        part = prompts[first : first + _AT_ONCE]
+                        if not all(_is_json(prompt.row) for prompt in part):
+                            raise ValueError("its rows hold other values than JSON has, such as dates")
+                        columns: list[Any] = [[getattr(prompt, name) for prompt in part] for name, _ in given]
+                        columns += [[json.dumps(prompt.row) for prompt in part], problems[first : first + _AT_ONCE]]
+                        writer.write_batch(pa.record_batch(columns, schema=schema))
+                file.flush()
+                with open(f"/proc/self/fd/{file.fileno()}", "rb") as written:
+                    checksum = _checksum(written, file.tell())
+                file.write(checksum)
+            return f"its prompts are kept in {self.path} ({self.path.stat().st_size / 1e6:,.0f} MB), for later starts"
+        except (OSError, ValueError, pa.ArrowException) as error:
             return f"its prompts cannot be kept in {self.path}, so every start reads the set: {reason(error)}"
 
 
-class _Summed(RawIOBase):
-    """Writes to a file, with the checksum of what was written."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.checksum = file, 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self.checksum = zlib.crc32(data, self.checksum)
-        return self._file.write(data)
-
-
-def _is_whole(file: IO[bytes], size: int) -> bool:
-    """Whether the checksum at the end is right. Read and not mapped, so that no page becomes resident by it."""
-    checksum, left, chunk = 0, size - _CHECKSUM_BYTES, memoryview(bytearray(2**20))
-    while left > 0 and (count := file.readinto(chunk[: min(left, len(chunk))])):  # type: ignore[attr-defined]
-        checksum, left = zlib.crc32(chunk[:count], checksum), left - count
-    return left == 0 and file.read() == _checksum_bytes(checksum)
-
-
-def _checksum_bytes(checksum: int) -> bytes:
+def _checksum(file: IO[bytes], size: int) -> bytes:
+    """Of the first `size` bytes. They are read and not mapped, so that no page becomes resident by it."""
+    checksum = 0
+    while size and (chunk := file.read(min(size, 2**20))):
+        checksum, size = zlib.crc32(chunk, checksum), size - len(chunk)
     return checksum.to_bytes(_CHECKSUM_BYTES, "little")
-
-
-def _locked(descriptor: int, how: int) -> bool:
-    try:
-        fcntl.flock(descriptor, how)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _schema(metadata: dict[str, str]) -> Any:
-    import pyarrow as pa
-
-    texts = [(name, pa.large_string()) for name in ("text", "answer", "source", "origin", "row")]
-    others = [("token_ids", pa.list_(pa.int32())), ("level", pa.float64()), ("problem", pa.uint64())]
-    return pa.schema([*texts, *others], metadata=metadata)
-
-
-def _columns(prompts: Sequence[Prompt], problems: npt.NDArray[np.uint64]) -> dict[str, Any]:
-    names = ("text", "answer", "source", "origin", "level", "token_ids")
-    kept: dict[str, Any] = {name: [getattr(prompt, name) for prompt in prompts] for name in names}
-    return kept | {"row": [_as_json(prompt.row) for prompt in prompts], "problem": problems}
-
-
-def _as_json(row: Mapping[str, Any]) -> str:
-    if not _is_json(row):
-        raise ValueError("its rows hold other values than JSON has, such as dates")
-    return json.dumps(row)
 
 
 def _is_json(value: Any) -> bool:

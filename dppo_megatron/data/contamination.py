@@ -129,10 +129,8 @@ class Contamination:
         if not self.held_out:
             return rows
         is_held_out = self.look(list(problems))
-        if not self.drops:
-            return rows
-        self.dropped += sum(is_held_out)
-        return [row for row, one in zip(rows, is_held_out, strict=True) if not one]
+        self.dropped += self.drops * sum(is_held_out)
+        return [row for row, one in zip(rows, is_held_out, strict=True) if not (one and self.drops)]
 
     def look(self, problems: Sequence[Words]) -> list[bool]:
         """Which of these problems are held out."""

@@ -1,5 +1,4 @@
-"""Loads problem sets: rows to prompts, with counts of what was left out, warnings, and a fingerprint; and the worked
-solutions of SFT.
+"""Loads problem sets: rows to prompts, with counts of what was left out, warnings, and a fingerprint.
 
 A set is read before a process group or a model is made. Every rank needs its prompts: of a large training set all of a
 machine share what one of them has read (`cache.py`). Only one rank reports on it.
@@ -9,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b, sha256
 from itertools import combinations, islice
 
@@ -21,13 +21,12 @@ from dppo_megatron.config.conditions import Condition
 from dppo_megatron.config.resolved_sets import (
     ResolvedSet,
     eval_set_configs,
-    example_set_config,
     train_set_configs,
     train_set_weights,
 )
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data import fields
-from dppo_megatron.data.cache import JoinedPrompts, PromptCache, PromptColumns
+from dppo_megatron.data.cache import PromptCache, PromptColumns
 from dppo_megatron.data.contamination import Contamination, HeldOut, Words, words_of
 from dppo_megatron.data.order import make_order
 from dppo_megatron.data.rows import Row, read_rows
@@ -41,7 +40,7 @@ from dppo_megatron.data.templates import (
     turn_end_tokens,
 )
 from dppo_megatron.progress import Advance, progress
-from dppo_megatron.types import Prompt, TrainSample, UserError
+from dppo_megatron.types import Prompt, UserError
 
 _BATCH = 1000
 """Rows tokenized in one call: a call for each took 3 times as long."""
@@ -85,61 +84,22 @@ def load_set(
     first_index: int = 0,
     held_out: HeldOut | None = None,
     drops: bool = False,
-    cache_path: str = "",
 ) -> ProblemSet:
     """Read, render and tokenize one set. Its prompts are numbered from `first_index`.
 
     Args:
         held_out: problems to look for, in a training set; None: this is an evaluation set.
         drops: leave out those that are found.
-        cache_path: directory in which a large training set is kept for later starts; empty: none is.
 
     Raises:
         UserError: a row without a problem, a prompt that is too long and may not be filtered, or no problems.
     """
     check_template(settings, tokenizer)
-
-    def read() -> ProblemSet:
-        return _read_set(name, settings, tokenizer, first_index, held_out, drops)
-
-    def kept(cache: PromptCache) -> ProblemSet | None:
-        if (found := cache.read(first_index)) is None:
-            return None
-        prompts, columns, facts = found
-        return ProblemSet(name, settings.key, prompts, columns, **facts | {"notes": tuple(facts["notes"])})
-
-    if held_out is None:
-        return read()
-    cache = PromptCache.of(cache_path, settings, tokenizer, f"{held_out.digest} {drops}")
-    if cache is None:
-        return read()
-    if found := kept(cache):
-        return found
-    with cache.turn() as is_first:
-        if found := kept(cache):  # written meanwhile
-            return found
-        loaded = read()
-        if not is_first:
-            return loaded
-        facts = {name: getattr(loaded, name) for name in _FACTS}
-        line = cache.write(loaded.prompts, loaded.columns.problems, facts)
-    loaded = kept(cache) or loaded  # as the other ranks have it, in little memory
-    return replace(loaded, notes=(*loaded.notes, line))
-
-
-def _read_set(
-    name: str,
-    settings: ResolvedSet,
-    tokenizer: PreTrainedTokenizerBase,
-    first_index: int,
-    held_out: HeldOut | None,
-    drops: bool,
-) -> ProblemSet:
     read, where = _PromptReader(settings, tokenizer, first_index), _Where(settings)
     looked_for, words = Contamination(held_out or HeldOut(), drops), list[Words]()
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance, where):
-            asked = (words_of(_asked(fields.problem_of(row, settings))) for row in rows)
+            asked = (words_asked(row, settings) for row in rows)
             if held_out is None:
                 words += asked
             read.add(looked_for.kept(rows, asked))
@@ -152,27 +112,16 @@ def _read_set(
         why = why or (f": {where.left_out} rows do not meet 'where'" if where.left_out else "")
         why = why or (f": answer_from={settings.answer_from} finds no answer" if read.unanswered else "")
         raise UserError(f"{settings.path}: holds no problems{why}")
-    notes = [*read.repeats.notes()]
-    if dropped:
-        notes.append(f"{dropped} problems are left out: they are problems of evaluation sets")
-    if where.left_out:
-        notes.append(f"{where.left_out} rows are left out by where = {settings.where}")
-    if read.unanswered:
-        notes.append(f"{read.unanswered} rows are left out: answer_from={settings.answer_from} finds no answer there")
-    if read.unknown_levels:
-        notes.append(f"{read.unknown_levels} rows have a level that is no number; it is left out")
-    return ProblemSet(
-        name,
-        settings.key,
-        prompts,
-        PromptColumns.of(prompts, read.repeats.hashes()),
-        read.filtered,
-        read.hashed.hexdigest(),
-        tuple(notes),
-        words,
-        looked_for.counts(),
-        dropped,
-    )
+    left_out = {
+        "problems are left out: they are problems of evaluation sets": dropped,
+        f"rows are left out by where = {settings.where}": where.left_out,
+        f"rows are left out: answer_from={settings.answer_from} finds no answer there": read.unanswered,
+        "rows have a level that is no number; it is left out": read.unknown_levels,
+    }
+    notes = *read.repeats.notes(), *(f"{count} {what}" for what, count in left_out.items() if count)
+    columns, fingerprint = PromptColumns.of(prompts, read.repeats.hashes()), read.hashed.hexdigest()
+    found = looked_for.counts()
+    return ProblemSet(name, settings.key, prompts, columns, read.filtered, fingerprint, notes, words, found, dropped)
 
 
 class _PromptReader:
@@ -269,14 +218,11 @@ def load_train_sets(
         UserError: as `load_set`; a step needs more problems of a set than it has; or evaluated problems are trained on.
     """
     sets: dict[str, ProblemSet] = {}
-    data, settings, held_out = config.data, train_set_configs(config), _held_out(evaluated)
-    drops = data.contamination == "drop"
+    settings, held_out = train_set_configs(config), held_out_of(evaluated)
     for name, one in settings.items():
         first = sum(len(done.prompts) for done in sets.values())
-        sets[name] = load_set(
-            name, one, tokenizer, first_index=first, held_out=held_out, drops=drops, cache_path=data.cache_path
-        )
-    _refuse(config, contamination_notes(sets, evaluated))
+        sets[name] = _load_train_set(config, name, one, tokenizer, held_out, first)
+    refuse(config, contamination_notes(sets, evaluated))
     paths = ", ".join(one.path for one in settings.values())
     if too_few := too_few_prompts(config, sum(len(one.prompts) for one in sets.values()), paths):
         raise UserError(too_few)
@@ -285,9 +231,38 @@ def load_train_sets(
     return sets
 
 
-def train_prompts(sets: Mapping[str, ProblemSet]) -> Sequence[Prompt]:
-    """Prompts of all training sets, each at its index."""
-    return JoinedPrompts([one.prompts for one in sets.values()])
+def _load_train_set(
+    config: Config,
+    name: str,
+    settings: ResolvedSet,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: HeldOut,
+    first_index: int,
+) -> ProblemSet:
+    """The set out of its cache, else as it is read, and then it is kept there."""
+    drops = config.data.contamination == "drop"
+    read = partial(load_set, name, settings, tokenizer, first_index=first_index, held_out=held_out, drops=drops)
+    cache = PromptCache.of(config.data.cache_path, settings, tokenizer, f"{held_out.digest} {drops}")
+    if cache is None:
+        return read()
+
+    def kept() -> ProblemSet | None:
+        if (found := cache.read(first_index)) is None:
+            return None
+        prompts, columns, facts = found
+        return ProblemSet(name, settings.key, prompts, columns, **facts | {"notes": tuple(facts["notes"])})
+
+    if found := kept():
+        return found
+    with cache.turn() as is_first:
+        if found := kept():  # written meanwhile
+            return found
+        loaded = read()
+        if not is_first:
+            return loaded
+        line = cache.write(loaded.prompts, loaded.columns.problems, {fact: getattr(loaded, fact) for fact in _FACTS})
+    loaded = kept() or loaded  # in little memory, as the other ranks have it
+    return replace(loaded, notes=(*loaded.notes, line))
 
 
 def load_eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
@@ -367,10 +342,11 @@ def overlap_notes(train: Mapping[str, ProblemSet]) -> list[str]:
 def contamination_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> list[str]:
     """A line for each evaluation set some of whose problems are trained on."""
     found = ((f"set '{name}'", one.held_out) for name, one in train.items() if not one.dropped)
-    return [line for where, counts in found for line in _trained_on(where, counts, evaluated)]
+    return [line for where, counts in found for line in trained_on(where, counts, evaluated)]
 
 
-def _trained_on(where: str, counts: Mapping[str, int], evaluated: Mapping[str, ProblemSet]) -> list[str]:
+def trained_on(where: str, counts: Mapping[str, int], evaluated: Mapping[str, ProblemSet]) -> list[str]:
+    """A line for each evaluation set, of which `counts` problems were found."""
     return [
         f"warning: {found} of the {len(evaluated[name].words)} problems of the evaluation set '{name}' are trained on"
         f" ({where}): its scores will be too high"
@@ -378,12 +354,14 @@ def _trained_on(where: str, counts: Mapping[str, int], evaluated: Mapping[str, P
     ]
 
 
-def _refuse(config: Config, found: Sequence[str]) -> None:
+def refuse(config: Config, found: Sequence[str]) -> None:
+    """Raise UserError if evaluation problems are trained on, and may not be."""
     if config.data.contamination == "refuse" and found:
         raise UserError(f"{found[0].removeprefix('warning: ')}, and data.contamination=refuse")
 
 
-def _held_out(evaluated: Mapping[str, ProblemSet]) -> HeldOut:
+def held_out_of(evaluated: Mapping[str, ProblemSet]) -> HeldOut:
+    """The problems of all evaluation sets."""
     found = HeldOut()
     for name, one in evaluated.items():
         found.add(name, one.words)
@@ -415,67 +393,7 @@ def _identity(problem: str | fields.Messages) -> str:
     return "\n".join(f"{turn['role']}: {' '.join(turn['content'].split())}" for turn in problem)
 
 
-def _asked(problem: str | fields.Messages) -> str:
-    return problem if isinstance(problem, str) else "\n".join(turn["content"] for turn in problem)
-
-
-def load_examples(
-    config: Config, tokenizer: PreTrainedTokenizerBase, evaluated: Mapping[str, ProblemSet], *, max_tokens: int
-) -> tuple[list[TrainSample], list[str]]:
-    """SFT's worked solutions, as samples of weight and denominator 1, and lines for the log. Each ends with the
-    end-of-sequence token.
-
-    Args:
-        evaluated: whose problems are looked for, and treated as `data.contamination` says.
-
-    Raises:
-        UserError: a row without problem or completion, an example of more than `max_tokens` tokens, fewer than a step
-            needs; or evaluated problems are trained on.
-    """
-    settings = example_set_config(config)
-    check_template(settings, tokenizer)
-    looked_for = Contamination(_held_out(evaluated), config.data.contamination == "drop")
-    samples: list[TrainSample] = []
-    shared = shared_ids(tokenizer)
-    with progress(f"reading {settings.path}", 0, "rows") as advance:
-        for rows in read_set(settings, advance):
-            asked_of = (words_of(_asked(fields.problem_of(row, settings))) for row in rows)
-            rows = looked_for.kept(rows, asked_of)
-            origins = [row.origin for row in rows]
-            asked = render([fields.problem_of(row, settings) for row in rows], origins, settings, tokenizer)
-            told = [fields.completion_of(row, config.sft.completion_field, settings) for row in rows]
-            for origin, text in zip(origins * 2, asked + told, strict=True):
-                if is_beyond(text, max_tokens):
-                    raise UserError(
-                        f"{origin}: the example has {len(text):,} characters; at most {max_tokens} tokens fit"
-                    )
-            prompts, completions = tokenize(asked, tokenizer, shared), tokenize(told, tokenizer, shared)
-            for origin, prompt, completion in zip(origins, prompts, completions, strict=True):
-                samples.append(_sample(origin, prompt, completion, tokenizer.eos_token_id))
-                count = len(samples[-1].token_ids)
-                if count > max_tokens:
-                    raise UserError(f"{origin}: the example has {count} tokens, more than the {max_tokens} that fit")
-    left_out = f"; {looked_for.dropped} more are of problems of evaluation sets" if looked_for.dropped else ""
-    if len(samples) < max(config.sft.examples_per_step, 1):
-        raise UserError(
-            f"sft.examples_per_step = {config.sft.examples_per_step}, but {settings.path} holds only"
-            f" {len(samples)} examples{left_out}"
-        )
-    if looked_for.dropped:
-        return samples, [f"{settings.path}: {len(samples)} examples are trained on{left_out}"]
-    found = _trained_on(settings.key, looked_for.counts(), evaluated)
-    _refuse(config, found)
-    return samples, found
-
-
-def _sample(origin: str, prompt: tuple[int, ...], completion: tuple[int, ...], eos: int) -> TrainSample:
-    token_ids = np.array([*prompt, *completion, eos], dtype=np.int64)
-    return TrainSample(
-        id=origin,
-        token_ids=token_ids,
-        num_prompt_tokens=len(prompt),
-        behaviour_logprobs=np.zeros(len(token_ids) - len(prompt), dtype=np.float32),
-        advantage=1.0,
-        weight=1.0,
-        denominator=1.0,
-    )
+def words_asked(row: Row, settings: ResolvedSet) -> Words:
+    """Those of the row's problem."""
+    problem = fields.problem_of(row, settings)
+    return words_of(problem if isinstance(problem, str) else "\n".join(turn["content"] for turn in problem))

@@ -22,7 +22,8 @@ from support.cases import Choose
 from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data import cache, sets
-from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets, train_prompts
+from dppo_megatron.data.rows import read_rows
+from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets
 from dppo_megatron.data.summary import data_fingerprint, report_lines
 from dppo_megatron.types import UserError
 
@@ -52,7 +53,7 @@ def _unread(monkeypatch: pytest.MonkeyPatch, config: Config, cache_path: Path, t
 def _seen(found: Sets, config: Config) -> dict[str, Any]:
     """All that a job knows of its training sets; a cache's own line apart."""
     evaluated = load_eval_sets(config, TOKENIZER)
-    prompts = train_prompts(found)
+    prompts = cache.LazyPrompts.joined([one.prompts for one in found.values()])
     assert len(prompts) == sum(len(one.prompts) for one in found.values())
     assert prompts[1:-1] == list(prompts)[1:-1] and prompts[-1] == prompts[len(prompts) - 1]
     columns = {name: [np.asarray(getattr(one.columns, of)).tolist() for of in _COLUMNS] for name, one in found.items()}
@@ -84,7 +85,7 @@ def _rows(rng: random.Random, count: int) -> list[dict[str, Any]]:
             continue
         text = " ".join(rng.choice(("find", "é漢", "\u2028", "$x^2$", "\U0001f600", "{problem}")) for _ in range(6))
         row: dict[str, Any] = {"problem": f"{number}: {text}", "answer": rng.choice((str(number), f"${number}$"))}
-        more = {
+        more: dict[str, Any] = {
             "source": rng.choice(("a", "b", "", "é")),
             "level": rng.choice((1, "Level 3", "easy", "", 0.5)),
             "extra": rng.choice((None, True, "\ud800", {"deep": [1, {"x": "y"}]}, 10**30, [])),
@@ -160,7 +161,7 @@ def test_the_same_prompts_with_a_cache(tmp_path: Path, cases: Choose, monkeypatc
 # ------------------------------------------------------------------------------------------------ when it is not used
 
 
-def _plain(folder: Path, rows: int = 300) -> Config:
+def _plain(folder: Path, rows: int = 60) -> Config:
     lines = [{"problem": f"What is {i} + {i}?", "answer": f"{2 * i:04}", "source": "abc"[i % 3]} for i in range(rows)]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "test.jsonl").write_text(json.dumps({"problem": "Another?", "answer": "1"}) + "\n")
@@ -298,8 +299,6 @@ _FORK = multiprocessing.get_context("fork")
 
 
 def _rank(config: Config, folder: Path, reads: Any, begun: Any, go_on: int, seen: Any) -> None:
-    read_rows = sets.read_rows
-
     def counted(path: str, *more: str) -> Any:
         if path.endswith("train.jsonl"):
             with reads.get_lock():
@@ -308,7 +307,7 @@ def _rank(config: Config, folder: Path, reads: Any, begun: Any, go_on: int, seen
             os.read(go_on, 1)
         return read_rows(path, *more)
 
-    sets.read_rows = counted  # in this process only
+    vars(sets)["read_rows"] = counted  # in this process only
     seen.put(_seen(_load(config, folder), config))
 
 
@@ -325,6 +324,8 @@ def test_ranks_wait_for_the_one_that_reads(tmp_path: Path, is_killed: bool) -> N
     for rank in ranks[1:]:
         rank.start()
     if is_killed:
+        left = next(folder.glob("*.lock")).with_suffix("")
+        left.with_name(f".{left.name}.arrow.{ranks[0].pid}.new").write_text("half of it")
         assert ranks[0].pid is not None
         os.kill(ranks[0].pid, signal.SIGKILL)
         ranks[0].join()
@@ -335,3 +336,5 @@ def test_ranks_wait_for_the_one_that_reads(tmp_path: Path, is_killed: bool) -> N
         rank.join()
         assert rank.exitcode == 0
     assert is_killed or reads.value == 1
+    _load(config, folder)
+    assert {path.suffix for path in folder.iterdir()} == {".arrow", ".lock"}
