@@ -104,7 +104,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         UserError: anything that would fail later.
     """
     architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
-    unread = check_settings(config, architecture, world_size, machine or this_machine()) if trains else []
+    lines = check_settings(config, architecture, world_size, machine or this_machine()) if trains else []
     if trains:
         assets(config.model.hf_path)  # refuses what no checkpoint may have a copy of
     _check_positions(config, architecture)
@@ -117,7 +117,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     if trains and config.sft.steps:
         fits = min(config.packing.max_tokens_per_microbatch, architecture.max_positions)
         examples, said = load_examples(config, tokenizer, eval_sets, max_tokens=fits)
-        unread += said
+        lines += said
     policy_loss: PolicyLoss | None = None
     if trains and config.objective.function:
         policy_loss = load_function("objective.function", config.objective.function)
@@ -134,7 +134,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         sft_examples=examples,
         grade=grader,
         policy_loss=policy_loss,
-        notes=[*unread, *notes],
+        notes=[*lines, *notes],
     )
 
 
