@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from hashlib import sha256
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,18 +53,18 @@ _VARIES = re.compile(r"strftime_now|\brandom\b")
 
 
 class LazyPrompts(Sequence[Prompt]):
-    """`count` prompts, each of which `make` makes of its place, from 0, when it is asked for."""
+    """So many prompts, each of which `make` makes of its place, from 0, when it is asked for."""
 
-    def __init__(self, count: int, make: Callable[[int], Prompt]) -> None:
-        self._count, self._make = count, make
+    def __init__(self, num_prompts: int, make: Callable[[int], Prompt]) -> None:
+        self._num_prompts, self._make = num_prompts, make
 
     def __len__(self) -> int:
-        return self._count
+        return self._num_prompts
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self._make(place) for place in range(*index.indices(self._count))]
-        return self._make(range(self._count)[index])
+            return [self._make(place) for place in range(*index.indices(self._num_prompts))]
+        return self._make(range(self._num_prompts)[index])
 
     @classmethod
     def joined(cls, sets: Sequence[Sequence[Prompt]]) -> LazyPrompts:
@@ -78,13 +78,15 @@ class LazyPrompts(Sequence[Prompt]):
         return cls(ends[-1], make)
 
     @classmethod
-    def of_table(cls, table: Any, first_index: int) -> LazyPrompts:
+    def of_table(cls, table: Any, mapped: mmap.mmap, first_index: int) -> LazyPrompts:
         """Those of a cache's file, numbered from `first_index`."""
-        fields_of = table.drop_columns(["problem"])
+        fields_of, made = table.drop_columns(["problem"]), count(1)
 
         def make(place: int) -> Prompt:
             [values] = fields_of.slice(place, 1).to_pylist()
             values |= {"token_ids": tuple(values["token_ids"]), "row": json.loads(values["row"])}
+            if next(made) % 16 == 0:  # the kernel maps 1.5 MiB around each; they stay in its cache, for all ranks
+                mapped.madvise(mmap.MADV_DONTNEED)
             return Prompt(index=first_index + place, **values)
 
         return cls(table.num_rows, make)
@@ -195,8 +197,9 @@ class PromptCache:
             table = pyarrow.ipc.open_file(pyarrow.py_buffer(mapped).slice(0, end)).read_all()
             if table.schema.metadata[b"key"] != self._key.encode():
                 return None
-            facts = json.loads(table.schema.metadata[b"facts"])
-            return LazyPrompts.of_table(table, first_index), PromptColumns.of_table(table), facts
+            columns, facts = PromptColumns.of_table(table), json.loads(table.schema.metadata[b"facts"])
+            mapped.madvise(mmap.MADV_DONTNEED)
+            return LazyPrompts.of_table(table, mapped, first_index), columns, facts
         except (OSError, ValueError, KeyError, pyarrow.ArrowException):
             return None
 
