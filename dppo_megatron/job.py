@@ -5,23 +5,26 @@ A mistake then costs seconds and not a queue slot: data, tokenizer, checkpoint h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.config.checks import check_world_size, planned_prompts
 from dppo_megatron.config.plugins import load_function
-from dppo_megatron.config.resolved_sets import eval_set_configs, example_set_config, longest_sequence
+from dppo_megatron.config.resolved_sets import eval_set_configs, longest_sequence
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_examples, load_train_sets, stop_token_ids
+from dppo_megatron.data.cache import LazyPrompts, PromptColumns
+from dppo_megatron.data.examples import load_examples
+from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets, stop_token_ids
 from dppo_megatron.data.summary import data_fingerprint, report_lines
 from dppo_megatron.platform.capabilities import Machine, this_machine
 from dppo_megatron.progress import progress
-from dppo_megatron.pruning.interface import LARGEST_REWARD
+from dppo_megatron.pruning.interface import LARGEST_REWARD, PromptFeatures
 from dppo_megatron.pruning.policies import check_methods, prompt_policy_class
 from dppo_megatron.rewards.grading import Grader, make_grader
 from dppo_megatron.rewards.start_checks import RewardBounds, check_grader, check_references
@@ -53,12 +56,17 @@ class Job:
     """Lines for the log."""
 
     @cached_property
-    def train_prompts(self) -> list[Prompt]:
+    def train_prompts(self) -> Sequence[Prompt]:
         """Prompts of all training sets, each at its index."""
-        return [prompt for one in self.train_sets.values() for prompt in one.prompts]
+        return LazyPrompts.joined([one.prompts for one in self.train_sets.values()])
+
+    @cached_property
+    def prompt_features(self) -> PromptFeatures:
+        """Of the training prompts."""
+        return features_of([one.columns for one in self.train_sets.values()])
 
     @property
-    def eval_prompts(self) -> dict[str, list[Prompt]]:
+    def eval_prompts(self) -> dict[str, Sequence[Prompt]]:
         """Prompts of each evaluation set, by its name."""
         return {name: one.prompts for name, one in self.eval_sets.items()}
 
@@ -73,6 +81,18 @@ class Job:
         return report_lines(self.train_sets, self.eval_sets, self.stop_token_ids, self.tokenizer)
 
 
+def features_of(sets: Sequence[PromptColumns]) -> PromptFeatures:
+    """The features of all prompts of several sets, one set after the other."""
+    places: dict[str, int] = {}
+    codes = [np.array([places.setdefault(name, len(places)) for name in one.sources])[one.source] for one in sets]
+    return PromptFeatures(
+        np.concatenate([one.prompt_tokens for one in sets]),
+        np.concatenate([one.level for one in sets]),
+        np.concatenate(codes),
+        tuple(places),
+    )
+
+
 def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine: Machine | None = None) -> Job:
     """Load the data and read the checkpoint's headers.
 
@@ -84,7 +104,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         UserError: anything that would fail later.
     """
     architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
-    unread = check_settings(config, architecture, world_size, machine or this_machine()) if trains else []
+    lines = check_settings(config, architecture, world_size, machine or this_machine()) if trains else []
     if trains:
         assets(config.model.hf_path)  # refuses what no checkpoint may have a copy of
     _check_positions(config, architecture)
@@ -95,17 +115,9 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     train_sets = load_train_sets(config, tokenizer, eval_sets) if trains else {}
     examples: list[TrainSample] = []
     if trains and config.sft.steps:
-        examples = load_examples(
-            example_set_config(config),
-            config.sft.completion_field,
-            tokenizer,
-            max_tokens=min(config.packing.max_tokens_per_microbatch, architecture.max_positions),
-        )
-        if len(examples) < config.sft.examples_per_step:
-            raise UserError(
-                f"sft.examples_per_step = {config.sft.examples_per_step}, but"
-                f" {config.sft.examples_path} holds only {len(examples)} examples"
-            )
+        fits = min(config.packing.max_tokens_per_microbatch, architecture.max_positions)
+        examples, said = load_examples(config, tokenizer, eval_sets, max_tokens=fits)
+        lines += said
     policy_loss: PolicyLoss | None = None
     if trains and config.objective.function:
         policy_loss = load_function("objective.function", config.objective.function)
@@ -122,7 +134,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         sft_examples=examples,
         grade=grader,
         policy_loss=policy_loss,
-        notes=[*unread, *notes],
+        notes=[*lines, *notes],
     )
 
 

@@ -43,7 +43,6 @@ from dppo_megatron.observe.trackers.sink import COLUMNS, TRACKERS, Trackers, num
 from dppo_megatron.observe.watchdog import StopRequests, Watchdog
 from dppo_megatron.progress import counted, progress, shown_by
 from dppo_megatron.pruning import LedgerRow, biased_rows
-from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.spans import recorded_by
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
@@ -354,9 +353,7 @@ class Run:
         assert self._files is not None
         self._files.open_record(
             self._config,
-            trace_header(
-                job.config, set_sizes(job.train_sets), PromptFeatures.of(job.train_prompts), dist.get_world_size()
-            ),
+            trace_header(job.config, set_sizes(job.train_sets), job.prompt_features, dist.get_world_size()),
             own.step if own is not None else None,
             own.record_sums if own is not None else {},
         )

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from support.job import REPOSITORY
@@ -19,7 +20,7 @@ from dppo_megatron.config.load import REMOVED, RENAMED, config_from_values, conf
 from dppo_megatron.config.reference import all_keys, other_names
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.steps.trace import trace_header
-from dppo_megatron.types import Prompt, UserError
+from dppo_megatron.types import UserError
 from dppo_megatron.workbench.runs.run_record import read_run
 from dppo_megatron.workbench.runs.trace import read_trace
 
@@ -165,7 +166,7 @@ def test_metrics_of_older_runs_are_shown(tmp_path: Path) -> None:
 def test_a_trace_of_an_older_run_is_read(tmp_path: Path) -> None:
     """Its first line has the run's settings, its later ones a column that was called surprisal."""
     config = read_config(QUICKSTART, [*CHANGED, "rollout.prompts_per_step=2", "rollout.completions_per_prompt=2"])
-    features = PromptFeatures.of([Prompt(index, "", (1, 2), "", "") for index in range(2)])
+    features = PromptFeatures(np.full(2, 2), np.full(2, np.nan), np.zeros(2, int), ("",))
     head = trace_header(config, {"train": 2}, features)
     table: dict[str, Any] = {"step": 1, "prompts": [1, 0], "rewards": [[1.0, None], [0.0, 1.0]], "kept": [0, 3]}
     table |= {"lengths": [[3, 4], [5, 6]], "seconds": {"rollout": 1.0, "update": 2.0, "other": 0.5}}

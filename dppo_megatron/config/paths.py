@@ -6,9 +6,11 @@ read-only disk. Nothing is left behind.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from dppo_megatron.config.references import escaped
 from dppo_megatron.texts import shortened
@@ -87,6 +89,15 @@ def json_reason(error: Exception) -> str:
     if "integer string conversion" in said:
         return "a number has more than 4,300 digits; write it as text, in quotes"
     return said[:300]
+
+
+def distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, as `object_pairs_hook` of `json.loads`. Raises ValueError for a key that stands twice in it."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {json.dumps(next(name for name in names if names.count(name) > 1))} stands twice")
+    return found
 
 
 def shown(path: str | Path) -> str:

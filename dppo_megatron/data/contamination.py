@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from hashlib import sha256
+from typing import TypeAlias, TypeVar
 
 Words: TypeAlias = tuple[str, ...]
+T = TypeVar("T")
 _RUN = 13
 _CONTAINED = 0.95
 _SHARED_BY = 0.5
@@ -49,12 +51,15 @@ class HeldOut:
     _whole: dict[Words, list[tuple[str, int]]] = field(default_factory=dict)
     _by_run: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
     _num_runs: dict[tuple[str, int], int] = field(default_factory=dict)
+    digest: str = ""
+    """Of all that was added."""
 
     def __bool__(self) -> bool:
         return bool(self._whole)
 
     def add(self, name: str, problems: Sequence[Words]) -> None:
         """The problems of the set `name`, in their order."""
+        self.digest = sha256(repr((self.digest, name, problems)).encode()).hexdigest()
         instruction = Instruction.of(problems)
         for place, whole in enumerate(problems):
             words = instruction.strip(whole)
@@ -112,9 +117,20 @@ class Contamination:
     """What of the evaluation sets is found in one training set, read batch by batch."""
 
     held_out: HeldOut
+    drops: bool = False
+    """Leave out what is found."""
+    dropped: int = 0
     found: set[tuple[str, int]] = field(default_factory=set)
     """(set, place) of evaluation problems."""
     _instruction: Instruction | None = None
+
+    def kept(self, rows: list[T], problems: Iterable[Words]) -> list[T]:
+        """The rows to train on, by the words of the problem of each; they are not computed if nothing is looked for."""
+        if not self.held_out:
+            return rows
+        is_held_out = self.look(list(problems))
+        self.dropped += self.drops * sum(is_held_out)
+        return [row for row, one in zip(rows, is_held_out, strict=True) if not (one and self.drops)]
 
     def look(self, problems: Sequence[Words]) -> list[bool]:
         """Which of these problems are held out."""

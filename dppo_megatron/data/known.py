@@ -8,13 +8,13 @@ foreign template.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dppo_megatron.config.ranges import check_choice
 from dppo_megatron.data.fields import after_hashes, as_is, get_field, last_boxed
 from dppo_megatron.data.rows import read_rows
 from dppo_megatron.files import replacing
@@ -124,11 +124,8 @@ def write_known_set(name: str, out: Path, *, origin: str = "", overwrite: bool =
     Raises:
         UserError: no such set, no network, another layout than expected, or a file is there.
     """
-    known = KNOWN_SETS.get(name)
-    if known is None:
-        near = difflib.get_close_matches(name, KNOWN_SETS, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(KNOWN_SETS)}"
-        raise UserError(f"no set is called '{name}'; {hint}")
+    check_choice("set", name, KNOWN_SETS)
+    known = KNOWN_SETS[name]
     files = {part: out / f"{part}.jsonl" for part in known.splits}
     for path in files.values():
         if path.exists() and not overwrite:
@@ -172,9 +169,6 @@ def _converted(rows: Iterable[dict[str, Any]], known: KnownSet, name: str) -> tu
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path.parent}: cannot be made: {error.strerror or error}") from None
-    try:
         with replacing(path, durable=True) as file:
             file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
     except OSError as error:

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from dppo_megatron.config.paths import json_reason
+from dppo_megatron.config.paths import distinct_keys, json_reason
 from dppo_megatron.texts import reason
 from dppo_megatron.types import UserError
 
@@ -272,7 +272,7 @@ def _object(value: Any, origin: str) -> dict[str, Any]:
 
 def _parse(text: str, origin: str) -> Any:
     try:
-        value = json.loads(text, object_pairs_hook=_distinct, parse_float=JsonFloat.parse)
+        value = json.loads(text, object_pairs_hook=distinct_keys, parse_float=JsonFloat.parse)
     except json.JSONDecodeError as error:
         raise UserError(f"{origin}: not valid JSON: {error}") from None
     except RecursionError:
@@ -283,14 +283,6 @@ def _parse(text: str, origin: str) -> Any:
     if text.count("[") + text.count("{") > _DEEPEST and _depth(value) > _DEEPEST + 2:
         raise UserError(f"{origin}: nested too deep; at most {_DEEPEST} levels")
     return value
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key '{next(name for name in names if names.count(name) > 1)}' stands twice")
-    return values
 
 
 def _depth(value: Any) -> int:

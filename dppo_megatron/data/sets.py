@@ -1,25 +1,32 @@
-"""Loads problem sets: rows to prompts, with counts of what was left out, warnings, and a fingerprint; and the worked
-solutions of SFT.
+"""Loads problem sets: rows to prompts, with counts of what was left out, warnings, and a fingerprint.
 
-A set is read once, before a process group or a model is made. Every rank reads it because every rank needs the prompts;
-only one of them reports on it.
+A set is read before a process group or a model is made. Every rank needs its prompts: of a large training set all of a
+machine share what one of them has read (`cache.py`). Only one rank reports on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b, sha256
 from itertools import combinations, islice
 
 import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.checks import planned_prompts, too_few_prompts
 from dppo_megatron.config.conditions import Condition
-from dppo_megatron.config.resolved_sets import ResolvedSet, eval_set_configs, train_set_configs, train_set_weights
+from dppo_megatron.config.resolved_sets import (
+    ResolvedSet,
+    eval_set_configs,
+    train_set_configs,
+    train_set_weights,
+)
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data import fields
+from dppo_megatron.data.cache import PromptCache, PromptColumns
 from dppo_megatron.data.contamination import Contamination, HeldOut, Words, words_of
 from dppo_megatron.data.order import make_order
 from dppo_megatron.data.rows import Row, read_rows
@@ -33,7 +40,7 @@ from dppo_megatron.data.templates import (
     turn_end_tokens,
 )
 from dppo_megatron.progress import Advance, progress
-from dppo_megatron.types import Prompt, TrainSample, UserError
+from dppo_megatron.types import Prompt, UserError
 
 _BATCH = 1000
 """Rows tokenized in one call: a call for each took 3 times as long."""
@@ -44,23 +51,29 @@ class ProblemSet:
     name: str
     key: str
     """The settings that name it (`data.train_path`)."""
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
+    columns: PromptColumns
     filtered: int
     """Problems left out because their prompt is longer than `max_prompt_tokens`."""
-    first_prompt: str
-    """Text of the first prompt, as the model is given it."""
     fingerprint: str
     """SHA-256 of what was read: order, texts, answers, sources and token ids."""
     notes: tuple[str, ...]
     """Warnings about its rows: duplicates, levels that are not numbers."""
-    problems: Mapping[bytes, int]
-    """Hash of each problem's text (white space normalized) to where it first occurs; for comparing sets."""
     words: Sequence[Words] = ()
     """Of each problem of an evaluation set, in its order: by these it is found among training problems."""
     held_out: Mapping[str, int] = field(default_factory=dict)
     """Of a training set: how many problems of each evaluation set are in it, or were and have been dropped."""
     dropped: int = 0
     """Problems left out for that."""
+
+    @property
+    def first_prompt(self) -> str:
+        """Text of the first prompt, as the model is given it."""
+        return self.prompts[0].text
+
+
+_FACTS = ("filtered", "fingerprint", "notes", "held_out", "dropped")
+"""Fields of a `ProblemSet` that its cache keeps beside the prompts."""
 
 
 def load_set(
@@ -83,47 +96,32 @@ def load_set(
     """
     check_template(settings, tokenizer)
     read, where = _PromptReader(settings, tokenizer, first_index), _Where(settings)
-    looked_for, words, dropped = Contamination(held_out or HeldOut()), list[Words](), 0
+    looked_for, words = Contamination(held_out or HeldOut(), drops), list[Words]()
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance, where):
+            asked = (words_asked(row, settings) for row in rows)
             if held_out is None:
-                words += [words_of(_asked(fields.problem_of(row, settings))) for row in rows]
-            elif held_out:
-                is_held_out = looked_for.look([words_of(_asked(fields.problem_of(row, settings))) for row in rows])
-                dropped += sum(is_held_out) if drops else 0
-                rows = [row for row, one in zip(rows, is_held_out, strict=True) if not (one and drops)]
-            read.add(rows)
+                words += asked
+            read.add(looked_for.kept(rows, asked))
     if not settings.limit or where.met < settings.limit:  # else the field may be in a later row
         where.check_fields()
-    prompts = read.prompts
+    prompts, dropped = read.prompts, looked_for.dropped
     if not prompts:
         why = f": all {read.filtered} are longer than {settings.max_prompt_tokens} tokens" if read.filtered else ""
         why = why or (f": all {dropped} are problems of evaluation sets (contamination=drop)" if dropped else "")
         why = why or (f": {where.left_out} rows do not meet 'where'" if where.left_out else "")
         why = why or (f": answer_from={settings.answer_from} finds no answer" if read.unanswered else "")
         raise UserError(f"{settings.path}: holds no problems{why}")
-    notes = [*read.repeats.notes()]
-    if dropped:
-        notes.append(f"{dropped} problems are left out: they are problems of evaluation sets")
-    if where.left_out:
-        notes.append(f"{where.left_out} rows are left out by where = {settings.where}")
-    if read.unanswered:
-        notes.append(f"{read.unanswered} rows are left out: answer_from={settings.answer_from} finds no answer there")
-    if read.unknown_levels:
-        notes.append(f"{read.unknown_levels} rows have a level that is no number; it is left out")
-    return ProblemSet(
-        name,
-        settings.key,
-        prompts,
-        read.filtered,
-        prompts[0].text,
-        read.hashed.hexdigest(),
-        tuple(notes),
-        read.repeats.first,
-        words,
-        looked_for.counts(),
-        dropped,
-    )
+    left_out = {
+        "problems are left out: they are problems of evaluation sets": dropped,
+        f"rows are left out by where = {settings.where}": where.left_out,
+        f"rows are left out: answer_from={settings.answer_from} finds no answer there": read.unanswered,
+        "rows have a level that is no number; it is left out": read.unknown_levels,
+    }
+    notes = *read.repeats.notes(), *(f"{count} {what}" for what, count in left_out.items() if count)
+    columns, fingerprint = PromptColumns.of(prompts, read.repeats.hashes()), read.hashed.hexdigest()
+    found = looked_for.counts()
+    return ProblemSet(name, settings.key, prompts, columns, read.filtered, fingerprint, notes, words, found, dropped)
 
 
 class _PromptReader:
@@ -221,21 +219,51 @@ def load_train_sets(
         UserError: as `load_set`; a step needs more problems of a set than it has; or evaluated problems are trained on.
     """
     sets: dict[str, ProblemSet] = {}
-    settings, held_out = train_set_configs(config), HeldOut()
-    for name, other in evaluated.items():
-        held_out.add(name, other.words)
-    drops = config.data.contamination == "drop"
+    settings, held_out = train_set_configs(config), held_out_of(evaluated)
     for name, one in settings.items():
         first = sum(len(done.prompts) for done in sets.values())
-        sets[name] = load_set(name, one, tokenizer, first_index=first, held_out=held_out, drops=drops)
-    if config.data.contamination == "refuse" and (found := contamination_notes(sets, evaluated)):
-        raise UserError(f"{found[0].removeprefix('warning: ')}, and data.contamination=refuse")
+        sets[name] = _load_train_set(config, name, one, tokenizer, held_out, first)
+    refuse(config, contamination_notes(sets, evaluated))
     paths = ", ".join(one.path for one in settings.values())
     if too_few := too_few_prompts(config, sum(len(one.prompts) for one in sets.values()), paths):
         raise UserError(too_few)
     sizes, weights = set_sizes(sets), train_set_weights(config)
     make_order(sizes, weights, config.seed, planned_prompts(config))  # raises if the shares do not fit
     return sets
+
+
+def _load_train_set(
+    config: Config,
+    name: str,
+    settings: ResolvedSet,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: HeldOut,
+    first_index: int,
+) -> ProblemSet:
+    """The set out of its cache, else as it is read, and then it is kept there."""
+    drops = config.data.contamination == "drop"
+    read = partial(load_set, name, settings, tokenizer, first_index=first_index, held_out=held_out, drops=drops)
+    cache = PromptCache.of(config.data.cache_path, settings, tokenizer, f"{held_out.digest} {drops}")
+    if cache is None:
+        return read()
+
+    def kept() -> ProblemSet | None:
+        if (found := cache.read(first_index)) is None:
+            return None
+        prompts, columns, facts = found
+        return ProblemSet(name, settings.key, prompts, columns, **facts | {"notes": tuple(facts["notes"])})
+
+    if found := kept():
+        return found
+    with cache.turn() as is_first:
+        if found := kept():  # written meanwhile
+            return found
+        loaded = read()
+        if not is_first:
+            return loaded
+        line = cache.write(loaded.prompts, loaded.columns.problems, {fact: getattr(loaded, fact) for fact in _FACTS})
+    loaded = kept() or loaded  # in little memory, as the other ranks have it
+    return replace(loaded, notes=(*loaded.notes, line))
 
 
 def load_eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
@@ -266,8 +294,9 @@ class _Repeats:
     """
 
     def __init__(self, prompts: list[Prompt]) -> None:
-        self.first: dict[bytes, int] = {}
+        self._first: dict[bytes, int] = {}
         """Hash of a problem to its place in `prompts`."""
+        self._hashes = bytearray()
         self._prompts = prompts
         self._count = self._contradictions = 0
         self._examples: list[str] = []
@@ -276,7 +305,9 @@ class _Repeats:
     def add(self, problem: str | fields.Messages) -> None:
         """The problem of the last prompt."""
         place = len(self._prompts) - 1
-        first = self.first.setdefault(blake2b(_identity(problem).encode(), digest_size=16).digest(), place)
+        digest = blake2b(_identity(problem).encode(), digest_size=16).digest()
+        self._hashes += digest[:8]
+        first = self._first.setdefault(digest, place)
         if first == place:
             return
         prompt, earlier = self._prompts[place], self._prompts[first]
@@ -288,6 +319,10 @@ class _Repeats:
             self._contradiction = self._contradiction or (
                 f"{prompt.origin} says {prompt.answer[:60]!r} and {earlier.origin} {earlier.answer[:60]!r}"
             )
+
+    def hashes(self) -> npt.NDArray[np.uint64]:
+        """[prompts] 64 bits of each problem's: two of a million are equal by chance once in 40 million sets."""
+        return np.frombuffer(self._hashes, "<u8")
 
     def notes(self) -> Iterator[str]:
         if self._count:
@@ -301,19 +336,37 @@ def overlap_notes(train: Mapping[str, ProblemSet]) -> list[str]:
     return [
         f"warning: {shared} problems stand in both training sets '{name}' and '{other}'"
         for (name, one), (other, another) in combinations(train.items(), 2)
-        if (shared := len(one.problems.keys() & another.problems.keys()))
+        if (shared := len(np.intersect1d(one.columns.problems, another.columns.problems)))
     ]
 
 
 def contamination_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> list[str]:
     """A line for each evaluation set some of whose problems are trained on."""
+    found = ((f"set '{name}'", one.held_out) for name, one in train.items() if not one.dropped)
+    return [line for where, counts in found for line in trained_on(where, counts, evaluated)]
+
+
+def trained_on(where: str, counts: Mapping[str, int], evaluated: Mapping[str, ProblemSet]) -> list[str]:
+    """A line for each evaluation set, of which `counts` problems were found."""
     return [
         f"warning: {found} of the {len(evaluated[name].words)} problems of the evaluation set '{name}' are trained on"
-        f" (set '{other}'): its scores will be too high"
-        for other, trained in train.items()
-        if not trained.dropped
-        for name, found in trained.held_out.items()
+        f" ({where}): its scores will be too high"
+        for name, found in counts.items()
     ]
+
+
+def refuse(config: Config, found: Sequence[str]) -> None:
+    """Raise UserError if evaluation problems are trained on, and may not be."""
+    if config.data.contamination == "refuse" and found:
+        raise UserError(f"{found[0].removeprefix('warning: ')}, and data.contamination=refuse")
+
+
+def held_out_of(evaluated: Mapping[str, ProblemSet]) -> HeldOut:
+    """The problems of all evaluation sets."""
+    found = HeldOut()
+    for name, one in evaluated.items():
+        found.add(name, one.words)
+    return found
 
 
 def _is_too_long(prompt: Prompt, settings: ResolvedSet) -> bool:
@@ -341,53 +394,13 @@ def _identity(problem: str | fields.Messages) -> str:
     return "\n".join(f"{turn['role']}: {' '.join(turn['content'].split())}" for turn in problem)
 
 
-def _asked(problem: str | fields.Messages) -> str:
-    return problem if isinstance(problem, str) else "\n".join(turn["content"] for turn in problem)
-
-
 def _last_question(problem: str | fields.Messages) -> str:
     if isinstance(problem, str):
         return problem
     return next((turn["content"] for turn in reversed(problem) if turn["role"] == "user"), problem[-1]["content"])
 
 
-def load_examples(
-    settings: ResolvedSet, completion_field: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int
-) -> list[TrainSample]:
-    """Read worked solutions, as samples of weight and denominator 1. Each ends with the end-of-sequence token. Raises
-    UserError: a row without problem or completion, or an example of more than `max_tokens` tokens."""
-    check_template(settings, tokenizer)
-    samples: list[TrainSample] = []
-    shared = shared_ids(tokenizer)
-    with progress(f"reading {settings.path}", 0, "rows") as advance:
-        for rows in read_set(settings, advance):
-            origins = [row.origin for row in rows]
-            asked = render([fields.problem_of(row, settings) for row in rows], origins, settings, tokenizer)
-            told = [fields.completion_of(row, completion_field, settings) for row in rows]
-            for origin, text in zip(origins * 2, asked + told, strict=True):
-                if is_beyond(text, max_tokens):
-                    raise UserError(
-                        f"{origin}: the example has {len(text):,} characters; at most {max_tokens} tokens fit"
-                    )
-            prompts, completions = tokenize(asked, tokenizer, shared), tokenize(told, tokenizer, shared)
-            for origin, prompt, completion in zip(origins, prompts, completions, strict=True):
-                samples.append(_sample(origin, prompt, completion, tokenizer.eos_token_id))
-                count = len(samples[-1].token_ids)
-                if count > max_tokens:
-                    raise UserError(f"{origin}: the example has {count} tokens, more than the {max_tokens} that fit")
-    if not samples:
-        raise UserError(f"{settings.path}: holds no examples")
-    return samples
-
-
-def _sample(origin: str, prompt: tuple[int, ...], completion: tuple[int, ...], eos: int) -> TrainSample:
-    token_ids = np.array([*prompt, *completion, eos], dtype=np.int64)
-    return TrainSample(
-        id=origin,
-        token_ids=token_ids,
-        num_prompt_tokens=len(prompt),
-        behaviour_logprobs=np.zeros(len(token_ids) - len(prompt), dtype=np.float32),
-        advantage=1.0,
-        weight=1.0,
-        denominator=1.0,
-    )
+def words_asked(row: Row, settings: ResolvedSet) -> Words:
+    """Those of the row's problem."""
+    problem = fields.problem_of(row, settings)
+    return words_of(problem if isinstance(problem, str) else "\n".join(turn["content"] for turn in problem))

@@ -35,7 +35,7 @@ def report_lines(
     for part, sets in (("training", train), ("evaluation", evaluated)):
         for name, one in sets.items():
             left_out = f", {one.filtered} left out: longer than its max_prompt_tokens" if one.filtered else ""
-            longest = max(len(prompt.token_ids) for prompt in one.prompts)
+            longest = one.columns.prompt_tokens.max()
             lines.append(f"{part} set '{name}': {len(one.prompts)} problems{left_out}; longest prompt {longest} tokens")
             lines.append(f"  first prompt: {in_short(one.first_prompt)}")
             lines += [f"  {note}" for note in one.notes]

@@ -7,7 +7,7 @@ is known to the ledger only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig
 from dppo_megatron.pruning.designs import Draw, draw
 from dppo_megatron.randomness import generator, uniforms
-from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, Prompt, RunAborted, UserError
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, RunAborted, UserError
 
 _LEAST_GROUPS = 48.0
 """Groups with gradient that a verdict needs, after fading: the error of fewer is itself not known."""
@@ -214,18 +214,6 @@ class PromptFeatures:
     """Place of the prompt's source in `sources`."""
     sources: tuple[str, ...]
     """`Prompt.source` of all prompts, each once; empty text for those that name none."""
-
-    @staticmethod
-    def of(prompts: Sequence[Prompt]) -> PromptFeatures:
-        """Those of a training set, whose prompts are in the order of their indices."""
-        sources = tuple(dict.fromkeys(prompt.source for prompt in prompts))
-        place = {source: index for index, source in enumerate(sources)}
-        return PromptFeatures(
-            prompt_tokens=np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64),
-            level=np.array([np.nan if prompt.level is None else prompt.level for prompt in prompts], dtype=np.float64),
-            source=np.array([place[prompt.source] for prompt in prompts], dtype=np.int64),
-            sources=sources,
-        )
 
 
 class Policy:

@@ -20,7 +20,7 @@ from dppo_megatron.job import Job
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import Packable, TokenCapacity, plan_microbatches
 from dppo_megatron.pruning import LedgerRow
-from dppo_megatron.pruning.interface import PromptFeatures, StepCost
+from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.rewards.measures import check_failures, grading_metrics
 from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.selection import PromptDraw, Selector, TrainSelection
@@ -43,7 +43,7 @@ class Coordinator:
             len(job.train_prompts),
             capacity=TokenCapacity.of(config.packing, layout),
             set_sizes=set_sizes(job.train_sets),
-            features=PromptFeatures.of(job.train_prompts),
+            features=job.prompt_features,
         )
         self._advisor = BatchAdvisor(
             prompts=config.rollout.prompts_per_step,

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.config.paths import json_reason
+from dppo_megatron.config.paths import distinct_keys, json_reason
 from dppo_megatron.types import UserError
 
 _MAX_BYTES = 256 * 2**20  # the index of a 1,000-expert model has about 60 MB; a tokenizer.json has 20
@@ -23,21 +23,12 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         UserError: no such file, not readable, not JSON, a duplicate key, or no object.
     """
-
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise UserError(f"{path}: the key {shown(twice)} stands twice in one object; remove one")
-        return found
-
     try:
         if not path.is_file():  # not a pipe, on which reading would block
             raise UserError(f"{path}: no such file")
         if path.stat().st_size > _MAX_BYTES:
             raise UserError(f"{path}: larger than {_MAX_BYTES} bytes")
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=distinct)
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=distinct_keys)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except RecursionError:

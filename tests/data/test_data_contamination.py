@@ -14,6 +14,7 @@ from support.job import REPOSITORY
 from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.contamination import Contamination, HeldOut, words_of
+from dppo_megatron.data.examples import load_examples
 from dppo_megatron.data.sets import contamination_notes, load_eval_sets, load_train_sets
 from dppo_megatron.types import UserError
 
@@ -105,3 +106,35 @@ def test_what_is_done_with_them(tmp_path: Path) -> None:
     config.data.contamination = "refuse"
     with pytest.raises(UserError, match=r"3 of the 4 problems .* and data\.contamination=refuse"):
         load_train_sets(config, tokenizer, evaluated)
+
+
+def test_worked_solutions_too(tmp_path: Path) -> None:
+    """Those of SFT are trained on as well: a warning that names their setting, left out, or an error."""
+    rows = [{"problem": f"What is {i} plus {i}? Think.", "solution": f"{2 * i}", "answer": "1"} for i in range(12)]
+    for name, part in (
+        ("sft", rows),
+        ("test", [rows[3] | {"problem": "what is $3$  plus 3? think."}, rows[5], rows[5]]),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    config, tokenizer = Config(), chat_tokenizer()
+    config.data.eval_sets = {"e": EvalSetConfig(path=str(tmp_path / "test.jsonl"))}
+    config.sft.examples_path, config.sft.completion_field = str(tmp_path / "sft.jsonl"), "solution"
+    config.sft.examples_per_step = 10
+    evaluated = load_eval_sets(config, tokenizer)
+    samples, said = load_examples(config, tokenizer, evaluated, max_tokens=500)
+    assert len(samples) == 12 and len(load_examples(config, tokenizer, {}, max_tokens=500)[0]) == 12
+    assert said == [
+        "warning: 3 of the 3 problems of the evaluation set 'e' are trained on (sft.examples_path): its scores will be"
+        " too high"
+    ]
+    config.data.contamination = "drop"
+    samples, said = load_examples(config, tokenizer, evaluated, max_tokens=500)
+    origins = [sample.id for sample in samples]
+    assert origins == [f"{tmp_path / 'sft.jsonl'}:{i + 1}" for i in range(12) if i not in (3, 5)]
+    assert said == [f"{tmp_path / 'sft.jsonl'}: 10 examples are trained on; 2 more are of problems of evaluation sets"]
+    config.sft.examples_per_step = 11
+    with pytest.raises(UserError, match=r"examples_per_step = 11, but .* holds only 10 examples; 2 more are of"):
+        load_examples(config, tokenizer, evaluated, max_tokens=500)
+    config.data.contamination = "refuse"
+    with pytest.raises(UserError, match=r"\(sft\.examples_path\).* and data\.contamination=refuse"):
+        load_examples(config, tokenizer, evaluated, max_tokens=500)

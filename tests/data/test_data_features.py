@@ -7,10 +7,16 @@ from pathlib import Path
 import numpy as np
 from support.job import job_config, write_job_files
 
+from dppo_megatron.data.cache import PromptColumns
+from dppo_megatron.job import features_of
 from dppo_megatron.pruning import StepCost
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.types import Prompt
+
+
+def _features(*sets: list[Prompt]) -> PromptFeatures:
+    return features_of([PromptColumns.of(prompts, np.zeros(len(prompts), np.uint64)) for prompts in sets])
 
 
 def test_features_reach_the_policy(tmp_path: Path) -> None:
@@ -19,10 +25,10 @@ def test_features_reach_the_policy(tmp_path: Path) -> None:
         Prompt(i, "x", tuple(range(i + 1)), "1", ("", "a", "b")[i % 3], level=None if i % 2 else float(i))
         for i in range(32)
     ]
-    features = PromptFeatures.of(prompts)
+    features = _features(prompts[:5], prompts[5:])  # of two sets
     assert features.prompt_tokens.tolist() == [i + 1 for i in range(32)]
     assert features.level[:4].tolist()[::2] == [0.0, 2.0] and np.isnan(features.level[1::2]).all()
-    assert [features.sources[code] for code in features.source[:4]] == ["", "a", "b", ""]
+    assert [features.sources[code] for code in features.source] == [prompt.source for prompt in prompts]
     config = job_config(write_job_files(tmp_path), tmp_path / "run", rollout__prompts_per_step=8)
     told = Selector(config, 32, features=features)
     assert told._prompt_policy.features is features
@@ -36,8 +42,8 @@ def test_rows_that_say_nothing_change_no_draw(tmp_path: Path) -> None:
     levels = [Prompt(i, "x", (1, 2), "1", "a", level=float(i % 2)) for i in range(32)]
     selectors = [
         Selector(config, 32),
-        Selector(config, 32, features=PromptFeatures.of(same)),
-        Selector(config, 32, features=PromptFeatures.of(levels)),
+        Selector(config, 32, features=_features(same)),
+        Selector(config, 32, features=_features(levels)),
     ]
     weights: list[list[np.ndarray]] = [[], [], []]
     for step in range(1, 13):

@@ -71,11 +71,14 @@ def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     other = write_repository(tmp_path / "hub", {"test": [{"text": "x"}]}, "")
     (tmp_path / "file").write_text("")
     for arguments, said in (
-        (["mth", "--out", "x"], "no set is called 'mth'; did you mean 'math'?"),
+        (["mth", "--out", "x"], "set = 'mth': no such choice; did you mean 'math'?"),
         (["zzz", "--out", "x"], "known: gsm8k, math,"),
         (["aime25", "--out", "x", "--from", "nowhere"], "--from nowhere: no such directory"),
         (["aime25", "--out", str(tmp_path / "o"), "--from", str(other)], "no row has the fields of this set"),
-        (["aime25", "--out", str(tmp_path / "file" / "o"), "--from", str(_aime(tmp_path))], "file/o: cannot be made"),
+        (
+            ["aime25", "--out", str(tmp_path / "file" / "o"), "--from", str(_aime(tmp_path))],
+            "file/o/test.jsonl: cannot be written",
+        ),
     ):
         assert main(["data", *arguments]) == 2
         message = capsys.readouterr().err

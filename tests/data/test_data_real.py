@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_the_six_sets_load_and_contamination_is_said() -> None:
+def test_the_six_sets_load_and_contamination_is_said(tmp_path: Path) -> None:
     """Every row is a problem; MATH-500 is in MATH's test split, and training on that is said."""
     config, tokenizer = Config(), chat_tokenizer()
     config.data.template, config.data.max_prompt_tokens = "qwen3_nothink", 20_000
@@ -33,6 +33,9 @@ def test_the_six_sets_load_and_contamination_is_said() -> None:
     first = json.loads((DATA / "math500.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert first["problem"] in evaluated["math500"].first_prompt
     assert evaluated["math500"].prompts[0].level == float(first["level"].removeprefix("Level "))
-    said = contamination_notes(load_train_sets(config, tokenizer, evaluated), evaluated)
+    config.data.cache_path = str(tmp_path)
+    trained, again = (load_train_sets(config, tokenizer, evaluated) for _ in range(2))
+    assert list(again["math_test"].prompts) == list(trained["math_test"].prompts) and [*tmp_path.glob("*.arrow")]
+    said = contamination_notes(again, evaluated)
     assert any("500 problems of the evaluation set 'math500'" in line for line in said)
     assert not any("'aime24'" in line or "'minerva_math'" in line for line in said)

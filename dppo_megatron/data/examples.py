@@ -1,0 +1,78 @@
+"""Reads the worked solutions of SFT. Each becomes a sample that the actor trains on as on a completion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from dppo_megatron.config.resolved_sets import example_set_config
+from dppo_megatron.config.schema import Config
+from dppo_megatron.data import fields
+from dppo_megatron.data.contamination import Contamination
+from dppo_megatron.data.sets import ProblemSet, held_out_of, read_set, refuse, trained_on, words_asked
+from dppo_megatron.data.templates import check_template, is_beyond, render, shared_ids, tokenize
+from dppo_megatron.progress import progress
+from dppo_megatron.types import TrainSample, UserError
+
+
+def load_examples(
+    config: Config, tokenizer: PreTrainedTokenizerBase, evaluated: Mapping[str, ProblemSet], *, max_tokens: int
+) -> tuple[list[TrainSample], list[str]]:
+    """SFT's worked solutions, as samples of weight and denominator 1, and lines for the log. Each ends with the
+    end-of-sequence token.
+
+    Args:
+        evaluated: whose problems are looked for, and treated as `data.contamination` says.
+
+    Raises:
+        UserError: a row without problem or completion, an example of more than `max_tokens` tokens, fewer than a step
+            needs; or evaluated problems are trained on.
+    """
+    settings = example_set_config(config)
+    check_template(settings, tokenizer)
+    looked_for = Contamination(held_out_of(evaluated), config.data.contamination == "drop")
+    samples: list[TrainSample] = []
+    shared = shared_ids(tokenizer)
+    with progress(f"reading {settings.path}", 0, "rows") as advance:
+        for rows in read_set(settings, advance):
+            rows = looked_for.kept(rows, (words_asked(row, settings) for row in rows))
+            origins = [row.origin for row in rows]
+            asked = render([fields.problem_of(row, settings) for row in rows], origins, settings, tokenizer)
+            told = [fields.completion_of(row, config.sft.completion_field, settings) for row in rows]
+            for origin, text in zip(origins * 2, asked + told, strict=True):
+                if is_beyond(text, max_tokens):
+                    raise UserError(
+                        f"{origin}: the example has {len(text):,} characters; at most {max_tokens} tokens fit"
+                    )
+            prompts, completions = tokenize(asked, tokenizer, shared), tokenize(told, tokenizer, shared)
+            for origin, prompt, completion in zip(origins, prompts, completions, strict=True):
+                samples.append(_sample(origin, prompt, completion, tokenizer.eos_token_id))
+                count = len(samples[-1].token_ids)
+                if count > max_tokens:
+                    raise UserError(f"{origin}: the example has {count} tokens, more than the {max_tokens} that fit")
+    left_out = f"; {looked_for.dropped} more are of problems of evaluation sets" if looked_for.dropped else ""
+    if len(samples) < max(config.sft.examples_per_step, 1):
+        raise UserError(
+            f"sft.examples_per_step = {config.sft.examples_per_step}, but {settings.path} holds only"
+            f" {len(samples)} examples{left_out}"
+        )
+    if looked_for.dropped:
+        return samples, [f"{settings.path}: {len(samples)} examples are trained on{left_out}"]
+    found = trained_on(settings.key, looked_for.counts(), evaluated)
+    refuse(config, found)
+    return samples, found
+
+
+def _sample(origin: str, prompt: tuple[int, ...], completion: tuple[int, ...], eos: int) -> TrainSample:
+    token_ids = np.array([*prompt, *completion, eos], dtype=np.int64)
+    return TrainSample(
+        id=origin,
+        token_ids=token_ids,
+        num_prompt_tokens=len(prompt),
+        behaviour_logprobs=np.zeros(len(token_ids) - len(prompt), dtype=np.float32),
+        advantage=1.0,
+        weight=1.0,
+        denominator=1.0,
+    )
