@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -61,8 +60,3 @@ class Detokenizer:
         from tokenizers import Tokenizer
 
         return Tokenizer.from_str(self.json)
-
-
-def grades_of(encoded: bytes) -> list[Grade]:
-    """The hook's grades, from the msgpack in which they cross to the rank."""
-    return msgspec.msgpack.decode(encoded, type=list[Grade])

@@ -197,28 +197,28 @@ class Client:
             detokenizer = self._setup.detokenizer
             arrays = [one.token_ids for one in sampled]
             texts = detokenizer.decode(arrays) if detokenizer is not None else [""] * len(arrays)
-            encoded = [text.encode(errors="replace") for text in texts]
+            sent = [text.encode(errors="replace").decode() for text in texts]  # half a surrogate pair is no UTF-8
             if self._hook is None or not ask.prompt:
-                self._ready(ask.ticket, encoded, b"")
+                self._ready(ask.ticket, sent, ())
             elif ask.ticket in self._held:
                 # written by this job's rank 0, over a connection that has shown the job's key
                 prompt = pickle.loads(ask.prompt)
                 tasks = [GradeTask.of(prompt, text, index) for index, text in enumerate(texts)]
-                self._hook.submit(tasks).add_done_callback(partial(self._graded, ask.ticket, encoded))
+                self._hook.submit(tasks).add_done_callback(partial(self._graded, ask.ticket, sent))
         except BaseException as error:
             self._lost(error)
 
-    def _graded(self, ticket: int, texts: list[bytes], graded: Future[list[Grade]]) -> None:
+    def _graded(self, ticket: int, texts: list[str], graded: Future[list[Grade]]) -> None:
         """In a thread of the hook's."""
         try:
             grades = graded.result()
             if len(grades) != len(texts):
                 raise ValueError(f"{len(grades)} grades of {len(texts)} completions")
-            self._ready(ticket, texts, ENCODER.encode(grades))
+            self._ready(ticket, texts, grades)
         except BaseException as error:  # else rank 0 would wait for this group
             self._lost(error)
 
-    def _ready(self, ticket: int, texts: list[bytes], grades: bytes) -> None:
+    def _ready(self, ticket: int, texts: list[str], grades: Sequence[Grade]) -> None:
         """From any thread."""
         if self._held.settle(ticket, texts, grades):
             self._loop.call_soon_threadsafe(self._send, Graded(ticket))

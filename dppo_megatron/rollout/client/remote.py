@@ -59,16 +59,6 @@ _SEND_S = 60.0
 _TAKE_S = 600.0
 
 
-def this_node() -> str:
-    """Equal for two processes that can share memory files and unix sockets (same host, boot and file systems) and
-    that the same agent of torchrun has started."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    booted = boot.read_text().strip() if boot.exists() else ""
-    mounts = os.readlink("/proc/self/ns/mnt") if os.path.exists("/proc/self/ns/mnt") else ""
-    # two of torchrun's agents on one machine count as two nodes: each starts servers, and ends alone
-    return f"{socket.gethostname()} {booted} {mounts} {os.environ.get('GROUP_RANK', '')}"
-
-
 @dataclass(frozen=True, slots=True)
 class Nodes:
     """How the job's ranks lie on its machines."""
@@ -78,10 +68,11 @@ class Nodes:
     rank: int
 
     @staticmethod
-    def of(names: Sequence[str], rank: int) -> Nodes:
-        """From the name of each rank's node.
+    def of(names: Sequence[int], rank: int) -> Nodes:
+        """From the name of each rank's node (`launched_node`): two of torchrun's agents on one machine count as two
+        nodes, since each starts servers, and ends alone.
 
-        Example: names a, a, b, b give nodes 0, 0, 1, 1; rank 3 is the second of two ranks of node 1.
+        Example: names 0, 0, 2, 2 give nodes 0, 0, 1, 1; rank 3 is the second of two ranks of node 1.
         """
         order = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return Nodes(tuple(order[name] for name in names), rank)
@@ -229,8 +220,6 @@ class Clients:
         self._sockets: dict[int, int] = {}
         self._buffers: dict[int, FrameBuffer] = {}
         self._selector = selectors.DefaultSelector()
-        self._asked: dict[int, int] = {}
-        """Ticket -> client, of those that may still be cancelled."""
         self._lock = threading.Lock()
 
     def start(self, wanted_per_server: int) -> None:
@@ -274,21 +263,13 @@ class Clients:
         return max(1, self._sockets[node] // self._of_server.count(node))
 
     def ask(self, ask: Submit) -> None:
-        node = self._of_server[ask.server]
-        self._asked[ask.ticket] = node
-        self._send(node, ask)
+        self._send(self._of_server[ask.server], ask)
 
     def end(self, tickets: Sequence[int]) -> None:
         self._end(tickets, drops=False)
 
     def cancel(self, tickets: Sequence[int]) -> None:
         self._end(tickets, drops=True)
-        for ticket in tickets:
-            self._asked.pop(ticket, None)
-
-    def forget(self) -> None:
-        """No ticket will be cancelled any more: the completions have been taken or dropped."""
-        self._asked.clear()
 
     def events(self, timeout_s: float) -> list[Event]:
         found: list[Event] = []
@@ -330,12 +311,9 @@ class Clients:
             self._selector.register(peer, selectors.EVENT_READ, hello.node)
 
     def _end(self, tickets: Sequence[int], *, drops: bool) -> None:
-        of_node: dict[int, list[int]] = {}
-        for ticket in tickets:
-            if ticket in self._asked:
-                of_node.setdefault(self._asked[ticket], []).append(ticket)
-        for node, its in of_node.items():
-            self._send(node, EndRequests(its, drops))
+        """Told to all clients; those that do not have a ticket pass over it."""
+        for node in self._nodes if tickets else ():
+            self._send(node, EndRequests(list(tickets), drops))
 
     def _send(self, node: int, message: ToClient) -> None:
         with self._lock:
