@@ -74,8 +74,6 @@ _CONNECT_S = 60.0
 _ABORT_S = 30.0
 _TOGETHER_S = 0.01
 """Messages to rank 0 go out at most so often: each time they wake a thread that takes the interpreter from training."""
-_READY_S = 0.02
-"""What is ready is needed at the end of a rollout only, and goes with what lands meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,6 @@ class Client:
         self._hook = setup.hook() if setup.hook else None
         self._unsent: list[bytes] = []
         """Messages to rank 0, in order."""
-        self._flush: asyncio.TimerHandle | None = None
         self._flushed = 0.0
         """When something was last sent."""
         self._takes = socket.socket(socket.AF_UNIX)
@@ -233,16 +230,12 @@ class Client:
 
     def _send(self, message: FromClient) -> None:
         """Have it sent soon, with what else there is by then."""
-        now = self._loop.time()
-        when = now + _READY_S if isinstance(message, Graded) else max(now, self._flushed + _TOGETHER_S)
         self._unsent.append(framed(ENCODER.encode(message)))
-        if self._flush is None or when < self._flush.when():
-            if self._flush is not None:
-                self._flush.cancel()
-            self._flush = self._loop.call_at(when, self._write)
+        if len(self._unsent) == 1:
+            self._loop.call_at(self._flushed + _TOGETHER_S, self._write)
 
     def _write(self) -> None:
-        self._flush, self._flushed = None, self._loop.time()
+        self._flushed = self._loop.time()
         self._writer.writelines(self._unsent)
         self._unsent = []
 
