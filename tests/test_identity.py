@@ -85,10 +85,10 @@ def _ask(url: str, key: str) -> None:
 
     async def once() -> None:
         asker = Asker(8)
-        asker.know([ServerAddress(0, Peer(url, key, proves=True), VLLMDialect())])
+        asker.know([ServerAddress(Peer(url, key, proves=True), VLLMDialect())])
         group = GenerateRequest("id", (2, 3), 1, 5, 4)
         try:
-            await asker.ask(Submit(0, 0, 0, group, Expected(19, 0, 1), 20.0))
+            await asker.ask(Submit(0, 0, url, group, Expected(19, 0, 1), 20.0))
         finally:
             await asker.close()
 

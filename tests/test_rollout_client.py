@@ -274,6 +274,7 @@ def test_both_ends_prove_the_key() -> None:
         assert bool(errors) == (listens != connects)
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=40), max_size=8), st.data())
 def test_frames_survive_any_cutting(messages: list[bytes], data: st.DataObject) -> None:
     stream = b"".join(map(framed, messages))

@@ -319,8 +319,7 @@ class _RankZero:
         """Those whose client asks servers."""
         listener = Listener(num_nodes)
         self.meeting = listener.meeting
-        addresses = [_address(place, one) for place, one in enumerate(asked)]
-        self.clients = Clients(listener, addresses, owned_by, self.nodes)
+        self.clients = Clients(listener, [_address(one) for one in asked], owned_by, self.nodes)
         membership = Membership(found, config, architecture, self._introduce)
         self.fleet = Fleet(
             found.servers,
@@ -341,14 +340,14 @@ class _RankZero:
     def _introduce(self, member: Member) -> None:
         """A server has come, perhaps behind a router, or is asked in another dialect now."""
         for asked in (member, *self.fleet.routers):
-            self.clients.add(_address(self.fleet.places[asked.name], asked.server))
+            self.clients.add(_address(asked.server))
 
 
-def _address(place: int, server: Generator) -> ServerAddress:
+def _address(server: Generator) -> ServerAddress:
     key, proves = server.http.api_key, bool(server.http.proves)
     workers = sorted(server.named) if isinstance(server, RouterServer) else ()
     peers = tuple(Peer(url, key, proves) for url in workers)
-    return ServerAddress(place, Peer(server.http.url, key, proves), server.dialect, peers)
+    return ServerAddress(Peer(server.http.url, key, proves), server.dialect, peers)
 
 
 @dataclass

@@ -29,9 +29,8 @@ class ClientHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class ServerAddress(msgspec.Struct, frozen=True):
-    """One server, by its position in the fleet."""
+    """One server, as a client asks it; known by its address."""
 
-    server: int
     peer: Peer
     dialect: AnyDialect
     workers: tuple[Peer, ...] = ()

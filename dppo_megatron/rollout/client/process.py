@@ -255,12 +255,12 @@ class Asker:
 
     def __init__(self, sockets: int) -> None:
         self._transport, self._sockets = Transport(sockets), sockets
-        self._servers: dict[int, ServerAddress] = {}
+        self._servers: dict[str, ServerAddress] = {}
 
     def know(self, servers: list[ServerAddress]) -> None:
-        """The servers that may be asked, by their numbers."""
-        self._servers |= {address.server: address for address in servers}
+        """The servers that may be asked; another one at a known address takes its place."""
         for address in servers:
+            self._servers[address.peer.url] = address
             self._transport.know(address.peer)
 
     async def ask(self, ask: Submit) -> list[Sampled]:
@@ -284,7 +284,7 @@ class Asker:
             ) from None
         return checked(server.dialect.read(answers, ask.group), ask.group, ask.expected)
 
-    async def end(self, server: int, group: GenerateRequest) -> None:
+    async def end(self, server: str, group: GenerateRequest) -> None:
         """Have the server end a request; one that cannot be reached has ended it, or its probe will find it hung. All
         workers of a router are asked: only the router knows which of them has it."""
         address = self._servers[server]

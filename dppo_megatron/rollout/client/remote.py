@@ -203,7 +203,7 @@ class Clients:
 
     Args:
         of_server: the client that owns each server.
-        addresses: all servers, in the fleet's order.
+        addresses: all servers.
         nodes: whose clients take part beside those that own a server: more servers may come.
     """
 
@@ -214,7 +214,8 @@ class Clients:
         of_server: Sequence[int],
         nodes: Sequence[int] = (),
     ) -> None:
-        self._listener, self._addresses, self._of_server = listener, list(addresses), list(of_server)
+        self._listener, self._addresses = listener, addresses
+        self._of_server = dict(zip((address.peer.url for address in addresses), of_server, strict=True))
         self._nodes = sorted({*of_server, *nodes})
         self._peers: dict[int, socket.socket] = {}
         self._sockets: dict[int, int] = {}
@@ -238,7 +239,7 @@ class Clients:
             with contextlib.suppress(OSError, HandshakeFailed, msgspec.DecodeError):
                 self._welcome(self._listener.socket.accept()[0])
         for node in needed:
-            mine = [address for address, owner in zip(self._addresses, self._of_server, strict=True) if owner == node]
+            mine = [address for address in self._addresses if self._of_server[address.peer.url] == node]
             self._send(node, Servers(mine))
             room = max(1, self._sockets[node] // max(1, len(mine)))
             if room < wanted_per_server:
@@ -249,18 +250,14 @@ class Clients:
                 )
 
     def add(self, address: ServerAddress) -> None:
-        """One server more, or another one with a number that there was: the client that owns fewest asks it."""
-        if address.server < len(self._addresses):
-            self._addresses[address.server] = address
-        else:
-            loads = {node: self._of_server.count(node) for node in self._nodes}
-            self._addresses.append(address)
-            self._of_server.append(min(loads, key=loads.__getitem__))
-        self._send(self._of_server[address.server], Servers([address]))
+        """One server more, which the client that owns fewest asks; or another one at an address that there was."""
+        owners = list(self._of_server.values())
+        node = self._of_server.setdefault(address.peer.url, min(self._nodes, key=owners.count))
+        self._send(node, Servers([address]))
 
-    def room(self, server: int) -> int:
+    def room(self, server: str) -> int:
         node = self._of_server[server]
-        return max(1, self._sockets[node] // self._of_server.count(node))
+        return max(1, self._sockets[node] // list(self._of_server.values()).count(node))
 
     def ask(self, ask: Submit) -> None:
         self._send(self._of_server[ask.server], ask)
