@@ -251,8 +251,8 @@ class Clients:
 
     def add(self, address: ServerAddress) -> None:
         """One server more, which the client that owns fewest asks; or another one at an address that there was."""
-        owners = list(self._of_server.values())
-        node = self._of_server.setdefault(address.peer.url, min(self._nodes, key=owners.count))
+        owned_by = list(self._of_server.values())
+        node = self._of_server.setdefault(address.peer.url, min(self._nodes, key=owned_by.count))
         self._send(node, Servers([address]))
 
     def room(self, server: str) -> int:
