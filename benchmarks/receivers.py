@@ -29,10 +29,9 @@ from typing import Any
 
 import torch
 
+from dppo_megatron.rollout.servers.groups import CHUNK_BYTES, BroadcastGroup, ChainGroup, GroupRendezvous
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.protocol import DeviceMemory, InFlight, Offer, TensorNote
-from dppo_megatron.rollout.servers.vllm import own_chain
-from dppo_megatron.rollout.transfer.groups import CHUNK_BYTES, BroadcastGroup, GroupRendezvous
 
 _IN_ENGINE = Path(__file__).resolve().parents[1] / "dppo_megatron" / "rollout" / "servers" / "in_engine"
 _FORK = multiprocessing.get_context("forkserver")
@@ -107,7 +106,7 @@ class PipeServer:
 
     def own_group(self, meeting: GroupRendezvous) -> BroadcastGroup:
         """The trainer's end of it."""
-        return own_chain(meeting)
+        return ChainGroup(meeting)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """Forgets what an earlier update has left."""

@@ -34,6 +34,7 @@ from dppo_megatron.rollout.servers import connect, control_answers, dialects, ro
 from dppo_megatron.rollout.servers.connect import ConnectedServers, describe, make_server
 from dppo_megatron.rollout.servers.directory import RegistryEntry
 from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.groups import BroadcastGroup
 from dppo_megatron.rollout.servers.http import Http, Unreachable
 from dppo_megatron.rollout.servers.membership import Membership
 from dppo_megatron.rollout.servers.router import RouterServer, named_workers
@@ -41,7 +42,6 @@ from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.rollout.transfer.groups import BroadcastGroup
 from dppo_megatron.types import UserError
 
 VOCABULARY = 19

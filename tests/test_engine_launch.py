@@ -252,7 +252,7 @@ def _assert_the_timeline_adds_up(directory: Path, row: dict[str, Any]) -> None:
 
 
 def _train_as_two_nodes(config: Config) -> list[int]:
-    os.environ["GROUP_RANK"] = os.environ["RANK"]  # an agent of torchrun each
+    os.environ["LOCAL_RANK"] = "0"  # an agent of torchrun each
     with Run(prepare_job(config, 2)) as run:
         receivers = list(run.loop._engine.receivers)
         train(run)

@@ -38,7 +38,7 @@ def test_equal_groups_are_shared_evenly() -> None:
     world = World()
     fleet = world.fleet()
     assert sorted(dispatch(fleet, work_of(groups(*[3] * 8)))) == list(range(8))
-    assert [ask.server for ask in world.asked] == [0, 1] * 4 and nothing_in_flight(fleet)
+    assert [ask.server for ask in world.asked] == ["a", "b"] * 4 and nothing_in_flight(fleet)
 
 
 def test_a_router_stands_for_its_workers() -> None:
@@ -47,25 +47,25 @@ def test_a_router_stands_for_its_workers() -> None:
     world = World(reply=lambda ask: None)
     fleet = world.fleet(3, [FakeRouter("r", named=frozenset("ab"))], max_concurrent_sequences=4)
     work = work_of(groups(*[1] * 12))
-    asked_first: list[int] = []
+    asked_first: list[str] = []
 
     def reply(ask: Submit) -> Event | None:
         if len(world.asked) == 12 and not asked_first:
             asked_first.extend(one.server for one in world.asked)
             fleet.mark_out(fleet.members[0], "a test")
-        return answered(ask) if len(world.asked) > 12 or ask.server == 2 else None
+        return answered(ask) if len(world.asked) > 12 or ask.server == "c" else None
 
     world.reply = reply
     world.servers[0].healthy_now = False
     assert sorted(dispatch(fleet, work)) == list(range(12))
-    assert (asked_first.count(3), asked_first.count(2)) == (8, 4) and nothing_in_flight(fleet)
-    assert {ask.server for ask in world.asked[12:]} == {1, 2} and len(world.asked) == 12 + 8
+    assert (asked_first.count("r"), asked_first.count("c")) == (8, 4) and nothing_in_flight(fleet)
+    assert {ask.server for ask in world.asked[12:]} == {"b", "c"} and len(world.asked) == 12 + 8
     assert fleet.health()["r"].startswith(("out", "stale")) and work.retries == 8
     world.servers[0].healthy_now, world.asked, world.reply = True, [], answered
     fleet.revive()
     synced(fleet)
     assert sorted(dispatch(fleet, work_of(groups(1, 1, 1)))) == [0, 1, 2]
-    assert sorted(ask.server for ask in world.asked) == [2, 3, 3] and fleet.health()["r"] == "live"
+    assert sorted(ask.server for ask in world.asked) == ["c", "r", "r"] and fleet.health()["r"] == "live"
 
 
 def test_a_router_that_names_a_stranger_is_passed_by() -> None:
@@ -78,7 +78,7 @@ def test_a_router_that_names_a_stranger_is_passed_by() -> None:
     list(dispatch(fleet, work_of(groups(1, 1))))
     router.named = frozenset("ab")
     list(dispatch(fleet, work_of(groups(1))))
-    assert [ask.server for ask in world.asked] == [2, 0, 1, 2]
+    assert [ask.server for ask in world.asked] == ["r", "a", "b", "r"]
     assert fleet.routers[0].outages == 0
 
 
@@ -107,7 +107,7 @@ def test_the_fewest_outstanding_tokens_decide() -> None:
     world = World()
     fleet = world.fleet()
     list(dispatch(fleet, work_of([*groups(8, tokens=100), *groups(1, 1, 1, 1)])))
-    assert [ask.server for ask in world.asked] == [0, 1, 1, 1, 1]
+    assert [ask.server for ask in world.asked] == ["a", "b", "b", "b", "b"]
 
 
 @pytest.mark.parametrize("counts", [[1] * 40, [8] * 7, [1, 8, 3, 8, 8, 2, 1, 1, 8], [20, 20]])
@@ -145,11 +145,11 @@ def test_a_broken_connection_sends_all_of_a_servers_groups_elsewhere() -> None:
     """One failure marks it out; its other groups are cut and asked again under the same ids, and what they had on the
     way is not counted twice."""
     world = World()
-    world.reply = lambda ask: broken(ask) if ask.server == 0 else answered(ask)
+    world.reply = lambda ask: broken(ask) if ask.server == "a" else answered(ask)
     fleet, work = world.fleet(), work_of(groups(*[2] * 6))
     landed = list(dispatch(fleet, work))
     assert sorted(landed) == list(range(6)) and len(set(landed)) == 6
-    assert all(world.asked[ticket - 1].server == 1 for ticket in work.landed)
+    assert all(world.asked[ticket - 1].server == "b" for ticket in work.landed)
     assert fleet.members[0].state != "live" and fleet.members[0].outages == 1
     assert [len(said) for said in work.failures.values()] == [1]
     assert work.retries == 3 and world.said[0] == "rollout: a is out: connection reset"
@@ -166,9 +166,9 @@ def test_groups_that_are_sampled_anew_are_counted(seeded: bool, kind: Any, statu
         server.dialect = VLLMDialect(seeded=seeded)
 
     def reply(ask: Submit) -> Event | None:
-        if ask.server == 0 and ask.index == 0:
+        if ask.server == "a" and ask.index == 0:
             return AttemptFailed(ask.ticket, kind, "no", status)
-        return answered(ask) if ask.server == 1 or status == 503 else None
+        return answered(ask) if ask.server == "b" or status == 503 else None
 
     world.reply = reply
     assert sorted(dispatch(fleet, work)) == list(range(6))
@@ -200,7 +200,7 @@ def test_who_comes_back_is_asked_only_after_a_sync() -> None:
 def test_a_server_that_fails_its_probe_is_out() -> None:
     """Nothing breaks, nothing answers: only the probe tells."""
     world = World()
-    world.reply = lambda ask: answered(ask) if ask.server == 1 else None
+    world.reply = lambda ask: answered(ask) if ask.server == "b" else None
     fleet, work = world.fleet(probe_every_s=5.0), work_of(groups(1, 1))
     world.servers[0].healthy_now = False
     assert sorted(dispatch(fleet, work)) == [0, 1] and world.now < 12
@@ -213,7 +213,7 @@ def test_who_is_back_before_anybody_looks_has_lost_its_requests() -> None:
     world = World()
 
     def reply(ask: Submit) -> Event | None:
-        if ask.server == 1:
+        if ask.server == "b":
             return answered(ask)
         if not fleet.members[0].outages:
             fleet.mark_out(fleet.members[0], "weight sync failed")
@@ -313,7 +313,7 @@ def test_cut_attempts_are_no_failures_of_their_requests() -> None:
     world, deaths = World(), []
 
     def reply(ask: Submit) -> Event | None:
-        if ask.server == 0 and ask.index == len(deaths) % 8 and len(deaths) < 10:
+        if ask.server == "a" and ask.index == len(deaths) % 8 and len(deaths) < 10:
             deaths.append(ask.index)
             return broken(ask)
         return answered(ask) if len(deaths) >= 10 else None
@@ -377,7 +377,7 @@ def test_a_refusal_that_is_the_servers_own_sends_its_groups_elsewhere(status: in
     """Another key, or without our path: it was started again."""
     world = World()
     world.reply = lambda ask: (
-        answered(ask) if ask.server else AttemptFailed(ask.ticket, "refused", f"HTTP {status}: no", status)
+        answered(ask) if ask.server == "b" else AttemptFailed(ask.ticket, "refused", f"HTTP {status}: no", status)
     )
     fleet, work = world.fleet(2), work_of(groups(1, 1, 1))
     world.servers[0].healthy_now = False
@@ -518,7 +518,7 @@ def test_a_probe_of_the_predecessor_is_no_news() -> None:
     fleet.probe_all()
     fleet.let_go(fleet.members[0], "it has left")
     member = fleet.let_in(FakeServer("a"))  # type: ignore[arg-type]
-    assert (fleet.places["a"], member.state) == (0, "stale")
+    assert member.state == "stale"
     synced(fleet)
     threads.questions[0].set_exception(Unreachable("no answer"))
     fleet.probe_all()
@@ -554,10 +554,10 @@ def test_what_a_probe_says_counts_for_the_server_that_was_asked() -> None:
     assert member.state == "out", "asked as it is now"
 
 
-def test_who_comes_keeps_the_number_that_it_gets() -> None:
-    """Whoever leaves: the clients know servers by number."""
+def test_who_comes_takes_nobodys_place() -> None:
+    """Whoever leaves."""
     fleet = World().fleet(2)
     fleet.let_go(fleet.members[0], "it has left")
-    assert fleet.let_in(FakeServer("z")).name == "z" and fleet.places == {"a": 0, "b": 1, "z": 2}  # type: ignore[arg-type]
+    assert fleet.let_in(FakeServer("z")).name == "z"  # type: ignore[arg-type]
     synced(fleet)
     assert [member.name for member in fleet.live] == ["b", "z"]

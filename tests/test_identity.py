@@ -45,13 +45,13 @@ from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import server_process
 from dppo_megatron.rollout.servers.connect import _await_ready, make_server
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
+from dppo_megatron.rollout.servers.groups import ChainGroup, GroupRendezvous, listening_store
 from dppo_megatron.rollout.servers.http import Http, NotProven, Peer
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.intake import Submit
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
-from dppo_megatron.rollout.servers.vllm import own_chain, vllm_command
+from dppo_megatron.rollout.servers.vllm import vllm_command
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
-from dppo_megatron.rollout.transfer.groups import GroupRendezvous, listening_store
 from dppo_megatron.types import Prompt, RunAborted, UserError
 
 KEY = "s3cret-of-the-servers"
@@ -85,10 +85,10 @@ def _ask(url: str, key: str) -> None:
 
     async def once() -> None:
         asker = Asker(8)
-        asker.know([ServerAddress(0, Peer(url, key, proves=True), VLLMDialect())])
+        asker.know([ServerAddress(Peer(url, key, proves=True), VLLMDialect())])
         group = GenerateRequest("id", (2, 3), 1, 5, 4)
         try:
-            await asker.ask(Submit(0, 0, 0, group, Expected(19, 0, 1), 20.0))
+            await asker.ask(Submit(0, 0, url, group, Expected(19, 0, 1), 20.0))
         finally:
             await asker.close()
 
@@ -318,7 +318,7 @@ def _worker(meeting: GroupRendezvous, store: dist.Store, secret: str) -> Any:
 def test_members_find_each_other() -> None:
     """With the secret, and bytes arrive."""
     meeting, store = _meeting()
-    ours, theirs = _both(lambda: own_chain(meeting), lambda: _worker(meeting, store, meeting.secret))
+    ours, theirs = _both(lambda: ChainGroup(meeting), lambda: _worker(meeting, store, meeting.secret))
     sent = torch.arange(100, dtype=torch.uint8)
     _, received = _both(lambda: ours.send(sent), lambda: theirs.receive(100))
     assert torch.equal(received, sent)
@@ -328,7 +328,7 @@ def test_an_impostor_in_the_store_is_no_member() -> None:
     """Addresses that it has written in the place of a worker's, or of the trainer's, are used by nobody: without a tag,
     or with another group's. Which keys hold them is seen in a group of members."""
     meeting, store = _meeting()
-    _both(lambda: own_chain(meeting), lambda: _worker(meeting, store, meeting.secret))
+    _both(lambda: ChainGroup(meeting), lambda: _worker(meeting, store, meeting.secret))
     seen = {key: store.get(key) for key in store.list_keys() if key.startswith(("/dppo/", "dppo/"))}
     for rank in (0, 1):
         theirs = {key: value for key, value in seen.items() if key.endswith(f"/{rank}")}
@@ -338,7 +338,7 @@ def test_an_impostor_in_the_store_is_no_member() -> None:
             for key, value in theirs.items():
                 store.set(key, forged(value))
             with pytest.raises(RuntimeError, match="no member has written into the group's store"):
-                own_chain(meeting) if rank else _worker(meeting, store, meeting.secret)
+                ChainGroup(meeting) if rank else _worker(meeting, store, meeting.secret)
 
 
 @pytest.mark.parametrize("mirrors", [True, False])
@@ -361,7 +361,7 @@ def test_who_has_connected_must_know_the_secret(rank: int, mirrors: bool) -> Non
         with pytest.raises(RuntimeError):
             more.wait(timedelta(seconds=2))
 
-    own = (lambda: own_chain(meeting)) if rank else (lambda: _worker(meeting, store, meeting.secret))
+    own = (lambda: ChainGroup(meeting)) if rank else (lambda: _worker(meeting, store, meeting.secret))
     ours, theirs = _both(own, impostor)
     assert isinstance(ours, RuntimeError) and f"connected as member {rank} of the group does not know" in str(ours)
     assert theirs is None and len(got) == 2

@@ -154,8 +154,8 @@ def test_a_server_of_replicas_has_room_for_as_many_times_more() -> None:
 
     world.events = events  # type: ignore[method-assign]
     assert not list(rollout)
-    places = [ask.server for ask in world.asked]
-    assert [places.count(place) for place in (0, 1)] == [2, 6]
+    asked = [ask.server for ask in world.asked]
+    assert [asked.count(server) for server in "ab"] == [2, 6]
 
 
 # ------------------------------------------------------------------------------------------------------------- NCCL

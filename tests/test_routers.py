@@ -129,7 +129,7 @@ def test_requests_behind_a_router_are_ended_at_its_workers(engine: str) -> None:
 
     with StubServers({"a": hang, "b": hang}) as stubs, _relayed(engine, stubs) as (rig, _):
         [group] = requests(1)
-        rig.clients.ask(Submit(1, 0, 2, group, Expected(VOCABULARY, 1, 1), 60.0))
+        rig.clients.ask(Submit(1, 0, rig.known[2].peer.url, group, Expected(VOCABULARY, 1, 1), 60.0))
         until(lambda: stubs.asked.get("a", 0) + stubs.asked.get("b", 0) > 0)
         rig.clients.end([1])
         until(lambda: len(stubs.aborted.get("a", ())) == len(stubs.aborted.get("b", ())) == _calls(engine))
@@ -151,7 +151,7 @@ def test_a_worker_that_hangs_keeps_no_other_from_ending_a_request() -> None:
         workers = (Peer(f"http://127.0.0.1:{silent.getsockname()[1]}"), Peer(stubs.url("b")))
         stubs.behaviours["router"] = relay(stubs, "router", "b", "vllm")
         rig.clients.add(msgspec.structs.replace(rig.known[2], workers=workers))
-        rig.clients.ask(Submit(1, 0, 2, requests(1)[0], Expected(VOCABULARY, 1, 1), 60.0))
+        rig.clients.ask(Submit(1, 0, rig.known[2].peer.url, requests(1)[0], Expected(VOCABULARY, 1, 1), 60.0))
         until(lambda: stubs.asked.get("b", 0) > 0)
         rig.clients.end([1])
         with silent.accept()[0] as peer:

@@ -28,11 +28,11 @@ from dppo_megatron.config.rollout import RolloutConfig, check_rollout
 from dppo_megatron.observe.trackers.process import Begin
 from dppo_megatron.observe.trackers.sink import Trackers
 from dppo_megatron.rollout.servers.connect import configured_key, describe, make_server
+from dppo_megatron.rollout.servers.groups import listening_store
 from dppo_megatron.rollout.servers.http import Done, Http, Refused, clean_key
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.rollout.servers.sglang import sglang_command
 from dppo_megatron.rollout.servers.vllm import vllm_command
-from dppo_megatron.rollout.transfer.groups import listening_store
 from dppo_megatron.types import UserError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "dppo_megatron" / "rollout" / "servers" / "in_engine"))

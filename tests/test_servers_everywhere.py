@@ -103,8 +103,7 @@ def test_all_are_asked_to_end_before_one_is_waited_for(tmp_path: Path, monkeypat
 
 
 def _with_a_fault_on_rank(config: Config, rank: int) -> str:
-    os.environ["GROUP_RANK"] = str(dist.get_rank())
-    nodes = Nodes.of([str(one) for one in range(dist.get_world_size())], dist.get_rank())
+    nodes = Nodes.of(range(dist.get_world_size()), dist.get_rank())
     if dist.get_rank() == rank:
         job_nodes.make_servers = _faulty  # type: ignore[assignment]
     try:
@@ -130,7 +129,7 @@ def test_no_rank_waits_for_one_that_failed(files: Path, tmp_path: Path, rank: in
 def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
     """On each of four ranks, two a node: three syncs and rollouts; before the second sync the server of node `killed`
     dies."""
-    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)  # torchrun's agent
+    os.environ["LOCAL_RANK"] = str(dist.get_rank() % 2)  # by torchrun's agent
     job = prepare_job(config, dist.get_world_size())
     engine = ServerEngine(config, job.architecture, job.tokenizer)
     found: dict[int, Completion] = {}
@@ -214,7 +213,7 @@ def test_every_node_has_servers_of_its_own(files: Path, tmp_path: Path, killed: 
 
 
 def _start_engine(config: Config) -> None:
-    os.environ["GROUP_RANK"] = str(dist.get_rank())
+    os.environ["LOCAL_RANK"] = "0"
     if dist.get_rank() == 1:
         config.rollout.servers.python = "/no/such/python"
     job = prepare_job(config, dist.get_world_size())

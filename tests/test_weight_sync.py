@@ -31,24 +31,23 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers import vllm
 from dppo_megatron.rollout.servers.device_map import RankDevice, seats, visible_devices
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.http import Refused, Unreachable
-from dppo_megatron.rollout.servers.in_engine import dppo_wire
-from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.protocol import TensorNote
-from dppo_megatron.rollout.servers.vllm import own_broadcast
-from dppo_megatron.rollout.sync import broadcast
-from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
-from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets, in_thread, on_each
-from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
-from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Canary
-from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.rollout.transfer.groups import (
+from dppo_megatron.rollout.servers.groups import (
     BroadcastGroup,
     ChainGroup,
     GroupRendezvous,
     TorchBroadcastGroup,
     listening_store,
 )
+from dppo_megatron.rollout.servers.http import Refused, Unreachable
+from dppo_megatron.rollout.servers.in_engine import dppo_wire
+from dppo_megatron.rollout.servers.member import Member
+from dppo_megatron.rollout.servers.protocol import TensorNote
+from dppo_megatron.rollout.sync import broadcast
+from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
+from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets, in_thread, on_each
+from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
+from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Canary
+from dppo_megatron.rollout.sync.weight_sync import WeightSync
 from dppo_megatron.types import Completion, Prompt, RunAborted
 
 BUCKET = 5 << 20
@@ -209,7 +208,7 @@ def test_members_of_an_nccl_group_prove_themselves_before_the_first_weight(
         return [receiver.receive(8).tolist() for _ in range(2)]
 
     workers = [in_thread(partial(work, rank)) for rank in (1, 2)]
-    group = own_broadcast(meeting)
+    group = TorchBroadcastGroup(meeting, as_torch_does=False)
     if stranger is None:
         group.send(weights)
         group.send(weights + 1)

@@ -50,7 +50,7 @@ class Intake:
             SGLangServer(Http(url), VOCABULARY) if "sglang" in canned.engine else VLLMServer(Http(url)) for url in urls
         ]
         listener = Listener(1)
-        addresses = [ServerAddress(place, Peer(url), dialect_of(canned.engine)) for place, url in enumerate(urls)]
+        addresses = [ServerAddress(Peer(url), dialect_of(canned.engine)) for url in urls]
         self.clients = Clients(listener, addresses, [0] * servers)
         self._secret, self._path = listener.meeting.secret, listener.meeting.take_path(0)
         setup = Setup(0, listener.meeting.address, self._secret, self._path, detokenizer, hook)

@@ -26,8 +26,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import barrier, from_rank_zero, gather_all, rank
+from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.rollout.client.completion_buffer import completion_of, spans_of
-from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory, grades_of
+from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory
 from dppo_megatron.rollout.client.messages import ServerAddress
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import (
@@ -38,7 +39,6 @@ from dppo_megatron.rollout.client.remote import (
     Nodes,
     owners,
     take,
-    this_node,
 )
 from dppo_megatron.rollout.engine import Engine, Request, RolloutStats, Sampling, Weights
 from dppo_megatron.rollout.job_nodes import NodeSupervisor, launch_everywhere
@@ -87,7 +87,7 @@ class ServerEngine(Engine):
         self._config = config
         self._detokenizer, self._vocab_size = Detokenizer.of(tokenizer), architecture.vocab_size
         self._stop_ids = (int(tokenizer.eos_token_id),)
-        self._nodes = Nodes.of(gather_all([this_node()]), rank())
+        self._nodes = Nodes.of(gather_all([launched_node(rank())]), rank())
         self._grades: dict[int, Grade] = {}
         self._grades_in_client = client_hook is not None
         self._stats = RolloutStats()
@@ -204,7 +204,6 @@ class ServerEngine(Engine):
             started.work.given_up = True
             started.join()
             self._head.clients.cancel(list(started.work.landed))
-            self._head.clients.forget()
 
     def rest(self) -> None:
         """No generation until the next `load_weights`: colocated servers give their device memory back."""
@@ -281,14 +280,14 @@ class ServerEngine(Engine):
         shares = self._nodes.neighbours
         found = {}
         for arrived in take(self._take_path, self._secret, shares.index(self._nodes.rank), len(shares)):
-            found[places[arrived.index][arrived.position]] = arrived.completion
-            if arrived.grades and not arrived.position:
-                self._grades |= zip(places[arrived.index], grades_of(arrived.grades), strict=True)
+            place = places[arrived.index][arrived.position]
+            found[place] = arrived.completion
+            if arrived.grade is not None:
+                self._grades[place] = arrived.grade
         return dict(sorted(found.items()))
 
     def _count(self, work: Work) -> None:
         """On rank 0, when a rollout is over."""
-        self._zero.clients.forget()
         spans = [span for landed in work.done.values() for span in landed.spans]
         if spans:
             stale = sum((self._sync.version - version) * tokens for version, tokens in spans)
@@ -320,8 +319,7 @@ class _RankZero:
         """Those whose client asks servers."""
         listener = Listener(num_nodes)
         self.meeting = listener.meeting
-        addresses = [_address(place, one) for place, one in enumerate(asked)]
-        self.clients = Clients(listener, addresses, owned_by, self.nodes)
+        self.clients = Clients(listener, [_address(one) for one in asked], owned_by, self.nodes)
         membership = Membership(found, config, architecture, self._introduce)
         self.fleet = Fleet(
             found.servers,
@@ -342,14 +340,14 @@ class _RankZero:
     def _introduce(self, member: Member) -> None:
         """A server has come, perhaps behind a router, or is asked in another dialect now."""
         for asked in (member, *self.fleet.routers):
-            self.clients.add(_address(self.fleet.places[asked.name], asked.server))
+            self.clients.add(_address(asked.server))
 
 
-def _address(place: int, server: Generator) -> ServerAddress:
+def _address(server: Generator) -> ServerAddress:
     key, proves = server.http.api_key, bool(server.http.proves)
     workers = sorted(server.named) if isinstance(server, RouterServer) else ()
     peers = tuple(Peer(url, key, proves) for url in workers)
-    return ServerAddress(place, Peer(server.http.url, key, proves), server.dialect, peers)
+    return ServerAddress(Peer(server.http.url, key, proves), server.dialect, peers)
 
 
 @dataclass

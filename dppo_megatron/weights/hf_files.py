@@ -146,16 +146,20 @@ class _TensorSlot:
 
 
 @contextmanager
-def aside(target: Path) -> Iterator[Path]:
-    """A new directory beside `target` that gets its name, on the disk, if the block succeeds, and is removed if not; an
-    older one of that name is replaced."""
+def aside(target: Path, *, durable: bool = True) -> Iterator[Path]:
+    """A new directory beside `target` that gets its name if the block succeeds, and is removed if not; an older one of
+    that name is replaced. `durable`: once all of it is on the disk."""
     directory = target.with_name(target.name + ".incomplete")
     remove_tree(directory)
     try:
         directory.mkdir(parents=True)
         yield directory
-        with progress(f"flushing {target} to the disk"):
-            publish(directory, target)
+        if durable:
+            with progress(f"flushing {target} to the disk"):
+                publish(directory, target)
+        else:
+            remove_tree(target)
+            directory.rename(target)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise

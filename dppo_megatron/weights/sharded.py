@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -41,7 +40,6 @@ from dppo_megatron.weights.mapping import PADDED_TO_VOCAB, Place, hf_names, hf_s
 from dppo_megatron.weights.routes import Block, BlockPart, Catalogue, Item, RankReport, Role, RoutedBucket
 
 DEFAULT_BUCKET_BYTES = 256 << 20
-_EXCHANGES_AT_A_TIME = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +142,14 @@ class WeightStream:
         if self._planned[0] != (receivers, bucket_bytes):
             max_numel = bucket_bytes // self._dtype.itemsize
             self._planned = (receivers, bucket_bytes), self._catalogue.plan(receivers, max_numel, self._me)
-        begun: deque[_Exchange] = deque()
-        for bucket in self._planned[1]:
-            if begun:
-                self._pass_on(begun[-1])
-            begun.append(self._begin(bucket))
-            if len(begun) == _EXCHANGES_AT_A_TIME:
-                yield from self._finish(begun.popleft(), receivers)
-        while begun:
-            self._pass_on(begun[-1])
-            yield from self._finish(begun.popleft(), receivers)
+        before: _Exchange | None = None
+        for bucket in (*self._planned[1], None):
+            if before is not None:
+                self._pass_on(before)
+            begun = self._begin(bucket) if bucket is not None else None
+            if before is not None:
+                yield from self._finish(before, receivers)
+            before = begun
 
     def num_buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> int:
         """Exchanges of one pass."""

@@ -186,10 +186,9 @@ def test_both_servers_share_the_load(served: Served, tmp_path: Path) -> None:
     config = served.config(tmp_path)
     engine, asked = served.engine(config), dict.fromkeys((server.url for server in served.servers), 0)
     engine.load_weights(Reference(served.files / "model", 1).weights)
-    names = list(asked)
 
     def note(ask: Submit) -> None:
-        asked[names[ask.server]] += 1
+        asked[ask.server] += 1
 
     _note_asks(engine, note)
     engine.generate(requests_for(prompts_of(config)[:24]), Sampling(1, 1.0, 0))

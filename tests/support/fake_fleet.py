@@ -96,7 +96,7 @@ class World:
         synced(fleet)
         return fleet
 
-    def room(self, server: int) -> int:
+    def room(self, server: str) -> int:
         return self.capacity
 
     def ask(self, ask: Submit) -> None:

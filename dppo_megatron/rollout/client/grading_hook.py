@@ -6,10 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -36,7 +34,8 @@ class Detokenizer:
     seconds; any other travels as it is.
     """
 
-    json: str = ""
+    fast: Any = None
+    """A `tokenizers.Tokenizer`, which is pickled as its JSON."""
     whole: Any = None
 
     @staticmethod
@@ -46,23 +45,12 @@ class Detokenizer:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         if backend is not None and not cleans and type(tokenizer).decode is PreTrainedTokenizerFast.decode:
-            return Detokenizer(json=backend.to_str())
+            return Detokenizer(fast=backend)
         return Detokenizer(whole=tokenizer)
 
     def decode(self, completions: Sequence[npt.NDArray[np.int32]]) -> list[str]:
         """One text a completion, without special tokens."""
         lists = [ids.tolist() for ids in completions]
-        if self.json:
-            return list(self._fast.decode_batch(lists, skip_special_tokens=True))
+        if self.fast is not None:
+            return list(self.fast.decode_batch(lists, skip_special_tokens=True))
         return [self.whole.decode(ids, skip_special_tokens=True) for ids in lists]
-
-    @cached_property
-    def _fast(self) -> Any:
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_str(self.json)
-
-
-def grades_of(encoded: bytes) -> list[Grade]:
-    """The hook's grades, from the msgpack in which they cross to the rank."""
-    return msgspec.msgpack.decode(encoded, type=list[Grade])

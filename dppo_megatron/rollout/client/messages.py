@@ -29,9 +29,8 @@ class ClientHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class ServerAddress(msgspec.Struct, frozen=True):
-    """One server, by its position in the fleet."""
+    """One server, as a client asks it; known by its address."""
 
-    server: int
     peer: Peer
     dialect: AnyDialect
     workers: tuple[Peer, ...] = ()
@@ -61,28 +60,6 @@ class TakeShare(msgspec.Struct, frozen=True):
     shares: int
 
 
-class ShareGroup(msgspec.Struct, frozen=True):
-    """One group; its tokens follow those of the groups before it in the buffers."""
-
-    index: int
-    lengths: list[int]
-    reasons: list[str]
-    spans: list[list[tuple[int, int]]]
-    """For each completion (weights version, tokens sampled under it), in order."""
-    text_bytes: list[int]
-    grades: bytes = b""
-    """A msgpack list of the hook's `Grade`s; empty if it was not graded."""
-
-
-class ShareHeader(msgspec.Struct, frozen=True):
-    """The header of a share; the buffers are in the memory file that comes with it: int32 tokens [n], float32
-    log-probabilities [n], then the texts in UTF-8."""
-
-    groups: list[ShareGroup]
-    num_tokens: int
-    num_bytes: int
-
-
 ToClient = Servers | Submit | EndRequests
 FromClient = ClientHello | Completed | Graded | AttemptFailed | ClientLost
 
@@ -90,7 +67,6 @@ ENCODER = msgspec.msgpack.Encoder()
 TO_CLIENT = msgspec.msgpack.Decoder(ToClient)
 FROM_CLIENT = msgspec.msgpack.Decoder(FromClient)
 TAKE = msgspec.msgpack.Decoder(TakeShare)
-SHARE_HEADER = msgspec.msgpack.Decoder(ShareHeader)
 
 _NONCE_BYTES = 32
 

@@ -74,8 +74,6 @@ _CONNECT_S = 60.0
 _ABORT_S = 30.0
 _TOGETHER_S = 0.01
 """Messages to rank 0 go out at most so often: each time they wake a thread that takes the interpreter from training."""
-_READY_S = 0.02
-"""What is ready is needed at the end of a rollout only, and goes with what lands meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,6 @@ class Client:
         self._hook = setup.hook() if setup.hook else None
         self._unsent: list[bytes] = []
         """Messages to rank 0, in order."""
-        self._flush: asyncio.TimerHandle | None = None
         self._flushed = 0.0
         """When something was last sent."""
         self._takes = socket.socket(socket.AF_UNIX)
@@ -197,9 +194,9 @@ class Client:
             detokenizer = self._setup.detokenizer
             arrays = [one.token_ids for one in sampled]
             texts = detokenizer.decode(arrays) if detokenizer is not None else [""] * len(arrays)
-            encoded = [text.encode(errors="replace") for text in texts]
+            sent = [text.encode(errors="replace").decode() for text in texts]  # half a surrogate pair is no UTF-8
             if self._hook is None or not ask.prompt:
-                self._ready(ask.ticket, encoded, b"")
+                self._ready(ask.ticket, sent, ())
             elif ask.ticket in self._held:
                 # written by this job's rank 0, over a connection that has shown the job's key
                 prompt = pickle.loads(ask.prompt)
@@ -207,21 +204,21 @@ class Client:
                     GradeTask.of(prompt, text, index, len(one.token_ids), one.finish_reason)
                     for index, (text, one) in enumerate(zip(texts, sampled, strict=True))
                 ]
-                self._hook.submit(tasks).add_done_callback(partial(self._graded, ask.ticket, encoded))
+                self._hook.submit(tasks).add_done_callback(partial(self._graded, ask.ticket, sent))
         except BaseException as error:
             self._lost(error)
 
-    def _graded(self, ticket: int, texts: list[bytes], graded: Future[list[Grade]]) -> None:
+    def _graded(self, ticket: int, texts: list[str], graded: Future[list[Grade]]) -> None:
         """In a thread of the hook's."""
         try:
             grades = graded.result()
             if len(grades) != len(texts):
                 raise ValueError(f"{len(grades)} grades of {len(texts)} completions")
-            self._ready(ticket, texts, ENCODER.encode(grades))
+            self._ready(ticket, texts, grades)
         except BaseException as error:  # else rank 0 would wait for this group
             self._lost(error)
 
-    def _ready(self, ticket: int, texts: list[bytes], grades: bytes) -> None:
+    def _ready(self, ticket: int, texts: list[str], grades: Sequence[Grade]) -> None:
         """From any thread."""
         if self._held.settle(ticket, texts, grades):
             self._loop.call_soon_threadsafe(self._send, Graded(ticket))
@@ -236,16 +233,12 @@ class Client:
 
     def _send(self, message: FromClient) -> None:
         """Have it sent soon, with what else there is by then."""
-        now = self._loop.time()
-        when = now + _READY_S if isinstance(message, Graded) else max(now, self._flushed + _TOGETHER_S)
         self._unsent.append(framed(ENCODER.encode(message)))
-        if self._flush is None or when < self._flush.when():
-            if self._flush is not None:
-                self._flush.cancel()
-            self._flush = self._loop.call_at(when, self._write)
+        if len(self._unsent) == 1:
+            self._loop.call_at(self._flushed + _TOGETHER_S, self._write)
 
     def _write(self) -> None:
-        self._flush, self._flushed = None, self._loop.time()
+        self._flushed = self._loop.time()
         self._writer.writelines(self._unsent)
         self._unsent = []
 
@@ -265,12 +258,12 @@ class Asker:
 
     def __init__(self, sockets: int) -> None:
         self._transport, self._sockets = Transport(sockets), sockets
-        self._servers: dict[int, ServerAddress] = {}
+        self._servers: dict[str, ServerAddress] = {}
 
     def know(self, servers: list[ServerAddress]) -> None:
-        """The servers that may be asked, by their numbers."""
-        self._servers |= {address.server: address for address in servers}
+        """The servers that may be asked; another one at a known address takes its place."""
         for address in servers:
+            self._servers[address.peer.url] = address
             self._transport.know(address.peer)
 
     async def ask(self, ask: Submit) -> list[Sampled]:
@@ -294,7 +287,7 @@ class Asker:
             ) from None
         return checked(server.dialect.read(answers, ask.group), ask.group, ask.expected)
 
-    async def end(self, server: int, group: GenerateRequest) -> None:
+    async def end(self, server: str, group: GenerateRequest) -> None:
         """Have the server end a request; one that cannot be reached has ended it, or its probe will find it hung. All
         workers of a router are asked: only the router knows which of them has it."""
         address = self._servers[server]

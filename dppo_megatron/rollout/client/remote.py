@@ -59,16 +59,6 @@ _SEND_S = 60.0
 _TAKE_S = 600.0
 
 
-def this_node() -> str:
-    """Equal for two processes that can share memory files and unix sockets (same host, boot and file systems) and
-    that the same agent of torchrun has started."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    booted = boot.read_text().strip() if boot.exists() else ""
-    mounts = os.readlink("/proc/self/ns/mnt") if os.path.exists("/proc/self/ns/mnt") else ""
-    # two of torchrun's agents on one machine count as two nodes: each starts servers, and ends alone
-    return f"{socket.gethostname()} {booted} {mounts} {os.environ.get('GROUP_RANK', '')}"
-
-
 @dataclass(frozen=True, slots=True)
 class Nodes:
     """How the job's ranks lie on its machines."""
@@ -78,10 +68,11 @@ class Nodes:
     rank: int
 
     @staticmethod
-    def of(names: Sequence[str], rank: int) -> Nodes:
-        """From the name of each rank's node.
+    def of(names: Sequence[int], rank: int) -> Nodes:
+        """From the name of each rank's node (`launched_node`): two of torchrun's agents on one machine count as two
+        nodes, since each starts servers, and ends alone.
 
-        Example: names a, a, b, b give nodes 0, 0, 1, 1; rank 3 is the second of two ranks of node 1.
+        Example: names 0, 0, 2, 2 give nodes 0, 0, 1, 1; rank 3 is the second of two ranks of node 1.
         """
         order = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return Nodes(tuple(order[name] for name in names), rank)
@@ -212,7 +203,7 @@ class Clients:
 
     Args:
         of_server: the client that owns each server.
-        addresses: all servers, in the fleet's order.
+        addresses: all servers.
         nodes: whose clients take part beside those that own a server: more servers may come.
     """
 
@@ -223,14 +214,13 @@ class Clients:
         of_server: Sequence[int],
         nodes: Sequence[int] = (),
     ) -> None:
-        self._listener, self._addresses, self._of_server = listener, list(addresses), list(of_server)
+        self._listener, self._addresses = listener, addresses
+        self._of_server = dict(zip((address.peer.url for address in addresses), of_server, strict=True))
         self._nodes = sorted({*of_server, *nodes})
         self._peers: dict[int, socket.socket] = {}
         self._sockets: dict[int, int] = {}
         self._buffers: dict[int, FrameBuffer] = {}
         self._selector = selectors.DefaultSelector()
-        self._asked: dict[int, int] = {}
-        """Ticket -> client, of those that may still be cancelled."""
         self._lock = threading.Lock()
 
     def start(self, wanted_per_server: int) -> None:
@@ -249,7 +239,7 @@ class Clients:
             with contextlib.suppress(OSError, HandshakeFailed, msgspec.DecodeError):
                 self._welcome(self._listener.socket.accept()[0])
         for node in needed:
-            mine = [address for address, owner in zip(self._addresses, self._of_server, strict=True) if owner == node]
+            mine = [address for address in self._addresses if self._of_server[address.peer.url] == node]
             self._send(node, Servers(mine))
             room = max(1, self._sockets[node] // max(1, len(mine)))
             if room < wanted_per_server:
@@ -260,35 +250,23 @@ class Clients:
                 )
 
     def add(self, address: ServerAddress) -> None:
-        """One server more, or another one with a number that there was: the client that owns fewest asks it."""
-        if address.server < len(self._addresses):
-            self._addresses[address.server] = address
-        else:
-            loads = {node: self._of_server.count(node) for node in self._nodes}
-            self._addresses.append(address)
-            self._of_server.append(min(loads, key=loads.__getitem__))
-        self._send(self._of_server[address.server], Servers([address]))
+        """One server more, which the client that owns fewest asks; or another one at an address that there was."""
+        owned_by = list(self._of_server.values())
+        node = self._of_server.setdefault(address.peer.url, min(self._nodes, key=owned_by.count))
+        self._send(node, Servers([address]))
 
-    def room(self, server: int) -> int:
+    def room(self, server: str) -> int:
         node = self._of_server[server]
-        return max(1, self._sockets[node] // self._of_server.count(node))
+        return max(1, self._sockets[node] // list(self._of_server.values()).count(node))
 
     def ask(self, ask: Submit) -> None:
-        node = self._of_server[ask.server]
-        self._asked[ask.ticket] = node
-        self._send(node, ask)
+        self._send(self._of_server[ask.server], ask)
 
     def end(self, tickets: Sequence[int]) -> None:
         self._end(tickets, drops=False)
 
     def cancel(self, tickets: Sequence[int]) -> None:
         self._end(tickets, drops=True)
-        for ticket in tickets:
-            self._asked.pop(ticket, None)
-
-    def forget(self) -> None:
-        """No ticket will be cancelled any more: the completions have been taken or dropped."""
-        self._asked.clear()
 
     def events(self, timeout_s: float) -> list[Event]:
         found: list[Event] = []
@@ -330,12 +308,9 @@ class Clients:
             self._selector.register(peer, selectors.EVENT_READ, hello.node)
 
     def _end(self, tickets: Sequence[int], *, drops: bool) -> None:
-        of_node: dict[int, list[int]] = {}
-        for ticket in tickets:
-            if ticket in self._asked:
-                of_node.setdefault(self._asked[ticket], []).append(ticket)
-        for node, its in of_node.items():
-            self._send(node, EndRequests(its, drops))
+        """Told to all clients; those that do not have a ticket pass over it."""
+        for node in self._nodes if tickets else ():
+            self._send(node, EndRequests(list(tickets), drops))
 
     def _send(self, node: int, message: ToClient) -> None:
         with self._lock:

@@ -163,7 +163,7 @@ class Dispatch:
         self._limits, self._clock = fleet.limits, fleet.clock
         self._pending = deque(index for index in range(len(work.groups)) if index not in work.done)
         self._attempts: dict[int, _Attempt] = {}
-        self._checked_s, self._outages, self._places = -math.inf, -1, fleet.places
+        self._checked_s, self._outages = -math.inf, -1
         self._landed_s: dict[int, float] = {}  # ticket -> when its answer came, on the clock of the spans
 
     def run(self) -> Iterator[int]:
@@ -205,15 +205,13 @@ class Dispatch:
             member.began(group.cost, group.count)
         self._attempts[ticket] = _Attempt(index, member, self._fleet.spans.clock(), member.outages)
         prompt = work.prompts[index] if work.prompts else b""
-        self._intake.ask(
-            Submit(ticket, index, self._places[member.name], group, work.expected, left_s + _ANSWER_S, prompt)
-        )
+        self._intake.ask(Submit(ticket, index, member.name, group, work.expected, left_s + _ANSWER_S, prompt))
 
     def _has_room(self, member: Endpoint, group: GenerateRequest) -> bool:
         """A group that is larger than the whole room goes alone: it could go nowhere else."""
         room = self._limits.max_concurrent_sequences * member.width - member.completions
         fits = group.count <= room or member.groups == 0
-        return member.is_free and fits and member.groups < self._intake.room(self._places[member.name])
+        return member.is_free and fits and member.groups < self._intake.room(member.name)
 
     def _forget(self, ticket: int) -> _Attempt:
         attempt = self._attempts.pop(ticket)

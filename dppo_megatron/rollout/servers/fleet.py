@@ -9,7 +9,6 @@ The rules:
 
 - A server that refuses connections, breaks one, answers what cannot be so, or does not answer its health probe is out.
 - A server that answers again is stale: it gets no request before it has had a complete weight sync.
-- A member keeps its number while others come and go: the rollout clients know servers by it.
 """
 
 from __future__ import annotations
@@ -95,8 +94,6 @@ class Fleet:
         self._threads = threads or ThreadPoolExecutor(max_workers=max(32, len(servers)), thread_name_prefix="probe")
         self._expected = ""
         self._probing: dict[str, _Probe] = {asked.name: _Probe() for asked in self.endpoints}
-        self.places = {asked.name: place for place, asked in enumerate(self.endpoints)}
-        """Number of each member and router, for good."""
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="launcher")
         """Its thread lives as long as the trainer: the kernel ends a server with the thread that has started it."""
         self.tickets = count(1)
@@ -159,11 +156,10 @@ class Fleet:
             self._has_answered(member, answer.exception())
 
     def let_in(self, server: Server) -> Member:
-        """A server that has come, as a member with a number: stale, until the next weight sync. One that has the
-        address of a member takes its place."""
+        """A server that has come, as a member: stale, until the next weight sync. One that has the address of a member
+        takes its place."""
         url = server.http.url
         with self.lock:
-            self.places.setdefault(url, len(self.places))
             self._probing[url] = _Probe()  # an earlier question went to the server that had the address before
             member = next((known for known in self.members if known.name == url), None)
             if member is None:

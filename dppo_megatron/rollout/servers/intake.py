@@ -19,7 +19,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     ticket: int
     index: int
     """Of the group in its rollout."""
-    server: int
+    server: str
+    """Its address."""
     group: GenerateRequest
     expected: Expected
     timeout_s: float
@@ -63,7 +64,7 @@ Event = Completed | Graded | AttemptFailed
 class Intake(Protocol):
     """Takes in completions and keeps them."""
 
-    def room(self, server: int) -> int:
+    def room(self, server: str) -> int:
         """Groups that may be in flight on `server`: each holds a socket of its client."""
 
     def ask(self, ask: Submit) -> None: ...

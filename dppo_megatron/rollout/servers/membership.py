@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.servers.connect import ConnectedServers, check_entry, check_server, described, make_server
 from dppo_megatron.rollout.servers.directory import RegistryEntry
-from dppo_megatron.rollout.servers.dispatch import BUSY
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import BadAnswer, NotProven, Refused, Unreachable
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
@@ -43,8 +42,8 @@ class Membership:
     ) -> None:
         self._known, self._config, self._architecture = known, config, architecture
         self._introduce = introduce
-        self._rejected: dict[tuple[str, str], bool] = {}
-        """By (address, key) of those that were found not to fit: whether for good."""
+        self._rejected: set[tuple[str, str]] = set()
+        """(address, key) of those that were found not to fit."""
         self._busy = threading.Lock()
 
     def inspect(self, member: Member) -> None:
@@ -74,8 +73,7 @@ class Membership:
                 fleet.let_go(member, "it has left")
         here = {(member.name, member.server.http.api_key) for member in fleet.members}
         for url, entry in entries.items():
-            one = url, entry.api_key
-            if one not in here and not self._rejected.get(one):
+            if (url, entry.api_key) not in here:
                 self._try(fleet, entry)
 
     def _try(self, fleet: Fleet, entry: RegistryEntry) -> None:
@@ -85,15 +83,12 @@ class Membership:
             server = make_server(config.rollout, entry.url, entry.api_key, self._architecture.vocab_size)
             server.healthy(timeout_s=_ASK_S)
             self._check(server)
-        except (BadAnswer, NotProven) as error:
-            return self._reject(entry, str(error), for_good=False)
+        except (BadAnswer, NotProven, UserError) as error:
+            return self._reject(entry, str(error))
+        except Refused as error:
+            return self._reject(entry, f"{entry.url} answers with {error}")
         except Unreachable:
             return  # asked again at the next sync
-        except Refused as error:
-            for_good = 400 <= error.status < 500 and error.status not in BUSY
-            return self._reject(entry, f"{entry.url} answers with {error}", for_good=for_good)
-        except UserError as error:
-            return self._reject(entry, str(error), for_good=True)
         self._introduce(fleet.let_in(server))
         log(f"rollout: {entry.url} has come; it gets requests after a weight sync")
 
@@ -107,9 +102,9 @@ class Membership:
         if channel == "nccl" and (unequal := dppo_nccl.difference(info.nccl)):
             raise UserError(f"{url}: {unequal}")
 
-    def _reject(self, entry: RegistryEntry, why: str, *, for_good: bool) -> None:
-        """Log it once. Unless it is `for_good` (the server does not fit), it is asked again at the next sync."""
+    def _reject(self, entry: RegistryEntry, why: str) -> None:
+        """Log it once; it is asked again at the next sync, since its owner may mend it."""
         one = entry.url, entry.api_key
         if one not in self._rejected:
-            log(f"rollout: a new server is not used{'' if for_good else ' yet'}: {why}")
-        self._rejected[one] = for_good
+            log(f"rollout: a new server is not used yet: {why}")
+        self._rejected.add(one)

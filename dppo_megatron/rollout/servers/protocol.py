@@ -16,9 +16,9 @@ import msgspec
 
 from dppo_megatron.rollout.servers.control_answers import ModelFile
 from dppo_megatron.rollout.servers.dialects import AnyDialect
+from dppo_megatron.rollout.servers.groups import BroadcastGroup, GroupRendezvous
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled, checked
-from dppo_megatron.rollout.transfer.groups import BroadcastGroup, GroupRendezvous
 from dppo_megatron.types import UserError
 
 InFlight = Literal["finish", "abort", "continue"]

@@ -17,6 +17,7 @@ from typing import ClassVar
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers import control_answers
 from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, SGLANG_NCCL_PATH, SGLangDialect
+from dppo_megatron.rollout.servers.groups import BroadcastGroup, GroupRendezvous, TorchBroadcastGroup
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.in_engine import dppo_arrays, dppo_nccl
 from dppo_megatron.rollout.servers.protocol import (
@@ -28,7 +29,6 @@ from dppo_megatron.rollout.servers.protocol import (
     architecture_of,
     check_version,
 )
-from dppo_megatron.rollout.transfer.groups import BroadcastGroup, GroupRendezvous, TorchBroadcastGroup
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer, pickled
 from dppo_megatron.types import UserError
 

@@ -15,13 +15,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
 
-import torch
-
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers import control_answers
 from dppo_megatron.rollout.servers.dialects import VLLM_ARRAYS_PATH, VLLM_WORKERS_PATH, VLLMDialect
+from dppo_megatron.rollout.servers.groups import (
+    CHUNK_BYTES,
+    BroadcastGroup,
+    ChainGroup,
+    GroupRendezvous,
+    TorchBroadcastGroup,
+)
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
-from dppo_megatron.rollout.servers.in_engine import dppo_arrays, dppo_wire
+from dppo_megatron.rollout.servers.in_engine import dppo_arrays
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
     InFlight,
@@ -30,13 +35,6 @@ from dppo_megatron.rollout.servers.protocol import (
     TensorNote,
     architecture_of,
     check_version,
-)
-from dppo_megatron.rollout.transfer.groups import (
-    CHUNK_BYTES,
-    BroadcastGroup,
-    ChainGroup,
-    GroupRendezvous,
-    TorchBroadcastGroup,
 )
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 from dppo_megatron.types import UserError
@@ -141,7 +139,7 @@ class VLLMServer:
         self.http.do("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
 
     def own_group(self, meeting: GroupRendezvous) -> BroadcastGroup:
-        return own_chain(meeting) if meeting.backend == "gloo" else own_broadcast(meeting)
+        return ChainGroup(meeting) if meeting.backend == "gloo" else TorchBroadcastGroup(meeting, as_torch_does=False)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """An update that was left half-way stays open and bars the next; ended, its mixed weights have a name that no
@@ -221,24 +219,6 @@ class VLLMServer:
 
 def _call(method: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
     return {"method": method, "kwargs": arguments, "timeout": timeout_s}
-
-
-def own_chain(meeting: GroupRendezvous) -> ChainGroup:
-    """The trainer's end of a group with our receivers over gloo. Returns when all have joined and proven it."""
-
-    def prove(group: Any) -> None:
-        dppo_wire.prove(group, meeting.secret, 0, 1, meeting.joining)
-
-    return ChainGroup(meeting, dppo_wire.Sealed(meeting.store, meeting.secret), prove)
-
-
-def own_broadcast(meeting: GroupRendezvous) -> TorchBroadcastGroup:
-    """The trainer's end of a group with our receivers over NCCL, which proves itself before the first bytes."""
-
-    def prove(group: Any, device: torch.device) -> None:
-        dppo_wire.prove_to_all(group, meeting.secret, 0, meeting.world_size, device)
-
-    return TorchBroadcastGroup(meeting, as_torch_does=False, prove=prove)
 
 
 def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:

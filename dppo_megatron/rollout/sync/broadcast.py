@@ -23,11 +23,11 @@ from urllib.parse import urlsplit
 from torch import Tensor
 
 from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.groups import BroadcastBackend, BroadcastGroup, GroupRendezvous, listening_store
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.server_process import address_toward
 from dppo_megatron.rollout.sync.channels import FAILURES, Bucket, BucketChannel, Offers, Tensors, at_once, in_thread
-from dppo_megatron.rollout.transfer.groups import BroadcastBackend, BroadcastGroup, GroupRendezvous, listening_store
 
 _SHORTER = 0.75
 """Of the timeout of a request: servers give up a broadcast before it, and so can still answer that they live."""

@@ -26,13 +26,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dppo_megatron.files import remove_tree
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Offer, TensorNote
 from dppo_megatron.rollout.servers.wire import version_number
-from dppo_megatron.weights.hf_files import assets
+from dppo_megatron.weights.hf_files import aside, assets
 
 T = TypeVar("T")
 Tensors = Iterable[tuple[str, Tensor]]
@@ -123,19 +122,15 @@ def write_snapshot(tensors: Tensors, target: Path, hf_path: str | Path, bucket_b
 
     Not fsynced: a snapshot is read at once and replaced by the next.
     """
-    aside = target.with_name(target.name + ".incomplete")
-    remove_tree(aside)
-    aside.mkdir(parents=True)
     [config] = [path for path in assets(hf_path) if path.name == "config.json"]
-    shutil.copy(config, aside)
-    for number, bucket in enumerate(buckets(tensors, bucket_bytes)):
-        save_file(
-            {name: tensor.contiguous().cpu() for name, tensor in bucket.tensors},
-            aside / f"model-{number:05d}.safetensors",
-            metadata={"format": "pt"},
-        )
-    remove_tree(target)
-    aside.rename(target)
+    with aside(target, durable=False) as directory:
+        shutil.copy(config, directory)
+        for number, bucket in enumerate(buckets(tensors, bucket_bytes)):
+            save_file(
+                {name: tensor.contiguous().cpu() for name, tensor in bucket.tensors},
+                directory / f"model-{number:05d}.safetensors",
+                metadata={"format": "pt"},
+            )
 
 
 class DiskChannel(Channel):

@@ -1,1 +1,1 @@
-"""Bytes between two processes: broadcast groups and shared memory."""
+"""Memory of this process that others map."""

@@ -16,7 +16,6 @@ from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http, Peer
-from dppo_megatron.rollout.servers.intake import Event, Submit
 from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
@@ -50,10 +49,9 @@ class Rig:
         self.engines = [engine for engine, _ in addresses]
         self.urls = [url for _, url in addresses]
         dialects = {"vllm": VLLMDialect(), "sglang": SGLangDialect(VOCABULARY, seeded=True)}
-        known = [ServerAddress(i, Peer(url), dialects[engine]) for i, (engine, url) in enumerate(addresses)]
+        known = [ServerAddress(Peer(url), dialects[engine]) for engine, url in addresses]
         known += [
-            ServerAddress(len(addresses) + i, Peer(router.http.url), router.dialect, tuple(map(Peer, router.named)))
-            for i, router in enumerate(routers)
+            ServerAddress(Peer(router.http.url), router.dialect, tuple(map(Peer, router.named))) for router in routers
         ]
         self.known = known
         listener = Listener(1)
@@ -70,40 +68,13 @@ class Rig:
         """A fleet of some of the servers, all live with version 1."""
         servers = [server_of(self.engines[place], self.urls[place]) for place in places]
         values = {f"limits.{name}": value for name, value in limits.items()}
-        there = [*places, *range(len(self.urls), len(self.urls) + len(self.routers))]
-        fleet = Fleet(servers, rollout_config(values), _Some(self.clients, there), routers=self.routers)
+        fleet = Fleet(servers, rollout_config(values), self.clients, routers=self.routers)
         sync(fleet)
         return fleet
 
     def take(self) -> list[Arrived]:
         """All that is held."""
-        found = list(take(self.path, self.secret, 0, 1))
-        self.clients.forget()
-        return found
-
-
-class _Some:
-    """The clients as the intake of a fleet that has only some of their servers."""
-
-    def __init__(self, clients: Clients, places: Sequence[int]) -> None:
-        self._clients, self._places = clients, places
-
-    def room(self, server: int) -> int:
-        return self._clients.room(self._places[server])
-
-    def ask(self, ask: Submit) -> None:
-        self._clients.ask(
-            Submit(ask.ticket, ask.index, self._places[ask.server], ask.group, ask.expected, ask.timeout_s, ask.prompt)
-        )
-
-    def end(self, tickets: Sequence[int]) -> None:
-        self._clients.end(tickets)
-
-    def cancel(self, tickets: Sequence[int]) -> None:
-        self._clients.cancel(tickets)
-
-    def events(self, timeout_s: float) -> list[Event]:
-        return self._clients.events(timeout_s)
+        return list(take(self.path, self.secret, 0, 1))
 
 
 def sync(fleet: Fleet) -> None:

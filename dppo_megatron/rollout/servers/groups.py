@@ -16,7 +16,6 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -25,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore, Store
+from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore
+
+from dppo_megatron.rollout.servers.in_engine import dppo_wire
 
 BroadcastBackend = Literal["gloo", "nccl"]
 CHUNK_BYTES = 4 << 20
 """Of the chain. Smaller ones fill it sooner, larger ones wake fewer threads; a chain of n workers lags by n chunks."""
-_PREFIX = "dppo"
-_GIVEN_UP = "given up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +74,14 @@ class BroadcastGroup(ABC):
 
 
 class ChainGroup(BroadcastGroup):
-    """Over gloo to our own receivers: to the first worker, which passes it on. Returns when all have joined.
+    """Over gloo to our own receivers: to the first worker, which passes it on. Returns when all have joined and proven
+    it."""
 
-    Args:
-        sealed: the meeting's store, as members read and write it.
-        prove: raises RuntimeError unless the first worker's end of a group knows the secret.
-    """
-
-    def __init__(self, meeting: GroupRendezvous, sealed: Store, prove: Callable[[Any], None]) -> None:
-        self._sealed = sealed  # C++ calls it, and keeps no Python object alive
-        self._backend: Any = _backend(meeting, PrefixStore(_PREFIX, sealed))
+    def __init__(self, meeting: GroupRendezvous) -> None:
+        self._sealed = dppo_wire.Sealed(meeting.store, meeting.secret)  # C++ calls it, and keeps no Python object alive
+        self._backend: Any = _backend(meeting, PrefixStore(dppo_wire.PREFIX, self._sealed))
         self._timeout = meeting.timeout
-        prove(self._backend)
+        dppo_wire.prove(self._backend, meeting.secret, 0, 1, meeting.joining)
 
     def send(self, memory: Tensor) -> None:
         """Send to the one receiver, in parts, through the host's memory."""
@@ -104,20 +99,14 @@ class TorchBroadcastGroup(BroadcastGroup):
     """Through torch's broadcast: NCCL to our own receivers, either backend to SGLang's. Returns when all have joined.
 
     Args:
-        as_torch_does: find each other as `torch.distributed` does for a backend's name: SGLang calls it.
-        prove: called before the first bytes with the group and their device; raises RuntimeError unless each member
-            knows the secret.
+        as_torch_does: find each other as `torch.distributed` does for a backend's name: SGLang calls it. Else the
+            group proves itself before the first bytes.
     """
 
-    def __init__(
-        self,
-        meeting: GroupRendezvous,
-        *,
-        as_torch_does: bool,
-        prove: Callable[[Any, torch.device], None] | None = None,
-    ) -> None:
-        self._store, self._prove = meeting.store, prove
-        prefixed = PrefixStore(_PREFIX, meeting.store)
+    def __init__(self, meeting: GroupRendezvous, *, as_torch_does: bool) -> None:
+        self._store = meeting.store
+        self._unproven = None if as_torch_does else meeting
+        prefixed = PrefixStore(dppo_wire.PREFIX, meeting.store)
         if as_torch_does:
             devices = list(BackendConfig(Backend(meeting.backend)).get_device_backend_map())
             prefixed = PrefixStore(f"{meeting.name}/", PrefixStore(meeting.name, meeting.store))
@@ -125,9 +114,9 @@ class TorchBroadcastGroup(BroadcastGroup):
         self._backend: Any = _backend(meeting, prefixed)
 
     def send(self, memory: Tensor) -> None:
-        if self._prove is not None:
-            self._prove(self._backend, memory.device)
-            self._prove = None
+        if (meeting := self._unproven) is not None:
+            dppo_wire.prove_to_all(self._backend, meeting.secret, 0, meeting.world_size, memory.device)
+            self._unproven = None
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._backend.broadcast([memory], options).wait()
@@ -141,7 +130,7 @@ class TorchBroadcastGroup(BroadcastGroup):
         backend, self._backend = self._backend, None
         if backend is not None and backend.name() == "nccl":  # gloo's ends with its sockets
             with contextlib.suppress(RuntimeError):
-                self._store.set(_GIVEN_UP, "")
+                self._store.set(dppo_wire.GIVEN_UP, "")
             threading.Thread(target=_abort, args=(backend,), name="abandoned group", daemon=True).start()
 
 
