@@ -7,7 +7,6 @@ direction needs a process group, Megatron or the whole model in memory: names an
 
 from __future__ import annotations
 
-import errno
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -167,11 +166,6 @@ _OPTIONS = (
 """Setting of a job to option of this command."""
 
 
-_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
-_REFUSALS |= {errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST}
-"""What a disk or a path may answer; other errors are faults of this program."""
-
-
 def _check_layout(architecture: Architecture, actor: ActorConfig) -> None:
     """As `check_layout`, with the command's options in messages instead of settings."""
     try:
@@ -194,7 +188,7 @@ def _disk_errors(target: Path) -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):  # torch.save raises RuntimeError on a full disk
             cause = cause.__cause__ or cause.__context__
-        if cause is None or cause.errno not in _REFUSALS:
+        if cause is None:
             raise
         raise UserError(f"--out '{target}' cannot be written: {cause.strerror}; nothing was left there") from None
 

@@ -11,13 +11,21 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from dppo_megatron.config.paths import in_short
 from dppo_megatron.data.rows import listed
-from dppo_megatron.evaluation.eval_samples import COMPARISON, EvalSample, check_out, read_samples, write_text
+from dppo_megatron.evaluation.eval_samples import (
+    COMPARISON,
+    EvalSample,
+    by_problem,
+    check_out,
+    read_samples,
+    share_correct,
+    write_text,
+)
 from dppo_megatron.randomness import generator
 from dppo_megatron.types import FloatArray, UserError
 
@@ -62,16 +70,10 @@ def paired_bootstrap(
     Returns:
         One row a set in their order, then `all`: every set is resampled on its own and weighs the same.
     """
-    rows: list[Difference] = []
-    drawn_all = np.zeros(resamples)
-    for name, (a, b) in sets.items():
-        drawn = _resampled(b - a, name, resamples)
-        drawn_all += drawn / len(sets)
-        rows.append(_difference(name, len(a), float(a.mean()), float(b.mean()), drawn, enough=len(a) > 1))
+    drawn = {name: _resampled(b - a, name, resamples) for name, (a, b) in sets.items()}
+    rows = [_difference(name, [pair], drawn[name]) for name, pair in sets.items()]
     if len(sets) > 1:
-        mean_a, mean_b = (float(np.mean([pair[which].mean() for pair in sets.values()])) for which in (0, 1))
-        enough = all(len(a) > 1 for a, _ in sets.values())
-        rows.append(_difference("all", sum(row.problems for row in rows), mean_a, mean_b, drawn_all, enough=enough))
+        rows.append(_difference("all", list(sets.values()), np.mean(list(drawn.values()), axis=0)))
     return rows
 
 
@@ -97,10 +99,7 @@ def bootstrap_over_seeds(
     chosen = draw.integers(len(pairs), size=(RESAMPLES, len(pairs)))
     # any resample of a seed's problems will do, and a seed that is drawn twice is to have two
     rows = draw.integers(RESAMPLES, size=(RESAMPLES, 1 if same_problems else len(pairs)))
-    drawn = means[chosen, rows].mean(axis=1)
-    mean_a, mean_b = (float(np.mean([pair[which].mean() for pair in pairs])) for which in (0, 1))
-    enough = all(len(a) > 1 for a, _ in pairs)
-    return _difference("all", sum(len(a) for a, _ in pairs), mean_a, mean_b, drawn, enough=enough)
+    return _difference("all", pairs, means[chosen, rows].mean(axis=1))
 
 
 def _resampled(differences: FloatArray, name: str, resamples: int) -> FloatArray:
@@ -116,8 +115,11 @@ def _resampled(differences: FloatArray, name: str, resamples: int) -> FloatArray
     return np.concatenate(parts)
 
 
-def _difference(name: str, problems: int, a: float, b: float, drawn: FloatArray, *, enough: bool) -> Difference:
-    if not enough:
+def _difference(name: str, pairs: Sequence[tuple[FloatArray, FloatArray]], drawn: FloatArray) -> Difference:
+    """Of the means over `pairs`, which weigh the same, with what was drawn of it."""
+    problems = sum(len(a) for a, _ in pairs)
+    a, b = (float(np.mean([pair[which].mean() for pair in pairs])) for which in (0, 1))
+    if any(len(a) < 2 for a, _ in pairs):
         return Difference(name, problems, a, b, b - a, None, None, None)
     low, high = (float(value) for value in np.quantile(drawn, (0.025, 0.975)))
     rounding = 1e-12  # rounding of sums of thirds and the like, where the true difference is 0
@@ -125,11 +127,8 @@ def _difference(name: str, problems: int, a: float, b: float, drawn: FloatArray,
     return Difference(name, problems, a, b, b - a, low, high, min(1.0, 2 * (beyond + 1) / (len(drawn) + 1)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    reference: str
-    share: float | None
-    """Share of its graded samples that are correct; None if every grading failed."""
+_Problems: TypeAlias = Mapping[str, Sequence[EvalSample]]
+"""Of a set, the samples of each problem by its id."""
 
 
 def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[str]:
@@ -147,7 +146,7 @@ def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[st
     """
     if out is not None:
         check_out(out, COMPARISON)
-    ours, theirs = _problems(read_samples(a)), _problems(read_samples(b))
+    ours, theirs = by_problem(read_samples(a)), by_problem(read_samples(b))
     common = [name for name in ours if name in theirs]
     if not common:
         raise UserError(f"'{a}' and '{b}' have no set in common: {listed(ours)} and {listed(theirs)}")
@@ -160,7 +159,7 @@ def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[st
     pairs: dict[str, tuple[FloatArray, FloatArray]] = {}
     for name in common:
         _check_same(name, ours[name], theirs[name])
-        both = [(ours[name][key].share, theirs[name][key].share) for key in ours[name]]
+        both = [(share_correct(ours[name][key]), share_correct(theirs[name][key])) for key in ours[name]]
         kept = [(x, y) for x, y in both if x is not None and y is not None]
         if len(kept) < len(both):
             lost = len(both) - len(kept)
@@ -176,26 +175,13 @@ def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[st
     return [f"A: {a}", f"B: {b}", *said, "", *_table(rows)]
 
 
-def _problems(samples: Sequence[EvalSample]) -> dict[str, dict[str, _Problem]]:
-    """By set and id."""
-    grades: dict[str, dict[str, list[EvalSample]]] = {}
-    for sample in samples:
-        grades.setdefault(sample.set, {}).setdefault(sample.problem, []).append(sample)
-    return {name: {key: _problem(of) for key, of in problems.items()} for name, problems in grades.items()}
-
-
-def _problem(samples: Sequence[EvalSample]) -> _Problem:
-    graded = [one.correct for one in samples if one.correct is not None]
-    return _Problem(samples[0].reference, sum(graded) / len(graded) if graded else None)
-
-
-def _check_same(name: str, ours: Mapping[str, _Problem], theirs: Mapping[str, _Problem]) -> None:
+def _check_same(name: str, ours: _Problems, theirs: _Problems) -> None:
     wrong = []
     for who, mine, other in (("A", ours, theirs), ("B", theirs, ours)):
         alone = [key for key in mine if key not in other]
         if alone:
             wrong.append(f"{len(alone)} problems are in {who} only ({listed(alone)})")
-    differ = [key for key in ours if key in theirs and ours[key].reference != theirs[key].reference]
+    differ = [key for key in ours if key in theirs and ours[key][0].reference != theirs[key][0].reference]
     if differ:
         wrong.append(f"{len(differ)} have another reference answer ({listed(differ)})")
     if wrong:

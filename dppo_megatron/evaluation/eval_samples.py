@@ -98,19 +98,30 @@ def problem_ids(prompts: Sequence[Prompt]) -> list[str]:
     ]
 
 
+def by_problem(samples: Iterable[EvalSample]) -> dict[str, dict[str, list[EvalSample]]]:
+    """Set to problem to its samples, in the order in which they come."""
+    found: dict[str, dict[str, list[EvalSample]]] = {}
+    for sample in samples:
+        found.setdefault(sample.set, {}).setdefault(sample.problem, []).append(sample)
+    return found
+
+
+def share_correct(samples: Iterable[EvalSample]) -> float | None:
+    """Of those that were graded; None without one."""
+    graded = [one.correct for one in samples if one.correct is not None]
+    return sum(graded) / len(graded) if graded else None
+
+
 def scores_of(samples: Sequence[EvalSample]) -> list[EvalScores]:
     """Scores of every set in a list of samples, in the order in which the sets appear."""
-    by_set: dict[str, list[EvalSample]] = {}
-    for sample in samples:
-        by_set.setdefault(sample.set, []).append(sample)
     return [
         score(
             name,
-            problems=len({one.problem_index for one in members}),
-            samples=max(one.sample for one in members) + 1,
-            outcomes=[one.outcome for one in members],
+            problems=len(problems),
+            samples=1 + max(one.sample for of in problems.values() for one in of),
+            outcomes=[one.outcome for of in problems.values() for one in of],
         )
-        for name, members in by_set.items()
+        for name, problems in by_problem(samples).items()
     ]
 
 

@@ -25,9 +25,11 @@ from dppo_megatron.evaluation.eval_samples import (
     RESULTS,
     UNFINISHED,
     EvalSample,
+    by_problem,
     read_results,
     read_samples,
     scores_of,
+    share_correct,
     write_text,
 )
 from dppo_megatron.evaluation.eval_scores import EvalScores
@@ -49,10 +51,8 @@ def export(form: str, evaluation: str, out: Path | None) -> list[str]:
     if (directory / UNFINISHED).is_file() and not (directory / RESULTS).is_file():
         raise UserError(f"'{evaluation}': the evaluation has not ended; the command that began it goes on with it")
     results, samples = read_results(directory / RESULTS), [_plain(one) for one in read_samples(directory)]
-    by_problem: dict[str, dict[int, list[EvalSample]]] = {}
-    for one in samples:
-        by_problem.setdefault(one.set, {}).setdefault(one.problem_index, []).append(one)
-    problems = {name: [of[index] for index in sorted(of)] for name, of in by_problem.items()}
+    samples.sort(key=lambda one: one.problem_index)
+    problems = {name: list(of.values()) for name, of in by_problem(samples).items()}
     model = Path(results.get("model", directory)).name
     date = datetime.now().isoformat().replace(":", "-")
     try:
@@ -96,7 +96,7 @@ def _lm_eval_row(of: Sequence[EvalSample]) -> dict[str, Any]:
         "filtered_resps": [one.extracted or "" for one in of],
         "filter": "none",
         "metrics": ["exact_match"],
-        "exact_match": _share(of),
+        "exact_match": share_correct(of),
         "doc_hash": _hash(json.dumps(document, sort_keys=True, default=str)),
         "prompt_hash": _hash(first.prompt),
         "target_hash": _hash(first.reference),
@@ -123,7 +123,7 @@ def _lighteval(
         rows = [
             {
                 "doc": {"query": first.prompt, "choices": [first.reference], "gold_index": [0], "id": first.problem},
-                "metric": {"exact_match": _share(samples)},
+                "metric": {"exact_match": share_correct(samples)},
                 "model_response": {"text": [one.text for one in samples], "input": first.prompt},
             }
             for samples in of
@@ -143,11 +143,6 @@ def _metrics(one: EvalScores, filtered: str = "") -> dict[str, Any]:
     named |= {f"maj@{k}": of for k, of in one.maj_at.items()}
     values = {f"{name}{filtered}": of.value for name, of in named.items()}
     return values | {f"{name}_stderr{filtered}": of.se for name, of in named.items()}
-
-
-def _share(of: Sequence[EvalSample]) -> float | None:
-    graded = [bool(one.correct) for one in of if one.correct is not None]
-    return sum(graded) / len(graded) if graded else None
 
 
 def _plain(sample: EvalSample) -> EvalSample:

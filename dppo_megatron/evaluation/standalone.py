@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, fields
@@ -219,23 +218,11 @@ def write_results(
         },
         "mean_over_sets": {"pass@1": average.value, "pass@1_se": average.se},
         "metrics": {key: value for one in scores for key, value in one.metrics().items()},
-        "versions": {"dppo-megatron": _own_version()} | {name: version(name) for name in packages},
+        "versions": {"dppo-megatron": __version__} | {name: version(name) for name in packages},
         "graders": _grader_sources(config, settings),
     }
     write_samples(out / SAMPLES, samples)
     write_text(out / RESULTS, [json.dumps(results, indent=2) + "\n"])
-
-
-def _own_version() -> str:
-    """With the commit, where this package is in a git repository."""
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
-    with suppress(OSError, subprocess.SubprocessError):
-        is_own = subprocess.run([*git[:3], "ls-files", "--error-unmatch", __file__], capture_output=True, timeout=10)
-        found = subprocess.run(git, capture_output=True, timeout=10, text=True)
-        if is_own.returncode == found.returncode == 0:
-            return f"{__version__} ({found.stdout.strip()})"
-    return __version__
 
 
 def _grader_sources(config: Config, sets: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

@@ -91,7 +91,7 @@ def execute(arguments: argparse.Namespace) -> int:
     with logged(partial(show, file=sys.stderr)):
         if swept:
             rungs = []
-            for rows, of_those_left in halve(arms, arguments.seeds, run, same_problems=shared is not None):
+            for rows, of_those_left in halve(arms, arguments.seeds, run):
                 rungs.append(rows)
                 runs = of_those_left
                 write_results(out / "sweep.json", about() | sweep_results(rungs, grid))

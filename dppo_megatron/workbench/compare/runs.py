@@ -26,6 +26,7 @@ from typing import TypeAlias
 
 from dppo_megatron.children import start_python
 from dppo_megatron.config import load_config
+from dppo_megatron.config.changes import flat
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.resolved_sets import eval_set_configs, train_set_configs
 from dppo_megatron.config.schema import Config
@@ -245,26 +246,12 @@ def task_settings(config: Config, seed: int, directory: Path) -> list[str]:
     wanted = recipe._replace(seed=recipe.seed + seed - config.seed)
     if read_recipe(directory) != wanted:  # task.json is written last: it is there when all is
         write_quickstart(directory, wanted)
-    paths = {
-        "model.hf_path": config.model.hf_path,
-        "data.train_path": config.data.train_path,
-        "sft.examples_path": config.sft.examples_path,
-        **{f"data.eval_paths.{name}": path for name, path in config.data.eval_paths.items()},
-        **{f"data.eval_sets.{name}.path": one.path for name, one in config.data.eval_sets.items()},
-        **{f"data.train_sets.{name}.path": one.path for name, one in config.data.train_sets.items()},
-    }
-    moved = {
-        key: directory / inside
-        for key, path in paths.items()
-        if path and (inside := _inside(Path(path), home)) is not None
-    }
-    return [f"{key}={path}" for key, path in moved.items()]
+    return [
+        f"{key}={directory / path.relative_to(home.resolve())}"
+        for key, value in flat(config_values(config)).items()
+        if "path" in key and value and (path := Path(value).resolve()).is_relative_to(home.resolve())
+    ]
 
 
 def _home(config: Config) -> Path:
     return Path(config.data.train_path).parent
-
-
-def _inside(path: Path, directory: Path) -> Path | None:
-    whole, root = path.resolve(), directory.resolve()
-    return whole.relative_to(root) if whole.is_relative_to(root) else None

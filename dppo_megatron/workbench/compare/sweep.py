@@ -23,8 +23,7 @@ from typing import Any
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.compare.arms import Arm, MethodRun, parse_arms
-from dppo_megatron.workbench.compare.table import difference_text
-from dppo_megatron.workbench.compare.verdict import ArmVerdict, judge, smoothed_end
+from dppo_megatron.workbench.compare.verdict import smoothed_end
 
 PROMPTS, RATE, SCHEDULE = "rollout.prompts_per_step", "actor.optimizer.learning_rate", "actor.optimizer.lr_schedule"
 _PROMPT_FACTORS = (0.5, 1, 2)
@@ -43,9 +42,14 @@ class RungRow:
     arm: Arm
     ends: dict[int, float]
     """Seed to the smoothed accuracy at the end; the seeds of earlier rungs are among them."""
-    verdict: ArmVerdict | None
-    """Against the best candidate of its method on this rung; None where a guard has stopped one of its runs."""
+    was_stopped: bool
+    """One of its runs, by a guard."""
     goes_on: bool
+
+    @property
+    def mean(self) -> float:
+        """Of the ends."""
+        return statistics.mean(self.ends.values()) if self.ends else 0.0
 
 
 def parse_grid(given: Sequence[str], config: Config) -> dict[str, list[str]]:
@@ -97,7 +101,7 @@ def rung_seeds(seeds: int) -> list[int]:
 
 
 def halve(
-    arms: Sequence[Arm], seeds: int, run: Callable[..., list[MethodRun]], *, same_problems: bool
+    arms: Sequence[Arm], seeds: int, run: Callable[..., list[MethodRun]]
 ) -> Iterator[tuple[list[RungRow], list[MethodRun]]]:
     """Run rung after rung by `run`, which is `run_all` of a job; after each, its rows and all runs so far of the
     candidates that go on. Raises RunAborted if all candidates of a method were stopped."""
@@ -108,40 +112,35 @@ def halve(
         rows: list[RungRow] = []
         for method in dict.fromkeys(arm.method for arm in arms):
             of_method = [arm for arm in arms if arm.method == method]
-            rows += _ranked(of_method, runs, until, last=until == seeds, same_problems=same_problems)
+            rows += _ranked(of_method, runs, until, last=until == seeds)
         arms = [row.arm for row in rows if row.goes_on]
         first = until
         yield rows, [one for arm in arms for one in runs if one.arm == arm.name]
 
 
-def _ranked(
-    arms: Sequence[Arm], runs: Sequence[MethodRun], seeds: int, *, last: bool, same_problems: bool
-) -> list[RungRow]:
+def _ranked(arms: Sequence[Arm], runs: Sequence[MethodRun], seeds: int, *, last: bool) -> list[RungRow]:
     """The rows of a method, best first; the better half goes on, from the last rung only the best."""
-    ends = {arm.name: {run.seed: smoothed_end(run) for run in runs if run.arm == arm.name} for arm in arms}
-    whole = [arm for arm in arms if len(ends[arm.name]) == seeds]
+    rows = []
+    for arm in arms:
+        ends = {run.seed: smoothed_end(run) for run in runs if run.arm == arm.name}
+        rows.append(RungRow(arm, ends, was_stopped=len(ends) < seeds, goes_on=False))
+    rows.sort(key=lambda row: (row.was_stopped, -row.mean))
+    whole = sum(not row.was_stopped for row in rows)
     if not whole:
         raise RunAborted(f"every candidate of {arms[0].method} was stopped; the log has the reasons")
-    whole.sort(key=lambda arm: -_mean(ends[arm.name]))
-    # without a GRPO among them the first is what the others are compared with: here the best, not the soonest
-    verdict = judge(runs, [replace(arm, method="") for arm in whole], same_problems=same_problems)
-    on = whole[: 1 if last else (len(whole) + 1) // 2]
-    rows = [RungRow(arm, ends[arm.name], one, arm in on) for arm, one in zip(whole, verdict.arms, strict=True)]
-    return rows + [RungRow(arm, ends[arm.name], None, goes_on=False) for arm in arms if arm not in whole]
+    on = 1 if last else (whole + 1) // 2
+    return [replace(row, goes_on=place < on) for place, row in enumerate(rows)]
 
 
 def rung_table(rows: Sequence[RungRow]) -> list[str]:
     """For people: what was compared on a rung, and which go on."""
     width = max(len(row.arm.name) for row in rows) + 2
-    lines = [f"{'candidate':<{width}}{'steps':>6} {'end':>7} {'end - best':>28} {'CPU s':>7} {'tokens':>11}"]
+    lines = [f"{'candidate':<{width}}{'steps':>6} {'end':>7}  of each seed"]
     for row in rows:
-        told = f"{row.arm.name:<{width}}{row.arm.steps:>6} "
-        if row.verdict:
-            cpu_s, tokens = (row.verdict.costs[kind] for kind in ("train_cpu_s", "tokens_generated"))
-            told += f"{100 * _mean(row.ends):>6.1f}% {difference_text(row.verdict):>28} {cpu_s:>7.1f} {tokens:>11,.0f}"
-        lines.append(told + (" *" if row.goes_on else "" if row.verdict else "stopped by a guard"))
-    seeds = max(len(row.ends) for row in rows)
-    return [f"seeds: {seeds}{', so intervals are over problems only' * (seeds == 1)}; * goes on", *lines]
+        ends = f"{100 * row.mean:>6.1f}%  " + ", ".join(f"{100 * end:.1f}" for end in row.ends.values())
+        told = "stopped by a guard" if row.was_stopped else f"{ends}{' *' * row.goes_on}"
+        lines.append(f"{row.arm.name:<{width}}{row.arm.steps:>6} {told}")
+    return [f"seeds: {max(len(row.ends) for row in rows)}; * goes on", *lines]
 
 
 def best_lines(rows: Sequence[RungRow], grid: Grid) -> list[str]:
@@ -162,10 +161,6 @@ def sweep_results(rungs: Sequence[Sequence[RungRow]], grid: Grid) -> dict[str, A
     """For sweep.json."""
     best = {row.arm.method: row.arm.settings for row in rungs[-1] if row.goes_on}
     return {"grid": grid, "rungs": [[asdict(row) for row in rows] for rows in rungs], "best": best}
-
-
-def _mean(ends: Mapping[int, float]) -> float:
-    return statistics.mean(ends.values())
 
 
 def _number(text: str) -> float | str:
