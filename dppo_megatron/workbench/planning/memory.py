@@ -67,23 +67,14 @@ class Phase:
 class MemoryPlan:
     phases: tuple[Phase, ...]
     """On a GPU of the trainer."""
-    host: tuple[Phase, ...]
-    """On a node, in the same order."""
+    host: tuple[Phase, Phase]
+    """On a node: of every phase, under the name of the first, and of the checkpoint."""
     engine: EnginePlan
 
     @property
     def largest(self) -> Phase:
         """The phase that decides whether the job fits."""
         return max(self.phases, key=lambda phase: phase.total)
-
-    @property
-    def on_host(self) -> tuple[Phase, ...]:
-        """Phases of a node that need more than the one before: the others need the same again."""
-        return tuple(
-            phase
-            for before, phase in zip((None, *self.host), self.host, strict=False)
-            if before is None or phase.total > before.total
-        )
 
 
 def plan_memory(config: Config, architecture: Architecture, site: Site, mean_tokens: float) -> MemoryPlan:
@@ -266,7 +257,7 @@ class _Stage:
         return (self.state["optimizer"] + self.on_host) / 3
 
 
-def _host(config: Config, site: Site, engine: EnginePlan, stage: _Stage) -> tuple[Phase, ...]:
+def _host(config: Config, site: Site, engine: EnginePlan, stage: _Stage) -> tuple[Phase, Phase]:
     """A node whose ranks are all of the stage that holds most."""
     ranks, away, state = site.ranks_per_node, leaves_for_servers(config), stage.state
     servers = engine.gpus // site.nodes if engine.kind != "hf" and config.rollout.servers.launch == "local" else 0
@@ -279,4 +270,4 @@ def _host(config: Config, site: Site, engine: EnginePlan, stage: _Stage) -> tupl
     if "weights" in away:
         always["weights on the host"] = ranks * stage.pinned["weights"]
     written = {"copies for the checkpoint": ranks * (state["weights"] + state["optimizer"] + stage.on_host)}
-    return tuple(Phase(name, always | (written if name == "checkpoint" else {})) for name in PHASES)
+    return Phase(PHASES[0], always), Phase(PHASES[-1], always | written)

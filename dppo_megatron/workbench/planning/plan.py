@@ -24,7 +24,7 @@ from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.workbench.planning.advice import SettingAdvice, advise, advise_speed
 from dppo_megatron.workbench.planning.generation import ROOFLINE, SPREAD, Lengths, capped
-from dppo_megatron.workbench.planning.memory import PARTS, MemoryPlan, Phase, plan_memory
+from dppo_megatron.workbench.planning.memory import PARTS, PHASES, MemoryPlan, Phase, plan_memory
 from dppo_megatron.workbench.planning.shares import active_parameters, whole_model
 from dppo_megatron.workbench.planning.site import CONTEXT_BYTES, ENGINE_WORK_BYTES, GIB, SLEEPING_BYTES, Site
 from dppo_megatron.workbench.planning.timing import Speeds, Timing, plan_timing
@@ -69,7 +69,7 @@ class Plan:
                 f"the servers have {engine.cache / GIB:.1f} GiB for keys and values, less than the"
                 f" {engine.cache_per_token * engine.longest / GIB:.1f} of one sequence of {engine.longest} tokens"
             )
-        for phase in self.memory.on_host:
+        for phase in self.memory.host:
             if phase.total > site.host_memory:
                 found.append(
                     f"{phase.name} needs {phase.total / GIB:.0f} GiB of a node's {site.host_memory / GIB:.0f}"
@@ -79,7 +79,8 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Every figure, in bytes and seconds."""
-        timing = self.timing
+        timing, (always, checkpoint) = self.timing, self.memory.host
+        nodes = dict.fromkeys(PHASES, always) | {checkpoint.name: checkpoint}
         return {
             "parameters": self.parameters,
             "gpus": self.site.gpus,
@@ -87,7 +88,7 @@ class Plan:
             "fits": not self.problems,
             "problems": self.problems,
             "phases": {p.name: p.parts | {"total": p.total, "stage": p.stage} for p in self.memory.phases},
-            "host": {p.name: p.parts | {"total": p.total} for p in self.memory.host},
+            "host": {name: node.parts | {"total": node.total} for name, node in nodes.items()},
             "largest": self.memory.largest.name,
             "advice": {one.change: one.total for one in self.advice},
             "faster": {one.change: {"step_s": one.step_s, "total": one.total} for one in self.faster},
@@ -187,12 +188,12 @@ def lines(plan: Plan, name: str) -> list[str]:
 def _gpu(plan: Plan) -> Iterator[str]:
     yield ""
     parts = [part for part in PARTS if part != "fp8 copies" or any(part in p.parts for p in plan.memory.phases)]
-    yield f"{'GiB of a GPU':<14}" + "".join(f"{part:>12}" for part in parts) + f"{'total':>9}{'a node':>9}"
-    for phase, node in zip(plan.memory.phases, plan.memory.host, strict=True):
+    yield f"{'GiB of a GPU':<14}" + "".join(f"{part:>12}" for part in parts) + f"{'total':>9}"
+    for phase in plan.memory.phases:
         over = "  <- does not fit" if phase.total > plan.site.gpu_memory else ""
         stage = f"  (stage {phase.stage})" if any(p.stage for p in plan.memory.phases) else ""
         cells = "".join(f"{_gib(phase, part):>12}" for part in parts)
-        yield f"{phase.name:<14}{cells}{phase.total / GIB:>9.1f}{node.total / GIB:>9.0f}{stage}{over}"
+        yield f"{phase.name:<14}{cells}{phase.total / GIB:>9.1f}{stage}{over}"
     largest = plan.memory.largest
     yield f"largest: {largest.name}, {largest.total / GIB:.1f} GiB, most of it {most(largest)}"
     for one in plan.advice[:_ADVICE]:
@@ -219,7 +220,7 @@ def _engine(plan: Plan) -> Iterator[str]:
 
 
 def _host(plan: Plan) -> Iterator[str]:
-    for phase in plan.memory.on_host:
+    for phase in plan.memory.host:
         parts = ", ".join(f"{name} {size / GIB:.0f}" for name, size in phase.parts.items())
         whole = f"{phase.total / GIB:.0f} of {plan.site.host_memory / GIB:.0f}"
         yield f"GiB of a node's memory, {phase.name}: {whole} ({parts})"
