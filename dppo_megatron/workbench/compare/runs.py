@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -248,7 +248,7 @@ def task_settings(config: Config, seed: int, directory: Path) -> list[str]:
         write_quickstart(directory, wanted)
     return [
         f"{key}={directory / path.relative_to(home.resolve())}"
-        for key, value in flat(config_values(config)).items()
+        for key, value in flat(asdict(config)).items()
         if "path" in key and value and (path := Path(value).resolve()).is_relative_to(home.resolve())
     ]
 
