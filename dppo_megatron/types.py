@@ -159,10 +159,9 @@ class TrainSample:
     num_prompt_tokens: int
     behaviour_logprobs: npt.NDArray[np.float32]
     """[n - num_prompt_tokens], log-probability of each completion token when it was sampled."""
-    advantage: float | FloatArray
-    """Of the whole completion, or of each of its tokens [n - num_prompt_tokens]."""
-    weight: float | FloatArray
-    """Product of the factors that undo each selection it survived (W in docs/pruning.md); or one value a token."""
+    advantage: float
+    weight: float
+    """Product of the factors that undo each selection it survived (W in docs/pruning.md)."""
     denominator: float
     """Frozen divisor of this sample's token sum, a count of the planned full batch (1 / omega in docs/pruning.md)."""
     figure_weight: float = 1.0
