@@ -160,8 +160,8 @@ class TrainSample:
     behaviour_logprobs: npt.NDArray[np.float32]
     """[n - num_prompt_tokens], log-probability of each completion token when it was sampled."""
     advantage: float
-    weight: float
-    """Product of the factors that undo each selection it survived (W in docs/pruning.md)."""
+    weight: float | FloatArray
+    """Product of the factors that undo each selection it survived (W in docs/pruning.md); or one value a token."""
     denominator: float
     """Frozen divisor of this sample's token sum, a count of the planned full batch (1 / omega in docs/pruning.md)."""
     figure_weight: float = 1.0

@@ -366,7 +366,7 @@ class Loop:
             for update, store in scored:
                 for place, values in store.values.items():
                     sample = update.samples[place]
-                    mine.add(values, sample.behaviour_logprobs, sample.figure_weight, sample.weight)
+                    mine.add(values, sample.behaviour_logprobs, sample.figure_weight, float(np.mean(sample.weight)))
         found = Mismatch.join(gather_all([mine]))
         step.record.metrics |= step.named(found.metrics()) | {"kept/product_ess": found.product_ess}
         alarm = self.job.config.rollout.limits.logprob_diff_warning
