@@ -171,8 +171,7 @@ class TrainSample:
     num_prompt_tokens: int
     behaviour_logprobs: npt.NDArray[np.float32]
     """[n - num_prompt_tokens], log-probability of each completion token when it was sampled."""
-    advantage: float | FloatArray
-    """Of the whole completion, or of each of its tokens [n - num_prompt_tokens]."""
+    advantage: float
     weight: float | FloatArray
     """Product of the factors that undo each selection it survived (W in docs/pruning.md); or one value a token."""
     denominator: float

@@ -15,7 +15,7 @@ from support.launch import run_ranks
 import dppo_megatron.steps.exchange
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import plan_microbatches
-from dppo_megatron.steps.exchange import Replicas, TokenValues, exchange
+from dppo_megatron.steps.exchange import Replicas, exchange
 from dppo_megatron.steps.step import BACK, ORDER, Reached, Step, UpdatePlan, sizes_of
 from dppo_megatron.types import Completion, Group, Prompt, RolloutPrompt
 
@@ -51,12 +51,6 @@ def _plans(
     return plans
 
 
-def _values(k: int, j: int, group: Group) -> TokenValues:
-    """Advantages and weights of the tokens of completion j of group k, the same on every rank."""
-    draw = np.random.default_rng((k, j)).standard_normal((2, len(group.completions[j].token_ids))).astype(np.float32)
-    return TokenValues(*draw)
-
-
 def _nodes(rng: np.random.Generator, world: int) -> np.ndarray:
     """The first rank on each rank's node, of uneven nodes: from one to as many as ranks."""
     starts = rng.random(world) < rng.choice([0.0, 0.3, 0.6, 1.0])
@@ -64,8 +58,8 @@ def _nodes(rng: np.random.Generator, world: int) -> np.ndarray:
 
 
 def _exchange(tensor_parallel: int, cases: int) -> list[tuple[int, int]]:
-    """On ranks: the samples of every case, every other one with values for each token, checked against the step that
-    all ranks can make. Nodes are other ones in each case. Returns what each rank got."""
+    """On ranks: the samples of every case, checked against the step that all ranks can make. Nodes are other ones in
+    each case. Returns what each rank got."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = rank // tensor_parallel
     agreed = Replicas.agree(mine)
@@ -80,9 +74,7 @@ def _exchange(tensor_parallel: int, cases: int) -> list[tuple[int, int]]:
         holders = rng.integers(0, world, len(groups)) if case % 3 else np.full(len(groups), case % world)
         held = {k: group for k, group in enumerate(groups) if holders[k] == rank}
         replicas = replace(agreed, node=_nodes(rng, world))
-        per_token = bool(case % 2)
-        values = {k: [_values(k, j, group) for j in range(size)] for k, group in held.items()} if per_token else None
-        updates = exchange(plans, held, holders, selected, size, replicas, values)
+        updates = exchange(plans, held, holders, selected, size, replicas)
         assert len(updates) == len(plans)
         for plan, update in zip(plans, updates, strict=True):
             members = {m for pack in plan.pack.microbatches[mine] for m in pack.members}
@@ -95,12 +87,7 @@ def _exchange(tensor_parallel: int, cases: int) -> list[tuple[int, int]]:
                 assert sample.token_ids.tolist() == [*prompt.token_ids, *completion.token_ids.tolist()]
                 assert sample.behaviour_logprobs.tobytes() == completion.logprobs.tobytes()
                 assert sample.denominator == plan.denominators[place]
-                if per_token:
-                    theirs = _values(row // size, row % size, group)
-                    assert np.array_equal(sample.advantage, theirs.advantages)
-                    assert np.array_equal(sample.weight, theirs.weights)
-                else:
-                    assert (sample.advantage, sample.weight) == (plan.advantages[place], plan.weights[place])
+                assert (sample.advantage, sample.weight) == (plan.advantages[place], plan.weights[place])
             got.append((mine, len(members)))
     return got
 
@@ -118,8 +105,8 @@ def _hops(monkeypatch: pytest.MonkeyPatch, parcels: Any, replicas: Replicas) -> 
     it sends it has by then, and in the end what it trains on."""
     hops = []
 
-    def note(length: Any, to: Any, source: Any, here: dict[int, Any], words: int) -> None:
-        del length, words
+    def note(length: Any, to: Any, source: Any, here: dict[int, Any]) -> None:
+        del length
         assert all(index in here for indices in to.values() for index in indices.tolist())
         here |= {index: [] for indices in source.values() for index in indices.tolist()}
         me = replicas.rank
@@ -128,7 +115,7 @@ def _hops(monkeypatch: pytest.MonkeyPatch, parcels: Any, replicas: Replicas) -> 
 
     monkeypatch.setattr(dppo_megatron.steps.exchange, "_send", note)
     here: dict[int, Any] = {index: [] for index in np.flatnonzero(parcels.holder == replicas.rank).tolist()}
-    dppo_megatron.steps.exchange._by_nodes(parcels, here, replicas, 2)
+    dppo_megatron.steps.exchange._by_nodes(parcels, here, replicas)
     assert set(np.flatnonzero(parcels.replica == replicas.of_rank[replicas.rank]).tolist()) <= set(here)
     return hops
 

@@ -157,7 +157,7 @@ def test_clocks_of_two_ranks_agree() -> None:
     assert abs(offset_s + 1000.0) <= within_s + 1e-9
 
 
-def test_overlapping_spans_are_counted() -> None:
+def test_overlapping_spans_stay_apart() -> None:
     """Two requests at once on a server, on rank 1, whose clock is 10 s ahead."""
     spans = [
         Span("requests a", "1-0-0", 12.0, 14.0, ticket=1),
@@ -168,8 +168,6 @@ def test_overlapping_spans_are_counted() -> None:
     begun = {event["id2"]["local"]: event["ts"] for event in events if event["ph"] == "b"}
     ended = {event["id2"]["local"]: event["ts"] for event in events if event["ph"] == "e"}
     assert list(begun.values()) == [1e6, 2e6] and list(ended.values()) == [3e6, 4e6]
-    counters = [(event["ts"], event["args"]["in flight"]) for event in events if event["ph"] == "C"]
-    assert counters == [(1e6, 1), (2e6, 2), (3e6, 1), (4e6, 0)]
 
 
 def test_off_is_off() -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import yaml
 
-from dppo_megatron.config.load import config_from_values, with_new_names
+from dppo_megatron.config.load import config_from_values
 from dppo_megatron.config.load import config_values as config_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
@@ -81,7 +81,7 @@ def saved_values(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read, so the run cannot be resumed: {reason[:300]}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no settings, so the run cannot be resumed")
-    return with_new_names(values)
+    return values
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

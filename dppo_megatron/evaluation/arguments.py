@@ -18,7 +18,7 @@ import yaml
 from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.config.data import EvalSetConfig
-from dppo_megatron.config.load import load_config, with_new_names
+from dppo_megatron.config.load import load_config
 from dppo_megatron.config.paths import shipped
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
@@ -231,7 +231,7 @@ def _of_checkpoint(path: Path) -> _Target:
     manifest = read_manifest(path)
     if isinstance(manifest, str):
         raise UserError(f"'{path}' is no complete checkpoint: {manifest}")
-    settings, said = _without_servers(with_new_names(manifest.config))
+    settings, said = _without_servers(manifest.config)
     # runs/x/checkpoints/step_000020 -> runs/x/eval/step_000020
     run = path.resolve().parent.parent
     out = (run if (run / "config.yaml").is_file() else Path()) / "eval" / path.resolve().name

@@ -115,8 +115,8 @@ class StepRecorder:
 def trace(step: int, ranks: Sequence[RankSpans]) -> dict[str, Any]:
     """A step in the Trace Event Format. Times are microseconds since the start of the step on rank 0.
 
-    A track whose spans nest is a thread of its rank; spans that may overlap are asynchronous events, and how many of a
-    track are open at a time is a counter beside them.
+    A track whose spans nest is a thread of its rank; spans that may overlap are asynchronous events, which viewers show
+    below each other.
     """
     starts = [span.start_s for span in ranks[0].spans if span.track == PHASES]
     origin_s = min(starts, default=0.0)
@@ -130,7 +130,6 @@ def trace(step: int, ranks: Sequence[RankSpans]) -> dict[str, Any]:
         events += [_about("thread_sort_index", one.rank, place, place) for place in threads.values()]
         for span in one.spans:
             events += _events(span, one, threads[span.track], origin_s)
-        events += _counters(one, origin_s)
     clocks = [{"rank": one.rank, "offset_s": one.offset_s, "within_s": one.within_s} for one in ranks]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step, "clocks": clocks}}
 
@@ -147,22 +146,6 @@ def _events(span: Span, one: RankSpans, thread: int, origin_s: float) -> list[di
         return [common | {"ph": "X", "ts": start / 1000, "dur": (end - start) / 1000}]
     ident = {"id2": {"local": f"{thread}.{span.ticket}"}}  # an id counts within its rank
     return [common | ident | {"ph": "b", "ts": start / 1000}, common | ident | {"ph": "e", "ts": end / 1000}]
-
-
-def _counters(one: RankSpans, origin_s: float) -> list[dict[str, Any]]:
-    changes: dict[str, list[tuple[int, int]]] = {}
-    for span in one.spans:
-        if span.ticket is not None:
-            edges = (_ns(span.start_s, one, origin_s), 1), (_ns(span.end_s, one, origin_s), -1)
-            changes.setdefault(span.track, []).extend(edges)
-    events = []
-    for track, edges_of_track in changes.items():
-        count = 0
-        for at, change in sorted(edges_of_track):
-            count += change
-            value = {"in flight": count}
-            events.append({"ph": "C", "name": f"{track}: in flight", "pid": one.rank, "ts": at / 1000, "args": value})
-    return events
 
 
 def _ns(at_s: float, one: RankSpans, origin_s: float) -> int:

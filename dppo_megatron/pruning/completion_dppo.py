@@ -12,7 +12,7 @@ probabilities are a function of the full batch alone, so weights of 1/pi stay ex
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -46,6 +46,7 @@ class DppoCompletionPolicy(CompletionPolicy):
     """Method `dppo`: a rate of completions, or of tokens, is dropped."""
 
     reads: ClassVar[tuple[str, ...]] = ("rate", "cost_aware", *_READS)
+    _state_names = ("control",)
     usual_rate = 0.95
     """With the default `max_design_effect`, which keeps more wherever that would cost variance."""
 
@@ -158,12 +159,6 @@ class DppoCompletionPolicy(CompletionPolicy):
             return (1.0 - self.rate) * float(cost.sum())
         least = math.ceil(float(lower.sum()) - 1e-9)
         return float(max(count_kept(len(score), self.rate), least))
-
-    def own_state(self) -> dict[str, Any]:
-        return {"control": self.control.state_dict()}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        self.control.load_state_dict(state["control"])
 
 
 class AutoCompletionPolicy(DppoCompletionPolicy):

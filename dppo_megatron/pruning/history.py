@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dppo_megatron.pruning.interface import check_state
+from dppo_megatron.pruning.interface import restored
 from dppo_megatron.types import FloatArray, IntArray, UserError
 
 _NEVER = -1
@@ -118,15 +118,7 @@ class PromptHistory:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore; raises ValueError on other keys, types or another number of prompts."""
-        check_state(state, set(self.arrays), "the pruning history")
-        for name, array in self.arrays.items():
-            saved = np.asarray(state[name])
-            if saved.shape != array.shape or saved.dtype != array.dtype:
-                raise ValueError(
-                    f"state of the pruning history: '{name}' is {saved.dtype}{saved.shape},"
-                    f" expected {array.dtype}{array.shape}; was the prompt set changed?"
-                )
-            array[...] = saved
+        self.arrays = restored(self.arrays, state, "the pruning history")
 
 
 def check_ids(ids: IntArray, num_prompts: int) -> IntArray:

@@ -8,6 +8,7 @@ is known to the ledger only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
 
@@ -216,7 +217,29 @@ class PromptFeatures:
     """`Prompt.source` of all prompts, each once; empty text for those that name none."""
 
 
-class Policy:
+class Stateful:
+    """Something whose state is the attributes in `_state_names`, saved under their names without a leading underscore.
+
+    They are numbers, texts, arrays, dicts of these, or `Stateful` themselves; one that is None has no entry.
+    """
+
+    _state_names: ClassVar[tuple[str, ...]] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copied: plain scalars and numpy arrays."""
+        return {name.lstrip("_"): copied(held) for name, held in self._state_items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore; raises ValueError for other keys, and for arrays of another type or shape."""
+        check_state(state, {name.lstrip("_") for name, _ in self._state_items()}, type(self).__name__)
+        for name, held in self._state_items():
+            setattr(self, name, restored(held, state[name.lstrip("_")], f"{type(self).__name__}.{name}"))
+
+    def _state_items(self) -> list[tuple[str, Any]]:
+        return [(name, held) for name in self._state_names if (held := getattr(self, name)) is not None]
+
+
+class Policy(Stateful):
     """What the policies of both levels have in common."""
 
     _level: ClassVar[str]
@@ -241,17 +264,18 @@ class Policy:
         return []
 
     def own_state(self) -> dict[str, Any]:
-        """What this method keeps, of prompts beside the history, copied: numbers, texts, numpy arrays, lists, dicts."""
-        return {}
+        """What this method keeps, of prompts beside the history."""
+        return super().state_dict()
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Take over a saved `own_state`."""
+        super().load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a choice depends on, copied: plain scalars and numpy arrays."""
+        """Everything that a choice depends on, copied."""
         return {"method": self.config.method, **self.own_state()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore; raises ValueError when keys, method or array shapes differ."""
         check_state(state, set(self.state_dict()), self.name)
         if state["method"] != self.config.method:
@@ -319,6 +343,30 @@ def scatter(selection: Selection, order: IntArray) -> Selection:
         **{name: column[back] for name, column in selection.columns().items()},
         again=None if again is None else lambda rng, count: again(rng, count)[:, back],
     )
+
+
+def copied(held: Any) -> Any:
+    """The state of `held`, which nothing changes afterwards."""
+    return held.state_dict() if isinstance(held, Stateful) else deepcopy(held)
+
+
+def restored(held: Any, saved: Any, where: str) -> Any:
+    """What takes the place of `held`: `saved`, if it is of the same form. Raises ValueError."""
+    if isinstance(held, Stateful):
+        held.load_state_dict(saved)
+        return held
+    if isinstance(held, dict):
+        check_state(saved, set(held), where)
+        return {name: restored(one, saved[name], f"{where} '{name}'") for name, one in held.items()}
+    if not isinstance(held, np.ndarray):
+        return type(held)(saved)
+    array = np.array(saved)
+    if array.shape != held.shape or array.dtype != held.dtype:
+        raise ValueError(
+            f"state of {where} is {array.dtype}{array.shape}, expected {held.dtype}{held.shape}; was the prompt set"
+            " changed?"
+        )
+    return array
 
 
 def check_state(state: Mapping[str, Any], expected: set[str], owner: str) -> None:

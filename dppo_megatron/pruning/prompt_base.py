@@ -7,6 +7,7 @@ order in which prompts arrive.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -136,7 +137,7 @@ class PromptPolicy(Policy):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "history": self.history.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.history.load_state_dict(state["history"])
 

@@ -13,7 +13,6 @@ and the probability used is the one drawn with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ import numpy.typing as npt
 
 from dppo_megatron.config.pruning import PromptPruningConfig, check_between
 from dppo_megatron.pruning.designs import Draw, design_effect
-from dppo_megatron.pruning.interface import Selection, check_state, figures
+from dppo_megatron.pruning.interface import Selection, figures
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.scores import spread
 from dppo_megatron.pruning.weights import weigh_biased, weigh_by
@@ -72,6 +71,7 @@ class WeightedGresoPolicy(PromptPolicy):
     """
 
     reads: ClassVar[tuple[str, ...]] = ("greso", "min_inclusion_prob", "estimator", "max_weight")
+    _state_names = ("p_easy", "p_hard", "_counted")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -94,14 +94,6 @@ class WeightedGresoPolicy(PromptPolicy):
                 f"{key}.largest_refill_prompts = {greso.largest_refill_prompts}: must be at least"
                 f" smallest_refill_prompts = {greso.smallest_refill_prompts}"
             )
-
-    def own_state(self) -> dict[str, Any]:
-        return {"p_easy": self.p_easy, "p_hard": self.p_hard, "counted": dict(self._counted)}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        check_state(state["counted"], set(self._counted), f"{self.name} counts")
-        self.p_easy, self.p_hard = float(state["p_easy"]), float(state["p_hard"])
-        self._counted = {key: int(value) for key, value in state["counted"].items()}
 
     def _floor(self) -> float:
         return self.config.min_inclusion_prob

@@ -9,7 +9,7 @@ visits in place of the last visit alone, a floor of 0.2, and unvisited prompts a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -64,6 +64,7 @@ class DppoPromptPolicy(PromptPolicy):
     """Method `dppo`: a systematic draw with probabilities in proportion to a score of what is known before."""
 
     reads: ClassVar[tuple[str, ...]] = ("rate", "cost_aware", *_READS)
+    _state_names = ("control", "monitor", "_said", "fitted")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -91,17 +92,6 @@ class DppoPromptPolicy(PromptPolicy):
         self.control.observe_cost(cost.other_s, cost.rollout_s + cost.update_s, cost.kept_cost, has_floor=True)
         said, self._said = self._said, ""
         return [said] if said else []
-
-    def own_state(self) -> dict[str, Any]:
-        fitted = {"fitted": self.fitted.state_dict()} if self.fitted else {}
-        return {"control": self.control.state_dict(), "monitor": self.monitor.state_dict(), "said": self._said} | fitted
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        self.control.load_state_dict(state["control"])
-        self.monitor.load_state_dict(state["monitor"])
-        self._said = str(state["said"])
-        if self.fitted:
-            self.fitted.load_state_dict(state["fitted"])
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         plan = self._plan(ids, step)

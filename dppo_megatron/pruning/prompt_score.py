@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dppo_megatron.pruning.history import PromptHistory
-from dppo_megatron.pruning.interface import PromptFeatures, check_state
+from dppo_megatron.pruning.interface import PromptFeatures, Stateful
 from dppo_megatron.pruning.scores import spread
 from dppo_megatron.types import FloatArray, IntArray
 
@@ -47,13 +47,15 @@ _MOST_CLASSES = 16
 """Rarer classes of a column share the all-zero code: each would have too few rows to be estimated."""
 
 
-class FittedScore:
+class FittedScore(Stateful):
     """The expected second moment of a prompt's next group, relative to the batch's.
 
     Args:
         history: of the policy; gets the columns `kind` and `kind_before`.
         features: what the rows say; None: nothing.
     """
+
+    _state_names = ("_moment", "_slope", "_tokens", "_mean_reward", "_error")
 
     def __init__(self, history: PromptHistory, features: PromptFeatures | None) -> None:
         self._history = history
@@ -137,23 +139,6 @@ class FittedScore:
         if tokens.any():
             self._tokens.update(self._with_unseen(x), tokens / tokens.mean())
         self._remember(ids, np.where(graded, rewards, 0.0).sum(axis=1) / graded.sum(axis=1), spread(rewards) == 0)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "moment": self._moment.state_dict(),
-            "slope": self._slope.state_dict(),
-            "tokens": self._tokens.state_dict(),
-            "mean_reward": float(self._mean_reward),
-            "error": self._error.copy(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore; raises ValueError on other keys or columns."""
-        check_state(state, {"moment", "slope", "tokens", "mean_reward", "error"}, "the prompt score")
-        for name, fit in (("moment", self._moment), ("slope", self._slope), ("tokens", self._tokens)):
-            fit.load_state_dict(state[name])
-        self._mean_reward = float(state["mean_reward"])
-        self._error = np.array(state["error"], dtype=np.float64)
 
     def _usual_moment(self, x: FloatArray, moment: FloatArray, weight: FloatArray) -> float:
         """Mean moment of the batch that the visited prompts, columns x [K, p], were drawn from.
@@ -283,7 +268,7 @@ _HIGHEST = 50.0
 """Of an exponent: far beyond what data say, and no overflow."""
 
 
-class FadingRegression:
+class FadingRegression(Stateful):
     """E[y | x] = exp(x w), w by penalised quasi-likelihood over rows that fade by `fade` with every update.
 
     The target is a group's second moment, which is 0 for most groups and now and then 30 times the mean. A Poisson
@@ -299,6 +284,8 @@ class FadingRegression:
     Example: one constant column, fade 0.5. Rows of y = (1, 3) give exp(w) of about 2, less what the ridge holds back;
     then rows of y = (8, 8) weigh 2 against the past's 1: about (8 + 8 + 0.5 x 4) / (2 + 0.5 x 2) = 6.
     """
+
+    _state_names = ("weights", "information")
 
     def __init__(self, start: FloatArray, ridge: FloatArray, fade: float) -> None:
         self._start = np.array(start, dtype=np.float64)
@@ -356,16 +343,11 @@ class FadingRegression:
             x, times * np.exp(np.minimum(np.einsum("np,p->n", x, w), _HIGHEST))
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.weights.copy(), "information": self.information.copy()}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore; raises ValueError on other keys or another number of columns."""
-        check_state(state, {"weights", "information"}, "the fitted score")
-        weights, information = (np.array(state[key], dtype=np.float64) for key in ("weights", "information"))
-        if weights.shape != self.weights.shape or information.shape != self.information.shape:
-            raise ValueError(f"its prompt score has {len(weights)} columns, and this version's {len(self.weights)}")
-        self.weights, self.information = weights, information
+        if (saved := len(state.get("weights", self.weights))) != len(self.weights):
+            raise ValueError(f"its prompt score has {saved} columns, and this version's {len(self.weights)}")
+        super().load_state_dict(state)
 
 
 def _outer(x: FloatArray, weight: FloatArray) -> FloatArray:

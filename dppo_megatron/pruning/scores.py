@@ -8,15 +8,14 @@ these are cheap proxies (rollout log-probabilities, reward history) and none of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from dppo_megatron.pruning.designs import WaterFiller, bisect
-from dppo_megatron.pruning.interface import check_state
+from dppo_megatron.pruning.interface import Stateful
 from dppo_megatron.types import FloatArray
 
 _COST_DECAY = 0.9
@@ -169,8 +168,10 @@ def floor_share(sums: Sequence[float]) -> float:
 
 
 @dataclass(slots=True)
-class MeasuredCost:
+class MeasuredCost(Stateful):
     """Of a level: what skipping or dropping all of it would leave, over what it would save."""
+
+    _state_names = ("cost_ratio", "seconds")
 
     cost_ratio: float = 0.0
     """Running mean of fixed over variable seconds at full batch; 0 before the first measurement."""
@@ -192,12 +193,3 @@ class MeasuredCost:
         full = variable_s / (floor + (1.0 - floor) * kept_cost)
         ratio = (fixed_s + floor * full) / ((1.0 - floor) * full)
         self.cost_ratio = ratio if self.cost_ratio == 0 else _COST_DECAY * self.cost_ratio + (1 - _COST_DECAY) * ratio
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore; raises ValueError on other keys."""
-        check_state(state, set(asdict(self)), "the measured cost")
-        self.cost_ratio = float(state["cost_ratio"])
-        self.seconds = [float(each) for each in state["seconds"]]

@@ -14,13 +14,11 @@ that a systematic draw is quieter than the independent one of these sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from dppo_megatron.pruning.interface import CompletionBatch, Effect, Selection, check_state
+from dppo_megatron.pruning.interface import CompletionBatch, Effect, Selection, Stateful
 from dppo_megatron.pruning.scores import completion_score
 from dppo_megatron.types import FloatArray
 
@@ -86,7 +84,7 @@ def step_variance(
     )
 
 
-class EffectMonitor:
+class EffectMonitor(Stateful):
     """What skipping did to the variance, measured: fading sums over steps, and whether the score is believed.
 
     A prompt of second moment m, drawn with probability pi, adds m / pi to the variance where the full batch has m.
@@ -99,6 +97,8 @@ class EffectMonitor:
     can begin, or begin again, on evidence. Beside it stands what skipping at random would do at the same cost, the
     inverse of the share of tokens that is planned to be kept. A score that does worse than that is worse than none.
     """
+
+    _state_names = ("_sums", "believed")
 
     def __init__(self) -> None:
         self._sums = dict.fromkeys(_SUMS, 0.0)
@@ -170,13 +170,3 @@ class EffectMonitor:
                 f"pruning.prompt: skipping by score would now have {said} at the same cost: prompts are skipped again"
             )
         return ""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sums": dict(self._sums), "believed": self.believed}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore; raises ValueError on other keys."""
-        check_state(state, {"sums", "believed"}, "the measured effect")
-        check_state(state["sums"], set(_SUMS), "the measured effect's sums")
-        self._sums = {name: float(state["sums"][name]) for name in _SUMS}
-        self.believed = bool(state["believed"])

@@ -126,8 +126,7 @@ class Coordinator:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._selector.load_state_dict(state["selector"])
-        if "batch" in state:  # a checkpoint of before there was advice has none
-            self._advisor.load_state_dict(state["batch"])
+        self._advisor.load_state_dict(state["batch"])
 
     def _plan_update(self, step: Step, decision: TrainSelection, lengths: IntArray, index: int) -> UpdatePlan:
         rows = np.flatnonzero(decision.kept & (decision.minibatch == index))

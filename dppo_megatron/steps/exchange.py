@@ -14,13 +14,13 @@ passes on up to as much as it keeps. In a job of one node, or of one rank a node
 
 Sender and receiver compute the sizes from the plan, so only the data is sent: 8 bytes a token, and nothing for what
 was pruned. Of a step of 67 million tokens on 64 GPUs, 95 % pruned, each rank of a replica of 8 receives 3.4 MB;
-every group to every rank was 5.7 GB a rank. Per-token advantages and weights are two more columns of the same buffers.
+every group to every rank was 5.7 GB a rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -35,14 +35,8 @@ from dppo_megatron.types import Group, IntArray, RolloutPrompt, TrainSample
 
 Column: TypeAlias = npt.NDArray[np.float32]
 """[completion tokens] one 4-byte value a token."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenValues:
-    """Advantages and weights of one completion's tokens, in place of one of each for the whole completion."""
-
-    advantages: Column
-    weights: Column
+_COLUMNS = 2
+"""Of a completion: token ids and log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +107,12 @@ def exchange(
     selected: Sequence[RolloutPrompt],
     group_size: int,
     replicas: Replicas,
-    token_values: Mapping[int, Sequence[TokenValues]] | None = None,
 ) -> list[Update]:
     """The updates of a step with the samples of this rank's replica. Collective.
 
     Args:
         groups: position in the step -> group, those that this rank holds.
         holders: [K] the rank that holds each group.
-        token_values: position in the step -> for each completion of a group that this rank holds; on all ranks or none.
-            They take 8 bytes a token more.
     """
     parcels = _Parcels.of(plans, holders, group_size)
     mine = np.flatnonzero(parcels.replica == replicas.of_rank[replicas.rank])
@@ -130,28 +121,22 @@ def exchange(
         """The columns of a parcel that this rank holds."""
         group, place = divmod(int(parcels.row[index]), group_size)
         completion = groups[group].completions[place]
-        columns = [completion.token_ids.astype(np.int32).view(np.float32), completion.logprobs]
-        if token_values is not None:
-            columns += [token_values[group][place].advantages, token_values[group][place].weights]
-        return columns
+        return [completion.token_ids.astype(np.int32).view(np.float32), completion.logprobs]
 
     here = {index: own(index) for index in np.flatnonzero(parcels.holder == replicas.rank).tolist()}
-    _by_nodes(parcels, here, replicas, 2 if token_values is None else 4)
+    _by_nodes(parcels, here, replicas)
     samples: list[dict[int, TrainSample]] = [{} for _ in plans]
     for index in mine.tolist():
-        ids, logprobs, *values = here[index]
+        ids, logprobs = here[index]
         update, place = int(parcels.update[index]), int(parcels.place[index])
         tokens = ids.view(np.int32).astype(np.int64)
-        sample = sample_of(plans[update], place, selected, group_size, tokens, logprobs)
-        if values:
-            sample = replace(sample, advantage=values[0].astype(np.float64), weight=values[1].astype(np.float64))
-        samples[update][place] = sample
+        samples[update][place] = sample_of(plans[update], place, selected, group_size, tokens, logprobs)
     return [Update(plan, held) for plan, held in zip(plans, samples, strict=True)]
 
 
-def _by_nodes(parcels: _Parcels, here: dict[int, list[Column]], replicas: Replicas, words: int) -> None:
-    """Bring to `here`, the columns of the parcels that a rank holds, those that it trains on, `words` each. Both ends
-    see who is sent what from the plan, and the messages of a pair of ranks follow each other."""
+def _by_nodes(parcels: _Parcels, here: dict[int, list[Column]], replicas: Replicas) -> None:
+    """Bring to `here`, the columns of the parcels that a rank holds, those that it trains on. Both ends see who is sent
+    what from the plan, and the messages of a pair of ranks follow each other."""
     me, node = replicas.rank, int(replicas.node[replicas.rank])
     held, gateway = np.flatnonzero(parcels.holder == me), replicas.gateways(node)
     there = {
@@ -164,12 +149,12 @@ def _by_nodes(parcels: _Parcels, here: dict[int, list[Column]], replicas: Replic
     from_there = {
         rank: fetched[parcels.holder[fetched] == rank] for rank in np.unique(parcels.holder[fetched]).tolist()
     }
-    _send(parcels.length, there, from_there, here, words)
+    _send(parcels.length, there, from_there, here)
     mine = np.flatnonzero(parcels.replica == replicas.of_rank[me])
     beside = [rank for rank in np.flatnonzero(replicas.node == node).tolist() if rank != me]
     onward = {rank: passing[parcels.replica[passing] == replicas.of_rank[rank]] for rank in beside}
     from_beside = {rank: mine[gateway[parcels.holder[mine]] == rank] for rank in beside}
-    _send(parcels.length, onward, from_beside, here, words)
+    _send(parcels.length, onward, from_beside, here)
 
 
 def _send(
@@ -177,7 +162,6 @@ def _send(
     to: Mapping[int, IntArray],
     source: Mapping[int, IntArray],
     here: dict[int, list[Column]],
-    words: int,
 ) -> None:
     """Send parcels from `here` and receive others into it, one message for each rank that has any tokens to send."""
     works: list[dist.Work | None] = []
@@ -193,12 +177,14 @@ def _send(
                 buffers[key] = torch.from_numpy(np.concatenate(parts).view(np.int32))
             works.append(dist.isend(buffers[key], peer))
         indices = source.get(peer, np.empty(0, np.int64))
-        arriving.append((indices, torch.empty(words * int(length[indices].sum()), dtype=torch.int32)))
+        arriving.append((indices, torch.empty(_COLUMNS * int(length[indices].sum()), dtype=torch.int32)))
         if len(arriving[-1][1]):
             works.append(dist.irecv(arriving[-1][1], peer))
     for work in works:
         assert work is not None
         work.wait()
     for indices, buffer in arriving:
-        pieces = np.split(buffer.numpy().view(np.float32), np.cumsum(words * length[indices]))
-        here |= {index: list(piece.reshape(words, -1)) for index, piece in zip(indices.tolist(), pieces, strict=False)}
+        pieces = np.split(buffer.numpy().view(np.float32), np.cumsum(_COLUMNS * length[indices]))
+        here |= {
+            index: list(piece.reshape(_COLUMNS, -1)) for index, piece in zip(indices.tolist(), pieces, strict=False)
+        }

@@ -31,7 +31,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from dppo_megatron.config.changes import flat
-from dppo_megatron.config.load import config_values, with_new_names
+from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.files import open_to_read
 from dppo_megatron.observe.json_lines import finite
@@ -232,7 +232,7 @@ def run_status(path: Path) -> str:
 def read_settings(path: Path, notes: list[str]) -> dict[str, str]:
     """Dotted key -> value, as JSON, of a config.yaml; empty if there is none. `notes` gets a line if it is damaged."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return _as_json(with_new_names(_mapping(path, lambda text: yaml.load(text, Loader=loader), notes)))
+    return _as_json(_mapping(path, lambda text: yaml.load(text, Loader=loader), notes))
 
 
 def default_settings() -> dict[str, str]:
