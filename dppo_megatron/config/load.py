@@ -10,7 +10,6 @@ names (data.eval_paths) name by name; `{}` in a file or on the command line drop
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from dppo_megatron.config.checks import Purpose, check_run_dir, check_values
+from dppo_megatron.config.paths import nearest_config, working_directory
 from dppo_megatron.config.references import escaped
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.yaml12 import MAX_CHARACTERS, TEXT, Dumper, Source, parse
@@ -26,22 +26,6 @@ from dppo_megatron.files import write_text
 from dppo_megatron.types import UserError
 
 _PARENTS = "defaults"
-RENAMED = {
-    "actor.optimizer.main_parameters": "main_params_dtype",
-    "actor.optimizer.moments": "moments_dtype",
-    "pruning.completion.p_min": "min_inclusion_prob",
-    "pruning.prompt.p_min": "min_inclusion_prob",
-    "rollout.limits.mismatch_alarm": "logprob_diff_warning",
-    "rollout.limits.straggler_share": "finish_fraction",
-    "rollout.servers.addresses_from": "registry_dir",
-    "rollout.servers.wait_for": "min_servers",
-    "warm_start": "sft",
-}
-"""Settings that runs were saved with -> their names of today. A person who gives an older name gets a hint instead."""
-REMOVED = ("pruning.completion.max_noise_ratio", "pruning.prompt.max_noise_ratio")
-"""Settings that are gone: passed over in what a run has saved where they were off, else unknown with a hint."""
-_OLDER = {**RENAMED, **dict.fromkeys(REMOVED, "")}
-_OFF = ("0", "0.0")
 
 
 def load_config(
@@ -83,24 +67,7 @@ def config_from_values(values: Mapping[str, Any], where: str) -> Config:
     References in it stay as they were written."""
     from dppo_megatron.config.layers import merged
 
-    return merged(_given(with_new_names(values), where), keep_references=True)
-
-
-def with_new_names(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Saved settings under the names of today. A setting that is there under both names keeps the newer's value."""
-    found: dict[Any, Any] = deepcopy(dict(values))
-    for older, newer in _OLDER.items():
-        *sections, name = older.split(".")
-        section: Any = found
-        for part in sections:
-            section = section.get(part) if isinstance(section, dict) else None
-        if not isinstance(section, dict) or name not in section:
-            continue
-        if newer:
-            section.setdefault(newer, section.pop(name))
-        elif str(section[name]) in _OFF:
-            del section[name]
-    return found
+    return merged(_given(values, where), keep_references=True)
 
 
 def config_values(config: Any) -> dict[str, Any]:
@@ -121,7 +88,7 @@ def _dumped(values: Any) -> str:
 
 def _given(values: Mapping[Any, Any], where: str) -> list[tuple[Source, Node]]:
     """Settings that are plain values already."""
-    source = Source(where, has_lines=False)
+    source = Source(where, has_lines=False, base=working_directory(where))
     try:
         node = parse(_dumped(dict(values)), source)
     except (yaml.YAMLError, RecursionError):
@@ -141,7 +108,7 @@ def _plain(value: Any) -> Any:
 
 def _documents(path: Path, chain: tuple[Path, ...]) -> list[tuple[Source, Node]]:
     """The settings of a file, after those of its parents."""
-    source = Source(str(path), has_lines=True)
+    source = Source(str(path), has_lines=True, base=working_directory(path))
     node = _document(path, source, chain)
     if node is None:
         return []
@@ -152,25 +119,8 @@ def _documents(path: Path, chain: tuple[Path, ...]) -> list[tuple[Source, Node]]
         raise UserError(f"{source.where(own[1][0])}: the key '{_PARENTS}' stands here twice; it takes a list")
     parents = [name for _, value in own for name in _parents(value, source)]
     node.value = [pair for pair in node.value if pair not in own]
-    if (path.parent / "run.json").exists():  # an older run may have written it, and printed the command that reads it
-        _use_new_names(node)
     inherited = [document for name in parents for document in _documents(path.parent / name, (*chain, path))]
     return [*inherited, (source, node)]
-
-
-def _use_new_names(node: MappingNode) -> None:
-    """As `with_new_names`, and each key keeps its line."""
-    for older, newer in _OLDER.items():
-        *sections, name = older.split(".")
-        found = [node]
-        for part in sections:
-            inside = [pair for one in found for pair in one.value]
-            found = [value for key, value in inside if key.value == part and isinstance(value, MappingNode)]
-        for one in found:
-            one.value = [pair for pair in one.value if newer or pair[0].value != name or pair[1].value not in _OFF]
-            for key, _ in one.value:
-                if key.value == name:
-                    key.value = newer or name
 
 
 def _parents(node: Node, source: Source) -> list[str]:
@@ -188,7 +138,8 @@ def _document(path: Path, source: Source, chain: tuple[Path, ...]) -> Node | Non
         with open(path, "rb") as file:
             content = b"" if circle else file.read(4 * MAX_CHARACTERS + 1)  # a device could be read for ever
     except FileNotFoundError:
-        raise UserError(f"config file '{path}'{of} does not exist (working directory: {Path.cwd()})") from None
+        more = "" if chain else f"; {nearest_config(str(path))}"
+        raise UserError(f"config file '{path}'{of} does not exist (working directory: {Path.cwd()}){more}") from None
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a NUL in the name; OSError: circular links
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"config file '{str(path)[:200]}'{of} cannot be read: {reason}") from None

@@ -6,7 +6,10 @@ read-only disk. Nothing is left behind.
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -24,6 +27,33 @@ def shipped(*parts: str) -> Path:
     """
     checkout = _PACKAGE.parent.joinpath(*parts)
     return checkout if checkout.exists() else _PACKAGE.joinpath("shipped", *parts)
+
+
+def shipped_config(name: str) -> Path | None:
+    """The shipped config of this name: `h100/qwen3_8b_8gpus_dppo`, `quickstart.yaml`, `configs/quickstart.yaml`."""
+    plain = Path(name.removeprefix("configs/").removesuffix(".yaml") + ".yaml")
+    found = shipped("configs", *plain.parts)
+    return found if not plain.is_absolute() and ".." not in plain.parts and found.is_file() else None
+
+
+def nearest_config(name: str) -> str:
+    """The name of the shipped config that `name` may have meant, else how to see them; for an error message."""
+    folder = shipped("configs")
+    known = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
+    close = difflib.get_close_matches(name.removeprefix("configs/").removesuffix(".yaml"), known, n=1)
+    return f"did you mean the shipped '{close[0]}'?" if close else "`dppo-megatron init DIR` copies the shipped ones"
+
+
+def working_directory(where: str | Path) -> str:
+    """What relative paths in a file or checkpoint of a run are relative to: the directory in which its trainer was
+    started. Empty if that is this one or is not known, and for what is no run's."""
+    try:
+        path = Path(where).resolve(strict=True)
+        run = next(one for one in (path, *path.parents[:3]) if (one / "run.json").is_file())
+        base = os.path.normpath(run / json.loads((run / "run.json").read_text(encoding="utf-8"))["working_dir"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, RuntimeError, StopIteration):
+        return ""
+    return "" if base == str(Path.cwd().resolve()) else base
 
 
 def check_file(key: str, path: str) -> None:
@@ -50,6 +80,21 @@ def check_directory(key: str, path: str) -> None:
     check_exists(key, path, "directory")
     if not Path(path).is_dir():
         raise UserError(f"{key} = '{shown(path)}': is a file, not a directory")
+
+
+def check_model(path: str) -> None:
+    """Raise `UserError` unless model.hf_path is a directory; for a name on the hub, with how to download it."""
+    own = Path(path).name
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not os.path.lexists(path):
+        raise UserError(
+            f"model.hf_path = '{path}': no such directory. If it is a name on the Hugging Face hub: `hf download {path}"
+            f" --local-dir {own}`, then model.hf_path={own} (`dppo-megatron plan` needs no download)"
+        )
+    try:
+        check_directory("model.hf_path", path)
+    except UserError as error:
+        made = "; `dppo-megatron quickstart` makes this one, and trains on it" if "task_seed" in path else ""
+        raise UserError(f"{error}{made}") from None
 
 
 def check_writable(key: str, path: str | Path, *, directory: bool) -> None:

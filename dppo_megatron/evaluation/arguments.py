@@ -18,7 +18,7 @@ import yaml
 from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.config.data import EvalSetConfig
-from dppo_megatron.config.load import load_config, with_new_names
+from dppo_megatron.config.load import load_config
 from dppo_megatron.config.paths import shipped
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
@@ -65,7 +65,8 @@ def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]
     sets = _chosen_sets(given.sets, given.data, given.settings)
     layers = [("--sets", {"data": {"eval_sets": sets}})] if sets else []
     if target is not None:
-        layers.insert(0, (target.where, _settings_of(target, given, replaced=bool(sets))))
+        own = _settings_of(target, given, replaced=bool(sets))
+        layers = [(target.where, own), ("MODEL", {"model": {"hf_path": str(target.model)}}), *layers]
     path = given.model if is_config else ""
     config = load_config(path, list(given.settings), writes_run=False, purpose="evaluate", layers=layers)
     data = config.data
@@ -93,8 +94,7 @@ def _settings_of(target: _Target, given: EvalArguments, *, replaced: bool) -> di
     else:
         own = data.get("eval_sets") or {}
         data["eval_sets"] = {name: _without(values, given.settings) for name, values in own.items()}
-    model = {**(settings.get("model") or {}), "hf_path": str(target.model)}
-    return settings | {"data": data, "model": model}
+    return settings | {"data": data}
 
 
 def _chosen_sets(words: Sequence[str], data: Path | None, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -231,7 +231,7 @@ def _of_checkpoint(path: Path) -> _Target:
     manifest = read_manifest(path)
     if isinstance(manifest, str):
         raise UserError(f"'{path}' is no complete checkpoint: {manifest}")
-    settings, said = _without_servers(with_new_names(manifest.config))
+    settings, said = _without_servers(manifest.config)
     # runs/x/checkpoints/step_000020 -> runs/x/eval/step_000020
     run = path.resolve().parent.parent
     out = (run if (run / "config.yaml").is_file() else Path()) / "eval" / path.resolve().name

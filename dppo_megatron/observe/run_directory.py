@@ -77,6 +77,7 @@ class RunDirectory:
             sums: the logs' checksums stored in that checkpoint.
         """
         with said_as_mistake(self._path):
+            _note_working_directory(self._path)
             save_config(config, self._path / "config.yaml")
             for name in RECORDS:
                 path, is_trace = self._path / name, name == _TRACE
@@ -204,6 +205,15 @@ def _begin_identity(path: Path) -> str:
     text = json.dumps({"format": _FORMAT, "run": run, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=1)
     write_text(path / IDENTITY, text + "\n", durable=True)
     return run
+
+
+def _note_working_directory(run: Path) -> None:
+    """What the paths of config.yaml are relative to (`config.paths.working_directory`): relative to the run, if that is
+    below it, so that both may be moved together."""
+    here, own = Path.cwd().resolve(), run / IDENTITY
+    base = os.path.relpath(here, run.resolve()) if here in run.resolve().parents else str(here)
+    values = json.loads(own.read_text(encoding="utf-8")) | {"working_dir": base}
+    write_text(own, json.dumps(values, indent=1) + "\n", durable=True)
 
 
 def _check_names(path: Path) -> None:

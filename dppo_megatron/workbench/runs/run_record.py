@@ -31,7 +31,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from dppo_megatron.config.changes import flat
-from dppo_megatron.config.load import config_values, with_new_names
+from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.files import open_to_read
 from dppo_megatron.observe.json_lines import finite
@@ -68,13 +68,6 @@ _NEVER_NEGATIVE = ("step", "group", "tokens", "token_ids")
 _PARTS = ("label", "kept", "bias")
 _NUMBER = re.compile(r"\d[\d.e+-]*")
 _SIZE = re.compile(r"(; )?bias about \d[\d.e+-]* %$")
-_OLDER = {
-    "mismatch/product_ess": "kept/product_ess",
-    "prune/w_max": "prune/weight_max",
-    "reward/failed": "reward/failed_count",
-    "rollout/truncated": "rollout/truncated_count",
-}
-"""Metrics of older runs -> their names of today."""
 
 
 @dataclass
@@ -224,7 +217,7 @@ def run_status(path: Path) -> str:
 def read_settings(path: Path, notes: list[str]) -> dict[str, str]:
     """Dotted key -> value, as JSON, of a config.yaml; empty if there is none. `notes` gets a line if it is damaged."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return _as_json(with_new_names(_mapping(path, lambda text: yaml.load(text, Loader=loader), notes)))
+    return _as_json(_mapping(path, lambda text: yaml.load(text, Loader=loader), notes))
 
 
 def default_settings() -> dict[str, str]:
@@ -254,7 +247,6 @@ def standard_error(rewards: list[list[float | None]], weight: list[float]) -> fl
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float | None]:
     """A step's numbers, those that are computed from others included."""
-    row = {_OLDER.get(key, key): value for key, value in row.items()}
     values = {
         key: finite_number(value) for key, value in row.items() if key != "step" and not isinstance(value, list | dict)
     }
