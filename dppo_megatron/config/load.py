@@ -9,6 +9,7 @@ names (data.eval_paths) name by name; `{}` in a file or on the command line drop
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -47,6 +48,10 @@ def load_config(
         UserError: a file is missing or not a mapping, a key is unknown, a value has the wrong type or range.
     """
     config = read_config(path, overrides, layers)
+    if writes_run and working_directory(config.run_dir):  # its files are about paths as they were where it was started
+        from dppo_megatron.config.layers import merged
+
+        config = merged(_given(config_values(config), "", os.getcwd()))
     check_values(config, purpose)
     if writes_run:
         check_run_dir(config)
@@ -86,9 +91,9 @@ def _dumped(values: Any) -> str:
     return str(yaml.dump(values, Dumper=Dumper, sort_keys=False, width=120))
 
 
-def _given(values: Mapping[Any, Any], where: str) -> list[tuple[Source, Node]]:
+def _given(values: Mapping[Any, Any], where: str, base: str = "") -> list[tuple[Source, Node]]:
     """Settings that are plain values already."""
-    source = Source(where, has_lines=False, base=working_directory(where))
+    source = Source(where, has_lines=False, base=base or working_directory(where))
     try:
         node = parse(_dumped(dict(values)), source)
     except (yaml.YAMLError, RecursionError):

@@ -15,11 +15,12 @@ import ast
 import difflib
 import inspect
 import re
-import textwrap
+import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase as fnmatch
 from functools import cache
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -138,13 +139,19 @@ def meanings(schema: type) -> dict[str, str]:
     for owner in (*inherited, *reversed(schema.__mro__)):
         if not is_dataclass(owner):
             continue
-        [node] = ast.parse(textwrap.dedent(inspect.getsource(cast(type, owner)))).body
-        assert isinstance(node, ast.ClassDef)
-        for field, text in zip(node.body, node.body[1:], strict=False):
+        body = _classes(owner.__module__)[owner.__name__].body
+        for field, text in pairwise(body):
             match field, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
                     found[name] = " ".join(said.split())
     return found
+
+
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """The classes in the source of a module, read once: inspect.getsource would parse it for each of them."""
+    source = inspect.getsource(sys.modules[module])
+    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
 
 
 def _section(hint: Any) -> type | None:

@@ -95,15 +95,14 @@ def located(text: str, key: str, base: str) -> str:
     path is joined to it. Modules with the user's own code were found there too, so it joins the import path."""
     if re.fullmatch(r"[\w.]+:\w+", text) and base not in sys.path:
         sys.path.append(base)
-    if key == "checkpoint.resume" and text in ("auto", "never") or key == "rollout.servers.python" and "/" not in text:
-        return text
-    if not text or text.startswith(("hub:", "${")) or not (is_path(key) or key == "checkpoint.resume"):
+    is_name = {"checkpoint.resume": text in ("auto", "never"), "rollout.servers.python": "/" not in text}
+    if not text or text.startswith(("hub:", "${")) or is_name.get(key, not is_path(key)):
         return text
     return os.path.join(escaped(base), text)
 
 
 def is_path(key: str) -> bool:
-    """Whether a setting is a path: run_dir, model.hf_path, data.eval_paths.NAME, rollout.sync.dir, rollout.servers.python, ..."""
+    """Whether a setting is a path: run_dir, model.hf_path, data.eval_paths.NAME, rollout.sync.dir, ..."""
     if key in ("rollout.sync.dir", "rollout.servers.python", "rollout.servers.registry_dir"):
         return True
     return key.rpartition(".")[2].endswith(("path", "_dir")) or key.startswith("data.eval_paths.")

@@ -7,6 +7,7 @@ only one of them reports on it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
@@ -31,6 +32,7 @@ from dppo_megatron.data.templates import (
     shared_ids,
     tokenize,
     turn_end_tokens,
+    unfilled,
 )
 from dppo_megatron.progress import Advance, progress
 from dppo_megatron.types import Prompt, TrainSample, UserError
@@ -102,7 +104,7 @@ def load_set(
         why = why or (f": {where.left_out} rows do not meet 'where'" if where.left_out else "")
         why = why or (f": answer_from={settings.answer_from} finds no answer" if read.unanswered else "")
         raise UserError(f"{settings.path}: holds no problems{why}")
-    notes = [*read.repeats.notes()]
+    notes = [*read.repeats.notes(), *unfilled(settings.template), *read.special.notes()]
     if dropped:
         notes.append(f"{dropped} problems are left out: they are problems of evaluation sets")
     if where.left_out:
@@ -134,6 +136,7 @@ class _PromptReader:
         self._shared = shared_ids(tokenizer)
         self.prompts: list[Prompt] = []
         self.repeats, self.hashed = _Repeats(self.prompts), sha256()
+        self.special = _SpecialTokens(tokenizer)
         self.filtered = self.unknown_levels = self.unanswered = 0
 
     def add(self, rows: list[Row]) -> None:
@@ -167,6 +170,26 @@ class _PromptReader:
                 self.hashed.update(len(raw).to_bytes(8, "little") + raw)  # length-prefixed: unambiguous
             self.prompts.append(prompt)
             self.repeats.add(problem)
+            self.special.look(_asked(problem), row.origin)
+
+
+class _SpecialTokens:
+    """Problems whose own text holds special tokens: the tokenizer reads them as such, so a turn may end there."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        added = (str(one) for one in tokenizer.added_tokens_decoder.values() if one.special)
+        tokens = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+        self._any = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+        self._count, self._example = 0, ""
+
+    def look(self, text: str, origin: str) -> None:
+        if found := self._any.search(text):
+            self._count += 1
+            self._example = self._example or f"{found[0]} in {origin}"
+
+    def notes(self) -> Iterator[str]:
+        if self._count:
+            yield f"warning: {self._count} problems hold special tokens, which the model gets as such: {self._example}"
 
 
 class _Where:
@@ -250,7 +273,10 @@ def set_sizes(sets: Mapping[str, ProblemSet]) -> dict[str, int]:
 
 def stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokens that end a completion besides the tokenizer's end of sequence: the settings' tokens, those of the model's
-    generation_config.json, and the end of turn of every chat template in use."""
+    generation_config.json, and the end of turn of every chat template in use. Raises UserError: a setting's is none."""
+    for token in config.rollout.sampling.stop_token_ids:
+        if token >= len(tokenizer):
+            raise UserError(f"rollout.sampling.stop_token_ids: {token} is no token of the model's {len(tokenizer)}")
     sets: Sequence[ResolvedSet] = [*train_set_configs(config).values(), *eval_set_configs(config).values()]
     found = [*config.rollout.sampling.stop_token_ids, *generation_config_stops(config.model.hf_path, tokenizer)]
     for one in sets:

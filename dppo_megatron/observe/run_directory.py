@@ -77,7 +77,6 @@ class RunDirectory:
             sums: the logs' checksums stored in that checkpoint.
         """
         with said_as_mistake(self._path):
-            _note_working_directory(self._path)
             save_config(config, self._path / "config.yaml")
             for name in RECORDS:
                 path, is_trace = self._path / name, name == _TRACE
@@ -201,19 +200,12 @@ def read_identity(path: Path) -> str:
 
 
 def _begin_identity(path: Path) -> str:
-    run = uuid.uuid4().hex
-    text = json.dumps({"format": _FORMAT, "run": run, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=1)
-    write_text(path / IDENTITY, text + "\n", durable=True)
+    run, here = uuid.uuid4().hex, Path.cwd().resolve()
+    # what relative paths in its files are relative to; as a relative one itself, so that both may be moved together
+    base = os.path.relpath(here, path.resolve()) if here in path.resolve().parents else str(here)
+    began = {"format": _FORMAT, "run": run, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "working_dir": base}
+    write_text(path / IDENTITY, json.dumps(began, indent=1) + "\n", durable=True)
     return run
-
-
-def _note_working_directory(run: Path) -> None:
-    """What the paths of config.yaml are relative to (`config.paths.working_directory`): relative to the run, if that is
-    below it, so that both may be moved together."""
-    here, own = Path.cwd().resolve(), run / IDENTITY
-    base = os.path.relpath(here, run.resolve()) if here in run.resolve().parents else str(here)
-    values = json.loads(own.read_text(encoding="utf-8")) | {"working_dir": base}
-    write_text(own, json.dumps(values, indent=1) + "\n", durable=True)
 
 
 def _check_names(path: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from dppo_megatron.config.paths import check_writable, shipped
-from dppo_megatron.texts import show
+from dppo_megatron.texts import reason, show
 from dppo_megatron.types import UserError
 
 DESCRIPTION = """\
@@ -28,6 +28,10 @@ def execute(arguments: argparse.Namespace) -> int:
     if os.path.lexists(target):
         raise UserError(f"DIR: '{target}' exists already; name another directory")
     check_writable("DIR", target, directory=True)
-    shutil.copytree(shipped("configs"), target)
+    try:
+        shutil.copytree(shipped("configs"), target)
+    except OSError as error:  # a full disk
+        shutil.rmtree(target, ignore_errors=True)
+        raise UserError(f"DIR: '{target}' cannot be written: {reason(error)}") from None
     show(f"{target}: {sum(1 for _ in target.rglob('*.yaml'))} configs")
     return 0

@@ -40,7 +40,7 @@ def config_file(given: str) -> str:
     found, is_there = shipped_config(given), os.path.lexists(given) and not os.path.isdir(given)
     if found is None or (is_there and os.path.exists(given) and os.path.samefile(given, found)):
         return given
-    say(f"CONFIG: {given} in the working directory, not the shipped one" if is_there else f"CONFIG: the shipped {found}")
+    say(f"CONFIG: {given} of this directory, not the shipped one" if is_there else f"CONFIG: the shipped {found}")
     return given if is_there else str(found)
 
 
