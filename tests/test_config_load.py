@@ -284,7 +284,7 @@ class TestHints:
         with pytest.raises(UserError, match=rf"unknown key '.*'; {said}"):
             _read(tmp_path, "", key)
 
-    @pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.mode", "trainer.logger", "algorithm.gamma", "zebra.x"])
+    @pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.xyz", "trainer.loggre", "algorithm.alpha", "zebra.x"])
     def test_rather_none_than_a_wrong_one(self, tmp_path: Path, key: str) -> None:
         """What has no counterpart here gets a list of what there is."""
         with pytest.raises(UserError, match=rf"unknown key '{key}'; known here: actor, ") as error:
