@@ -125,6 +125,26 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
     assert methods["dppo"]["label"] == "ratio"  # the token mean's divisor
 
 
+def test_a_plan_needs_no_model_where_its_sizes_are_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the name in the recipe, by --model, and not where there is a directory of that name."""
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path / "Qwen" / "Qwen3-32B", "qwen3_8b")
+    plans = {}
+    for options, said in (
+        ([], "assumed: the published sizes of Qwen/Qwen3-8B"),
+        (["--model", "Qwen3-0.6B"], "assumed: the published sizes of Qwen3-0.6B"),
+        (["model.hf_path=Qwen/Qwen3-32B"], ""),
+    ):
+        line = ["plan", "h100/qwen3_8b_8gpus_dppo", "--methods", "grpo", "--json", "plan.json", *options]
+        assert main(line) == 0
+        out = capsys.readouterr().out
+        assert said in out and ("published" in out) == bool(said)
+        plans[said] = json.loads((tmp_path / "plan.json").read_text())["parameters"]
+    assert [round(number / 1e9, 2) for number in plans.values()] == [8.19, 0.6, 8.19]
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
