@@ -304,8 +304,8 @@ class TestRunsFiles:
     """What a run has written is about paths as they were where it was started."""
 
     VALUES = (
-        "run_dir: run\ndata: {train_path: a/t.jsonl, eval_paths: {x: /b/x.jsonl, y: 'hub:o/n'}, prompt_template: 'a: {problem}',"
-        " chat_template_kwargs: {the_path: c}}\nrollout: {servers: {python: python3}, sync: {dir: '${run_dir}/s'}}\n"
+        "run_dir: run\ndata: {train_path: a/t.jsonl, eval_paths: {x: /b/x.jsonl, y: 'hub:o/n'},"
+        " prompt_template: 'a: {problem}', chat_template_kwargs: {the_path: c}}\nrollout: {servers: {python: python3}, sync: {dir: '${run_dir}/s'}}\n"
         "checkpoint: {resume: auto}\nreward: {function: 'mine_of_that_run:grade'}\n"
     )
 

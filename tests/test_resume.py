@@ -140,8 +140,8 @@ def _go_on(config: str, kill: Kill | None) -> None:
 def test_a_run_is_where_it_is_from_any_directory(
     files: Path, whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Begun with relative paths; resumed from elsewhere by its own config.yaml, at home again by the job's command, each
-    time from what the other has saved; evaluated from elsewhere; and moved with its data."""
+    """Begun with relative paths; resumed from elsewhere by its own config.yaml, at home again by the job's command,
+    each time from what the other has saved; evaluated from elsewhere; and moved with its data."""
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     shutil.copytree(files, project / "files")
     elsewhere.mkdir()
