@@ -305,8 +305,8 @@ class TestRunsFiles:
 
     VALUES = (
         "run_dir: run\ndata: {train_path: a/t.jsonl, eval_paths: {x: /b/x.jsonl, y: 'hub:o/n'},"
-        " prompt_template: 'a: {problem}', chat_template_kwargs: {the_path: c}}\nrollout: {servers: {python: python3}, sync: {dir: '${run_dir}/s'}}\n"
-        "checkpoint: {resume: auto}\nreward: {function: 'mine_of_that_run:grade'}\n"
+        " prompt_template: 'a: {problem}', chat_template_kwargs: {the_path: c}}\n"
+        "rollout: {servers: {python: python3}, sync: {dir: '${run_dir}/s'}}\ncheckpoint: {resume: auto}\nreward: {function: 'mine_of_that_run:grade'}\n"
     )
 
     def test_relative_paths(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
