@@ -303,11 +303,17 @@ class TestHints:
 class TestRunsFiles:
     """What a run has written is about paths as they were where it was started."""
 
-    VALUES = (
-        "run_dir: run\ndata: {train_path: a/t.jsonl, eval_paths: {x: /b/x.jsonl, y: 'hub:o/n'},"
-        " prompt_template: 'a: {problem}', chat_template_kwargs: {the_path: c}}\n"
-        "rollout: {servers: {python: python3}, sync: {dir: '${run_dir}/s'}}\ncheckpoint: {resume: auto}\nreward: {function: 'mine_of_that_run:grade'}\n"
-    )
+    VALUES = """
+run_dir: run
+data:
+  train_path: a/t.jsonl
+  eval_paths: {x: /b/x.jsonl, y: 'hub:o/n'}
+  prompt_template: 'a: {problem}'
+  chat_template_kwargs: {the_path: c}
+rollout: {servers: {python: python3}, sync: {dir: '${run_dir}/s'}}
+checkpoint: {resume: auto}
+reward: {function: 'mine_of_that_run:grade'}
+"""
 
     def test_relative_paths(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Joined to that directory, also after both were moved; names, absolute paths and other texts stay."""

@@ -225,10 +225,8 @@ def test_a_field_that_is_not_filled_in_is_said(tmp_path: Path, template: str, na
     said = [note for note in load(tmp_path, prompt_template=template).notes if "the template has" in note]
     assert said == ([f"warning: the template has {names}, which the model gets as it stands: {ONLY}"] if names else [])
     own = {"template": "chat_boxed", "system_prompt": "You solve {problem}."}
-    assert (
-        f"warning: the template has {{problem}}, which the model gets as it stands: {ONLY}"
-        in load(tmp_path, **own).notes
-    )
+    [said] = load(tmp_path, **own).notes
+    assert said == f"warning: the template has {{problem}}, which the model gets as it stands: {ONLY}"
 
 
 def test_special_tokens_in_a_problem_are_said(tmp_path: Path) -> None:
@@ -266,9 +264,7 @@ def test_stop_tokens_come_from_the_template(tmp_path: Path) -> None:
     assert _stops(tmp_path, base, chat=True, generation={"eos_token_id": eos}) == ["<|im_end|>"]
     assert _stops(tmp_path, base, chat=False, generation={}) == []
     assert _stops(tmp_path, base, chat=False, generation={"eos_token_id": [10**9, end]}) == ["<|im_end|>"]
-    with pytest.raises(
-        UserError, match=rf"rollout.sampling.stop_token_ids: 9999 is no token of the model's {len(base)}"
-    ):
+    with pytest.raises(UserError, match=f"stop_token_ids: 9999 is no token of the model's {len(base)}$"):
         _stops(tmp_path, base, chat=True, own=(1, 9999))
     for bad in ("2", -1, True, 1.0, [None], {"a": 1}):
         with pytest.raises(UserError, match=r"generation_config.json: eos_token_id names .*which is no token"):
