@@ -113,7 +113,8 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
     model = write_config(tmp_path, "qwen3_8b")
     recipe = str(REPOSITORY / "configs" / "h100" / "qwen3_8b_8gpus_dppo.yaml")
     assert main(["plan", recipe, f"model.hf_path={model}", "--json", str(tmp_path / "new" / "plan.json")]) == 0
-    out = capsys.readouterr().out
+    out, said = capsys.readouterr()
+    assert "new/plan.json: its directory did not exist and is made\n" in said
     plan = json.loads((tmp_path / "new" / "plan.json").read_text(encoding="utf-8"))
     assert plan["fits"] and f"largest: {plan['largest']}" in out
     assert list(plan["phases"]) == ["generate", "sync", "log-probs", "forward", "backward", "step", "checkpoint"]
