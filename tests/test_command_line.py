@@ -114,8 +114,9 @@ def test_a_shipped_config_is_found_by_name(
         ("train quickstart", "; `dppo-megatron quickstart` makes this one, and trains on it"),
         (
             "train math/qwen3_4b_dapo17k",
-            "`hf download Qwen/Qwen3-4B --local-dir Qwen3-4B`, then model.hf_path=Qwen3-4B",
+            "`hf download Qwen/Qwen3-4B --local-dir Qwen3-4B`, and give Qwen3-4B",
         ),
+        ("eval Qwen/Qwen3-4B", "`hf download Qwen/Qwen3-4B --local-dir Qwen3-4B`, and give Qwen3-4B"),
         ("plan h100/qwen3_8b_8gpus_dppo --model gpt5", "--model gpt5: not known; known: llama-3.1-8b, qwen2.5-1.5b, "),
         ("plan quickstart --model qwen3-8b --dry-run", "--model: a dry run loads the model"),
     ],

@@ -51,7 +51,7 @@ def working_directory(where: str | Path) -> str:
         path = Path(where).resolve(strict=True)
         run = next(one for one in (path, *path.parents[:3]) if (one / "run.json").is_file())
         base = os.path.normpath(run / json.loads((run / "run.json").read_text(encoding="utf-8"))["working_dir"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, RuntimeError, StopIteration):
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, StopIteration):
         return ""
     return "" if base == str(Path.cwd().resolve()) else base
 
@@ -83,18 +83,20 @@ def check_directory(key: str, path: str) -> None:
 
 
 def check_model(path: str) -> None:
-    """Raise `UserError` unless model.hf_path is a directory; for a name on the hub, with how to download it."""
-    own = Path(path).name
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not os.path.lexists(path):
-        raise UserError(
-            f"model.hf_path = '{path}': no such directory. If it is a name on the Hugging Face hub: `hf download {path}"
-            f" --local-dir {own}`, then model.hf_path={own} (`dppo-megatron plan` needs no download)"
-        )
+    """Raise `UserError` unless model.hf_path is a directory; the message says where a model is to be had."""
     try:
         check_directory("model.hf_path", path)
     except UserError as error:
         made = "; `dppo-megatron quickstart` makes this one, and trains on it" if "task_seed" in path else ""
-        raise UserError(f"{error}{made}") from None
+        raise UserError(f"{error}{made}{how_to_download(path)}") from None
+
+
+def how_to_download(path: str) -> str:
+    """The end of a message about a path that is not there; empty unless it may be a name on the hub."""
+    own = path.rpartition("/")[2]
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) or os.path.lexists(path):
+        return ""
+    return f"; a model of that name on the hub: `hf download {path} --local-dir {own}`, and give {own}"
 
 
 def check_writable(key: str, path: str | Path, *, directory: bool) -> None:

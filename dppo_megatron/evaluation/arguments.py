@@ -19,7 +19,7 @@ from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import load_config
-from dppo_megatron.config.paths import shipped
+from dppo_megatron.config.paths import how_to_download, shipped
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
@@ -193,7 +193,7 @@ def _find_target(text: str, step: int | None) -> _Target:
     if not path.is_dir():
         raise UserError(
             f"'{text}': no such directory; give a Hugging Face model, a run directory, one of its checkpoints, or a"
-            " config file (.yaml)"
+            f" config file (.yaml){how_to_download(text)}"
         )
     is_model, is_run = (path / "config.json").is_file(), (path / "config.yaml").is_file()
     if step is not None and not is_run:
