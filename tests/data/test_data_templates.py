@@ -215,7 +215,7 @@ def test_problems_are_not_templates(tmp_path: Path) -> None:
     ("template", "names"),
     [
         ("{problem} The answer is not {answer}.", "{answer}"),
-        ("{problem}{question}{level}{level}", "{question}, {level}"),
+        ("{problem} {question} {level} {level}", "{question}, {level}"),
         ("{problem} Answer in \\boxed{answer}, {}, \\frac{a}{b} or { x }.", ""),
         ("{problem} {problem}", ""),
     ],
