@@ -170,8 +170,7 @@ class Run:
                 f" {error}; resume with that version, or start a new run in another run_dir"
             ) from None
         self._load_engine()
-        summary = {name.replace("warm_start", "sft"): value for name, value in state["summary"].items()}  # older name
-        self.summary = Summary(**summary)
+        self.summary = Summary(**state["summary"])
         self._started -= self.summary.wall_s
         self._first_step, self._begun = state["step"] + 1, True
         log(f"resumed from {self._origin.directory}: going on at step {self._first_step}")
