@@ -139,7 +139,7 @@ def meanings(schema: type) -> dict[str, str]:
     for owner in (*inherited, *reversed(schema.__mro__)):
         if not is_dataclass(owner):
             continue
-        body = _classes(owner.__module__)[owner.__name__].body
+        body = _classes(owner.__module__)[cast(type, owner).__name__].body
         for field, text in pairwise(body):
             match field, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
@@ -196,7 +196,7 @@ def other_names() -> dict[str, str]:
     """Keys of verl's (dotted), TRL's and slime's, patterns of them with `*` among these -> what to say: our setting and
     what else to know, or that there is none and why. In the order of the page."""
     page = shipped("docs", "migrating.md")
-    found = {}
+    found: dict[str, str] = {}
     for theirs, ours, none, note in _ROW.findall(page.read_text(encoding="utf-8") if page.is_file() else ""):
         if ours:
             said = f"here it is {ours} ({note})" if note else f"here it is {ours}"

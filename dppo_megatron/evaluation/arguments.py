@@ -63,7 +63,7 @@ def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]
         raise UserError("--step belongs to a run directory, not to a config file")
     target = None if is_config else _find_target(given.model, given.step)
     sets = _chosen_sets(given.sets, given.data, given.settings)
-    layers = [("--sets", {"data": {"eval_sets": sets}})] if sets else []
+    layers: list[tuple[str, Mapping[str, Any]]] = [("--sets", {"data": {"eval_sets": sets}})] if sets else []
     if target is not None:
         own = _settings_of(target, given, replaced=bool(sets))
         layers = [(target.where, own), ("MODEL", {"model": {"hf_path": str(target.model)}}), *layers]
