@@ -110,6 +110,7 @@ def test_a_shipped_config_is_found_by_name(
     [
         ("train quickstrt", "did you mean the shipped 'quickstart'?"),
         ("train ../configs/quickstart.yaml", "did you mean the shipped 'quickstart'?"),
+        (f"train {'x' * 5000}", "cannot be read: File name too long"),
         ("train zebra.yaml", "`dppo-megatron init DIR` copies the shipped ones"),
         ("train quickstart", "no such directory (working directory: "),
         ("train quickstart", "; `dppo-megatron quickstart` makes this one, and trains on it"),

@@ -32,8 +32,9 @@ def shipped(*parts: str) -> Path:
 def shipped_config(name: str) -> Path | None:
     """The shipped config of this name: `h100/qwen3_8b_8gpus_dppo`, `quickstart.yaml`, `configs/quickstart.yaml`."""
     plain = Path(name.removeprefix("configs/").removesuffix(".yaml") + ".yaml")
-    found = shipped("configs", *plain.parts)
-    return found if not plain.is_absolute() and ".." not in plain.parts and found.is_file() else None
+    found = shipped("configs") / plain
+    # os.path's, which is False for a name that is too long
+    return found if not plain.is_absolute() and ".." not in plain.parts and os.path.isfile(found) else None
 
 
 def nearest_config(name: str) -> str:
