@@ -123,6 +123,8 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         policy_loss = load_function("objective.function", config.objective.function)
         check_policy_loss(policy_loss, config.objective)
     grader, notes = _check_grading(config, train_sets, eval_sets)
+    if trains and not (config.steps or config.sft.steps):
+        notes.append("warning: steps = 0 and sft.steps = 0: nothing is trained; the model is only evaluated and saved")
     return Job(
         config=config,
         architecture=architecture,

@@ -9,17 +9,16 @@ Values are carried over as they stand; where a name is not enough, a comment say
 
 import sys
 
-from dppo_megatron.config.reference import other_names
+from dppo_megatron.config.reference import other_name
 
 
 def translate(given: str) -> str:
     """One `key=value`, or `--key value` written as `--key=value`, as a setting of ours."""
     name, _, value = given.partition("=")
-    ours = other_names().get(name.removeprefix("--").replace("-", "_"))
-    if ours is None:
-        return f"# {given}: not in the table; see docs/migrating.md"
-    if ours.startswith("no setting"):
-        return f"# {given}: {ours}"
+    said = other_name(name)
+    ours = said.removeprefix("here it is ")
+    if ours == said:
+        return f"# {given}: {said or 'not in the tables; see docs/migrating.md'}"
     key, _, rest = ours.partition(" ")
     if "=" in ours or rest:
         return f"# {given}: {ours}"

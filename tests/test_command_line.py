@@ -58,6 +58,8 @@ def test_settings_before_and_after_options(arguments: list[str], capsys: pytest.
     [
         ([], "required: COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
+        (["tain", CONFIG], "there is no command 'tain'; did you mean 'train'?"),
+        (["Report"], "did you mean 'report'?"),
         (["train"], "required: CONFIG"),
         (["train", CONFIG, "--res", "never"], "unrecognized arguments: --res never; did you mean --resume?"),
         (["train", CONFIG, "--steps", "3"], "arguments: --steps 3; a setting is given without dashes: steps=3"),
@@ -74,6 +76,59 @@ def test_command_lines_that_are_none(arguments: list[str], said: str, capsys: py
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_shipped_config_is_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As docs write it too; a file of that name goes first; a line says which; `init` writes files that go first."""
+    monkeypatch.chdir(tmp_path)
+    shipped = f"CONFIG: the shipped {CONFIG}\n"
+    (tmp_path / "quickstart").mkdir()  # no config
+    for line in ("train quickstart", "train configs/quickstart.yaml", "compare quickstart", "serve quickstart.yaml",
+                 "plan quickstart", "doctor quickstart", "doctor --fp8-gate quickstart", "eval configs/quickstart.yaml",
+                 "quickstart --config quickstart"):  # fmt: skip
+        assert main([*line.split(), "seed=-1"]) == 2
+        assert capsys.readouterr().err.startswith(f"{shipped}error: seed = -1"), line
+    assert main(["init", "."]) == 0
+    assert capsys.readouterr().out.startswith("configs: ")
+    found = [path for path in tmp_path.glob("configs/**/*.*") if path.is_file()]
+    written = {path.relative_to(tmp_path): path.read_bytes() for path in found}
+    assert all((REPOSITORY / path).read_bytes() == held for path, held in written.items()) and len(written) > 40
+    assert main(["train", "configs/quickstart.yaml", "seed=-1"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "CONFIG: configs/quickstart.yaml of this directory, not the shipped one\n"
+    )
+    assert main(["init", "."]) == 2 and "'configs' exists already" in capsys.readouterr().err
+    monkeypatch.chdir(REPOSITORY)
+    assert main(["train", "configs/quickstart.yaml", "seed=-1"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")  # it is both
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train quickstrt", "did you mean the shipped 'quickstart'?"),
+        ("train ../configs/quickstart.yaml", "did you mean the shipped 'quickstart'?"),
+        (f"train {'x' * 5000}", "cannot be read: File name too long"),
+        ("train zebra.yaml", "`dppo-megatron init DIR` copies the shipped ones"),
+        ("train quickstart", "no such directory (working directory: "),
+        ("train quickstart", "; `dppo-megatron quickstart` makes this one, and trains on it"),
+        (
+            "train math/qwen3_4b_dapo17k",
+            "`hf download Qwen/Qwen3-4B --local-dir Qwen3-4B`, and give Qwen3-4B",
+        ),
+        ("eval Qwen/Qwen3-4B", "`hf download Qwen/Qwen3-4B --local-dir Qwen3-4B`, and give Qwen3-4B"),
+        ("plan h100/qwen3_8b_8gpus_dppo --model gpt5", "--model gpt5: not known; known: llama-3.1-8b, qwen2.5-1.5b, "),
+        ("plan quickstart --model qwen3-8b --dry-run", "--model: a dry run loads the model"),
+    ],
+)
+def test_what_is_not_there_is_answered_with_what_to_do(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(line.split()) == 2
+    assert said in capsys.readouterr().err and not [*tmp_path.iterdir()]
 
 
 def test_help_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,8 +154,8 @@ def test_a_command_without_ranks_does_not_read_it(
 
 def test_config_prints_what_there_is_to_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "rollout.sampling.top_p"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("rollout.sampling.top_p  (number, default 1.0, in (0, 1])\n")
+    said, progress = capsys.readouterr()
+    assert said.startswith("rollout.sampling.top_p  (number, default 1.0, in (0, 1])\n") and not progress
     assert "Sample from the smallest set of tokens" in said and "defined in dppo_megatron/config/rollout.py" in said
     assert said.endswith("see docs/engines.md\n")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import yaml
 
 from dppo_megatron.config.changes import check_changes, fingerprint
 from dppo_megatron.config.load import config_from_values, config_values, read_config, save_config
+from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
@@ -284,7 +287,7 @@ class TestHints:
         with pytest.raises(UserError, match=rf"unknown key '.*'; {said}"):
             _read(tmp_path, "", key)
 
-    @pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.mode", "trainer.logger", "algorithm.gamma", "zebra.x"])
+    @pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.xyz", "trainer.loggre", "algorithm.alpha", "zebra.x"])
     def test_rather_none_than_a_wrong_one(self, tmp_path: Path, key: str) -> None:
         """What has no counterpart here gets a list of what there is."""
         with pytest.raises(UserError, match=rf"unknown key '{key}'; known here: actor, ") as error:
@@ -295,6 +298,51 @@ class TestHints:
         """Where the other trainer's sections stand one in the other."""
         with pytest.raises(UserError, match=r"config\.yaml:1: unknown key 'actor_rollout_ref\.rollout\.n'; here it is"):
             _read(tmp_path, "actor_rollout_ref:\n  rollout:\n    n: 8\n")
+
+
+class TestRunsFiles:
+    """What a run has written is about paths as they were where it was started."""
+
+    VALUES = """
+run_dir: run
+data:
+  train_path: a/t.jsonl
+  eval_paths: {x: /b/x.jsonl, y: 'hub:o/n'}
+  prompt_template: 'a: {problem}'
+  chat_template_kwargs: {the_path: c}
+rollout: {servers: {python: python3}, sync: {dir: '${run_dir}/s'}}
+checkpoint: {resume: auto}
+reward: {function: 'mine_of_that_run:grade'}
+"""
+
+    def test_relative_paths(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Joined to that directory, also after both were moved; names, absolute paths and other texts stay."""
+        run, home = tmp_path / "p" / "run", tmp_path / "p"
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text(self.VALUES)
+        (run / "run.json").write_text(json.dumps({"working_dir": ".."}))
+        (home / "mine_of_that_run.py").write_text("def grade(text, answer): return 1.0")
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        there = read_config(str(run / "config.yaml"), ["sft.examples_path=here.jsonl"])
+        assert (there.run_dir, there.data.train_path) == (f"{home}/run", f"{home}/a/t.jsonl")
+        assert there.data.eval_paths == {"x": "/b/x.jsonl", "y": "hub:o/n"} and there.checkpoint.resume == "auto"
+        assert there.data.prompt_template == "a: {problem}" and there.data.chat_template_kwargs == {"the_path": "c"}
+        assert there.rollout.servers.python == "python3" and there.rollout.sync.dir == f"{home}/run/s"
+        assert there.sft.examples_path == "here.jsonl"
+        assert load_function("reward.function", there.reward.function)("", "") == 1.0
+        monkeypatch.chdir(home)
+        here = read_config("run/config.yaml", [])
+        assert (here.run_dir, here.data.train_path) == ("run", "a/t.jsonl")
+        there.sft.examples_path = ""
+        assert check_changes(there, config_values(here), str(run)) == []
+        (run / "run.json").write_text(json.dumps({"working_dir": "/gone"}))
+        assert read_config("run/config.yaml", []).data.train_path == "/gone/a/t.jsonl"
+
+    @pytest.mark.parametrize("identity", ["", "[]", "{}", '{"working_dir": 3}', '{"working_dir": ".."'])
+    def test_a_damaged_record_is_none(self, tmp_path: Path, identity: str) -> None:
+        (tmp_path / "config.yaml").write_text("run_dir: run\n")
+        (tmp_path / "run.json").write_text(identity)
+        assert read_config(str(tmp_path / "config.yaml"), []).run_dir == "run"
 
 
 class TestReferences:

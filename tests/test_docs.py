@@ -21,7 +21,7 @@ from support.job import REPOSITORY, settings, write_job_files
 from support.record import write_record
 
 from dppo_megatron.config.load import load_config, read_config
-from dppo_megatron.config.reference import all_keys, all_settings, other_names
+from dppo_megatron.config.reference import all_settings
 from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.workbench.cli import parse, program
 from dppo_megatron.workbench.compare.arms import MethodRun, Point
@@ -179,44 +179,6 @@ def test_settings_of_the_choosing_page_are_settings(tmp_path: Path) -> None:
     assert len(found) >= 5
     for given in found:
         load_config(str(REPOSITORY / "configs/quickstart.yaml"), [*settings(files, tmp_path / "run"), *given.split()])
-
-
-# ------------------------------------------------------------------------------------------------- migrating
-
-
-NAMES = other_names()
-
-
-def test_the_tables_are_read() -> None:
-    """Every row that begins with a name, and no name is a setting of ours."""
-    tables = _text(DOCS / "migrating.md").split("\n## verl")[1]
-    assert set(re.findall(r"^\| `([^`]+)`", tables, re.MULTILINE)) == NAMES.keys()
-    assert len(NAMES) > 170 and not NAMES.keys() & set(all_keys())
-
-
-@pytest.mark.parametrize("theirs", sorted(NAMES))
-def test_every_target_is_a_setting(theirs: str) -> None:
-    """Each dotted word of an entry is a key of the schema; a value is one that the key takes."""
-    ours, known = NAMES[theirs], set(all_keys())
-    for word in re.findall(r"\b(?:[a-z_]+\.)+[a-z_]+\b", ours):
-        assert word in known, word
-    given = re.match(r"([a-z_.]+)=(\[[^\]]*\]|[^ ,]+)", ours)
-    if given:
-        read_config("", [given[0]])
-    elif not ours.startswith("no setting"):
-        assert re.split(r"[ ,]", ours)[0] in known
-
-
-def test_values_that_entries_translate_are_choices() -> None:
-    """`objective.loss (vanilla: clip, ...)`: the words on the right are choices of the setting."""
-    tried = 0
-    for ours in NAMES.values():
-        key, _, rest = ours.partition(" (")
-        for choice in re.findall(r"[\w-]+: ([a-z_0-9]+)[,)]", rest):
-            if key.startswith(("objective.", "rollout.engine")):
-                read_config("", [f"{key}={choice}"])
-                tried += 1
-    assert tried > 5
 
 
 # ------------------------------------------------------------------------------------------------- examples

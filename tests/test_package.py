@@ -77,6 +77,20 @@ def test_wheel_holds_what_the_checkout_has(wheel: Path) -> None:
     assert not any(name.startswith(("tests/", "benchmarks/", "setup")) for name in names)
 
 
+def test_what_is_shipped_is_found_in_an_empty_directory(python: Path, tmp_path: Path) -> None:
+    """By its name, planned without a model, and copied."""
+    done = _run(python, tmp_path, "plan", "h100/qwen3_8b_8gpus_dppo", "--methods", "grpo")
+    folder = python.parent.parent
+    assert done.returncode == 0 and f"CONFIG: the shipped {folder}" in done.stderr, done.stderr
+    assert "assumed: the published sizes of Qwen/Qwen3-8B" in done.stdout
+    refused = _run(python, tmp_path, "train", "quickstart", "critic.optim.lr=1")
+    assert refused.returncode == 2 and "not supported: a critic" in refused.stderr
+    assert _run(python, tmp_path, "init", ".").returncode == 0
+    refused = _run(python, tmp_path, "eval", "configs/quickstart.yaml", "--sets", "six")
+    assert "CONFIG: configs/quickstart.yaml of this directory" in refused.stderr
+    assert "--sets six: the set 'math500' needs 'math500/test.jsonl', which is not there" in refused.stderr
+
+
 @pytest.mark.long
 def test_quickstart_runs_outside_the_checkout(python: Path, tmp_path: Path) -> None:
     """The installed package makes the task, trains two steps and writes the report; a second run replaces the first,

@@ -147,7 +147,7 @@ def test_figures_of_older_and_of_biased_runs(tmp_path: Path) -> None:
             trained: 0,
             "train/entropy": 0.0,
             "pack/padding": 1.0,
-            "mismatch/product_ess": 0.5,
+            "kept/product_ess": 0.5,
             "rollout/truncated_count": 2.0,
         },
         {"step": 2, trained: 0, "train/entropy": 0.3, "kept/product_ess": 0.6, "rollout/truncated_share": 0.7},

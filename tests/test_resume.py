@@ -17,9 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.job import job_config, nearly, read_metrics
-from support.killing import Kill, run_killed, run_whole, train_or_die
-from support.launch import run_ranks
+from support.killing import Kill, arm, run_killed, run_whole, train_or_die
+from support.launch import RankError, run_ranks
 
+from dppo_megatron.config import load_config
 from dppo_megatron.config.changes import FREE, check_changes, config_values, fingerprint
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning.prompt_score import FittedScore
@@ -127,6 +128,37 @@ def test_resumes_at_another_layout(files: Path, whole: dict[str, Path], tmp_path
         for key in right.keys() - {"prune/ledger", "eval/problems"}:
             if not key.startswith("pack/"):  # two data-parallel ranks need other packs
                 assert left[key] == nearly(right[key], rel=1e-4, abs=1e-5), key
+
+
+def _go_on(config: str, kill: Kill | None) -> None:
+    with Run(prepare_job(load_config(config, []), 1)) as run:
+        if kill:
+            arm(run, kill, kill.strike)
+        train(run)
+
+
+def test_a_run_is_where_it_is_from_any_directory(
+    files: Path, whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Begun with relative paths; resumed from elsewhere by its own config.yaml, at home again by the job's command,
+    each time from what the other has saved; evaluated from elsewhere; and moved with its data."""
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    shutil.copytree(files, project / "files")
+    elsewhere.mkdir()
+    monkeypatch.chdir(project)
+    assert run_killed(Path("files"), Path("run"), 1, SHORT, Kill("generate", 2))
+    monkeypatch.chdir(elsewhere)
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(_go_on, 1, "../project/run/config.yaml", Kill("generate", 2), dies=0)
+    monkeypatch.chdir(project)
+    run_whole(Path("files"), Path("run"), 1, SHORT)
+    assert_same_run(project / "run", whole["tp1"])
+    monkeypatch.chdir(elsewhere)
+    assert main(["eval", "../project/run", "--limit", "4", "--out", "here"]) == 0
+    assert (elsewhere / "here" / "results.json").is_file()
+    project.rename(tmp_path / "moved")
+    run_ranks(_go_on, 1, "../moved/run/config.yaml", None)  # finished: nothing is left to do
+    assert not (elsewhere / "run").exists() and not project.exists()
 
 
 def test_a_finished_run_stays_as_it_is(

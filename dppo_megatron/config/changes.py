@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import yaml
 
 from dppo_megatron.config.load import config_from_values
 from dppo_megatron.config.load import config_values as config_values
+from dppo_megatron.config.references import is_path
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
@@ -99,8 +101,12 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
             yield prefix + key, f"{prefix}{key}: added"
         elif isinstance(before, dict) and key not in new:
             yield prefix + key, f"{prefix}{key}: removed"
-        elif before != after:
+        elif before != after and not _same_path(prefix + key, before, after):
             yield prefix + key, f"{prefix}{key}: {before!r} -> {after!r}"
+
+
+def _same_path(key: str, before: Any, after: Any) -> bool:
+    return is_path(key) and bool(before and after) and os.path.abspath(before) == os.path.abspath(after)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.observe import check_observe
-from dppo_megatron.config.paths import check_directory, check_writable, shown
+from dppo_megatron.config.paths import check_model, check_writable, shown
 from dppo_megatron.config.pruning import prompts_multiplier
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.resolved_sets import check_data, longest_prompt_tokens
@@ -203,7 +203,7 @@ def _check_files(config: Config, purpose: Purpose) -> None:
             raise UserError(f"{key} is not set; give it in the config file or as {key}=...")
     if trains or purpose == "plan":
         _check_longest(config)
-    check_directory("model.hf_path", config.model.hf_path)
+    check_model(config.model.hf_path)
     if purpose == "plan":
         return
     if config.model.dtype == "float64":

@@ -24,7 +24,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from dppo_megatron.config.ranges import leaves
 from dppo_megatron.config.reference import unknown_key
-from dppo_megatron.config.references import for_omegaconf, from_environment, references
+from dppo_megatron.config.references import for_omegaconf, from_environment, located, references
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.yaml12 import DOUBTFUL, Source, entries, parse, scalar, shown, text_node
 from dppo_megatron.types import UserError
@@ -120,6 +120,8 @@ class Layer:
         if hint is float and type(value) is int:
             return float(value)
         if isinstance(value, str):
+            if self._source.base and hint is not Any:
+                value = located(value, key, self._source.base)
             if hint is Any and references(value):
                 raise self.refuse(key, "takes no ${...}; write \\${ for the plain text")
             try:

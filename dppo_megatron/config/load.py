@@ -9,6 +9,7 @@ names (data.eval_paths) name by name; `{}` in a file or on the command line drop
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from dppo_megatron.config.checks import Purpose, check_run_dir, check_values
+from dppo_megatron.config.paths import nearest_config, working_directory
 from dppo_megatron.config.references import escaped
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.yaml12 import MAX_CHARACTERS, TEXT, Dumper, Source, parse
@@ -46,6 +48,10 @@ def load_config(
         UserError: a file is missing or not a mapping, a key is unknown, a value has the wrong type or range.
     """
     config = read_config(path, overrides, layers)
+    if writes_run and working_directory(config.run_dir):  # its files are about paths as they were where it was started
+        from dppo_megatron.config.layers import merged
+
+        config = merged(_given(config_values(config), "", os.getcwd()))
     check_values(config, purpose)
     if writes_run:
         check_run_dir(config)
@@ -85,9 +91,9 @@ def _dumped(values: Any) -> str:
     return str(yaml.dump(values, Dumper=Dumper, sort_keys=False, width=120))
 
 
-def _given(values: Mapping[Any, Any], where: str) -> list[tuple[Source, Node]]:
+def _given(values: Mapping[Any, Any], where: str, base: str = "") -> list[tuple[Source, Node]]:
     """Settings that are plain values already."""
-    source = Source(where, has_lines=False)
+    source = Source(where, has_lines=False, base=base or working_directory(where))
     try:
         node = parse(_dumped(dict(values)), source)
     except (yaml.YAMLError, RecursionError):
@@ -107,7 +113,7 @@ def _plain(value: Any) -> Any:
 
 def _documents(path: Path, chain: tuple[Path, ...]) -> list[tuple[Source, Node]]:
     """The settings of a file, after those of its parents."""
-    source = Source(str(path), has_lines=True)
+    source = Source(str(path), has_lines=True, base=working_directory(path))
     node = _document(path, source, chain)
     if node is None:
         return []
@@ -137,7 +143,8 @@ def _document(path: Path, source: Source, chain: tuple[Path, ...]) -> Node | Non
         with open(path, "rb") as file:
             content = b"" if circle else file.read(4 * MAX_CHARACTERS + 1)  # a device could be read for ever
     except FileNotFoundError:
-        raise UserError(f"config file '{path}'{of} does not exist (working directory: {Path.cwd()})") from None
+        more = "" if chain else f"; {nearest_config(str(path))}"
+        raise UserError(f"config file '{path}'{of} does not exist (working directory: {Path.cwd()}){more}") from None
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a NUL in the name; OSError: circular links
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"config file '{str(path)[:200]}'{of} cannot be read: {reason}") from None

@@ -6,8 +6,10 @@ read-only disk. Nothing is left behind.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,34 @@ def shipped(*parts: str) -> Path:
     """
     checkout = _PACKAGE.parent.joinpath(*parts)
     return checkout if checkout.exists() else _PACKAGE.joinpath("shipped", *parts)
+
+
+def shipped_config(name: str) -> Path | None:
+    """The shipped config of this name: `h100/qwen3_8b_8gpus_dppo`, `quickstart.yaml`, `configs/quickstart.yaml`."""
+    plain = Path(name.removeprefix("configs/").removesuffix(".yaml") + ".yaml")
+    found = shipped("configs") / plain
+    # os.path's, which is False for a name that is too long
+    return found if not plain.is_absolute() and ".." not in plain.parts and os.path.isfile(found) else None
+
+
+def nearest_config(name: str) -> str:
+    """The name of the shipped config that `name` may have meant, else how to see them; for an error message."""
+    folder = shipped("configs")
+    known = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
+    close = difflib.get_close_matches(name.removeprefix("configs/").removesuffix(".yaml"), known, n=1)
+    return f"did you mean the shipped '{close[0]}'?" if close else "`dppo-megatron init DIR` copies the shipped ones"
+
+
+def working_directory(where: str | Path) -> str:
+    """What relative paths in a file or checkpoint of a run are relative to: the directory in which its trainer was
+    started. Empty if that is this one or is not known, and for what is no run's."""
+    try:
+        path = Path(where).resolve(strict=True)
+        run = next(one for one in (path, *path.parents[:3]) if (one / "run.json").is_file())
+        base = os.path.normpath(run / json.loads((run / "run.json").read_text(encoding="utf-8"))["working_dir"])
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, StopIteration):
+        return ""
+    return "" if base == str(Path.cwd().resolve()) else base
 
 
 def check_file(key: str, path: str) -> None:
@@ -52,6 +82,23 @@ def check_directory(key: str, path: str) -> None:
     check_exists(key, path, "directory")
     if not Path(path).is_dir():
         raise UserError(f"{key} = '{shown(path)}': is a file, not a directory")
+
+
+def check_model(path: str) -> None:
+    """Raise `UserError` unless model.hf_path is a directory; the message says where a model is to be had."""
+    try:
+        check_directory("model.hf_path", path)
+    except UserError as error:
+        made = "; `dppo-megatron quickstart` makes this one, and trains on it" if "task_seed" in path else ""
+        raise UserError(f"{error}{made}{how_to_download(path)}") from None
+
+
+def how_to_download(path: str) -> str:
+    """The end of a message about a path that is not there; empty unless it may be a name on the hub."""
+    own = path.rpartition("/")[2]
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) or os.path.lexists(path):
+        return ""
+    return f"; a model of that name on the hub: `hf download {path} --local-dir {own}`, and give {own}"
 
 
 def check_writable(key: str, path: str | Path, *, directory: bool) -> None:

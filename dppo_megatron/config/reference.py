@@ -5,8 +5,8 @@ each field, which Python does not keep and which is therefore read from the sour
 completion and the reference of the documentation site are made from this list, so none of them can go out of date.
 
 And what an unknown key was meant to be: most are typing mistakes or another trainer's names. For the first a close name
-is suggested; for the second the tables of docs/migrating.md have the equivalent. A wrong hint is worse than none, so
-where neither is clear the message only lists the known keys.
+is suggested; for the second the tables of docs/migrating.md have the equivalent, or that there is none and why. A wrong
+hint is worse than none, so where neither is clear the message only lists the known keys.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import ast
 import difflib
 import inspect
 import re
-import textwrap
+import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from fnmatch import fnmatchcase as fnmatch
 from functools import cache
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -33,7 +35,7 @@ _FILES = {"csv", "html", "json", "jsonl", "log", "parquet", "pt", "py", "safeten
 """Ends of file names: `eval.json` is no setting of `eval`."""
 _FOREIGN = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model", "custom_reward_function", "ray_init")
 """Sections of verl: a name of ours that looks alike means something else."""
-_ROW = re.compile(r"^\| `(\S+)` \| (?:`(.+?)`|none) \| (.*?) ?\|$", re.MULTILINE)
+_ROW = re.compile(r"^\| (`.+?`) \| (?:`(.+?)`|(none)|\[not supported\]\(scope\.md\)) \| (.*?) ?\|$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +139,19 @@ def meanings(schema: type) -> dict[str, str]:
     for owner in (*inherited, *reversed(schema.__mro__)):
         if not is_dataclass(owner):
             continue
-        [node] = ast.parse(textwrap.dedent(inspect.getsource(cast(type, owner)))).body
-        assert isinstance(node, ast.ClassDef)
-        for field, text in zip(node.body, node.body[1:], strict=False):
+        body = _classes(owner.__module__)[cast(type, owner).__name__].body
+        for field, text in pairwise(body):
             match field, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
                     found[name] = " ".join(said.split())
     return found
+
+
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """The classes in the source of a module, read once: inspect.getsource would parse it for each of them."""
+    source = inspect.getsource(sys.modules[module])
+    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
 
 
 def _section(hint: Any) -> type | None:
@@ -185,14 +193,24 @@ def _allowed(item: Field[Any], hint: Any) -> str:
 
 @cache
 def other_names() -> dict[str, str]:
-    """A key of verl's (dotted), TRL's or slime's, or an older one of ours -> our setting and what else to know, or
-    `no setting: ` and why."""
+    """Keys of verl's (dotted), TRL's and slime's, patterns of them with `*` among these -> what to say: our setting and
+    what else to know, or that there is none and why. In the order of the page."""
     page = shipped("docs", "migrating.md")
-    rows = _ROW.findall(page.read_text(encoding="utf-8")) if page.is_file() else ()
-    return {
-        theirs: f"no setting: {note}" if not ours else f"{ours} ({note})" if note else ours
-        for theirs, ours, note in rows
-    }
+    found: dict[str, str] = {}
+    for theirs, ours, none, note in _ROW.findall(page.read_text(encoding="utf-8") if page.is_file() else ""):
+        if ours:
+            said = f"here it is {ours} ({note})" if note else f"here it is {ours}"
+        else:
+            said = f"no setting here: {note}" if none else f"not supported: {note} (docs/scope.md)"
+        found |= dict.fromkeys(re.findall(r"`([^`]+)`", theirs), said)
+    return found
+
+
+def other_name(key: str) -> str:
+    """What `other_names` has to say about a key as it is given there; empty: nothing. A whole name goes before a
+    pattern, an earlier pattern before a later one."""
+    names, plain = other_names(), key.lstrip("+~-").replace("-", "_").lower()
+    return names.get(plain) or next((said for name, said in names.items() if "*" in name and fnmatch(plain, name)), "")
 
 
 def unknown_key(where: str, key: str, under: list[str], section: type) -> UserError:
@@ -205,9 +223,8 @@ def unknown_key(where: str, key: str, under: list[str], section: type) -> UserEr
     key, under = key[:200], [more[:200] for more in under]  # a name in damaged text may have any length
     asked = [f"{key}{more}" for more in under] or [key]
     for name in asked:
-        plain = name.lstrip("+~").removeprefix("--").replace("-", "_")
-        if (ours := other_names().get(plain)) is not None:
-            return UserError(f"{where}: unknown key '{name}'; here it is {ours}")
+        if said := other_name(name):
+            return UserError(f"{where}: unknown key '{name}'; {said}")
     parent, _, last = key.rpartition(".")
     names = [item.name for item in fields(section)]
     if section is not Config and (close := difflib.get_close_matches(last, names, n=1, cutoff=0.75)):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 _TOKEN = re.compile(r"(\\*)\$\{([^{}]*)(\})?")
 _MARK = re.compile("\0([^\0]*)\0")  # no text that is read has a NUL
@@ -63,7 +64,7 @@ def for_omegaconf(text: str, key: str) -> str:
             raise ValueError("no such resolver; there are ${a.setting} and ${oc.env:NAME}")
         if not _ENVIRONMENT.fullmatch(variable):
             raise ValueError("expected ${oc.env:NAME} or ${oc.env:NAME,default}")
-        if not _may_use_environment(key):
+        if not is_path(key):
             raise ValueError(_NOT_PATHS)
         return f"{slashes[1::2]}\0{variable}\0"
 
@@ -76,7 +77,7 @@ def from_environment(text: str, key: str, *, keep: bool) -> str:
     Raises ValueError for a variable that is not set, and if `key` is no path."""
     if "\0" not in text:
         return text
-    if not _may_use_environment(key):
+    if not is_path(key):
         raise ValueError(_NOT_PATHS)
 
     def value(match: re.Match[str]) -> str:
@@ -89,8 +90,19 @@ def from_environment(text: str, key: str, *, keep: bool) -> str:
     return FromEnvironment(written if keep else _MARK.sub(value, text), written)
 
 
-def _may_use_environment(key: str) -> bool:
-    """Only paths: run_dir, model.hf_path, data.eval_paths.NAME, rollout.sync.dir, rollout.servers.python, ..."""
+def located(text: str, key: str, base: str) -> str:
+    """A text of a run's settings, as files hold it, that was written while `base` was the working directory: a relative
+    path is joined to it. Modules with the user's own code were found there too, so it joins the import path."""
+    if re.fullmatch(r"[\w.]+:\w+", text) and base not in sys.path:
+        sys.path.append(base)
+    is_name = {"checkpoint.resume": text in ("auto", "never"), "rollout.servers.python": "/" not in text}
+    if not text or text.startswith(("hub:", "${")) or is_name.get(key, not is_path(key)):
+        return text
+    return os.path.join(escaped(base), text)
+
+
+def is_path(key: str) -> bool:
+    """Whether a setting is a path: run_dir, model.hf_path, data.eval_paths.NAME, rollout.sync.dir, ..."""
     if key in ("rollout.sync.dir", "rollout.servers.python", "rollout.servers.registry_dir"):
         return True
     return key.rpartition(".")[2].endswith(("path", "_dir")) or key.startswith("data.eval_paths.")

@@ -58,10 +58,11 @@ class Dumper(yaml.SafeDumper):
 
 
 class Source:
-    """Where settings come from, for messages: a file, with the line, or one setting of the command line."""
+    """Where settings come from, for messages: a file, with the line, or one setting of the command line; and `base`,
+    the directory that its relative paths are relative to (empty: this one)."""
 
-    def __init__(self, name: str, *, has_lines: bool) -> None:
-        self.name, self.has_lines = name, has_lines
+    def __init__(self, name: str, *, has_lines: bool, base: str = "") -> None:
+        self.name, self.has_lines, self.base = name, has_lines, base
 
     def where(self, node: Node) -> str:
         """The source, and the line in a file."""

@@ -6,6 +6,7 @@ machine share what one of them has read (`cache.py`). Only one rank reports on i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +39,7 @@ from dppo_megatron.data.templates import (
     shared_ids,
     tokenize,
     turn_end_tokens,
+    unfilled,
 )
 from dppo_megatron.progress import Advance, progress
 from dppo_megatron.types import Prompt, UserError
@@ -118,10 +120,11 @@ def load_set(
         f"rows are left out: answer_from={settings.answer_from} finds no answer there": read.unanswered,
         "rows have a level that is no number; it is left out": read.unknown_levels,
     }
-    notes = *read.repeats.notes(), *(f"{count} {what}" for what, count in left_out.items() if count)
+    notes = [*read.repeats.notes(), *unfilled(settings.template), *read.special.notes()]
+    notes += [f"{count} {what}" for what, count in left_out.items() if count]
     columns, fingerprint = PromptColumns.of(prompts, read.repeats.hashes()), read.hashed.hexdigest()
-    found = looked_for.counts()
-    return ProblemSet(name, settings.key, prompts, columns, read.filtered, fingerprint, notes, words, found, dropped)
+    found, told = looked_for.counts(), tuple(notes)
+    return ProblemSet(name, settings.key, prompts, columns, read.filtered, fingerprint, told, words, found, dropped)
 
 
 class _PromptReader:
@@ -132,6 +135,7 @@ class _PromptReader:
         self._shared = shared_ids(tokenizer)
         self.prompts: list[Prompt] = []
         self.repeats, self.hashed = _Repeats(self.prompts), sha256()
+        self.special = _SpecialTokens(tokenizer)
         self.filtered = self.unknown_levels = self.unanswered = 0
 
     def add(self, rows: list[Row]) -> None:
@@ -166,6 +170,26 @@ class _PromptReader:
                 self.hashed.update(len(raw).to_bytes(8, "little") + raw)  # length-prefixed: unambiguous
             self.prompts.append(prompt)
             self.repeats.add(problem)
+            self.special.look(_asked(problem), row.origin)
+
+
+class _SpecialTokens:
+    """Problems whose own text holds special tokens: the tokenizer reads them as such, so a turn may end there."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        added = (str(one) for one in tokenizer.added_tokens_decoder.values() if one.special)
+        tokens = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+        self._any = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+        self._count, self._example = 0, ""
+
+    def look(self, text: str, origin: str) -> None:
+        if found := self._any.search(text):
+            self._count += 1
+            self._example = self._example or f"{found[0]} in {origin}"
+
+    def notes(self) -> Iterator[str]:
+        if self._count:
+            yield f"warning: {self._count} problems hold special tokens, which the model gets as such: {self._example}"
 
 
 class _Where:
@@ -279,7 +303,10 @@ def set_sizes(sets: Mapping[str, ProblemSet]) -> dict[str, int]:
 
 def stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokens that end a completion besides the tokenizer's end of sequence: the settings' tokens, those of the model's
-    generation_config.json, and the end of turn of every chat template in use."""
+    generation_config.json, and the end of turn of every chat template in use. Raises UserError: a setting's is none."""
+    for token in config.rollout.sampling.stop_token_ids:
+        if token >= len(tokenizer):
+            raise UserError(f"rollout.sampling.stop_token_ids: {token} is no token of the model's {len(tokenizer)}")
     sets: Sequence[ResolvedSet] = [*train_set_configs(config).values(), *eval_set_configs(config).values()]
     found = [*config.rollout.sampling.stop_token_ids, *generation_config_stops(config.model.hf_path, tokenizer)]
     for one in sets:
@@ -394,6 +421,10 @@ def _identity(problem: str | fields.Messages) -> str:
     return "\n".join(f"{turn['role']}: {' '.join(turn['content'].split())}" for turn in problem)
 
 
+def _asked(problem: str | fields.Messages) -> str:
+    return problem if isinstance(problem, str) else "\n".join(turn["content"] for turn in problem)
+
+
 def _last_question(problem: str | fields.Messages) -> str:
     if isinstance(problem, str):
         return problem
@@ -402,5 +433,4 @@ def _last_question(problem: str | fields.Messages) -> str:
 
 def words_asked(row: Row, settings: ResolvedSet) -> Words:
     """Those of the row's problem."""
-    problem = fields.problem_of(row, settings)
-    return words_of(problem if isinstance(problem, str) else "\n".join(turn["content"] for turn in problem))
+    return words_of(_asked(fields.problem_of(row, settings)))

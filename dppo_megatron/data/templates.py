@@ -94,6 +94,14 @@ def render(
     return texts
 
 
+def unfilled(template: Template) -> list[str]:
+    """A warning about what looks like a field of the row and is not filled in; `\\boxed{answer}` does not."""
+    texts = f"{template.prompt_template.replace('{problem}', '')} {template.system_prompt}"
+    names = dict.fromkeys(re.findall(r"(?<![\\\w}])\{\w+\}", texts))
+    why = "only {problem} is filled in, in prompt_template"
+    return [f"warning: the template has {', '.join(names)}, which the model gets as it stands: {why}"] if names else []
+
+
 def turn_end_tokens(template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special token that the chat template appends to an assistant's text, unless it is the end of sequence.
 

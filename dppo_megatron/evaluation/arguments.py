@@ -19,7 +19,7 @@ from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import load_config
-from dppo_megatron.config.paths import shipped
+from dppo_megatron.config.paths import how_to_download, shipped
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
@@ -63,9 +63,10 @@ def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]
         raise UserError("--step belongs to a run directory, not to a config file")
     target = None if is_config else _find_target(given.model, given.step)
     sets = _chosen_sets(given.sets, given.data, given.settings)
-    layers = [("--sets", {"data": {"eval_sets": sets}})] if sets else []
+    layers: list[tuple[str, Mapping[str, Any]]] = [("--sets", {"data": {"eval_sets": sets}})] if sets else []
     if target is not None:
-        layers.insert(0, (target.where, _settings_of(target, given, replaced=bool(sets))))
+        own = _settings_of(target, given, replaced=bool(sets))
+        layers = [(target.where, own), ("MODEL", {"model": {"hf_path": str(target.model)}}), *layers]
     path = given.model if is_config else ""
     config = load_config(path, list(given.settings), writes_run=False, purpose="evaluate", layers=layers)
     data = config.data
@@ -93,8 +94,7 @@ def _settings_of(target: _Target, given: EvalArguments, *, replaced: bool) -> di
     else:
         own = data.get("eval_sets") or {}
         data["eval_sets"] = {name: _without(values, given.settings) for name, values in own.items()}
-    model = {**(settings.get("model") or {}), "hf_path": str(target.model)}
-    return settings | {"data": data, "model": model}
+    return settings | {"data": data}
 
 
 def _chosen_sets(words: Sequence[str], data: Path | None, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -193,7 +193,7 @@ def _find_target(text: str, step: int | None) -> _Target:
     if not path.is_dir():
         raise UserError(
             f"'{text}': no such directory; give a Hugging Face model, a run directory, one of its checkpoints, or a"
-            " config file (.yaml)"
+            f" config file (.yaml){how_to_download(text)}"
         )
     is_model, is_run = (path / "config.json").is_file(), (path / "config.yaml").is_file()
     if step is not None and not is_run:

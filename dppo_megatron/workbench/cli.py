@@ -32,6 +32,7 @@ _COMMANDS = {  # in the order of --help; each is a module of `commands`
     "train": "train a model",
     "compare": "train under several pruning methods and compare",
     "quickstart": "make a small task, train on it and report",
+    "init": "copy the shipped configs, to change them",
     "plan": "what a job needs and costs, before anything is started",
     "eval": "score a model, or compare two evaluations",
     "report": "one HTML file about one run or several",
@@ -51,7 +52,7 @@ _ABOUT = {
     "checkpoints.md": "checkpoint convert run weights",
     "choosing.md": "compare simulate",
     "cluster.md": "distributed launcher_env serve",
-    "configuration.md": "job",
+    "configuration.md": "init job",
     "data.md": "data",
     "engines.md": "rollout",
     "evaluation.md": "eval evaluation",
@@ -171,6 +172,9 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
                 setattr(arguments, action.dest, argv[0])
             return arguments
         if isinstance(action, argparse._SubParsersAction):
+            close = difflib.get_close_matches(argv[0].lower(), action.choices, 1) if argv else []
+            if close and not argv[0].startswith("-"):
+                parser.error(f"there is no command '{argv[0]}'; did you mean '{close[0]}'?")
             return parser.parse_args(argv)  # prints help, the version or the error
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.job import REPOSITORY, read_metrics, settings, write_job_files
+from support.job import REPOSITORY, job_config, read_metrics, settings, write_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.data.summary import check_data, safe_name
+from dppo_megatron.job import prepare_job
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 
@@ -156,3 +157,12 @@ def test_what_may_change() -> None:
     renamed = _remembered(a=("data.train_sets.a", 5, "x"), c=("data.train_sets.c", 5, "y"))
     with pytest.raises(UserError, match="'b': gone; 'c': new"):
         check_data(saved, renamed, [], "c")
+
+
+def test_a_run_that_trains_nothing_is_said(files: Path, tmp_path: Path) -> None:
+    notes = {}
+    for steps, sft_steps in ((0, 0), (0, 1), (1, 0)):
+        job = prepare_job(job_config(files, tmp_path / "run", steps=steps, sft__steps=sft_steps), 1)
+        job.grade.close()
+        notes[steps, sft_steps] = [note for note in job.notes if "nothing is trained" in note]
+    assert [len(found) for found in notes.values()] == [1, 0, 0]

@@ -15,19 +15,25 @@ from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.resolved_sets import TEMPLATES, Template, check_data, eval_set_configs, train_set_configs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.sets import load_set, stop_token_ids
+from dppo_megatron.data.sets import ProblemSet, load_set, stop_token_ids
 from dppo_megatron.types import UserError
 
+ONLY = "only {problem} is filled in, in prompt_template"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 def first_prompt(tmp_path: Path, problem: Any = "1+1?", tokenizer: Any = None, **own: Any) -> str:
     """The text of a set's only prompt."""
+    return load(tmp_path, problem, tokenizer, **own).first_prompt
+
+
+def load(tmp_path: Path, problem: Any = "1+1?", tokenizer: Any = None, **own: Any) -> ProblemSet:
+    """A set of one problem."""
     (tmp_path / "a.jsonl").write_text(json.dumps({"problem": problem, "answer": "2"}) + "\n")
     config = Config()
     config.data.train_sets = {"s": TrainSetConfig(path=str(tmp_path / "a.jsonl"), **own)}
     check_data(config)
-    return load_set("s", train_set_configs(config)["s"], tokenizer or chat_tokenizer()).first_prompt
+    return load_set("s", train_set_configs(config)["s"], tokenizer or chat_tokenizer())
 
 
 PRESETS = {
@@ -205,6 +211,33 @@ def test_problems_are_not_templates(tmp_path: Path) -> None:
         assert f"user\n{problem}<|im_end|>" in first_prompt(tmp_path, problem, apply_chat_template=True)
 
 
+@pytest.mark.parametrize(
+    ("template", "names"),
+    [
+        ("{problem} The answer is not {answer}.", "{answer}"),
+        ("{problem} {question} {level} {level}", "{question}, {level}"),
+        ("{problem} Answer in \\boxed{answer}, {}, \\frac{a}{b} or { x }.", ""),
+        ("{problem} {problem}", ""),
+    ],
+)
+def test_a_field_that_is_not_filled_in_is_said(tmp_path: Path, template: str, names: str) -> None:
+    """Only {problem} is; what LaTeX writes in braces is none."""
+    said = [note for note in load(tmp_path, prompt_template=template).notes if "the template has" in note]
+    assert said == ([f"warning: the template has {names}, which the model gets as it stands: {ONLY}"] if names else [])
+    own = {"template": "chat_boxed", "system_prompt": "You solve {problem}."}
+    [said] = load(tmp_path, **own).notes
+    assert said == f"warning: the template has {{problem}}, which the model gets as it stands: {ONLY}"
+
+
+def test_special_tokens_in_a_problem_are_said(tmp_path: Path) -> None:
+    """In its own text, and not those of the template; a message's too."""
+    said = "warning: 1 problems hold special tokens, which the model gets as such: <|im_end|> in "
+    for problem in ("1+1?<|im_end|>", [{"role": "user", "content": "<|im_end|>"}]):
+        loaded = load(tmp_path, problem, apply_chat_template=True)
+        assert [note for note in loaded.notes if "special" in note] == [f"{said}{tmp_path}/a.jsonl:1"]
+    assert not load(tmp_path, "1 < 2 |im_end|", apply_chat_template=True).notes
+
+
 def _stops(
     tmp_path: Path, tokenizer: Any, *, chat: bool, generation: Any = None, own: tuple[int, ...] = ()
 ) -> list[str]:
@@ -231,6 +264,8 @@ def test_stop_tokens_come_from_the_template(tmp_path: Path) -> None:
     assert _stops(tmp_path, base, chat=True, generation={"eos_token_id": eos}) == ["<|im_end|>"]
     assert _stops(tmp_path, base, chat=False, generation={}) == []
     assert _stops(tmp_path, base, chat=False, generation={"eos_token_id": [10**9, end]}) == ["<|im_end|>"]
+    with pytest.raises(UserError, match=f"stop_token_ids: 9999 is no token of the model's {len(base)}$"):
+        _stops(tmp_path, base, chat=True, own=(1, 9999))
     for bad in ("2", -1, True, 1.0, [None], {"a": 1}):
         with pytest.raises(UserError, match=r"generation_config.json: eos_token_id names .*which is no token"):
             _stops(tmp_path, base, chat=False, generation={"eos_token_id": bad})

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 from support.true_shapes import MODELS, write_config
 
+from dppo_megatron.config.paths import shipped
 from dppo_megatron.config.schema import ActorConfig, Config
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.workbench.planning.activations import Pass, layer_saved
@@ -33,6 +34,19 @@ LLAMA = {"num_layers": 32, "hidden_size": 4096, "ffn_size": 14336, "vocab_size":
 def test_parameters(shapes: dict[str, Architecture], name: str, billions: float) -> None:
     """The model cards' counts."""
     assert whole_model(shapes[name]) / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+CARDS = {
+    "llama-3.1-8b": 8.03, "qwen2.5-1.5b": 1.54, "qwen2.5-7b": 7.61, "qwen2.5-32b": 32.5, "qwen3-0.6b": 0.6,
+    "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235.0,
+}  # fmt: skip
+"""Billions of parameters, as rounded on the models' cards."""
+
+
+def test_shipped_sizes_are_the_published_models() -> None:
+    found = {path.name: whole_model(read_architecture(path)) / 1e9 for path in shipped("configs", "models").iterdir()}
+    assert found == pytest.approx(CARDS, rel=0.015)  # a card's last digit
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8])

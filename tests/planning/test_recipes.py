@@ -113,7 +113,8 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
     model = write_config(tmp_path, "qwen3_8b")
     recipe = str(REPOSITORY / "configs" / "h100" / "qwen3_8b_8gpus_dppo.yaml")
     assert main(["plan", recipe, f"model.hf_path={model}", "--json", str(tmp_path / "new" / "plan.json")]) == 0
-    out = capsys.readouterr().out
+    out, said = capsys.readouterr()
+    assert "new/plan.json: its directory did not exist and is made\n" in said
     plan = json.loads((tmp_path / "new" / "plan.json").read_text(encoding="utf-8"))
     assert plan["fits"] and f"largest: {plan['largest']}" in out
     assert list(plan["phases"]) == ["generate", "sync", "log-probs", "forward", "backward", "step", "checkpoint"]
@@ -123,6 +124,26 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
     methods = plan["methods"]
     assert methods["dppo"]["step_s"] < methods["grpo"]["step_s"]
     assert methods["dppo"]["label"] == "ratio"  # the token mean's divisor
+
+
+def test_a_plan_needs_no_model_where_its_sizes_are_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the name in the recipe, by --model, and not where there is a directory of that name."""
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path / "Qwen" / "Qwen3-32B", "qwen3_8b")
+    plans = {}
+    for options, said in (
+        ([], "assumed: the published sizes of Qwen/Qwen3-8B"),
+        (["--model", "Qwen3-0.6B"], "assumed: the published sizes of Qwen3-0.6B"),
+        (["model.hf_path=Qwen/Qwen3-32B"], ""),
+    ):
+        line = ["plan", "h100/qwen3_8b_8gpus_dppo", "--methods", "grpo", "--json", "plan.json", *options]
+        assert main(line) == 0
+        out = capsys.readouterr().out
+        assert said in out and ("published sizes" in out) == bool(said)
+        plans[said] = json.loads((tmp_path / "plan.json").read_text())["parameters"]
+    assert [round(number / 1e9, 2) for number in plans.values()] == [8.19, 0.6, 8.19]
 
 
 @pytest.mark.parametrize(

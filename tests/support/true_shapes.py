@@ -12,57 +12,14 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from dppo_megatron.config.paths import shipped
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.mapping import hf_shapes
 from support.chat_model import train_tokenizer
 
-_COMMON: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "max_position_embeddings": 40960,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 151936,
-}
-_MIXTURE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_4b": _COMMON
-    | {
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 36,
-        "tie_word_embeddings": True,
-    },
-    "qwen3_8b": _COMMON
-    | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_hidden_layers": 36},
-    "qwen3_32b": _COMMON
-    | {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_hidden_layers": 64},
-    "qwen3_30b_a3b": _COMMON
-    | _MIXTURE
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-    },
+    name: json.loads(shipped("configs", "models", name.replace("_", "-"), "config.json").read_text(encoding="utf-8"))
+    for name in ("qwen3_4b", "qwen3_8b", "qwen3_32b", "qwen3_30b_a3b")
 }
 _FILE_BYTES = 4 * 10**9
 

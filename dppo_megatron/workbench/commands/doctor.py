@@ -24,6 +24,7 @@ from dppo_megatron.workbench.commands.parser import (
     add_settings,
     check_comes_first,
     check_number,
+    config_file,
     read_config,
     write_json,
 )
@@ -47,7 +48,7 @@ a bound is broken:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--fp8-gate", metavar="CONFIG", help="YAML file of the job to check")
+    command.add_argument("--fp8-gate", metavar="CONFIG", type=config_file, help="YAML file of the job to check")
     command.add_argument("--limit-s", type=float, default=50.0, help="the job's check ends after this long (50)")
     command.add_argument("--json", metavar="FILE", help="where rank 0 writes the job's check too")
     add_settings(command, "CONFIG of a job, and settings that replace the file's")
@@ -61,7 +62,7 @@ def execute(arguments: argparse.Namespace) -> int:
     check_launcher_env()
     config_path, settings = "", list(arguments.overrides)
     if settings and "=" not in settings[0]:
-        config_path = settings.pop(0)
+        config_path = config_file(settings.pop(0))
     if settings and not config_path:
         raise UserError(f"{settings[0]}: settings belong to a job; give CONFIG or --fp8-gate CONFIG before them")
     if config_path or launched_world_size() > 1:

@@ -11,7 +11,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.progress import progress
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.commands.parser import add_settings
+from dppo_megatron.workbench.commands.parser import add_settings, config_file
 
 DESCRIPTION = """\
 Score a model on problem sets: avg@k, pass@k and maj@k with standard errors. MODEL is a Hugging Face directory, a run
@@ -81,6 +81,7 @@ def execute(arguments: argparse.Namespace) -> int:
     sets, among_sets = split_settings(arguments.sets)
     # the first word is a setting, not the model
     models, settings = split_settings([*([arguments.model] if arguments.model else []), *arguments.overrides])
+    models = [config_file(model) if model.endswith((".yaml", ".yml")) else model for model in models]
     settings += among_sets
     if sum(map(bool, (arguments.compare, arguments.rescore, arguments.export))) > 1:
         raise UserError("--compare, --rescore and --export: give one of them")

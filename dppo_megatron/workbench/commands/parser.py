@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.config import load_config
 from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.paths import shipped_config, working_directory
 from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.schema import Config
 from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
+from dppo_megatron.workbench.commands.terminal import say
 
 if TYPE_CHECKING:  # it imports torch
     from dppo_megatron.platform.capabilities import Machine
@@ -23,13 +25,23 @@ _SETTINGS = "settings that replace the file's"
 
 def add_config(command: argparse.ArgumentParser, config: str = "YAML file", settings: str = _SETTINGS) -> None:
     """Add CONFIG and the settings after it, each with its help."""
-    command.add_argument("config", metavar="CONFIG", help=config)
+    named = f"{config}, or the name of a shipped one: quickstart, h100/qwen3_8b_8gpus_dppo"
+    command.add_argument("config", metavar="CONFIG", type=config_file, help=named)
     add_settings(command, settings)
 
 
 def add_settings(command: argparse.ArgumentParser, settings: str = _SETTINGS) -> None:
     """Add any number of key=value."""
     command.add_argument("overrides", metavar="key=value", nargs="*", help=settings)
+
+
+def config_file(given: str) -> str:
+    """The file that CONFIG names: one of the user's own, else the shipped one of that name."""
+    found, is_there = shipped_config(given), os.path.lexists(given) and not os.path.isdir(given)
+    if found is None or (is_there and os.path.exists(given) and os.path.samefile(given, found)):
+        return given
+    say(f"CONFIG: {given} of this directory, not the shipped one" if is_there else f"CONFIG: the shipped {found}")
+    return given if is_there else str(found)
 
 
 def check_comes_first(path: str) -> None:
@@ -41,6 +53,8 @@ def check_comes_first(path: str) -> None:
 def read_config(path: str, overrides: list[str], *, writes_run: bool = True) -> Config:
     """CONFIG with its settings. Raises UserError."""
     check_comes_first(path)
+    if base := working_directory(path):
+        say(f"{path}: its relative paths are relative to {base}, where that run was started")
     return load_config(path, overrides, writes_run=writes_run)
 
 
@@ -53,7 +67,9 @@ def check_number(option: str, value: float | None, interval: str) -> None:
 
 def write_json(path: str, values: Any) -> None:
     """What `--json FILE` asks for, whose name has been checked."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    if not (folder := Path(path).parent).exists():
+        folder.mkdir(parents=True)
+        say(f"--json {path}: its directory did not exist and is made")
     Path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 

@@ -7,11 +7,12 @@ run also does all that a run does before its process group: data, tokenizer, che
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from dppo_megatron.config.checks import Purpose
-from dppo_megatron.config.load import load_config
-from dppo_megatron.config.paths import check_writable
+from dppo_megatron.config.load import load_config, read_config
+from dppo_megatron.config.paths import check_writable, shipped
 from dppo_megatron.config.schema import Config
 from dppo_megatron.launcher_env import launched_world_size
 from dppo_megatron.progress import progress
@@ -26,9 +27,11 @@ if TYPE_CHECKING:  # it imports torch
 
 DESCRIPTION = """\
 Say what a job needs before anything is started: memory of a GPU and of its host in every phase, seconds of a step, and
-what each pruning method would save. Exit code 2 if it cannot fit. Reads only CONFIG and the model's config.json:
+what each pruning method would save. Exit code 2 if it cannot fit. Reads only CONFIG and the model's config.json, which
+for well-known models is here:
 
-  dppo-megatron plan configs/h100/qwen3_8b_8gpus_dppo.yaml model.hf_path=/models/Qwen3-8B
+  dppo-megatron plan h100/qwen3_8b_8gpus_dppo
+  dppo-megatron plan h100/qwen3_8b_8gpus_dppo --model qwen3-14b
   dppo-megatron plan configs/h100/qwen3_32b_32gpus_grpo.yaml model.hf_path=... --gpus 32 --decode 1200
   dppo-megatron plan CONFIG --trace runs/first/trace.jsonl      # outcomes and lengths of a recorded run
 
@@ -55,6 +58,7 @@ _COUNTS = ("gpus", "gpus_per_node", "engine_gpus")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
+    parser.add_argument("--model", metavar="NAME", help="the published sizes of a model in place of model.hf_path")
     for name, (_, what) in _NUMBERS.items():
         kind = int if name in _COUNTS else float
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=what)
@@ -93,7 +97,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         check_writable("--json", arguments.json, directory=False)
     purpose: Purpose = "train" if arguments.dry_run else "plan"
-    config = load_config(arguments.config, arguments.overrides, purpose=purpose, writes_run=arguments.dry_run)
+    published, settings = _published(arguments)
+    config = load_config(arguments.config, settings, purpose=purpose, writes_run=arguments.dry_run)
     site = _site(arguments)
     loaded = _load_job(config, site, arguments.gpu) if arguments.dry_run else []
     said: list[str] = []
@@ -120,13 +125,31 @@ def execute(arguments: argparse.Namespace) -> int:
     )
     is_told = arguments.gpus or launched_world_size() > 1
     assumed = [] if is_told else [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
-    show(*assumed, *said, *lines(plan, arguments.config), *loaded)
+    show(*assumed, *published, *said, *lines(plan, arguments.config), *loaded)
     if arguments.json is not None:
         write_json(arguments.json, plan.as_json())
     if plan.problems:
         helps = "; ".join(f"{one.change} ({one.total / GIB:.1f} GiB)" for one in plan.advice[:3])
         raise UserError(f"the job does not fit: {plan.problems[0]}" + (f". What helps: {helps}" if helps else ""))
     return 0
+
+
+def _published(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Lines to print, and the settings: where `--model`, or model.hf_path without a directory, names a model whose
+    config.json is shipped, model.hf_path is that one's directory. Raises UserError: `--model` names another."""
+    settings = list(arguments.overrides)
+    if arguments.dry_run:
+        if arguments.model:
+            raise UserError("--model: a dry run loads the model; give its directory as model.hf_path=DIR")
+        return [], settings
+    name = arguments.model or read_config(arguments.config, settings).model.hf_path
+    known = {one.name: one for one in shipped("configs", "models").iterdir()}
+    found = known.get(name.lower().rpartition("/")[2])
+    if arguments.model and not found:
+        raise UserError(f"--model {name}: not known; known: {', '.join(sorted(known))}. Else give model.hf_path=DIR")
+    if not found or (not arguments.model and os.path.isdir(name)):
+        return [], settings
+    return [f"assumed: the published sizes of {name}"], [*settings, f"model.hf_path={found}"]
 
 
 def _site(arguments: argparse.Namespace) -> Site:

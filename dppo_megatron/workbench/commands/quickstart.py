@@ -16,7 +16,7 @@ from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.paths import check_writable, shipped
 from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.commands.parser import add_settings, check_number
+from dppo_megatron.workbench.commands.parser import add_settings, check_number, config_file
 
 DESCRIPTION = """\
 Write an arithmetic task and a tiny model into runs/task_seedSEED, train on it for a few minutes of CPU, and report:
@@ -29,7 +29,7 @@ Write an arithmetic task and a tiny model into runs/task_seedSEED, train on it f
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
-    parser.add_argument("--config", metavar="CONFIG", help="YAML file (default: configs/quickstart.yaml)")
+    parser.add_argument("--config", metavar="CONFIG", type=config_file, help="YAML file (default: quickstart)")
     parser.add_argument(
         "--run-dir",
         type=Path,

@@ -76,13 +76,6 @@ _NEVER_NEGATIVE = ("step", "group", "tokens", "token_ids")
 _PARTS = ("label", "kept", "bias")
 _NUMBER = re.compile(r"\d[\d.e+-]*")
 _SIZE = re.compile(r"(; )?bias about \d[\d.e+-]* %$")
-_OLDER = {
-    "mismatch/product_ess": "kept/product_ess",
-    "prune/w_max": "prune/weight_max",
-    "reward/failed": "reward/failed_count",
-    "rollout/truncated": "rollout/truncated_count",
-}
-"""Metrics of older runs -> their names of today."""
 
 
 @dataclass
@@ -262,7 +255,6 @@ def standard_error(rewards: list[list[float | None]], weight: list[float]) -> fl
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float | None]:
     """A step's numbers, those that are computed from others included."""
-    row = {_OLDER.get(key, key): value for key, value in row.items()}
     values = {
         key: finite_number(value) for key, value in row.items() if key != "step" and not isinstance(value, list | dict)
     }

@@ -75,7 +75,7 @@ def read_trace(path: str) -> Trace:
         config = _read_config(head, path)
         group_size, steps = config.rollout.completions_per_prompt, list[TracedStep]()
         for number, line in enumerate(lines, start=2):
-            row = decoded(line.replace(*_RENAMED_COLUMN), _TraceLine, f"{path}:{number}")
+            row = decoded(line, _TraceLine, f"{path}:{number}")
             if trouble := _trouble(row, head.num_prompts, group_size, steps[-1].step if steps else 0):
                 raise UserError(f"{path}:{number}: {trouble}")
             steps.append(_step(row, group_size))
@@ -84,7 +84,6 @@ def read_trace(path: str) -> Trace:
     return Trace(config, head.num_prompts, head.set_sizes, _features(head, path), steps, head.ranks)
 
 
-_RENAMED_COLUMN = b'"surprisal":', b'"logit_grad_norm":'  # older name
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _Some: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
 _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
