@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from dppo_megatron.rewards.math.units import DOUBTS
+
 MAX_ANSWER_CHARS = 4000
 """A final answer longer than this is not graded: nobody's reference is, and parsers are not linear."""
 
@@ -66,8 +68,12 @@ _SENTENCE_BEGIN = re.compile(r"(?<=[.?!])[\s$]+(?=[A-Z\\$])|\n\s*\n")
 _NOT_A_RESULT = re.compile(
     r"\b(?:if|let|suppose|assume|assuming|given|where|when|whether|unless|until|for|find|solve|evaluate|compute"
     r"|calculate|determine|simplify|express|prove|show|what|how|such that|not|cannot|never|no|wrong|maybe|perhaps|guess"
-    r"|try|check|consider|need|want|would|could|should|might|may)\b|n't\b|\?|\\ne",
+    r"|try|check|consider|need|want|would|could|should|might|may|reject|exclude|contradicts?|except|without|claims?|asks?)"
+    r"\b|n't\b|\?|\\ne|(?:[A-Za-z,] |\$)\d+\s*\\?[a-z]\s*=[^=]*\Z|\d\s*,\s*[a-z]\s*=[^=]*\Z",
     re.IGNORECASE,
+)
+_DOUBTED = re.compile(
+    rf"\b(?:{'|'.join(sorted(DOUBTS))}|suppose|assume|doubt|nobody|possible)\b(?:[^.?!\n]|\.\d)*\Z", re.IGNORECASE
 )
 
 
@@ -211,6 +217,8 @@ def _stated(tail: str) -> Extraction | None:
         pass
     if last is None:
         return None
+    if _DOUBTED.search(tail, max(0, last.start() - 100), last.start()):
+        return Extraction((), "", "the stated answer is in doubt")
     rest = tail[last.end() :]
     opening = next((mark for mark in ("$$", "$", "\\(", "\\[") if rest.startswith(mark)), "")
     money = opening == "$" and re.match(r"\$-?[\d.,]+(?![^$\n]*\$)", rest)

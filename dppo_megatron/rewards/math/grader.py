@@ -22,9 +22,9 @@ from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import Extraction, extract
 from dppo_megatron.rewards.math.numbers import is_decimal, read_number, significant_digits, with_digits
-from dppo_megatron.rewards.math.read import read_answer, read_decimal_comma
+from dppo_megatron.rewards.math.read import read_answer, read_decimal_comma, without_clauses
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, as_words, without_sentence
-from dppo_megatron.rewards.math.units import Unit, read_unit
+from dppo_megatron.rewards.math.units import DOUBTS, Unit, read_unit
 from dppo_megatron.rewards.math.values import Rules, Verdict
 from dppo_megatron.types import Grade
 
@@ -98,6 +98,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, st
         if rules is None:
             digits = significant_digits(other) if is_decimal(other) else 0
             rules = Rules(decimals=_may_be_rounded(reference), their_digits=digits)
+        rules = replace(rules, context=f"{row.get('problem', '')} {reference}".lower())
         verdict = _judge(_in_currency(gold, answer), _in_currency(theirs, text), rules, row)
         if verdict is not None:
             return verdict, _kind(gold)
@@ -127,6 +128,7 @@ def _same_number(reference: str, other: str) -> bool | None:
 def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None, str]:
     """The reference, the answer, and why the answer could not be read. A comma is a separator where the other of the
     two is a row."""
+    other, reference = without_clauses(other, reference), without_clauses(reference)
     gold, theirs, unread = _read(reference), None, ""
     try:
         theirs = read_answer(with_digits(other))
@@ -222,7 +224,7 @@ def _states(gold: str, other: str, problem: str) -> bool:
         (True, True)
     """
     words = gold.split()
-    if len(words) < 3 or {"not", "neither", "nor", "never"} & set(words):
+    if len(words) < 3 or not DOUBTS.isdisjoint(words):
         return False
     for group in _OPPOSITES.split(","):
         if other in group.split():

@@ -36,6 +36,7 @@ _MIXED_SLASHED = re.compile(r"\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _PRIMES = re.compile(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
 _CHOICES = re.compile(r"C\s*\(([^(),]{1,60}),([^(),]{1,60})\)")
 _BRACKETED = re.compile(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a bracket has closed, and it is no choice letter's; 2!3!, 2^{3}3
+_AT_A_NUMBER = re.compile(r"\((-?\d+)\)")
 _SEVERAL = frozenset(["max", "min", "gcd", "lcm"])
 _INDEX = re.compile(r"\s*\{\s*([A-Za-z])\s*=")
 _DECORATED = frozenset(["overline", "dot", "ddot", "angle", "triangle"])
@@ -174,6 +175,8 @@ class _Reader:
             if len(match.group()) > MAX_DIGITS:
                 raise Unreadable("too many digits")
             self.position = match.end()
+            if self._peek().isdigit():
+                raise Unreadable("digits behind repeating ones")
             return ("n", repeating(match))
         match = _NUMBER.match(self.text, self.position)
         if match is None or len(match.group()) > MAX_DIGITS:
@@ -330,6 +333,9 @@ class _Reader:
             self.position = choices.end()
             return ("binom", above, below)
         self.position += 1
+        if (at := _AT_A_NUMBER.match(self.text, self.position)) and word not in "ei":  # a value of a function, no product
+            self.position = at.end()
+            return ("s", f"{word}({at[1]})")
         return _letter(word[0], self._name(word[0]))
 
     def _name(self, name: str) -> str:

@@ -60,7 +60,14 @@ _CLAUSE = re.compile(
     r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;|,\s*-?[\d.]+\s*\Z).)*",
     re.DOTALL,
 )
+_SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
+_SET = re.compile(r"\\mathbb\{([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?|(natural)")
+_POSITIVE = re.compile(r"(?:>\s*0|\\ge\s*1)(?![\d.])")
+_KINDS = frozenset(["real", "integer", "rational", "complex"])
+_EVERY = frozenset(["all", "any", "every", "each", "\\forall"])
+_NEUTRAL = _EVERY | frozenset("for some where with i an are and in of \\in number value constant arbitrary text it".split())
 _LABEL = re.compile(r"\s*(?:\\text\{\s*)?([A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)", re.DOTALL)
+_CAPITALS = re.compile("[A-Z]{3,}")
 _FRENCH = re.compile(
     r"(?P<lead>\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)(?P<body>\s*[\[\]][^\[\]()]{1,200}[\[\]])"
 )
@@ -69,6 +76,41 @@ _MAPPED = re.compile(
     r"(?P<name>[a-z])\s*\\mapsto(?![A-Za-z])(?P<value>.+)",
     re.DOTALL,
 )
+
+
+def without_clauses(text: str, gold: str | None = None) -> str:
+    """The text without what says only what its letters are (`for all x`, `where k is an integer`). An answer keeps a
+    clause that says less than the reference `gold` does: `k \\in \\mathbb{N}`, `for all x > 7`.
+
+    Example:
+        >>> without_clauses("f(x)=x, \\\\forall x \\\\in \\\\mathbb{R}", ""), without_clauses("x for all x > 7", "x")
+        ('f(x)=x', 'x for all x > 7')
+    """
+    if not ("for" in text or "\\in" in text or "wh" in text or "with" in text) or "\\begin{cases}" in text:
+        return text
+    stated = None if gold is None else set().union(*(_domain(found[0]) for found in _CLAUSE.finditer(gold)))
+    return _CLAUSE.sub(lambda found: "" if _says_no_less(found[0], stated) else found[0], text).strip() or text
+
+
+def _says_no_less(clause: str, stated: set[str] | None) -> bool:
+    if stated is None:
+        return True
+    words = _domain(clause)
+    kinds, restricted = words & _KINDS, words - _KINDS - _NEUTRAL
+    if stated:
+        return restricted <= stated and (not kinds or not stated & _KINDS or kinds == stated & _KINDS)
+    if words & _EVERY:
+        return restricted <= {"positive"}
+    is_variable = re.search(r"(?<![A-Za-z\\])[t-z](?![A-Za-z])", clause) is not None
+    return not restricted and not (is_variable and ("some" in words or kinds & {"integer", "rational"}))
+
+
+def _domain(clause: str) -> set[str]:
+    """Its words and signs, with sets of numbers in words, without single letters."""
+    spelled = _SET.sub(lambda found: _SETS[found[1] or "N"] + ("positive" if found[2] else ""), clause)
+    spelled = re.sub(r"[{}(),.$\s]+|\\text", " ", _POSITIVE.sub(" positive ", spelled))
+    words = (word.removesuffix("s") for word in re.findall(r"\\?[A-Za-z]+|\S", spelled) if not re.fullmatch("[A-Za-z]", word))
+    return set(words)
 
 
 def _open_outwards(found: re.Match[str]) -> str:
@@ -92,8 +134,6 @@ def read_answer(text: str, *, depth: int = 0) -> Answer:
         return read_answer(text[len("\\approx") :], depth=depth + 1)
     if value is not None:
         return Value(("n", value))
-    if "for" in text or "\\in" in text or "wh" in text or "with" in text:
-        text = _CLAUSE.sub("", text).strip() or text
     if text[0] == "(" and "^" in text:
         text = re.sub(r"\)\s*\^\s*\{?\s*T\s*\}?\Z", ")", text)  # a column
     if "\\begin{cases}" in text and (pieces := _cases(text, depth)):
@@ -114,7 +154,9 @@ def read_answer(text: str, *, depth: int = 0) -> Answer:
 
 
 def _read_text(text: str, depth: int) -> Answer | None:
-    """What \\text{...} holds: words, or an answer that was written as text."""
+    """What \\text{...} holds: words, or an answer that was written as text; capital letters, whose order counts."""
+    if _CAPITALS.fullmatch(text):
+        return Words(text.lower())
     match = WRAPPED_TEXT.fullmatch(text)
     if match is None or not match[1].strip():
         return None
@@ -218,6 +260,8 @@ def _read_relation(text: str, depth: int) -> Answer | None:
         return read_answer(sides[1], depth=depth + 1)
     if ops == ["\\in"]:
         found = read_answer(sides[1], depth=depth + 1)
+        if (node := parse(sides[0]))[0] not in "s*":  # x \\not is no name
+            raise Unreadable("a member that is no letter")
         name = re.sub(r"\s", "", sides[0])
         if isinstance(found, AnswerList) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:
             found = _union([found])  # x in (1, 2)

@@ -21,10 +21,11 @@ from dppo_megatron.rewards.math.answers import (
 from dppo_megatron.rewards.math.number_sets import half_line
 from dppo_megatron.rewards.math.numbers import read_number_words
 from dppo_megatron.rewards.math.parse import parse
+from dppo_megatron.rewards.math.units import DOUBTS
 
 WRAPPED_TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _CLOCK = re.compile(
-    r"(\d{1,2})(?::(\d\d))?\s*(?:\\text\{)?\s*([AaPp])\.?\s*[Mm]\.?\s*\}?|(\d{1,2}):(\d\d)|(\d{1,2}) o'?clock"
+    r"(\d{1,2})(?::(\d\d))?\s*(?:\\text\{)?\s*([AaPp])\.?\s*[Mm]\.?\s*\}?|(\d{1,2}):(\d\d)|(\d{1,2}) +o'?clock"
 )
 _BASED = re.compile(
     r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
@@ -90,11 +91,13 @@ def read_special(text: str, depth: int) -> Answer | None:
 
 def without_sentence(text: str) -> str:
     """What `the solution is ...` or `The largest n is ...` says."""
+    if wrapped := WRAPPED_TEXT.fullmatch(text):
+        text = wrapped[1]
     if (lead := _LEAD.match(text)) and lead.end() < len(text):
         text = text[lead.end() :].strip()
     says = text.count(":") < 2 and any(sign in text for sign in (" is ", " are ", " is}", " are}", ": "))
     match = _SENTENCE.fullmatch(text) if says else None
-    if match and re.search(r"[\d\\]", match["rest"]):
+    if match and re.search(r"[\d\\]", match["rest"]) and DOUBTS.isdisjoint(re.findall("[a-z]+", match[0].lower())):
         return match["rest"].strip()
     return text
 

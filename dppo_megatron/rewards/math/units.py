@@ -15,6 +15,7 @@ from dppo_megatron.rewards.math.numbers import NUMBER_WORDS
 
 # what is measured, the factor to its base unit, and names; those of four letters or more also with an s
 _TABLE = """
+unit 1 unit un u
 length 1 m meter metre
 length 1000 km kilometer kilometre
 length 1/100 cm centimeter centimetre
@@ -61,20 +62,26 @@ _KNOWN = {
     name: (row.split()[0], Fraction(row.split()[1])) for row in _TABLE.split("\n")[1:-1] for name in row.split()[2:]
 }
 _KNOWN |= {f"{name}s": known for name, known in _KNOWN.items() if len(name) > 3}
-_SAID = (
-    "or not no and than more less least most about approximately around if when where minus plus times over half third"
-    " divided by quarter to from up under above below between but maybe perhaps either neither almost nearly roughly"
-    " except greater fewer without mod modulo base th st nd rd is are was equals equal for all any some every other"
-    " never false wrong true hope correct answer i only log sin cos tan ln sqrt pi undefined infinity infinite squared"
-    " cubed factorial inverse negative opposite point double twice triple k max min upwards onwards nope off mille ish"
-    " permille ppm ppb bps basis remainder debt choose tau"
+DOUBTS = frozenset(
+    "not no non nor never neither none nope cannot wrong incorrect false invalid fails failing excluded excluding except"
+    " rejected extraneous impossible nonexistent guess guessed maybe perhaps possibly probably likely unsure hopefully if"
+    " unless hope alternatively versus vs instead".split()
 )
-_CHANGES_MEANING = frozenset(_SAID.split())
+"""Words that take back what stands beside them, or make it a condition."""
+_SAID = (
+    "or and than more less least most about approximately around when where minus plus times over half third"
+    " divided by quarter to from up under above below between but either almost nearly roughly greater fewer without mod"
+    " modulo base th st nd rd is are was equals equal for all any some every other true correct answer i only log sin cos"
+    " tan ln sqrt pi undefined infinity infinite squared cubed factorial inverse negative opposite point double twice"
+    " triple k max min minimum maximum upwards onwards off mille ish permille ppm ppb bps basis remainder debt choose tau"
+    " roots radicals powers short too few many noon bn mil thou mio grand top odd low"
+)
+MONTHS = frozenset("january february march april may june july august september october november december".split())
+_CHANGES_MEANING = DOUBTS | MONTHS | frozenset(_SAID.split())
 _SIZES = "lakh crore score gross myriad kilo mega giga milli micro nano"
 _NUMBERS = NUMBER_WORDS | frozenset(_SIZES.split())
 _EXPONENT = r"(?:\s*\^\s*-?\s*\d(?!\d))?"
 _WORDS = re.compile(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
-_UNITS = re.compile(rf"(?:(?:square|cubic|sq\.?) )?(?:units?|un?)(?: squared| cubed|{_EXPONENT})")
 _INVERSE = re.compile(r"\s+([a-z]+)\s*\^\s*-\s*1\b")  # m s^-1
 
 
@@ -85,6 +92,8 @@ class Unit:
     words: str
     dimension: str = ""
     factor: Fraction = Fraction(1)
+    is_noun: bool = True
+    """False: neither known nor a plural or an abbreviation, so that it may be anything: `5 halved`."""
 
 
 def read_unit(words: str) -> Unit | None:
@@ -98,7 +107,7 @@ def read_unit(words: str) -> Unit | None:
     if len(words) == 1 and words.isupper() and words not in "LJW":  # newtons, kelvin; 5 M are five million
         return Unit(words) if words in "NVAKCFTH" else None
     words = re.sub(r"\s*/\s*", " per ", re.sub(r"\bper cent\b", "percent", words.lower())).strip()
-    if not words or _UNITS.fullmatch(words):
+    if not words:
         return Unit("")
     dimension, factor = _known(words)
     if dimension:
@@ -112,13 +121,26 @@ def read_unit(words: str) -> Unit | None:
         beside = [word for word in found[end:] if (len(word) < 3 and word != "of") or word in _KNOWN]
         if words.replace(" ", "").isalpha() and not beside and (first := _known(" ".join(found[:end])))[0]:
             return Unit(words, *first)
-    return Unit(words)
+    is_noun = len(words) < 4 or (any(map(_COUNTED.fullmatch, found)) and all(len(word) > 1 for word in found))
+    return Unit(words, is_noun=is_noun)
+
+
+_COUNTED = re.compile(r"[a-z]+[^isu]s|(?:[a-z]*wo)?men|(?:grand)?children|people|feet|teeth|mice|fish|dice|data")
 
 
 def _changes(word: str) -> bool:
     """Whether it is a number in words, also in the plural and as a part, or of those that change one."""
     stem = word.removesuffix("s")
     return word in _CHANGES_MEANING or not _NUMBERS.isdisjoint((word, stem, stem.removesuffix("th")))
+
+
+def compatible(gold: Unit, other: Unit) -> bool:
+    """Whether both may measure the same thing: `units` are lengths, or what has no known unit."""
+    one, two = gold.dimension, other.dimension
+    for generic, known in ((one, two), (two, one)):
+        if generic.startswith("unit"):
+            return known in ("", generic, generic.replace("unit", "length"))
+    return one == two
 
 
 def _known(words: str) -> tuple[str, Fraction]:
