@@ -235,6 +235,8 @@ def split_top(text: str, separators: re.Pattern[str]) -> list[str]:
         >>> split_top("(1,2), [3,4)", re.compile(","))
         ['(1,2)', ' [3,4)']
     """
+    if not separators.search(text):
+        return [text]
     parts: list[str] = []
     depth = begin = index = 0
     while index < len(text):

@@ -155,7 +155,7 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) 
     drawn = random.Random(_SECRET + repr(names).encode())
     has_roots = contains(pair, {"root", "log", "^", "f"}, _is_branched)
     outcomes = []
-    large = _largest(pair, work) if has_steps(pair) else Fraction(0)
+    large = (_largest(pair, work) or Fraction(1)) if has_steps(pair) else Fraction(0)
     anywhere = ((point, False) for point in _points(names, large, drawn))
     for point, is_step in itertools.chain(anywhere, _around_breaks(pair, names, large, drawn, work)):
         if has_roots and sum(value < 0 for value in point.values()) > 1:
@@ -213,11 +213,14 @@ def _around_breaks(
                 yield {**fixed, name: place}, is_step
 
 
-def _largest(node: Node, work: WorkLimit) -> Fraction:
-    """Number in the tree, carried out."""
-    if not symbols(node):
-        return abs(rational(node, None, work) or Fraction(1))
-    return max((_largest(part, work) for part in node[1:] if isinstance(part, tuple)), default=Fraction(1))
+def _largest(node: Node, work: WorkLimit) -> Fraction | None:
+    """Number beside a variable in the tree, carried out; None where there is no variable."""
+    if node[0] in "sn":
+        return Fraction(1) if node[0] == "s" else None
+    parts = [(part, _largest(part, work)) for part in node[1:] if isinstance(part, tuple)]
+    if all(largest is None for _, largest in parts):
+        return None
+    return max(abs(rational(part, None, work) or Fraction(1)) if large is None else large for part, large in parts)
 
 
 def _number_functions(node: Node) -> set[Node]:
@@ -233,12 +236,12 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: random.Ra
     points += [{name: Fraction(drawn.randrange(1, bound)) for name in names} for bound in bounds]
     points += [{name: Fraction(-drawn.randrange(1, bound)) for name in names} for bound in (30, 10**4, 10**9)]
     if periodic := _number_functions(gold) ^ _number_functions(other):  # gcd(n, 1009) - 1 is 0 at nearly every point
-        period = math.prod(_largest(node, work) for node in periodic)
+        period = math.prod(_largest(node, work) or Fraction(1) for node in periodic)
         if len(names) > 1 or period > _MAX_PERIOD:
             return None
         points += [{names[0]: Fraction(whole)} for whole in range(13, 2 * int(period) + 13)]
     pair = ("+", gold, other)
-    for point, _ in _around_breaks(pair, names, _largest(pair, work), drawn, work):
+    for point, _ in _around_breaks(pair, names, _largest(pair, work) or Fraction(1), drawn, work):
         points += [{name: Fraction(turn(value)) for name, value in point.items()} for turn in (math.floor, math.ceil)]
     outcomes = []
     for point in points:

@@ -76,7 +76,7 @@ def read_number(text: str) -> Fraction | None:
         return _decimal(text.replace(" ", ""))
     if _DOTTED.fullmatch(text):  # 1.234.567 and 1.234,50
         return _decimal(text.replace(".", "").replace(",", "."))
-    if match := _ENDLESS.fullmatch(text):
+    if text.endswith("\\ldots") and len(text) < 100 and (match := _ENDLESS.fullmatch(text)):  # quadratic
         text = f"{match[1]}\\overline{{{match[2] or match[3]}}}"
     if match := REPEATING.fullmatch(text[1:] if text[0] in "+-" else text):
         return -repeating(match) if text[0] == "-" else repeating(match)

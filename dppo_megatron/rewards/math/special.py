@@ -91,8 +91,9 @@ def read_special(text: str, depth: int) -> Answer | None:
 
 def without_sentence(text: str) -> str:
     """What `the solution is ...` or `The largest n is ...` says."""
-    if wrapped := WRAPPED_TEXT.fullmatch(text):
-        text = wrapped[1]
+    wrapped = WRAPPED_TEXT.fullmatch(text)
+    if wrapped and (inner := without_sentence(wrapped[1])) != wrapped[1]:
+        return inner
     if (lead := _LEAD.match(text)) and lead.end() < len(text):
         text = text[lead.end() :].strip()
     says = text.count(":") < 2 and any(sign in text for sign in (" is ", " are ", " is}", " are}", ": "))

@@ -100,13 +100,13 @@ def _quotients(node: Node, name: str, fixed: Point, work: WorkLimit) -> list[_Qu
     """The quotients of polynomials of the variable that the tree is made of, one in each of its pieces."""
     work.spend(3)
     kind, one = node[0], [Fraction(1)]
-    if name not in symbols(node):
-        value = approximate(node, fixed, work)
+    if kind not in ("+", "-", "*", "/", "s") and name not in symbols(node):
+        value = node[1] if kind == "n" else approximate(node, fixed, work)
         if value is None:
             raise _NoPolynomial
         return [([value], one)]
     if kind == "s":
-        return [([Fraction(0), Fraction(1)], one)]
+        return [([Fraction(0), Fraction(1)] if node[1] == name else [fixed[node[1]]], one)]
     if node[:2] in _STAIRS:
         return _quotients(node[2], name, fixed, work)  # less than 1 off
     if node[:2] in (("of", "max"), ("of", "min")):

@@ -121,7 +121,7 @@ def read_unit(words: str) -> Unit | None:
         beside = [word for word in found[end:] if (len(word) < 3 and word != "of") or word in _KNOWN]
         if words.replace(" ", "").isalpha() and not beside and (first := _known(" ".join(found[:end])))[0]:
             return Unit(words, *first)
-    is_noun = len(words) < 4 or (any(map(_COUNTED.fullmatch, found)) and all(len(word) > 1 for word in found))
+    is_noun = len(words) < 4 or "per" in found or (any(map(_COUNTED.fullmatch, found)) and all(len(word) > 1 for word in found))
     return Unit(words, is_noun=is_noun)
 
 
