@@ -35,6 +35,7 @@ from dppo_megatron.rewards.math.answers import (
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
 from dppo_megatron.rewards.math.number_sets import as_spans, normal
+from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
 from dppo_megatron.rewards.math.values import (
     Rules,
@@ -81,10 +82,10 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     return equal(gold.value, other, rules) if isinstance(gold, Named) else equal(gold, named.value, rules)
 
 
-_OF = re.compile(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
-_FIGURE = re.compile(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
-_LABEL = re.compile(r"(?:\\text)?([A-Za-z]{3,}):?")
-_SYMBOL = re.compile(r"[A-Za-z]|[a-z]{2,3}|.*_.*|\\(?!text).*|.*:")
+_OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
+_FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
+_LABEL = regex(r"(?:\\text)?([A-Za-z]{3,}):?")
+_SYMBOL = regex(r"[A-Za-z]|[a-z]{2,3}|.*_.*|\\(?!text).*|.*:")
 
 
 def _differ(gold: str, other: str) -> bool:
@@ -211,8 +212,11 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if kinds == {"tuple", "set"} or ("tuple" in kinds and (gold.signs or other.signs)):
         return False  # the point (3, -3) for plus-minus 3
     ours, theirs = gold.items, _as_named(other.items, gold.items)
-    names = [item.name for item in ours if isinstance(item, Named)]
-    is_ordered = len(set(names)) == len(ours) and not any(isinstance(item, Named) for item in theirs)
+    is_ordered = len(set(_labels(ours))) == len(ours) and not any(isinstance(item, Named) for item in theirs)
+    if is_ordered and sorted(_labels(ours)) == sorted(_labels(theirs)):
+        theirs = tuple(theirs[_labels(theirs).index(label)] for label in _labels(ours))
+    elif is_ordered and not isinstance(ours[0], Named):
+        is_ordered = False
     if "tuple" in kinds or (is_ordered and kinds == {"list"}):
         if len(ours) != len(theirs):
             return False
@@ -223,6 +227,15 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if len(ours) != len(theirs):
         return False
     return _matched(ours, theirs, lambda index, a, b: equal(a, b, rules.item(index)), ordered=len(rules.tolerances) > 1)
+
+
+def _labels(items: Sequence[Answer]) -> list[str]:
+    """What the items are called or counted in, where all of them are."""
+    labels = [
+        item.name if isinstance(item, Named) else item.unit.words if isinstance(item, Value) and item.unit else ""
+        for item in items
+    ]
+    return labels if all(labels) else []
 
 
 def _as_named(items: tuple[Answer, ...], gold: tuple[Answer, ...]) -> tuple[Answer, ...]:
@@ -371,8 +384,10 @@ def _answers(gold: str, other: str) -> bool:
 
 
 _SUBJECT = r"(?:it|they|he|she|we|you|there|this|that|these|those|the \w+) "
-_AFFIRMED = re.compile(_SUBJECT + r"(?:is|are|was|were|do|does|did|can|will|must|has|have|exists?|\w+s)(?: (?!un|im|in)\w+){0,2}")
-_DENIED = re.compile(_SUBJECT + r"(?:(?:is|are|was|were|do|does|did|can|will|has|have) not|cannot|is none)(?: \w+){0,2}")
+_AFFIRMED = regex(
+    _SUBJECT + r"(?:is|are|was|were|do|does|did|can|will|must|has|have|exists?|\w+s)(?: (?!un|im|in)\w+){0,2}"
+)
+_DENIED = regex(_SUBJECT + r"(?:(?:is|are|was|were|do|does|did|can|will|has|have) not|cannot|is none)(?: \w+){0,2}")
 
 
 def _clocks(gold: Answer, other: Answer, rules: Rules) -> Verdict:

@@ -21,25 +21,24 @@ from dppo_megatron.rewards.math.answers import (
 from dppo_megatron.rewards.math.number_sets import half_line
 from dppo_megatron.rewards.math.numbers import read_number_words
 from dppo_megatron.rewards.math.parse import parse
+from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS
 
-WRAPPED_TEXT = re.compile(r"\\text\{([^{}]*)\}")
-_CLOCK = re.compile(
+WRAPPED_TEXT = regex(r"\\text\{([^{}]*)\}")
+_CLOCK = regex(
     r"(\d{1,2})(?::(\d\d))?\s*(?:\\text\{)?\s*([AaPp])\.?\s*[Mm]\.?\s*\}?|(\d{1,2}):(\d\d)|(\d{1,2}) +o'?clock"
 )
-_BASED = re.compile(
+_BASED = regex(
     r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
 )
-_BASED_WORDS = re.compile(r"([0-9A-Fa-f]+)\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\}?\s*(\d+|[a-z]+)\)?\}?")
-_ENVIRONMENT = re.compile(
-    r"\\begin\s*\{([pbB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL
-)
-_LEAD = re.compile(
+_BASED_WORDS = regex(r"([0-9A-Fa-f]+)\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\}?\s*(\d+|[a-z]+)\)?\}?")
+_ENVIRONMENT = regex(r"\\begin\s*\{([pbB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL)
+_LEAD = regex(
     r"(?:so|thus|hence|therefore)?,?\s*(?:the\s+)?(?:final\s+)?(?:correct\s+)?(?:answer|solution|result)s?(?![A-Za-z])"
     r"(?:\s+set)?\s*(?:is|are|:|=)?\s*:?\s*",
     re.IGNORECASE,
 )
-_SENTENCE = re.compile(
+_SENTENCE = regex(
     r"(?:\\text\{)?[A-Z][A-Za-z ,'-]+(?:\b(?:is|are|equals)|:)"
     r"(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
@@ -49,8 +48,8 @@ _EMPTY = frozenset(
 _EVERYTHING = frozenset(
     ["\\mathbb{r}", "all real numbers", "all reals", "all real", "the real numbers", "the set of all real numbers"]
 )
-_HALF_LINE = re.compile(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
-_CONGRUENCE = re.compile(
+_HALF_LINE = regex(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
+_CONGRUENCE = regex(
     r"(?:[a-zA-Z]\s*(?:\\equiv|=)\s*)?(-?\s*\d{1,9})\s*"
     r"(?:\\pmod\s*\{?\s*(\d{1,9})\s*\}?|\(?\s*\\?(?:text\{\s*)?b?mod\s*\}?\s*\{?\s*(\d{1,9})\s*\}?\s*\)?)"
 )
@@ -106,7 +105,7 @@ def without_sentence(text: str) -> str:
 def read_words(text: str) -> Answer:
     """A reference or answer that is neither a number nor a formula: words."""
     plain = plain_words(text)
-    if not plain or not re.search(r"[a-z]{2}", plain) or re.search(r"[\\^_{}=<>]", plain):
+    if not plain or "?" in text or not re.search(r"[a-z]{2}", plain) or re.search(r"[\\^_{}=<>]", plain):
         raise Unreadable("neither mathematics nor words")
     return Words(plain)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from dppo_megatron.rewards.math.answers import Node, symbols
 from dppo_megatron.rewards.math.evaluate import Point, WorkLimit, approximate
+
+if TYPE_CHECKING:
+    from random import Random
 
 _MAX_DEGREE = 8
 _MAX_PLACES = 40
@@ -23,9 +26,7 @@ Polynomial = list[Fraction]
 _Quotient = tuple[Polynomial, Polynomial]
 
 
-def breaks(
-    node: Node, name: str, fixed: Point, drawn: random.Random, work: WorkLimit
-) -> Iterator[tuple[Fraction, bool]]:
+def breaks(node: Node, name: str, fixed: Point, drawn: Random, work: WorkLimit) -> Iterator[tuple[Fraction, bool]]:
     """Each step of the tree along `name` (True), and points (False) between two neighbours and beyond the outermost,
     where the other variables are `fixed`."""
     places: set[Fraction] = set()
@@ -72,9 +73,7 @@ def _steps(node: Node) -> Iterator[tuple[Node, bool]]:
             yield from _steps(part)
 
 
-def _zeros(
-    inside: Node, name: str, fixed: Point, is_stair: bool, drawn: random.Random, work: WorkLimit
-) -> list[Fraction]:
+def _zeros(inside: Node, name: str, fixed: Point, is_stair: bool, drawn: Random, work: WorkLimit) -> list[Fraction]:
     targets = [Fraction(0)]
     if is_stair:
         there = approximate(inside, {**fixed, name: Fraction(drawn.randrange(1, 10**6), 7)}, work)

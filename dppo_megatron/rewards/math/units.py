@@ -7,11 +7,13 @@ change the number (`3 million`, `3 at most`). Digits stand in units as exponents
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.numbers import NUMBER_WORDS
+from dppo_megatron.rewards.math.patterns import regex
 
 # what is measured, the factor to its base unit, and names; those of four letters or more also with an s
 _TABLE = """
@@ -58,31 +60,38 @@ percent 1 % pct percent
 angle 1 deg degree
 radians 1 rad radian
 """
-_KNOWN = {
-    name: (row.split()[0], Fraction(row.split()[1])) for row in _TABLE.split("\n")[1:-1] for name in row.split()[2:]
-}
-_KNOWN |= {f"{name}s": known for name, known in _KNOWN.items() if len(name) > 3}
-DOUBTS = frozenset(
-    "not no non nor never neither none nope cannot wrong incorrect false invalid fails failing excluded excluding except"
-    " rejected extraneous impossible nonexistent guess guessed maybe perhaps possibly probably likely unsure hopefully if"
-    " unless hope alternatively versus vs instead".split()
+
+
+@functools.cache  # fifty fractions, which the import need not wait for
+def _table() -> dict[str, tuple[str, Fraction]]:
+    rows = [row.split() for row in _TABLE.split("\n")[1:-1]]
+    known = {name: (dimension, Fraction(factor)) for dimension, factor, *names in rows for name in names}
+    return known | {f"{name}s": unit for name, unit in known.items() if len(name) > 3}
+
+
+_DOUBTFUL = (
+    "not no non nor never neither none nope cannot wrong incorrect error false invalid fails failing excluded excluding"
+    " except rejected extraneous impossible nonexistent guess guessed maybe perhaps possibly probably likely unsure"
+    " hopefully if unless hope alternatively versus vs instead"
 )
+DOUBTS = frozenset(_DOUBTFUL.split())
 """Words that take back what stands beside them, or make it a condition."""
 _SAID = (
     "or and than more less least most about approximately around when where minus plus times over half third"
-    " divided by quarter to from up under above below between but either almost nearly roughly greater fewer without mod"
-    " modulo base th st nd rd is are was equals equal for all any some every other true correct answer i only log sin cos"
-    " tan ln sqrt pi undefined infinity infinite squared cubed factorial inverse negative opposite point double twice"
-    " triple k max min minimum maximum upwards onwards off mille ish permille ppm ppb bps basis remainder debt choose tau"
-    " roots radicals powers short too few many noon bn mil thou mio grand top odd low"
+    " divided by quarter to from up under above below between but either almost nearly roughly greater fewer without"
+    " mod modulo base th st nd rd is are was equals equal for all any some every other true correct answer i only"
+    " log sin cos tan ln sqrt pi undefined infinity infinite squared cubed factorial inverse negative opposite point"
+    " double twice triple k max min minimum maximum upwards onwards off mille ish permille ppm ppb bps basis"
+    " remainder debt choose tau roots radicals powers short too few many noon bn mil thou mio grand top odd low"
 )
-MONTHS = frozenset("january february march april may june july august september october november december".split())
+_MONTHS = "january february march april may june july august september october november december"
+MONTHS = frozenset(_MONTHS.split())
 _CHANGES_MEANING = DOUBTS | MONTHS | frozenset(_SAID.split())
 _SIZES = "lakh crore score gross myriad kilo mega giga milli micro nano"
 _NUMBERS = NUMBER_WORDS | frozenset(_SIZES.split())
 _EXPONENT = r"(?:\s*\^\s*-?\s*\d(?!\d))?"
-_WORDS = re.compile(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
-_INVERSE = re.compile(r"\s+([a-z]+)\s*\^\s*-\s*1\b")  # m s^-1
+_WORDS = regex(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
+_INVERSE = regex(r"\s+([a-z]+)\s*\^\s*-\s*1\b")  # m s^-1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +127,31 @@ def read_unit(words: str) -> Unit | None:
     if found[0] == "per":
         return Unit("")
     for end in range(len(found) - 1, 0, -1):  # miles away, square feet of carpet; but kg m is another unit
-        beside = [word for word in found[end:] if (len(word) < 3 and word != "of") or word in _KNOWN]
-        if words.replace(" ", "").isalpha() and not beside and (first := _known(" ".join(found[:end])))[0]:
+        beside = [word for word in found[end:] if (len(word) < 3 and word != "of") or word in _table()]
+        if (
+            words.replace(" ", "").isalpha()
+            and not beside
+            and found[0] != "in"
+            and (first := _known(" ".join(found[:end])))[0]
+        ):
             return Unit(words, *first)
-    is_noun = len(words) < 4 or "per" in found or (any(map(_COUNTED.fullmatch, found)) and all(len(word) > 1 for word in found))
+    is_noun = (
+        len(words) < 4
+        or "per" in found
+        or (any(map(_COUNTED.fullmatch, found)) and all(len(word) > 1 for word in found))
+    )
     return Unit(words, is_noun=is_noun)
 
 
-_COUNTED = re.compile(r"[a-z]+[^isu]s|(?:[a-z]*wo)?men|(?:grand)?children|people|feet|teeth|mice|fish|dice|data")
+_COUNTED = regex(r"[a-z]+[^isu]s|(?:[a-z]*wo)?men|(?:grand)?children|people|feet|teeth|mice|fish|dice|data")
 
 
 def _changes(word: str) -> bool:
     """Whether it is a number in words, also in the plural and as a part, or of those that change one."""
     stem = word.removesuffix("s")
-    return word in _CHANGES_MEANING or not _NUMBERS.isdisjoint((word, stem, stem.removesuffix("th")))
+    return word in _CHANGES_MEANING or (
+        word != "zeros" and not _NUMBERS.isdisjoint((word, stem, stem.removesuffix("th")))
+    )
 
 
 def compatible(gold: Unit, other: Unit) -> bool:
@@ -156,19 +176,19 @@ def _known(words: str) -> tuple[str, Fraction]:
         r"\s*(?:(?P<squared>squared)|(?P<cubed>cubed)|\^\s*(?P<power>\d))?\s*",
         words,
     )
-    if found is None or found["name"] not in _KNOWN:
+    if found is None or found["name"] not in _table():
         return "", Fraction(1)
     power = 2 if found["square"] or found["squared"] else 3 if found["cubic"] or found["cubed"] else 1
     power = int(found["power"] or power)
-    dimension, factor = _KNOWN[found["name"]]
+    dimension, factor = _table()[found["name"]]
     return (dimension if power == 1 else f"{dimension}^{power}"), factor**power
 
 
 _PART = (
     r"(\d+(?:\.\d+)?)\s*(?:\\text\{)?\s*([A-Za-z]+)\.?\s*(?:,|and)?\s*\}?\s*(?:,|\\text\{\s*and\s*\}|and(?![a-z]))?\s*"
 )
-_COMPOUND = re.compile(rf"(?:{_PART}){{2,4}}", re.ASCII)
-_SEXAGESIMAL = re.compile(r"(\d+)\s*\^?\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*'')?", re.ASCII)
+_COMPOUND = regex(rf"(?:{_PART}){{2,4}}", re.ASCII)
+_SEXAGESIMAL = regex(r"(\d+)\s*\^?\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*'')?", re.ASCII)
 
 
 def read_compound(text: str) -> tuple[Fraction, Unit] | None:
