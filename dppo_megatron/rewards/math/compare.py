@@ -102,6 +102,8 @@ def _differ(gold: str, other: str) -> bool:
         return sorted(left[1]) != sorted(right[1]) or (len(left[1]) == 3 and left[1][1] != right[1][1])
     if (left := _LABEL.fullmatch(gold)) and (right := _LABEL.fullmatch(other)):
         return left[1] not in right[1] and right[1] not in left[1]
+    if gold.isalpha() and sorted(gold) == sorted(other):  # a product
+        return False
     return all(map(_SYMBOL.fullmatch, (gold, other)))
 
 

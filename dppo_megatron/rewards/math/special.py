@@ -105,7 +105,7 @@ def without_sentence(text: str) -> str:
 def read_words(text: str) -> Answer:
     """A reference or answer that is neither a number nor a formula: words."""
     plain = plain_words(text)
-    if not plain or "?" in text or not re.search(r"[a-z]{2}", plain) or re.search(r"[\\^_{}=<>]", plain):
+    if not plain or not re.search(r"[a-z]{2}", plain) or re.search(r"[\\^_{}=<>]", plain):
         raise Unreadable("neither mathematics nor words")
     return Words(plain)
 
@@ -120,7 +120,7 @@ def plain_words(text: str) -> str:
     if len(text) > 600:
         return ""
     text = WRAPPED_TEXT.sub(r"\1", text) if "text" in text else text
-    return " ".join(re.sub(r"[.,;:!?\"'`“”]", " ", text).lower().split())
+    return " ".join(re.sub(r"[.,;:!\"'`“”]", " ", text).lower().split())
 
 
 def _based(digits: str, base: int) -> Answer:

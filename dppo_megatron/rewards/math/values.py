@@ -56,10 +56,8 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
     """Whether two values with their units are equal; the reference's unit counts where the answer states none."""
     gold_unit = gold.unit or rules.unit or _NO_UNIT
     other_unit = other.unit or _NO_UNIT
-    if not other_unit.is_noun and not _is_one(other.node):
-        words = re.findall("[a-z]+", other_unit.words)
-        if not all(re.search(rf"(?<![a-z]){word}", rules.context) for word in words):
-            return None
+    if not other_unit.is_noun and not _may_count(other, rules.context):
+        return None
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
         return _percents(gold, gold_unit, other, other_unit, rules)
     if {gold_unit.dimension, other_unit.dimension} == {"angle", "radians"}:
@@ -82,9 +80,12 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
     return verdict
 
 
-def _is_one(node: Node) -> bool:
-    """`1 solution` and `0.5 mile` are no plurals."""
-    return node[0] == "n" and abs(node[1]) <= 1
+def _may_count(value: Value, context: str) -> bool:
+    """Whether words that are no plural are a unit still: those of the problem, and what there is one of."""
+    words = re.findall("[a-z]+", value.unit.words if value.unit else "")
+    if value.node[0] == "n" and 0 < abs(value.node[1]) <= 1:
+        return (len(words) == 1 or words[0] == "of") and not words[0].endswith(("ed", "ly", "ing", "ble"))
+    return all(re.search(rf"(?<![a-z]){word}", context) for word in words)
 
 
 def _with_unit(node: Node, gold: Unit) -> Value | None:
