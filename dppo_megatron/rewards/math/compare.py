@@ -16,7 +16,6 @@ from dppo_megatron.rewards.math.answers import (
     TURNED,
     Answer,
     AnswerList,
-    Based,
     Cases,
     Clock,
     Congruence,
@@ -432,7 +431,6 @@ _BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], Verdict]], ...] = 
     (Cases, _cases),
     (Words, _words),
     (Clock, _clocks),
-    (Based, lambda gold, other, rules: False),
     (Ratio, _ratios),
     (Relation, _relations),
 )

@@ -17,13 +17,14 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Unreadable, Value, Words
+from dppo_megatron.rewards.math.clauses import without_clauses
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import Extraction, extract
 from dppo_megatron.rewards.math.numbers import is_decimal, read_number, significant_digits, with_digits
 from dppo_megatron.rewards.math.patterns import regex
-from dppo_megatron.rewards.math.read import read_answer, read_decimal_comma, without_clauses
+from dppo_megatron.rewards.math.read import read_answer, read_decimal_comma
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, as_words, without_sentence
 from dppo_megatron.rewards.math.units import DOUBTS, Unit, read_unit
 from dppo_megatron.rewards.math.values import Rules, Verdict
@@ -93,8 +94,8 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, st
     if rules is None and (same_number := _same_number(reference, other)) is not None:
         return same_number, "number"
     gold, theirs, unread = _read_both(reference, other)
-    if isinstance(gold, Words) and (words := as_words(other, with_digits=bool(_DIGIT.search(gold.text)))):
-        theirs = words  # `odd` without \\text reads as a product of letters
+    if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text reads as a product of letters
+        theirs = as_words(other, with_digits=bool(_DIGIT.search(gold.text))) or theirs
     if gold is None or isinstance(gold, Words):
         letter = _led_letter(reference)
         if letter and _same_choices(letter, other, str(row.get("problem", ""))):

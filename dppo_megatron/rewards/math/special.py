@@ -8,7 +8,6 @@ from fractions import Fraction
 from dppo_megatron.rewards.math.answers import (
     INFINITY,
     Answer,
-    Based,
     Clock,
     Congruence,
     Grid,
@@ -124,11 +123,12 @@ def plain_words(text: str) -> str:
 
 
 def _based(digits: str, base: int) -> Answer:
-    """Another base is another answer: a question that asks for a conversion would else be answered by itself."""
+    """Digits without zeros at the ends. Another base is another answer, even of one value: a question that asks for a
+    conversion would else be answered by itself."""
     if base == 10:
         return Value(("n", Fraction(digits)))
     whole, point, rest = digits.lstrip("-").lstrip("0").partition(".")
-    return Based("-" * digits.startswith("-") + whole + (point + rest).rstrip("0").rstrip("."), base)
+    return Words(f"{'-' * digits.startswith('-')}{whole}{(point + rest).rstrip('0').rstrip('.')}_{base}")
 
 
 def read_clock(match: re.Match[str]) -> Clock | None:
