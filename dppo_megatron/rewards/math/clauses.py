@@ -22,6 +22,7 @@ _CLAUSE = regex(
 _SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
 _SET = regex(r"\\mathbb\{([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?|(natural)")
 _POSITIVE = regex(r"(?:>\s*0|\\ge\s*1)(?![\d.])")
+_WHOLE = frozenset("ijklmnIJKLMN")
 _KINDS = frozenset(["real", "integer", "rational", "complex"])
 _EVERY = frozenset(["all", "any", "every", "each", "\\forall"])
 _FILLING = "for some where with i an are and in of \\in number value constant arbitrary text it"
@@ -51,8 +52,9 @@ def _says_no_less(clause: str, stated: set[str] | None) -> bool:
         return restricted <= stated and (not kinds or not stated & _KINDS or kinds == stated & _KINDS)
     if words & _EVERY:
         return restricted <= {"positive"}
-    is_variable = re.search(r"(?<![A-Za-z\\])[t-z](?![A-Za-z])", clause) is not None
-    return not restricted and not (is_variable and ("some" in words or kinds & {"integer", "rational"}))
+    letters = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", clause)) - set("aCNQRZ")
+    is_restricted = letters & set("tuvwxyz") and "some" in words
+    return not restricted and not is_restricted and (letters <= _WHOLE or not kinds & {"integer", "rational"})
 
 
 def _domain(clause: str) -> set[str]:

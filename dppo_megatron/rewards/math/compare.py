@@ -394,7 +394,7 @@ _DENIED = regex(_SUBJECT + r"(?:(?:is|are|was|were|do|does|did|can|will|has|have
 def _clocks(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if isinstance(gold, Clock) and isinstance(other, Clock):
         bare = [clock for clock in (gold, other) if not clock.half]  # 4:30 and 16:30 are 4:30 p.m., and not each other
-        if gold.minute != other.minute or (len(bare) == 1 and bare[0].hour <= 12):
+        if gold.minute != other.minute or (len(bare) == 1 and 0 < bare[0].hour <= 12):
             return gold.minute == other.minute and (gold.hour - other.hour) % 12 == 0
         return gold.hour == other.hour
     clock, plain = (gold, other) if isinstance(gold, Clock) else (other, gold)

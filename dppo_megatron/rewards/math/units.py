@@ -128,21 +128,15 @@ def read_unit(words: str) -> Unit | None:
         return Unit("")
     for end in range(len(found) - 1, 0, -1):  # miles away, square feet of carpet; but kg m is another unit
         beside = [word for word in found[end:] if (len(word) < 3 and word != "of") or word in _table()]
-        if (
-            words.replace(" ", "").isalpha()
-            and not beside
-            and found[0] != "in"
-            and (first := _known(" ".join(found[:end])))[0]
-        ):
-            return Unit(words, *first)
-    is_noun = (
-        len(words) < 4
-        or "per" in found
-        or (any(map(_COUNTED.fullmatch, found)) and all(len(word) > 1 for word in found))
-    )
-    return Unit(words, is_noun=is_noun)
+        is_alone = not beside and found[0] != "in" and words.replace(" ", "").isalpha()
+        if is_alone and (first := _known(" ".join(found[:end])))[0]:
+            return Unit(words, *first, is_noun=found[end] in _BESIDE or any(map(_COUNTED.fullmatch, found[end:])))
+    is_counted = any(map(_COUNTED.fullmatch, found)) and all(len(word) > 1 for word in found)
+    return Unit(words, is_noun=is_counted or len(words) < 4 or "per" in found)
 
 
+_NEAR = "of long wide high tall deep thick away apart old each total altogether apiece left tip"
+_BESIDE = frozenset(_NEAR.split())
 _COUNTED = regex(r"[a-z]+[^isu]s|(?:[a-z]*wo)?men|(?:grand)?children|people|feet|teeth|mice|fish|dice|data")
 
 
