@@ -78,11 +78,11 @@ DOUBTS = frozenset(_DOUBTFUL.split())
 """Words that take back what stands beside them, or make it a condition."""
 _SAID = (
     "or and than more less least most about approximately around when where minus plus times over half third"
-    " divided by quarter to from up under above below between but either almost nearly roughly greater fewer without"
-    " mod modulo base th st nd rd is are was equals equal for all any some every other true correct answer i only"
-    " log sin cos tan ln sqrt pi undefined infinity infinite squared cubed factorial inverse negative opposite point"
-    " double twice triple k max min minimum maximum upwards onwards off mille ish permille ppm ppb bps basis"
-    " remainder debt choose tau roots radicals powers short too few many noon bn mil thou mio grand top odd low"
+    " divided by quarter to from up under above below between but either almost nearly roughly greater fewer"
+    " without mod modulo base th st nd rd is are was equals equal for all any some every other true correct answer"
+    " i only log sin cos tan ln sqrt pi undefined infinity infinite squared cubed factorial inverse negative"
+    " opposite point double twice triple k max min minimum maximum upwards onwards off mille ish permille ppm ppb"
+    " bps basis remainder debt choose tau powers short too few many noon out bn mil thou mio grand top odd low"
 )
 _MONTHS = "january february march april may june july august september october november december"
 MONTHS = frozenset(_MONTHS.split())
@@ -112,7 +112,7 @@ def read_unit(words: str) -> Unit | None:
         >>> read_unit("square feet").dimension, read_unit("more apples"), read_unit("hundredths")
         ('length^2', None, None)
     """
-    words = re.sub(r"[{}\\~]", " ", words).strip(" .,;()")
+    words = _IN_ALL.sub("", re.sub(r"[{}\\~]", " ", words)).strip(" .,;()")
     if len(words) == 1 and words.isupper() and words not in "LJW":  # newtons, kelvin; 5 M are five million
         return Unit(words) if words in "NVAKCFTH" else None
     words = re.sub(r"\s*/\s*", " per ", re.sub(r"\bper cent\b", "percent", words.lower())).strip()
@@ -132,12 +132,17 @@ def read_unit(words: str) -> Unit | None:
         if is_alone and (first := _known(" ".join(found[:end])))[0]:
             return Unit(words, *first, is_noun=found[end] in _BESIDE or any(map(_COUNTED.fullmatch, found[end:])))
     is_counted = any(map(_COUNTED.fullmatch, found)) and all(len(word) > 1 for word in found)
-    return Unit(words, is_noun=is_counted or len(words) < 4 or "per" in found)
+    is_noun = is_counted or found[-1] in _BESIDE or "per" in found or len(words) < 4
+    return Unit(words, is_noun=is_noun)
 
 
-_NEAR = "of long wide high tall deep thick away apart old each total altogether apiece left tip"
+_NEAR = (
+    "of per long wide high tall deep thick away apart old older younger later each total altogether apiece left increase"
+    " profit celsius fahrenheit kelvin newton hertz ohm volt pascal mole degree"
+)
 _BESIDE = frozenset(_NEAR.split())
-_COUNTED = regex(r"[a-z]+[^isu]s|(?:[a-z]*wo)?men|(?:grand)?children|people|feet|teeth|mice|fish|dice|data")
+_IN_ALL = regex(r"\bin (?:total|all|length|width|height|area|volume)\b")
+_COUNTED = regex(r"[a-z]+[^isu]s|[a-z]{3,}i|(?:[a-z]*wo)?men|(?:grand)?children|people|feet|teeth|mice|fish|dice")
 
 
 def _changes(word: str) -> bool:
@@ -166,7 +171,7 @@ def _known(words: str) -> tuple[str, Fraction]:
             return "", Fraction(1)
         return f"{parts[0][0]}/{parts[1][0]}", parts[0][1] / parts[1][1]
     found = re.fullmatch(
-        r"\s*(?:(?P<square>square|sq\.?)|(?P<cubic>cubic|cu))?\s*(?P<name>[a-z%]+)\.?"
+        r"\s*(?:(?P<square>square|sq\.?)|(?P<cubic>cubic|cu\.?))?\s*(?P<name>[a-z%]+)\.?"
         r"\s*(?:(?P<squared>squared)|(?P<cubed>cubed)|\^\s*(?P<power>\d))?\s*",
         words,
     )

@@ -83,10 +83,10 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
 def _may_count(value: Value, context: str) -> bool:
     """Whether words that are no plural are a unit still: those of the problem, and what there is one of."""
     words = re.findall("[a-z]+", value.unit.words if value.unit else "")
-    if any(word.endswith(("ed", "ly", "ing", "ble")) for word in words):
+    if words[-1].endswith(("ed", "ly", "ing", "ble")):
         return False
     if value.node[0] == "n" and 0 < abs(value.node[1]) <= 1:
-        return len(words) == 1 or words[0] == "of"
+        return (len(words) < 4 and min(map(len, words)) > 2) or words[0] == "of"
     return all(re.search(rf"(?<![a-z]){word}", context) for word in words)
 
 
