@@ -22,6 +22,7 @@ _CLAUSE = regex(
 _SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
 _SET = regex(r"\\mathbb\{([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?|(natural)")
 _POSITIVE = regex(r"(?:>\s*0|\\ge\s*1)(?![\d.])")
+_NONNEGATIVE = regex(r"\\ge\s*0(?![\d.])|non-?negative")
 _WHOLE = frozenset("ijklmnIJKLMN")
 _KINDS = frozenset(["real", "integer", "rational", "complex"])
 _EVERY = frozenset(["all", "any", "every", "each", "\\forall"])
@@ -51,7 +52,7 @@ def _says_no_less(clause: str, stated: set[str] | None) -> bool:
     if stated:
         return restricted <= stated and (not kinds or not stated & _KINDS or kinds == stated & _KINDS)
     if words & _EVERY:
-        return restricted <= {"positive"}
+        return restricted <= {"positive", "nonnegative"}
     letters = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", clause)) - set("aCNQRZ")
     is_restricted = letters & set("tuvwxyz") and "some" in words
     return not restricted and not is_restricted and (letters <= _WHOLE or not kinds & {"integer", "rational"})
@@ -60,7 +61,9 @@ def _says_no_less(clause: str, stated: set[str] | None) -> bool:
 def _domain(clause: str) -> set[str]:
     """Its words and signs, with sets of numbers in words, without single letters."""
     spelled = _SET.sub(lambda found: _SETS[found[1] or "N"] + ("positive" if found[2] else ""), clause)
-    spelled = re.sub(r"[{}(),.$\s]+|\\text", " ", _POSITIVE.sub(" positive ", spelled))
+    spelled = re.sub(
+        r"[{}(),.$\s]+|\\text", " ", _NONNEGATIVE.sub(" nonnegative ", _POSITIVE.sub(" positive ", spelled))
+    )
     words = (
         word.removesuffix("s") for word in re.findall(r"\\?[A-Za-z]+|\S", spelled) if not re.fullmatch("[A-Za-z]", word)
     )

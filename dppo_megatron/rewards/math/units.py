@@ -137,12 +137,12 @@ def read_unit(words: str) -> Unit | None:
 
 
 _NEAR = (
-    "of per long wide high tall deep thick away apart old older younger later each total altogether apiece left increase"
-    " profit celsius fahrenheit kelvin newton hertz ohm volt pascal mole degree"
+    "of per long wide high tall deep thick away apart old older younger later each total altogether apiece left"
+    " increase profit celsius fahrenheit kelvin newton hertz ohm volt pascal mole degree"
 )
 _BESIDE = frozenset(_NEAR.split())
 _IN_ALL = regex(r"\bin (?:total|all|length|width|height|area|volume)\b")
-_COUNTED = regex(r"[a-z]+[^isu]s|[a-z]{3,}i|(?:[a-z]*wo)?men|(?:grand)?children|people|feet|teeth|mice|fish|dice")
+_COUNTED = regex(r"[a-z]+[^isu]s|[a-z]{3,}i|(?:wo)?men|(?:grand)?children|people|feet|teeth|mice|fish")
 
 
 def _changes(word: str) -> bool:
