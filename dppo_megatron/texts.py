@@ -6,7 +6,10 @@ an `entry`: what is not printable is escaped, there is an end, and only the firs
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -67,9 +70,6 @@ def logged(write: Callable[[str], object]) -> Iterator[None]:
 
 def guard_errors() -> None:
     """Have tracebacks and what libraries log printed as entries too: they quote whatever was at hand."""
-    import logging  # here: they would be a fifth of the grader's import
-    import threading
-    import traceback
 
     def crashed(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         show(*map(str.rstrip, traceback.format_exception(kind, error, trace)), file=sys.stderr)

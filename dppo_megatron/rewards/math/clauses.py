@@ -61,10 +61,6 @@ def _says_no_less(clause: str, stated: set[str] | None) -> bool:
 def _domain(clause: str) -> set[str]:
     """Its words and signs, with sets of numbers in words, without single letters."""
     spelled = _SET.sub(lambda found: _SETS[found[1] or "N"] + ("positive" if found[2] else ""), clause)
-    spelled = re.sub(
-        r"[{}(),.$\s]+|\\text", " ", _NONNEGATIVE.sub(" nonnegative ", _POSITIVE.sub(" positive ", spelled))
-    )
-    words = (
-        word.removesuffix("s") for word in re.findall(r"\\?[A-Za-z]+|\S", spelled) if not re.fullmatch("[A-Za-z]", word)
-    )
-    return set(words)
+    spelled = _NONNEGATIVE.sub(" nonnegative ", _POSITIVE.sub(" positive ", spelled))
+    words = re.findall(r"\\?[A-Za-z]+|\S", re.sub(r"[{}(),.$\s]+|\\text", " ", spelled))
+    return {word.removesuffix("s") for word in words if not (len(word) == 1 and word.isalpha())}

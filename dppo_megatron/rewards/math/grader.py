@@ -45,7 +45,7 @@ def grade_math_boxed(completion: str, answer: str, row: Mapping[str, Any]) -> Gr
 
 
 def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:
-    from dppo_megatron.types import Grade  # here: a tenth of a second's worth of the import
+    from dppo_megatron.types import Grade  # here: 15 ms of the grader's own import
 
     if not found.parts:
         return Grade(0.0, None, found.why, {"parsed_share": 0.0, "boxed_share": 0.0})

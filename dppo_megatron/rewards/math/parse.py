@@ -332,9 +332,7 @@ class _Reader:
             self.position = choices.end()
             return ("binom", above, below)
         self.position += 1
-        if (
-            at := _AT_A_NUMBER.match(self.text, self.position)
-        ) and word not in "ei":  # a value of a function, no product
+        if word not in "ei" and (at := _AT_A_NUMBER.match(self.text, self.position)):  # a function's value, no product
             self.position = at.end()
             return ("s", f"{word}({at[1]})")
         return _letter(word[0], self._name(word[0]))
