@@ -225,7 +225,7 @@ def _states(gold: str, other: str, problem: str) -> bool:
     the other, or, for a question of who or which, the word that it begins with.
 
     Example:
-        >>> _states("the function is odd", "odd", ""), _states("ann serves first", "ann", "Who serves first?")
+        >>> _states("the function is odd", "odd", ""), _states("ann will serve first", "ann", "Who serves first?")
         (True, True)
     """
     words = gold.split()
