@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -120,3 +122,16 @@ def test_all_comparisons_of_a_grading_share_its_operations(spent: list[int]) -> 
     gold, answer = ", ".join(items), ", ".join(f"0+{item}" for item in reversed(items))
     assert grade_math(f"\\boxed{{{answer}}}", gold, {}).reward == 0.0
     assert evaluate.WORK / 2 < spent[0] <= evaluate.WORK
+
+
+def test_importing_the_grader_loads_little_and_compiles_nothing() -> None:
+    """A process that grades starts as fast as Python: patterns and many digits come with their first use."""
+    program = (
+        "import re, sys; compile = re.compile; made = []\n"
+        "import dataclasses, fractions\n"
+        "re.compile = lambda *a: made.append(a) or compile(*a)\n"
+        "import dppo_megatron.rewards.math.grader\n"
+        "print(made, *{'torch', 'sympy', 'numpy', 'mpmath', 'math_verify', 'logging', 'random'} & set(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["[]"]

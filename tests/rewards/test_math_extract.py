@@ -99,6 +99,13 @@ def test_finds(text: str, parts: list[str]) -> None:
         r"#### 5 \boxed{",
         "The answer is 5. No, wait: we have to count the edges as well.",
         "What is the answer to 2 + 3, which the problem says is 5?",
+        "The wrong answer is 5.",
+        "It is false that the answer is 5.",
+        "Suppose the answer is 5.",
+        "Not the answer: 5",
+        "We reject x = 5.",
+        "Therefore, 2x = 5.",
+        "Hence a = 3, b = 5.",
     ],
 )
 def test_finds_nothing(text: str) -> None:

@@ -134,6 +134,68 @@ CASES = [
     case("ABC", [r"\triangle ABC"], ["ABD"]),
     case(r"\triangle ABC", ["ABC"], ["ABD"]),
     case(r"\text{May 12}", [r"12 \text{ May}", "May 12th", r"\text{12th of May}"], ["May 13"]),
+    # a clause that says less than the reference does
+    case(
+        "f(x)=2x",
+        [r"f(x)=2x \text{ for every real } x", "f(t)=2t", "y=2x", "f=2x"],
+        [
+            r"f(x)=2x \text{ for all } x>7",
+            r"f(x)=2x \text{ for some } x",
+            "g(x)=2x",
+            "f'(x)=2x",
+            "f^{-1}(x)=2x",
+            "f(-x)=2x",
+            "f(2)=2x",
+            "f(y)=2x",
+        ],
+    ),
+    case(
+        r"k\pi, k\in\mathbb{Z}", [r"k\pi", r"n\pi, n\in\mathbb{Z}"], [r"k\pi, k\in\mathbb{N}", r"k\pi, k\in\mathbb{R}"]
+    ),
+    case("f(n)=n", [r"f(n)=n \text{ for all positive integers } n"], [r"f(n)=n \text{ for all odd } n"]),
+    case("x>3", [], [r"x>3, x\in\mathbb{Z}", r"x>3 \text{ for } x\in\mathbb{Z}"]),
+    # names of different things
+    case("f(x,y)=x+2y", ["f(a,b)=a+2b", "f(y,x)=y+2x", "z=x+2y"], ["f(y,x)=x+2y", "f(a,b)=b+2a"]),
+    case("AB=5", ["BA=5", "|AB|=5", "5"], ["AC=5", "CD=5"]),
+    case(r"\angle ABC=30^\circ", [r"\angle CBA=30^\circ"], [r"\angle BAC=30^\circ"]),
+    case(r"\text{Area}=5", ["5", "A=5"], [r"\text{Volume}=5"]),
+    case("f(1)=5", ["5"], ["f(2)=5", "g(1)=5"]),
+    case("P(A)=1/2", ["1/2"], ["P(B)=1/2"]),
+    case("xy=6", ["yx=6", "6"], ["xyz=6"]),
+    case("a_n=n+1", ["a_k=k+1", "a(n)=n+1"], ["b_n=n+1", "a_{n+1}=n+1"]),
+    case("x=1, y=2", ["1, 2", "y=2, x=1"], ["2, 1"]),
+    case(r"7 \text{ apples}, 8 \text{ pears}", ["7, 8"], [r"8 \text{ apples}, 7 \text{ pears}"]),
+    case("0", ["x=0"], ["I(0)", "x+y+z=0"]),
+    case("PQR", ["PQR"], ["RPQ"]),
+    case("[0,1]", [], [r"0\le x\le 1, 0\le y\le 1"]),
+    # what stands behind a number or before it takes it back, or is no unit
+    case(
+        "5",
+        [r"5 \text{ red marbles}", r"5 \text{ people}", r"\text{There are 5 ways}", r"\text{The largest value is } 5"],
+        [
+            *(rf"5 \text{{ {word} }}" for word in ("halved", "rejected", "possibly", "invalid", "imaginary", "lower")),
+            r"5 \text{ too few}",
+            r"5 \text{ isn't right}",
+            r"\text{The wrong answer is } 5",
+            r"\text{Guess: } 5",
+            r"5.\overline{0}1",
+        ],
+    ),
+    case("5", [r"5 \text{ sheep}"], [], {"problem": "How many sheep does she own?"}),
+    case(
+        r"5 \text{ units}", [r"5 \text{ cm}", "5"], [r"5\%", r"5^\circ", r"5 \text{ days}", r"5 \text{ square units}"]
+    ),
+    case(r"5 \text{ square units}", [r"5 \text{ cm}^2", r"5 \text{ units}^2"], [r"5 \text{ miles}", r"\$5"]),
+    case(r"5 \text{ ways}", ["5"], [r"5\%"]),
+    case(r"5\%", [r"0.05"], [r"5 \text{ ways}", r"5 \text{ units}"]),
+    case(r"9 \text{ p.m.}", ["9"], [r"9 \text{ hours}", r"9\%"]),
+    # an answer in a sentence
+    case(
+        "yes",
+        [r"\text{Yes, they are equal}"],
+        [r"\text{Yes, if n is odd}", r"\text{Yes, it is impossible}", r"\text{Yes?}"],
+    ),
+    case("no", [r"\text{No, it is not}"], [r"\text{no solution}", r"\text{No more than five}", r"\text{No idea}"]),
 ]
 
 

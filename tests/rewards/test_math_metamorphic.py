@@ -31,6 +31,20 @@ POINT = re.compile(r"\((?!.*infty)(-?[\w\\{}]+),\s*(-?[\w\\{}]+)\)")
 LIST = re.compile(r"(?!\d{1,3},\d{3}\Z)-?\d+(?:,\s*-?\d+)+")
 POLYNOMIAL = re.compile(r"[-+0-9a-z^ ]*[a-z][-+0-9a-z^ ]*")
 
+THINGS = (
+    "marbles",
+    "different ways",
+    "people",
+    "positive divisors",
+    "ordered pairs",
+    "cm",
+    "square units",
+    "years old",
+)
+ASIDES = ("reversed", "unlikely", "crossed out", "by mistake", "wide of it", "is too big", "as a bound", "unproven")
+DENIED = ("Not", "The value cannot be", "The wrong value is", "Perhaps:", "A bound that fails is")
+CONDITIONS = ("for all $x < 9$", "for all odd $x$", "if $x > 0$", "unless $x = 1$", "for any $x$ but $0$")
+
 
 def only(pattern: re.Pattern[str], write: Callable[[re.Match[str], random.Random], str | None]) -> Rewriting:
     """Of references that are nothing but one such thing."""
@@ -162,9 +176,16 @@ KEEP: dict[str, Rewriting] = {
         ),
     ),
     "half": only(POLYNOMIAL, lambda found, _: f"\\frac{{2({found[0]})}}{{2}}" if "+" in found[0] else None),
+    "counted": only(NUMBER, lambda found, drawn: f"{found[0]} \\text{{ {drawn.choice(THINGS)} }}"),
     "absolute": only(NUMBER, lambda found, _: f"|{-int(found[0])}|" if int(found[0]) > 0 else None),
 }
 CHANGE: dict[str, Rewriting] = {
+    "taken back": only(NUMBER, lambda found, drawn: f"{found[0]} \\text{{ {drawn.choice(ASIDES)} }}"),
+    "said to be wrong": only(NUMBER, lambda found, drawn: f"\\text{{{drawn.choice(DENIED)} }} {found[0]}"),
+    "restricted": only(
+        POLYNOMIAL,
+        lambda found, drawn: f"{found[0]} \\text{{ {drawn.choice(CONDITIONS)} }}" if "x" in found[0] else None,
+    ),
     "one more": only(NUMBER, lambda found, _: str(int(found[0]) + 1)),
     "other sign": only(NUMBER, lambda found, _: str(-int(found[0])) if int(found[0]) else None),
     "ten times": only(NUMBER, lambda found, _: found[0] + "0" if int(found[0]) else None),

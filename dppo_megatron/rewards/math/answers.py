@@ -38,14 +38,6 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Based:
-    """Digits in a base other than ten, without zeros at the ends."""
-
-    digits: str
-    base: int
-
-
-@dataclass(frozen=True, slots=True)
 class Clock:
     """A time of day; the hour up to 24 where the half is stated."""
 
@@ -132,12 +124,12 @@ class Cases:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Text, folded to lower case without punctuation."""
+    """Text, folded to lower case without punctuation, or digits in a base other than ten: `17_8`."""
 
     text: str
 
 
-Answer = Value | Based | Clock | Ratio | AnswerList | Intervals | Relation | Named | Grid | Congruence | Cases | Words
+Answer = Value | Clock | Ratio | AnswerList | Intervals | Relation | Named | Grid | Congruence | Cases | Words
 
 
 def symbols(node: Node) -> frozenset[str]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 import unicodedata
 
+from dppo_megatron.rewards.math.patterns import regex
+
 # signs in pairs: what is read, and what it is spelled as
 _SIGNS = r"""
 √ \sqrt ∛ \sqrt[3] ∜ \sqrt[4] π \pi ∞ \infty ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ≈ \approx ∪ \cup ∩ \cap ∈ \in ± \pm ∓ \mp
@@ -30,9 +32,9 @@ _GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu 
 _UNICODE.update(zip("αβγδεζηθικλμνξρστφχψω", (f"\\{name} " for name in _GREEK.split()), strict=True))
 _POWERS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", strict=True))
 _INDICES = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
-_CIRCLED = re.compile("[\u2460-\u2468]+")
-_RUN_OF_POWERS = re.compile("[" + "".join(_POWERS) + "]+")
-_RUN_OF_INDICES = re.compile("[" + "".join(_INDICES) + "]+")
+_CIRCLED = regex("[\u2460-\u2468]+")
+_RUN_OF_POWERS = regex("[" + "".join(_POWERS) + "]+")
+_RUN_OF_INDICES = regex("[" + "".join(_INDICES) + "]+")
 
 
 def to_ascii(text: str) -> str:
@@ -101,18 +103,18 @@ _SPELLINGS = {
 }
 _MACROS = {name: spelling for spelling, names in _SPELLINGS.items() for name in names.split()}
 _MACROS |= {f"var{name}": f"\\{name} " for name in ("epsilon", "theta", "phi", "rho", "pi", "sigma", "kappa")}
-_MACRO = re.compile(r"\\([A-Za-z]+)")
+_MACRO = regex(r"\\([A-Za-z]+)")
 # \text read as a tab and ext, \frac as a form feed and rac
-_READ_ESCAPE = re.compile(r"[\t\x0c\x08](?=ext|imes|heta|frac|rac|box|oxed|eta|egin|inom)")
+_READ_ESCAPE = regex(r"[\t\x0c\x08](?=ext|imes|heta|frac|rac|box|oxed|eta|egin|inom)")
 # on its way through JSON, say
-_ESCAPED_TWICE = re.compile(
+_ESCAPED_TWICE = regex(
     r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|pi|text|left|right|cdot|times|infty|circ|boxed|sin|cos|tan|log|ln|pm|leq?|geq?"
     r"|neq?|in|infty|cup|mathbb|theta|alpha)\b|(?:[dtc]?frac|sqrt|cdot|times)[\d{])"
 )
 # signs of several characters in pairs: what is written, and how it is spelled here
 _WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} .".split()  # noqa: SIM905
 _RULES = tuple(
-    (re.compile(pattern), replacement)
+    (regex(pattern), replacement)
     for pattern, replacement in (
         (r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*", ""),
         (r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}", " "),
@@ -169,7 +171,7 @@ _RULES = tuple(
 )
 
 
-_PLAIN = re.compile(r"(?!.*\.\.\.)[\d.,-]*", re.ASCII)  # three dots are an ellipsis
+_PLAIN = regex(r"(?!.*\.\.\.)[\d.,-]*", re.ASCII)  # three dots are an ellipsis
 
 
 def clean(text: str) -> str:
@@ -206,7 +208,7 @@ def _without_paint(text: str) -> str:
     return text
 
 
-_BRACKET = re.compile(r"\\.|[{}()\[\]]", re.DOTALL)
+_BRACKET = regex(r"\\.|[{}()\[\]]", re.DOTALL)
 _PAIRS = {"{": ({"{"}, {"}"}), "\\{": ({"\\{"}, {"\\}"}), "(": ({"(", "["}, {")", "]"})}
 
 
@@ -222,8 +224,8 @@ def closing(text: str, start: int) -> int:
     return -1
 
 
-_OPENS = re.compile(r"[(\[{]|\\(?:begin|langle|lfloor|lceil|\{)")
-_CLOSES = re.compile(r"[)\]}]|\\(?:end|rangle|rfloor|rceil|\})")
+_OPENS = regex(r"[(\[{]|\\(?:begin|langle|lfloor|lceil|\{)")
+_CLOSES = regex(r"[)\]}]|\\(?:end|rangle|rfloor|rceil|\})")
 
 
 def split_top(text: str, separators: re.Pattern[str]) -> list[str]:
@@ -235,6 +237,8 @@ def split_top(text: str, separators: re.Pattern[str]) -> list[str]:
         >>> split_top("(1,2), [3,4)", re.compile(","))
         ['(1,2)', ' [3,4)']
     """
+    if not separators.search(text):
+        return [text]
     parts: list[str] = []
     depth = begin = index = 0
     while index < len(text):

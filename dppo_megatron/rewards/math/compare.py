@@ -16,7 +16,6 @@ from dppo_megatron.rewards.math.answers import (
     TURNED,
     Answer,
     AnswerList,
-    Based,
     Cases,
     Clock,
     Congruence,
@@ -35,6 +34,8 @@ from dppo_megatron.rewards.math.answers import (
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
 from dppo_megatron.rewards.math.number_sets import as_spans, normal
+from dppo_megatron.rewards.math.patterns import regex
+from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
 from dppo_megatron.rewards.math.values import (
     Rules,
     Verdict,
@@ -46,9 +47,6 @@ from dppo_megatron.rewards.math.values import (
 )
 
 _ARTICLES = {"the", "a", "an"}
-_MONTHS = frozenset(["january", "february", "march", "april", "may", "june", "july", "august", "september", "october"])
-_MONTHS |= {"november", "december"}
-_NEGATIONS = frozenset(["not", "no", "never", "neither", "nor"])
 T = TypeVar("T")
 
 
@@ -71,12 +69,9 @@ _EACH = 6
 def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     """x = 5 and 5 are the same; x = 5 and y = 5 are not; f(x) = 2x and y = 2x are."""
     if isinstance(gold, Named) and isinstance(other, Named):
-        single = all(
-            len(name) == 1 or "_" in name or name[0] == "\\" or name[-1] == ":" for name in (gold.name, other.name)
-        )
-        if gold.name != other.name and single:
+        other = _with_variables(other, gold)
+        if _differ(gold.name, other.name):
             return False
-        other = _with_variable(other, gold)
         verdict = equal(gold.value, other.value, rules)
         return verdict if verdict is not False else _as_relations(gold, other, rules)
     named, plain = (gold, other) if isinstance(gold, Named) else (other, gold)
@@ -86,17 +81,50 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     return equal(gold.value, other, rules) if isinstance(gold, Named) else equal(gold, named.value, rules)
 
 
-_OF = re.compile(r"[A-Za-z]\(([a-z])\)")
+_OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
+_FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
+_LABEL = regex(r"(?:\\text)?([A-Za-z]{3,}):?")
+_SYMBOL = regex(r"[A-Za-z]|[a-z]{2,3}|.*_.*|\\(?!text).*|.*:")
 
 
-def _with_variable(other: Named, gold: Named) -> Named:
+def _differ(gold: str, other: str) -> bool:
+    """Whether two names are of different things for certain: x and y, f(x) and g(x), AB and CD, Area and Volume; but
+    y is f(x), and anything may be called by a letter of its own."""
+    if gold == other:
+        return False
+    ours, theirs = (name.partition("(")[0] for name in (gold, other))
+    primes = "'" * max(ours.count("'"), theirs.count("'"))
+    if "(" in gold or "(" in other:
+        if gold[0] == other[0] == "(":
+            return sorted(gold) == sorted(other)
+        return ("(" in gold and "(" in other) or not (
+            ours == theirs or {ours, theirs} & {"", f"y{primes}", f"z{primes}"}
+        )
+    if (left := _FIGURE.fullmatch(gold)) and (right := _FIGURE.fullmatch(other)):
+        return sorted(left[1]) != sorted(right[1]) or (len(left[1]) == 3 and left[1][1] != right[1][1])
+    if (left := _LABEL.fullmatch(gold)) and (right := _LABEL.fullmatch(other)):
+        return left[1] not in right[1] and right[1] not in left[1]
+    if gold.isalpha() and sorted(gold) == sorted(other):  # a product
+        return False
+    return all(map(_SYMBOL.fullmatch, (gold, other)))
+
+
+def _with_variables(other: Named, gold: Named) -> Named:
     """f(t) = t^2 with the reference's variable."""
     ours, theirs = _OF.fullmatch(gold.name), _OF.fullmatch(other.name)
-    if ours is None or theirs is None or ours[1] == theirs[1] or not isinstance(other.value, Value):
+    if ours is None or theirs is None or ours["head"] != theirs["head"] or not isinstance(other.value, Value):
         return other
-    if ours[1] in symbols(other.value.node):
+    letters = [match["letters"].split(",") for match in (ours, theirs)]
+    if len(letters[0]) != len(letters[1]) or letters[0] == letters[1]:
         return other
-    return Named(gold.name, replace(other.value, node=substituted(other.value.node, theirs[1], ("s", ours[1]))))
+    node = other.value.node
+    if symbols(node) & set(letters[0]) - set(letters[1]):
+        return other
+    for index, letter in enumerate(letters[1]):
+        node = substituted(node, letter, ("s", f"?{index}"))
+    for index, letter in enumerate(letters[0]):
+        node = substituted(node, f"?{index}", ("s", letter))
+    return Named(gold.name, replace(other.value, node=node))
 
 
 def _cases(gold: Answer, other: Answer, rules: Rules) -> Verdict:
@@ -139,7 +167,7 @@ def _relations(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         return False
     if chain is other and symbols(plain.node) | symbols(last):
         return False
-    names = "*/" if chain is gold else "*/+-"
+    names = "*/" if chain is gold else "*/+-" if last != ("n", 0) else ""  # x + y = 0 is a line
     holds: list[Verdict] = [_only_names(side, names) or same(side, last, rules.work) for side in before]
     value = Value(last)
     return all_of([*holds, equal_values(value, plain, rules) if chain is gold else equal_values(plain, value, rules)])
@@ -188,7 +216,12 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if kinds == {"tuple", "set"} or ("tuple" in kinds and (gold.signs or other.signs)):
         return False  # the point (3, -3) for plus-minus 3
     ours, theirs = gold.items, _as_named(other.items, gold.items)
-    if "tuple" in kinds:
+    is_ordered = len(set(_labels(ours))) == len(ours) and not any(isinstance(item, Named) for item in theirs)
+    if is_ordered and sorted(_labels(ours)) == sorted(_labels(theirs)):
+        theirs = tuple(theirs[_labels(theirs).index(label)] for label in _labels(ours))
+    elif is_ordered and not isinstance(ours[0], Named):
+        is_ordered = False
+    if "tuple" in kinds or (is_ordered and kinds == {"list"}):
         if len(ours) != len(theirs):
             return False
         return all_of([equal(a, b, rules.item(i)) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))])
@@ -198,6 +231,19 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if len(ours) != len(theirs):
         return False
     return _matched(ours, theirs, lambda index, a, b: equal(a, b, rules.item(index)), ordered=len(rules.tolerances) > 1)
+
+
+def _labels(items: Sequence[Answer]) -> list[str]:
+    """What the items are called or counted in, where all of them are."""
+    labels = [
+        item.name.partition("_")[0]
+        if isinstance(item, Named)
+        else item.unit.words
+        if isinstance(item, Value) and item.unit
+        else ""
+        for item in items
+    ]
+    return labels if all(labels) else []
 
 
 def _as_named(items: tuple[Answer, ...], gold: tuple[Answer, ...]) -> tuple[Answer, ...]:
@@ -327,32 +373,36 @@ def _folded(text: str) -> str:
     if text in ("dne", "d n e"):
         return "doesnotexist"
     words = [word for word in text.replace("-", " ").split() if word not in _ARTICLES]
-    if _MONTHS & set(words):  # 12th of May
+    if MONTHS & set(words):  # 12th of May
         words = sorted(re.sub(r"(?<=\d)(?:st|nd|rd|th)$", "", word) for word in words if word not in ("of", "on"))
     return "".join(words)
 
 
 def _answers(gold: str, other: str) -> bool:
     """Whether a sentence states a short reference: yes or no as its first word, or what something is."""
-    words = other.split()
-    if gold in ("yes", "no", "true", "false"):
-        other_way = {"yes", "no", "true", "false", *(_NEGATIONS if gold in ("yes", "true") else ())}
-        return len(words) > 1 and words[0] == gold and not other_way & set(words[1:])
-    if len(gold.split()) > 3 or _NEGATIONS & set(words):
+    first, *words = other.split()
+    if gold in ("yes", "true"):
+        return first == gold and (DOUBTS | _CONDITIONS).isdisjoint(words)
+    if gold in ("no", "false"):  # which `no solution` and `no more than 5` are not
+        return first == gold and not DOUBTS.isdisjoint(words) and _CONDITIONS.isdisjoint(words)
+    if len(gold.split()) > 3 or not DOUBTS.isdisjoint(words):
         return False
-    _, found, said = re.sub(r"^(?:the|this|it|its|that)\b", "", other).partition(" is ")
-    return bool(found) and other.split()[0] in ("the", "this", "it", "that") and _folded(said) == _folded(gold)
+    _, found, said = f" {' '.join(words)}".partition(" is ")
+    return bool(found) and first in ("the", "this", "it", "that") and _folded(said) == _folded(gold)
+
+
+_CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
 
 
 def _clocks(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if isinstance(gold, Clock) and isinstance(other, Clock):
         bare = [clock for clock in (gold, other) if not clock.half]  # 4:30 and 16:30 are 4:30 p.m., and not each other
-        if gold.minute != other.minute or (len(bare) == 1 and bare[0].hour <= 12):
+        if gold.minute != other.minute or (len(bare) == 1 and 0 < bare[0].hour <= 12):
             return gold.minute == other.minute and (gold.hour - other.hour) % 12 == 0
         return gold.hour == other.hour
     clock, plain = (gold, other) if isinstance(gold, Clock) else (other, gold)
     assert isinstance(clock, Clock)
-    if isinstance(plain, Value) and clock is gold and clock.half and not clock.minute:
+    if isinstance(plain, Value) and plain.unit is None and clock is gold and clock.half and not clock.minute:
         return same(("n", Fraction((clock.hour - 1) % 12 + 1)), plain.node, rules.work)  # 9 for 9 p.m.
     if isinstance(plain, (Value, Ratio)) and not clock.half and clock.minute:
         ratio = Ratio((("n", Fraction(clock.hour)), ("n", Fraction(clock.minute))))
@@ -384,7 +434,6 @@ _BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], Verdict]], ...] = 
     (Cases, _cases),
     (Words, _words),
     (Clock, _clocks),
-    (Based, lambda gold, other, rules: False),
     (Ratio, _ratios),
     (Relation, _relations),
 )

@@ -16,10 +16,9 @@ import functools
 import itertools
 import math
 import os
-import random
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.rewards.math.answers import Node, contains, symbols
 from dppo_megatron.rewards.math.evaluate import (
@@ -37,6 +36,9 @@ from dppo_megatron.rewards.math.evaluate import (
     rational,
 )
 from dppo_megatron.rewards.math.steps import breaks, has_steps
+
+if TYPE_CHECKING:
+    from random import Random
 
 _SECRET = os.urandom(16)
 _WHOLE = frozenset("nmkljNMK")
@@ -85,10 +87,17 @@ def same(gold: Node, other: Node, work: WorkLimit | None = None) -> bool | None:
         return None
 
 
+def _drawn(purpose: str = "") -> Random:
+    """Numbers that nobody knows who does not know the secret, the same ones for the same purpose."""
+    from random import Random
+
+    return Random(_SECRET + purpose.encode())
+
+
 @functools.cache
 def _modulus() -> tuple[int, int]:
     """A secret prime with a root of -1, and that root."""
-    drawn = random.Random(_SECRET)
+    drawn = _drawn()
     while True:
         prime = (drawn.getrandbits(120) | 1 << 119) & ~3 | 1
         if all(pow(drawn.randrange(2, prime), prime - 1, prime) == 1 for _ in range(8)):  # Fermat's test
@@ -101,7 +110,7 @@ def _modulus() -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=1024)
 def _residue(name: str) -> int:
-    return random.Random(_SECRET + name.encode()).randrange(1, _modulus()[0])
+    return _drawn(name).randrange(1, _modulus()[0])
 
 
 def _same_residue(gold: Node, other: Node, work: WorkLimit) -> bool | None:
@@ -152,10 +161,10 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) 
     """By their values. With two variables or more below zero, roots and logarithms of products have other branches than
     products of roots; who writes them means positive numbers."""
     pair = ("+", gold, other)
-    drawn = random.Random(_SECRET + repr(names).encode())
+    drawn = _drawn(repr(names))
     has_roots = contains(pair, {"root", "log", "^", "f"}, _is_branched)
     outcomes = []
-    large = _largest(pair, work) if has_steps(pair) else Fraction(0)
+    large = (_largest(pair, work) or Fraction(1)) if has_steps(pair) else Fraction(0)
     anywhere = ((point, False) for point in _points(names, large, drawn))
     for point, is_step in itertools.chain(anywhere, _around_breaks(pair, names, large, drawn, work)):
         if has_roots and sum(value < 0 for value in point.values()) > 1:
@@ -183,7 +192,7 @@ def _is_branched(node: Node) -> bool:
     return node[0] == "log" or node[1] in ("ln", "arcsin", "arccos")
 
 
-def _points(names: Sequence[str], large: Fraction, drawn: random.Random) -> Iterator[dict[str, Fraction]]:
+def _points(names: Sequence[str], large: Fraction, drawn: Random) -> Iterator[dict[str, Fraction]]:
     """Some beyond the largest number; positive ones, then ones of which one, then all are negative, of growing size."""
     if large:  # there are steps: each variable beyond the largest number, then each of a size of its own
         for _ in range(8):
@@ -200,7 +209,7 @@ def _points(names: Sequence[str], large: Fraction, drawn: random.Random) -> Iter
 
 
 def _around_breaks(
-    pair: Node, names: Sequence[str], large: Fraction, drawn: random.Random, work: WorkLimit
+    pair: Node, names: Sequence[str], large: Fraction, drawn: Random, work: WorkLimit
 ) -> Iterator[tuple[dict[str, Fraction], bool]]:
     """Along each variable, with the others fixed three times, every step (True) and points beside it."""
     far = Fraction(1)  # the farthest step so far: others depend on it where one step is in another
@@ -213,11 +222,14 @@ def _around_breaks(
                 yield {**fixed, name: place}, is_step
 
 
-def _largest(node: Node, work: WorkLimit) -> Fraction:
-    """Number in the tree, carried out."""
-    if not symbols(node):
-        return abs(rational(node, None, work) or Fraction(1))
-    return max((_largest(part, work) for part in node[1:] if isinstance(part, tuple)), default=Fraction(1))
+def _largest(node: Node, work: WorkLimit) -> Fraction | None:
+    """Number beside a variable in the tree, carried out; None where there is no variable."""
+    if node[0] in "sn":
+        return Fraction(1) if node[0] == "s" else None
+    parts = [(part, _largest(part, work)) for part in node[1:] if isinstance(part, tuple)]
+    if all(largest is None for _, largest in parts):
+        return None
+    return max(abs(rational(part, None, work) or Fraction(1)) if large is None else large for part, large in parts)
 
 
 def _number_functions(node: Node) -> set[Node]:
@@ -226,19 +238,19 @@ def _number_functions(node: Node) -> set[Node]:
     return own.union(*(_number_functions(part) for part in node[1:] if isinstance(part, tuple)))
 
 
-def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: random.Random, work: WorkLimit) -> bool | None:
+def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: Random, work: WorkLimit) -> bool | None:
     """Equal for whole numbers: runs of small ones, large ones, and both sides of every step."""
     points = [dict.fromkeys(names, Fraction(both)) for both in range(1, 13)]
     bounds = (*(12,) * 12 * (len(names) - 1), 30, 90, 300, 1000, 10**6, 10**13, 10**20)
     points += [{name: Fraction(drawn.randrange(1, bound)) for name in names} for bound in bounds]
     points += [{name: Fraction(-drawn.randrange(1, bound)) for name in names} for bound in (30, 10**4, 10**9)]
     if periodic := _number_functions(gold) ^ _number_functions(other):  # gcd(n, 1009) - 1 is 0 at nearly every point
-        period = math.prod(_largest(node, work) for node in periodic)
+        period = math.prod(_largest(node, work) or Fraction(1) for node in periodic)
         if len(names) > 1 or period > _MAX_PERIOD:
             return None
         points += [{names[0]: Fraction(whole)} for whole in range(13, 2 * int(period) + 13)]
     pair = ("+", gold, other)
-    for point, _ in _around_breaks(pair, names, _largest(pair, work), drawn, work):
+    for point, _ in _around_breaks(pair, names, _largest(pair, work) or Fraction(1), drawn, work):
         points += [{name: Fraction(turn(value)) for name, value in point.items()} for turn in (math.floor, math.ceil)]
     outcomes = []
     for point in points:

@@ -12,6 +12,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from dppo_megatron.rewards.math.patterns import regex
+from dppo_megatron.rewards.math.units import DOUBTS
+
 MAX_ANSWER_CHARS = 4000
 """A final answer longer than this is not graded: nobody's reference is, and parsers are not linear."""
 
@@ -27,47 +30,51 @@ class Extraction(NamedTuple):
     """Why there is none."""
 
 
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
+_BOX = regex(r"\\(?:boxed|fbox)(?![A-Za-z])")
 # an odd number of backslashes escapes a brace; \\\\boxed is a mark too, as texts that were escaped twice have it
-_TOKEN = re.compile(r"(?<!\\)(?P<escapes>\\*+)(?:(?P<brace>[{}])|(?<=\\)(?:boxed|fbox)(?![A-Za-z])(?P<open>\s*\{)?)")
+_TOKEN = regex(r"(?<!\\)(?P<escapes>\\*+)(?:(?P<brace>[{}])|(?<=\\)(?:boxed|fbox)(?![A-Za-z])(?P<open>\s*\{)?)")
 # a box with braces two deep in it; the signs between braces are given up as one, so it is linear
-_PLAIN_BOX = re.compile(r"\\boxed\s*\{([^{}]*+(?:\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}[^{}]*+)*+)\}")
+_PLAIN_BOX = regex(r"\\boxed\s*\{([^{}]*+(?:\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}[^{}]*+)*+)\}")
 # `a = -\boxed{256}` says -256; a dash that begins a line of a list says nothing
-_MINUS = re.compile(r"(?:=|\$|\\\(|\\\[|\bis)[ ]*[-\u2212][ ]*\\*\Z")
-_ESCAPED_BRACE = re.compile(r"\\[{}]")
+_MINUS = regex(r"(?:=|\$|\\\(|\\\[|\bis)[ ]*[-\u2212][ ]*\\*\Z")
+_ESCAPED_BRACE = regex(r"\\[{}]")
 _MAX_BOXES = 2000
-_BARE = re.compile(r"\s+([A-Za-z]|-?\d[\d.,/]*)(?=[\s$.,;)\\]|$)|(-?\d+)(?=[\s$.,;)\\]|$)")
-_NOTHING_MORE = re.compile(r"[\s$.]*\Z")
-_CONNECTOR = re.compile(
+_BARE = regex(r"\s+([A-Za-z]|-?\d[\d.,/]*)(?=[\s$.,;)\\]|$)|(-?\d+)(?=[\s$.,;)\\]|$)")
+_NOTHING_MORE = regex(r"[\s$.]*\Z")
+_CONNECTOR = regex(
     r"(?:[a-z]+ )?(?:[,;.]|\\text\{\s*(?:and|or)\s*\}|and|or|[,;.]\s*(?:and|or))?"
     r"(?:\s*[A-Za-z](?:_\{?\w\}?)?\s*=)?|[^\w\\]*"
 )
-_FILLER = re.compile(r"\\(?:quad|qquad|[()\[\],;: ])|[\s$&]+")
-_HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
-_STATED = re.compile(
+_FILLER = regex(r"\\(?:quad|qquad|[()\[\],;: ])|[\s$&]+")
+_HASHES = regex(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
+_STATED = regex(
     r"(?:\b(?:answer|correct (?:option|choice))(?:\*\*)?(?: is\b\s*:?|\s*[:=])|^A:)(?:\*\*)?\s*",
     re.IGNORECASE | re.MULTILINE,
 )
-_STATED_TAIL = re.compile(r"[.\s$*]*(?:I hope it is correct|hope it is correct)?[.\s$*]*", re.IGNORECASE)
-_END_OF_TURN = re.compile(r"(?:\s*<\|\w{1,20}\|>\s*(?:user|assistant)?)+\s*\Z")
-_SAYS = re.compile(r"(?:The|There) (?:[^=]*[a-z}$]) (?:is|are) ([^=]{1,80})")
-_CONCLUSION = re.compile(
+_STATED_TAIL = regex(r"[.\s$*]*(?:I hope it is correct|hope it is correct)?[.\s$*]*", re.IGNORECASE)
+_END_OF_TURN = regex(r"(?:\s*<\|\w{1,20}\|>\s*(?:user|assistant)?)+\s*\Z")
+_SAYS = regex(r"(?:The|There) (?:[^=]*[a-z}$]) (?:is|are) ([^=]{1,80})")
+_CONCLUSION = regex(
     r"(?:\A|(?<=\s))(?:So|Thus|Hence|Therefore), the [^.?!\n]{1,150} (?:is|are|equals) "
     r"(\$[^$.=]{1,60}\$|-?\$?\d[\d,./]{0,20}(?:\.\d+)?)\s*\Z"
 )
-_SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
-_FULL_STOP = re.compile(r"(?:\.\s*(?:\$\$?|\\\]|\\\))?|\$\$?|\\\]|\\\))\s*\Z")
-_LAST_EQUATION = re.compile(r"(?<![<>!=:])=(?!=)\s*(?P<value>(?:[^=<>\n.]|\.(?!\s)){1,80})\Z")
-_PROSE = re.compile(r"(?<=[A-Za-z$])\s+(?:in|of|on|from|that|which)\s+[A-Za-z].*", re.DOTALL)
-_LAST_NAME = re.compile(r"(?<![\w^}])[A-Za-z](?=[\s$&]*\Z)")
-_WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-_SENTENCE_BEGIN = re.compile(r"(?<=[.?!])[\s$]+(?=[A-Z\\$])|\n\s*\n")
+_SENTENCE_END = regex(r"\.(?=\s|$)|\n")
+_FULL_STOP = regex(r"(?:\.\s*(?:\$\$?|\\\]|\\\))?|\$\$?|\\\]|\\\))\s*\Z")
+_LAST_EQUATION = regex(r"(?<![<>!=:])=(?!=)\s*(?P<value>(?:[^=<>\n.]|\.(?!\s)){1,80})\Z")
+_PROSE = regex(r"(?<=[A-Za-z$])\s+(?:in|of|on|from|that|which)\s+[A-Za-z].*", re.DOTALL)
+_LAST_NAME = regex(r"(?<![\w^}])[A-Za-z](?=[\s$&]*\Z)")
+_WORDS = regex(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_SENTENCE_BEGIN = regex(r"(?<=[.?!])[\s$]+(?=[A-Z\\$])|\n\s*\n")
 # a condition, a task or a doubt: the equation is then not what the text comes to
-_NOT_A_RESULT = re.compile(
+_NOT_A_RESULT = regex(
     r"\b(?:if|let|suppose|assume|assuming|given|where|when|whether|unless|until|for|find|solve|evaluate|compute"
     r"|calculate|determine|simplify|express|prove|show|what|how|such that|not|cannot|never|no|wrong|maybe|perhaps|guess"
-    r"|try|check|consider|need|want|would|could|should|might|may)\b|n't\b|\?|\\ne",
+    r"|try|check|consider|need|want|would|could|should|might|may|reject|exclude|contradicts?|except|without|claims?|asks?)"
+    r"\b|n't\b|\?|\\ne|(?:[A-Za-z,] |\$)\d+\s*\\?[a-z]\s*=[^=]*\Z|\d\s*,\s*[a-z]\s*=[^=]*\Z",
     re.IGNORECASE,
+)
+_DOUBTED = regex(
+    rf"\b(?:{'|'.join(sorted(DOUBTS))}|suppose|assume|doubt|nobody|possible)\b(?:[^.?!\n]|\.\d)*\Z", re.IGNORECASE
 )
 
 
@@ -211,6 +218,8 @@ def _stated(tail: str) -> Extraction | None:
         pass
     if last is None:
         return None
+    if _DOUBTED.search(tail, max(0, last.start() - 100), last.start()):
+        return Extraction((), "", "the stated answer is in doubt")
     rest = tail[last.end() :]
     opening = next((mark for mark in ("$$", "$", "\\(", "\\[") if rest.startswith(mark)), "")
     money = opening == "$" and re.match(r"\$-?[\d.,]+(?![^$\n]*\$)", rest)

@@ -14,19 +14,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Unreadable, Value, Words
+from dppo_megatron.rewards.math.clauses import without_clauses
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import Extraction, extract
 from dppo_megatron.rewards.math.numbers import is_decimal, read_number, significant_digits, with_digits
+from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.read import read_answer, read_decimal_comma
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, as_words, without_sentence
-from dppo_megatron.rewards.math.units import Unit, read_unit
+from dppo_megatron.rewards.math.units import DOUBTS, Unit, read_unit
 from dppo_megatron.rewards.math.values import Rules, Verdict
-from dppo_megatron.types import Grade
+
+if TYPE_CHECKING:
+    from dppo_megatron.types import Grade
 
 
 def grade_math(completion: str, answer: str, row: Mapping[str, Any]) -> Grade:
@@ -41,6 +45,8 @@ def grade_math_boxed(completion: str, answer: str, row: Mapping[str, Any]) -> Gr
 
 
 def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:
+    from dppo_megatron.types import Grade  # here: 15 ms of the grader's own import
+
     if not found.parts:
         return Grade(0.0, None, found.why, {"parsed_share": 0.0, "boxed_share": 0.0})
     boxed = 0.0 if found.mark in ("stated", "equation") else 1.0
@@ -88,8 +94,8 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, st
     if rules is None and (same_number := _same_number(reference, other)) is not None:
         return same_number, "number"
     gold, theirs, unread = _read_both(reference, other)
-    if isinstance(gold, Words) and (words := as_words(other, with_digits=bool(_has_digit(gold.text)))):
-        theirs = words  # `odd` without \\text reads as a product of letters
+    if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text reads as a product of letters
+        theirs = as_words(other, with_digits=bool(_DIGIT.search(gold.text))) or theirs
     if gold is None or isinstance(gold, Words):
         letter = _led_letter(reference)
         if letter and _same_choices(letter, other, str(row.get("problem", ""))):
@@ -98,6 +104,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, st
         if rules is None:
             digits = significant_digits(other) if is_decimal(other) else 0
             rules = Rules(decimals=_may_be_rounded(reference), their_digits=digits)
+        rules = replace(rules, context=f"{row.get('problem', '')} {reference}".lower())
         verdict = _judge(_in_currency(gold, answer), _in_currency(theirs, text), rules, row)
         if verdict is not None:
             return verdict, _kind(gold)
@@ -127,6 +134,7 @@ def _same_number(reference: str, other: str) -> bool | None:
 def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None, str]:
     """The reference, the answer, and why the answer could not be read. A comma is a separator where the other of the
     two is a row."""
+    other, reference = without_clauses(other, reference), without_clauses(reference)
     gold, theirs, unread = _read(reference), None, ""
     try:
         theirs = read_answer(with_digits(other))
@@ -149,7 +157,7 @@ def _respelled(text: str, answer: Answer, count: int) -> Answer:
     if count == 1 and isinstance(answer, AnswerList) and answer.kind != "list":
         return answer
     for spelled in (text.replace(",", ", "), _GROUPED.sub(lambda number: number.group().replace(",", ""), text)):
-        read = _read(spelled) if "," in text else None
+        read = _read(spelled) if _GROUPED.search(text) else None
         if read is not None and _count(read) == count:
             return read
     if isinstance(answer, AnswerList) and count == 1 and len(answer.items) == 2 and "\\ne" in text:
@@ -168,18 +176,17 @@ def _unjudged(other: str, gold: Answer | None, theirs: Answer | None, unread: st
     return None, "the reference is not understood" if gold is None else "neither equal nor different for certain"
 
 
-_UNDONE = re.compile(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
+_UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 
 
-_has_digit = re.compile(r"\d").search
-_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
+_DIGIT = regex(r"\d")
+_GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
 _CURRENCIES = {
-    "dollars": re.compile(r"\\\$|\\(?:text)?dollar|\A\$(?=[\d.,]+\Z)|\bUSD\b|\bdollars?\b"),
-    "euros": re.compile(r"€|\\euro|\bEUR\b|\beuros?\b"),
-    "gbp": re.compile(r"£|\\pounds|\bGBP\b"),
-    "yen": re.compile(r"¥|\byen\b|\bJPY\b"),
+    "dollars": regex(r"\\\$|\\(?:text)?dollar|\A\$(?=[\d.,]+\Z)|\bUSD\b|\bdollars?\b"),
+    "euros": regex(r"€|\\euro|\bEUR\b|\beuros?\b"),
+    "gbp": regex(r"£|\\pounds|\bGBP\b"),
+    "yen": regex(r"¥|\byen\b|\bJPY\b"),
 }
-_MONEY = {name: read_unit(name) for name in _CURRENCIES}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,7 +200,7 @@ def _in_currency(answer: Answer, text: str) -> Answer:
     """With the sign that `clean` leaves out: $75 is not 75 cents."""
     if not isinstance(answer, Value) or answer.unit or not (currency := _currency(text)):
         return answer
-    return replace(answer, unit=_MONEY[currency])
+    return replace(answer, unit=read_unit(currency))
 
 
 def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> Verdict:
@@ -209,7 +216,7 @@ def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) ->
 
 _OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
 _OPPOSITES += ",rational irrational,acute obtuse right"
-_WHO = re.compile(r"\b(?:who|whom|whose|which)\b", re.IGNORECASE)
+_WHO = regex(r"\b(?:who|whom|whose|which)\b", re.IGNORECASE)
 _NEUTRAL = {"the", "a", "an", "any", "all", "only"}
 
 
@@ -218,11 +225,11 @@ def _states(gold: str, other: str, problem: str) -> bool:
     the other, or, for a question of who or which, the word that it begins with.
 
     Example:
-        >>> _states("the function is odd", "odd", ""), _states("ann serves first", "ann", "Who serves first?")
+        >>> _states("the function is odd", "odd", ""), _states("ann will serve first", "ann", "Who serves first?")
         (True, True)
     """
     words = gold.split()
-    if len(words) < 3 or {"not", "neither", "nor", "never"} & set(words):
+    if len(words) < 3 or not DOUBTS.isdisjoint(words):
         return False
     for group in _OPPOSITES.split(","):
         if other in group.split():
@@ -231,11 +238,11 @@ def _states(gold: str, other: str, problem: str) -> bool:
     return bool(_WHO.search(problem)) and len(words) >= 4 and content[:1] == [other]
 
 
-_CHOICE = re.compile(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
-_CHOICE_WITH_VALUE = re.compile(
+_CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
+_CHOICE_WITH_VALUE = regex(
     r"\(?([A-J])\s*(?:\)\s*(?:[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*\d)(?!.*\([A-J]\)).*"
 )
-_BETWEEN_CHOICES = re.compile(r"\band\b|[,;&]")
+_BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
 
 
 def _same_choices(reference: str, other: str, problem: str) -> bool | None:
@@ -297,7 +304,7 @@ def _may_be_rounded(reference: str) -> int:
     return len(match[2]) if match and len((match[1] + match[2]).lstrip("0")) >= 3 else 0
 
 
-_DECIMAL = re.compile(r"-?(\d*)\.(\d+)(?:\s*[%\\A-Za-z].*)?", re.ASCII)
+_DECIMAL = regex(r"-?(\d*)\.(\d+)(?:\s*[%\\A-Za-z].*)?", re.ASCII)
 
 
 def _kind(gold: Answer) -> str:
@@ -318,7 +325,7 @@ def _reference(answer: str) -> str:
     return clean(", ".join(parts) or answer)
 
 
-_STATED_REFERENCE = re.compile(r"[Ff]inal answer is \$([^$]+)\$")
+_STATED_REFERENCE = regex(r"[Ff]inal answer is \$([^$]+)\$")
 
 
 @functools.lru_cache(maxsize=4096)

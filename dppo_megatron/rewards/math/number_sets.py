@@ -104,7 +104,9 @@ def as_spans(answer: Answer | None) -> Intervals | None:
     if answer.kind == "set" and any(isinstance(item, AnswerList) for item in answer.items):
         return None  # points of the plane, say
     parts = [as_spans(item) for item in answer.items]
-    return Intervals(tuple(piece for part in parts if part for piece in part.pieces)) if None not in parts else None
+    if None in parts or len({part.name for part in parts if part and part.name}) > 1:
+        return None
+    return Intervals(tuple(piece for part in parts if part for piece in part.pieces))
 
 
 def normal(spans: Intervals) -> Intervals:

@@ -10,23 +10,23 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
+from dppo_megatron.rewards.math.patterns import regex
+
 MAX_DIGITS = 2000
 """Longer literals are not read as numbers (int() of a long text takes quadratic time)."""
 MAX_EXPONENT = 5000
 """Of scientific notation; 1e999999999 would fill the memory."""
 
-_PLAIN = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|[+-]?\.\d+", re.ASCII)
-_SLASHED = re.compile(r"([+-]?\d+)\s*/\s*(-?\d+)", re.ASCII)
-_FRAC = re.compile(r"([+-]?)\s*\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}", re.ASCII)
-_POWER_OF_TEN = re.compile(
-    r"([+-]?(?:\d++\.?\d*+|\.\d++))\s*(?:\*|x)\s*10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))", re.ASCII
-)
-_E_NOTATION = re.compile(r"([+-]?(?:\d++\.?\d*+|\.\d++))[eE]([+-]?\d+)", re.ASCII)
-_POINTED = re.compile(r"[+-]?[\d,]*\.\d+", re.ASCII)
-_GROUPED = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
-_DOTTED = re.compile(r"[+-]?[1-9]\d{0,2}(?:(?:\.\d{3}){2,}|(?:\.\d{3})+,\d+)", re.ASCII)
-_ENDLESS = re.compile(r"([+-]?\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,6}?)\3+)\s*\\ldots", re.ASCII)
-REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}", re.ASCII)
+_PLAIN = regex(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|[+-]?\.\d+", re.ASCII)
+_SLASHED = regex(r"([+-]?\d+)\s*/\s*(-?\d+)", re.ASCII)
+_FRAC = regex(r"([+-]?)\s*\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}", re.ASCII)
+_POWER_OF_TEN = regex(r"([+-]?(?:\d++\.?\d*+|\.\d++))\s*(?:\*|x)\s*10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))", re.ASCII)
+_E_NOTATION = regex(r"([+-]?(?:\d++\.?\d*+|\.\d++))[eE]([+-]?\d+)", re.ASCII)
+_POINTED = regex(r"[+-]?[\d,]*\.\d+", re.ASCII)
+_GROUPED = regex(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
+_DOTTED = regex(r"[+-]?[1-9]\d{0,2}(?:(?:\.\d{3}){2,}|(?:\.\d{3})+,\d+)", re.ASCII)
+_ENDLESS = regex(r"([+-]?\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,6}?)\3+)\s*\\ldots", re.ASCII)
+REPEATING = regex(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}", re.ASCII)
 """0.1\\overline{6}, without a sign."""
 
 
@@ -45,11 +45,11 @@ NUMBER_WORDS = frozenset({*_SMALL, *MULTIPLIERS, *_DENOMINATORS})
 _SIGNS = ("minus", "negative")
 
 _WORD = "|".join(sorted({*_SMALL, *_SCALES, "hundred", "and", "an", "a", *(f"{p}s?" for p in _DENOMINATORS)}, key=len))
-_RUN = re.compile(
+_RUN = regex(
     rf"(?<![\w\\-])(?:(?:{'|'.join(_SIGNS)})[ ]+)?(?:{_WORD})(?:(?:-|[ ]+)(?:{_WORD}))*(?![\w-])", re.IGNORECASE
 )
-_GOES_ON = re.compile(r"\s*[\[(\\^_\d]|\s+(?:first|second)\b", re.IGNORECASE)
-_ANY = re.compile("|".join((*_SMALL, "half", "hundred", "thousand", "million", "dozen", "quarter")), re.IGNORECASE)
+_GOES_ON = regex(r"\s*[\[(\\^_\d]|\s+(?:first|second)\b", re.IGNORECASE)
+_ANY = regex("|".join((*_SMALL, "half", "hundred", "thousand", "million", "dozen", "quarter")), re.IGNORECASE)
 
 
 def read_number(text: str) -> Fraction | None:
@@ -76,7 +76,7 @@ def read_number(text: str) -> Fraction | None:
         return _decimal(text.replace(" ", ""))
     if _DOTTED.fullmatch(text):  # 1.234.567 and 1.234,50
         return _decimal(text.replace(".", "").replace(",", "."))
-    if match := _ENDLESS.fullmatch(text):
+    if text.endswith("\\ldots") and len(text) < 100 and (match := _ENDLESS.fullmatch(text)):  # quadratic
         text = f"{match[1]}\\overline{{{match[2] or match[3]}}}"
     if match := REPEATING.fullmatch(text[1:] if text[0] in "+-" else text):
         return -repeating(match) if text[0] == "-" else repeating(match)

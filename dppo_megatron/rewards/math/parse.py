@@ -11,6 +11,7 @@ from fractions import Fraction
 from dppo_megatron.rewards.math.answers import Node, Unreadable
 from dppo_megatron.rewards.math.clean import closing
 from dppo_megatron.rewards.math.numbers import MAX_DIGITS, MAX_EXPONENT, REPEATING, repeating
+from dppo_megatron.rewards.math.patterns import regex
 
 MAX_CHARS = 1500
 _MAX_DEPTH = 40
@@ -25,19 +26,18 @@ _NAME_WORDS = (
 )
 _NAMES = frozenset(_NAME_WORDS.split())
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
-_NUMBER = re.compile(
-    r"(\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d+)(?![A-Za-z]))?", re.ASCII
-)
-_COMMAND = re.compile(r"\\([A-Za-z]+)")
-_TOKEN = re.compile(r"\\?[A-Za-z]+|\d")
-_LETTERS = re.compile(r"[A-Za-z]+")
-_MIXED = re.compile(r"\s*\\frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)", re.ASCII)
-_MIXED_SLASHED = re.compile(r"\s+(\d+)\s*/\s*(\d+)", re.ASCII)
-_PRIMES = re.compile(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
-_CHOICES = re.compile(r"C\s*\(([^(),]{1,60}),([^(),]{1,60})\)")
-_BRACKETED = re.compile(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a bracket has closed, and it is no choice letter's; 2!3!, 2^{3}3
+_NUMBER = regex(r"(\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d+)(?![A-Za-z]))?", re.ASCII)
+_COMMAND = regex(r"\\([A-Za-z]+)")
+_TOKEN = regex(r"\\?[A-Za-z]+|\d")
+_LETTERS = regex(r"[A-Za-z]+")
+_MIXED = regex(r"\s*\\frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)", re.ASCII)
+_MIXED_SLASHED = regex(r"\s+(\d+)\s*/\s*(\d+)", re.ASCII)
+_PRIMES = regex(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
+_CHOICES = regex(r"C\s*\(([^(),]{1,60}),([^(),]{1,60})\)")
+_BRACKETED = regex(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a bracket has closed, and it is no choice letter's; 2!3!, 2^{3}3
+_AT_A_NUMBER = regex(r"\((-?\d+)\)")
 _SEVERAL = frozenset(["max", "min", "gcd", "lcm"])
-_INDEX = re.compile(r"\s*\{\s*([A-Za-z])\s*=")
+_INDEX = regex(r"\s*\{\s*([A-Za-z])\s*=")
 _DECORATED = frozenset(["overline", "dot", "ddot", "angle", "triangle"])
 
 
@@ -174,6 +174,8 @@ class _Reader:
             if len(match.group()) > MAX_DIGITS:
                 raise Unreadable("too many digits")
             self.position = match.end()
+            if self._peek().isdigit():
+                raise Unreadable("digits behind repeating ones")
             return ("n", repeating(match))
         match = _NUMBER.match(self.text, self.position)
         if match is None or len(match.group()) > MAX_DIGITS:
@@ -330,6 +332,9 @@ class _Reader:
             self.position = choices.end()
             return ("binom", above, below)
         self.position += 1
+        if word not in "ei" and (at := _AT_A_NUMBER.match(self.text, self.position)):  # a function's value, no product
+            self.position = at.end()
+            return ("s", f"{word}({at[1]})")
         return _letter(word[0], self._name(word[0]))
 
     def _name(self, name: str) -> str:

@@ -30,41 +30,33 @@ from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
 from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
 from dppo_megatron.rewards.math.parse import parse
+from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.units import Unit, is_glued, read_compound, read_unit
 
 _MAX_ITEMS = 100
-_SEPARATOR = re.compile(
+_SEPARATOR = regex(
     r"\s*[,;]\s*(?:\\text\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))?|\s+(?:and|or)\s+|(?<=[)\]])(?:and|or)(?=[(\[])"
     r"|\s*\\text\{\s*,?\s*(?:and|or)\s*\}\s*|\s*\\(?:lor|vee)(?![A-Za-z])\s*"
 )
-_ANY_OR = re.compile(r"\bor\b|\\(?:lor|vee)(?![A-Za-z])")
-_ANY_AND = re.compile(r"\band\b|\\(?:land|wedge)(?![A-Za-z])")
-_RELATION = re.compile(r"\\(?:le|ge|ne|approx|in|to|equiv|sim|simeq|Rightarrow|implies|subset)(?![A-Za-z])|[<>=]")
-_UNION = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*U\s*(?=[(\[])")
-_COMMA = re.compile(r"[,;]")
-_BAR = re.compile(r"\||:")
-_UNIT_TAIL = re.compile(
+_ANY_OR = regex(r"\bor\b|\\(?:lor|vee)(?![A-Za-z])")
+_ANY_AND = regex(r"\band\b|\\(?:land|wedge)(?![A-Za-z])")
+_RELATION = regex(r"\\(?:le|ge|ne|approx|in|to|equiv|sim|simeq|Rightarrow|implies|subset)(?![A-Za-z])|[<>=]")
+_UNION = regex(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*U\s*(?=[(\[])")
+_COMMA = regex(r"[,;]")
+_BAR = regex(r"\||:")
+_UNIT_TAIL = regex(
     r"(?<![\s{(^_])\s*(?P<unit>(?:\\text\{[^{}]*\}|/)(?:\\text\{[^{}]*\}|[\s/*]|/\s*[a-z](?![A-Za-z])|\^\s*\{?\s*-?\d\s*\}?)*)$"
 )
-_PERCENT_TAIL = re.compile(
+_PERCENT_TAIL = regex(
     r"\s*(?:%|\\text\{\s*(?:%|percent|per cent|pct)\s*\}|(?<=[\d)}\s])(?:percent|per cent|pct))\s*$", re.IGNORECASE
 )
-_WORD_TAIL = re.compile(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
-_GLUED_TAIL = re.compile(r"(?<=[\d}])(?P<unit>[A-Za-z]+(?:\^\s*\{?\s*[23]\s*\}?)?)$")
-# what stands behind an answer and says only what its letters are; up to the next answer of a list
-_CLAUSE = re.compile(
-    r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some)\b|\\forall(?![A-Za-z])"
-    r"|\b(?:where|with|for)\b(?=[\s}$]*[A-Za-z][\s$]*(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?is (?:an?|any) ))"
-    r"|(?<=,)\s*[a-zA-Z]\s*\\in\s*\\mathbb\{?\s*[ZNRQ]\s*\}?\s*(?=\)|\Z))"
-    r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;|,\s*-?[\d.]+\s*\Z).)*",
-    re.DOTALL,
-)
-_LABEL = re.compile(r"\s*(?:\\text\{\s*)?([A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)", re.DOTALL)
-_FRENCH = re.compile(
-    r"(?P<lead>\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)(?P<body>\s*[\[\]][^\[\]()]{1,200}[\[\]])"
-)
-_MAPPED = re.compile(
+_WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
+_GLUED_TAIL = regex(r"(?<=[\d}])(?P<unit>[A-Za-z]+(?:\^\s*\{?\s*[23]\s*\}?)?)$")
+_LABEL = regex(r"\s*(?:\\text\{\s*)?([A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)", re.DOTALL)
+_CAPITALS = regex("[A-Z]{3,}")
+_FRENCH = regex(r"(?P<lead>\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)(?P<body>\s*[\[\]][^\[\]()]{1,200}[\[\]])")
+_MAPPED = regex(
     r"(?:[A-Za-z]\s*:\s*)?(?:[^:\n]{1,80}?\\(?:to|rightarrow)(?![A-Za-z])[^:\n]{1,80}?[,;:]?\s*)?"
     r"(?P<name>[a-z])\s*\\mapsto(?![A-Za-z])(?P<value>.+)",
     re.DOTALL,
@@ -92,8 +84,6 @@ def read_answer(text: str, *, depth: int = 0) -> Answer:
         return read_answer(text[len("\\approx") :], depth=depth + 1)
     if value is not None:
         return Value(("n", value))
-    if "for" in text or "\\in" in text or "wh" in text or "with" in text:
-        text = _CLAUSE.sub("", text).strip() or text
     if text[0] == "(" and "^" in text:
         text = re.sub(r"\)\s*\^\s*\{?\s*T\s*\}?\Z", ")", text)  # a column
     if "\\begin{cases}" in text and (pieces := _cases(text, depth)):
@@ -114,7 +104,9 @@ def read_answer(text: str, *, depth: int = 0) -> Answer:
 
 
 def _read_text(text: str, depth: int) -> Answer | None:
-    """What \\text{...} holds: words, or an answer that was written as text."""
+    """What \\text{...} holds: words, or an answer that was written as text; capital letters, whose order counts."""
+    if _CAPITALS.fullmatch(text):
+        return Words(text.lower())
     match = WRAPPED_TEXT.fullmatch(text)
     if match is None or not match[1].strip():
         return None
@@ -166,12 +158,10 @@ def _item(text: str, depth: int) -> Answer:
     return read_answer(text, depth=depth + 1)
 
 
-_CASES = re.compile(
-    r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?P<rows>.*)\\end\{cases\}", re.DOTALL
-)
-_CONDITION = re.compile(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
+_CASES = regex(r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?P<rows>.*)\\end\{cases\}", re.DOTALL)
+_CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
 _OTHERWISE = Words("otherwise")
-_IF = re.compile(r"\A[\s&]*(?:\\text\{\s*)?(?:if|for|when|where|\s)*\}?\s*")
+_IF = regex(r"\A[\s&]*(?:\\text\{\s*)?(?:if|for|when|where|\s)*\}?\s*")
 
 
 def _cases(text: str, depth: int) -> Answer | None:
@@ -218,6 +208,7 @@ def _read_relation(text: str, depth: int) -> Answer | None:
         return read_answer(sides[1], depth=depth + 1)
     if ops == ["\\in"]:
         found = read_answer(sides[1], depth=depth + 1)
+        parse(sides[0])  # x \\not is no name
         name = re.sub(r"\s", "", sides[0])
         if isinstance(found, AnswerList) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:
             found = _union([found])  # x in (1, 2)
@@ -229,7 +220,7 @@ def _read_relation(text: str, depth: int) -> Answer | None:
     return read_inequality(sides, ops)
 
 
-_NAME = re.compile(
+_NAME = regex(
     r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\||\([A-Za-z](?:\([a-z]\))?(?:\s*,\s*[A-Za-z](?:_\{?\w\}?)?(?:\([a-z]\))?)*\)"
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
     r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
@@ -237,18 +228,18 @@ _NAME = re.compile(
 )
 
 
-_OVER = re.compile(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
+_OVER = regex(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
 
 
-_TO = re.compile(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
-_TERM = re.compile(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
+_TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
+_TERM = regex(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
 
 
 def _ratio(text: str) -> Answer | None:
     """`3 : 2` of any expressions, `3 to 2` of numbers and letters only."""
     parts = _TO.split(text)
     if len(parts) == 1 or not all(_TERM.fullmatch(part) for part in parts):
-        parts = split_top(text, re.compile(r"\s*:\s*"))
+        parts = split_top(text, regex(r"\s*:\s*"))
     if len(parts) == 1 or text.startswith("\\{"):
         return None
     return Ratio(tuple(parse(part) for part in parts))
@@ -263,7 +254,11 @@ def _equation(sides: list[str], depth: int) -> Answer:
             left = parse(sides[0])
         except Unreadable:
             left = None
-        return Named(name, read_answer(sides[-1], depth=depth + 1), left)
+        value = read_answer(sides[-1], depth=depth + 1)
+        index = re.fullmatch("([A-Za-z])_([a-z])", name)
+        if index and isinstance(value, Value) and index[2] in symbols(value.node):  # a sequence
+            name = f"{index[1]}({index[2]})"
+        return Named(name, value, left)
     if len(sides) == 2 and re.fullmatch(r"[a-zA-Z]", sides[1]) and sides[1] not in symbols(parse(sides[0])):
         return _equation(sides[::-1], depth)  # 5 = x
     if len(sides) > 2 and _NAME.fullmatch(sides[0]):

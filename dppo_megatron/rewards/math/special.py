@@ -8,7 +8,6 @@ from fractions import Fraction
 from dppo_megatron.rewards.math.answers import (
     INFINITY,
     Answer,
-    Based,
     Clock,
     Congruence,
     Grid,
@@ -21,24 +20,24 @@ from dppo_megatron.rewards.math.answers import (
 from dppo_megatron.rewards.math.number_sets import half_line
 from dppo_megatron.rewards.math.numbers import read_number_words
 from dppo_megatron.rewards.math.parse import parse
+from dppo_megatron.rewards.math.patterns import regex
+from dppo_megatron.rewards.math.units import DOUBTS
 
-WRAPPED_TEXT = re.compile(r"\\text\{([^{}]*)\}")
-_CLOCK = re.compile(
-    r"(\d{1,2})(?::(\d\d))?\s*(?:\\text\{)?\s*([AaPp])\.?\s*[Mm]\.?\s*\}?|(\d{1,2}):(\d\d)|(\d{1,2}) o'?clock"
+WRAPPED_TEXT = regex(r"\\text\{([^{}]*)\}")
+_CLOCK = regex(
+    r"(\d{1,2})(?::(\d\d))?\s*(?:\\text\{)?\s*([AaPp])\.?\s*[Mm]\.?\s*\}?|(\d{1,2}):(\d\d)|(\d{1,2}) +o'?clock"
 )
-_BASED = re.compile(
+_BASED = regex(
     r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
 )
-_BASED_WORDS = re.compile(r"([0-9A-Fa-f]+)\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\}?\s*(\d+|[a-z]+)\)?\}?")
-_ENVIRONMENT = re.compile(
-    r"\\begin\s*\{([pbB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL
-)
-_LEAD = re.compile(
+_BASED_WORDS = regex(r"([0-9A-Fa-f]+)\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\}?\s*(\d+|[a-z]+)\)?\}?")
+_ENVIRONMENT = regex(r"\\begin\s*\{([pbB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL)
+_LEAD = regex(
     r"(?:so|thus|hence|therefore)?,?\s*(?:the\s+)?(?:final\s+)?(?:correct\s+)?(?:answer|solution|result)s?(?![A-Za-z])"
     r"(?:\s+set)?\s*(?:is|are|:|=)?\s*:?\s*",
     re.IGNORECASE,
 )
-_SENTENCE = re.compile(
+_SENTENCE = regex(
     r"(?:\\text\{)?[A-Z][A-Za-z ,'-]+(?:\b(?:is|are|equals)|:)"
     r"(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
@@ -48,8 +47,8 @@ _EMPTY = frozenset(
 _EVERYTHING = frozenset(
     ["\\mathbb{r}", "all real numbers", "all reals", "all real", "the real numbers", "the set of all real numbers"]
 )
-_HALF_LINE = re.compile(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
-_CONGRUENCE = re.compile(
+_HALF_LINE = regex(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
+_CONGRUENCE = regex(
     r"(?:[a-zA-Z]\s*(?:\\equiv|=)\s*)?(-?\s*\d{1,9})\s*"
     r"(?:\\pmod\s*\{?\s*(\d{1,9})\s*\}?|\(?\s*\\?(?:text\{\s*)?b?mod\s*\}?\s*\{?\s*(\d{1,9})\s*\}?\s*\)?)"
 )
@@ -90,11 +89,14 @@ def read_special(text: str, depth: int) -> Answer | None:
 
 def without_sentence(text: str) -> str:
     """What `the solution is ...` or `The largest n is ...` says."""
+    wrapped = WRAPPED_TEXT.fullmatch(text)
+    if wrapped and (inner := without_sentence(wrapped[1])) != wrapped[1]:
+        return inner
     if (lead := _LEAD.match(text)) and lead.end() < len(text):
         text = text[lead.end() :].strip()
     says = text.count(":") < 2 and any(sign in text for sign in (" is ", " are ", " is}", " are}", ": "))
     match = _SENTENCE.fullmatch(text) if says else None
-    if match and re.search(r"[\d\\]", match["rest"]):
+    if match and re.search(r"[\d\\]", match["rest"]) and DOUBTS.isdisjoint(re.findall("[a-z]+", match[0].lower())):
         return match["rest"].strip()
     return text
 
@@ -117,15 +119,16 @@ def plain_words(text: str) -> str:
     if len(text) > 600:
         return ""
     text = WRAPPED_TEXT.sub(r"\1", text) if "text" in text else text
-    return " ".join(re.sub(r"[.,;:!?\"'`“”]", " ", text).lower().split())
+    return " ".join(re.sub(r"[.,;:!\"'`“”]", " ", text).lower().split())
 
 
 def _based(digits: str, base: int) -> Answer:
-    """Another base is another answer: a question that asks for a conversion would else be answered by itself."""
+    """Digits without zeros at the ends. Another base is another answer, even of one value: a question that asks for a
+    conversion would else be answered by itself."""
     if base == 10:
         return Value(("n", Fraction(digits)))
     whole, point, rest = digits.lstrip("-").lstrip("0").partition(".")
-    return Based("-" * digits.startswith("-") + whole + (point + rest).rstrip("0").rstrip("."), base)
+    return Words(f"{'-' * digits.startswith('-')}{whole}{(point + rest).rstrip('0').rstrip('.')}_{base}")
 
 
 def read_clock(match: re.Match[str]) -> Clock | None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from dppo_megatron.rewards.math.answers import Node, symbols
 from dppo_megatron.rewards.math.evaluate import Point, WorkLimit, approximate
+
+if TYPE_CHECKING:
+    from random import Random
 
 _MAX_DEGREE = 8
 _MAX_PLACES = 40
@@ -23,9 +26,7 @@ Polynomial = list[Fraction]
 _Quotient = tuple[Polynomial, Polynomial]
 
 
-def breaks(
-    node: Node, name: str, fixed: Point, drawn: random.Random, work: WorkLimit
-) -> Iterator[tuple[Fraction, bool]]:
+def breaks(node: Node, name: str, fixed: Point, drawn: Random, work: WorkLimit) -> Iterator[tuple[Fraction, bool]]:
     """Each step of the tree along `name` (True), and points (False) between two neighbours and beyond the outermost,
     where the other variables are `fixed`."""
     places: set[Fraction] = set()
@@ -72,9 +73,7 @@ def _steps(node: Node) -> Iterator[tuple[Node, bool]]:
             yield from _steps(part)
 
 
-def _zeros(
-    inside: Node, name: str, fixed: Point, is_stair: bool, drawn: random.Random, work: WorkLimit
-) -> list[Fraction]:
+def _zeros(inside: Node, name: str, fixed: Point, is_stair: bool, drawn: Random, work: WorkLimit) -> list[Fraction]:
     targets = [Fraction(0)]
     if is_stair:
         there = approximate(inside, {**fixed, name: Fraction(drawn.randrange(1, 10**6), 7)}, work)
@@ -100,13 +99,13 @@ def _quotients(node: Node, name: str, fixed: Point, work: WorkLimit) -> list[_Qu
     """The quotients of polynomials of the variable that the tree is made of, one in each of its pieces."""
     work.spend(3)
     kind, one = node[0], [Fraction(1)]
-    if name not in symbols(node):
-        value = approximate(node, fixed, work)
+    if kind not in ("+", "-", "*", "/", "s") and name not in symbols(node):
+        value = node[1] if kind == "n" else approximate(node, fixed, work)
         if value is None:
             raise _NoPolynomial
         return [([value], one)]
     if kind == "s":
-        return [([Fraction(0), Fraction(1)], one)]
+        return [([Fraction(0), Fraction(1)] if node[1] == name else [fixed[node[1]]], one)]
     if node[:2] in _STAIRS:
         return _quotients(node[2], name, fixed, work)  # less than 1 off
     if node[:2] in (("of", "max"), ("of", "min")):

@@ -7,14 +7,17 @@ change the number (`3 million`, `3 at most`). Digits stand in units as exponents
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.numbers import NUMBER_WORDS
+from dppo_megatron.rewards.math.patterns import regex
 
 # what is measured, the factor to its base unit, and names; those of four letters or more also with an s
 _TABLE = """
+unit 1 unit un u
 length 1 m meter metre
 length 1000 km kilometer kilometre
 length 1/100 cm centimeter centimetre
@@ -57,25 +60,38 @@ percent 1 % pct percent
 angle 1 deg degree
 radians 1 rad radian
 """
-_KNOWN = {
-    name: (row.split()[0], Fraction(row.split()[1])) for row in _TABLE.split("\n")[1:-1] for name in row.split()[2:]
-}
-_KNOWN |= {f"{name}s": known for name, known in _KNOWN.items() if len(name) > 3}
-_SAID = (
-    "or not no and than more less least most about approximately around if when where minus plus times over half third"
-    " divided by quarter to from up under above below between but maybe perhaps either neither almost nearly roughly"
-    " except greater fewer without mod modulo base th st nd rd is are was equals equal for all any some every other"
-    " never false wrong true hope correct answer i only log sin cos tan ln sqrt pi undefined infinity infinite squared"
-    " cubed factorial inverse negative opposite point double twice triple k max min upwards onwards nope off mille ish"
-    " permille ppm ppb bps basis remainder debt choose tau"
+
+
+@functools.cache  # fifty fractions, which the import need not wait for
+def _table() -> dict[str, tuple[str, Fraction]]:
+    rows = [row.split() for row in _TABLE.split("\n")[1:-1]]
+    known = {name: (dimension, Fraction(factor)) for dimension, factor, *names in rows for name in names}
+    return known | {f"{name}s": unit for name, unit in known.items() if len(name) > 3}
+
+
+_DOUBTFUL = (
+    "not no non nor never neither none nope cannot wrong incorrect error false invalid fails failing excluded excluding"
+    " except rejected extraneous impossible nonexistent guess guessed maybe perhaps possibly probably likely unsure"
+    " hopefully if unless hope alternatively versus vs instead"
 )
-_CHANGES_MEANING = frozenset(_SAID.split())
+DOUBTS = frozenset(_DOUBTFUL.split())
+"""Words that take back what stands beside them, or make it a condition."""
+_SAID = (
+    "or and than more less least most about approximately around when where minus plus times over half third"
+    " divided by quarter to from up under above below between but either almost nearly roughly greater fewer"
+    " without mod modulo base th st nd rd is are was equals equal for all any some every other true correct answer"
+    " i only log sin cos tan ln sqrt pi undefined infinity infinite squared cubed factorial inverse negative"
+    " opposite point double twice triple k max min minimum maximum upwards onwards off mille ish permille ppm ppb"
+    " bps basis remainder debt choose tau powers short too few many noon out bn mil thou mio grand top odd low"
+)
+_MONTHS = "january february march april may june july august september october november december"
+MONTHS = frozenset(_MONTHS.split())
+_CHANGES_MEANING = DOUBTS | MONTHS | frozenset(_SAID.split())
 _SIZES = "lakh crore score gross myriad kilo mega giga milli micro nano"
 _NUMBERS = NUMBER_WORDS | frozenset(_SIZES.split())
 _EXPONENT = r"(?:\s*\^\s*-?\s*\d(?!\d))?"
-_WORDS = re.compile(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
-_UNITS = re.compile(rf"(?:(?:square|cubic|sq\.?) )?(?:units?|un?)(?: squared| cubed|{_EXPONENT})")
-_INVERSE = re.compile(r"\s+([a-z]+)\s*\^\s*-\s*1\b")  # m s^-1
+_WORDS = regex(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
+_INVERSE = regex(r"\s+([a-z]+)\s*\^\s*-\s*1\b")  # m s^-1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +101,8 @@ class Unit:
     words: str
     dimension: str = ""
     factor: Fraction = Fraction(1)
+    is_noun: bool = True
+    """False: neither known nor a plural or an abbreviation, so that it may be anything: `5 halved`."""
 
 
 def read_unit(words: str) -> Unit | None:
@@ -94,11 +112,11 @@ def read_unit(words: str) -> Unit | None:
         >>> read_unit("square feet").dimension, read_unit("more apples"), read_unit("hundredths")
         ('length^2', None, None)
     """
-    words = re.sub(r"[{}\\~]", " ", words).strip(" .,;()")
+    words = _IN_ALL.sub("", re.sub(r"[{}\\~]", " ", words)).strip(" .,;()")
     if len(words) == 1 and words.isupper() and words not in "LJW":  # newtons, kelvin; 5 M are five million
         return Unit(words) if words in "NVAKCFTH" else None
     words = re.sub(r"\s*/\s*", " per ", re.sub(r"\bper cent\b", "percent", words.lower())).strip()
-    if not words or _UNITS.fullmatch(words):
+    if not words:
         return Unit("")
     dimension, factor = _known(words)
     if dimension:
@@ -109,16 +127,39 @@ def read_unit(words: str) -> Unit | None:
     if found[0] == "per":
         return Unit("")
     for end in range(len(found) - 1, 0, -1):  # miles away, square feet of carpet; but kg m is another unit
-        beside = [word for word in found[end:] if (len(word) < 3 and word != "of") or word in _KNOWN]
-        if words.replace(" ", "").isalpha() and not beside and (first := _known(" ".join(found[:end])))[0]:
-            return Unit(words, *first)
-    return Unit(words)
+        beside = [word for word in found[end:] if (len(word) < 3 and word != "of") or word in _table()]
+        is_alone = not beside and found[0] != "in" and words.replace(" ", "").isalpha()
+        if is_alone and (first := _known(" ".join(found[:end])))[0]:
+            return Unit(words, *first, is_noun=found[end] in _BESIDE or any(map(_COUNTED.fullmatch, found[end:])))
+    is_counted = any(map(_COUNTED.fullmatch, found)) and all(len(word) > 1 for word in found)
+    is_noun = is_counted or found[-1] in _BESIDE or "per" in found or len(words) < 4
+    return Unit(words, is_noun=is_noun)
+
+
+_NEAR = (
+    "of per long wide high tall deep thick away apart old older younger later each total altogether apiece left"
+    " increase profit celsius fahrenheit kelvin newton hertz ohm volt pascal mole degree"
+)
+_BESIDE = frozenset(_NEAR.split())
+_IN_ALL = regex(r"\bin (?:total|all|length|width|height|area|volume)\b")
+_COUNTED = regex(r"[a-z]+[^isu]s|[a-z]{3,}i|(?:wo)?men|(?:grand)?children|people|feet|teeth|mice|fish")
 
 
 def _changes(word: str) -> bool:
     """Whether it is a number in words, also in the plural and as a part, or of those that change one."""
     stem = word.removesuffix("s")
-    return word in _CHANGES_MEANING or not _NUMBERS.isdisjoint((word, stem, stem.removesuffix("th")))
+    return word in _CHANGES_MEANING or (
+        word != "zeros" and not _NUMBERS.isdisjoint((word, stem, stem.removesuffix("th")))
+    )
+
+
+def compatible(gold: Unit, other: Unit) -> bool:
+    """Whether both may measure the same thing: `units` are lengths, or what has no known unit."""
+    one, two = gold.dimension, other.dimension
+    for generic, known in ((one, two), (two, one)):
+        if generic.startswith("unit"):
+            return known in ("", generic, generic.replace("unit", "length"))
+    return one == two
 
 
 def _known(words: str) -> tuple[str, Fraction]:
@@ -130,23 +171,23 @@ def _known(words: str) -> tuple[str, Fraction]:
             return "", Fraction(1)
         return f"{parts[0][0]}/{parts[1][0]}", parts[0][1] / parts[1][1]
     found = re.fullmatch(
-        r"\s*(?:(?P<square>square|sq\.?)|(?P<cubic>cubic|cu))?\s*(?P<name>[a-z%]+)\.?"
+        r"\s*(?:(?P<square>square|sq\.?)|(?P<cubic>cubic|cu\.?))?\s*(?P<name>[a-z%]+)\.?"
         r"\s*(?:(?P<squared>squared)|(?P<cubed>cubed)|\^\s*(?P<power>\d))?\s*",
         words,
     )
-    if found is None or found["name"] not in _KNOWN:
+    if found is None or found["name"] not in _table():
         return "", Fraction(1)
     power = 2 if found["square"] or found["squared"] else 3 if found["cubic"] or found["cubed"] else 1
     power = int(found["power"] or power)
-    dimension, factor = _KNOWN[found["name"]]
+    dimension, factor = _table()[found["name"]]
     return (dimension if power == 1 else f"{dimension}^{power}"), factor**power
 
 
 _PART = (
     r"(\d+(?:\.\d+)?)\s*(?:\\text\{)?\s*([A-Za-z]+)\.?\s*(?:,|and)?\s*\}?\s*(?:,|\\text\{\s*and\s*\}|and(?![a-z]))?\s*"
 )
-_COMPOUND = re.compile(rf"(?:{_PART}){{2,4}}", re.ASCII)
-_SEXAGESIMAL = re.compile(r"(\d+)\s*\^?\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*'')?", re.ASCII)
+_COMPOUND = regex(rf"(?:{_PART}){{2,4}}", re.ASCII)
+_SEXAGESIMAL = regex(r"(\d+)\s*\^?\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*'')?", re.ASCII)
 
 
 def read_compound(text: str) -> tuple[Fraction, Unit] | None:

@@ -6,6 +6,7 @@ Every comparison says True, False, or None where it cannot know.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -13,7 +14,7 @@ from fractions import Fraction
 from dppo_megatron.rewards.math.answers import INFINITY, Node, Value, substituted, symbols
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
-from dppo_megatron.rewards.math.units import Unit, read_unit
+from dppo_megatron.rewards.math.units import Unit, compatible, read_unit
 
 Verdict = bool | None
 
@@ -32,6 +33,8 @@ class Rules:
     """Places to which a decimal reference may be rounded, if the answer is an exact form that no decimal equals."""
     their_digits: int = 0
     """Significant digits of an answer that is a decimal."""
+    context: str = ""
+    """Of the problem and its reference, in lower case: what words may be units."""
     work: WorkLimit = field(default_factory=WorkLimit, compare=False)
     """Operations that are left for all of the grading's comparisons."""
 
@@ -43,7 +46,7 @@ class Rules:
 
     def exact(self) -> Rules:
         """For what has to be equal whatever the row says: ends of intervals, cells of matrices."""
-        return Rules(work=self.work)
+        return Rules(context=self.context, work=self.work)
 
 
 _NO_UNIT = Unit("")
@@ -53,6 +56,8 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
     """Whether two values with their units are equal; the reference's unit counts where the answer states none."""
     gold_unit = gold.unit or rules.unit or _NO_UNIT
     other_unit = other.unit or _NO_UNIT
+    if not other_unit.is_noun and not _may_count(other, rules.context):
+        return None
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
         return _percents(gold, gold_unit, other, other_unit, rules)
     if {gold_unit.dimension, other_unit.dimension} == {"angle", "radians"}:
@@ -62,9 +67,9 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
         return equal_values(gold, written, rules)
     stated = gold.unit.words if gold.unit else gold_unit.dimension
     if stated and other_unit.words:
-        if gold_unit.dimension != other_unit.dimension:
+        if not compatible(gold_unit, other_unit):
             return False
-        if gold_unit.factor != other_unit.factor:
+        if gold_unit.dimension == other_unit.dimension and gold_unit.factor != other_unit.factor:
             return equal_nodes(_times(gold.node, gold_unit), _times(other.node, other_unit), rules)
     verdict = equal_nodes(gold.node, other.node, rules)
     if verdict:
@@ -73,6 +78,16 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
         if angle.unit is not None and angle.unit.words == "degrees" and plain.unit is None and _has_pi(plain.node):
             return same(("deg", angle.node), plain.node, rules.work)
     return verdict
+
+
+def _may_count(value: Value, context: str) -> bool:
+    """Whether words that are no plural are a unit still: those of the problem, and what there is one of."""
+    words = re.findall("[a-z]+", value.unit.words if value.unit else "")
+    if words[-1].endswith(("ed", "ly", "ing", "ble")):
+        return False
+    if value.node[0] == "n" and 0 < abs(value.node[1]) <= 1:
+        return (len(words) < 4 and min(map(len, words)) > 2) or words[0] == "of"
+    return all(re.search(rf"(?<![a-z]){word}", context) for word in words)
 
 
 def _with_unit(node: Node, gold: Unit) -> Value | None:
@@ -89,14 +104,12 @@ def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rule
     percent = ("n", Fraction(100))
     if gold_unit.dimension == other_unit.dimension:
         return equal_nodes(gold.node, other.node, rules)
+    if gold_unit.words and other_unit.words:
+        return False
     if gold_unit.dimension == "percent":
-        if other_unit.dimension:
-            return False
         return any_of(
             [equal_nodes(gold.node, other.node, rules), equal_nodes(gold.node, ("*", other.node, percent), rules)]
         )
-    if gold_unit.dimension:
-        return False
     as_fraction = equal_nodes(gold.node, ("/", other.node, percent), rules)
     value = rational(gold.node) if not symbols(gold.node) else None
     if value is not None and (value.denominator == 1 or abs(value) > 1):
@@ -176,6 +189,8 @@ def parameter_turn(gold: Node, other: Node, work: WorkLimit) -> tuple[str, Node]
     start, step = ends[0], ends[1] - ends[0]  # type: ignore[operator]
     back = -1 if step * (ends[3] - ends[2]) < 0 else 1  # type: ignore[operator]
     shift = back * round((start - ends[2]) / step) if step else 0  # type: ignore[operator]
+    if shift and mine != "k" and abs(start) >= abs(step):  # type: ignore[arg-type, operator]
+        return None
     moved = ("+", ("*", ("n", Fraction(back)), ("s", mine)), ("n", Fraction(shift)))
     return name, ("s", mine) if (back, shift) == (1, 0) else moved
 
