@@ -147,6 +147,7 @@ def test_one_gpu_two_gpus_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why("memory", gpus=0) == "no CUDA device" and not why("memory")
     assert why("parity-te", lacks_transformer_engine="not installed") == "not installed"
     assert "--server-python" in why("servers") and why("servers-nccl") == "one GPU"
+    assert runner.tests_directory() == Path(__file__).parent
     monkeypatch.setattr(runner, "tests_directory", lambda: None)
     assert "not here" in why("gpu-tests")
     assert runner.lacking(steps["job"], Record(dict(OPTIONS))) == "the environment was not found out"

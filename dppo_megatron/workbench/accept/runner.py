@@ -90,7 +90,7 @@ def lacking(step: Step, record: Record) -> str:
 
 def tests_directory() -> Path | None:
     """The repository's tests, beside the package in a checkout."""
-    tests = Path(__file__).resolve().parents[2] / "tests"
+    tests = Path(__file__).resolve().parents[3] / "tests"
     return tests if (tests / "test_gpu.py").exists() and importlib.util.find_spec("pytest") else None
 
 

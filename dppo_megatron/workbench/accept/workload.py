@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,10 @@ class RandomWeights:
             return torch.ones(shape)
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()) + self._seed)
         return torch.empty(shape, device=self._device).normal_(0.0, 0.02, generator=generator).cpu()
+
+    def all(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with its name, one after the other, on the device."""
+        return ((name, self(name).to(self._device, dtype)) for name in self._shapes)
 
 
 @dataclass(frozen=True, slots=True)
