@@ -292,7 +292,7 @@ def test_the_page_declares_every_name_once(tmp_path: Path) -> None:
     verdict = judge([_run("grpo", 0, 0.2, 1.0)], parse_arms("grpo", _config(), 1.0))
     values = results(verdict, [_run("grpo", 0, 0.2, 1.0)], [])
     write_page(tmp_path / "report.html", "title", "text", values)
-    own = (tmp_path / "report.html").read_text().split("<script>")[-1]
+    own = (tmp_path / "report.html").read_text().split('id="code">')[1].split("</script>")[0]
     names = re.findall(r"(?m)^(?:async )?(?:const|let|function) (\w+)", own)
     names += [name for inside in re.findall(r"(?m)^const \{(.+?)\} =", own) for name in re.findall(r"\w+", inside)]
     assert {"report", "smoothed", "chartCard", "verdict", "curves"} <= set(names)
