@@ -59,8 +59,8 @@ PHASES = {
     "watch": {"reading"},
 }  # fmt: skip
 """Command -> what it shows, each by the beginning of its lines."""
-QUICK = {"completion", "config"}
-"""A script of 80 lines, and what could stand at a Tab."""
+QUICK = {"completion", "config", "init"}
+"""A script of 80 lines, what could stand at a Tab, and a copy of the shipped configurations."""
 
 
 @pytest.fixture(autouse=True, scope="module")

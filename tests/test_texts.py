@@ -183,6 +183,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     ],
     "convert": [["convert", "{}"], ["convert", "to-hf", "--checkpoint", "{}", "--out", "{}"]],
     "data": [["data", "{}", "--out", "d"], ["data", "math", "--out", "d", "--from", "{}"]],
+    "init": [["init", "{}"]],
 }
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 SETTINGS = (

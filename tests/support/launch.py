@@ -260,7 +260,7 @@ def _await_reports(ranks: list[_Rank], deadline: float, timeout_s: float, dies: 
     lines = [f"rank {index} of {len(ranks)} {failure}" for index, failure in failures.items() if failure]
     for index, rank in enumerate(ranks):
         if not rank.reported:
-            what = f"did not finish within {timeout_s:g} s" if not failures else "was still running"
+            what = f"did not finish within {timeout_s:.0f} s" if not failures else "was still running"
             stack = rank.stack if dies not in failures else "(not asked)"
             lines.append(f"rank {index} of {len(ranks)} {what}; it was at:\n{stack}")
     raise RankError("\n\n".join(lines))

@@ -43,12 +43,3 @@ def overlapping(events: list[dict[str, Any]]) -> dict[str, list[Shown]]:
     for key, event in begun.items():
         found[event["cat"]].append(Shown(round(event["ts"] * 1000), round(ended[key]["ts"] * 1000), event["name"]))
     return {track: sorted(spans) for track, spans in found.items()}
-
-
-def counts(events: list[dict[str, Any]]) -> dict[str, list[tuple[int, int]]]:
-    """Of each counter: (when, value), in order."""
-    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for event in events:
-        if event["ph"] == "C":
-            found[event["name"]].append((round(event["ts"] * 1000), event["args"]["in flight"]))
-    return found
