@@ -25,9 +25,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     target: Path = arguments.dir / "configs"
+    check_writable("DIR", target, directory=True)
     if os.path.lexists(target):
         raise UserError(f"DIR: '{target}' exists already; name another directory")
-    check_writable("DIR", target, directory=True)
     try:
         shutil.copytree(shipped("configs"), target)
     except OSError as error:  # a full disk
