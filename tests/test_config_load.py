@@ -14,6 +14,7 @@ import yaml
 
 from dppo_megatron.config.changes import check_changes, fingerprint
 from dppo_megatron.config.load import config_from_values, config_values, read_config, save_config
+from dppo_megatron.config.paths import import_as_in
 from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
@@ -329,6 +330,13 @@ reward: {function: 'mine_of_that_run:grade'}
         assert there.data.prompt_template == "a: {problem}" and there.data.chat_template_kwargs == {"the_path": "c"}
         assert there.rollout.servers.python == "python3" and there.rollout.sync.dir == f"{home}/run/s"
         assert there.sft.examples_path == "here.jsonl"
+        assert str(home) not in sys.path, "who reads a run does not import from it"
+        mine = os.geteuid()
+        with monkeypatch.context() as another:
+            another.setattr("os.geteuid", lambda: mine + 1)
+            import_as_in(str(run / "config.yaml"))
+        assert str(home) not in sys.path, "another user's run"
+        import_as_in(str(run / "config.yaml"))
         assert load_function("reward.function", there.reward.function)("", "") == 1.0
         monkeypatch.chdir(home)
         here = read_config("run/config.yaml", [])

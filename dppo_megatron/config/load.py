@@ -19,7 +19,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from dppo_megatron.config.checks import Purpose, check_run_dir, check_values
-from dppo_megatron.config.paths import nearest_config, working_directory
+from dppo_megatron.config.paths import import_as_in, nearest_config, working_directory
 from dppo_megatron.config.references import escaped
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.yaml12 import MAX_CHARACTERS, TEXT, Dumper, Source, parse
@@ -48,6 +48,8 @@ def load_config(
         UserError: a file is missing or not a mapping, a key is unknown, a value has the wrong type or range.
     """
     config = read_config(path, overrides, layers)
+    for where in (path, *(where for where, _ in layers)):  # who only reads a run imports nothing of it
+        import_as_in(where)
     if writes_run and working_directory(config.run_dir):  # its files are about paths as they were where it was started
         from dppo_megatron.config.layers import merged
 

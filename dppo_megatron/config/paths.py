@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import re
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,27 @@ def nearest_config(name: str) -> str:
 def working_directory(where: str | Path) -> str:
     """What relative paths in a file or checkpoint of a run are relative to: the directory in which its trainer was
     started. Empty if that is this one or is not known, and for what is no run's."""
+    return _working_directory(where)[0]
+
+
+def import_as_in(where: str) -> None:
+    """Let the user's own modules be found where the run at `where` found them, after all that is installed. Not for
+    another user's run: he would choose a directory whose modules this user then imports."""
+    base, owner = _working_directory(where)
+    if base and owner == os.geteuid() and base not in sys.path:
+        sys.path.append(base)
+
+
+def _working_directory(where: str | Path) -> tuple[str, int]:
+    """And the user who says so."""
     try:
         path = Path(where).resolve(strict=True)
         run = next(one for one in (path, *path.parents[:3]) if (one / "run.json").is_file())
-        base = os.path.normpath(run / json.loads((run / "run.json").read_text(encoding="utf-8"))["working_dir"])
+        with open(run / "run.json", encoding="utf-8") as file:
+            base, owner = os.path.normpath(run / json.load(file)["working_dir"]), os.fstat(file.fileno()).st_uid
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, StopIteration):
-        return ""
-    return "" if base == str(Path.cwd().resolve()) else base
+        return "", -1
+    return "" if base == str(Path.cwd().resolve()) else base, owner
 
 
 def check_file(key: str, path: str) -> None:

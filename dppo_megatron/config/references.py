@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 
 _TOKEN = re.compile(r"(\\*)\$\{([^{}]*)(\})?")
 _MARK = re.compile("\0([^\0]*)\0")  # no text that is read has a NUL
@@ -92,9 +91,7 @@ def from_environment(text: str, key: str, *, keep: bool) -> str:
 
 def located(text: str, key: str, base: str) -> str:
     """A text of a run's settings, as files hold it, that was written while `base` was the working directory: a relative
-    path is joined to it. Modules with the user's own code were found there too, so it joins the import path."""
-    if re.fullmatch(r"[\w.]+:\w+", text) and base not in sys.path:
-        sys.path.append(base)
+    path is joined to it."""
     is_name = {"checkpoint.resume": text in ("auto", "never"), "rollout.servers.python": "/" not in text}
     if not text or text.startswith(("hub:", "${")) or is_name.get(key, not is_path(key)):
         return text
