@@ -122,6 +122,7 @@ def test_links_out_of_the_pages_become_names() -> None:
     assert any("](../" in _text(page) for page in PAGES)
     for page in PAGES:
         assert "](../" not in hook["on_page_markdown"](_text(page), None, None, None)
+    assert "`*critic*`" in hook["on_page_markdown"](_text(DOCS / "migrating.md"), None, None, None)
 
 
 # ------------------------------------------------------------------------------------------------- what pages say
