@@ -90,6 +90,7 @@ class KeyValues:
         self._rebuild(self.filled + _FIRST_ROOM, rows)
 
     def move(self, moves: Moves) -> None:
+        """Rows `moves.source` are copied to rows `moves.target`; the first `moves.count` remain."""
         if len(moves.source):
             for room in self._rooms:
                 # by indexing: index_select and index_copy_ first make a copy of a whole view that has gaps
