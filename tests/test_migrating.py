@@ -176,6 +176,9 @@ def test_usual_keys_are_answered(trainer: str) -> None:
         ("sync_ref_model", "not supported: a reference that moves"),
         ("top_entropy_quantile", "not supported: this term of the loss: objective.function"),
         ("batch_size", "here it is rollout.prompts_per_step"),
+        ("warm_start.steps", "here it is sft"),
+        ("rollout.limits.straggler_share", "here it is rollout.limits.finish_fraction"),
+        ("pruning.prompt.p_min", "here it is pruning.prompt.min_inclusion_prob"),
     ],
 )
 def test_what_others_have_has_an_answer(key: str, said: str) -> None:
