@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from dppo_megatron.rollout.client.messages import ENCODER, receive, send
 from dppo_megatron.rollout.servers.wire import Sampled, version_number
-from dppo_megatron.types import Completion, Grade
+from dppo_megatron.types import Completion, FinishReason, Grade
 
 
 @dataclass
@@ -31,6 +32,8 @@ class BufferedGroup:
     number: int = 0
     """In the order in which the client's groups have landed, which decides the share. The index in the rollout cannot:
     of two clients one may have all even ones."""
+    first: int = 0
+    """Position in the group of its first completion here; what lands later takes the place of what was aborted."""
 
 
 class CompletionBuffer:
@@ -43,7 +46,9 @@ class CompletionBuffer:
 
     def put(self, ticket: int, group: BufferedGroup) -> None:
         with self._lock:
-            group.number, self._landed = self._landed, self._landed + 1
+            # the rest of a group goes where its beginning goes
+            beginning = (held.number for held in self._groups.values() if group.first and held.index == group.index)
+            group.number, self._landed = next(beginning, self._landed), self._landed + 1
             self._groups[ticket] = group
 
     def drop(self, tickets: Sequence[int]) -> None:
@@ -102,7 +107,8 @@ def hand_over(peer: socket.socket, groups: Sequence[BufferedGroup]) -> None:
             arrays, spans = (bytearray(one.token_ids), bytearray(one.logprobs)), spans_of(one)
             grade = group.grades[position] if group.grades else None
             text = group.texts[position]
-            send(peer, ENCODER.encode(Arrived(group.index, position, *arrays, one.finish_reason, spans, text, grade)))
+            place = group.first + position
+            send(peer, ENCODER.encode(Arrived(group.index, place, *arrays, one.finish_reason, spans, text, grade)))
     send(peer, b"")
 
 
@@ -123,7 +129,7 @@ def completion_of(
     return Completion(
         token_ids=token_ids.astype(np.int64),
         logprobs=logprobs,
-        finish_reason="stop" if reason == "stop" else "length",
+        finish_reason=cast(FinishReason, reason),
         text=text,
         weights_spans=tuple(spans),
     )
