@@ -140,7 +140,7 @@ def test_what_may_depend_on_the_answer_is_labelled_and_sized() -> None:
     missing[:2, 0] = True
     decision = _decision(np.where(missing, np.nan, rewards), by_chance=np.eye(4, dtype=bool), lengths=lengths)
     [row] = [row for row in decision.ledger if row.name == "rollout/missing"]
-    assert row.label == "biased" and row.kept_fraction == 14 / 16 and "the 1 that may be" in row.note
+    assert row.label == "biased" and row.kept_fraction == 14 / 16 and "; 1 may be missing" in row.note
     # one of four in one of four groups, as if it never came, and the three that stand for it
     assert row.bias_estimate is not None and 0.1 < row.bias_estimate < 0.6
     assert decision.metrics["rollout/missing_count"] == 2 and decision.metrics["rollout/missing_biased_count"] == 1

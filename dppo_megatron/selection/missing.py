@@ -89,7 +89,12 @@ def missing_of(
     source = BiasSource(())
     if not graded.all() or may_end_early:
         is_biased = bool(chosen.any()) or may_end_early
-        row = LedgerRow(NAME, float(graded.mean()), "biased" if is_biased else "ratio", _note(figures, graded.size))
+        row = LedgerRow(
+            NAME,
+            float(graded.sum()) / max(graded.size, 1),
+            "biased" if is_biased else "ratio",
+            _note(figures, graded.size),
+        )
         stands_in = 1.0 + chosen.sum(axis=1, keepdims=True) / np.maximum(left, 1)[:, None]
         source = BiasSource((row,), np.where(chosen, 0.0, np.where(by_chance, 1.0, stands_in)))
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
@@ -97,13 +102,15 @@ def missing_of(
 
 
 def _note(figures: Mapping[str, float], count: int) -> str:
-    note = f"{figures['missing_count']:.0f} of {count} completions are missing; others of their groups stand for them"
+    note = (
+        f"{figures['missing_count']:.0f} of {count} completions are missing, and others of their groups stand for them"
+    )
     if not figures["missing_biased_count"]:
         return note
+    tokens, reward = figures["missing_tokens_mean"], figures["missing_reward_mean"]
     return (
-        f"{note}, which nothing can for the {figures['missing_biased_count']:.0f} that may be missing because of what they"
-        f" are: of {figures['missing_tokens_mean']:.0f} tokens so far, and in groups of mean reward"
-        f" {figures['missing_reward_mean']:.3g}"
+        f"{note}; {figures['missing_biased_count']:.0f} may be missing because of what they are: of {tokens:.0f} tokens"
+        f" so far, in groups of mean reward {reward:.3g}"
     )
 
 

@@ -242,7 +242,7 @@ class Selector:
             ledger=ledger,
             metrics=counts.metrics()
             | (variance.metrics() if has_support else {})  # else the gradient's length changes with it
-            | _reward_figures(rollouts.rewards, prompts.inclusion_prob / missing.weight)
+            | _reward_figures(rollouts, prompts.inclusion_prob / missing.weight)
             | missing.metrics
             | step_metrics(offered, batch, completions)
             | self._prompt_policy.history.metrics(zero_based)
@@ -411,11 +411,12 @@ class Selector:
         return merge(pruned, np.argsort(np.concatenate(rows), kind="stable"))
 
 
-def _reward_figures(rewards: FloatArray, prompt_prob: FloatArray) -> dict[str, float]:
-    graded = ~np.isnan(rewards)
+def _reward_figures(rollouts: Rollouts, prompt_prob: FloatArray) -> dict[str, float]:
+    rewards, graded = rollouts.rewards, ~np.isnan(rollouts.rewards)
+    unfinished = 0.0 if rollouts.unfinished is None else float((~graded & rollouts.unfinished).sum())
     weight = np.where(graded, 1.0 / prompt_prob[:, None], 0.0)  # no estimator's weights, and no cap
     return {
         # weighted, because the generated prompts are a sample of the considered ones
         "reward/mean": mean_of_sums(float((weight * np.where(graded, rewards, 0.0)).sum()), float(weight.sum())),
-        "reward/failed_count": float((~graded).sum()),
+        "reward/failed_count": float((~graded).sum()) - unfinished,
     }
