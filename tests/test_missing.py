@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import heapq
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from support.engines.stub import Asked, StubServers, answer_to
+from support.fake_fleet import World, answered, groups, work_of
+from support.job import read_metrics
+from support.killing import run_whole
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
@@ -17,6 +25,8 @@ from dppo_megatron.algorithms.objectives import make_objective
 from dppo_megatron.config.objective import ObjectiveConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning.interface import StepCost
+from dppo_megatron.rollout.servers.dispatch import dispatch
+from dppo_megatron.rollout.servers.intake import Event, Submit
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.types import TrainSample
 
@@ -166,3 +176,105 @@ def test_groups_without_any_are_made_up_for_and_are_no_visit() -> None:
     history = selector.state_dict()["prompt"]["history"]
     assert history["visits"][drawn.prompt_index].tolist() == [1, 0, 0, 1]
     assert history["tokens"][drawn.prompt_index[[0, 3]]].tolist() == [6, 6], "what was not sampled is not short"
+
+
+# ------------------------------------------------------------------------------------------------------ slow prompts
+
+
+def _trained_from_a_queue(seconds: list[float], updates: int, most_stale: int) -> list[int]:
+    """How often each prompt is trained where a slot a prompt generates without end, an update takes the first 4 groups
+    that are done, and groups begun more than `most_stale` updates ago are thrown away."""
+    trained, ready, version = [0] * len(seconds), list[int](), 0
+    running = [(took, prompt, 0) for prompt, took in enumerate(seconds)]
+    while version < updates:
+        now, prompt, began = heapq.heappop(running)
+        if version - began <= most_stale:
+            ready.append(prompt)
+        if len(ready) == 4:
+            trained = [count + ready.count(one) for one, count in enumerate(trained)]
+            version, ready = version + 1, []
+        heapq.heappush(running, (now + seconds[prompt], prompt, version))
+    return trained
+
+
+def test_slow_prompts_are_not_starved() -> None:
+    """Two of eight prompts take ten times as long. From a queue with a bound on staleness they are never trained; here
+    a step waits for its own groups, so each is trained as often as the others."""
+    seconds = [1.0] * 6 + [10.0] * 2
+    starved = _trained_from_a_queue(seconds, updates=60, most_stale=1)
+    assert starved[6:] == [0, 0] and min(starved[:6]) > 20
+    world, since = World(), dict[int, float]()
+
+    def reply(ask: Submit) -> Event | None:
+        held = world.now - since.setdefault(ask.ticket, world.now)
+        return answered(ask) if held >= seconds[ask.index] else None
+
+    world.reply = reply
+    fleet, trained = world.fleet(2), [0] * 8
+    for _ in range(60):
+        for index in dispatch(fleet, work := work_of(groups(*[8] * 8))):
+            trained[index] += 1
+        assert not work.lost
+    assert trained == [60] * 8
+
+
+# ------------------------------------------------------------------------------------------------ through the loop
+
+
+@pytest.mark.slow
+def test_failing_servers_cost_what_failed(files: Path, tmp_path: Path) -> None:
+    """A run on a server that refuses one group of each step, never ends one completion of another, and aborts some:
+    those are asked for again alone and are what a good server would have said; the others are missing, said and sized.
+    """
+    aborted, asked, refused = set[int](), [0], set[str]()
+
+    async def failing(one: Asked) -> None:
+        answer, body = answer_to(one.body, one.version), one.body
+        step, prompt, _ = body["request_id"].split(".")[0].split("-")
+        asked[0] += len(answer["choices"])
+        if int(step) and int(prompt) % 8 == 1:
+            refused.add(step)
+            return await one.reply("too long", "400 Bad Request")
+        late = int(step) and int(prompt) % 8 == 2
+        for choice in answer["choices"]:
+            seed = body["sampling_params"]["seed"] + choice["index"]
+            if (late and choice["index"] == 0) or (seed % 5 == 0 and seed not in aborted):
+                aborted.add(seed)
+                choice |= {
+                    "token_ids": [],
+                    "logprobs": {"content": []},
+                    "weight_versions": [],
+                    "finish_reason": "abort",
+                }
+        while late and not any(body["request_id"] in ids for ids in stubs.aborted.get("a", ())):
+            await asyncio.sleep(0.05)
+        await one.reply(json.dumps(answer))
+
+    with StubServers({"a": failing}) as stubs:
+        where = {"rollout__engine": "vllm", "rollout__servers__endpoints": f"[{stubs.url('a')}]"}
+        extra = where | {
+            "rollout__sync__verify_every": 0,
+            "rollout__limits__request_timeout_s": 3,
+            "rollout__prompts_per_step": 8,
+            "reward__function": "support.faulty:length_parity",
+            "reward__min_self_consistency": 0,
+            "reward__max_failed_share": 0.5,
+            "data__eval_paths": "{}",
+            "sft__steps": 0,
+            "steps": 2,
+        }
+        run_whole(files, tmp_path / "run", 1, extra)
+    rows = read_metrics(tmp_path / "run")[1:]
+    samples = pd.read_parquet(tmp_path / "run" / "samples")
+    assert len(rows) == 2 and refused
+    for row in rows:
+        [entry] = [entry for entry in row["prune/ledger"] if entry["name"] == "rollout/missing"]
+        assert entry["label"] == "biased" and 0 < entry["bias_estimate"] < 1
+        assert row["rollout/missing_biased_count"] == row["rollout/missing_count"] > 0 == row["reward/failed_count"]
+        assert row["prune/completions_trained"] > 0
+    gone = samples[samples["why"] == "missing"]
+    assert len(gone) == sum(row["rollout/missing_count"] for row in rows)
+    assert gone["reward"].isna().all() and gone["correct"].isna().all() and set(gone["finish_reason"]) == {"abort"}
+    assert any("too long" in why for why in gone["reward_why"]) and not gone["kept"].any()
+    there = samples[samples["why"] != "missing"]
+    assert there["reward"].notna().all() and len(aborted) > 2

@@ -49,11 +49,8 @@ class Coefficients:
         A mean that holds the completion itself takes 1 / m of its advantage, more in a group with some missing: undone.
         """
         advantages = make_advantages(self._shaped(rollouts), self._config.objective, group_weight)
-        if self._config.objective.advantage in (
-            "rloo",
-            "group_std",
-        ):  # without it, or over a deviation that shrinks too
-            return advantages
+        if self._config.objective.advantage not in ("group_mean", "reinforce_baseline"):
+            return advantages  # rloo's mean is of the others, and group_std's deviation shrinks as much
         own = 1.0 / np.maximum((~np.isnan(rollouts.rewards)).sum(axis=1, keepdims=True), 2)
         scaled: FloatArray = advantages * ((1.0 - 1.0 / rollouts.rewards.shape[1]) / (1.0 - own))
         return scaled

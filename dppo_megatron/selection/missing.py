@@ -20,7 +20,7 @@ import numpy as np
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.selection.arrays import Rollouts
 from dppo_megatron.selection.bias import BiasSource
-from dppo_megatron.types import BoolArray, FloatArray, mean_of_sums
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, mean_of_sums
 
 NAME = "rollout/missing"
 
@@ -59,7 +59,7 @@ def with_lengths(rollouts: Rollouts, usual: float) -> Rollouts:
 
 
 def missing_of(
-    rollouts: Rollouts, prompt_prob: FloatArray, *, tokens: FloatArray, stands_for_lost: bool, may_end_early: bool
+    rollouts: Rollouts, prompt_prob: FloatArray, *, tokens: IntArray, stands_for_lost: bool, may_end_early: bool
 ) -> Missing:
     """Of a step's rollouts.
 
@@ -88,13 +88,8 @@ def missing_of(
     }
     source = BiasSource(())
     if not graded.all() or may_end_early:
-        is_biased = bool(chosen.any()) or may_end_early
-        row = LedgerRow(
-            NAME,
-            float(graded.sum()) / max(graded.size, 1),
-            "biased" if is_biased else "ratio",
-            _note(figures, graded.size),
-        )
+        label: Label = "biased" if chosen.any() or may_end_early else "ratio"
+        row = LedgerRow(NAME, float(graded.sum()) / max(graded.size, 1), label, _note(figures, graded.size))
         stands_in = 1.0 + chosen.sum(axis=1, keepdims=True) / np.maximum(left, 1)[:, None]
         source = BiasSource((row,), np.where(chosen, 0.0, np.where(by_chance, 1.0, stands_in)))
     metrics = {f"rollout/{name}": value for name, value in figures.items()}

@@ -305,7 +305,7 @@ class Selector:
 
     def full_scores(self, everything: Rollouts) -> FloatArray:
         """[N, G] gradient-norm proxy of the completions of all nominal prompts of a step, none skipped."""
-        return self._coefficients.full_scores(everything)
+        return self._coefficients.full_scores(with_lengths(everything, self._coefficients.mean_length))
 
     def state_dict(self) -> dict[str, Any]:
         """What the step after the last one with feedback depends on."""

@@ -42,13 +42,12 @@ class CompletionBuffer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._groups: dict[int, BufferedGroup] = {}
-        self._landed = 0
+        self._numbers: dict[int, int] = {}
+        """Of each group by its index: what is asked for again of one goes where the rest goes."""
 
     def put(self, ticket: int, group: BufferedGroup) -> None:
         with self._lock:
-            # the rest of a group goes where its beginning goes
-            beginning = (held.number for held in self._groups.values() if group.first and held.index == group.index)
-            group.number, self._landed = next(beginning, self._landed), self._landed + 1
+            group.number = self._numbers.setdefault(group.index, len(self._numbers))
             self._groups[ticket] = group
 
     def drop(self, tickets: Sequence[int]) -> None:
@@ -71,7 +70,10 @@ class CompletionBuffer:
         """What is ready and belongs to a share, in the order of the groups; it is held no longer."""
         with self._lock:
             mine = [ticket for ticket, group in self._groups.items() if group.texts and group.number % shares == share]
-            return sorted((self._groups.pop(ticket) for ticket in mine), key=lambda group: group.index)
+            taken = sorted((self._groups.pop(ticket) for ticket in mine), key=lambda group: group.index)
+            if not self._groups:
+                self._numbers.clear()  # the next rollout counts anew
+            return taken
 
 
 class Arrived(msgspec.Struct, frozen=True):
