@@ -377,6 +377,13 @@ def test_a_late_group_costs_what_is_not_done(answers: bool) -> None:
 def test_what_is_aborted_is_asked_again_alone() -> None:
     """At 5 % of the completions, in groups of 8: at most 6 % again, with the seed that each had; whole groups were 34 %
     and more."""
+    asked, work = _asked_with_aborts(may_split=True)
+    assert 0.04 < len(asked) / 3200 - 1 <= 0.06 and len({*asked}) == 3200 and not work.failures
+    assert len(_asked_with_aborts(may_split=False)[0]) / 3200 - 1 > 0.3
+
+
+def _asked_with_aborts(may_split: bool) -> tuple[list[tuple[int, int]], Work]:
+    """(group, seed) of each completion that servers were asked for."""
     world, rng, asked = World(), np.random.default_rng(0), list[tuple[int, int]]()
 
     def reply(ask: Submit) -> Event | None:
@@ -386,13 +393,11 @@ def test_what_is_aborted_is_asked_again_alone() -> None:
 
     world.reply = reply
     wanted = [msgspec.structs.replace(group, seed=100 * i) for i, group in enumerate(groups(*[8] * 400))]
-    fleet, work = world.fleet(2), work_of(wanted, may_split=True)
+    fleet, work = world.fleet(2), work_of(wanted, may_split=may_split)
     list(dispatch(fleet, work))
-    assert work.is_complete and nothing_in_flight(fleet) and not work.failures
-    again = len(asked) / 3200 - 1
-    assert 0.04 < again <= 0.06 and len(set(asked)) == 3200
-    first = {ask.ticket: ask.first for ask in world.asked}
-    assert all(ask.group.seed == 100 * ask.index + first[ask.ticket] for ask in world.asked)
+    assert work.is_complete and nothing_in_flight(fleet)
+    assert all(ask.group.seed == 100 * ask.index + ask.first for ask in world.asked)
+    return asked, work
 
 
 @pytest.mark.parametrize(("status", "wanted", "seconds"), [(429, None, 0.5), (503, 7.0, 7.0), (408, 1e9, 30.0)])

@@ -226,18 +226,19 @@ def test_failing_servers_cost_what_failed(files: Path, tmp_path: Path) -> None:
     """A run on a server that refuses one group of each step, never ends one completion of another, and aborts some:
     those are asked for again alone and are what a good server would have said; the others are missing, said and sized.
     """
-    aborted, asked, refused = set[int](), [0], set[str]()
+    aborted, refused = set[int](), set[str]()
+    right: dict[tuple[int, int, int], list[int]] = {}
 
     async def failing(one: Asked) -> None:
         answer, body = answer_to(one.body, one.version), one.body
-        step, prompt, _ = body["request_id"].split(".")[0].split("-")
-        asked[0] += len(answer["choices"])
+        step, prompt, first = body["request_id"].split(".")[0].split("-")
         if int(step) and int(prompt) % 8 == 1:
             refused.add(step)
             return await one.reply("too long", "400 Bad Request")
         late = int(step) and int(prompt) % 8 == 2
         for choice in answer["choices"]:
             seed = body["sampling_params"]["seed"] + choice["index"]
+            right[int(step), int(prompt), int(first) + choice["index"]] = choice["token_ids"]
             if (late and choice["index"] == 0) or (seed % 5 == 0 and seed not in aborted):
                 aborted.add(seed)
                 choice |= {
@@ -278,3 +279,5 @@ def test_failing_servers_cost_what_failed(files: Path, tmp_path: Path) -> None:
     assert any("too long" in why for why in gone["reward_why"]) and not gone["kept"].any()
     there = samples[samples["why"] != "missing"]
     assert there["reward"].notna().all() and len(aborted) > 2
+    for one in there.itertuples():
+        assert list(one.token_ids) == right[one.step, one.prompt_index, one.completion]
