@@ -20,7 +20,7 @@ import numpy as np
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.selection.arrays import Rollouts
 from dppo_megatron.selection.bias import BiasSource
-from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, mean_of_sums
+from dppo_megatron.types import BoolArray, FloatArray, Label, mean_of_sums
 
 NAME = "rollout/missing"
 
@@ -58,13 +58,10 @@ def with_lengths(rollouts: Rollouts, usual: float) -> Rollouts:
     return replace(rollouts, lengths=lengths.astype(np.int64))
 
 
-def missing_of(
-    rollouts: Rollouts, prompt_prob: FloatArray, *, tokens: IntArray, stands_for_lost: bool, may_end_early: bool
-) -> Missing:
-    """Of a step's rollouts.
+def missing_of(rollouts: Rollouts, prompt_prob: FloatArray, *, stands_for_lost: bool, may_end_early: bool) -> Missing:
+    """Of a step's rollouts, `with_lengths`.
 
     Args:
-        tokens: [K, G] sampled, of what is unfinished too.
         stands_for_lost: groups without a baseline are made up for here; not where groups are asked for until there are
             enough.
         may_end_early: a setting ends completions by how long they take. Every step is then biased, whether or not one
@@ -84,28 +81,26 @@ def missing_of(
         "missing_biased_count": float(chosen.sum()),
         "missing_groups": float((~usable).sum()),
         "missing_reward_mean": mean_of_sums(float((share * mates).sum()), float(share.sum())),
-        "missing_tokens_mean": mean_of_sums(float((share * tokens).sum()), float(share.sum())),
+        "missing_tokens_mean": mean_of_sums(float((share * rollouts.lengths).sum()), float(share.sum())),
     }
     source = BiasSource(())
     if not graded.all() or may_end_early:
         label: Label = "biased" if chosen.any() or may_end_early else "ratio"
         row = LedgerRow(NAME, float(graded.sum()) / max(graded.size, 1), label, _note(figures, graded.size))
         stands_in = 1.0 + chosen.sum(axis=1, keepdims=True) / np.maximum(left, 1)[:, None]
-        source = BiasSource((row,), np.where(chosen, 0.0, np.where(by_chance, 1.0, stands_in)))
+        gone = chosen | (chosen.any(axis=1) & ~usable)[:, None]
+        source = BiasSource((row,), np.where(gone, 0.0, np.where(by_chance, 1.0, stands_in)))
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
     return Missing(graded & usable[:, None], weight, source, metrics)
 
 
 def _note(figures: Mapping[str, float], count: int) -> str:
-    note = (
-        f"{figures['missing_count']:.0f} of {count} completions are missing, and others of their groups stand for them"
-    )
+    note = f"of {count} completions {figures['missing_count']:.0f} are missing; others of their groups stand for them"
     if not figures["missing_biased_count"]:
         return note
-    tokens, reward = figures["missing_tokens_mean"], figures["missing_reward_mean"]
     return (
-        f"{note}; {figures['missing_biased_count']:.0f} may be missing because of what they are: of {tokens:.0f} tokens"
-        f" so far, in groups of mean reward {reward:.3g}"
+        f"{note}; {figures['missing_biased_count']:.0f} may be missing because of what they are: by their mates of"
+        f" reward {figures['missing_reward_mean']:.3g} and {figures['missing_tokens_mean']:.0f} tokens in the mean"
     )
 
 

@@ -193,7 +193,7 @@ class Selector:
         check_outcomes(prompts.prompt_index, rollouts.rewards, rollouts.lengths, rollouts.logit_grad_norm)
         groups = self._prompt_policy.keep_groups(rollouts.rewards, step=zero_based)
         minibatch = self._assign(prompts, groups)
-        missing = self._missing(rollouts, prompts, sampled)
+        missing = self._missing(rollouts, prompts)
         advantages = self._coefficients.advantages(rollouts, prompts.weight * groups.weight)
         denominator, divided = self._denominator(rollouts.lengths, minibatch, groups, of, prompts)
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
@@ -258,11 +258,10 @@ class Selector:
             missing_weight=missing.weight,
         )
 
-    def _missing(self, rollouts: Rollouts, prompts: PromptDraw, sampled: IntArray) -> Missing:
+    def _missing(self, rollouts: Rollouts, prompts: PromptDraw) -> Missing:
         return missing_of(
             rollouts,
             prompts.inclusion_prob,
-            tokens=sampled,
             stands_for_lost=not self._prompt_policy.resamples,
             may_end_early=self._may_end_early,
         )
