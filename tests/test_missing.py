@@ -174,7 +174,7 @@ def test_the_size_is_that_of_the_bias(seed: int) -> None:
 
 def test_groups_without_any_are_made_up_for_and_are_no_visit() -> None:
     """Of four groups one has none and one has one: the others count twice, and the history learns of those alone."""
-    rewards = np.array([[1.0, 0.0, 1.0], [np.nan] * 3, [0.0, np.nan, np.nan], [0.0, 0.0, 1.0]])
+    rewards = np.array([[1.0, 0.0, 1.0], [np.nan] * 3, [0.0, np.nan, np.nan], [0.0, np.nan, 1.0]])
     unfinished = np.isnan(rewards)
     config = Config()
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 4, 3
@@ -182,9 +182,9 @@ def test_groups_without_any_are_made_up_for_and_are_no_visit() -> None:
     drawn = selector.begin(1)
     lengths = np.where(unfinished, 0, 6)
     decision = selector.finish(Rollouts(rewards, lengths, np.ones((4, 3)), unfinished=unfinished), 1)
-    assert decision.missing_weight[[0, 3]].tolist() == [2.0, 2.0]
+    assert decision.missing_weight[[0, 3]].tolist() == [2.0, 3.0]
     assert not decision.kept.reshape(4, 3)[[1, 2]].any() and np.isfinite(decision.denominator).all()
-    assert decision.counts.tokens_generated == 6 * 7
+    assert decision.counts.tokens_generated == 6 * 6
     selector.feedback(StepCost(1, 1.0, 1.0, 0.1))
     history = selector.state_dict()["prompt"]["history"]
     assert history["visits"][drawn.prompt_index].tolist() == [1, 0, 0, 1]

@@ -114,7 +114,7 @@ class Work:
     expected: Expected
     prompts: Sequence[bytes] = ()
     """For the grading hook, one a group; empty: nothing is graded."""
-    may_lose: bool = True
+    may_lose: bool = False
     """Completions may be missing: those of a request that fails for good or is late, and stragglers under
     `rollout.limits.finish_fraction`. Not of an evaluation, where they would count as wrong."""
     done: dict[int, Completed] = field(default_factory=dict)
