@@ -379,6 +379,7 @@ def test_what_is_aborted_is_asked_again_alone() -> None:
     and more."""
     asked, work = _asked_with_aborts(may_split=True)
     assert 0.04 < len(asked) / 3200 - 1 <= 0.06 and len({*asked}) == 3200 and not work.failures
+    assert work.completions_aborted == len(asked) - 3200
     assert len(_asked_with_aborts(may_split=False)[0]) / 3200 - 1 > 0.3
 
 

@@ -197,13 +197,13 @@ def test_the_group_deviation_neither_overflows_nor_vanishes(values: list[float],
 
 def _rows(settings: dict[str, Any], **happened: int) -> tuple[LedgerRow, ...]:
     """Of a step of 10 groups."""
-    return server_rows(rollout_config(settings), RolloutStats(**happened), groups=10)
+    return server_rows(rollout_config(settings), RolloutStats(**happened), groups=10, size=5)
 
 
 def test_sampling_again_what_was_interrupted_is_labelled() -> None:
     """Long completions are interrupted more often; those that wait or go on are not chosen by their length."""
     servers = {"engine": "vllm", "async_steps": 1}
-    [row] = _rows({**servers, "sync.in_flight": "abort"}, groups_aborted=2)
+    [row] = _rows({**servers, "sync.in_flight": "abort"}, groups_aborted=2, completions_aborted=10)
     assert (row.name, row.label, row.bias_estimate) == ("rollout/aborted", "biased", 0.2)
     assert not _rows({**servers, "sync.in_flight": "finish"})
     assert not _rows({**servers, "sync.in_flight": "continue"})

@@ -306,6 +306,7 @@ class ServerEngine(Engine):
         if work.may_lose:
             by_sync = set(work.aborts) if self._config.rollout.sync.in_flight == "abort" else set()
             self._stats.groups_aborted = (self._stats.groups_aborted or 0) + len(by_sync)
+            self._stats.completions_aborted = (self._stats.completions_aborted or 0) + work.completions_aborted
             self._stats.groups_resent = (self._stats.groups_resent or 0) + len(work.resent - by_sync)
         self._stats.servers_live = len(self._fleet.live)
 

@@ -87,7 +87,7 @@ class Coordinator:
         record.metrics |= decision.metrics | stats.metrics()
         record.metrics |= grading_metrics(outcomes.grades, list(config.reward.functions))
         record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob)
-        on_servers = server_rows(config.rollout, stats, groups=len(rollouts.lengths))
+        on_servers = server_rows(config.rollout, stats, groups=len(rollouts.lengths), size=size)
         record.ledger = (*decision.ledger, *on_servers, *overlong_row(self._job))
         record.trace = trace_row(step.number, decision, rollouts)
         with record.timers.phase("pack"):
@@ -146,7 +146,7 @@ def overlong_row(job: Job) -> tuple[LedgerRow, ...]:
     return (row.sized(None, "nothing is known of them"),)
 
 
-def server_rows(config: RolloutConfig, stats: RolloutStats, *, groups: int) -> tuple[LedgerRow, ...]:
+def server_rows(config: RolloutConfig, stats: RolloutStats, *, groups: int, size: int) -> tuple[LedgerRow, ...]:
     """What happened at the servers. Sizes are shares of the step: what was lost is not known, so each counts in full.
 
     The rows of a setting are in every step in which it may act, whether or not it did, since a label must not depend on
@@ -158,7 +158,7 @@ def server_rows(config: RolloutConfig, stats: RolloutStats, *, groups: int) -> t
     again = "sampled again, so those that end early are more likely"
     if config.async_steps and config.sync.in_flight == "abort":
         note = f"completions that a weight sync interrupts are {again}"
-        share = (stats.groups_aborted or 0) / max(groups, 1)
+        share = (stats.completions_aborted or 0) / max(groups * size, 1)
         rows.append(LedgerRow("rollout/aborted", 1.0, "biased", note).sized(share))
     if resent := stats.groups_resent:
         note = f"{resent} groups of a server that failed were {again}: it samples without seeds"

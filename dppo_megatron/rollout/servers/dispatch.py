@@ -126,6 +126,8 @@ class Work:
     failures: dict[int, list[str]] = field(default_factory=dict)
     """What went wrong with each group, one line an answer."""
     aborts: dict[int, int] = field(default_factory=dict)
+    completions_aborted: int = 0
+    """Completions that were asked for again for it."""
     parts: dict[int, tuple[int, int]] = field(default_factory=dict)
     """What was asked for again -> the group that it completes, and the position there of its first completion."""
     may_split: bool = False
@@ -315,10 +317,12 @@ class Dispatch:
         part of the group is missing: that part is asked for again, with its own seeds."""
         work, whole = self._work, self._work.part_of(attempt.index)[0]
         aborts = work.aborts[whole] = work.aborts.get(whole, 0) + 1
-        splits = work.may_split and aborts <= _MOST_ABORTS and event.reasons.count("abort") < len(event.reasons)
+        rest = [place for place, reason in enumerate(event.reasons) if reason == "abort"]
+        splits = work.may_split and aborts <= _MOST_ABORTS and len(rest) < len(event.reasons)
+        work.completions_aborted += len(rest) if splits else len(event.reasons)
         if splits:
             work.retries += 1
-            self._ask_for_rest(attempt, [place for place, reason in enumerate(event.reasons) if reason == "abort"])
+            self._ask_for_rest(attempt, rest)
         else:
             self._intake.cancel([event.ticket])  # drops what it brought
             self._again(attempt)
