@@ -25,6 +25,7 @@ from dppo_megatron.algorithms.objectives import make_objective
 from dppo_megatron.config.objective import ObjectiveConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning.interface import StepCost
+from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, CompletionBuffer
 from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.intake import Event, Submit
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
@@ -229,6 +230,16 @@ def test_slow_prompts_are_not_starved() -> None:
             trained[index] += 1
         assert not work.lost
     assert trained == [60] * 8
+
+
+def test_what_is_asked_for_again_goes_where_its_group_goes() -> None:
+    """To the same rank of three, behind what it replaces, whichever groups have landed in between."""
+    held = CompletionBuffer()
+    for ticket, index in enumerate([4, 0, 2, 1, 3, 2, 0]):
+        held.put(ticket, BufferedGroup(index, []))
+        held.settle(ticket, [str(ticket)], ())
+    shares = [[(one.index, *one.texts) for one in held.take(share, 3)] for share in range(3)]
+    assert shares == [[(1, "3"), (4, "0")], [(0, "1"), (0, "6"), (3, "4")], [(2, "2"), (2, "5")]]
 
 
 # ------------------------------------------------------------------------------------------------ through the loop

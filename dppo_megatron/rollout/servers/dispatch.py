@@ -296,20 +296,16 @@ class Dispatch:
         member, request_id = attempt.member, self._work.groups[attempt.index].request_id
         if event.kind == "ours":
             raise RunAborted(f"request {request_id}: {event.text}")
-        turned_away = event.kind == "refused" and (event.status in BUSY or event.status < 500)
-        if (
-            turned_away
-            and event.status not in (*BUSY, *_NOT_THE_SERVER)
-            and event.status >= 400
-            and self._work.may_lose
-        ):
+        is_refused = event.kind == "refused"
+        if is_refused and 400 <= event.status < 500 and event.status not in (*BUSY, *_NOT_THE_SERVER):
+            if not self._work.may_lose:
+                raise RunAborted(f"{member.name} refused request {request_id}: {event.text}")
             return self._lose(attempt.index, f"{member.name} refused it: {event.text}")
+        turned_away = is_refused and (event.status in BUSY or event.status < 500)
         self._again(attempt, was_sampled=not turned_away)
-        if event.kind == "refused" and event.status in BUSY:
+        if is_refused and event.status in BUSY:
             with self._fleet.lock:
                 return member.back_off(event.retry_after_s)
-        if event.kind == "refused" and 400 <= event.status < 500 and event.status not in _NOT_THE_SERVER:
-            raise RunAborted(f"{member.name} refused request {request_id}: {event.text}")
         self._blame(attempt, event.text)
 
     def _aborted(self, attempt: _Attempt, event: Completed) -> bool:
