@@ -70,7 +70,7 @@ class StepRecord:
 class RolloutTable:
     """The outcomes of k groups as arrays: what rank 0 needs to select completions, without their tokens.
 
-    Each rank makes the rows of the groups that it holds; rank 0 joins them. That is 33 bytes a completion, where
+    Each rank makes the rows of the groups that it holds; rank 0 joins them. That is 35 bytes a completion, where
     pickled completions were 24 bytes a *token*.
     """
 
