@@ -28,7 +28,8 @@ else:  # numpy would be two thirds of the time of `dppo-megatron --help`
 Label: TypeAlias = Literal["exact", "unbiased", "ratio", "biased"]
 """What a selection does to the expected gradient: nothing dropped; corrected; corrected up to O(1/n); changed."""
 
-FinishReason: TypeAlias = Literal["stop", "length"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+"""At a stop token; at the token limit; ended before either, so the completion is missing."""
 
 
 class UserError(Exception):
@@ -138,6 +139,8 @@ class Grade:
     """The named rewards behind a weighted sum; empty where there is only one."""
     failure: str = ""
     """Why grading failed: `raised ...`, `timed out`, `died`, `returned ...`; empty if it did not."""
+    by_chance: bool = False
+    """It failed by what cannot depend on the completion: a judge that did not take the call."""
 
 
 def deciding_reward(grade: Grade) -> float:

@@ -136,7 +136,8 @@ def groups(*counts: int, tokens: int = 4) -> list[GenerateRequest]:
 
 
 def work_of(requests: Sequence[GenerateRequest], **values: Any) -> Work:
-    return Work(requests, Expected(19, 1, 2), **values)
+    """Of training."""
+    return Work(list(requests), Expected(19, 1, 2), **{"may_lose": True} | values)
 
 
 def nothing_in_flight(fleet: Fleet) -> bool:
