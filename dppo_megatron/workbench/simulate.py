@@ -8,6 +8,7 @@ cannot know how another method would have changed the model: figures are for the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
@@ -217,19 +218,20 @@ def _replay(
     )
 
 
-def like_for_like(one: Prediction, base: Prediction) -> tuple[float, float] | None:
+def like_for_like(one: Prediction, base: Prediction, noise: float = 0.0) -> tuple[float, float] | None:
     """How much sooner than `base` it is where `base` gets to: between the first and the second figure.
 
-    The second is the quotient of the seconds of a step, for a run that more noise does not slow down (a batch above its
+    That is the mean over runs. One pair of runs measures something else, since each is early or late by luck: `noise`
+    is how far, as half of a 95 % interval of the logarithm (`compare.verdict.pair_noise`). The second is the quotient of the seconds of a step, for a run that more noise does not slow down (a batch above its
     critical size). The first also divides by the growth of the variance, for one that noise alone limits: steps needed
     are proportional to it. None for a biased method, which gets elsewhere.
 
-    Example: steps of 10 s and 4 s, 1.25 times the variance: 2.0 to 2.5.
+    Example: steps of 10 s and 4 s, 1.25 times the variance: 2.0 to 2.5. With noise 0.5 one pair is within 1.2 to 4.1.
     """
     if one.label == "biased":
         return None
-    faster = base.step_s / one.step_s
-    return faster / max(one.variance_ratio / base.variance_ratio, 1.0), faster
+    faster, luck = base.step_s / one.step_s, math.exp(noise)
+    return faster / max(one.variance_ratio / base.variance_ratio, 1.0) / luck, faster * luck
 
 
 def limits(predictions: list[Prediction], costs: StepTimeModel) -> list[str]:
@@ -258,11 +260,12 @@ def limits(predictions: list[Prediction], costs: StepTimeModel) -> list[str]:
     return lines
 
 
-def table(predictions: list[Prediction], costs: StepTimeModel) -> str:
-    """A table to print; speed-up is in seconds a step against the first method. Below it, what limits the gain."""
+def table(predictions: list[Prediction], costs: StepTimeModel, noise: float | None = None) -> str:
+    """A table to print; speed-up is in seconds a step against the first method. Below it, what limits the gain.
+    `noise`: see `like_for_like`; None: not known."""
     header = (
         f"{'method':<18}{'label':<10} {'prompts':>8} {'generated':>10} {'trained':>8} {'gen. tok':>9}"
-        f" {'train. tok':>10} {'s/step':>7} {'speed-up':>9} {'like for like':>14} {'scale':>6} {'variance':>9}"
+        f" {'train. tok':>10} {'s/step':>7} {'speed-up':>9} {'like for like':>14} {'one pair':>11} {'scale':>6} {'variance':>9}"
         f" {'skipping':>8} {'imputed':>8}"
     )
     lines = [
@@ -272,18 +275,22 @@ def table(predictions: list[Prediction], costs: StepTimeModel) -> str:
     ]
     for p in predictions:
         alike = like_for_like(p, predictions[0])
-        between = "-" if alike is None else f"{alike[0]:.2f}-{alike[1]:.2f}x"
+        pair = None if noise is None else like_for_like(p, predictions[0], noise)
+        between, measured = ("-" if one is None else f"{one[0]:.2f}-{one[1]:.2f}x" for one in (alike, pair))
         lines.append(
             f"{p.method:<18}{p.label:<10} {p.prompts_generated:>8.1f} {p.completions_generated:>10.1f}"
             f" {p.completions_trained:>8.1f} {p.tokens_generated:>9.0f} {p.tokens_trained:>10.0f} {p.step_s:>7.3f}"
-            f" {predictions[0].step_s / p.step_s:>8.2f}x {between:>14} {p.scale:>6.2f} {p.variance_ratio:>9.2f}"
+            f" {predictions[0].step_s / p.step_s:>8.2f}x {between:>14} {measured:>11} {p.scale:>6.2f} {p.variance_ratio:>9.2f}"
             f" {p.variance_skipping:>8.2f} {p.imputed_share:>7.0%}"
         )
     return "\n".join([*lines, *limits(predictions, costs)])
 
 
-def as_json(predictions: list[Prediction], costs: StepTimeModel) -> dict[str, object]:
-    methods = [asdict(p) | {"like_for_like": like_for_like(p, predictions[0])} for p in predictions]
+def as_json(predictions: list[Prediction], costs: StepTimeModel, noise: float | None = None) -> dict[str, object]:
+    methods = []
+    for p in predictions:
+        pair = None if noise is None else like_for_like(p, predictions[0], noise)
+        methods.append(asdict(p) | {"like_for_like": like_for_like(p, predictions[0]), "one_pair": pair})
     described = asdict(costs) | {"rollout_s_per_1k_tokens": 1000 * costs.rollout.average}
     return {"costs": described, "methods": methods, "limits": limits(predictions, costs)}
 
