@@ -96,7 +96,9 @@ def account(paths: list[str], draws: int) -> list[dict[str, Any]]:
 def against_compare(home: Path) -> list[dict[str, Any]]:
     """Simulated and measured speed-ups of each seed that has finished."""
     rows = []
-    print("| seed | like for like, simulated | one pair, 95 % | measured to 90 %, CPU s | held |\n|---|---|---|---|---|")
+    print(
+        "| seed | like for like, simulated | one pair, 95 % | measured to 90 %, CPU s | held |\n|---|---|---|---|---|"
+    )
     for seed in sorted(home.glob("seed*"), key=lambda path: int(path.name[4:])):
         if not all((seed / arm / "summary.json").exists() for arm in ("grpo", "dppo")):
             continue

@@ -571,6 +571,23 @@ def test_a_run_may_print_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         in_a_process(tmp_path, ["train", "nowhere.yaml"], lines.append)
 
 
+def test_a_run_ends_with_its_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a signal raises while its lines are read is not held up by a run that would go on for ten minutes."""
+    program = "import os, time\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)\n"
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    heard: list[int] = []
+
+    def end(line: str) -> None:
+        heard.append(int(line))
+        sys.exit(143)
+
+    with pytest.raises(SystemExit):
+        in_a_process(tmp_path, ["completion", "bash"], end)
+    with pytest.raises(ProcessLookupError):
+        os.kill(heard[0], 0)
+
+
 def test_a_run_is_found_and_not_shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a directory whose `json.py` is none of ours. What the run starts, such as code that a grader tries, finds
     what lies beside it: it gets no PYTHONSAFEPATH."""

@@ -221,10 +221,10 @@ def _replay(
 def like_for_like(one: Prediction, base: Prediction, noise: float = 0.0) -> tuple[float, float] | None:
     """How much sooner than `base` it is where `base` gets to: between the first and the second figure.
 
-    That is the mean over runs. One pair of runs measures something else, since each is early or late by luck: `noise`
-    is how far, as half of a 95 % interval of the logarithm (`compare.verdict.pair_noise`). The second is the quotient of the seconds of a step, for a run that more noise does not slow down (a batch above its
+    The second is the quotient of the seconds of a step, for a run that more noise does not slow down (a batch above its
     critical size). The first also divides by the growth of the variance, for one that noise alone limits: steps needed
-    are proportional to it. None for a biased method, which gets elsewhere.
+    are proportional to it. None for a biased method, which gets elsewhere. That is the mean over runs; what a single
+    pair measures is further off by `noise`, half of a 95 % interval of the logarithm (`compare.verdict.pair_noise`).
 
     Example: steps of 10 s and 4 s, 1.25 times the variance: 2.0 to 2.5. With noise 0.5 one pair is within 1.2 to 4.1.
     """
@@ -265,8 +265,8 @@ def table(predictions: list[Prediction], costs: StepTimeModel, noise: float | No
     `noise`: see `like_for_like`; None: not known."""
     header = (
         f"{'method':<18}{'label':<10} {'prompts':>8} {'generated':>10} {'trained':>8} {'gen. tok':>9}"
-        f" {'train. tok':>10} {'s/step':>7} {'speed-up':>9} {'like for like':>14} {'one pair':>11} {'scale':>6} {'variance':>9}"
-        f" {'skipping':>8} {'imputed':>8}"
+        f" {'train. tok':>10} {'s/step':>7} {'speed-up':>9} {'like for like':>14} {'one pair':>11} {'scale':>6}"
+        f" {'variance':>9} {'skipping':>8} {'imputed':>8}"
     )
     lines = [
         f"cost model: {1000 * costs.rollout.average:.3g} s for 1,000 generated tokens,"
@@ -280,8 +280,8 @@ def table(predictions: list[Prediction], costs: StepTimeModel, noise: float | No
         lines.append(
             f"{p.method:<18}{p.label:<10} {p.prompts_generated:>8.1f} {p.completions_generated:>10.1f}"
             f" {p.completions_trained:>8.1f} {p.tokens_generated:>9.0f} {p.tokens_trained:>10.0f} {p.step_s:>7.3f}"
-            f" {predictions[0].step_s / p.step_s:>8.2f}x {between:>14} {measured:>11} {p.scale:>6.2f} {p.variance_ratio:>9.2f}"
-            f" {p.variance_skipping:>8.2f} {p.imputed_share:>7.0%}"
+            f" {predictions[0].step_s / p.step_s:>8.2f}x {between:>14} {measured:>11} {p.scale:>6.2f}"
+            f" {p.variance_ratio:>9.2f} {p.variance_skipping:>8.2f} {p.imputed_share:>7.0%}"
         )
     return "\n".join([*lines, *limits(predictions, costs)])
 

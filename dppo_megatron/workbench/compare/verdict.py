@@ -178,10 +178,10 @@ def pair_noise(run: MethodRun) -> float | None:
     if (count := int(risen.sum())) < 3:
         return None
     x, y = np.log(curve.cost[risen]), curve.accuracy[risen]
-    slope, at_one = np.polyfit(x, y, 1)
-    if slope <= 0:
+    x, y = x - x.mean(), y - y.mean()
+    if not (slope := float(x @ y) / max(float(x @ x), 1e-12)) > 0:
         return None
-    variance = float(np.square(y - slope * x - at_one).sum()) / (count - 2)
+    variance = float(np.square(y - slope * x).sum()) / (count - 2)
     step_s = np.diff(curve.cost) / np.diff(steps)
     seconds = float(step_s.var() / step_s.mean() ** 2) / len(step_s)
     half = students_t(count - 2) * math.sqrt(2.0 * ((variance / WINDOW) ** 0.5 / slope) ** 2 + 2.0 * seconds)
