@@ -150,6 +150,20 @@ def test_costs_are_fitted_from_the_trace(still: Path) -> None:
     assert simulate(trace, "grpo", fit_costs(trace, None, None)).step_s == pytest.approx(mean, rel=0.05)
 
 
+def test_a_run_that_generated_ahead_costs_no_less_than_its_rollouts(still: Path) -> None:
+    """Its trace has the wait alone, which says nothing about what a smaller update saves: all that was generated
+    beside the update is still waited for then."""
+    trace = read_trace(str(still / "trace.jsonl"))
+    seconds = {"rollout": 1.0, "update": 6.0, "other": 1.0}
+    trace.config.rollout.async_steps = 1
+    trace = replace(trace, steps=[replace(step, seconds=seconds) for step in trace.steps])
+    costs = fit_costs(trace, None, None)
+    base, nonzero = (simulate(trace, method, costs) for method in ("grpo", "cppo"))
+    assert base.step_s == pytest.approx(8.0, rel=0.02) and nonzero.step_s == pytest.approx(8.0, rel=0.02)
+    assert nonzero.tokens_trained < 0.8 * base.tokens_trained
+    assert "100% of a step of grpo" in limits([base, nonzero], costs)[0]
+
+
 def test_simulate_command(still: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command prints a row a method and writes the same figures; bad input is one clear line."""
     trace, out = str(still / "trace.jsonl"), tmp_path / "out.json"

@@ -94,12 +94,17 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
     (`pruning/scores.py`). An intercept that is not tested against its error was worse: steps of an unpruned trace have
     nearly equal token counts, so noise flattens the slope and the intercept absorbs the rest.
 
+    Of a run that generated ahead the trace has only the seconds that were waited for a rollout. It ran beside the rest
+    of the step, so that is added: right where there was a wait, and else the most that it can have taken.
+
     Raises:
         UserError: a cost is not given, and the trace has no tokens to measure it by.
     """
     generated = np.array([step.rollouts.lengths.sum() for step in trace.steps]) / 1000
     trained = np.array([step.rollouts.lengths.ravel()[step.kept].sum() for step in trace.steps]) / 1000
-    fixed = float(np.mean([step.seconds["other"] for step in trace.steps]))
+    took = {name: np.array([step.seconds[name] for step in trace.steps]) for name in ("rollout", "update", "other")}
+    if overlaps := trace.config.rollout.async_steps > 0:
+        took["rollout"] += took["update"] + took["other"]
     costs = []
     for given, tokens, name in ((rollout_cost, generated, "rollout"), (update_cost, trained, "update")):
         if given is not None:
@@ -111,15 +116,14 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
                 f"nothing was {what} in this trace, so it does not say what a token costs; give --{name}-cost, seconds"
                 " for 1,000 tokens on your machine"
             )
-        seconds = sum(step.seconds[name] for step in trace.steps)
-        costs.append(seconds / float(tokens.sum()))
+        costs.append(float(took[name].sum() / tokens.sum()))
     rollout = RolloutCost.proportional(costs[0])
     if rollout_cost is None:
-        kept, took = generated / generated.mean(), np.array([step.seconds["rollout"] for step in trace.steps])
-        products = (np.ones_like(kept), kept, took, kept**2, kept * took, took**2)
-        floor, mean_s = floor_share([float(np.sum(each)) for each in products]), float(took.mean())
+        kept, seconds = generated / generated.mean(), took["rollout"]
+        products = (np.ones_like(kept), kept, seconds, kept**2, kept * seconds, seconds**2)
+        floor, mean_s = floor_share([float(np.sum(each)) for each in products]), float(seconds.mean())
         rollout = RolloutCost((0.0, 1000 * float(generated.mean())), (floor * mean_s, mean_s))
-    return StepTimeModel(rollout, costs[1], fixed)
+    return StepTimeModel(rollout, costs[1], float(took["other"].mean()), overlaps)
 
 
 def simulate(
@@ -238,8 +242,9 @@ def limits(predictions: list[Prediction], costs: StepTimeModel) -> list[str]:
     """What bounds the gain on this trace, from the first method (meant to be unpruned), a line each."""
     base = predictions[0]
     rollout_s, update_s = costs.rollout.of(base.tokens_generated), costs.update_s(base.tokens_trained)
-    share = 1.0 - update_s / (rollout_s + update_s + costs.fixed_s)
-    exact = 1.0 / (share + (1.0 - share) * (1.0 - base.without_gradient))
+    whole_s = costs.step_s(rollout_s, update_s)
+    share = costs.step_s(rollout_s, 0.0) / whole_s
+    exact = whole_s / costs.step_s(rollout_s, update_s * (1.0 - base.without_gradient))
     lines = [
         f"{share:.0%} of a step of {base.method} is rollout and what is fixed: dropping completions alone is at most"
         f" {1.0 / share:.2f}x; {base.without_gradient:.0%} of the tokens have no gradient, and dropping just those,"
