@@ -29,6 +29,7 @@ from dppo_megatron.workbench.compare.arms import MethodRun, Point, parse_arms, r
 from dppo_megatron.workbench.compare.runs import check_end, in_a_process, run_all, shared_task, task_settings
 from dppo_megatron.workbench.compare.table import results, table, write_page
 from dppo_megatron.workbench.compare.verdict import (
+    ASTRAY,
     Curve,
     Interval,
     accuracy_at,
@@ -189,9 +190,12 @@ def test_the_interval_of_a_factor_holds_the_truth(seeds: int) -> None:
         assert held >= 0.89 and told >= 0.7, (share, held, told)
 
 
-def _measured_pair(rng: np.random.Generator, correlated: float) -> tuple[float, float | None, float] | None:
+def _measured_pair(
+    rng: np.random.Generator, correlated: float, astray: float
+) -> tuple[float, float | None, float] | None:
     """The true speed-up, the noise of a pair as its baseline shows it, and what the pair measures; None where nothing
-    is measured. Any rise to a level, noise, number of evaluations and seconds a step."""
+    is measured. Any rise to a level, noise, number of evaluations and seconds a step; each run is slower or faster by
+    `astray` all along."""
     true, noise, settles, evaluations = rng.uniform(1, 3), rng.uniform(0.01, 0.04), rng.uniform(0.2, 0.6), 5
     evaluations += int(rng.integers(1, 30))
 
@@ -199,11 +203,10 @@ def _measured_pair(rng: np.random.Generator, correlated: float) -> tuple[float, 
         error = rng.normal(0, noise, count)
         for i in range(1, count):
             error[i] = correlated * error[i - 1] + math.sqrt(1 - correlated**2) * error[i]
-        rise = 1 - np.exp(-np.arange(count) / (settles * evaluations))
-        seconds = np.cumsum(step_s * rng.uniform(0.9, 1.1, count))
-        return MethodRun(
-            "", 0, [Point(i, 0.5 + 0.35 * float(rise[i] + error[i] / 0.35), *(seconds[i] - seconds[0],) * 2, 0, 0)
-                    for i in range(count)], {}, {}, {})  # fmt: skip
+        rise = 1 - np.exp(-np.arange(count) / (settles * evaluations * math.exp(rng.normal(0, astray))))
+        spent = np.cumsum(step_s * rng.uniform(0.9, 1.1, count))
+        points = zip(spent - spent[0], 0.5 + 0.35 * rise + error, strict=True)
+        return MethodRun("", 0, [Point(i, float(a), t, t, 0, 0) for i, (t, a) in enumerate(points)], {}, {}, {})
 
     base, arm = run(evaluations, true), run(2 * evaluations, 1.0)
     ours, theirs = (Curve.of(one, "train_cpu_s").smoothed() for one in (arm, base))
@@ -213,17 +216,17 @@ def _measured_pair(rng: np.random.Generator, correlated: float) -> tuple[float, 
     return true, pair_noise(base), soonest / float(cost_to(ours, level))
 
 
-@pytest.mark.parametrize(("correlated", "least"), [(0.0, 0.93), (0.4, 0.89)])
-def test_one_pair_of_runs_measures_what_the_noise_of_its_baseline_allows(correlated: float, least: float) -> None:
-    """Of 1,000 pairs: within three standard errors of the nominal 95 %, and few less where evaluations share their
-    noise (docstring). No wider than it must be: half of the intervals are within twice the true spread."""
-    rng = np.random.default_rng(int(10 * correlated))
-    pairs = [pair for _ in range(1000) if (pair := _measured_pair(rng, correlated)) and pair[1] is not None]
+@pytest.mark.parametrize(("correlated", "astray"), [(0.0, 0.0), (0.0, ASTRAY), (0.4, ASTRAY)])
+def test_one_pair_of_runs_measures_what_the_noise_of_its_baseline_allows(correlated: float, astray: float) -> None:
+    """Of 1,000 pairs: at least three standard errors below the nominal 95 %, also where evaluations share their noise.
+    No wider than it must be: half of the intervals are within twice the true spread."""
+    rng = np.random.default_rng(int(100 * (correlated + astray)))
+    pairs = [pair for _ in range(1000) if (pair := _measured_pair(rng, correlated, astray)) and pair[1] is not None]
     assert len(pairs) > 900
     off = np.array([math.log(max(measured, 1e-9) / true) for true, _, measured in pairs])
     half = np.array([noise for _, noise, _ in pairs], dtype=np.float64)
     held = float(np.mean(np.abs(off) <= half))
-    assert held >= least, held
+    assert held >= 0.93, held
     assert np.median(half) <= 2 * np.quantile(np.abs(off), 0.95)
 
 
@@ -238,7 +241,7 @@ def test_the_noise_of_a_pair_is_the_docstring_s() -> None:
         return MethodRun("", 0, [Point(round(t), a, t, t, 0, 0) for t, a in points], {}, {}, {})
 
     found = pair_noise(run(accuracy.tolist()))
-    assert found == pytest.approx(0.50, abs=0.01)
+    assert found == pytest.approx(0.65, abs=0.01)
     assert pair_noise(run([0.3] * 8)) is None and pair_noise(run([0.3 - i / 99 for i in range(8)])) is None
 
 

@@ -143,7 +143,8 @@ def end_of(arguments: argparse.Namespace, row: str, seed: int, rate: float, *, r
         subprocess.run([sys.executable, "-m", "referee.learn", *options, *arguments.overrides], check=True)
     if not path.exists():
         return None
-    return statistics.mean(point["accuracy"] for point in json.loads(path.read_text(encoding="utf-8"))["points"][-2:])
+    points = json.loads(path.read_text(encoding="utf-8"))["points"]
+    return float(statistics.mean(point["accuracy"] for point in points[-2:]))
 
 
 def tuned(arguments: argparse.Namespace, row: str, *, run: bool = True) -> tuple[float, list[float]] | None:

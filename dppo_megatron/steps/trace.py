@@ -48,7 +48,7 @@ def write_features(directory: Path, features: PromptFeatures) -> None:
     """Write them where the header only names their file. Raises OSError."""
     if len(features.level) > MOST_IN_HEADER:
         with replacing(directory / FEATURES) as file:
-            np.savez(file, **_columns(features))
+            np.savez(file, allow_pickle=False, **_columns(features))
 
 
 def _columns(features: PromptFeatures) -> dict[str, np.ndarray[Any, Any]]:
