@@ -95,7 +95,7 @@ def account(paths: list[str], draws: int) -> list[dict[str, Any]]:
 
 def against_compare(home: Path) -> list[dict[str, Any]]:
     """Simulated and measured speed-ups of each seed that has finished."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     print(
         "| seed | like for like, simulated | one pair, 95 % | measured to 90 %, CPU s | held |\n|---|---|---|---|---|"
     )

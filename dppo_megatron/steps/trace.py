@@ -7,6 +7,7 @@ sets say stands in a file of arrays beside it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,13 @@ _BYTES_A_TOKEN = 16
 def trace_header(config: Config, set_sizes: dict[str, int], features: PromptFeatures, ranks: int = 1) -> dict[str, Any]:
     """The first line; `set_sizes` are the problems of each training set, `features` what their rows say. `ranks` the
     run begins on: with the layout they give what a step's micro-batches hold."""
-    inline = len(features.level) <= MOST_IN_HEADER
     return {
         "format": FORMAT,
         "num_prompts": sum(set_sizes.values()),
         "set_sizes": set_sizes,
         "ranks": ranks,
         "config": config_values(config),
-        "features": {name: c.tolist() for name, c in _columns(features).items()} if inline else FEATURES,
+        "features": FEATURES if len(features.level) > MOST_IN_HEADER else _columns(features, np.ndarray.tolist),
     }
 
 
@@ -48,11 +48,11 @@ def write_features(directory: Path, features: PromptFeatures) -> None:
     """Write them where the header only names their file. Raises OSError."""
     if len(features.level) > MOST_IN_HEADER:
         with replacing(directory / FEATURES) as file:
-            np.savez(file, allow_pickle=False, **_columns(features))
+            np.savez(file, **_columns(features))
 
 
-def _columns(features: PromptFeatures) -> dict[str, np.ndarray[Any, Any]]:
-    return {one.name: np.asarray(getattr(features, one.name)) for one in fields(features)}
+def _columns(features: PromptFeatures, form: Callable[[np.ndarray[Any, Any]], Any] = np.asarray) -> dict[str, Any]:
+    return {one.name: form(np.asarray(getattr(features, one.name))) for one in fields(features)}
 
 
 def trace_row(step: int, decision: TrainSelection, rollouts: Rollouts) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -102,7 +102,8 @@ class _HeaderLine(msgspec.Struct):
     num_prompts: _Some
     config: dict[str, Any]
     set_sizes: dict[str, _Some] | None = None
-    features: _Features | Literal["trace_prompts.npz"] | None = None
+    features: _Features | str | None = None
+    """A text: they are in the file beside the trace."""
     ranks: _Some = 1
 
 
