@@ -58,7 +58,7 @@ COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY dppo_megatron dppo_megatron
 COPY configs configs
 COPY examples examples
-COPY docs/migrating.md docs/
+COPY docs/migrating.md docs/other_names.txt docs/
 RUN --mount=type=cache,target=/var/cache/pip \
     /opt/trainer/bin/pip install --no-build-isolation --constraint constraints.txt . \
  && /opt/trainer/bin/pip check \

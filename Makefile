@@ -4,7 +4,7 @@
 # make test-quick   without the tests marked slow: the inner loop
 # make test-sglang  the engine tests against real SGLang servers on this CPU (3.4 GB more to install)
 # make test-newest  the Megatron part of the suite with the newest megatron-core and Triton (Python 3.12; torch brings CUDA libraries)
-# make test-rehearsal every recipe of configs/ as a miniature of itself, one by one (CI runs three)
+# make test-rehearsal every recipe of configs/ as a miniature of itself, one by one (CI runs four)
 # make test-slurm   examples/slurm on a real Slurm of two nodes on this machine (root; apt-get install slurm-wlm munge)
 # make test-night   kills, stops, memory, clocks, disks and damage at random, and real vLLM for hours: KILLS=1000 HOURS=8
 # make docs         the documentation site in site/, with every link checked

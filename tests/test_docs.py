@@ -7,9 +7,11 @@ could break.
 from __future__ import annotations
 
 import doctest
+import os
 import re
 import runpy
 import shlex
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +24,9 @@ from support.record import write_record
 
 from dppo_megatron.config.load import load_config, read_config
 from dppo_megatron.config.reference import all_settings
+from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.pruning.policies import METHODS
+from dppo_megatron.rewards.grading import GradeTask, make_grader
 from dppo_megatron.workbench.cli import parse, program
 from dppo_megatron.workbench.compare.arms import MethodRun, Point
 from dppo_megatron.workbench.compare.table import write_results
@@ -118,6 +122,7 @@ def test_links_out_of_the_pages_become_names() -> None:
     assert any("](../" in _text(page) for page in PAGES)
     for page in PAGES:
         assert "](../" not in hook["on_page_markdown"](_text(page), None, None, None)
+    assert "`*critic*`" in hook["on_page_markdown"](_text(DOCS / "migrating.md"), None, None, None)
 
 
 # ------------------------------------------------------------------------------------------------- what pages say
@@ -179,6 +184,36 @@ def test_settings_of_the_choosing_page_are_settings(tmp_path: Path) -> None:
     assert len(found) >= 5
     for given in found:
         load_config(str(REPOSITORY / "configs/quickstart.yaml"), [*settings(files, tmp_path / "run"), *given.split()])
+
+
+@pytest.mark.parametrize(
+    ("function", "completion", "answer", "reward"),
+    [
+        ("code_grader:passes", "So:\n```python\ndef add(a, b):\n    return a + b\n```", "assert add(2, 3) == 5", 1.0),
+        ("code_grader:passes", "```\ndef add(a, b):\n    return a - b\n```", "assert add(2, 3) == 5", 0.0),
+        ("code_grader:passes", "```python\nexit(0)\n```", "assert add(2, 3) == 5", 0.0),
+        ("formats:thinks_first", "<think>2 + 2</think>\n<answer>4</answer>", "4", 1.0),
+        ("formats:thinks_first", "<answer>4</answer>", "4", 0.0),
+        ("rules_then_judge:grade", r"\boxed{4}", "4", 1.0),
+        ("rules_then_judge:grade", "no idea", "4", 0.0),
+    ],
+)
+def test_graders_of_the_cookbook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, completion: str, answer: str, reward: float
+) -> None:
+    """The page's files as they stand, in grader processes; without bubblewrap the program runs in no sandbox."""
+    for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)\n```\n", _text(DOCS / "cookbook.md"), re.DOTALL):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(REPOSITORY)]))
+    if not shutil.which("bwrap"):
+        monkeypatch.setenv("SANDBOX", "env")
+    grader = make_grader(RewardConfig(function=function))
+    try:
+        [grade] = grader.grade([GradeTask(completion, answer, {})])
+    finally:
+        grader.close()
+    assert (grade.failure, grade.reward) == ("", reward)
 
 
 # ------------------------------------------------------------------------------------------------- examples

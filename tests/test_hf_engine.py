@@ -62,6 +62,14 @@ def _engine(path: Path, grade: Callable[[Sequence[GradeTask]], list[Grade]] | No
 SHAPES: dict[str, dict[str, Any]] = {family: {"family": family} for family in FAMILIES} | {
     "heads_7_1": {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 10, "num_hidden_layers": 5},
     "vocabulary_1009": {"vocab_size": 1009, "head_dim": 24},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
     "top_6_of_6": {"family": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 6},
 }
 """The families, and what is no power of two anywhere."""

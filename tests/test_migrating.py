@@ -176,6 +176,9 @@ def test_usual_keys_are_answered(trainer: str) -> None:
         ("sync_ref_model", "not supported: a reference that moves"),
         ("top_entropy_quantile", "not supported: this term of the loss: objective.function"),
         ("batch_size", "here it is rollout.prompts_per_step"),
+        ("warm_start.steps", "here it is sft"),
+        ("rollout.limits.straggler_share", "here it is rollout.limits.finish_fraction"),
+        ("pruning.prompt.p_min", "here it is pruning.prompt.min_inclusion_prob"),
     ],
 )
 def test_what_others_have_has_an_answer(key: str, said: str) -> None:
@@ -187,8 +190,9 @@ def test_what_others_have_has_an_answer(key: str, said: str) -> None:
 
 def test_the_tables_are_read() -> None:
     """Every row that begins with a name; a name stands there once, and none is a setting of ours."""
-    page = (REPOSITORY / "docs" / "migrating.md").read_text(encoding="utf-8")
-    rows = [line.partition(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    files = [REPOSITORY / "docs" / name for name in ("migrating.md", "other_names.txt")]
+    text = "".join(one.read_text(encoding="utf-8") for one in files)
+    rows = [line.partition(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
     names = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
     assert sorted(names) == sorted(NAMES) and len(NAMES) > 700 and not NAMES.keys() & set(KEYS)
 

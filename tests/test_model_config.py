@@ -175,7 +175,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "yarn_beside_plain": (
         "qwen3",
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
-        'rope_scaling.rope_type = "yarn" is not supported; supported: default, llama3',
+        "disagree; transformers would take rope_scaling alone",
     ),
     "two_thetas": ("qwen3", {"rope_theta": 5e5}, "rope_theta = 500000.0 and rope_parameters.rope_theta = 10000.0"),
     "llama3_beside_plain": (
@@ -186,14 +186,46 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     **{
         kind: ("qwen3", {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **more}}, f'rope_type = "{kind}"')
         for kind, more in {
-            "linear": {"factor": 2.0},
             "dynamic": {"factor": 2.0},
-            "yarn": {"factor": 2.0, "original_max_position_embeddings": 64},
             "longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64},
             "proportional": {"partial_rotary_factor": 0.5},
             "mrope": {"mrope_section": [2, 3, 3]},
         }.items()
     },
+    "yarn_missing": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+        "rope type yarn needs original_max",
+    ),
+    "yarn_factor": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}},
+        "rope_parameters.factor = null: must be a number from 1 to 1e+06",
+    ),
+    "yarn_turns": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 2,
+                "original_max_position_embeddings": 64,
+                "beta_slow": 40,
+            }
+        },
+        "beta_slow must be below beta_fast",
+    ),
+    "yarn_base": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1,
+                "factor": 2,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        "gives no frequencies",
+    ),
     "mrope_as_default": (
         "qwen2",
         {"rope_parameters": {"type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}},
@@ -302,6 +334,20 @@ def test_damaged_text_is_one_sentence(case: str, tmp_path: Path) -> None:
 
 
 ACCEPTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "yarn": (
+        "qwen3",
+        {
+            "rope_theta": 1e6,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+                "beta_fast": None,
+            },
+        },
+        ("rope_parameters",),
+    ),
+    "linear": ("qwen2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2}}, ()),
     "both_and_equal": ("qwen3", {"rope_scaling": {"type": "default", "rope_theta": 10000.0}}, ()),
     "old_spelling": (
         "llama3",

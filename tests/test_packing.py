@@ -22,7 +22,7 @@ from dppo_megatron.packing.cost import CostModel
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.steps.rollout_cost import cost_model
 from dppo_megatron.types import PackedMicrobatch, PackPlan, TrainSample, UserError
-from dppo_megatron.weights.architecture import Architecture, Experts
+from dppo_megatron.weights.architecture import Architecture, Experts, Rope
 
 MODES = ("balanced", "window", "first_fit_decreasing", "none")
 COST = CostModel(linear=1.0, quadratic=0.01)
@@ -297,7 +297,8 @@ def test_cost_model_counts_the_models_flops() -> None:
 
 def _shaped(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, words: int) -> Architecture:
     """A dense model of these sizes."""
-    return Architecture("x", layers, hidden, ffn, heads, kv_heads, head_dim, words, 64, 1e4, 1e-6, False, True, False)
+    sizes = layers, hidden, ffn, heads, kv_heads, head_dim, words, 64
+    return Architecture("x", *sizes, Rope(()), 1e-6, False, True, False)
 
 
 def test_cost_model_of_experts() -> None:

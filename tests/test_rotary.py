@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 from support.launch import run_ranks
-from support.tiny import FAMILIES, Parallel, build_actor, plan_for, random_samples, write_model
+from support.tiny import FAMILIES, Parallel, build_actor, hf_logprobs, plan_for, random_samples, write_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from dppo_megatron.actor.attention import PackedSequences
 from dppo_megatron.actor.layout import ContextShare
-from dppo_megatron.actor.rotary import Rotary, rotate
-from dppo_megatron.types import PackedMicrobatch
-from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.actor.rotary import rotate
+from dppo_megatron.types import PackedMicrobatch, TrainSample
+from dppo_megatron.weights.architecture import Rope, read_architecture
 
 LENGTHS = (1, 4, 37, 8, 200)
 
@@ -32,29 +32,57 @@ def _pack(lengths: tuple[int, ...], context: ContextShare | None = None) -> Pack
     return PackedSequences.of(plan, context or ContextShare(), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_equals_transformers(tmp_path: Path, family: str) -> None:
-    """Queries of a pack are turned as transformers turns them, sequence by sequence: to one rounding of float32.
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+SCALED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "linear": ("llama3", {"rope_type": "linear", "rope_theta": 5e5, "factor": 3.0}),
+    "yarn": ("qwen3", YARN),
+    "yarn, moe": ("qwen3_moe", YARN | {"factor": 2.5, "beta_fast": 16, "beta_slow": 0.5, "truncate": False}),
+    "yarn, qwen2": ("qwen2", YARN | {"attention_factor": 1.3}),
+    "yarn, mscale": ("llama3", YARN | {"mscale": 0.7, "mscale_all_dim": 1.1}),
+    "llama 3 of other constants": ("llama3", FAMILIES["llama3"][2]["rope_parameters"] | {"high_freq_factor": 3.0}),
+}
 
-    That rounding is of the angle: it is at most 200 here, of which the spacing is 1.5e-5.
-    """
-    architecture = read_architecture(write_model(tmp_path, family=family))
+
+@pytest.mark.parametrize("case", SCALED)
+def test_equals_transformers(tmp_path: Path, case: str) -> None:
+    """Queries of a pack are turned as transformers turns them, sequence by sequence, also beyond the original length
+    of a scaled embedding: to one rounding of float32, of a product of values up to 4."""
+    family, rope = SCALED[case]
+    model = write_model(tmp_path, family=family, **({"rope_parameters": rope} if rope else {}))
+    architecture = read_architecture(model)
     theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
-    rotary = Rotary(architecture.head_dim, architecture.rope_theta, architecture.rope_factor)
     query = torch.randn(sum(LENGTHS), 3, architecture.head_dim, generator=torch.Generator().manual_seed(0))
-    mine = rotate(query, _pack(LENGTHS).rotation(rotary, torch.float32))
+    mine = rotate(query, _pack(LENGTHS).rotation(architecture.rope, torch.float32))
+    assert not rope or (architecture.rope.scale == 1.0) == ("yarn" not in case)
     start = 0
     for length in LENGTHS:
         piece = query[start : start + length].transpose(0, 1)[None]
         cos, sin = theirs(piece, torch.arange(length)[None])
         expected, _ = apply_rotary_pos_emb(piece, piece, cos, sin)
-        torch.testing.assert_close(mine[start : start + length], expected[0].transpose(0, 1), rtol=0, atol=5e-5)
+        torch.testing.assert_close(mine[start : start + length], expected[0].transpose(0, 1), rtol=0, atol=1e-6)
         start += length
+
+
+def test_the_actor_equals_transformers_beyond_the_original_length(tmp_path: Path) -> None:
+    """Log-probabilities of 200 tokens where YaRN began with 64; with two tensor ranks."""
+    model = write_model(tmp_path, rope_parameters=YARN)
+    samples = random_samples(9, 37, longest=200)
+    expected = hf_logprobs(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), samples)
+    assert any(len(one.token_ids) > 150 for one in samples)
+    assert read_architecture(model).max_positions == 256
+    for mine, theirs in zip(run_ranks(_logprobs, 2, model, samples)[0], expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
+
+
+def _logprobs(model: Path, samples: list[TrainSample]) -> list[np.ndarray]:
+    parallel = Parallel(tp=2)
+    return build_actor(model, parallel).logprobs(samples, plan_for(samples, parallel, cap=4096))
 
 
 def test_gradient_is_autograds() -> None:
     """The written backward pass, against differences of the forward pass."""
-    rotation = _pack((3, 2)).rotation(Rotary(6, 10_000.0), torch.float64)
+    rotation = _pack((3, 2)).rotation(Rope((1.0, 0.1, 0.01), 1.2), torch.float64)
     states = torch.randn(5, 2, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: rotate(x, rotation), states)
 

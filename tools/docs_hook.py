@@ -43,9 +43,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links to files of the repository become plain names: the site does not know where the repository is kept."""
+    """Links to files of the repository become plain names: the site does not know where the repository is kept. The
+    page on other trainers shows the list that the program reads."""
     if page is not None and page.file.src_uri.startswith("reference/"):
         return markdown
+    others = (ROOT / "docs" / "other_names.txt").read_text(encoding="utf-8")
+    markdown = markdown.replace("<!-- other names -->", others)
     return re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
 
 

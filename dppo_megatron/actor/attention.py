@@ -26,8 +26,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dppo_megatron.actor.layout import ContextShare, to_device
-from dppo_megatron.actor.rotary import Rotary, Rotating, Rotation
+from dppo_megatron.actor.rotary import Rotating, Rotation, rotation_at
 from dppo_megatron.types import PackedMicrobatch
+from dppo_megatron.weights.architecture import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     slots: tuple[int, ...] = (0,)
     context: ContextShare = field(default_factory=ContextShare)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    _rotations: dict[tuple[Rotary, torch.dtype], Rotation] = field(default_factory=dict)
+    _rotations: dict[tuple[Rope, torch.dtype], Rotation] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: PackedMicrobatch, context: ContextShare, device: torch.device) -> PackedSequences:
@@ -87,11 +88,11 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
         whole = torch.cat([torch.arange(end - start) for start, end in pairwise(self.slots)])
         return to_device(whole[self.context.indices(self.slots)], self.device)
 
-    def rotation(self, rotary: Rotary, dtype: torch.dtype) -> Rotation:
+    def rotation(self, rope: Rope, dtype: torch.dtype) -> Rotation:
         """The rotary angles of this rank's tokens; made at the first layer and kept for the others."""
-        key = rotary, dtype
+        key = rope, dtype
         if key not in self._rotations:
-            self._rotations[key] = rotary.at(self.position_ids, dtype)
+            self._rotations[key] = rotation_at(rope, self.position_ids, dtype)
         return self._rotations[key]
 
     @cached_property

@@ -202,5 +202,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def stop_process_group() -> None:
+    """Leave the groups of Megatron and torch. No collective works after it."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dppo_megatron.actor.attention import PackedAttention, RMSNorm
 from dppo_megatron.actor.overrides import Overrides
-from dppo_megatron.actor.rotary import Rotary, Rotating
+from dppo_megatron.actor.rotary import Rotating
 from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.platform.capabilities import LayerSpec, this_machine
 from dppo_megatron.types import UserError
@@ -267,8 +267,7 @@ def _te_spec(architecture: Architecture, config: TransformerConfig, _: int | Non
 
 
 def _rotating(attention: type[Rotating], architecture: Architecture) -> ModuleSpec:
-    rotary = Rotary(architecture.head_dim, architecture.rope_theta, architecture.rope_factor)
-    return ModuleSpec(module=attention, params={"rotary": rotary})
+    return ModuleSpec(module=attention, params={"rope": architecture.rope})
 
 
 _LAYER_SPECS: dict[LayerSpec, Callable[[Architecture, TransformerConfig, int | None], Any]] = {

@@ -4,49 +4,32 @@ Megatron's implementation iterates over the pack's sequences in every layer, sep
 their lengths from the device each time. That is two host synchronizations per call, 144 per forward pass of a 36-layer
 model, and since 0.19 a Python loop over the sequences as well. Here the model is built without position embeddings, the
 pack carries each token's position, and the attention applies the rotation, after the query and key norms as Megatron
-does. The arithmetic is Megatron's, operation for operation, so results are bit-identical.
+does. The arithmetic is Megatron's, operation for operation, so without scaling results are bit-identical.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.models.common.embeddings import RotaryEmbedding
 from torch import Tensor
 
 from dppo_megatron.actor.layout import to_device
+from dppo_megatron.weights.architecture import Rope
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angles of a pack's tokens: [T / CP, 1, D / 2] each, in the activations' dtype."""
+    """Scaled cosines and sines of the angles of a pack's tokens: [T / CP, 1, D / 2] each, in the activations' dtype."""
 
     cos: Tensor
     sin: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """How a model turns positions into angles. Frozen, so that a pack can cache by it."""
-
-    head_dim: int
-    theta: float
-    llama3_factor: float = 0.0
-    """Factor of RoPE scaling `llama3`, with Megatron's constants; 0: no scaling."""
-
-    def at(self, position_ids: Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotation at `position_ids` [T], computed in float32 and then rounded to `dtype`."""
-        embedding = RotaryEmbedding(
-            self.head_dim,
-            rotary_percent=1.0,
-            rotary_base=self.theta,
-            rope_scaling=self.llama3_factor > 0,
-            rope_scaling_factor=self.llama3_factor,
-            use_cpu_initialization=True,
-        )
-        angles = torch.outer(position_ids.float(), to_device(embedding.inv_freq, position_ids.device))[:, None]
-        return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+def rotation_at(rope: Rope, position_ids: Tensor, dtype: torch.dtype) -> Rotation:
+    """The rotation at `position_ids` [T], computed in float32 and then rounded to `dtype`."""
+    frequencies = to_device(torch.tensor(rope.frequencies), position_ids.device)
+    angles = torch.outer(position_ids.float(), frequencies)[:, None]
+    return Rotation((angles.cos() * rope.scale).to(dtype), (angles.sin() * rope.scale).to(dtype))
 
 
 def rotate(states: Tensor, rotation: Rotation) -> Tensor:
@@ -59,7 +42,7 @@ def rotate(states: Tensor, rotation: Rotation) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is the inverse rotation. Autograd would keep four tensors as large as `states`."""
+    """Its gradient is the inverse rotation, scaled alike. Autograd would keep four tensors as large as `states`."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -82,17 +65,17 @@ class Rotating:
 
         class TransformerEngineAttention(Rotating, TEDotProductAttention): ...
 
-    The pack is Megatron's `packed_seq_params`; its `rotation(rotary, dtype)` is computed once for all layers.
+    The pack is Megatron's `packed_seq_params`; its `rotation(rope, dtype)` is computed once for all layers.
     """
 
-    def __init__(self, *args: Any, rotary: Rotary, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rope: Rope, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._rotary = rotary
+        self._rope = rope
 
     def forward(self, query: Tensor, key: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
         """Rotate query [T, H, D] and key [T, K, D] of this rank's tokens; pass everything else on to the attention."""
         assert packed_seq_params is not None, "the actor always packs"
-        rotation = packed_seq_params.rotation(self._rotary, query.dtype)
+        rotation = packed_seq_params.rotation(self._rope, query.dtype)
         query, key = rotate(query, rotation), rotate(key, rotation)
         out: Tensor = super().forward(query, key, *args, packed_seq_params=packed_seq_params, **kwargs)  # type: ignore[misc]
         return out

@@ -87,6 +87,7 @@ class FadingFit:
     xy: float = 0.0
 
     def add(self, x: float, y: float) -> None:
+        """One more point; all earlier ones count 0.98 times as much as before."""
         self.count += 1
         self.weight = 1.0 + 0.98 * self.weight
         share = 1.0 / self.weight

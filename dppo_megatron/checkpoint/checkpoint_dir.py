@@ -63,6 +63,7 @@ def step_name(step: int) -> str:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write it with a checksum of itself. Last of all: its files must be complete."""
     raw = {"format": _FORMAT} | asdict(manifest)
     text = json.dumps(raw | {"sha256": _own_sum(raw)}, indent=1)
     (directory / FILE).write_text(text + "\n", encoding="utf-8")

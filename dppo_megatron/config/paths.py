@@ -23,7 +23,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def shipped(*parts: str) -> Path:
-    """A file of configs/, examples/ or docs/migrating.md: beside the package in a checkout, inside a wheel (setup.py).
+    """A file of configs/ or examples/, or a table in docs/: beside the package, in a wheel inside it (setup.py).
 
     Example: `shipped("configs", "quickstart.yaml")`.
     """

@@ -5,8 +5,8 @@ each field, which Python does not keep and which is therefore read from the sour
 completion and the reference of the documentation site are made from this list, so none of them can go out of date.
 
 And what an unknown key was meant to be: most are typing mistakes or another trainer's names. For the first a close name
-is suggested; for the second the tables of docs/migrating.md have the equivalent, or that there is none and why. A wrong
-hint is worse than none, so where neither is clear the message only lists the known keys.
+is suggested; for the second docs/migrating.md and other_names.txt have the equivalent, or that there is none and why. A
+wrong hint is worse than none, so where neither is clear the message only lists the known keys.
 """
 
 from __future__ import annotations
@@ -194,10 +194,10 @@ def _allowed(item: Field[Any], hint: Any) -> str:
 @cache
 def other_names() -> dict[str, str]:
     """Keys of verl's (dotted), TRL's and slime's, patterns of them with `*` among these -> what to say: our setting and
-    what else to know, or that there is none and why. In the order of the page."""
-    page = shipped("docs", "migrating.md")
+    what else to know, or that there is none and why. In the order of the files."""
+    files = [shipped("docs", name) for name in ("migrating.md", "other_names.txt")]
     found: dict[str, str] = {}
-    for theirs, ours, none, note in _ROW.findall(page.read_text(encoding="utf-8") if page.is_file() else ""):
+    for theirs, ours, none, note in _ROW.findall("".join(one.read_text("utf-8") for one in files if one.is_file())):
         if ours:
             said = f"here it is {ours} ({note})" if note else f"here it is {ours}"
         else:

@@ -46,7 +46,7 @@ class ModelConfig:
 class SftConfig:
     """An optional supervised phase before RL, through the same actor. Off while `steps` is 0."""
 
-    page = "objectives.md"
+    page = "sft.md"
     examples_path: str = ""
     """JSON Lines file of worked solutions: the problem field of `data` and `completion_field`."""
     completion_field: str = "completion"

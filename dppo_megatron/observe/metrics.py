@@ -105,6 +105,7 @@ class Summary:
     """Seconds of each phase of the steps."""
 
     def add(self, counts: StepCounts, metrics: Mapping[str, float]) -> None:
+        """One more step: its counts, and the seconds of its phases from the keys time/*."""
         self.steps += 1
         for name, number in asdict(counts).items():
             setattr(self, name, getattr(self, name) + number)
@@ -120,6 +121,7 @@ class Summary:
         write_text(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def table(self) -> str:
+        """Lines `name  value` for the end of the log."""
         rows: list[tuple[str, str]] = []
         for name, after in self.eval_after.items():
             before, since = self.eval_before.get(name), self.eval_before_step.get(name, 0)

@@ -142,6 +142,7 @@ class StopRequests:
             self._before = {number: signal.signal(number, self._on_signal) for number in _ASK_TO_STOP}
 
     def restore(self) -> None:
+        """Put back the handlers that were there before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

@@ -191,7 +191,8 @@ def deterministic(
     are 0 where there is gradient, no weight can make this unbiased.
 
     Args:
-        score, uniform: [n], no NaN; uniform numbers for the ties.
+        score: [n], no NaN.
+        uniform: [n] in [0, 1), for the ties.
         num_kept: scalar or [groups], of each group.
         group: [n] labels 0..groups-1; None is one group.
     """

@@ -214,6 +214,7 @@ class RowColumns:
 
     @property
     def count(self) -> int:
+        """Columns that `of` returns: two for each number, one for each value of a class."""
         return 2 * len(self._numbers) + sum(count for _, count in self._classes)
 
     def of(self, ids: IntArray) -> FloatArray:

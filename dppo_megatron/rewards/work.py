@@ -47,6 +47,7 @@ class Batch:
         return self._rows[id(row)] if row else b""
 
     def finish(self) -> None:
+        """Log what failed and hand over the grades; nothing happens if it is done or was cancelled."""
         if not self.future.done():
             grades = [grade for grade in self.grades if grade is not None]
             log_failures(_log, [task.label for task in self.tasks], grades)

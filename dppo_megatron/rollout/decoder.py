@@ -14,7 +14,6 @@ change places, which the caller has to follow (`Moves`).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dppo_megatron.weights.architecture import Architecture, Experts
-from dppo_megatron.weights.config_keys import LLAMA3
 
 _FIRST_ROOM = 16
 """Spare tokens after the prompt. Touching new memory costs as much as the copy when it has to grow, and by then most
@@ -92,6 +90,7 @@ class KeyValues:
         self._rebuild(self.filled + _FIRST_ROOM, rows)
 
     def move(self, moves: Moves) -> None:
+        """Rows `moves.source` are copied to rows `moves.target`; the first `moves.count` remain."""
         if len(moves.source):
             for room in self._rooms:
                 # by indexing: index_select and index_copy_ first make a copy of a whole view that has gaps
@@ -146,7 +145,7 @@ class Decoder:
         self._output = (
             self._embedding if a.tied_embeddings else self._new("lm_head.weight", a.vocab_size, a.hidden_size)
         )
-        self._frequencies = frequencies(a).to(device)
+        self._frequencies, self._scale = torch.tensor(a.rope.frequencies, device=device), a.rope.scale
         # scores are rounded to the type of the cache, which only float32 can afford
         self._plain_attention = device.type == "cpu" and dtype in (torch.float32, torch.float64)
 
@@ -186,7 +185,7 @@ class Decoder:
         eps, size = self._architecture.norm_eps, (self._architecture.hidden_size,)
         hidden = F.embedding(tokens.flatten(), self._embedding)  # [B n, hidden], as everywhere but in attention
         angles = positions.flatten()[:, None] * self._frequencies
-        cos, sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
+        cos, sin = ((part * self._scale).to(self._dtype) for part in (angles.cos(), angles.sin()))
         rotary = torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
         for index, layer in enumerate(self._layers):
             qkv = F.linear(F.rms_norm(hidden, size, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
@@ -311,19 +310,3 @@ def _route(x: Tensor, router: Tensor, experts: Experts) -> tuple[Tensor, Tensor]
     if experts.normalize_weights:
         share = share / share.sum(-1, keepdim=True)
     return chosen, share.to(x.dtype)
-
-
-def frequencies(architecture: Architecture) -> Tensor:
-    """[D / 2] angle that each pair of dimensions turns by from one position to the next, float32.
-
-    With Llama 3.1's scaling, waves longer than the original context are stretched by the factor, waves shorter than a
-    quarter of it are not, and those between in between.
-    """
-    size, factor = architecture.head_dim, architecture.rope_factor
-    plain: Tensor = 1.0 / (architecture.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
-    if not factor:
-        return plain
-    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
-    waves = LLAMA3["original_max_position_embeddings"] * plain / (2 * math.pi)  # in the original context
-    smooth = ((waves - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth) * plain / factor + smooth * plain

@@ -116,6 +116,7 @@ class Served:
             log(f"serve: {server.url} is ready; its address is in {self._directory}")
 
     def withdraw(self) -> None:
+        """Take its file out of the registry, so that no trainer asks it."""
         if self._registration is not None:
             self._registration.remove()
             self._registration = None

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import CONFIG_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
 from dppo_megatron.texts import one_line
@@ -47,6 +49,16 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Rope:
+    """A rotary position embedding."""
+
+    frequencies: tuple[float, ...]
+    """[D / 2] angle that each pair of dimensions turns by from one position to the next, float32."""
+    scale: float = 1.0
+    """Of the cosines and sines: YaRN's attention factor."""
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """Sizes of a decoder-only transformer, by their usual names."""
 
@@ -59,15 +71,13 @@ class Architecture:
     head_dim: int
     vocab_size: int
     max_positions: int
-    rope_theta: float
+    rope: Rope
     norm_eps: float
     tied_embeddings: bool
     qk_norm: bool
     """RMS norm on each head's queries and keys (Qwen3)."""
     qkv_bias: bool
     """Bias on the query, key and value projections (Qwen2.5)."""
-    rope_factor: float = 0.0
-    """Llama 3.1's frequency scaling; 0: none."""
     experts: Experts | None = None
 
     def check_layout(self, actor: ActorConfig) -> None:
@@ -153,8 +163,8 @@ def read_architecture(
     family = _family(raw, path)
     model_type = MODEL_TYPES[family]
     check_keys(raw, family, path, CONFIG_MAPPING[model_type](), ignored)
-    rope_theta, rope_factor = read_rope(raw, path)
-    config = _as_transformers_reads(raw, model_type, (rope_theta, rope_factor), path)
+    rope = read_rope(raw, path)
+    config = _as_transformers_reads(raw, model_type, rope, path)
     values = read_values(config, raw, family, path)
     _check_sizes(raw, values, path)
     return Architecture(
@@ -166,13 +176,12 @@ def read_architecture(
         num_kv_heads=values["num_key_value_heads"],
         head_dim=values["head_dim"],
         vocab_size=values["vocab_size"],
-        max_positions=values["max_position_embeddings"],
-        rope_theta=rope_theta,
+        max_positions=_positions(values["max_position_embeddings"], rope),
+        rope=_rope(config, values["head_dim"], rope, path),
         norm_eps=values["rms_norm_eps"],
         tied_embeddings=values["tie_word_embeddings"],
         qk_norm=family in (QWEN3, QWEN3_MOE),
         qkv_bias=family == QWEN2,
-        rope_factor=rope_factor,
         experts=_experts(values, path) if family == QWEN3_MOE else None,
     )
 
@@ -227,7 +236,7 @@ def _experts(values: Mapping[str, Any], path: Path) -> Experts:
     )
 
 
-def _as_transformers_reads(raw: Mapping[str, Any], model_type: str, rope: tuple[float, float], path: Path) -> Any:
+def _as_transformers_reads(raw: Mapping[str, Any], model_type: str, rope: Mapping[str, Any], path: Path) -> Any:
     """transformers' config of `raw`. Raises `UserError` if it refuses it, or reads the position embedding otherwise."""
     try:
         with warnings.catch_warnings():
@@ -235,8 +244,24 @@ def _as_transformers_reads(raw: Mapping[str, Any], model_type: str, rope: tuple[
             config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(raw)))
     except Exception as error:  # its validators raise their own classes, and TypeErrors from deep inside
         raise UserError(f"{path}: transformers refuses it: {one_line(str(error) or type(error).__name__)}") from None
-    found = config.rope_parameters or {}
-    factor = found.get("factor", 0.0) if found.get("rope_type") != "default" else 0.0
-    if rope != (found.get("rope_theta"), factor):
-        raise UserError(f"{path}: base and factor of rope, {rope}, are read as {shown(found)} by transformers")
+    found = {key: value for key, value in (config.rope_parameters or {}).items() if value is not None}
+    if {key: value for key, value in found.items() if key not in ("type", "partial_rotary_factor")} != rope:
+        raise UserError(f"{path}: the rope parameters {shown(rope)} are read as {shown(found)} by transformers")
     return config
+
+
+def _positions(stated: int, rope: Mapping[str, Any]) -> int:
+    """With YaRN, published config.json files leave max_position_embeddings at what it was before."""
+    original = rope["original_max_position_embeddings"] if rope["rope_type"] == "yarn" else 0
+    return max(stated, int(original * rope.get("factor", 1)))
+
+
+def _rope(config: Any, head_dim: int, rope: Mapping[str, Any], path: Path) -> Rope:
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return Rope(tuple((1.0 / (rope["rope_theta"] ** exponents)).tolist()))
+    try:
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+    except ArithmeticError as error:  # YaRN divides by the logarithm of a base of 1
+        raise UserError(f"{path}: {shown(rope)} gives no frequencies: {error}") from None
+    return Rope(tuple(frequencies.tolist()), float(scale))

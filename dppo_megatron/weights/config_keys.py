@@ -242,49 +242,65 @@ def _check_layer_types(raw: Mapping[str, Any], path: Path) -> None:
         )
 
 
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The constants that Megatron-core's Llama-3 frequency scaling has built in."""
 DEFAULT_THETA = 10_000.0
 """transformers' own, where config.json has none."""
 
 _THETA = _number(1.0, 1e30)  # frequencies are computed in float32
-_FACTOR = _number(1.0, 1e6)
+_FACTOR, _CONTEXT = _number(1.0, 1e6), _size(1, _POSITIVE)
+_TURNS = _number(1e-6, 1e6)  # of a wave in the original context
+_ROPE_KINDS: dict[str, tuple[dict[str, Accepted], dict[str, Accepted]]] = {
+    "default": ({}, {}),
+    "linear": ({"factor": _FACTOR}, {}),
+    "llama3": (
+        {"factor": _FACTOR, "low_freq_factor": _TURNS, "high_freq_factor": _TURNS}
+        | {"original_max_position_embeddings": _CONTEXT},
+        {},
+    ),
+    "yarn": (
+        {"factor": _FACTOR, "original_max_position_embeddings": _CONTEXT},
+        dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _TURNS)
+        | {"truncate": _one_of(False, True)},
+    ),
+}
+"""The keys that a scaling of the position embedding needs, and those that it may have. `dynamic` and `longrope` turn a
+token differently as its sequence grows, which no cache of keys survives and the engines do not agree on."""
+_ORDERED = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+_ROPE_DEFAULTS = {"beta_fast": 32, "beta_slow": 1}
 _ROPE_TYPE_KEYS = ("rope_type", "type")
 _NEUTRAL_TO_ROPE = {"partial_rotary_factor": 1}
 _ROPE_SOURCES = ("rope_parameters", "rope_scaling")
 
 
-def read_rope(raw: Mapping[str, Any], path: Path) -> tuple[float, float]:
-    """The base of the position embedding that transformers would build from `raw`, and the factor of Llama 3's
-    frequency scaling, or 0.
+def read_rope(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The parameters of the position embedding that transformers would build from `raw`: rope_type, rope_theta, and
+    those of its scaling.
 
     transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`, and a file may hold all of
     them: transformers then uses `rope_scaling` alone. With YaRN in one and plain RoPE in the other, the two readings
     differ by 0.5 nats a token, so contradictions are refused rather than resolved.
 
     Raises:
-        UserError: two places disagree, or a type, key or constant that the actor does not implement.
+        UserError: two places disagree, or a type, key or value that the actor does not implement.
     """
     top = _checked("rope_theta", raw["rope_theta"], _THETA, path) if "rope_theta" in raw else None
-    found = {name: _read_rope_of(name, raw, top, path) for name in _ROPE_SOURCES if raw.get(name)}
-    if len(set(found.values())) > 1:
+    found = [_read_rope_of(name, raw, top, path) for name in _ROPE_SOURCES if raw.get(name)]
+    if len(found) > 1 and found[0] != found[1]:
         first, second = (f"{name} = {shown(raw[name])}" for name in _ROPE_SOURCES)
         raise UserError(
             f"{path}: {first} and {second} disagree; transformers would take rope_scaling alone. Remove one of them"
         )
-    for name, (theta, _) in found.items():
-        if top is not None and theta != top:
-            raise UserError(f"{path}: rope_theta = {top} and {name}.rope_theta = {theta} disagree; remove one")
-    theta, factor = next(iter(found.values()), (top or DEFAULT_THETA, 0.0))
+    rope = found[0] if found else {"rope_type": "default", "rope_theta": top or DEFAULT_THETA}
+    if top is not None and rope["rope_theta"] != top:
+        source, inner = next(name for name in _ROPE_SOURCES if raw.get(name)), rope["rope_theta"]
+        raise UserError(f"{path}: rope_theta = {top} and {source}.rope_theta = {inner} disagree; remove one")
     # at the top level this key overrides the one inside, and it means nothing to plain RoPE
     key = "original_max_position_embeddings"
-    allowed = LLAMA3[key] if factor else None
-    if key in raw and (isinstance(raw[key], bool) or raw[key] != allowed):
-        raise UserError(f"{path}: {key} = {shown(raw[key])} is not supported; supported: {shown(allowed)}")
-    return theta, factor
+    if key in raw and (isinstance(raw[key], bool) or raw[key] != rope.get(key)):
+        raise UserError(f"{path}: {key} = {shown(raw[key])} is not supported; supported: {shown(rope.get(key))}")
+    return rope
 
 
-def _read_rope_of(source: str, raw: Mapping[str, Any], top_theta: float | None, path: Path) -> tuple[float, float]:
+def _read_rope_of(source: str, raw: Mapping[str, Any], top_theta: float | None, path: Path) -> dict[str, Any]:
     given = raw[source]
     if not isinstance(given, dict):
         raise UserError(f"{path}: {source} = {shown(given)}: expected an object")
@@ -292,30 +308,29 @@ def _read_rope_of(source: str, raw: Mapping[str, Any], top_theta: float | None, 
     kind = next(iter(kinds.values()), "default")
     if any(other != kind for other in kinds.values()):
         raise UserError(f"{path}: {source}.rope_type and {source}.type disagree: {shown(given)}; remove one")
-    if kind not in ("default", "llama3"):
-        raise UserError(f"{path}: {source}.rope_type = {shown(kind)} is not supported; supported: default, llama3")
+    if not isinstance(kind, str) or kind not in _ROPE_KINDS:
+        supported = ", ".join(_ROPE_KINDS)
+        raise UserError(f"{path}: {source}.rope_type = {shown(kind)} is not supported; supported: {supported}")
+    needed, optional = _ROPE_KINDS[kind]
     theta = given.get("rope_theta", DEFAULT_THETA if top_theta is None else top_theta)
-    theta = _checked(f"{source}.rope_theta", theta, _THETA, path)
-    needed: dict[str, Any] = {"factor": None, **LLAMA3} if kind == "llama3" else {}
-    for key, value in given.items():
-        if key in (*_ROPE_TYPE_KEYS, "rope_theta", *needed):
-            continue
-        if key not in _NEUTRAL_TO_ROPE or isinstance(value, bool) or value != _NEUTRAL_TO_ROPE[key]:
-            raise UserError(f"{path}: {source}.{plain(key)} = {shown(value)} is not supported with rope type {kind}")
-    if kind == "default":
-        return theta, 0.0
+    rope = {"rope_type": kind, "rope_theta": _checked(f"{source}.rope_theta", theta, _THETA, path)}
     if missing := sorted(set(needed) - set(given)):
-        raise UserError(f"{path}: {source}: rope type llama3 needs {', '.join(missing)}")
-    for key, constant in LLAMA3.items():
-        if isinstance(given[key], bool) or given[key] != constant:
-            raise UserError(
-                f"{path}: {source}.{key} = {shown(given[key])} is not supported; supported: {constant}, which"
-                " Megatron-core has built in"
-            )
-    return theta, _checked(f"{source}.factor", given["factor"], _FACTOR, path)
+        raise UserError(f"{path}: {source}: rope type {kind} needs {', '.join(missing)}")
+    for key, value in given.items():
+        if key in (*_ROPE_TYPE_KEYS, "rope_theta") or (key in optional and value is None):
+            continue
+        if key in needed or key in optional:
+            rope[key] = _checked(f"{source}.{key}", value, (needed | optional)[key], path)
+        elif key not in _NEUTRAL_TO_ROPE or isinstance(value, bool) or value != _NEUTRAL_TO_ROPE[key]:
+            raise UserError(f"{path}: {source}.{plain(key)} = {shown(value)} is not supported with rope type {kind}")
+    if kind in _ORDERED:
+        low, high = _ORDERED[kind]
+        if (_ROPE_DEFAULTS | rope)[low] >= (_ROPE_DEFAULTS | rope)[high]:
+            raise UserError(f"{path}: {source} = {shown(given)}: {low} must be below {high}")
+    return rope
 
 
-def _checked(name: str, value: Any, allowed: Accepted, path: Path) -> float:
+def _checked(name: str, value: Any, allowed: Accepted, path: Path) -> Any:
     if not allowed.fits(value):
         raise UserError(f"{path}: {name} = {shown(value)}: must be {allowed.wanted}")
-    return float(value)
+    return value

@@ -92,7 +92,7 @@ STRAY = [
     "...\n",
 ]
 
-pytestmark = pytest.mark.timeout(0 if "DPPO_FUZZ" in os.environ else 600)
+pytestmark = pytest.mark.timeout(0 if "DPPO_FUZZ" in os.environ else 1800)
 
 
 @pytest.mark.slow

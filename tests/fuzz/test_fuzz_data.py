@@ -55,7 +55,7 @@ DIRECTORIES = ("saved", "repository")
 EVERY_DIRECTORY = 40
 """One case in so many: `datasets` takes as long for one as everything else for ten files."""
 
-pytestmark = pytest.mark.timeout(0 if "DPPO_FUZZ" in os.environ else 600)
+pytestmark = pytest.mark.timeout(0 if "DPPO_FUZZ" in os.environ else 1800)
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

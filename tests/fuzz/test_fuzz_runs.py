@@ -44,7 +44,7 @@ ODD += (float("inf"), "", "x", "1", "nan", "\ud800", "\0", "../x", [], [1], [Non
 ODD += ("é" * 3000,)
 STRAY = (b"\0", b"\xff", b"\xef\xbb\xbf", b"\n", b"NaN", b"1e999", b"[" * 5000, b"9" * 5000)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(0 if "DPPO_FUZZ" in os.environ else 600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0 if "DPPO_FUZZ" in os.environ else 1800)]
 
 
 @pytest.fixture(scope="module")

@@ -110,6 +110,8 @@ def _memory_of(pid: int) -> dict[str, int]:
                 if "vllm" in line.lower() and process.pid != pid:
                     continue
                 status = Path(f"/proc/{process.pid}/status").read_text()
+                if "RssAnon:" not in status:  # it has ended, and waits to be collected
+                    continue
                 kib = int(status.partition("RssAnon:")[2].split()[0])
                 role = "trainer" if process.pid == pid else next((r for k, r in ROLES.items() if k in line), "other")
                 found[f"{role} {process.pid}"] = kib * 1024

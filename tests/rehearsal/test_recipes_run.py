@@ -2,7 +2,7 @@
 
 What `plan` and a dry run cannot see is the protocol: who asks whom for what, which ranks meet in a call, where a weight
 goes. Here the command of the recipe runs in every rank, starts its server on every node, syncs through memory of the
-rank beside each worker, and resumes. CI runs three recipes, of which one has every kind of group that any other has,
+rank beside each worker, and resumes. CI runs four recipes, of which one has every kind of group that any other has,
 `make test` the one with experts; DPPO_REHEARSE_ALL=1 runs each one by itself (`make test-rehearsal`).
 """
 
@@ -28,9 +28,9 @@ from rehearsal.miniature import PROBLEMS, RECIPES, Miniature, Sizes, arguments, 
 from rehearsal.nccl_rule import under_rule
 
 MINIATURES = {recipe.stem: miniature(recipe) for recipe in RECIPES}
-ALWAYS = ("qwen3_4b_gsm8k", "qwen3_32b_32gpus_dppo", "qwen3_30b_a3b_16gpus_dppo")
-"""What CI runs: one node with a reference policy, pipeline stages on two nodes, experts on two nodes."""
-LONG = {"qwen3_4b_gsm8k", "qwen3_32b_32gpus_dppo"}
+ALWAYS = ("qwen3_4b_gsm8k", "qwen3_32b_32gpus_dppo", "qwen3_8b_64k_32gpus", "qwen3_30b_a3b_16gpus_dppo")
+"""What CI runs: one node with a reference policy, then on two nodes pipeline stages, context ranks, experts."""
+LONG = {"qwen3_4b_gsm8k", "qwen3_32b_32gpus_dppo", "qwen3_8b_64k_32gpus"}
 RUN = sorted(MINIATURES) if os.environ.get("DPPO_REHEARSE_ALL") else ALWAYS
 
 
@@ -116,7 +116,7 @@ def _check(small: Miniature, said: str, rows: list[dict[str, Any]], notes: list[
 
 def test_the_rule() -> None:
     """Every recipe is known, has a run that stands for it, and keeps what it has: no size above one becomes one."""
-    assert len(RECIPES) == 24 + 4 + 1 and len(MINIATURES) == len(RECIPES)
+    assert len(RECIPES) == 24 + 5 + 1 and len(MINIATURES) == len(RECIPES)
     for small in MINIATURES.values():
         assert any(MINIATURES[name].stands_for(small) for name in ALWAYS), small.recipe
     assert {MINIATURES[name].tied for name in RUN} == {False, True}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from dppo_megatron.weights.architecture import Architecture
@@ -43,20 +42,5 @@ def same_as_transformers(architecture: Architecture, directory: Path) -> None:
     else:
         assert layer.mlp.gate_proj.weight.shape == (architecture.ffn_size, architecture.hidden_size)
     rotary = type(model.model.rotary_emb)(config=config)  # not on the meta device
-    assert rotary.attention_scaling == 1.0
-    torch.testing.assert_close(rotary.inv_freq, _frequencies(architecture), rtol=1e-6, atol=0)
-
-
-def _frequencies(architecture: Architecture) -> torch.Tensor:
-    """Megatron-core's own, on the CPU."""
-    rotary = RotaryEmbedding(
-        kv_channels=architecture.head_dim,
-        rotary_percent=1.0,
-        rotary_base=architecture.rope_theta,
-        rope_scaling=architecture.rope_factor > 0,
-        rope_scaling_factor=architecture.rope_factor or 8.0,
-        use_cpu_initialization=True,
-        cp_group=object(),  # what a process group would be: a frequency needs none
-    )
-    frequencies: torch.Tensor = rotary.inv_freq
-    return frequencies
+    assert rotary.attention_scaling == architecture.rope.scale
+    assert torch.equal(rotary.inv_freq, torch.tensor(architecture.rope.frequencies))

@@ -42,11 +42,13 @@ class CompletionBuffer:
         self._landed = 0
 
     def put(self, ticket: int, group: BufferedGroup) -> None:
+        """Hold a group that has landed. Groups are numbered in that order."""
         with self._lock:
             group.number, self._landed = self._landed, self._landed + 1
             self._groups[ticket] = group
 
     def drop(self, tickets: Sequence[int]) -> None:
+        """Forget the groups of these tickets, where it has them."""
         with self._lock:
             for ticket in tickets:
                 self._groups.pop(ticket, None)

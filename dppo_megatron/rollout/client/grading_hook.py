@@ -40,6 +40,7 @@ class Detokenizer:
 
     @staticmethod
     def of(tokenizer: Any) -> Detokenizer:
+        """By the fast backend alone where it gives the same text as `tokenizer.decode`."""
         from transformers import PreTrainedTokenizerFast
 
         backend = getattr(tokenizer, "backend_tokenizer", None)

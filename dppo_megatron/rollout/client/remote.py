@@ -79,6 +79,7 @@ class Nodes:
 
     @property
     def node(self) -> int:
+        """Number of the node that this rank is on."""
         return self.of_rank[self.rank]
 
     @property
@@ -93,6 +94,7 @@ class Nodes:
 
     @property
     def count(self) -> int:
+        """Nodes of the job."""
         return max(self.of_rank) + 1
 
 

@@ -144,6 +144,7 @@ class VLLMDialect(_Dialect, frozen=True, tag="vllm"):
 
 
 def vllm_body(group: GenerateRequest, seeded: bool) -> dict[str, Any]:
+    """One request for all completions of a group, as JSON. `seeded`: each is a function of its seed."""
     return {
         "request_id": group.request_id,
         "token_ids": group.prompt_ids,

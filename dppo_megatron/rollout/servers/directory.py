@@ -68,6 +68,7 @@ class Registration:
             os.utime(self._path)
 
     def remove(self) -> None:
+        """Remove the file; nothing if it is gone."""
         with contextlib.suppress(OSError):
             self._path.unlink()
 

@@ -167,6 +167,7 @@ class Dispatch:
         self._landed_s: dict[int, float] = {}  # ticket -> when its answer came, on the clock of the spans
 
     def run(self) -> Iterator[int]:
+        """See `dispatch`. What is still in flight when it ends, or is closed, is cancelled."""
         work = self._work
         try:
             while not work.is_complete and not work.given_up:

@@ -105,6 +105,7 @@ class Fleet:
 
     @property
     def endpoints(self) -> list[Endpoint]:
+        """All servers and routers, live or not."""
         return [*self.members, *self.routers]
 
     def targets_for(self, group: GenerateRequest) -> list[Endpoint]:

@@ -67,7 +67,8 @@ class Intake(Protocol):
     def room(self, server: str) -> int:
         """Groups that may be in flight on `server`: each holds a socket of its client."""
 
-    def ask(self, ask: Submit) -> None: ...
+    def ask(self, ask: Submit) -> None:
+        """Begin one attempt; what becomes of it is among the `events`."""
 
     def end(self, tickets: Sequence[int]) -> None:
         """Have the servers end these now: what they have so far lands, as `abort`."""

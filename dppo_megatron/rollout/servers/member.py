@@ -171,6 +171,7 @@ class Endpoint:
 
     @property
     def is_free(self) -> bool:
+        """Whether it no longer rests (see `back_off`)."""
         return self._clock() >= self._free_at
 
     def _owned(self) -> None:
@@ -255,5 +256,6 @@ class Member(Endpoint):
         self.asleep = DEVICE_MEMORY
 
     def woke(self, what: DeviceMemory) -> None:
+        """It holds this memory again."""
         self._owned()
         self.asleep -= {what}

@@ -86,17 +86,20 @@ class Server(Generator, Protocol):
     world_size: int
     """Workers of all its replicas: those that take part in a broadcast."""
 
-    def describe(self, *, timeout_s: float) -> ServerInfo: ...
+    def describe(self, *, timeout_s: float) -> ServerInfo:
+        """What it is and serves. Raises UserError if it is too old."""
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """Stop generating; `finish` waits for running requests, `continue` freezes them."""
 
-    def resume(self, *, timeout_s: float) -> None: ...
+    def resume(self, *, timeout_s: float) -> None:
+        """Generate again after `pause`."""
 
     def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None:
         """Leaves no cached prefix: its keys and values would belong to the old weights."""
 
-    def weights_version(self, *, timeout_s: float) -> str: ...
+    def weights_version(self, *, timeout_s: float) -> str:
+        """The name that the last load or update gave its weights."""
 
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
         """SHA-256 of the tensors that each replica can show, by its own names; empty if none shows any."""

@@ -40,6 +40,7 @@ class RouterServer:
     """Addresses of its workers, as last reported."""
 
     def healthy(self, *, timeout_s: float) -> None:
+        """Reads the list of its workers anew. Raises BadAnswer if it names none."""
         named = named_workers(self.http, timeout_s)
         if not named:
             raise BadAnswer(f"{self.http.url}/workers names no worker")

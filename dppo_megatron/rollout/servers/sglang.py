@@ -204,6 +204,7 @@ def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
 def sglang_command(
     config: RolloutConfig, python: str, model: str, max_tokens: int, dtype: str, *, cpu: bool, host: str = "127.0.0.1"
 ) -> list[str]:
+    """Its command line, `{port}` in place of the port. `max_tokens`: of prompt and completion together."""
     on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     return [
         *(python, str(_IN_ENGINE / "dppo_sglang_server.py"), "--model-path", model, "--served-model-name", "policy"),

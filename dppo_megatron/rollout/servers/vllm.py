@@ -237,6 +237,7 @@ def _update_info(tensors: Sequence[TensorNote]) -> dict[str, Any]:
 def vllm_command(
     config: RolloutConfig, python: str, model: str, max_tokens: int, dtype: str, *, cpu: bool, host: str = "127.0.0.1"
 ) -> list[str]:
+    """Its command line, `{port}` in place of the port. `max_tokens`: of prompt and completion together."""
     return [
         *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "policy"),
         *("--host", host, "--port", "{port}", "--dtype", dtype, "--max-model-len", str(max_tokens)),

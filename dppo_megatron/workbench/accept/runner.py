@@ -183,6 +183,7 @@ def measure(sheet: Sheet) -> None:
 
 
 def main(name: str, directory: str, options: str) -> None:
+    """Run the step `name` in this process. `options`: those of `Sheet`, as JSON."""
     die_with_parent()  # a killed command leaves no measurement behind
     (step,) = (step for step in STEPS if step.name == name)
     measure(Sheet(step, Path(directory), **json.loads(options)))

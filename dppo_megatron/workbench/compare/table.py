@@ -40,6 +40,7 @@ def table(verdict: Verdict) -> str:
 
 
 def headline(verdict: Verdict) -> list[str]:
+    """Lines above the table: the baseline, its gain, and whether the clock is of use."""
     among = ", ".join(verdict.candidates)
     chosen = f", the soonest of {among}" if len(verdict.candidates) > 1 else ""
     gain = f"; gain of {verdict.gain_from}" if verdict.gain_from != verdict.baseline else ""
@@ -109,6 +110,7 @@ def _row(one: ArmVerdict, width: int) -> str:
 
 
 def about() -> dict[str, Any]:
+    """When, with which versions and on which machine."""
     return {
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),
         "versions": {"dppo-megatron": __version__} | {name: version(name) for name in _PACKAGES},
@@ -117,6 +119,7 @@ def about() -> dict[str, Any]:
 
 
 def results(verdict: Verdict, runs: Sequence[MethodRun], notes: Sequence[str]) -> dict[str, Any]:
+    """What results.json holds."""
     return about() | {"notes": list(notes), "verdict": asdict(verdict), "runs": [asdict(run) for run in runs]}
 
 

@@ -170,6 +170,7 @@ def make_plan(
 
 
 def lines(plan: Plan, name: str) -> list[str]:
+    """The plan as it is printed; `name`: of its config."""
     site = plan.site
     mixture = "" if plan.active >= 0.8 * plan.parameters else f", {plan.active / 1e9:.2f}e9 of them for each token"
     return [

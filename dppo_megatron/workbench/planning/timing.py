@@ -82,6 +82,7 @@ class Timing:
 
     @property
     def step_s(self) -> float:
+        """Seconds of a step; generation and the rest go side by side if `overlaps`."""
         rest = sum(self.seconds.values()) - self.seconds["generate"]
         if self.overlaps:
             return max(self.seconds["generate"], rest)

@@ -76,6 +76,7 @@ class Latest:
         return self._follow.record
 
     def look(self) -> RunRecord:
+        """Read what the run has written since, and its newest samples."""
         record = self._follow.look()
         if not record.settings:
             record.settings = read_settings(self._path / "config.yaml", [])

@@ -23,6 +23,7 @@ from dppo_megatron.rollout.servers.http import Done, Http
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.types import Completion
 from support.job import job_config
+from support.processes import patient
 
 _HERE = Path(__file__).parent
 _REPOSITORY = _HERE.parents[1]
@@ -101,7 +102,7 @@ def start_servers(
     try:
         for server in servers:
             http = Http(server.url, API_KEY)
-            server.wait_ready(lambda http=http: http.get("/health", Done, timeout_s=5.0), timeout_s=500.0)
+            server.wait_ready(lambda http=http: http.get("/health", Done, timeout_s=5.0), timeout_s=patient(500))
     except BaseException:
         for server in servers:
             server.stop()

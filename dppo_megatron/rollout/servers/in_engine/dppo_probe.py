@@ -16,6 +16,7 @@ from dppo_wire import map_memory
 
 
 def main() -> None:
+    """Maps an offer of memory from stdin and inverts its bytes; prints NCCL's settings, or an error beside them."""
     answer: dict[str, Any] = {"nccl": dppo_nccl.settings()}
     try:
         memory = map_memory(json.load(sys.stdin))

@@ -60,6 +60,7 @@ async def workers(request: Request) -> Response:
 
 
 async def answer(request: Request) -> Response:
+    """GET: the form of the answers. POST: a request as vLLM's own path takes it, answered as arrays."""
     if request.method == "GET":
         return JSONResponse(FORM)
     engine = request.app.state.engine_client
@@ -82,6 +83,7 @@ async def answer(request: Request) -> Response:
 
 
 def packed_output(request_id: str, output: RequestOutput) -> bytes:
+    """Bytes of all completions in order of their index: head, token ids, log-probabilities."""
     found = []
     for one in sorted(output.outputs, key=lambda one: one.index):
         spans = [{"version": s.version, "start": s.start, "end": s.end} for s in one.weight_versions or ()]
