@@ -8,7 +8,8 @@ not estimated. Each row: a trace at one rate of prompts and one setting for comp
 predicted over realised, means over the steps and over draws that differ in nothing else.
 
 --compare: DIR is that of `dppo-megatron compare CONFIG --methods grpo,dppo --steps-factor 2 --seeds 10 --out DIR`. On
-each seed what `simulate` says from GRPO's trace, like for like, beside the measured speed-up to 90 % in CPU seconds.
+each seed what `simulate` says from GRPO's run, like for like and of one pair of runs, beside the speed-up to 90 % that
+was measured in CPU seconds.
 """
 
 from __future__ import annotations

@@ -45,8 +45,9 @@ COPIES = 1_000
 RESAMPLES = 10_000
 ASTRAY = 0.15
 """Relative spread of the time to a level between runs that differ in their draws alone, beyond the noise of a curve. It
-cannot be seen in one run: one that is slow by luck looks like a slow task. The speed-ups of ten seeds of the quickstart
-(docs/pruning.md) spread by .31 in the logarithm, of which the noise of their curves is .2 to .25."""
+cannot be seen in one run: one that is slow by luck looks like a slow task. Ten seeds of the quickstart had speed-ups of
+1.2 to 3.1 (docs/pruning.md): .31 in the logarithm, of which the noise of their curves is .2 to .25; the rest is that of
+two runs."""
 MOST_NOISE = math.log(10.0)
 """Of a pair: more than ten times as soon or late says nothing."""
 MOST_CLOCK_SPREAD = 1.3
