@@ -2,9 +2,10 @@
 
     python benchmarks/conversion.py [--layers 16] [--shard-gb 0.5] [--json FILE]
 
-Each direction runs in a process of its own, whose peak resident memory (getrusage) is read at its end. What Python,
-torch and the package take before the first tensor is read is measured in the same process and subtracted, because it
-does not grow with the model. The promise is a growth below 1.3 x the largest safetensors file plus one layer.
+Each direction runs in a process of its own, whose peak resident memory is read at its end: the kernel's VmHWM, since
+getrusage begins with that of the parent, which has made the model. What Python, torch and the package take before the
+first tensor is read is measured in the same process and subtracted, because it does not grow with the model. The
+promise is a growth below 1.3 x the largest safetensors file plus one layer.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from dppo_megatron.weights.hf_files import hf_writer
 from dppo_megatron.weights.mapping import hf_shapes
 
 _CHILD = """
-import json, resource, sys, time
+import json, sys, time
 from pathlib import Path
 import dppo_megatron.convert as convert
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak():
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
 direction, source, target, shard_gb = sys.argv[1:5]
 base, start = peak(), time.perf_counter()
 if direction == "to-megatron":

@@ -30,7 +30,6 @@ from dppo_megatron.algorithms.advantages import group_advantages
 from dppo_megatron.config.pruning import PromptPruningConfig
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.pruning.policies import make_prompt_policy
-from dppo_megatron.pruning.scores import group_second_moment
 from dppo_megatron.types import FloatArray, IntArray
 
 RATES = (0.15, 0.3, 0.5)
@@ -83,7 +82,7 @@ def read(path: str, problems: str | None) -> Recorded:
     if problems is not None:
         with open(problems, encoding="utf-8") as file:
             features = features_of([json.loads(line) for line in file])
-    elif "features" in head:
+    elif isinstance(head.get("features"), dict):  # of a large set they are in a file beside the trace
         values = head["features"]
         features = PromptFeatures(
             np.array(values["prompt_tokens"], dtype=np.int64),
@@ -107,7 +106,8 @@ def features_of(rows: list[dict[str, Any]]) -> PromptFeatures:
 
 def second_moments(rewards: FloatArray, lengths: IntArray, logit_grad_norm: FloatArray) -> FloatArray:
     """[N], as the trainer's selector gives them with group_std and sequence_mean."""
-    return group_second_moment(group_advantages(rewards, divide_by_std=True, eps=1e-6) * logit_grad_norm / lengths)
+    scores = group_advantages(rewards, divide_by_std=True, eps=1e-6) * logit_grad_norm / lengths
+    return np.asarray(np.square(scores).sum(axis=1), dtype=np.float64)
 
 
 def replay(

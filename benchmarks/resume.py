@@ -1,4 +1,5 @@
-"""What the record of a long run costs rank 0 at a resume: 10,000 steps of 512 x 16 rollouts, the last 100 done again.
+"""What the record of a long run costs rank 0 at a resume: 10,000 steps of 512 x 16 rollouts of a million prompts, the
+last 100 done again.
 
     python benchmarks/resume.py [--steps 10000] [--prompts 512] [--completions 16] [--dir DIR] [--json FILE]
 
@@ -23,9 +24,12 @@ import numpy as np
 from dppo_megatron import __version__
 from dppo_megatron.config.schema import Config
 from dppo_megatron.observe.run_directory import RunDirectory, Sums
+from dppo_megatron.pruning.interface import PromptFeatures
+from dppo_megatron.steps.trace import trace_header, write_features
 
 MOST_CPU_S, MOST_MB = 2.0, 200.0
-HEADER = {"format": "dppo_megatron trace 1"}
+PROMPTS = 10**6
+"""In the training sets."""
 AGAIN = 100
 """Steps after the checkpoint."""
 
@@ -70,12 +74,18 @@ def _trace(prompts: int, completions: int) -> dict[str, object]:
     }
 
 
+def _features() -> PromptFeatures:
+    rng = np.random.default_rng(0)
+    level, source = rng.integers(1, 6, PROMPTS).astype(float), rng.integers(4, size=PROMPTS)
+    return PromptFeatures(rng.integers(20, 400, PROMPTS), level, source, ("a", "b", "c", "d"))
+
+
 def _write(path: Path, steps: int, row: dict[str, object]) -> dict[int, int]:
     """The same outcomes in each step; returns the checksums of a checkpoint."""
     rest, sums = json.dumps(row).encode()[1:], dict[int, int]()
     with path.open("wb") as file:
         if path.name == "trace.jsonl":
-            file.write(json.dumps(HEADER).encode() + b"\n")
+            file.write(json.dumps(trace_header(Config(), {"": PROMPTS}, _features())).encode() + b"\n")
         for step in range(1, steps + 1):
             line = b'{"step": %d, %b' % (step, rest)
             sums[step] = zlib.crc32(line)
@@ -84,10 +94,12 @@ def _write(path: Path, steps: int, row: dict[str, object]) -> dict[int, int]:
 
 
 def _resume(run: Path, step: int, sums: Sums) -> dict[str, float]:
+    features = _features()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     before_mb, wall, cpu = _peak_mb(), time.perf_counter(), time.process_time()
     files = RunDirectory(run)
-    files.open_record(Config(), HEADER, step, sums)
+    files.open_record(Config(), trace_header(Config(), {"": PROMPTS}, features), step, sums)
+    write_features(run, features)
     files.close()
     return {
         "cpu_s": time.process_time() - cpu,

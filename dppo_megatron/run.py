@@ -46,7 +46,7 @@ from dppo_megatron.pruning import LedgerRow, biased_rows
 from dppo_megatron.spans import recorded_by
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
-from dppo_megatron.steps.trace import trace_header, trace_seconds
+from dppo_megatron.steps.trace import trace_header, trace_seconds, write_features
 from dppo_megatron.texts import log, logged, one_line, show
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.weights.hf_files import write_checkpoint
@@ -356,6 +356,7 @@ class Run:
             own.step if own is not None else None,
             own.record_sums if own is not None else {},
         )
+        write_features(self._directory, job.prompt_features)
         write_first_prompts(self._directory, job.train_sets, job.eval_sets)
 
     def _close_files(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -153,12 +154,14 @@ def swept(
     """The command with runs that only leave their record, at an end given by the learning rate; returns its exit code
     and what was started."""
 
-    def sweep(*options: str, dies_at: int = -1, stopped: str = "") -> tuple[int, list[str]]:
+    def sweep(*options: str, dies_at: int = -1, ends_at: int = -1, stopped: str = "") -> tuple[int, list[str]]:
         started: list[str] = []
 
         def launch(run_dir: Path, arguments: list[str], line: Callable[[str], None]) -> None:
             if len(started) == dies_at:
                 raise RunAborted("the machine is gone")
+            if len(started) == ends_at:
+                signal.raise_signal(signal.SIGTERM)
             started.append(f"{run_dir.parent.name} {run_dir.name}")
             if stopped and stopped in run_dir.name:
                 raise StoppedByGuard(f"{run_dir}: not finite")
@@ -208,6 +211,22 @@ def test_an_unfinished_sweep_goes_on_where_it_was(
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert {run["arm"].split("@")[0] for run in results["runs"]} == {"grpo", "dppo"} and len(results["runs"]) == 4
     assert (tmp_path / "out" / "report.html").exists()
+
+
+@pytest.mark.parametrize("options", [SMALL, ["--methods", "grpo,dppo"]])
+def test_sigterm_ends_it_with_what_it_has(
+    swept: Callable[..., tuple[int, list[str]]], capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    """In the third run: the ends of those that had finished, the exit code of a command that SIGTERM ended, and the
+    process as it was before."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as end:
+        swept(*options, "--seeds", "2", ends_at=2)
+    assert end.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("ended early; 1 runs had finished") and "% (seed" in said[1]
+    code, started = swept(*options, "--seeds", "2")
+    assert code == 0 and len(started) == (8 if "--sweep" in options else 6) - 2
 
 
 def test_a_candidate_that_a_guard_stops_is_left_out(

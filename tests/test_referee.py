@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
 import sys
 from itertools import combinations
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from referee import methods, replay
+from referee import learn, methods, replay
 from referee.bound import readings
 from referee.measure import judge
 from referee.record import sequence_masks
@@ -185,6 +187,23 @@ def test_every_row_can_be_repeated(row: str) -> None:
     # made-up lengths are no prediction of others: what is planned in tokens may miss by a fifth
     most = 4.0 if any(name in row for name in ("dynamic", "greso", "speed")) else 1.2
     assert all(0 < one.generated <= most and 0 < one.trained <= most for one in outcomes)
+
+
+def test_a_learned_row_is_its_ends_at_the_step_size_that_two_other_seeds_chose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the files that its runs leave; none is run again. The last two evaluations are an end, as in `compare`."""
+    arguments = argparse.Namespace(row="prompts, speed", steps=40, out=tmp_path, overrides=[])
+    for row, best, above in (("grpo", 5e-4, 0.0), ("prompts, speed", 1e-3, 0.02)):
+        for rate in learn.RATES:
+            for seed in learn.TUNED_ON if rate != best else (*learn.TUNED_ON, *learn.SEEDS):
+                end = 0.0 if rate == 1.4e-3 else 0.5 + (rate == best) / 4 + seed / 1000 + above
+                points = [{"accuracy": 9.0}, {"accuracy": end - 0.1}, {"accuracy": end + 0.1}]
+                learn.file_of(arguments, row, seed, rate).write_text(json.dumps({"points": points}))
+    learn.report(arguments)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("prompts, speed: lr 0.001, ends at 77.5 % (77.0, 77.1,")
+    assert second == "minus grpo's (lr 0.0005), same seeds: +2.0 +- 0.0 points"
 
 
 # ------------------------------------------------------------------------------------------------- the bound, the page

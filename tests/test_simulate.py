@@ -9,13 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.job import job_config, read_metrics, write_warm_job_files
+from support.cases import Choose
+from support.job import REPOSITORY, job_config, read_metrics, write_warm_job_files
 from support.launch import run_ranks
 
+from dppo_megatron.config.load import read_config
 from dppo_megatron.job import prepare_job
+from dppo_megatron.observe.json_lines import rewind
+from dppo_megatron.observe.run_directory import FEATURES
+from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.run import Run
+from dppo_megatron.steps import trace as steps_trace
 from dppo_megatron.steps.rollout_cost import RolloutCost
+from dppo_megatron.steps.trace import trace_header, write_features
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
@@ -143,6 +150,20 @@ def test_costs_are_fitted_from_the_trace(still: Path) -> None:
     assert simulate(trace, "grpo", fit_costs(trace, None, None)).step_s == pytest.approx(mean, rel=0.05)
 
 
+def test_a_run_that_generated_ahead_costs_no_less_than_its_rollouts(still: Path) -> None:
+    """Its trace has the wait alone, which says nothing about what a smaller update saves: all that was generated
+    beside the update is still waited for then."""
+    trace = read_trace(str(still / "trace.jsonl"))
+    seconds = {"rollout": 1.0, "update": 6.0, "other": 1.0}
+    trace.config.rollout.async_steps = 1
+    trace = replace(trace, steps=[replace(step, seconds=seconds) for step in trace.steps])
+    costs = fit_costs(trace, None, None)
+    base, nonzero = (simulate(trace, method, costs) for method in ("grpo", "cppo"))
+    assert base.step_s == pytest.approx(8.0, rel=0.02) and nonzero.step_s == pytest.approx(8.0, rel=0.02)
+    assert nonzero.tokens_trained < 0.8 * base.tokens_trained
+    assert "100% of a step of grpo" in limits([base, nonzero], costs)[0]
+
+
 def test_simulate_command(still: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command prints a row a method and writes the same figures; bad input is one clear line."""
     trace, out = str(still / "trace.jsonl"), tmp_path / "out.json"
@@ -150,6 +171,8 @@ def test_simulate_command(still: Path, tmp_path: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in said[1:4]] == ["method", "grpo", "dppo"]
     assert "of a step of grpo is rollout" in said[4]
+    # nine steps with two evaluations show no noise
+    assert [row["one_pair"] for row in json.loads(out.read_text())["methods"]] == [None, None]
     assert [row["method"] for row in json.loads(out.read_text())["methods"]] == ["grpo", "dppo"]
     for arguments, expected in (
         ([str(tmp_path / "none.jsonl")], "no such file"),
@@ -180,6 +203,74 @@ def test_broken_trace_is_named(still: Path, tmp_path: Path) -> None:
         read_trace(str(torn))
 
 
+def _begin_trace(path: Path, header: dict[str, Any]) -> int:
+    """With one step of one group; returns the bytes of the header."""
+    row = {"step": 1, "prompts": [0], "kept": [0], "seconds": dict.fromkeys(("rollout", "update", "other"), 1)}
+    row |= {"rewards": [[1] * 8], "lengths": [[1] * 8], "logit_grad_norm": [[1] * 8]}
+    rewind(path, 1, None, header)
+    size = path.stat().st_size
+    with path.open("a") as file:
+        file.write(json.dumps(row))
+    return size
+
+
+def test_rows_of_any_set_are_read_as_they_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: Choose
+) -> None:
+    """In the header, or of a larger set in the file beside it: which of the two makes no difference to a reader, and
+    the header that names the file does not grow with the set."""
+    config, chosen = (
+        read_config(str(REPOSITORY / "configs" / "quickstart.yaml"), []),
+        cases("rows", 40),
+    )
+    sizes: dict[int, set[int]] = {0: set(), 10_000: set()}
+    for case in chosen:
+        rng, path = np.random.default_rng(case), tmp_path / str(case) / "trace.jsonl"
+        path.parent.mkdir()
+        count, sources = 200 + 7 * case, ("", "a b", "é", "\u4e2d")[: rng.integers(1, 5)]
+        level = np.where(rng.random(count) < rng.choice([0, 0.5, 1]), np.nan, rng.integers(0, 9, count) / 2)
+        tokens, source = rng.integers(0, 2**40, count), rng.integers(0, len(sources), count)
+        features = PromptFeatures(tokens, level, source, sources)
+        for most in sizes:
+            monkeypatch.setattr(steps_trace, "MOST_IN_HEADER", most)
+            header = trace_header(config, {"": count}, features, 3)
+            write_features(path.parent, features)
+            assert (path.parent / FEATURES).exists() == (most == 0)
+            path.unlink(missing_ok=True)
+            sizes[most].add(_begin_trace(path, header))
+            read = read_trace(str(path))
+            assert read.ranks == 3 and read.features is not None and read.features.sources == sources
+            for name in ("prompt_tokens", "level", "source"):
+                np.testing.assert_array_equal(getattr(read.features, name), getattr(features, name))
+            (path.parent / FEATURES).unlink(missing_ok=True)
+    assert chosen.are_few or (len(sizes[0]) < len(sizes[10_000]) / 10), sizes
+
+
+@pytest.mark.parametrize("damage", ["lost", "empty", "no zip", "an array", "too few", "negative", "a hole", "objects"])
+def test_rows_that_cannot_be_read_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setattr(steps_trace, "MOST_IN_HEADER", 0)
+    config = read_config(str(REPOSITORY / "configs" / "quickstart.yaml"), [])
+    few, count = damage == "too few", 200
+    features = PromptFeatures(np.full(count, 5), np.zeros(count), np.zeros(count, np.int64), ("",))
+    _begin_trace(tmp_path / "trace.jsonl", trace_header(config, {"": count}, features))
+    write_features(tmp_path, replace(features, source=features.source[few:] - (damage == "negative")))
+    path = tmp_path / FEATURES
+    if damage in ("lost", "empty", "no zip"):
+        path.unlink() if damage == "lost" else path.write_bytes(b"" if damage == "empty" else b"zip?" * 99)
+    elif damage in ("an array", "a hole", "objects"):
+        with path.open("wb") as file:
+            if damage == "an array":
+                np.save(file, np.zeros(3))
+            else:
+                level = np.array([{}] * count) if damage == "objects" else np.zeros(count)
+                np.savez(file, prompt_tokens=level, level=level, **({} if damage == "a hole" else {"source": level}))
+    with pytest.raises(UserError, match=r"trace_prompts\.npz") as error:
+        read_trace(str(tmp_path / "trace.jsonl"))
+    assert "\n" not in str(error.value)
+
+
 def _prediction(**changes: Any) -> Prediction:
     values: dict[str, Any] = {
         "method": "grpo",
@@ -206,7 +297,9 @@ def test_like_for_like_is_between_noise_limits_all_and_nothing() -> None:
     base = _prediction()
     assert like_for_like(_prediction(step_s=4.0, variance_ratio=1.25), base) == (2.0, 2.5)
     assert like_for_like(_prediction(step_s=4.0, variance_ratio=0.9), base) == (2.5, 2.5)
-    assert like_for_like(_prediction(step_s=4.0, label="biased"), base) is None
+    assert like_for_like(_prediction(step_s=4.0, label="biased"), base, 0.5) is None
+    pair = like_for_like(_prediction(step_s=4.0, variance_ratio=1.25), base, 0.5)
+    assert pair == (pytest.approx(1.21, abs=0.01), pytest.approx(4.12, abs=0.01))
 
 
 def test_what_bounds_the_gain_is_said() -> None:

@@ -1,16 +1,21 @@
 """A learning run of a selection that the package does not have, by the real engine and actor.
 
-    PYTHONPATH=benchmarks python -m referee.learn --row "prompts, duet 50 %" --seed 0 --lr 1e-3 --out runs/learn
+    PYTHONPATH=benchmarks python -m referee.learn --row "prompts, duet 50 %, no abort" [--out runs/learn]
+    PYTHONPATH=benchmarks python -m referee.learn --row "prompts, duet 50 %, no abort" --seed 0 --lr 1e-3
 
-The quickstart's task, model and SFT of that seed, then steps of 64 prompts. Prints accuracy on the held-out problems
-with the tokens generated and trained on so far, and writes them. Step sizes are tuned by repeating a row with several
-`--lr` on seeds that are not reported. Rows of the package run by `dppo-megatron compare`.
+The quickstart's task, model and SFT of a seed, then steps of 64 prompts. The second command is one run: accuracy on the
+held-out problems with the tokens generated and trained on so far. The first is the row, by processes of that kind: the
+step size that ends best on two seeds apart, then ten seeds at it, and the difference to the row `grpo` on the same
+seeds where that has run. Finished runs are kept. Rows of the package run by `dppo-megatron compare`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +37,7 @@ PLANS: dict[str, Plan] = {
     "prompts, duet 50 %, no abort": duet(0.5),
 }
 TOKENS = ("tokens, nat uniform 50 %", "tokens, nat prefix", "tokens, first half")
+RATES, TUNED_ON, SEEDS = (3e-4, 5e-4, 7e-4, 1e-3, 1.4e-3), (100, 101), tuple(range(10))
 LEARNED = ("grpo", "prompts, speed", *PLANS, *CHOICES, *TOKENS)
 
 
@@ -122,20 +128,70 @@ class Learner:
         )
 
 
+def file_of(arguments: argparse.Namespace, row: str, seed: int, rate: float) -> Path:
+    """What a run writes."""
+    name = f"{row}_seed{seed}_lr{rate:g}_steps{arguments.steps}".replace(" ", "_").replace(",", "").replace("%", "pct")
+    return Path(arguments.out) / f"{name}.json"
+
+
+def end_of(arguments: argparse.Namespace, row: str, seed: int, rate: float, *, run: bool = True) -> float | None:
+    """Accuracy at the end of a run, the mean of its last two evaluations, as `compare` has it; None: it has not run."""
+    path = file_of(arguments, row, seed, rate)
+    if run and not path.exists():
+        given = {"row": row, "seed": seed, "lr": rate, "steps": arguments.steps, "out": arguments.out}
+        options = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+        subprocess.run([sys.executable, "-m", "referee.learn", *options, *arguments.overrides], check=True)
+    if not path.exists():
+        return None
+    points = json.loads(path.read_text(encoding="utf-8"))["points"]
+    return float(statistics.mean(point["accuracy"] for point in points[-2:]))
+
+
+def tuned(arguments: argparse.Namespace, row: str, *, run: bool = True) -> tuple[float, list[float]] | None:
+    """The best step size of a row and its ends on all seeds; None: not all of it has run."""
+    found = {rate: [end_of(arguments, row, seed, rate, run=run) for seed in TUNED_ON] for rate in RATES}
+    means = {
+        rate: statistics.mean(one for one in ends if one is not None)
+        for rate, ends in found.items()
+        if None not in ends
+    }
+    if len(means) < len(RATES):
+        return None
+    best = max(means, key=lambda rate: means[rate])
+    ends = [end_of(arguments, row, seed, best, run=run) for seed in SEEDS]
+    return None if None in ends else (best, [one for one in ends if one is not None])
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Run all of a row and print its ends, and what they are above those of GRPO."""
+    found, base = tuned(arguments, arguments.row), tuned(arguments, "grpo", run=False)
+    assert found is not None
+    shown = ", ".join(f"{100 * end:.1f}" for end in found[1])
+    print(f"{arguments.row}: lr {found[0]:g}, ends at {100 * statistics.mean(found[1]):.1f} % ({shown})")
+    if base is not None:
+        above = [100 * (ours - theirs) for ours, theirs in zip(found[1], base[1], strict=True)]
+        error = statistics.stdev(above) / len(above) ** 0.5
+        print(f"minus grpo's (lr {base[0]:g}), same seeds: {statistics.mean(above):+.1f} +- {error:.1f} points")
+
+
 def main() -> None:
-    """One row, one seed, one step size."""
+    """One row, or one run of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--row", choices=LEARNED, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, help="default: tuned on two seeds, then ten")
+    parser.add_argument("--lr", type=float, default=1e-3, help="with --seed")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "learn")
+    parser.add_argument("overrides", nargs="*", help="settings of the job, key=value")
     arguments = parser.parse_args()
-    name = f"{arguments.row}_seed{arguments.seed}_lr{arguments.lr:g}".replace(" ", "_").replace(",", "")
+    if arguments.seed is None:
+        report(arguments)
+        return
+    path = file_of(arguments, arguments.row, arguments.seed, arguments.lr)
     torch.set_num_threads(1)
     start_process_group()
-    overrides = [f"actor.optimizer.learning_rate={arguments.lr}", f"steps={arguments.steps}"]
-    learner = Learner(arguments.row, arguments.seed, arguments.out / name, overrides)
+    overrides = [f"actor.optimizer.learning_rate={arguments.lr}", f"steps={arguments.steps}", *arguments.overrides]
+    learner = Learner(arguments.row, arguments.seed, path.with_suffix(""), overrides)
     points = []
     for number in range(arguments.steps + 1):
         if number:
@@ -145,9 +201,7 @@ def main() -> None:
             points.append({"step": number, "accuracy": accuracy, "generated": learner.generated})
             points[-1]["trained"] = learner.trained
             print(f"{number}: {accuracy:.3f}, {learner.generated:,} generated, {learner.trained:,} trained", flush=True)
-    (arguments.out / f"{name}.json").write_text(
-        json.dumps({"arguments": vars(arguments), "points": points}, default=str)
-    )
+    path.write_text(json.dumps({"arguments": vars(arguments), "points": points}, default=str))
     learner.loop.close()
     stop_process_group()
 

@@ -202,9 +202,14 @@ def random_half(rewards: FloatArray, _a: FloatArray, _l: IntArray, rng: np.rando
     return np.where(rng.random(rewards.shape).argsort(1).argsort(1) < rewards.shape[1] // 2, 2.0, 0.0)
 
 
-def cost_aware_half(_r: FloatArray, advantages: FloatArray, lengths: IntArray, rng: np.random.Generator) -> FloatArray:
-    """Half as many draws as completions."""
-    return methods.cost_aware(advantages.ravel(), lengths.ravel(), advantages.size // 2, rng).reshape(lengths.shape)
+def cost_aware(draws: float) -> Choose:
+    """So many draws for each completion."""
+
+    def choose(_r: FloatArray, advantages: FloatArray, lengths: IntArray, rng: np.random.Generator) -> FloatArray:
+        count = round(draws * advantages.size)
+        return methods.cost_aware(advantages.ravel(), lengths.ravel(), count, rng).reshape(lengths.shape)
+
+    return choose
 
 
 def pods_half(rewards: FloatArray, full: FloatArray, _l: IntArray, rng: np.random.Generator) -> FloatArray:
@@ -220,7 +225,8 @@ def everything(rewards: FloatArray, _a: FloatArray, _l: IntArray, _g: np.random.
 
 CHOICES: dict[str, Choose] = {
     "completions, random 50 %": random_half,
-    "completions, cost_aware 50 %": cost_aware_half,
+    "completions, cost_aware 50 %": cost_aware(0.5),
+    "completions, cost_aware 200 %": cost_aware(2.0),
     "completions, pods 50 %": pods_half,
     "completions, nonzero": lambda _r, advantages, _l, _g: (advantages != 0).astype(np.float64),
     "completions, survivors": lambda rewards, _a, _l, _g: methods.divide_by_survivors(rewards),

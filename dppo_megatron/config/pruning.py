@@ -72,7 +72,8 @@ class PromptPruningConfig:
     """What ranks prompts. fit: the expected second moment of the gradient, by a regression on the last two visits,
     their age and length, and the row's level, source and length, fitted as the run goes on. beta: posterior chance that
     a group has reward variance (rewards in [0, 1]). mean_abs: mean |advantage| of the last visit. rms: root of a
-    discounted mean of squared rewards about the group's mean."""
+    discounted mean of squared rewards about the group's mean. Only fit knows what a KL or entropy term adds to groups
+    without reward variance."""
     discount: float = ranged(0.7, "(0, 1]")
     """What is left of the evidence about a prompt after one more visit, or one more epoch without a visit."""
     prior: float = ranged(0.5, "(0, 1e9]")

@@ -2,7 +2,8 @@
 
 No line is ever lost. One that does not fit on a full disk waits in memory. One that is damaged, or belongs to a step
 that is done again, is moved to `old/` beside the record, whole: two lines whose newline was lost are one damaged line.
-A checkpoint stores a checksum of every line up to its step, so that even a changed digit is detected.
+There a bounded record leaves no more than it may hold itself. A checkpoint stores a checksum of every line up to its
+step, so that even a changed digit is detected.
 
 That costs one pass over the file, a line at a time, in which none that has its checksum is parsed: 10,000 steps of
 512 x 16 rollouts are 1.9 GB. A bounded record drops its older half when it is full: a byte is copied once on average.
@@ -178,6 +179,7 @@ def rewind(
     last_step: int,
     sums: Mapping[int, int] | None = None,
     header: Mapping[str, Any] | None = None,
+    max_bytes: int = 0,
 ) -> tuple[list[str], dict[int, int]]:
     """Truncate the record at `path` to `last_step`: damaged and later lines are moved to `old/`.
 
@@ -186,6 +188,7 @@ def rewind(
     Args:
         sums: CRC-32 of the lines as they were when the checkpoint was written, by step; None: unknown.
         header: first line of a trace that lacks its own.
+        max_bytes: of what is kept in `old/`, as of a bounded record; 0: no bound.
 
     Returns:
         A line for the log for everything unusual, and the checksums of what `path` holds now.
@@ -198,6 +201,7 @@ def rewind(
         if parts:
             target = path.parent / OLD / f"{path.stem}.{name}{path.suffix}"
             make_directory(target.parent)
+            _make_room(target, sum(size + 1 for _, size, _ in parts), max_bytes)
             with append_to(target) as file:
                 file.writelines(line + b"\n" for line in _lines_at(path, parts))
                 os.fsync(file.fileno())  # before they disappear from the record
@@ -217,6 +221,16 @@ def rewind(
             os.fsync(file.fileno())
     found.sums.pop(_HEADER, None)
     return said, found.sums
+
+
+def _make_room(path: Path, room: int, max_bytes: int) -> None:
+    """Drop the older half of the lines if `room` bytes more were too many."""
+    size = path.stat().st_size if path.exists() else 0
+    if size and 0 < max_bytes < size + room:
+        with open_to_read(path) as before, replacing(path) as file:
+            before.seek(size - max(0, max_bytes // 2 - room) - 1)
+            before.readline()
+            shutil.copyfileobj(before, file, _BLOCK)
 
 
 def _look_through(path: Path, last_step: int, sums: Mapping[int, int] | None) -> _Contents:

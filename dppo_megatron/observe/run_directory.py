@@ -30,6 +30,8 @@ from dppo_megatron.types import UserError
 IDENTITY = "run.json"
 _TRACE = "trace.jsonl"
 RECORDS = ("metrics.jsonl", _TRACE)
+FEATURES = "trace_prompts.npz"
+"""What the rows of a large set say, beside the trace."""
 SUMMARY = "summary.json"
 _PRODUCTS = (SAMPLES, TIMELINE, PROFILE, SUMMARY, "hf")
 """What else a run has written that begins again: it would be mixed with the new, or replaced."""
@@ -80,13 +82,15 @@ class RunDirectory:
             save_config(config, self._path / "config.yaml")
             for name in RECORDS:
                 path, is_trace = self._path / name, name == _TRACE
-                for left in self._path.glob(f".{name}.*.new"):  # of a process that was killed: as large as the record
-                    remove_tree(left)
+                for folder in (self._path, self._path / OLD):
+                    for left in folder.glob(f".{path.stem}.*.new"):  # of a process that was killed, and as large
+                        remove_tree(left)
                 if resumed_step is None and (where := move_to_old(path)):
                     log(f"warning: {path} is the record of a run without a checkpoint; it is now {where}")
-                said, kept = rewind(path, resumed_step or 0, sums.get(name), header if is_trace else None)
+                most = int(config.observe.trace_max_gb * 1e9) if is_trace else 0
+                said, kept = rewind(path, resumed_step or 0, sums.get(name), header if is_trace else None, most)
                 log(*said)
-                self._lines[name] = JsonLines(path, kept, int(config.observe.trace_max_gb * 1e9) if is_trace else 0)
+                self._lines[name] = JsonLines(path, kept, most)
             if resumed_step is not None:
                 log(*rewind_samples(self._path / SAMPLES, resumed_step, self._path / OLD))
                 return
@@ -144,7 +148,7 @@ class RunDirectory:
         self.close()
         if not self._held_nothing:
             return
-        for name in ("config.yaml", IDENTITY, *RECORDS):
+        for name in ("config.yaml", IDENTITY, FEATURES, *RECORDS):
             (self._path / name).unlink(missing_ok=True)
         remove_tree(self._path / "prompts")
         for folder in (self._path / "checkpoints", self._path):

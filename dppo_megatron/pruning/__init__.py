@@ -12,7 +12,7 @@ from dppo_megatron.pruning.interface import CompletionBatch, LedgerRow, Selectio
 from dppo_megatron.pruning.monitors import biased_rows, step_metrics
 from dppo_megatron.pruning.policies import make_completion_policy, make_prompt_policy
 from dppo_megatron.pruning.prompt_base import PromptPolicy
-from dppo_megatron.pruning.scores import group_second_moment, logit_grad_norm
+from dppo_megatron.pruning.scores import logit_grad_norm
 
 __all__ = [
     "CompletionBatch",
@@ -25,7 +25,6 @@ __all__ = [
     "Selection",
     "StepCost",
     "biased_rows",
-    "group_second_moment",
     "logit_grad_norm",
     "make_completion_policy",
     "make_prompt_policy",

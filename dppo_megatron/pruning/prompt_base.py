@@ -109,7 +109,7 @@ class PromptPolicy(Policy):
     ) -> None:
         """Learn from visited prompts: prompt_index [K], rewards and lengths [K, G]; NaN rewards are left out.
 
-        second_moment [K]: sum of squared completion scores of each group (`scores.group_second_moment`); None: whether
+        second_moment [K]: sum of squared completion scores of each group, without its prompt's weight; None: whether
         its rewards differ. inclusion_prob and planned_prob [K]: of the selection that drew them; None: 1.
         """
         ids = check_ids(prompt_index, len(self.history))

@@ -48,14 +48,6 @@ def completion_score(
     return prompt_weight / denominator * slope * logit_grad_norms
 
 
-def group_second_moment(scores: FloatArray) -> FloatArray:
-    """Sum of squared scores of each group, [groups, G] -> [groups]: what `PromptPolicy.observe` can learn.
-
-    Pass completion scores with prompt_weight = 1, or the prompt's own weight would feed back into its score.
-    """
-    return np.asarray(np.sum(np.square(scores), axis=-1), dtype=np.float64)
-
-
 def nondegenerate_probability(successes: FloatArray, failures: FloatArray, group_size: int) -> FloatArray:
     """P(a group of G answers has both a right and a wrong one) when the pass rate is Beta(a, b), [n].
 

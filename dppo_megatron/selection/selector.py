@@ -25,7 +25,6 @@ from dppo_megatron.data.order import Order, make_order
 from dppo_megatron.pruning import (
     CompletionBatch,
     Selection,
-    group_second_moment,
     make_completion_policy,
     make_prompt_policy,
 )
@@ -197,9 +196,9 @@ class Selector:
         advantages = self._coefficients.advantages(rollouts, prompts.weight * groups.weight)
         denominator, divided = self._denominator(rollouts.lengths, minibatch, groups, of, prompts)
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
-        moment = group_second_moment(advantages * rollouts.logit_grad_norm / denominator)
+        squared = missing.estimated(self._coefficients.squared_norms(rollouts, advantages, denominator))
         seen = replace(rollouts, rewards=np.where(missing.there, rollouts.rewards, math.nan))  # one alone tells nothing
-        of.outcome = prompts, seen, moment / np.maximum(missing.there.mean(axis=1), 1.0 / size)
+        of.outcome = prompts, seen, squared.sum(axis=1)
         trainable, filtered = self._coefficients.trainable(rollouts, missing.there & groups.kept[:, None])
         nominal = self.prompts_per_step * size
         group_weight = groups.weight * missing.weight
@@ -219,7 +218,6 @@ class Selector:
         expected[rows] = completions.expected_weight
         others = self._coefficients.whitening(planned, of.selections, rollouts), divided, filtered, missing.source
         sources = self._sources(planned, offered, groups, completions, expected.reshape(rollouts.rewards.shape), others)
-        squared = missing.estimated(self._coefficients.squared_norms(rollouts, advantages, denominator))
         ledger, bias = sized(sources, squared, prompts.inclusion_prob)
         variance = step_variance(planned, batch, completions, self._coefficients.slope)
         of.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))

@@ -1,24 +1,32 @@
 """What is recorded of a step's rollouts: a line of trace.jsonl; which groups go to samples/, and what became of each.
 
 trace.jsonl has the outcome of every rollout of a run, small enough to keep and enough to replay a selection on. The
-first line describes the run; each later line is a step. `dppo-megatron simulate` reads it.
+first line describes the run; each later line is a step. `dppo-megatron simulate` reads it. Only what the rows of large
+sets say stands in a file of arrays beside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
+from dppo_megatron.files import replacing
 from dppo_megatron.observe.metrics import StepTiming
+from dppo_megatron.observe.run_directory import FEATURES
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.randomness import uniforms
 from dppo_megatron.selection import Rollouts, TrainSelection
 from dppo_megatron.types import BoolArray, IntArray
 
 FORMAT = "dppo_megatron trace 1"
+MOST_IN_HEADER = 10_000
+"""Prompts, 130 kB. A million would be a first line of 13 MB, parsed and written anew whenever the trace is full."""
 _BYTES_A_TOKEN = 16
 """Token id and two log-probabilities (engine, actor) at 4 bytes each, and about 4 characters of text."""
 
@@ -32,13 +40,19 @@ def trace_header(config: Config, set_sizes: dict[str, int], features: PromptFeat
         "set_sizes": set_sizes,
         "ranks": ranks,
         "config": config_values(config),
-        "features": {
-            "prompt_tokens": features.prompt_tokens.tolist(),
-            "level": [None if np.isnan(level) else level for level in features.level.tolist()],
-            "source": features.source.tolist(),
-            "sources": list(features.sources),
-        },
+        "features": FEATURES if len(features.level) > MOST_IN_HEADER else _columns(features, np.ndarray.tolist),
     }
+
+
+def write_features(directory: Path, features: PromptFeatures) -> None:
+    """Write them where the header only names their file. Raises OSError."""
+    if len(features.level) > MOST_IN_HEADER:
+        with replacing(directory / FEATURES) as file:
+            np.savez(file, **_columns(features))
+
+
+def _columns(features: PromptFeatures, form: Callable[[np.ndarray[Any, Any]], Any] = np.asarray) -> dict[str, Any]:
+    return {one.name: form(np.asarray(getattr(features, one.name))) for one in fields(features)}
 
 
 def trace_row(step: int, decision: TrainSelection, rollouts: Rollouts) -> dict[str, Any]:

@@ -8,6 +8,7 @@ cannot know how another method would have changed the model: figures are for the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
@@ -93,12 +94,17 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
     (`pruning/scores.py`). An intercept that is not tested against its error was worse: steps of an unpruned trace have
     nearly equal token counts, so noise flattens the slope and the intercept absorbs the rest.
 
+    Of a run that generated ahead the trace has only the seconds that were waited for a rollout. It ran beside the rest
+    of the step, so that is added: right where there was a wait, and else the most that it can have taken.
+
     Raises:
         UserError: a cost is not given, and the trace has no tokens to measure it by.
     """
     generated = np.array([step.rollouts.lengths.sum() for step in trace.steps]) / 1000
     trained = np.array([step.rollouts.lengths.ravel()[step.kept].sum() for step in trace.steps]) / 1000
-    fixed = float(np.mean([step.seconds["other"] for step in trace.steps]))
+    took = {name: np.array([step.seconds[name] for step in trace.steps]) for name in ("rollout", "update", "other")}
+    if overlaps := trace.config.rollout.async_steps > 0:
+        took["rollout"] += took["update"] + took["other"]
     costs = []
     for given, tokens, name in ((rollout_cost, generated, "rollout"), (update_cost, trained, "update")):
         if given is not None:
@@ -110,15 +116,14 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
                 f"nothing was {what} in this trace, so it does not say what a token costs; give --{name}-cost, seconds"
                 " for 1,000 tokens on your machine"
             )
-        seconds = sum(step.seconds[name] for step in trace.steps)
-        costs.append(seconds / float(tokens.sum()))
+        costs.append(float(took[name].sum() / tokens.sum()))
     rollout = RolloutCost.proportional(costs[0])
     if rollout_cost is None:
-        kept, took = generated / generated.mean(), np.array([step.seconds["rollout"] for step in trace.steps])
-        products = (np.ones_like(kept), kept, took, kept**2, kept * took, took**2)
-        floor, mean_s = floor_share([float(np.sum(each)) for each in products]), float(took.mean())
+        kept, seconds = generated / generated.mean(), took["rollout"]
+        products = (np.ones_like(kept), kept, seconds, kept**2, kept * seconds, seconds**2)
+        floor, mean_s = floor_share([float(np.sum(each)) for each in products]), float(seconds.mean())
         rollout = RolloutCost((0.0, 1000 * float(generated.mean())), (floor * mean_s, mean_s))
-    return StepTimeModel(rollout, costs[1], fixed)
+    return StepTimeModel(rollout, costs[1], float(took["other"].mean()), overlaps)
 
 
 def simulate(
@@ -217,27 +222,29 @@ def _replay(
     )
 
 
-def like_for_like(one: Prediction, base: Prediction) -> tuple[float, float] | None:
+def like_for_like(one: Prediction, base: Prediction, noise: float = 0.0) -> tuple[float, float] | None:
     """How much sooner than `base` it is where `base` gets to: between the first and the second figure.
 
     The second is the quotient of the seconds of a step, for a run that more noise does not slow down (a batch above its
     critical size). The first also divides by the growth of the variance, for one that noise alone limits: steps needed
-    are proportional to it. None for a biased method, which gets elsewhere.
+    are proportional to it. None for a biased method, which gets elsewhere. That is the mean over runs; what a single
+    pair measures is further off by `noise`, half of a 95 % interval of the logarithm (`compare.verdict.pair_noise`).
 
-    Example: steps of 10 s and 4 s, 1.25 times the variance: 2.0 to 2.5.
+    Example: steps of 10 s and 4 s, 1.25 times the variance: 2.0 to 2.5. With noise 0.5 one pair is within 1.2 to 4.1.
     """
     if one.label == "biased":
         return None
-    faster = base.step_s / one.step_s
-    return faster / max(one.variance_ratio / base.variance_ratio, 1.0), faster
+    faster, luck = base.step_s / one.step_s, math.exp(noise)
+    return faster / max(one.variance_ratio / base.variance_ratio, 1.0) / luck, faster * luck
 
 
 def limits(predictions: list[Prediction], costs: StepTimeModel) -> list[str]:
     """What bounds the gain on this trace, from the first method (meant to be unpruned), a line each."""
     base = predictions[0]
     rollout_s, update_s = costs.rollout.of(base.tokens_generated), costs.update_s(base.tokens_trained)
-    share = 1.0 - update_s / (rollout_s + update_s + costs.fixed_s)
-    exact = 1.0 / (share + (1.0 - share) * (1.0 - base.without_gradient))
+    whole_s = costs.step_s(rollout_s, update_s)
+    share = costs.step_s(rollout_s, 0.0) / whole_s
+    exact = whole_s / costs.step_s(rollout_s, update_s * (1.0 - base.without_gradient))
     lines = [
         f"{share:.0%} of a step of {base.method} is rollout and what is fixed: dropping completions alone is at most"
         f" {1.0 / share:.2f}x; {base.without_gradient:.0%} of the tokens have no gradient, and dropping just those,"
@@ -258,12 +265,13 @@ def limits(predictions: list[Prediction], costs: StepTimeModel) -> list[str]:
     return lines
 
 
-def table(predictions: list[Prediction], costs: StepTimeModel) -> str:
-    """A table to print; speed-up is in seconds a step against the first method. Below it, what limits the gain."""
+def table(predictions: list[Prediction], costs: StepTimeModel, noise: float | None = None) -> str:
+    """A table to print; speed-up is in seconds a step against the first method. Below it, what limits the gain.
+    `noise`: see `like_for_like`; None: not known."""
     header = (
         f"{'method':<18}{'label':<10} {'prompts':>8} {'generated':>10} {'trained':>8} {'gen. tok':>9}"
-        f" {'train. tok':>10} {'s/step':>7} {'speed-up':>9} {'like for like':>14} {'scale':>6} {'variance':>9}"
-        f" {'skipping':>8} {'imputed':>8}"
+        f" {'train. tok':>10} {'s/step':>7} {'speed-up':>9} {'like for like':>14} {'one pair':>11} {'scale':>6}"
+        f" {'variance':>9} {'skipping':>8} {'imputed':>8}"
     )
     lines = [
         f"cost model: {1000 * costs.rollout.average:.3g} s for 1,000 generated tokens,"
@@ -272,18 +280,22 @@ def table(predictions: list[Prediction], costs: StepTimeModel) -> str:
     ]
     for p in predictions:
         alike = like_for_like(p, predictions[0])
-        between = "-" if alike is None else f"{alike[0]:.2f}-{alike[1]:.2f}x"
+        pair = None if noise is None else like_for_like(p, predictions[0], noise)
+        between, measured = ("-" if one is None else f"{one[0]:.2f}-{one[1]:.2f}x" for one in (alike, pair))
         lines.append(
             f"{p.method:<18}{p.label:<10} {p.prompts_generated:>8.1f} {p.completions_generated:>10.1f}"
             f" {p.completions_trained:>8.1f} {p.tokens_generated:>9.0f} {p.tokens_trained:>10.0f} {p.step_s:>7.3f}"
-            f" {predictions[0].step_s / p.step_s:>8.2f}x {between:>14} {p.scale:>6.2f} {p.variance_ratio:>9.2f}"
-            f" {p.variance_skipping:>8.2f} {p.imputed_share:>7.0%}"
+            f" {predictions[0].step_s / p.step_s:>8.2f}x {between:>14} {measured:>11} {p.scale:>6.2f}"
+            f" {p.variance_ratio:>9.2f} {p.variance_skipping:>8.2f} {p.imputed_share:>7.0%}"
         )
     return "\n".join([*lines, *limits(predictions, costs)])
 
 
-def as_json(predictions: list[Prediction], costs: StepTimeModel) -> dict[str, object]:
-    methods = [asdict(p) | {"like_for_like": like_for_like(p, predictions[0])} for p in predictions]
+def as_json(predictions: list[Prediction], costs: StepTimeModel, noise: float | None = None) -> dict[str, object]:
+    methods = []
+    for p in predictions:
+        pair = None if noise is None else like_for_like(p, predictions[0], noise)
+        methods.append(asdict(p) | {"like_for_like": like_for_like(p, predictions[0]), "one_pair": pair})
     described = asdict(costs) | {"rollout_s_per_1k_tokens": 1000 * costs.rollout.average}
     return {"costs": described, "methods": methods, "limits": limits(predictions, costs)}
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
+from label_cases import _rows_of, accepted
+from label_configs import make_outcomes
+from support.cases import Choose
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.pruning import CompletionBatch, Selection, StepCost
+from dppo_megatron.pruning import CompletionBatch, PromptPolicy, Selection, StepCost
 from dppo_megatron.pruning.designs import Draw, design_effect
 from dppo_megatron.pruning.variance import StepVariance, step_variance
 from dppo_megatron.pruning.weights import weigh
@@ -146,3 +150,33 @@ def test_a_selector_s_account_is_the_variance_of_its_gradients(rates: tuple[floa
     assert np.mean(realised) / full == pytest.approx(growth, abs=3 * error)
     if not rates[0]:  # the scores of completions are known before their draw; those of prompts are guesses
         assert np.mean(predicted) == pytest.approx(np.mean(realised) / full, rel=0.02)
+
+
+def test_a_prompt_policy_learns_what_the_account_counts(monkeypatch: pytest.MonkeyPatch, cases: Choose) -> None:
+    """Whatever the loss, KL and entropy included: the growth by skipping is that of the moments that the policy is
+    shown, so a score fitted to them predicts it."""
+    shown: list[FloatArray] = []
+    observe = PromptPolicy.observe
+
+    def spy(policy: PromptPolicy, *arguments: Any, second_moment: FloatArray, **more: Any) -> None:
+        shown.append(second_moment)
+        observe(policy, *arguments, second_moment=second_moment, **more)
+
+    monkeypatch.setattr(PromptPolicy, "observe", spy)
+    chosen, with_terms, skipped = cases("account", 150), 0, 0
+    for index in chosen:
+        rng, selector, config, num_prompts = accepted(index)
+        if config.objective.overlong.filter or selector._prompt_policy.resamples:
+            continue
+        binary = config.pruning.prompt.method.startswith("dppo") and config.pruning.prompt.score == "beta"
+        table = make_outcomes(rng, num_prompts, config.rollout.completions_per_prompt, binary=binary)
+        for step in (1, 2, 3):
+            decision = selector.finish(_rows_of(table, selector.begin(step).prompt_index), step)
+            selector.feedback(StepCost(step, 2.0, 1.0, 0.5))
+            moment, weight = shown.pop(), decision.prompts.weight
+            if total := float(weight @ moment):
+                growth = float(np.square(weight) @ moment) / total
+                assert decision.variance.prompts.realised == pytest.approx(growth, rel=1e-9), f"account {index}"
+                with_terms += selector._coefficients.slope > 0
+                skipped += growth > 1.01
+    assert chosen.are_few or (with_terms > 20 and skipped > 20), (with_terms, skipped)

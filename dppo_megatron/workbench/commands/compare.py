@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.progress import progress
 from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.texts import logged, show
 from dppo_megatron.workbench.commands.parser import add_config, check_number, read_config
+
+if TYPE_CHECKING:
+    from dppo_megatron.workbench.compare.arms import MethodRun
 
 _METHODS = "grpo,grpo_nonzero,cppo,greso,dppo_paper,dppo,dppo_auto"
 _SWEPT = "grpo,grpo_nonzero,dppo"
@@ -87,8 +94,9 @@ def execute(arguments: argparse.Namespace) -> int:
     shared = shared_task(config)
     each = f"All seeds share one task: {shared}." if shared else "Each seed has a task, a model and a held-out set."
     notes = [each] if arguments.seeds > 1 else ["One seed: no interval over seeds."]
-    run = partial(run_all, config, arguments.config, arguments.overrides, out=out, launch=in_a_process)
-    with logged(partial(show, file=sys.stderr)):
+    ended: list[MethodRun] = []
+    run = partial(run_all, config, arguments.config, arguments.overrides, out=out, launch=in_a_process, ended=ended)
+    with logged(partial(show, file=sys.stderr)), _shown_if_ended_early(ended):
         if swept:
             rungs = []
             for rows, of_those_left in halve(arms, arguments.seeds, run):
@@ -108,3 +116,19 @@ def execute(arguments: argparse.Namespace) -> int:
     write_page(out / "report.html", f"{arguments.config}: methods compared", text, values)
     show(*text.splitlines(), *notes, f"{out}/: results.json, report.html{', sweep.json' * swept}")
     return 0
+
+
+@contextmanager
+def _shown_if_ended_early(ended: list[MethodRun]) -> Iterator[None]:
+    """SIGTERM, the time limit of a queue, raises SystemExit inside the block, which ends the run in progress too; the
+    `ended` runs are then shown, and also after Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt):
+        from dppo_megatron.workbench.compare.sweep import so_far
+
+        show(*so_far(ended))
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -137,7 +137,7 @@ def read_method_run(arm: str, seed: int, run_dir: Path) -> MethodRun:
     return MethodRun(arm, seed, curve, labels, _mean_of_last(solved), summary.phase_s, variance)
 
 
-_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0)]
+_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 _Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 

@@ -94,6 +94,7 @@ def run_all(
     seeds: int,
     out: Path,
     launch: Launch,
+    ended: list[MethodRun] | None = None,
     first_seed: int = 0,
     stops_are_left_out: bool = False,
 ) -> list[MethodRun]:
@@ -101,6 +102,7 @@ def run_all(
 
     Args:
         launch: how a run is started: `in_a_process`.
+        ended: gets each run when it has ended, so that they are not lost if this is interrupted.
         first_seed: those before it are left out; like `seeds` it counts from the config's seed on.
         stops_are_left_out: a run that a guard stops is logged and missing in what is returned.
 
@@ -119,7 +121,7 @@ def run_all(
     with progress("compare", total, "runs") as advance:
         lines = RunLog(total, advance)
         train = partial(_train, config_path, lines=lines, launch=launch)
-        runs = []
+        runs = list[MethodRun]()
         for offset in range(first_seed, seeds):
             seed = config.seed + offset
             home = out / f"seed{seed}"
@@ -141,6 +143,8 @@ def run_all(
                     log(f"compare: stopped, and left out: {stop}")
                     continue
                 runs.append(read_method_run(arm.name, seed, run_dir))
+                if ended is not None:
+                    ended.append(runs[-1])
         advance(total)
     names = [arm.name for arm in arms]
     return sorted(runs, key=lambda run: (names.index(run.arm), run.seed))
@@ -153,8 +157,12 @@ def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None
             "dppo_megatron", *arguments, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8", errors="replace"
         ) as process:
             assert process.stdout is not None
-            for printed in process.stdout:
-                line(printed)
+            try:
+                for printed in process.stdout:
+                    line(printed)
+            except BaseException:
+                process.kill()  # it would be run again from its start, and may take minutes to save what it has
+                raise
         errors.seek(0)
         said = errors.read().decode(errors="replace")  # a library, or a path, may hold any bytes
     check_end(run_dir, process.returncode, said)

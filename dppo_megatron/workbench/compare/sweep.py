@@ -143,6 +143,15 @@ def rung_table(rows: Sequence[RungRow]) -> list[str]:
     return [f"seeds: {max(len(row.ends) for row in rows)}; * goes on", *lines]
 
 
+def so_far(runs: Sequence[MethodRun]) -> list[str]:
+    """For people: what was finished when a comparison was ended from outside."""
+    ends: dict[str, list[str]] = {}
+    for run in runs:
+        ends.setdefault(run.arm, []).append(f"{100 * smoothed_end(run):.1f} % (seed {run.seed})")
+    lines = [f"{name}: {', '.join(of_seeds)}" for name, of_seeds in ends.items()]
+    return [f"ended early; {len(runs)} runs had finished, and the same command goes on from there:", *lines]
+
+
 def best_lines(rows: Sequence[RungRow], grid: Grid) -> list[str]:
     """The best of each method as settings to paste, and where the grid may end too soon."""
     lines = []

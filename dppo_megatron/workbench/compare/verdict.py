@@ -20,6 +20,7 @@ The rules, chosen so that a sceptic would choose them:
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from itertools import product
 import numpy as np
 
 from dppo_megatron.evaluation.bootstrap import Difference, bootstrap_over_seeds
+from dppo_megatron.evaluation.eval_scores import students_t
 from dppo_megatron.randomness import generator
 from dppo_megatron.types import FloatArray
 from dppo_megatron.workbench.compare.arms import BASELINE, Arm, Cost, MethodRun
@@ -41,6 +43,13 @@ WINDOW = 3
 COPIES = 1_000
 """Noisy copies of a curve."""
 RESAMPLES = 10_000
+ASTRAY = 0.15
+"""Relative spread of the time to a level between runs that differ in their draws alone, beyond the noise of a curve. It
+cannot be seen in one run: one that is slow by luck looks like a slow task. Ten seeds of the quickstart had speed-ups of
+1.2 to 3.1 (docs/pruning.md): .31 in the logarithm, of which the noise of their curves is .2 to .25; the rest is that of
+two runs."""
+MOST_NOISE = math.log(10.0)
+"""Of a pair: more than ten times as soon or late says nothing."""
 MOST_CLOCK_SPREAD = 1.3
 """Largest over smallest clock seconds of a CPU second, by arm, with which the clock is still to be used."""
 CLOCKS: tuple[Cost, ...] = ("train_s", "train_cpu_s")
@@ -148,6 +157,37 @@ def median_over_seeds(values: Sequence[float] | Sequence[FloatArray]) -> Interva
     low, high = (float(end) for end in np.quantile(np.median(drawn, axis=1), (0.025, 0.975)))
     median = float(np.median(array[:, 0]))
     return Interval(median, low, high, is_noise=median > 0 and low < high and low <= 1.0 <= high)
+
+
+def pair_noise(run: MethodRun) -> float | None:
+    """How far noise alone takes the measured speed-up of one pair of runs from its mean: half of its logarithm's 95 %
+    interval, from the curve of the recorded `run`. None where that shows too little of a rise, or beyond `MOST_NOISE`.
+
+    Accuracy is taken as linear in the logarithm of the CPU seconds where a third of the gain and more was there: slope
+    S, variance sigma^2 of an evaluation about the line, k evaluations. A curve is read as a mean of three evaluations,
+    so it reaches a level sigma / (sqrt(3) S) sooner or later; an error of the level itself moves both runs alike. There
+    are also v, the relative spread of the seconds of a step from evaluation to evaluation, and `ASTRAY`:
+
+        half^2 = 2 (t sigma)^2 / (3 S^2) + 2 x 1.96^2 (v^2 / k + ASTRAY^2),    t: Student's of k - 2
+
+    Example: sigma 3 points, S 12 points for e times the seconds, k = 8: t is 2.45, so 0.50^2 + 0.42^2 = 0.65^2. A pair
+    whose mean speed-up is 2 measures 1.04 to 3.83.
+    """
+    curve = Curve.of(run, "train_cpu_s")
+    smoothed, steps = curve.smoothed().accuracy, np.array([point.step for point in run.curve])
+    risen = (smoothed - run.curve[0].accuracy) * 3 >= smoothed[-1] - run.curve[0].accuracy
+    risen &= curve.cost > 0
+    if (count := int(risen.sum())) < 3:
+        return None
+    x, y = np.log(curve.cost[risen]), curve.accuracy[risen]
+    x, y = x - x.mean(), y - y.mean()
+    if not (slope := float(x @ y) / max(float(x @ x), 1e-12)) > 0:
+        return None
+    sigma = math.sqrt(float(np.square(y - slope * x).sum()) / (count - 2))
+    step_s = np.diff(curve.cost) / np.diff(steps)
+    others = float(step_s.var() / step_s.mean() ** 2) / len(step_s) + ASTRAY**2
+    half = math.sqrt(2.0 * ((students_t(count - 2) * sigma / slope) ** 2 / WINDOW + 1.96**2 * others))
+    return half if half < MOST_NOISE else None
 
 
 @dataclass(frozen=True, slots=True)

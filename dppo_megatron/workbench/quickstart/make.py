@@ -200,8 +200,6 @@ def read_recipe(directory: Path) -> Recipe | None:
         values = json.loads((directory / RECIPE).read_text(encoding="utf-8"))
         if values.pop("maker") != _MAKER:
             return None
-        if "num_warm_start" in values:  # older name
-            values["num_sft"] = values.pop("num_warm_start")
         return Recipe(**{name: int(value) for name, value in values.items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None

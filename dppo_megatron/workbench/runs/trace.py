@@ -4,6 +4,7 @@ and ranges that the trainer writes (`steps/trace.py`)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from dppo_megatron.config.load import config_from_values
 from dppo_megatron.config.paths import check_file, json_reason
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.schema import Config
+from dppo_megatron.observe.run_directory import FEATURES
 from dppo_megatron.progress import counted, progress
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.selection import Rollouts
@@ -101,7 +103,8 @@ class _HeaderLine(msgspec.Struct):
     num_prompts: _Some
     config: dict[str, Any]
     set_sizes: dict[str, _Some] | None = None
-    features: _Features | None = None
+    features: _Features | str | None = None
+    """A text: they are in the file beside the trace."""
     ranks: _Some = 1
 
 
@@ -155,20 +158,30 @@ def _trouble(row: _TraceLine, num_prompts: int, group_size: int, step_before: in
 
 
 def _features(head: _HeaderLine, path: str) -> PromptFeatures | None:
-    values = head.features
-    if values is None:
+    if head.features is None:
         return None
-    features = PromptFeatures(
-        prompt_tokens=np.array(values.prompt_tokens, dtype=np.int64),
-        level=np.array(values.level, dtype=np.float64),  # null becomes NaN
-        source=np.array(values.source, dtype=np.int64),
-        sources=tuple(values.sources),
-    )
-    if not len(features.prompt_tokens) == len(features.level) == len(features.source) == head.num_prompts:
-        raise UserError(f"{path}:1: features: must be of {head.num_prompts} prompts")
-    if any(source >= len(values.sources) for source in values.source):
-        raise UserError(f"{path}:1: features: there are only {len(values.sources)} sources")
-    return features
+    where, arrays = f"{path}:1: features", dict[str, Any]()
+    if isinstance(head.features, _Features):
+        arrays = {name: np.array(values) for name, values in msgspec.structs.asdict(head.features).items()}
+    else:
+        where = str(Path(path).with_name(FEATURES))
+        try:
+            with np.load(where, allow_pickle=False) as file:
+                arrays = dict(file)
+        except Exception as error:  # what numpy raises for damaged files is of many types
+            reason = getattr(error, "strerror", "") or "it is damaged"
+            raise UserError(f"trace '{path}': {where}, which belongs to it, cannot be read: {reason}") from None
+    try:
+        tokens, source = (np.asarray(arrays[name]).astype(np.int64) for name in ("prompt_tokens", "source"))
+        level = arrays["level"].astype(np.float64)  # None becomes NaN
+        sources = tuple(map(str, arrays["sources"].tolist()))
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(f"{where}: not as a run writes them: {error}") from None
+    if not tokens.shape == level.shape == source.shape == (head.num_prompts,):
+        raise UserError(f"{where}: must be of {head.num_prompts} prompts")
+    if min(tokens.min(), source.min()) < 0 or source.max() >= len(sources):
+        raise UserError(f"{where}: there are only {len(sources)} sources, and nothing is negative")
+    return PromptFeatures(tokens, level, source, sources)
 
 
 def _step(row: _TraceLine, group_size: int) -> TracedStep:
