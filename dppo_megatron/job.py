@@ -6,7 +6,7 @@ A mistake then costs seconds and not a queue slot: data, tokenizer, checkpoint h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -52,6 +52,8 @@ class Job:
     grade: Grader
     policy_loss: PolicyLoss | None = None
     """The user's own, of `objective.function`."""
+    reference: WeightReader | None = None
+    """Weights of the KL term's reference; None: the policy's own at the start."""
     notes: list[str] = field(default_factory=list)
     """Lines for the log."""
 
@@ -111,6 +113,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     with progress(f"opening {config.model.hf_path}"):
         checkpoint = open_checkpoint(config.model.hf_path, architecture)
         tokenizer = load_tokenizer(config.model.hf_path, architecture)
+    reference = _open_reference(config, architecture, tokenizer) if trains else None
     eval_sets = load_eval_sets(config, tokenizer)
     train_sets = load_train_sets(config, tokenizer, eval_sets) if trains else {}
     examples: list[TrainSample] = []
@@ -136,8 +139,30 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         sft_examples=examples,
         grade=grader,
         policy_loss=policy_loss,
+        reference=reference,
         notes=[*lines, *notes],
     )
+
+
+def _open_reference(
+    config: Config, architecture: Architecture, tokenizer: PreTrainedTokenizerBase
+) -> WeightReader | None:
+    """The weights of objective.kl.reference_path, if it is set. Raises UserError unless the model there can score what
+    the policy writes: it runs with the policy's config.json, on the policy's tokens."""
+    path, key = config.objective.kl.reference_path, "objective.kl.reference_path ="
+    if not path:
+        return None
+    other = read_architecture(path, key, config.model.ignore_config_keys)
+    differ = [  # positions may: of one family's base and instruction models they do, and nothing is computed from them
+        f"{item.name} is {getattr(other, item.name)}, not {getattr(architecture, item.name)}"
+        for item in fields(Architecture)
+        if item.name != "max_positions" and getattr(other, item.name) != getattr(architecture, item.name)
+    ]
+    if not differ and load_tokenizer(path, other, key).get_vocab() != tokenizer.get_vocab():
+        differ = ["its tokenizer has other tokens"]
+    if differ:
+        raise UserError(f"{key} '{path}': is another kind of model than '{config.model.hf_path}': {'; '.join(differ)}")
+    return open_checkpoint(path, architecture, key)
 
 
 def check_settings(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> list[str]:
