@@ -128,7 +128,7 @@ class Loop:
                 advance(done)
 
     def start_rl(self) -> None:
-        """Begin the RL phase: fresh optimizer and schedule; with a KL term, freeze its reference, the policy by default."""
+        """Begin the RL phase: fresh optimizer and schedule; with a KL term, keep its reference policy."""
         config = self.job.config
         self.actor.start_phase(config.actor.optimizer, config.steps * config.objective.updates_per_step)
         if config.objective.kl.coef:
