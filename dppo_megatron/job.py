@@ -125,7 +125,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     if trains and config.objective.function:
         policy_loss = load_function("objective.function", config.objective.function)
         check_policy_loss(policy_loss, config.objective)
-    grader, notes = _check_grading(config, train_sets, eval_sets)
+    grader, notes = _check_grading(config, train_sets, eval_sets, world_size)
     if trains and not (config.steps or config.sft.steps):
         notes.append("warning: steps = 0 and sft.steps = 0: nothing is trained; the model is only evaluated and saved")
     return Job(
@@ -198,20 +198,20 @@ def _check_actor(config: Config, architecture: Architecture, world_size: int, ma
 
 
 def _check_grading(
-    config: Config, train_sets: Mapping[str, ProblemSet], eval_sets: Mapping[str, ProblemSet]
+    config: Config, train_sets: Mapping[str, ProblemSet], eval_sets: Mapping[str, ProblemSet], world_size: int
 ) -> tuple[Grader, list[str]]:
     """Start the grader and try it on made-up answers and on the references of every set; returns it and log lines.
 
     Evaluation sets that name graders are checked with those, which are closed again.
     """
     reward, settings = config.reward, eval_set_configs(config)
-    grader, bounds = make_grader(reward), _reward_bounds(config) if train_sets else None
+    grader, bounds = make_grader(reward, shared_by=world_size), _reward_bounds(config) if train_sets else None
     sets = [(name, grader, loaded.prompts) for name, loaded in train_sets.items()]
     others: dict[str, Grader] = {}
     for name, loaded in eval_sets.items():
         own = settings[name].grader
         if own and own not in others:
-            others[own] = make_grader(reward, own, f"{settings[name].key}.grader")
+            others[own] = make_grader(reward, own, f"{settings[name].key}.grader", shared_by=world_size)
         sets.append((f"eval/{name}", others[own] if own else grader, loaded.prompts))
     checked: set[str] = set()
     notes: list[str] = []

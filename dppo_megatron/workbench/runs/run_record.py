@@ -189,11 +189,14 @@ class Follow:
         return self.record
 
     def _add_followed(self) -> None:
+        """An earlier run in this directory may have left some too."""
+        run = _json(self._path / "run.json", []).get("run")
         for path in sorted((self._path / FOLLOWED).glob("step_*/results.json")):
-            if path not in self._followed:  # they are written once, whole
-                self._followed[path] = _json(path, [])
-            found = self._followed[path]
-            self.record.add_scores(found.get("step"), found.get("metrics"))
+            found = self._followed.setdefault(path, {}) or _json(path, [])
+            self._followed[path] = found  # they are written once, whole
+            about = found.get("about")
+            if isinstance(about, dict) and about.get("run") == run:
+                self.record.add_scores(found.get("step"), found.get("metrics"))
 
     def _take(self, line: bytes) -> bool:
         """Whether it is a step's line, and after the others: a run writes one line a step, in their order."""
