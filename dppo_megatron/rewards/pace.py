@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Pace:
-    """Allows at most `per_minute` in any 60 s, evenly: after a pause no more than a second's share at once, since judges
+    """Allows at most `per_minute` in any 60 s, evenly: after a pause at most a second's share at once, since judges
     measure over seconds too.
 
     Args:
