@@ -6,8 +6,9 @@ A mistake then costs seconds and not a queue slot: data, tokenizer, checkpoint h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,12 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         reference=reference,
         notes=[*lines, *notes],
     )
+
+
+def with_checkpoint(job: Job, directory: Path) -> Job:
+    """The same job with the weights of another checkpoint. Raises UserError as `open_checkpoint`."""
+    config = replace(job.config, model=replace(job.config.model, hf_path=str(directory)))
+    return replace(job, config=config, checkpoint=open_checkpoint(directory, job.architecture))
 
 
 def _open_reference(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest, read_own, step_name
@@ -21,10 +20,10 @@ from dppo_megatron.config.changes import saved_values
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.evaluation.eval_samples import RESULTS, check_out, difference, read_results, scores_of
 from dppo_megatron.evaluation.standalone import EngineAndGraders, about, check_alone, evaluate
+from dppo_megatron.job import with_checkpoint
 from dppo_megatron.progress import progress
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
-from dppo_megatron.weights.torch_dist import open_checkpoint
 
 _LOOK_S = 2.0
 
@@ -101,9 +100,7 @@ class _Follower:
                 self._report_missed(step + 1)  # it was removed while it was read
 
     def _evaluate(self, step: int, path: Path) -> None:
-        base = self._used.job
-        config = replace(base.config, model=replace(base.config.model, hf_path=str(path)))
-        job = replace(base, config=config, checkpoint=open_checkpoint(path, base.architecture))
+        job = with_checkpoint(self._used.job, path)
         samples = evaluate(self._used, job, self._out / path.name, {"step": step, "about": self._about})
         show(*(f"step {step:>4}: {one.line()}" for one in scores_of(samples)))
 

@@ -45,7 +45,6 @@ from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.texts import show
 from dppo_megatron.types import Prompt, UserError
-from dppo_megatron.weights.hf_files import WeightReader
 
 _GRADERS_MEANS = [item.name for item in fields(RewardConfig) if item.metadata.get("free_at_resume")]
 _MOST = 20
@@ -97,18 +96,16 @@ class EngineAndGraders:
         self.evaluator = Evaluator(self.job)
         self._engine: Engine | None = None
 
-    def engine(self, checkpoint: WeightReader) -> Engine:
-        """The engine with these weights; started at the first call."""
-        job = self.job
-        if self._engine is not None:
-            self._engine.load_checkpoint(checkpoint)
-        elif job.config.rollout.engine == "hf":
-            self._engine = engine_from_files(job.config, job.tokenizer, checkpoint)
+    def engine(self, job: Job) -> Engine:
+        """The engine with the weights of `job.checkpoint`; started at the first call."""
+        if self._engine is None and job.config.rollout.engine == "hf":
+            self._engine = engine_from_files(job.config, job.tokenizer, job.checkpoint)
             show(self._engine.description)
-        else:
-            self._engine = ServerEngine(job.config, job.architecture, job.tokenizer)
+            return self._engine
+        if self._engine is None:
+            self._engine = ServerEngine(self.job.config, job.architecture, job.tokenizer)
             show(self._engine.description)
-            self._engine.load_checkpoint(checkpoint)
+        self._engine.load_checkpoint(job.checkpoint)
         return self._engine
 
     def close(self) -> None:
@@ -134,7 +131,7 @@ def evaluate(
             check_out(out, RESULTS)  # of another that has ended meanwhile
             if kept.samples:
                 show(f"going on with the evaluation in {out}: {len(kept.samples)} samples are there")
-        engine = used.engine(job.checkpoint)
+        engine = used.engine(job)
         samples = used.evaluator.sample_alone(engine, kept)
         if out is not None and kept is not None:
             origin = {"model": str(job.config.model.hf_path), "generated_by": engine.description, **(more or {})}
