@@ -185,7 +185,8 @@ class GradingQueue:
             if batch.grades[sample.index] is None:
                 batch.grades[sample.index] = grade
                 batch.missing -= 1
-                finished.extend([batch] if not batch.missing else [])
+                if not batch.missing:
+                    finished.append(batch)
 
         with self._changed:
             for sample, grade in zip(samples, grades, strict=True):
