@@ -6,8 +6,9 @@ A mistake then costs seconds and not a queue slot: data, tokenizer, checkpoint h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,8 @@ class Job:
     grade: Grader
     policy_loss: PolicyLoss | None = None
     """The user's own, of `objective.function`."""
+    reference: WeightReader | None = None
+    """Weights of the KL term's reference; None: the policy's own at the start."""
     notes: list[str] = field(default_factory=list)
     """Lines for the log."""
 
@@ -111,6 +114,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     with progress(f"opening {config.model.hf_path}"):
         checkpoint = open_checkpoint(config.model.hf_path, architecture)
         tokenizer = load_tokenizer(config.model.hf_path, architecture)
+    reference = _open_reference(config, architecture, tokenizer) if trains else None
     eval_sets = load_eval_sets(config, tokenizer)
     train_sets = load_train_sets(config, tokenizer, eval_sets) if trains else {}
     examples: list[TrainSample] = []
@@ -122,7 +126,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     if trains and config.objective.function:
         policy_loss = load_function("objective.function", config.objective.function)
         check_policy_loss(policy_loss, config.objective)
-    grader, notes = _check_grading(config, train_sets, eval_sets)
+    grader, notes = _check_grading(config, train_sets, eval_sets, world_size)
     if trains and not (config.steps or config.sft.steps):
         notes.append("warning: steps = 0 and sft.steps = 0: nothing is trained; the model is only evaluated and saved")
     return Job(
@@ -136,8 +140,36 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         sft_examples=examples,
         grade=grader,
         policy_loss=policy_loss,
+        reference=reference,
         notes=[*lines, *notes],
     )
+
+
+def with_checkpoint(job: Job, directory: Path) -> Job:
+    """The same job with the weights of another checkpoint. Raises UserError as `open_checkpoint`."""
+    config = replace(job.config, model=replace(job.config.model, hf_path=str(directory)))
+    return replace(job, config=config, checkpoint=open_checkpoint(directory, job.architecture))
+
+
+def _open_reference(
+    config: Config, architecture: Architecture, tokenizer: PreTrainedTokenizerBase
+) -> WeightReader | None:
+    """The weights of objective.kl.reference_path, if it is set. Raises UserError unless the model there can score what
+    the policy writes: it runs with the policy's config.json, on the policy's tokens."""
+    path, key = config.objective.kl.reference_path, "objective.kl.reference_path ="
+    if not path:
+        return None
+    other = read_architecture(path, key, config.model.ignore_config_keys)
+    differ = [  # positions may: of one family's base and instruction models they do, and nothing is computed from them
+        f"{item.name} is {getattr(other, item.name)}, not {getattr(architecture, item.name)}"
+        for item in fields(Architecture)
+        if item.name != "max_positions" and getattr(other, item.name) != getattr(architecture, item.name)
+    ]
+    if not differ and load_tokenizer(path, other, key).get_vocab() != tokenizer.get_vocab():
+        differ = ["its tokenizer has other tokens"]
+    if differ:
+        raise UserError(f"{key} '{path}': is another kind of model than '{config.model.hf_path}': {'; '.join(differ)}")
+    return open_checkpoint(path, architecture, key)
 
 
 def check_settings(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> list[str]:
@@ -173,20 +205,20 @@ def _check_actor(config: Config, architecture: Architecture, world_size: int, ma
 
 
 def _check_grading(
-    config: Config, train_sets: Mapping[str, ProblemSet], eval_sets: Mapping[str, ProblemSet]
+    config: Config, train_sets: Mapping[str, ProblemSet], eval_sets: Mapping[str, ProblemSet], world_size: int
 ) -> tuple[Grader, list[str]]:
     """Start the grader and try it on made-up answers and on the references of every set; returns it and log lines.
 
     Evaluation sets that name graders are checked with those, which are closed again.
     """
     reward, settings = config.reward, eval_set_configs(config)
-    grader, bounds = make_grader(reward), _reward_bounds(config) if train_sets else None
+    grader, bounds = make_grader(reward, shared_by=world_size), _reward_bounds(config) if train_sets else None
     sets = [(name, grader, loaded.prompts) for name, loaded in train_sets.items()]
     others: dict[str, Grader] = {}
     for name, loaded in eval_sets.items():
         own = settings[name].grader
         if own and own not in others:
-            others[own] = make_grader(reward, own, f"{settings[name].key}.grader")
+            others[own] = make_grader(reward, own, f"{settings[name].key}.grader", shared_by=world_size)
         sets.append((f"eval/{name}", others[own] if own else grader, loaded.prompts))
     checked: set[str] = set()
     notes: list[str] = []

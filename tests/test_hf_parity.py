@@ -17,13 +17,15 @@ from support.tiny import Parallel, build_actor, hf_logprobs, plan_for, random_sa
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.actor.model import output_weight
-from dppo_megatron.algorithms.objectives import supervised
+from dppo_megatron.algorithms.objectives import make_objective, supervised
+from dppo_megatron.config.objective import KLConfig, ObjectiveConfig
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
 from dppo_megatron.types import TrainSample, UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader, write_checkpoint
 
 ONE, FOUR = Parallel(), Parallel(tp=2, pp=2)
+TEMPERATURES = (1.0, 0.7)
 CASES: dict[str, tuple[dict[str, Any], list[Parallel]]] = {
     # 37 and 41 do not divide by 2 or 3, so the vocabulary is padded wherever it is split
     "untied": ({"vocab_size": 37}, [ONE, FOUR]),
@@ -78,28 +80,42 @@ def _samples(vocab_size: int) -> list[TrainSample]:
     return samples
 
 
-def _check(model_path: Path, parallel: Parallel, out: Path) -> tuple[list[np.ndarray] | None, list[np.ndarray] | None]:
-    """Log-probabilities at two temperatures, and a written checkpoint."""
-    actor = build_actor(model_path, parallel)
-    samples = _samples(read_architecture(model_path).vocab_size)
+def _check(model_path: Path, other: Path, parallel: Parallel, out: Path) -> tuple[list[Any], float]:
+    """Log-probabilities at two temperatures and of another model as the reference, the KL to it, and a written
+    checkpoint."""
+    actor, architecture = build_actor(model_path, parallel), read_architecture(model_path)
+    samples = _samples(architecture.vocab_size)
     plan = plan_for(samples, parallel)
-    both = actor.logprobs(samples, plan), actor.logprobs(samples, plan, temperature=0.7)
-    write_checkpoint(out, model_path, read_architecture(model_path), actor.weights(), write=actor.layout.rank == 0)
-    return both
+    computed = [actor.logprobs(samples, plan, temperature=temperature) for temperature in TEMPERATURES]
+    actor.freeze_reference(CheckpointReader(other, architecture).get)
+    with actor.reference_weights():
+        computed.append(actor.logprobs(samples, plan))
+        reference = actor.own_logprobs(samples, plan)
+    objective = make_objective(ObjectiveConfig(kl=KLConfig(coef=1.0, estimator="k2")))
+    sums = actor.accumulate(reference.as_reference(dict(enumerate(samples))), plan, objective)
+    assert not any("reference" in key for key in actor.sharded_state())
+    write_checkpoint(out, model_path, architecture, actor.weights(), write=actor.layout.rank == 0)
+    return computed, sums["kl"] / sums["tokens"]
 
 
 PAIRS = [pytest.param(name, parallel, id=f"{name}-{parallel}") for name, (_, ps) in CASES.items() for parallel in ps]
 
 
 @pytest.fixture(scope="module")
-def expected(models: dict[str, Path]) -> Callable[[str], list[list[np.ndarray]]]:
-    """What transformers computes for a model's samples at temperatures 1 and 0.7."""
+def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models of the same architectures with other weights."""
+    return {name: write_model(tmp_path_factory.mktemp(name), seed=1, **sizes) for name, (sizes, _) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path], others: dict[str, Path]) -> Callable[[str], list[list[np.ndarray]]]:
+    """What transformers computes for a model's samples at both temperatures, and with the other model."""
 
     @functools.cache
     def compute(name: str) -> list[list[np.ndarray]]:
-        model = AutoModelForCausalLM.from_pretrained(models[name]).eval()
+        model, other = (AutoModelForCausalLM.from_pretrained(of[name]).eval() for of in (models, others))
         samples = _samples(model.config.vocab_size)
-        return [hf_logprobs(model, samples, temperature) for temperature in (1.0, 0.7)]
+        return [*(hf_logprobs(model, samples, one) for one in TEMPERATURES), hf_logprobs(other, samples)]
 
     return compute
 
@@ -107,13 +123,18 @@ def expected(models: dict[str, Path]) -> Callable[[str], list[list[np.ndarray]]]
 @pytest.mark.parametrize(("name", "parallel"), PAIRS)
 def test_logprobs_and_round_trip(
     models: dict[str, Path],
+    others: dict[str, Path],
     expected: Callable[[str], list[list[np.ndarray]]],
     tmp_path: Path,
     name: str,
     parallel: Parallel,
 ) -> None:
-    """Log-probabilities within 1e-4 of transformers (float32, logits of size 10); exported tensors byte for byte."""
-    computed = run_ranks(_check, parallel.world_size, models[name], parallel, tmp_path / "hf")[0]
+    """Log-probabilities within 1e-4 of transformers (float32, logits of size 10), of a reference that is another model
+    too, and the KL to it within 1e-5; the policy's tensors exported after that byte for byte."""
+    computed, kl = run_ranks(_check, parallel.world_size, models[name], others[name], parallel, tmp_path / "hf")[0]
+    differences = np.concatenate(expected(name)[2]) - np.concatenate(expected(name)[0])
+    counted = np.repeat([one.figure_weight for one in _samples(1009)], [len(one) for one in expected(name)[0]])
+    assert kl == pytest.approx(counted @ (differences.clip(-20, 20) ** 2 / 2) / counted.sum(), rel=1e-5)
     for ours, reference in zip(computed, expected(name), strict=True):
         assert ours is not None
         for mine, theirs in zip(ours, reference, strict=True):

@@ -50,6 +50,7 @@ VALUES = {
     "model.hf_path=nowhere": "model.hf_path = 'nowhere': no such directory",
     f"model.hf_path={LONG}": "cannot be read: File name too long",
     f"model.hf_path={CONFIG}": "is a file, not a directory",
+    "objective.kl.reference_path=.": "objective.kl.reference_path has no effect while objective.kl.coef = 0",
     "data.train_path=nowhere.jsonl": "data.train_path = 'nowhere.jsonl': no such file",
     f"data.train_path={DEEP}": "cannot be read: File name too long",
     f"data.train_path={REPOSITORY / 'tools'}": "neither a directory saved by `datasets` nor",
@@ -108,6 +109,21 @@ def _heads(files: Path, tmp_path: Path) -> list[str]:
     return [f"model.hf_path={model}", "actor.layout.tensor_parallel=2"]
 
 
+def _reference(files: Path, tmp_path: Path, **values: object) -> list[str]:
+    return ["objective.kl.coef=0.1", f"objective.kl.reference_path={_model(files, tmp_path, **values)}"]
+
+
+def _tokens(files: Path, tmp_path: Path) -> list[str]:
+    """A reference that has two tokens the other way round."""
+    words = _reference(files, tmp_path)
+    path = tmp_path / "model" / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    vocab = raw["model"]["vocab"]
+    vocab["+"], vocab["-"] = vocab["-"], vocab["+"]
+    path.write_text(json.dumps(raw))
+    return words
+
+
 NO_ANSWER = '{"problem": "1+1="}'
 ROW = '{"problem": "1+1=", "answer": "2"}\n'
 JOBS: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
@@ -129,6 +145,15 @@ JOBS: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         "more than the 128 positions",
     ),
     "heads by tensor_parallel": (_heads, "the model's 3 attention heads do not divide by it"),
+    "reference": (
+        lambda f, t: ["objective.kl.coef=0.1", "objective.kl.reference_path=Qwen/Qwen3-4B"],
+        "objective.kl.reference_path = 'Qwen/Qwen3-4B': no such directory",
+    ),
+    "reference of another kind": (
+        lambda f, t: _reference(f, t, rms_norm_eps=0.01),
+        "model': norm_eps is 0.01, not 1e-06",
+    ),
+    "reference with other tokens": (_tokens, "its tokenizer has other tokens"),
     "architecture": (
         lambda f, t: [f"model.hf_path={_model(f, t, architectures=['GPT2LMHeadModel'])}"],
         "architecture GPT2LMHeadModel is not supported; supported: Qwen3ForCausalLM",

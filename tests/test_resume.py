@@ -28,6 +28,7 @@ from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 from dppo_megatron.workbench.runs.run_record import run_status
 
 pytestmark = pytest.mark.slow
@@ -311,9 +312,14 @@ def test_refused_from_the_command_line(files: Path, whole: dict[str, Path], capf
     assert (whole["tp1"] / "metrics.jsonl").read_bytes() == before
 
 
-def test_reference_policy_is_saved_and_reshards(files: Path, tmp_path: Path) -> None:
-    """With a KL term, resumed at another layout: the term's metric goes on as in the uninterrupted run."""
+@pytest.mark.parametrize("reference", ["the start", "another model"])
+def test_reference_policy_is_saved_and_reshards(files: Path, tmp_path: Path, reference: str) -> None:
+    """With a KL term, resumed at another layout: the term's metric goes on as in the uninterrupted run. Another model
+    is read again."""
     extra = SHORT | {"objective__kl__coef": 0.5, "actor__optimizer__learning_rate": 5e-3}
+    if reference == "another model":
+        write_tiny_qwen3(tmp_path / "other", seed=1)
+        extra["objective__kl__reference_path"] = tmp_path / "other"
     run_whole(files, tmp_path / "whole", 1, extra)
     assert run_killed(files, tmp_path / "run", 1, extra, Kill("select", 3))
     run_whole(files, tmp_path / "run", 2, extra | {"actor__layout__pipeline_parallel": 2})

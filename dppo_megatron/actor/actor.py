@@ -98,6 +98,7 @@ class Actor:
         self._optimizer: Any = None
         self._schedule: Any = None
         self._reference: list[Tensor] | None = None
+        self._saves_reference = False
         self._memory = Offload(self._model, layout.device)
 
     def start_phase(self, optimizer: OptimizerConfig, total_steps: int) -> None:
@@ -226,10 +227,15 @@ class Actor:
         merged = {sample: values for part in gathered for sample, values in part.items()}
         return [merged[i] for i in range(len(samples))]
 
-    def freeze_reference(self) -> None:
-        """Keep a copy of the current weights, on the host, as the reference policy of a KL term."""
+    def freeze_reference(self, get_weight: Callable[[str], Tensor] | None = None) -> None:
+        """Keep a reference policy for a KL term, on the host: the current weights, or those that `get_weight` reads, as
+        in the constructor. The latter are not part of `sharded_state`: whoever loads it gives them again."""
         self._bring_weights()
         self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
+        self._saves_reference = get_weight is None
+        if get_weight is not None:
+            with self.reference_weights():
+                load_hf_weights(self._chunks, self._architecture, get_weight)
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -271,7 +277,7 @@ class Actor:
         if self._config.fp8 == "off":  # FP8 state beside the weights; else empty, and specific to a layer spec
             model = {name: _tensors_only(chunk) for name, chunk in model.items()}
         state = {**model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
-        if self._reference is not None:
+        if self._saves_reference:
             state |= {"reference": self._sharded_reference(metadata)}
         return state if loading else self._from_host(state)
 
@@ -297,7 +303,7 @@ class Actor:
         self._optimizer.load_state_dict(state["optimizer"])
         # Restore only the schedule's position: its shape follows the config, where a resumed run may have more steps.
         self._schedule.load_state_dict(self._schedule.state_dict() | {"num_steps": state["schedule"]["num_steps"]})
-        if self._reference is not None:
+        if self._reference is not None and self._saves_reference:
             named = [
                 state["reference"][str(index)][name]
                 for index, chunk in enumerate(self._chunks)

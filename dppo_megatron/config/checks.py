@@ -208,6 +208,8 @@ def _check_files(config: Config, purpose: Purpose) -> None:
         return
     if config.model.dtype == "float64":
         raise UserError("model.dtype = float64 has no optimizer in Megatron-core; train in float32 or bfloat16")
+    if trains and config.objective.kl.reference_path:
+        check_model(config.objective.kl.reference_path, "objective.kl.reference_path")
     resume = config.checkpoint.resume
     if trains and resume not in ("auto", "never") and not os.path.isdir(resume):
         raise UserError(f"checkpoint.resume = '{shown(resume)}': must be auto, never or the directory of a checkpoint")

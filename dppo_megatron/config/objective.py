@@ -16,7 +16,7 @@ from dppo_megatron.types import UserError
 
 @dataclass
 class KLConfig:
-    """KL to the reference policy, as a term of the loss. The reference is the policy at the start of RL."""
+    """KL to the reference policy, as a term of the loss."""
 
     coef: float = ranged(0.0, "[0, 1e6]")
     """Factor of the term; 0 turns it off, and with it the reference's forward pass. DeepSeekMath has 0.04 (arXiv
@@ -25,6 +25,9 @@ class KLConfig:
     """With d = log reference - log policy: `k1` -d, `k2` d^2/2, `k3` exp(d) - d - 1 (GRPO's), `k3_unbiased` k3 times
     policy / behaviour. All but k2 estimate the value of KL(policy || reference). As a loss, k3's expected gradient is
     that of KL(reference || policy) and k1's is 0; k2's is right on-policy, k3_unbiased's always (arXiv 2506.09477)."""
+    reference_path: str = ""
+    """Directory of the reference policy: a checkpoint of the same architecture and vocabulary as model.hf_path, read at
+    every start. Empty: the policy at the start of RL, which checkpoints keep."""
 
 
 @dataclass
@@ -144,6 +147,8 @@ def check_objective(config: ObjectiveConfig, *, prompts_per_step: int, max_compl
         )
     if config.dual_clip and config.loss != "clip":
         raise UserError(f"objective.dual_clip = {config.dual_clip} is read by loss=clip only, not loss={config.loss}")
+    if config.kl.reference_path and not config.kl.coef:
+        raise UserError("objective.kl.reference_path has no effect while objective.kl.coef = 0; set both or neither")
     if config.zero_advantage_slope and not config.function:
         raise UserError(
             f"objective.zero_advantage_slope = {config.zero_advantage_slope} describes a loss of your own, but"

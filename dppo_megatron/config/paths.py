@@ -99,10 +99,10 @@ def check_directory(key: str, path: str) -> None:
         raise UserError(f"{key} = '{shown(path)}': is a file, not a directory")
 
 
-def check_model(path: str) -> None:
-    """Raise `UserError` unless model.hf_path is a directory; the message says where a model is to be had."""
+def check_model(path: str, key: str = "model.hf_path") -> None:
+    """Raise `UserError` unless the setting names a directory; the message says where a model is to be had."""
     try:
-        check_directory("model.hf_path", path)
+        check_directory(key, path)
     except UserError as error:
         made = "; `dppo-megatron quickstart` makes this one, and trains on it" if "task_seed" in path else ""
         raise UserError(f"{error}{made}{how_to_download(path)}") from None

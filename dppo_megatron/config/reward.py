@@ -41,6 +41,12 @@ class RewardConfig:
     max_concurrent: int = ranged(256, "[1, 100000]", free_at_resume=True)
     """Gradings that an `async def` grader has open at a time in each process; also the most completions in a call of a
     grader that takes lists."""
+    max_per_minute: int = ranged(0, "[0, 1000000000]", free_at_resume=True)
+    """Gradings of the whole job that begin in any minute, for a judge with such a limit; 0: no limit. Evaluation sets
+    with graders of their own have a limit of this each."""
+    max_failures_in_a_row: int = ranged(0, "[0, 1000000000]", free_at_resume=True)
+    """After so many failures in a row in a rank, what waits has failed too, ungraded: a judge that is down costs no
+    hour of timeouts. What comes later is tried again. 0: never."""
     memory_mb: int = ranged(2048, "[0, 100000000]", free_at_resume=True)
     """Writable memory that a grader process may take beyond what it has when the grader is imported (RLIMIT_DATA);
     0: no limit. A grading that needs more is a failure."""

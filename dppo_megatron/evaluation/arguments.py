@@ -21,6 +21,7 @@ from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import load_config
 from dppo_megatron.config.paths import how_to_download, shipped
 from dppo_megatron.config.schema import Config
+from dppo_megatron.evaluation.eval_samples import FOLLOWED
 from dppo_megatron.types import UserError
 
 _SET_KEYS = tuple(item.name for item in fields(EvalSetConfig))
@@ -37,14 +38,16 @@ class EvalArguments:
     data: Path | None = None
     out: Path | None = None
     limit: int = 0
+    follow: bool = False
+    """`model` is a run, which may not have a checkpoint yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
     """A model to evaluate and the settings that come with it."""
 
-    model: Path
-    """Directory of a Hugging Face or a Megatron distributed checkpoint, with its tokenizer."""
+    model: Path | None
+    """Directory of a Hugging Face or a Megatron distributed checkpoint, with its tokenizer; None: the settings'."""
     out: Path
     """Where results go unless --out says otherwise."""
     settings: Mapping[str, Any]
@@ -61,12 +64,15 @@ def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]
     is_config = given.model.endswith((".yaml", ".yml"))
     if is_config and given.step is not None:
         raise UserError("--step belongs to a run directory, not to a config file")
-    target = None if is_config else _find_target(given.model, given.step)
+    target = None
+    if not is_config:
+        target = _followed(Path(given.model)) if given.follow else _find_target(given.model, given.step)
     sets = _chosen_sets(given.sets, given.data, given.settings)
     layers: list[tuple[str, Mapping[str, Any]]] = [("--sets", {"data": {"eval_sets": sets}})] if sets else []
     if target is not None:
         own = _settings_of(target, given, replaced=bool(sets))
-        layers = [(target.where, own), ("MODEL", {"model": {"hf_path": str(target.model)}}), *layers]
+        model = {"hf_path": str(target.model)} if target.model is not None else {}
+        layers = [(target.where, own), ("MODEL", {"model": model}), *layers]
     path = given.model if is_config else ""
     config = load_config(path, list(given.settings), writes_run=False, purpose="evaluate", layers=layers)
     data = config.data
@@ -225,6 +231,11 @@ def _of_run(run: Path, step: int | None) -> _Target:
         raise UserError(f"'{run}' holds neither hf/ nor a complete checkpoint yet: there is no model to evaluate")
     settings, said = _without_servers(saved_values(run / "config.yaml"))
     return _Target(model, run / "eval" / model.name, settings, str(run / "config.yaml"), said)
+
+
+def _followed(run: Path) -> _Target:
+    settings, said = _without_servers(saved_values(run / "config.yaml"))
+    return _Target(None, run / FOLLOWED, settings, str(run / "config.yaml"), said)
 
 
 def _of_checkpoint(path: Path) -> _Target:

@@ -30,6 +30,8 @@ from dppo_megatron.types import Prompt, UserError
 FORMAT = "dppo_megatron evaluation 1"
 SAMPLES, RESULTS, COMPARISON = "samples.jsonl", "results.json", "comparison.json"
 UNFINISHED = "samples.unfinished.jsonl"
+FOLLOWED = "eval/follow"
+"""In a run's directory: the evaluations of its checkpoints by `eval --follow`."""
 Key: TypeAlias = tuple[str, int, int]
 """Set, place of the problem in it, number of the sample."""
 _VERDICT = ("reward", "correct", "extracted", "vote", "unparsed", "why", "failure")
@@ -235,7 +237,7 @@ class UnfinishedSamples:
             raise UserError(f"another evaluation is writing to '{directory}'; choose another --out") from None
         except OSError as error:
             raise UserError(f"'{self._path}' cannot be written: {error.strerror}") from None
-        if different := _difference(head, about):
+        if different := difference(head, about):
             raise UserError(
                 f"'{directory}' holds an evaluation that was begun with something else ({different}); go on with it"
                 f" as it was, choose another --out, or remove {UNFINISHED}"
@@ -320,7 +322,7 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
     return head, found, end
 
 
-def _difference(head: Mapping[str, Any], about: Mapping[str, Any]) -> str:
+def difference(head: Mapping[str, Any], about: Mapping[str, Any]) -> str:
     """What differs, as `reward.function: 'math', now 'my:grade'`; empty: nothing."""
     before, now = flat(head), flat(json.loads(json.dumps(about, default=str)))
     both = [key for key in {**before, **now} if before.get(key) != now.get(key)]

@@ -170,7 +170,7 @@ class SetGraders:
         functions = [self._function_of.get(sample.set, "") for sample in samples]
         for function in dict.fromkeys(functions):
             if function and function not in self._others:
-                self._others[function] = make_grader(self._reward, function)
+                self._others[function] = make_grader(self._reward, function, shared_by=self._own.shared_by)
         return [
             (self._others.get(function, self._own), [i for i, other in enumerate(functions) if other == function])
             for function in dict.fromkeys(functions)

@@ -37,7 +37,7 @@ from dppo_megatron.evaluation.eval_scores import Estimate, EvalScores, percent
 from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders
 from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.launcher_env import launched_world_size
-from dppo_megatron.progress import counted, progress
+from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import make_grader
 from dppo_megatron.rewards.start_checks import check_grader
 from dppo_megatron.rollout.engine import Engine
@@ -56,36 +56,89 @@ Levels = Mapping[str, Mapping[str, Estimate]]
 def evaluate_model(given: EvalArguments) -> list[str]:
     """Evaluate, write results.json and samples.jsonl, and return lines to print. Raises UserError for anything
     wrong with the model, the sets or the settings, before anything is generated."""
-    if launched_world_size() != 1:
-        raise UserError("eval is one process: run it without torchrun; several GPUs are used through servers")
+    check_alone()
     config, out, said = prepare(given)
-    if not eval_set_configs(config):
-        raise UserError("there is no set to evaluate on: give --sets, or data.eval_sets in the config")
     if out is not None:
         check_out(out, RESULTS)
-    job = prepare_job(config, world_size=1, trains=False)
-    # the first prompt of each set too: a wrong template costs more points than a wrong model
-    show(*said, *(f"{name}: {len(of)} problems, the first: {of[0].text!r}" for name, of in job.eval_prompts.items()))
-    with TemporaryDirectory(prefix="eval-") as scratch:
-        job.config.run_dir = str(out or scratch)  # servers' logs and the sync directory
-        with ExitStack() as stack:
-            kept = None
-            if out is not None:
-                kept = stack.enter_context(closing(UnfinishedSamples(out, about(job, out), _graded_by(config))))
-                check_out(out, RESULTS)  # of another that has ended meanwhile
-                if kept.samples:
-                    show(f"going on with the evaluation in {out}: {len(kept.samples)} samples are there")
-            engine = stack.enter_context(closing(_engine(job)))
-            show(engine.description)
-            samples = stack.enter_context(closing(Evaluator(job))).sample_alone(engine, kept)
-            scores = scores_of(samples)
-            if out is not None and kept is not None:
-                origin = {"model": str(config.model.hf_path), "generated_by": engine.description}
-                with progress(f"writing {out}"):
-                    write_results(out, samples, scores, config, origin)
-                    kept.finished()
-    lines = [*table(scores), *level_lines(by_level(samples))]
+    with (
+        TemporaryDirectory(prefix="eval-") as scratch,
+        closing(EngineAndGraders(config, out or Path(scratch), said)) as used,
+    ):
+        samples = evaluate(used, used.job, out)
+    lines = [*table(scores_of(samples)), *level_lines(by_level(samples))]
     return lines if out is None else [*lines, "", f"{out}/: {RESULTS}, {SAMPLES}"]
+
+
+def check_alone() -> None:
+    """Raise `UserError` where a launcher has started several processes."""
+    if launched_world_size() != 1:
+        raise UserError("eval is one process: run it without torchrun; several GPUs are used through servers")
+
+
+class EngineAndGraders:
+    """What evaluations of one model with other weights share: servers take minutes to start.
+
+    Args:
+        directory: for servers' logs and the weights on their way.
+        said: lines to print before the first prompt of each set; a wrong template costs more points than a wrong model.
+
+    Raises:
+        UserError: as `prepare_job`, or there is no set.
+    """
+
+    def __init__(self, config: Config, directory: Path, said: Sequence[str]) -> None:
+        if not eval_set_configs(config):
+            raise UserError("there is no set to evaluate on: give --sets, or data.eval_sets in the config")
+        self.job = prepare_job(config, world_size=1, trains=False)
+        self.job.config.run_dir = str(directory)
+        prompts = self.job.eval_prompts.items()
+        show(*said, *(f"{name}: {len(of)} problems, the first: {of[0].text!r}" for name, of in prompts))
+        self.evaluator = Evaluator(self.job)
+        self._engine: Engine | None = None
+
+    def engine(self, job: Job) -> Engine:
+        """The engine with the weights of `job.checkpoint`; started at the first call."""
+        if self._engine is None and job.config.rollout.engine == "hf":
+            self._engine = engine_from_files(job.config, job.tokenizer, job.checkpoint)
+            show(self._engine.description)
+            return self._engine
+        if self._engine is None:
+            self._engine = ServerEngine(self.job.config, job.architecture, job.tokenizer)
+            show(self._engine.description)
+        self._engine.load_checkpoint(job.checkpoint)
+        return self._engine
+
+    def close(self) -> None:
+        """End servers and graders."""
+        self.evaluator.close()
+        if self._engine is not None:
+            self._engine.close()
+
+
+def evaluate(
+    used: EngineAndGraders, job: Job, out: Path | None, more: Mapping[str, Any] | None = None
+) -> list[EvalSample]:
+    """Sample and grade the sets with the weights of `job.checkpoint`, and write the results to `out`, where what an
+    evaluation that was killed has left is not made again.
+
+    Args:
+        more: further fields of results.json.
+    """
+    with ExitStack() as stack:
+        kept = None
+        if out is not None:
+            kept = stack.enter_context(closing(UnfinishedSamples(out, about(job, out), _graded_by(job.config))))
+            check_out(out, RESULTS)  # of another that has ended meanwhile
+            if kept.samples:
+                show(f"going on with the evaluation in {out}: {len(kept.samples)} samples are there")
+        engine = used.engine(job)
+        samples = used.evaluator.sample_alone(engine, kept)
+        if out is not None and kept is not None:
+            origin = {"model": str(job.config.model.hf_path), "generated_by": engine.description, **(more or {})}
+            with progress(f"writing {out}"):
+                write_results(out, samples, scores_of(samples), job.config, origin)
+                kept.finished()
+    return samples
 
 
 def about(job: Job, out: Path) -> dict[str, Any]:
@@ -265,20 +318,6 @@ def level_lines(levels: Levels) -> list[str]:
         f"{name} by level: " + ", ".join(f"{level} {percent(of)} ({of.problems})" for level, of in each.items())
         for name, each in levels.items()
     ]
-
-
-def _engine(job: Job) -> Engine:
-    names = job.checkpoint.names
-    if job.config.rollout.engine == "hf":
-        return engine_from_files(job.config, job.tokenizer, job.checkpoint)
-    engine = ServerEngine(job.config, job.architecture, job.tokenizer)
-    try:
-        with progress("weights to the servers", len(names), "tensors") as advance:
-            engine.load_weights(lambda: ((name, job.checkpoint.get(name)) for name in counted(names, advance)))
-    except BaseException:
-        engine.close()
-        raise
-    return engine
 
 
 def _interval(of: Estimate) -> str:

@@ -10,19 +10,21 @@ import numpy as np
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.functions import BUILT_IN, NamedFunction
 from dppo_megatron.rewards.measures import failed
+from dppo_megatron.rewards.pace import Pace
 from dppo_megatron.rewards.pool import Grader
 from dppo_megatron.types import Completion, Grade, GradeTask, Group, RolloutPrompt, UserError, deciding_reward
 
 __all__ = ["GradeTask", "Grader", "deciding_reward", "grade_groups", "make_grader"]
 
 
-def make_grader(reward: RewardConfig, function: str = "", key: str = "") -> Grader:
+def make_grader(reward: RewardConfig, function: str = "", key: str = "", *, shared_by: int = 1) -> Grader:
     """The configured grader. Nothing is imported and no process started before it is used. A rollout client makes it in
     its own process: `partial(make_grader, reward)` is what `ServerEngine` takes as `client_hook`.
 
     Args:
         function: another grader than the configured one, for an evaluation set: a built-in name or `module:function`.
         key: the setting that names `function`, for messages.
+        shared_by: graders like this one in the job, which share its limit on gradings in a minute.
 
     Raises:
         UserError: neither a built-in name nor `module:function`.
@@ -42,6 +44,9 @@ def make_grader(reward: RewardConfig, function: str = "", key: str = "") -> Grad
         timeout_s=reward.timeout_s,
         memory_mb=reward.memory_mb,
         max_concurrent=reward.max_concurrent,
+        max_failures_in_a_row=reward.max_failures_in_a_row,
+        pace=Pace(reward.max_per_minute / shared_by),
+        shared_by=shared_by,
     )
 
 

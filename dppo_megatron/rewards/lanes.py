@@ -16,7 +16,7 @@ import msgspec
 from dppo_megatron.rewards.grader_process import GraderProcess, NoAnswers
 from dppo_megatron.rewards.measures import failed
 from dppo_megatron.rewards.messages import NONE, Answers, GraderReady, Message, NoStart
-from dppo_megatron.rewards.work import GradingQueue, Queued, chunk_message
+from dppo_megatron.rewards.work import LOOK_S, GradingQueue, Queued, chunk_message
 from dppo_megatron.types import Grade, UserError
 
 _log = logging.getLogger(__name__)
@@ -29,8 +29,6 @@ _DYING_S = 0.5
 """Between the end of a process's pipe and its own."""
 _STARTS = 3
 """Starts in a row that may fail, once one has succeeded, before a lane gives up."""
-_LOOK_S = 0.02
-"""Between two looks for more samples, while an asynchronous process has room for them."""
 _LATE_S = 5.0
 """After twice the time limit, for the answer of a process that keeps deadlines itself: a busy machine is no fault."""
 _GRADES = msgspec.msgpack.Decoder(list[Grade])
@@ -269,7 +267,7 @@ class Lane:
                 return
             has_room = len(self.chunk) < self._pool.max_concurrent
             try:
-                messages = process.wait(min(latest_s, now + (_LOOK_S if has_room else 1.0)))
+                messages = process.wait(min(latest_s, now + (LOOK_S if has_room else 1.0)))
                 for message in messages or []:
                     self._receive_open(message)
             except _NONSENSE as error:

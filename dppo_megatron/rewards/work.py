@@ -19,12 +19,15 @@ from typing import Any
 
 from dppo_megatron.rewards.functions import Mode, NamedFunction
 from dppo_megatron.rewards.measures import failed, log_failures
+from dppo_megatron.rewards.pace import Pace
 from dppo_megatron.types import Grade, GradeTask
 
 _log = logging.getLogger(__name__)
 
 _CHUNK_S = 0.02
 """Work in a chunk. Between two chunks a process waits for some 0.2 ms, 1 % of it."""
+LOOK_S = 0.02
+"""Between two looks for what may be graded now, where more waits than a process or the pace has room for."""
 _CHUNK_BYTES = 4 << 20
 """Characters of the completions in a chunk, which is pickled and sent as a whole."""
 
@@ -90,12 +93,18 @@ class GradingQueue:
         timeout_s: float = 30.0,
         memory_mb: int = 0,
         max_concurrent: int = 256,
+        max_failures_in_a_row: int = 0,
+        pace: Pace | None = None,
+        shared_by: int = 1,
     ) -> None:
         self.functions = tuple(functions)
         self.num_processes = processes
         self.timeout_s = timeout_s
         self.memory_mb = memory_mb
         self.max_concurrent = max_concurrent
+        self.shared_by = shared_by
+        self._max_failures_in_a_row, self._failures_in_a_row = max_failures_in_a_row, 0
+        self._pace = pace or Pace(0)
         self.sends_context = True
         """Whether any of the functions asks for row or prompt, as their processes report when they start."""
         self.mode: Mode = "each"
@@ -126,6 +135,9 @@ class GradingQueue:
                 self._changed.wait_for(lambda: self._waiting or self.is_closing)
                 if self.is_closing:
                     return False
+                if not self._pace.free():
+                    self._changed.wait(LOOK_S)
+                    continue
                 chunk = self._next_chunk()
                 over = {batch for batch in {sample.batch for sample in chunk} if batch.future.done()}  # cancelled
                 lane.chunk = [sample for sample in chunk if sample.batch not in over]
@@ -134,7 +146,7 @@ class GradingQueue:
     def take_more(self, lane: Any) -> list[Queued]:
         """What else waits, as far as the lane has room beside what it has open, and a suspect alone. Does not wait."""
         with self._changed:
-            room = self.max_concurrent - len(lane.chunk)
+            room = min(self.max_concurrent - len(lane.chunk), self._pace.free())
             if room <= 0 or not self._waiting or self._waiting[0].is_suspect or lane.chunk[0].is_suspect:
                 return []
             more = [sample for sample in self._next_chunk(room) if not sample.batch.future.done()]
@@ -149,13 +161,14 @@ class GradingQueue:
             allowed = min(self.max_concurrent, int(self.timeout_s / 4 / self.seconds_each))
         else:
             allowed = room or self.max_concurrent
-        most = max(1, min(math.ceil(len(waiting) / free), allowed))
+        most = max(1, min(math.ceil(len(waiting) / free), allowed, self._pace.free()))
         chunk, size = [waiting.popleft()], 0
         while waiting and len(chunk) < most and not (chunk[0].is_suspect or waiting[0].is_suspect):
             size += len(waiting[0].task.completion)
             if size > _CHUNK_BYTES:
                 break
             chunk.append(waiting.popleft())
+        self._pace.take(len(chunk))
         return chunk
 
     def put_back(self, samples: Sequence[Queued]) -> None:
@@ -165,16 +178,25 @@ class GradingQueue:
             self._changed.notify_all()
 
     def settle(self, samples: Sequence[Queued], grades: Sequence[Grade]) -> None:
-        """What came of each; the first grade of a sample counts."""
-        finished = []
+        """What came of each; the first grade of a sample counts. After too many failures what waits has failed too."""
+        finished = list[Batch]()
+
+        def keep(sample: Queued, grade: Grade) -> None:
+            batch = sample.batch
+            if batch.grades[sample.index] is None:
+                batch.grades[sample.index] = grade
+                batch.missing -= 1
+                if not batch.missing:
+                    finished.append(batch)
+
         with self._changed:
             for sample, grade in zip(samples, grades, strict=True):
-                batch = sample.batch
-                if batch.grades[sample.index] is None:
-                    batch.grades[sample.index] = grade
-                    batch.missing -= 1
-                    if not batch.missing:
-                        finished.append(batch)
+                keep(sample, grade)
+                self._failures_in_a_row = self._failures_in_a_row + 1 if grade.failure else 0
+            if self._waiting and 0 < self._max_failures_in_a_row <= self._failures_in_a_row:
+                why = f"was not tried after {self._failures_in_a_row} failures in a row (reward.max_failures_in_a_row)"
+                while self._waiting:
+                    keep(self._waiting.popleft(), failed(why))
         for batch in finished:
             batch.finish()
 

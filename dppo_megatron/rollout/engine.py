@@ -12,7 +12,9 @@ from typing import TypeAlias
 from torch import Tensor
 
 from dppo_megatron.distributed import share
+from dppo_megatron.progress import counted, progress
 from dppo_megatron.types import Completion, Grade, Prompt
+from dppo_megatron.weights.hf_files import WeightReader, check_finite
 
 Weights: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
 """Starts a pass over all weights: every (Hugging Face name, full tensor) once, given to the ranks in
@@ -140,6 +142,18 @@ class Engine(ABC):
         Returns:
             Whether the canary is due: engines without servers never ask for one.
         """
+
+    def load_checkpoint(self, checkpoint: WeightReader) -> None:
+        """Load weights without an actor, for scoring a model. Raises UserError for a tensor with NaN or infinity."""
+
+        def finite() -> Iterator[tuple[str, Tensor]]:
+            for name in counted(checkpoint.names, advance):
+                tensor = checkpoint.get(name)
+                check_finite(name, tensor)
+                yield name, tensor
+
+        with progress("loading the weights", len(checkpoint.names), "tensors") as advance:
+            self.load_weights(finite)
 
     @abstractmethod
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:

@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.progress import counted, progress
 from dppo_megatron.randomness import uniform_rows
 from dppo_megatron.rollout.client.grading_hook import Detokenizer
 from dppo_megatron.rollout.decoder import Decoder, Moves
@@ -30,7 +29,7 @@ from dppo_megatron.rollout.engine import Engine, Request, Sampling, Weights, own
 from dppo_megatron.spans import recorder
 from dppo_megatron.types import Completion, FinishReason, Grade, GradeTask
 from dppo_megatron.weights.architecture import Architecture, read_architecture
-from dppo_megatron.weights.hf_files import WeightReader, check_finite
+from dppo_megatron.weights.hf_files import WeightReader
 
 _HANDED_ON = 32
 """Completions that have ended are decoded to text, and graded, in batches of at least so many."""
@@ -228,15 +227,7 @@ def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkp
         max_concurrent_sequences=config.rollout.limits.max_concurrent_sequences,
     )
 
-    def finite() -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the checkpoint; raises UserError for one with NaN or infinity."""
-        with progress("reading the model", len(checkpoint.names), "tensors") as advance:
-            for name in counted(checkpoint.names, advance):
-                tensor = checkpoint.get(name)
-                check_finite(name, tensor)
-                yield name, tensor
-
-    engine.load_weights(finite)
+    engine.load_checkpoint(checkpoint)
     return engine
 
 

@@ -12,6 +12,7 @@ import torch
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import Job
+from dppo_megatron.launcher_env import launched_here, launched_world_size
 from dppo_megatron.rewards.grading import make_grader
 from dppo_megatron.rollout.engine import Engine, Sampling
 from dppo_megatron.rollout.hf import HFEngine
@@ -31,7 +32,9 @@ def make_engine(job: Job, dtype: torch.dtype, device: torch.device) -> Engine:
             max_concurrent_sequences=config.rollout.limits.max_concurrent_sequences,
             grade=job.grade.submit,
         )
-    engine = ServerEngine(config, job.architecture, job.tokenizer, client_hook=partial(make_grader, config.reward))
+    nodes = max(1, launched_world_size() // launched_here())  # a client each
+    hook = partial(make_grader, config.reward, shared_by=nodes)
+    engine = ServerEngine(config, job.architecture, job.tokenizer, client_hook=hook)
     log(engine.description)
     return engine
 

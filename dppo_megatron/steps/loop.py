@@ -128,11 +128,13 @@ class Loop:
                 advance(done)
 
     def start_rl(self) -> None:
-        """Begin the RL phase: fresh optimizer and schedule; with a KL term, freeze the policy as its reference."""
+        """Begin the RL phase: fresh optimizer and schedule; with a KL term, keep its reference policy."""
         config = self.job.config
         self.actor.start_phase(config.actor.optimizer, config.steps * config.objective.updates_per_step)
         if config.objective.kl.coef:
-            self.actor.freeze_reference()
+            reference = self.job.reference
+            with progress("keeping the reference policy"):
+                self.actor.freeze_reference(reference.get if reference is not None else None)
 
     def load_engine(self) -> None:
         """Give the engine the actor's weights. Raises RunAborted if they do not arrive."""

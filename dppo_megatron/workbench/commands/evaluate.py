@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +25,10 @@ directory (its hf/, or --step N), or one checkpoint of a run. No training data a
 A config file in place of MODEL evaluates its model on its sets:
 
   dppo-megatron eval configs/quickstart.yaml model.hf_path=runs/quickstart/hf
+
+Beside a run, each checkpoint as it is saved, until the run ends:
+
+  dppo-megatron eval --follow runs/x
 
 Writes results.json and samples.jsonl. Grade those samples again, or compare two evaluations problem by problem:
 
@@ -51,6 +56,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--data", type=Path, metavar="DIR", help="where the files of presets are")
     command.add_argument("--limit", type=int, default=0, metavar="N", help="the first N problems of each set; 0: all")
     command.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN/eval/, eval/MODEL)")
+    command.add_argument("--follow", type=Path, metavar="RUN", help="evaluate a run's checkpoints as they are saved")
     command.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="paired bootstrap of B minus A")
     command.add_argument(
         "--export",
@@ -83,8 +89,8 @@ def execute(arguments: argparse.Namespace) -> int:
     models, settings = split_settings([*([arguments.model] if arguments.model else []), *arguments.overrides])
     models = [config_file(model) if model.endswith((".yaml", ".yml")) else model for model in models]
     settings += among_sets
-    if sum(map(bool, (arguments.compare, arguments.rescore, arguments.export))) > 1:
-        raise UserError("--compare, --rescore and --export: give one of them")
+    if sum(map(bool, (arguments.compare, arguments.rescore, arguments.export, arguments.follow))) > 1:
+        raise UserError("--compare, --rescore, --export and --follow: give one of them")
     if arguments.compare:
         if unread := [*models, *settings, *sets]:
             raise UserError(f"--compare reads two evaluations and nothing else; leave out {unread[0]}")
@@ -105,6 +111,10 @@ def execute(arguments: argparse.Namespace) -> int:
         with progress("loading libraries"):
             from dppo_megatron.evaluation.standalone import rescore
         lines = rescore(arguments.rescore, settings, arguments.out)
+    elif arguments.follow:
+        if unread := [*models, *(["--step"] if arguments.step is not None else [])]:
+            raise UserError(f"--follow evaluates every checkpoint of its run; leave out {unread[0]}")
+        lines = _follow(arguments, settings, sets)
     else:
         if len(models) != 1:
             found = f", not {len(models)}: {', '.join(models)}" if models else " (or --compare, --rescore)"
@@ -116,3 +126,19 @@ def execute(arguments: argparse.Namespace) -> int:
         lines = evaluate_model(EvalArguments(models[0], settings, sets, **more))
     show(*lines)
     return 0
+
+
+def _follow(arguments: argparse.Namespace, settings: Sequence[str], sets: Sequence[str]) -> list[str]:
+    with progress("loading libraries"):
+        from dppo_megatron.evaluation.arguments import EvalArguments
+        from dppo_megatron.evaluation.follow import follow
+        from dppo_megatron.observe.run_directory import read_identity
+        from dppo_megatron.workbench.runs.run_record import run_status
+    run: Path = arguments.follow
+    while not (run / "config.yaml").is_file():
+        if run_status(run) != "running":
+            raise UserError(f"--follow '{run}': holds no config.yaml; name the run_dir of a run that has begun")
+        time.sleep(0.5)  # it has taken its directory and is about to write it
+    more = {name: getattr(arguments, name) for name in ("data", "out", "limit")}
+    given = EvalArguments(str(run), settings, sets, follow=True, **more)
+    return follow(given, read_identity(run), lambda: run_status(run))

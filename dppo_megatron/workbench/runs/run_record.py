@@ -33,6 +33,7 @@ import yaml
 from dppo_megatron.config.changes import flat
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
+from dppo_megatron.evaluation.eval_samples import FOLLOWED
 from dppo_megatron.files import open_to_read
 from dppo_megatron.observe.json_lines import finite
 from dppo_megatron.observe.lock import FILE as LOCK
@@ -111,6 +112,15 @@ class RunRecord:
             if isinstance(entry, dict) and isinstance(entry.get("name"), str):
                 self._add_entry(entry)
 
+    def add_scores(self, step: Any, metrics: Any) -> None:
+        """Take what `eval --follow` has measured of a step, where the run did not evaluate itself."""
+        if step not in self.steps or not isinstance(metrics, dict):
+            return
+        at = self.steps.index(step)
+        for key, value in metrics.items():
+            series = self.columns.setdefault(key, [None] * len(self.steps))
+            series[at] = finite_number(value) if series[at] is None else series[at]
+
     def _add_entry(self, entry: Mapping[str, Any]) -> None:
         one = next((one for one in self.ledger if one["name"] == entry["name"]), None)
         if one is None:
@@ -141,6 +151,8 @@ class Follow:
             raise UserError(f"'{path}' holds neither run.json nor metrics.jsonl; name the run_dir of a run")
         self._path = path
         self._decode = msgspec.json.Decoder().decode
+        self._followed: dict[Path, dict[str, Any]] = {}
+        """results.json of the steps that `eval --follow` has evaluated."""
         self._begin()
 
     def _begin(self) -> None:
@@ -164,6 +176,7 @@ class Follow:
         except OSError as error:  # else it is starting, or a file system hangs: what is known is shown, with its age
             if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP):
                 raise UserError(f"'{self._path / 'metrics.jsonl'}' cannot be read: {error.strerror}") from None
+        self._add_followed()
         self.record.status = run_status(self._path)
         self.record.notes = [f"metrics.jsonl: {self._damaged} damaged lines are left out"] if self._damaged else []
         return self.record
@@ -172,7 +185,18 @@ class Follow:
         """As `look`, of a run that nothing is added to: the last line may lack its newline."""
         self.look()
         self._take(self._rest)  # else it is being written, or was torn by a kill
+        self._add_followed()
         return self.record
+
+    def _add_followed(self) -> None:
+        """An earlier run in this directory may have left some too."""
+        run = _json(self._path / "run.json", []).get("run")
+        for path in sorted((self._path / FOLLOWED).glob("step_*/results.json")):
+            found = self._followed.setdefault(path, {}) or _json(path, [])
+            self._followed[path] = found  # they are written once, whole
+            about = found.get("about")
+            if isinstance(about, dict) and about.get("run") == run:
+                self.record.add_scores(found.get("step"), found.get("metrics"))
 
     def _take(self, line: bytes) -> bool:
         """Whether it is a step's line, and after the others: a run writes one line a step, in their order."""

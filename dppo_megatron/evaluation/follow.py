@@ -1,0 +1,117 @@
+"""Evaluates the checkpoints of a run as they appear, in a process of its own, so that no step waits for it.
+
+    trainer        step 20  save  step 21 ...  step 40  save          its files are read; nothing is locked or changed
+    --follow            looks --'  weights, sample, grade  looks --'  RUN/eval/follow/step_000020/results.json
+
+One engine and its graders serve all checkpoints. Each evaluation is one as of `eval RUN --step N`, and goes on as that
+does after a kill. A checkpoint that the trainer removes before its weights are read is reported and left out: holding
+it would take the run's disk, and `checkpoint.keep` is there to say how many stay.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest, read_own, step_name
+from dppo_megatron.config.changes import saved_values
+from dppo_megatron.evaluation.arguments import EvalArguments, prepare
+from dppo_megatron.evaluation.eval_samples import RESULTS, check_out, difference, read_results, scores_of
+from dppo_megatron.evaluation.standalone import EngineAndGraders, about, check_alone, evaluate
+from dppo_megatron.job import with_checkpoint
+from dppo_megatron.progress import progress
+from dppo_megatron.texts import show
+from dppo_megatron.types import UserError
+
+_LOOK_S = 2.0
+
+
+def follow(given: EvalArguments, run: str, status: Callable[[], str]) -> list[str]:
+    """Evaluate every checkpoint of the run at `given.model` until it has ended; returns lines to print.
+
+    Args:
+        run: its id.
+        status: `running` while it goes on, else how it has ended.
+
+    Raises:
+        UserError: anything wrong with the settings, before a checkpoint is waited for; or a run without checkpoints.
+    """
+    check_alone()
+    directory = Path(given.model)
+    every = (saved_values(directory / "config.yaml").get("checkpoint") or {}).get("every_steps", 0)
+    if not every:
+        raise UserError(
+            f"'{directory}' saves no checkpoint before its end (checkpoint.every_steps = 0), so there is nothing to"
+            " follow: set it, also when the run is resumed, or evaluate the end with `dppo-megatron eval RUN`"
+        )
+    config, out, said = prepare(given)
+    assert out is not None
+    check_out(out, RESULTS)
+    with closing(EngineAndGraders(config, out, said)) as used:
+        follower = _Follower(used, directory / "checkpoints", run, out, every)
+        ended = "running"
+        while ended == "running" or follower.left():  # looked for after the end, it holds what the run saved last
+            follower.evaluate_left()
+            with progress(f"waiting for the next checkpoint of {directory}"):
+                while (ended := status()) == "running" and not follower.left():
+                    time.sleep(_LOOK_S)
+    again = "" if ended == "finished" else "; the same command goes on when the run does"
+    return ["", f"the run has ended ({ended}), {follower.num_done} of its checkpoints are evaluated in {out}/{again}"]
+
+
+class _Follower:
+    def __init__(self, used: EngineAndGraders, root: Path, run: str, out: Path, every: int) -> None:
+        self._used, self._root, self._run, self._out, self._every = used, root, run, out, every
+        self._missed: set[int] = set()
+        """Steps whose checkpoints were reported as gone."""
+        decides = {name: value for name, value in about(used.job, out).items() if not name.startswith("model")}
+        self._about = {"run": run, **decides}
+        """What evaluations in one place have in common."""
+        for path in sorted(out.glob(f"step_*/{RESULTS}")):
+            if other := difference(read_results(path).get("about", {}), self._about):
+                raise UserError(
+                    f"'{path.parent}' holds an evaluation of something else ({other}); choose another --out"
+                )
+
+    @property
+    def num_done(self) -> int:
+        return len(list(self._out.glob(f"step_*/{RESULTS}")))
+
+    def left(self) -> list[tuple[int, Path]]:
+        """The complete checkpoints that are not evaluated, by step."""
+        return [
+            (step, path)
+            for step, path in named(self._root)
+            if not self._is_done(step) and not isinstance(read_own(path, self._run), str)
+        ]
+
+    def evaluate_left(self) -> None:
+        """Evaluate all that are there, the earliest first; others may come meanwhile."""
+        while left := self.left():
+            step, path = left[0]
+            self._report_missed(step)
+            try:
+                self._evaluate(step, path)
+            except Exception:
+                if not isinstance(read_manifest(path), str):
+                    raise
+                self._report_missed(step + 1)  # it was removed while it was read
+
+    def _evaluate(self, step: int, path: Path) -> None:
+        job = with_checkpoint(self._used.job, path)
+        samples = evaluate(self._used, job, self._out / path.name, {"step": step, "about": self._about})
+        show(*(f"step {step:>4}: {one.line()}" for one in scores_of(samples)))
+
+    def _report_missed(self, until: int) -> None:
+        """Name the steps below `until`, before which no checkpoint is left, that are not evaluated."""
+        steps = range(self._every, until, self._every)
+        missed = [step for step in steps if step not in self._missed and not self._is_done(step)]
+        if missed:
+            self._missed.update(missed)
+            of = f"step {missed[0]}" if len(missed) == 1 else f"steps {missed[0]} to {missed[-1]} ({len(missed)})"
+            show(f"{of}: no checkpoint any more, so no evaluation; a larger checkpoint.keep leaves more time")
+
+    def _is_done(self, step: int) -> bool:
+        return (self._out / step_name(step) / RESULTS).is_file()
