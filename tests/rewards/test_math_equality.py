@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 
-from dppo_megatron.rewards.math import equality
+from dppo_megatron.rewards.math import field
 from dppo_megatron.rewards.math.answers import Node
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.equality import same
@@ -24,9 +24,9 @@ Tree = tuple  # ("x",), ("7", 7), ("+", a, b), ("abs", a), ...
 @pytest.fixture(autouse=True)
 def _known_points(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure can be repeated."""
-    monkeypatch.setattr(equality, "_SECRET", b"of the tests")
-    equality._modulus.cache_clear()
-    equality._residue.cache_clear()
+    monkeypatch.setattr(field, "_SECRET", b"of the tests")
+    field._prime.cache_clear()
+    field._letter.cache_clear()
 
 
 def value(tree: Tree, at: dict[str, Fraction]) -> Fraction:
