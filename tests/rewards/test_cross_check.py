@@ -16,7 +16,7 @@ from dppo_megatron.rewards.cross_check import CrossCheck, check_installed
 from dppo_megatron.rewards.functions import NamedFunction
 from dppo_megatron.types import Completion, Grade, Group, Prompt, RolloutPrompt, UserError
 
-NO_IDS = np.zeros(0, np.int32)
+NO_IDS = np.zeros(0, np.int64)
 
 
 def group_of(texts: list[str], rewards: list[float]) -> Group:

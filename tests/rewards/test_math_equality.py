@@ -235,6 +235,16 @@ def test_rewritten_functions_are_found_equal(cases: Choose) -> None:
         ("\\operatorname{lcm}(4,6)", "12", 1),
         ("2^{100} \\bmod 7", "2", 1),
         ("|x|", "\\max(x,-x)", 1),
+        ("|x-5|", "\\sqrt{x^2-10x+25}", 1),
+        ("\\sqrt{(x-5)^2(x-5.0001)^2}", "(x-5)(x-5.0001)", 0),
+        ("\\sqrt{(x-5)^2(x-5.0001)^2}", "|x-5||x-5.0001|", 1),
+        ("|x|\\sqrt{2}", "\\sqrt{2x^2}", 1),
+        ("|y|+\\sqrt{10201x}", "|y|-101\\sqrt{x}", 0),
+        ("|y|+\\sqrt{10201x}", "7|y|-\\sqrt{x}", 0),
+        ("-x^2|y|", "|ix|^2|y|", 0),
+        ("\\gcd(n,1009)", "\\gcd(n,1009)^2", 0),
+        ("\\sqrt{x^2+1}-x", "\\frac{1}{\\sqrt{x^2+1}+x}", 1),
+        ("n!", "\\prod_{i=1}^{n} i", 1),
     ],
 )
 def test_steps_and_sums(gold: str, answer: str, reward: float) -> None:

@@ -2,7 +2,7 @@
 
 - Rational functions (also in pi, e and i) and all that has steps (floor, absolute value, maximum): modulo a secret
   prime (`field.py`).
-- Others: at secret points of both signs and of sizes from 1 to 10^18: exactly where the value is rational, else in
+- Others: at secret points of both signs and of sizes from 1 to 10^7: exactly where the value is rational, else in
   double precision, and, where that finds no difference, to 40 digits or more.
 - Variables named as whole numbers are (n, k, m ...) may be equal for whole numbers only: cos(n pi) is (-1)^n.
 
@@ -35,7 +35,7 @@ from dppo_megatron.rewards.math.field import drawn, proved_equal, steps
 _WHOLE = frozenset("nmkljNMK")
 _MAX_NAMES = 12
 _MAX_PERIOD = 60
-_SIZES = (1, 1, 4, 1, 1, 1, 30, 3, 300, 10**6, 10**5, 10**18, 10**18)
+_SIZES = (1, 1, 4, 1, 1, 1, 30, 3, 300, 10**6, 10**5, 10**7, 10**7)
 _NEGATIVE = {1: "one", 4: "all", 7: "one", 10: "one", 12: "all"}
 """Which of the sizes are for points of which one variable, or all, are below zero."""
 _ENOUGH = 3

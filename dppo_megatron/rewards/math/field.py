@@ -13,7 +13,6 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -61,9 +60,8 @@ def proved_equal(gold: Node, other: Node, work: WorkLimit) -> bool | None:
     try:
         for turn in range(4 * _ROOT_POINTS if has_roots else 1):
             try:
-                for left, right in _Point(turn, has_letters, is_gaussian, work).values(gold, other):
-                    if left != right:
-                        return None if has_letters else False
+                if not _Point(turn, has_letters, is_gaussian, work).agree(gold, other):
+                    return None if has_letters else False
             except Undefined:  # no root there
                 continue
             defined += 1
@@ -114,18 +112,19 @@ def _is_square(inside: Node) -> bool:
     same everywhere."""
     if not symbols(inside):
         return False
-    prime, work = _prime(False), WorkLimit()
+    work = WorkLimit()
     try:
-        values = [next(_Point(turn, True, False, work).values(inside, inside))[0] for turn in range(_ROOT_POINTS)]
+        signs = {_Point(0, True, False, work, part).quadratic_character(inside) for part in range(_ROOT_POINTS)}
     except (Undefined, TooBig, _NotRational):
-        return inside[0] == "^"
-    return len({pow(value, prime // 2, prime) for value in values}) == 1
+        return bool(inside[0] == "^")
+    return len(signs) == 1
 
 
 @functools.cache
-def _prime(is_gaussian: bool) -> int:
-    """A secret one. Modulo the gaussian one -1 has a root, modulo the other each square has a root that is a square."""
-    numbers = drawn("prime")
+def _prime(turn: int, is_gaussian: bool) -> int:
+    """A secret one. Modulo a gaussian one -1 has a root, modulo others each square has a root that is a square. The
+    roots of 202 and 2 have a quotient of 101 or -101, as the prime has it: hence another prime for each turn."""
+    numbers = drawn(f"prime {turn}")
     while True:
         prime = numbers.getrandbits(190) * _WITH_ROOTS + (1 if is_gaussian else -1)
         if all(pow(numbers.randrange(2, prime), prime - 1, prime) == 1 for _ in range(8)):  # Fermat's test
@@ -133,8 +132,8 @@ def _prime(is_gaussian: bool) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _letter(name: str, turn: int, is_gaussian: bool) -> int:
-    prime, numbers = _prime(is_gaussian), drawn(f"{turn} {name}")
+def _letter(name: str, place: str, prime: int) -> int:
+    numbers = drawn(f"{place} {name}")
     while True:
         value = numbers.randrange(2, prime)
         root = pow(value, prime // 4, prime)
@@ -154,24 +153,35 @@ def _sign_of_ratio(residue: int, prime: int) -> int:
 class _Point:
     """Residues of all letters, and what is known of signs and whole parts there."""
 
-    def __init__(self, turn: int, has_letters: bool, is_gaussian: bool, work: WorkLimit) -> None:
-        self._turn, self._has_letters, self._is_gaussian, self._work = turn, has_letters, is_gaussian, work
-        self._prime = _prime(is_gaussian)
+    def __init__(self, turn: int, has_letters: bool, is_gaussian: bool, work: WorkLimit, part: int = 0) -> None:
+        self._place, self._has_letters, self._work = f"{turn} {part}", has_letters, work
+        self._prime = _prime(turn, is_gaussian)
+        self._start()
         self._path: list[int] = []
         """The signs that are tried: of the first value that has none, of the next one ..."""
 
-    def values(self, gold: Node, other: Node) -> Iterator[tuple[int, int]]:
-        """Of both trees, for every combination of signs."""
+    def agree(self, gold: Node, other: Node) -> bool:
+        """Whether both trees have the same value, for every combination of signs that there may be."""
+        found = False
         while True:
-            self._signs, self._taken = [(1, 1)], 0
-            self._wholes = [(0, 0)]
+            self._start()
             with contextlib.suppress(_Impossible):
-                yield self._of(gold), self._of(other)
+                if self._of(gold) != self._of(other):
+                    return False
+                found = True
             while self._path and self._path[-1] < 0:
                 self._path.pop()
             if not self._path:
-                return
+                return found
             self._path[-1] = -1
+
+    def quadratic_character(self, node: Node) -> int:
+        """1 for residues that have a root."""
+        return pow(self._of(node), self._prime // 2, self._prime)
+
+    def _start(self) -> None:
+        self._signs, self._taken = [(1, 1)], 0
+        self._wholes = [(0, 0)]
 
     def _of(self, node: Node) -> int:
         self._work.spend()
@@ -180,7 +190,7 @@ class _Point:
             number: Fraction = node[1]
             return number.numerator * self._inverse(number.denominator) % prime
         if kind == "s" or (kind == "c" and node[1] != "inf"):
-            return _letter(f"{'constant ' * (kind == 'c')}{node[1]}", self._turn, self._is_gaussian)
+            return _letter(f"{'constant ' * (kind == 'c')}{node[1]}", self._place, self._prime)
         if kind == "-":
             return -self._of(node[1]) % prime
         if kind in ("+", "*", "/"):
@@ -214,7 +224,7 @@ class _Point:
                 value = (value + part + (apart if name == "max" else -apart)) * self._inverse(2) % self._prime
             return value
         names = [part for part in node if isinstance(part, str)]
-        return _letter(f"{names} {parts}", self._turn, self._is_gaussian)
+        return _letter(f"{names} {parts}", self._place, self._prime)
 
     def _size(self, node: Node, power: Fraction) -> int:
         """|node| to a power, which may be a half, factor by factor."""
@@ -280,7 +290,7 @@ class _Point:
             apart = (value - known + self._prime // 2) % self._prime - self._prime // 2
             if abs(apart) < _SMALL:
                 return (whole + apart) % self._prime
-        whole = _letter(f"floor {value}", self._turn, self._is_gaussian)
+        whole = _letter(f"floor {value}", self._place, self._prime)
         self._wholes += [(value, whole), (whole, whole)]
         return whole
 

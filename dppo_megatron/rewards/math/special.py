@@ -48,15 +48,12 @@ _CONGRUENCE = regex(
 )
 EVERY_REAL = (Piece(("-", INFINITY), False, INFINITY, False),)
 _NAMED: dict[Answer, str] = {
-    Intervals(()): r"\emptyset|\{ \}|\{\}|empty set|the empty set|no solution|no solutions|no real solution"
-    "|no real solutions",
-    Intervals(
-        EVERY_REAL
-    ): r"\mathbb{r}|all real numbers|all reals|all real|the real numbers|the set of all real numbers",
-    Value(INFINITY): "infinitely many|infinite|infinity|infinitely many solutions",
+    Intervals(()): r"\emptyset|\{ \}|\{\}|empty set|the empty set|no solution|no real solution",
+    Intervals(EVERY_REAL): r"\mathbb{r}|all real numbers|all reals|all real|the real numbers",
+    Value(INFINITY): "infinitely many|infinite|infinity|infinitely many solution",
 }
 _BY_NAME = {name: answer for answer, names in _NAMED.items() for name in names.split("|")}
-_FILLING = regex(r"\Athe set of |(?<=solution)s\Z")
+_FILLING = regex(r"\Athe set of (?=all)|(?<=solution)s\Z")
 
 
 def read_special(text: str, depth: int) -> Answer | None:

@@ -64,7 +64,7 @@ percent 1 % pct percent
 angle 1 deg degree
 radians 1 rad radian
 """
-_PREFIXES = {"k": 1000, "c": Fraction(1, 100), "m": Fraction(1, 1000), "n": Fraction(1, 10**9)}
+_PREFIXES: dict[str, int | Fraction] = {"k": 1000, "c": Fraction(1, 100), "m": Fraction(1, 1000), "n": Fraction(1, 10**9)}
 _PREFIXES |= {"kilo": 1000, "centi": Fraction(1, 100), "milli": Fraction(1, 1000), "nano": Fraction(1, 10**9)}
 _CAPITALS = {"N": "newton", "V": "volt", "A": "amp", "K": "kelvin", "C": "celsius", "F": "fahrenheit"}
 
