@@ -64,8 +64,8 @@ percent 1 % pct percent
 angle 1 deg degree
 radians 1 rad radian
 """
-_PREFIXES: dict[str, int | Fraction] = {"k": 1000, "c": Fraction(1, 100), "m": Fraction(1, 1000), "n": Fraction(1, 10**9)}
-_PREFIXES |= {"kilo": 1000, "centi": Fraction(1, 100), "milli": Fraction(1, 1000), "nano": Fraction(1, 10**9)}
+_PREFIXES = {"k": "1000", "c": "1/100", "m": "1/1000", "n": "1/1000000000"}
+_PREFIXES |= {"kilo": "1000", "centi": "1/100", "milli": "1/1000", "nano": "1/1000000000"}
 _CAPITALS = {"N": "newton", "V": "volt", "A": "amp", "K": "kelvin", "C": "celsius", "F": "fahrenheit"}
 
 
@@ -79,7 +79,7 @@ def _table() -> dict[str, tuple[dict[str, int], Fraction]]:
             known[bare] = powers, Fraction(factor)
             for prefix, size in _PREFIXES.items() if name != bare else ():
                 if (len(prefix) == 1) == (len(bare) < 4):
-                    known.setdefault(prefix + bare, (powers, Fraction(factor) * size))
+                    known.setdefault(prefix + bare, (powers, Fraction(factor) * Fraction(size)))
     return {f"{name}s": unit for name, unit in known.items() if len(name) > 3} | known
 
 
