@@ -27,6 +27,7 @@ _WITH_ROOTS = 8 * math.prod((3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43))
 """All these are squares modulo a prime that is one below a multiple of it."""
 _SMALL = 1 << 90
 """A quotient of numbers below this is a constant: a random residue is one with a chance of 2^-70."""
+_MAX_SIGNS = 10
 _ROOT_POINTS = 12
 """Where there are roots: a root of a square that is not written as one has one of its signs at each point."""
 
@@ -55,7 +56,7 @@ def proved_equal(gold: Node, other: Node, work: WorkLimit) -> bool | None:
     """
     pair = ("+", gold, other)
     has_letters = bool(steps(pair))
-    has_roots = has_letters and contains(pair, ("root", "^"), _is_root)
+    has_roots = has_letters and contains(pair, ("root", "^"), _has_sign)
     is_gaussian, defined = contains(pair, "c", _is_i), 0
     try:
         for turn in range(4 * _ROOT_POINTS if has_roots else 1):
@@ -95,6 +96,11 @@ def _is_root(node: Node) -> bool:
     return value is not None and (value == 2 if node[0] == "root" else value.denominator == 2)
 
 
+def _has_sign(node: Node) -> bool:
+    """Whether it is a root whose residue has one of two signs; that of a written square is an absolute value."""
+    return _is_root(node) and not (_inside(node)[0] == "^" and _is_square(_inside(node)))
+
+
 def _inside(root: Node) -> Node:
     inside: Node = root[2] if root[0] == "root" else root[1]
     return inside
@@ -112,7 +118,7 @@ def _is_square(inside: Node) -> bool:
     same everywhere."""
     if not symbols(inside):
         return False
-    work = WorkLimit()
+    work = WorkLimit(1000)
     try:
         signs = {_Point(0, True, False, work, part).quadratic_character(inside) for part in range(_ROOT_POINTS)}
     except (Undefined, TooBig, _NotRational):
@@ -141,7 +147,6 @@ def _letter(name: str, place: str, prime: int) -> int:
             return root if name == "constant i" else value
 
 
-@functools.lru_cache(maxsize=4096)
 def _sign_of_ratio(residue: int, prime: int) -> int:
     """Of the quotient of small numbers that it is; 0 if it is none (the extended Euclidean algorithm, half way)."""
     above, below, before, factor = prime, residue, 0, 1
@@ -156,6 +161,7 @@ class _Point:
     def __init__(self, turn: int, has_letters: bool, is_gaussian: bool, work: WorkLimit, part: int = 0) -> None:
         self._place, self._has_letters, self._work = f"{turn} {part}", has_letters, work
         self._prime = _prime(turn, is_gaussian)
+        self._ratios: dict[int, int] = {}
         self._start()
         self._path: list[int] = []
         """The signs that are tried: of the first value that has none, of the next one ..."""
@@ -236,6 +242,7 @@ class _Point:
                 self._learn(value, 1 if size == value else -1)
             return size
         if power.denominator == 2:
+            self._work.spend(80)
             square, value = value, pow(value, (self._prime + 1) // 4, self._prime)
             if value * value % self._prime != square:
                 raise Undefined("no root")
@@ -266,6 +273,8 @@ class _Point:
         if not sign:
             if self._taken == len(self._path):
                 self._path.append(1)
+                if len(self._path) > _MAX_SIGNS:
+                    raise TooBig("too many signs")
             sign = self._path[self._taken]
             self._taken += 1
             self._signs.append((value, sign))
@@ -280,12 +289,18 @@ class _Point:
     def _sign(self, value: int) -> int:
         """0 if it is not known."""
         for known, sign in self._signs:
-            if turned := _sign_of_ratio(value * self._inverse(known) % self._prime, self._prime):
+            self._work.spend(4)
+            ratio = value * self._inverse(known) % self._prime
+            if ratio not in self._ratios:
+                self._work.spend(30)
+                self._ratios[ratio] = _sign_of_ratio(ratio, self._prime)
+            if turned := self._ratios[ratio]:
                 return sign * turned
         return 0
 
     def _whole(self, value: int) -> int:
         """The floor: of a value that is a whole number off one that is known, as far off."""
+        self._work.spend(10 + len(self._wholes))
         for known, whole in self._wholes:
             apart = (value - known + self._prime // 2) % self._prime - self._prime // 2
             if abs(apart) < _SMALL:
