@@ -27,6 +27,7 @@ from dppo_megatron.platform.capabilities import Machine, this_machine
 from dppo_megatron.progress import progress
 from dppo_megatron.pruning.interface import LARGEST_REWARD, PromptFeatures
 from dppo_megatron.pruning.policies import check_methods, prompt_policy_class
+from dppo_megatron.rewards.cross_check import check_installed
 from dppo_megatron.rewards.grading import Grader, make_grader
 from dppo_megatron.rewards.start_checks import RewardBounds, check_grader, check_references
 from dppo_megatron.types import Prompt, TrainSample, UserError
@@ -109,6 +110,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
     lines = check_settings(config, architecture, world_size, machine or this_machine()) if trains else []
     if trains:
+        check_installed(config.reward)
         assets(config.model.hf_path)  # refuses what no checkpoint may have a copy of
     _check_positions(config, architecture)
     with progress(f"opening {config.model.hf_path}"):

@@ -56,6 +56,9 @@ class RewardConfig:
     max_failed_share: float = ranged(0.1, "[0, 1]", free_at_resume=True)
     """A step in which more than this share of the gradings failed, and more than one, stops the run with exit code 3;
     completions that were never sampled to their end count too. 0: a single one does. 1: never."""
+    cross_check: float = ranged(0.0, "[0, 1]", free_at_resume=True)
+    """Share of rank 0's gradings that Math-Verify grades too, beside the training; that it disagrees is a metric, no
+    reward. For `function` math and math_boxed; math-verify must be installed."""
 
 
 def check_reward(reward: RewardConfig) -> None:
@@ -63,6 +66,11 @@ def check_reward(reward: RewardConfig) -> None:
     when the grader processes start."""
     if not reward.functions and not reward.function.strip():
         raise UserError("reward.function = '': must not be empty; a built-in grader (math) or module:function")
+    if reward.cross_check and (reward.functions or reward.function not in ("math", "math_boxed")):
+        raise UserError(
+            f"reward.cross_check = {reward.cross_check:g} compares the built-in graders math and math_boxed with"
+            " Math-Verify; another reward needs reward.cross_check=0"
+        )
     for name, item in reward.functions.items():
         if name in _TAKEN:
             raise UserError(f"reward.functions.{name}: reward/{name} is another metric; choose another name")

@@ -42,6 +42,7 @@ from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import Packable
 from dppo_megatron.progress import progress
+from dppo_megatron.rewards.cross_check import CrossCheck
 from dppo_megatron.rewards.grading import grade_groups
 from dppo_megatron.rollout.engine import Request
 from dppo_megatron.rollout.sync.receipts import Canary
@@ -90,6 +91,7 @@ class Loop:
         self.objective = make_objective(config.objective, job.policy_loss)
         self._replicas = Replicas.agree(layout.data_parallel_rank)
         self._evaluator = Evaluator(job)
+        self._cross_check = CrossCheck(config.reward)
         self._coordinator = Coordinator(job, packing_layout(config.actor, layout.world_size))
         self._sampling = make_sampling(job)
         self._group_size = config.rollout.completions_per_prompt
@@ -198,6 +200,8 @@ class Loop:
             known = {place: grades[position] for place, position in enumerate(positions) if position in grades}
             graded = grade_groups(self.job.grade, [selected[group] for group in mine], flat, size, known)
             groups = {first + group: one for group, one in zip(mine, graded, strict=True)}
+            if self._replicas.rank == 0:
+                self._cross_check.begin(graded)
         with timers.phase("rollout"):
             outcomes = to_rank_zero(RolloutTable.of(groups, size, self._replicas.rank))
         step.groups |= groups
@@ -208,6 +212,7 @@ class Loop:
         """Advantages on full groups, then the completions worth training on, each with its weight."""
         with step.record.timers.phase("prune"):
             plans, holders, recorded = from_rank_zero(lambda: self._coordinator.decide(step, self._engine.statistics()))
+            step.record.metrics |= self._cross_check.metrics()
         with step.record.timers.phase("exchange"):
             step.reach("pruned")
             step.updates = exchange(plans, step.groups, holders, step.selected, self._group_size, self._replicas)
@@ -313,6 +318,7 @@ class Loop:
         """Release the engine's servers and the graders' processes."""
         self._engine.close()
         self._evaluator.close()
+        self._cross_check.close()
         self.job.grade.close()
 
     def state_dict(self) -> dict[str, Any]:

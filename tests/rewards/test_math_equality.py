@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 
-from dppo_megatron.rewards.math import equality
+from dppo_megatron.rewards.math import field
 from dppo_megatron.rewards.math.answers import Node
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.equality import same
@@ -24,9 +24,9 @@ Tree = tuple  # ("x",), ("7", 7), ("+", a, b), ("abs", a), ...
 @pytest.fixture(autouse=True)
 def _known_points(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure can be repeated."""
-    monkeypatch.setattr(equality, "_SECRET", b"of the tests")
-    equality._modulus.cache_clear()
-    equality._residue.cache_clear()
+    monkeypatch.setattr(field, "_SECRET", b"of the tests")
+    field._prime.cache_clear()
+    field._letter.cache_clear()
 
 
 def value(tree: Tree, at: dict[str, Fraction]) -> Fraction:
@@ -235,6 +235,16 @@ def test_rewritten_functions_are_found_equal(cases: Choose) -> None:
         ("\\operatorname{lcm}(4,6)", "12", 1),
         ("2^{100} \\bmod 7", "2", 1),
         ("|x|", "\\max(x,-x)", 1),
+        ("|x-5|", "\\sqrt{x^2-10x+25}", 1),
+        ("\\sqrt{(x-5)^2(x-5.0001)^2}", "(x-5)(x-5.0001)", 0),
+        ("\\sqrt{(x-5)^2(x-5.0001)^2}", "|x-5||x-5.0001|", 1),
+        ("|x|\\sqrt{2}", "\\sqrt{2x^2}", 1),
+        ("|y|+\\sqrt{10201x}", "|y|-101\\sqrt{x}", 0),
+        ("|y|+\\sqrt{10201x}", "7|y|-\\sqrt{x}", 0),
+        ("-x^2|y|", "|ix|^2|y|", 0),
+        ("\\gcd(n,1009)", "\\gcd(n,1009)^2", 0),
+        ("\\sqrt{x^2+1}-x", "\\frac{1}{\\sqrt{x^2+1}+x}", 1),
+        ("n!", "\\prod_{i=1}^{n} i", 1),
     ],
 )
 def test_steps_and_sums(gold: str, answer: str, reward: float) -> None:

@@ -13,6 +13,15 @@ CASES = [
         right=["3.6", r"1\text{ m/s}", r"3.6\text{ kilometers per hour}"],
         wrong=[r"3.6\text{ m/s}", r"3.6\text{ mph}"],
     ),
+    case(
+        r"9.8\text{ m/s}^2",
+        right=[r"9.8\,\mathrm{m\,s^{-2}}", r"980\text{ cm/s}^2"],
+        wrong=[r"9.8\text{ m/s}", r"9.8\text{ cm/s}^2"],
+    ),
+    case(r"250\text{ N}", right=[r"0.25\text{ kN}", r"250\text{ newtons}"], wrong=[r"250\text{ J}", r"250\text{ kN}"]),
+    case(r"20^\circ\text{C}", right=[r"20\text{ degrees Celsius}"], wrong=[r"20^\circ\text{F}"]),
+    case(r"\text{pH}=7.4", right=["pH = 7.4", "7.4"], wrong=[r"\text{pOH}=7.4"]),
+    case(r"\text{Alice}, \text{Bob}", right=[r"\text{Bob and Alice}"], wrong=[r"\text{Alice, Bob, Carol}"]),
     case(r"60^\circ", right=["60 deg", r"\pi/3\text{ radians}"], wrong=[r"60\text{ rad}", r"60\pi"]),
     case(
         r"20\%",

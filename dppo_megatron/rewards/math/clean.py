@@ -89,6 +89,8 @@ _SPELLINGS = {
     "|": "lvert rvert vert mid",
     "\\{": "lbrace",
     "\\}": "rbrace",
+    "[": "lbrack",
+    "]": "rbrack",
     ":": "colon",
     "\\emptyset ": "varnothing empty",
     "\\cup ": "sqcup cupdot bigcup",
@@ -149,6 +151,7 @@ _RULES = tuple(
             r"\\degree ",
         ),
         (r"\\(?:mathbb|Bbb)\s*(?:\{\s*([RZNQ])\s*\}|([RZNQ])(?![A-Za-z]))", r"\\mathbb{\1\2}"),
+        (r"\\degree\s*\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}", r"\\text{ \1}"),
         # fonts: a unit behind a number, a letter, a function, else text
         (r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}", r"\\text{ \1}"),
         (rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}", r" \1"),

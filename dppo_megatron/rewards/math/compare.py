@@ -83,13 +83,14 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
 
 _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
 _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
-_LABEL = regex(r"(?:\\text)?([A-Za-z]{3,}):?")
-_SYMBOL = regex(r"[A-Za-z]|[a-z]{2,3}|.*_.*|\\(?!text).*|.*:")
+_LABEL = regex(r"([A-Za-z]{3,}):?")
+_SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:")
 
 
 def _differ(gold: str, other: str) -> bool:
     """Whether two names are of different things for certain: x and y, f(x) and g(x), AB and CD, Area and Volume; but
     y is f(x), and anything may be called by a letter of its own."""
+    gold, other = (name.removeprefix("\\text") for name in (gold, other))
     if gold == other:
         return False
     ours, theirs = (name.partition("(")[0] for name in (gold, other))

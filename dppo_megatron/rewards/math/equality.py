@@ -1,24 +1,20 @@
 """Whether two trees are equal, proved and not sampled where that can be.
 
-- Rational functions (also in pi, e and i): at a secret point modulo a secret prime of 120 bits (Schwartz-Zippel). Two
-  different ones agree there with a chance of about degree / 2^120, however large their numbers are.
-- Others: at secret points of both signs and of sizes from 1 to 10^6, and on both sides of every place where a floor,
-  absolute value, maximum or root changes its branch: exactly where the value is rational, else in double precision,
-  and, where that finds no difference, to 40 digits or more.
+- Rational functions (also in pi, e and i) and all that has steps (floor, absolute value, maximum): modulo a secret
+  prime (`field.py`).
+- Others: at secret points of both signs and of sizes from 1 to 10^7: exactly where the value is rational, else in
+  double precision, and, where that finds no difference, to 40 digits or more.
 - Variables named as whole numbers are (n, k, m ...) may be equal for whole numbers only: cos(n pi) is (-1)^n.
 
-None, "cannot be said", is not a yes. The secret is drawn once a process: an answer cannot be made for known points.
+None, "cannot be said", is not a yes. An answer cannot be made for known points.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-import os
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dppo_megatron.rewards.math.answers import Node, contains, symbols
 from dppo_megatron.rewards.math.evaluate import (
@@ -33,18 +29,13 @@ from dppo_megatron.rewards.math.evaluate import (
     WorkLimit,
     digits,
     exact,
-    rational,
 )
-from dppo_megatron.rewards.math.steps import breaks, has_steps
+from dppo_megatron.rewards.math.field import drawn, proved_equal, steps
 
-if TYPE_CHECKING:
-    from random import Random
-
-_SECRET = os.urandom(16)
 _WHOLE = frozenset("nmkljNMK")
 _MAX_NAMES = 12
 _MAX_PERIOD = 60
-_SIZES = (1, 1, 4, 1, 1, 1, 30, 3, 300, 10**6, 10**5, 10**18, 10**18)
+_SIZES = (1, 1, 4, 1, 1, 1, 30, 3, 300, 10**6, 10**5, 10**7, 10**7)
 _NEGATIVE = {1: "one", 4: "all", 7: "one", 10: "one", 12: "all"}
 """Which of the sizes are for points of which one variable, or all, are below zero."""
 _ENOUGH = 3
@@ -52,10 +43,6 @@ _ENOUGH = 3
 _DIGITS = (60, 120, 250, 500, 1000, 2000)
 """Of which one is chosen: each has constants of its own, which take milliseconds the first time."""
 _ERRORS = (ZeroDivisionError, ValueError)
-
-
-class _NotRational(Exception):
-    """No rational function."""
 
 
 def same(gold: Node, other: Node, work: WorkLimit | None = None) -> bool | None:
@@ -77,110 +64,34 @@ def same(gold: Node, other: Node, work: WorkLimit | None = None) -> bool | None:
                     return left == right
         except TooBig:
             work.spend()  # also of digits, which residues do not have
-        verdict = _same_residue(gold, other, work)
+        verdict = proved_equal(gold, other, work)
         if verdict is not None:
             return verdict
         if not names:
             return _near(gold, other, {}, work) == "equal"
+        if found := steps(("+", gold, other)):
+            is_discrete = found <= {"floor", "ceil", "mod"} and _WHOLE.issuperset(names)
+            return _same_wholes(gold, other, names, work) if is_discrete else None
         return _same_functions(gold, other, names, work) if len(names) <= _MAX_NAMES else None
     except (TooBig, Undefined, Irrational, OverflowError, RecursionError, *_ERRORS):
         return None
 
 
-def _drawn(purpose: str = "") -> Random:
-    """Numbers that nobody knows who does not know the secret, the same ones for the same purpose."""
-    from random import Random
-
-    return Random(_SECRET + purpose.encode())
-
-
-@functools.cache
-def _modulus() -> tuple[int, int]:
-    """A secret prime with a root of -1, and that root."""
-    drawn = _drawn()
-    while True:
-        prime = (drawn.getrandbits(120) | 1 << 119) & ~3 | 1
-        if all(pow(drawn.randrange(2, prime), prime - 1, prime) == 1 for _ in range(8)):  # Fermat's test
-            break
-    while True:
-        root = pow(drawn.randrange(2, prime), prime // 4, prime)
-        if root * root % prime == prime - 1:
-            return prime, root
-
-
-@functools.lru_cache(maxsize=1024)
-def _residue(name: str) -> int:
-    return _drawn(name).randrange(1, _modulus()[0])
-
-
-def _same_residue(gold: Node, other: Node, work: WorkLimit) -> bool | None:
-    """None where one of the two is no rational function, or has no value."""
-    try:
-        return _modular(gold, work) == _modular(other, work)
-    except (_NotRational, Undefined):
-        return None
-
-
-def _modular(node: Node, work: WorkLimit) -> int:
-    work.spend()
-    kind, (prime, root) = node[0], _modulus()
-    if kind == "n":
-        number: Fraction = node[1]
-        return number.numerator * _inverse(number.denominator, prime) % prime
-    if kind == "s":
-        return _residue(node[1])
-    if kind == "c" and node[1] != "inf":
-        return root if node[1] == "i" else _residue("constant " + node[1])
-    if kind == "-":
-        return -_modular(node[1], work) % prime
-    if kind in ("+", "*", "/"):
-        left, right = _modular(node[1], work), _modular(node[2], work)
-        return (left + right if kind == "+" else left * right if kind == "*" else left * _inverse(right, prime)) % prime
-    if kind == "^" and not symbols(node[2]):
-        power = exact(node[2], None, work)
-        if power is None or power.denominator != 1 or power.numerator.bit_length() > 4000:
-            raise _NotRational
-        base = _modular(node[1], work)
-        if not base and power <= 0:
-            raise Undefined("0 to the power 0 or less")
-        return pow(base if power > 0 else _inverse(base, prime), abs(int(power)) % (prime - 1), prime)
-    if kind in ("f", "binom", "root", "of", "big") and not symbols(node):
-        value = exact(node, None, work)
-        if value is not None:
-            return _modular(("n", value), work)
-    raise _NotRational
-
-
-def _inverse(value: int, prime: int) -> int:
-    if not value % prime:
-        raise Undefined("division by zero")
-    return pow(value, -1, prime)
-
-
 def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) -> bool | None:
     """By their values. With two variables or more below zero, roots and logarithms of products have other branches than
     products of roots; who writes them means positive numbers."""
-    pair = ("+", gold, other)
-    drawn = _drawn(repr(names))
-    has_roots = contains(pair, {"root", "log", "^", "f"}, _is_branched)
+    has_roots = contains(("+", gold, other), {"root", "log", "^", "f"}, _is_branched)
     outcomes = []
-    large = (_largest(pair, work) or Fraction(1)) if has_steps(pair) else Fraction(0)
-    anywhere = ((point, False) for point in _points(names, large, drawn))
-    for point, is_step in itertools.chain(anywhere, _around_breaks(pair, names, large, drawn, work)):
+    for point in _points(names):
         if has_roots and sum(value < 0 for value in point.values()) > 1:
             continue
-        found = _at(gold, other, point, work)
-        if is_step and found == "one is real":
-            continue  # x^2 / x for x
-        outcomes.append(found)
-        if found in ("different", "one is real"):
-            break
-    if {"different", "one is real"} & set(outcomes):
-        return len(names) <= 3 and _WHOLE.issuperset(names) and _same_wholes(gold, other, names, drawn, work)
+        outcomes.append(_at(gold, other, point, work))
+        if outcomes[-1] in ("different", "one is real"):
+            return _WHOLE.issuperset(names) and _same_wholes(gold, other, names, work)
     if outcomes.count("equal") >= _ENOUGH:
         return True
     if "whole" in outcomes:
-        return _same_wholes(gold, other, names, drawn, work)
+        return _same_wholes(gold, other, names, work)
     return False if "other branch" in outcomes else None
 
 
@@ -192,72 +103,52 @@ def _is_branched(node: Node) -> bool:
     return node[0] == "log" or node[1] in ("ln", "arcsin", "arccos")
 
 
-def _points(names: Sequence[str], large: Fraction, drawn: Random) -> Iterator[dict[str, Fraction]]:
-    """Some beyond the largest number; positive ones, then ones of which one, then all are negative, of growing size."""
-    if large:  # there are steps: each variable beyond the largest number, then each of a size of its own
-        for _ in range(8):
-            yield {name: large * Fraction(drawn.randrange(-9970, 9970), 331) for name in names}
-        for _ in range(16 if len(names) > 1 else 4):
-            yield {
-                name: Fraction(drawn.randrange(-997, 997), 331) * Fraction(10) ** drawn.randrange(-9, 18)
-                for name in names
-            }
+def _points(names: Sequence[str]) -> Iterator[dict[str, Fraction]]:
+    """Positive ones, then ones of which one, then all are negative, of growing size."""
+    numbers = drawn(repr(names))
     for turn, size in enumerate(_SIZES):
-        below = {"one": [drawn.choice(names)], "all": names}.get(_NEGATIVE.get(turn, ""), ())
-        point = {name: Fraction(drawn.randrange(1, 997), 997) * size for name in names}
+        below = {"one": [numbers.choice(names)], "all": names}.get(_NEGATIVE.get(turn, ""), ())
+        point = {name: Fraction(numbers.randrange(1, 997), 997) * size for name in names}
         yield {name: -value if name in below else value for name, value in point.items()}
 
 
-def _around_breaks(
-    pair: Node, names: Sequence[str], large: Fraction, drawn: Random, work: WorkLimit
-) -> Iterator[tuple[dict[str, Fraction], bool]]:
-    """Along each variable, with the others fixed three times, every step (True) and points beside it."""
-    far = Fraction(1)  # the farthest step so far: others depend on it where one step is in another
-    for turn in range(3 if len(names) > 1 else 1):
-        for name in names:
-            size = (Fraction(1), large * 9, far)[turn]
-            fixed = {other: Fraction(drawn.randrange(-997, 997), 331) * size for other in names if other != name}
-            for place, is_step in breaks(pair, name, fixed, drawn, work):
-                far = max(far, abs(place))
-                yield {**fixed, name: place}, is_step
-
-
-def _largest(node: Node, work: WorkLimit) -> Fraction | None:
-    """Number beside a variable in the tree, carried out; None where there is no variable."""
-    if node[0] in "sn":
-        return Fraction(1) if node[0] == "s" else None
-    parts = [(part, _largest(part, work)) for part in node[1:] if isinstance(part, tuple)]
-    if all(largest is None for _, largest in parts):
+def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit) -> bool | None:
+    """Equal for whole numbers: runs of small ones, large ones, and a whole period of what repeats."""
+    if len(names) > 3:
         return None
-    return max(abs(rational(part, None, work) or Fraction(1)) if large is None else large for part, large in parts)
-
-
-def _number_functions(node: Node) -> set[Node]:
-    """Where the tree takes a gcd, lcm or remainder of something with a variable."""
-    own = {node} if node[0] == "of" and node[1] in ("gcd", "lcm", "mod") and symbols(node) else set()
-    return own.union(*(_number_functions(part) for part in node[1:] if isinstance(part, tuple)))
-
-
-def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: Random, work: WorkLimit) -> bool | None:
-    """Equal for whole numbers: runs of small ones, large ones, and both sides of every step."""
+    numbers = drawn(f"whole {names}")
     points = [dict.fromkeys(names, Fraction(both)) for both in range(1, 13)]
     bounds = (*(12,) * 12 * (len(names) - 1), 30, 90, 300, 1000, 10**6, 10**13, 10**20)
-    points += [{name: Fraction(drawn.randrange(1, bound)) for name in names} for bound in bounds]
-    points += [{name: Fraction(-drawn.randrange(1, bound)) for name in names} for bound in (30, 10**4, 10**9)]
-    if periodic := _number_functions(gold) ^ _number_functions(other):  # gcd(n, 1009) - 1 is 0 at nearly every point
-        period = math.prod(_largest(node, work) or Fraction(1) for node in periodic)
+    points += [{name: Fraction(numbers.randrange(1, bound)) for name in names} for bound in bounds]
+    points += [{name: Fraction(-numbers.randrange(1, bound)) for name in names} for bound in (30, 10**4, 10**9)]
+    if periodic := _periodic(gold) | _periodic(other):  # gcd(n, 1009) - 1 is 0 at nearly every point
+        period = math.prod(abs(number.numerator) * number.denominator for node in periodic for number in _numbers(node))
         if len(names) > 1 or period > _MAX_PERIOD:
             return None
-        points += [{names[0]: Fraction(whole)} for whole in range(13, 2 * int(period) + 13)]
-    pair = ("+", gold, other)
-    for point, _ in _around_breaks(pair, names, _largest(pair, work) or Fraction(1), drawn, work):
-        points += [{name: Fraction(turn(value)) for name, value in point.items()} for turn in (math.floor, math.ceil)]
+        far = numbers.randrange(10**12)
+        points += [{names[0]: Fraction(start + whole)} for start in (12, far) for whole in range(1, period + 1)]
     outcomes = []
     for point in points:
         outcomes.append(_at(gold, other, point, work))
         if outcomes[-1] in ("different", "one is real"):
             return False
     return True if outcomes.count("equal") >= 4 * _ENOUGH else None
+
+
+def _periodic(node: Node) -> set[Node]:
+    """Where the tree takes a whole part, gcd, lcm or remainder of something with a variable."""
+    if node[1] in ("gcd", "lcm", "mod", "floor", "ceil") and symbols(node):
+        return {node}
+    return set().union(*(_periodic(part) for part in node[1:] if isinstance(part, tuple)))
+
+
+def _numbers(node: Node) -> Iterator[Fraction]:
+    """In the tree, without 0."""
+    if node[0] == "n" and node[1]:
+        yield node[1]
+    for part in node[1:]:
+        if isinstance(part, tuple):
+            yield from _numbers(part)
 
 
 def _at(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:

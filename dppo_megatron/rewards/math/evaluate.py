@@ -39,7 +39,7 @@ class Discrete(Undefined):
 
 
 class Unsure(Exception):
-    """Double precision does not tell which side of a step the value is on."""
+    """Double precision does not tell: which side of a step a value is on, what nearly equal terms differ by."""
 
 
 class Irrational(Exception):
@@ -190,8 +190,11 @@ class Evaluation:
             return self._fits(left + right if kind == "+" else left * right if kind == "*" else left / right)
         left, right = self.lift(left), self.lift(right)
         if kind == "+":
-            self.largest = max(self.largest, abs(left), abs(right))
-            return left + right
+            total, size = left + right, max(abs(left), abs(right))
+            if not self.arithmetic.precise and abs(total) < 1e-8 * size:  # half of a double's digits are gone
+                raise Unsure
+            self.largest = max(self.largest, size)
+            return total
         return left * right if kind == "*" else left / right
 
     def _fits(self, value: Fraction) -> Fraction:

@@ -91,8 +91,6 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, st
     if (chosen := _same_choices(reference, other, str(row.get("problem", "")))) is not None:
         return chosen, "choices"
     rules = _rules(row, reference)
-    if rules is None and (same_number := _same_number(reference, other)) is not None:
-        return same_number, "number"
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text reads as a product of letters
         theirs = as_words(other, with_digits=bool(_DIGIT.search(gold.text))) or theirs
@@ -118,19 +116,6 @@ def _squeezed(text: str) -> str:
     return re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", text)
 
 
-def _same_number(reference: str, other: str) -> bool | None:
-    """None where they are not two numbers, or one of them may be rounded."""
-    value = read_number(reference)
-    if value is None:
-        return None
-    theirs = read_number(other)
-    if theirs is None and value.denominator != 1:
-        theirs = read_decimal_comma(other)
-    if theirs is None or (value != theirs and (_may_be_rounded(reference) or is_decimal(other))):
-        return None
-    return value == theirs
-
-
 def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None, str]:
     """The reference, the answer, and why the answer could not be read. A comma is a separator where the other of the
     two is a row."""
@@ -141,7 +126,7 @@ def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None
     except (Unreadable, RecursionError, ValueError) as error:
         unread = str(error)
     if gold is not None and theirs is not None and _count(gold) != _count(theirs):
-        theirs = _respelled(other, theirs, _count(gold))
+        theirs = _respelled(other, theirs, _count(gold), is_decimal(reference))
         if _count(gold) != _count(theirs):
             gold = _respelled(reference, gold, _count(theirs))
     return gold, theirs, unread
@@ -151,11 +136,14 @@ def _count(answer: Answer) -> int:
     return len(answer.items) if isinstance(answer, AnswerList) else 1
 
 
-def _respelled(text: str, answer: Answer, count: int) -> Answer:
+def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False) -> Answer:
     """The answer with as many items as the other one has, if its commas can be read so: `1,234 apples` and
-    (1,000, 2,000) hold grouped numbers, 45,135 may be two; an expression may state what it leaves out (`x \\ne 0`)."""
+    (1,000, 2,000) hold grouped numbers, 45,135 may be two; 1000,99 is a decimal where the other is one; an expression
+    may state what it leaves out (`x \\ne 0`)."""
     if count == 1 and isinstance(answer, AnswerList) and answer.kind != "list":
         return answer
+    if count == 1 and for_decimal and (value := read_decimal_comma(text)) is not None:
+        return Value(("n", value))
     for spelled in (text.replace(",", ", "), _GROUPED.sub(lambda number: number.group().replace(",", ""), text)):
         read = _read(spelled) if _GROUPED.search(text) else None
         if read is not None and _count(read) == count:

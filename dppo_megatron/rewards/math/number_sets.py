@@ -3,7 +3,6 @@ form."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 from fractions import Fraction
@@ -132,15 +131,9 @@ def normal(spans: Intervals) -> Intervals:
 
 def intersection(one: Intervals, two: Intervals) -> Intervals | None:
     """What is in both; None where an end is not a number."""
-    left, right = _placed(one), _placed(two)
-    if left is None or right is None:
-        return None
-    pieces = []
-    for a, b in itertools.product(left, right):
-        low, high = max(a, b, key=lambda place: place[0]), min(a, b, key=lambda place: place[1])
-        if low[0] < high[1]:
-            pieces.append(Piece(low[2].low, low[2].low_closed, high[2].high, high[2].high_closed))
-    return normal(Intervals(tuple(pieces), one.name or two.name))
+    left, right = complement(one), complement(two)
+    both = complement(Intervals(left.pieces + right.pieces)) if left and right else None
+    return both and replace(both, name=one.name or two.name)
 
 
 def complement(spans: Intervals) -> Intervals | None:

@@ -5,7 +5,9 @@ What is not understood raises `Unreadable`: a wrong guess would be a wrong rewar
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import Node, Unreadable
@@ -27,6 +29,7 @@ _NAME_WORDS = (
 _NAMES = frozenset(_NAME_WORDS.split())
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
 _NUMBER = regex(r"(\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d+)(?![A-Za-z]))?", re.ASCII)
+_PLUS_MINUS = regex(r"\\pm(?![A-Za-z])|\+\s*/-")
 _COMMAND = regex(r"\\([A-Za-z]+)")
 _TOKEN = regex(r"\\?[A-Za-z]+|\d")
 _LETTERS = regex(r"[A-Za-z]+")
@@ -51,9 +54,27 @@ def parse(text: str) -> Node:
         >>> parse("2\\\\frac{1}{2}x")
         ('*', ('n', Fraction(5, 2)), ('s', 'x'))
     """
+    return _parsed(text, ())
+
+
+def parse_signs(text: str) -> list[Node]:
+    """The trees of all that an expression with plus-minus signs stands for, at most 8; `\\mp` goes against the `\\pm`.
+
+    Example:
+        >>> len(parse_signs("1 \\pm \\sqrt{19}"))
+        2
+    """
+    count, opposed = len(_PLUS_MINUS.findall(text)), "\\mp" in text
+    if count > 3 or (opposed and count > 1):
+        raise Unreadable("too many plus-minus signs")
+    choices = itertools.product("+-", repeat=max(count, int(opposed)))
+    return [_parsed(text, choice) for choice in choices]
+
+
+def _parsed(text: str, signs: Sequence[str]) -> Node:
     if len(text) > MAX_CHARS:
         raise Unreadable("too long")
-    reader = _Reader(text)
+    reader = _Reader(text, signs)
     node = reader.sum()
     if not reader.at_end():
         raise Unreadable(f"at {reader.position}: {text[reader.position : reader.position + 12]!r}")
@@ -63,11 +84,14 @@ def parse(text: str) -> Node:
 class _Reader:
     """Reads from left to right."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, signs: Sequence[str]) -> None:
         self.text = text
+        self._signs, self._taken = signs, 0
         self.position = 0
         self._depth = 0
         self._in_bars = False
+        self._bound: set[str] = set()
+        """Letters that a sum or product counts with, i too."""
 
     def at_end(self) -> bool:
         self._skip()
@@ -121,15 +145,16 @@ class _Reader:
         return self._factor()
 
     def _sign(self) -> str:
-        if self._take("+"):
-            return "pm" if self._take("/-") else "+"
-        if self._take("-"):
-            return "-"
-        for command, name in (("\\pm", "pm"), ("\\mp", "mp")):
-            if self._command() == command[1:]:
-                self.position += len(command)
-                return name
-        return ""
+        self._skip()
+        if match := _PLUS_MINUS.match(self.text, self.position):
+            if self._taken == len(self._signs):
+                raise Unreadable("a plus-minus sign")
+            self.position, self._taken = match.end(), self._taken + 1
+            return self._signs[self._taken - 1]
+        if self._command() == "mp" and self._signs:
+            self.position += len("\\mp")
+            return "-" if self._signs[0] == "+" else "+"
+        return "+" if self._take("+") else "-" if self._take("-") else ""
 
     def _factor(self) -> Node:
         node = self._primary()
@@ -252,6 +277,7 @@ class _Reader:
                 if not (index := _INDEX.match(self.text, self.position)):
                     raise Unreadable(f"a {kind} without bounds")
                 self.position, name = index.end(), index[1]
+                self._bound.add(name)
                 bounds[sign] = self.sum()
                 if not self._take("}"):
                     raise Unreadable("brace not closed")
@@ -259,7 +285,9 @@ class _Reader:
                 bounds[sign] = self._exponent()
         if len(bounds) < 2:
             raise Unreadable(f"a {kind} without bounds")
-        return ("big", kind, name, bounds["_"], bounds["^"], self.product())
+        body = self.product()
+        self._bound.discard(name)
+        return ("big", kind, name, bounds["_"], bounds["^"], body)
 
     def _of_several(self, name: str) -> Node:
         """max(a, b), also in braces or with spaces."""
@@ -291,7 +319,7 @@ class _Reader:
             return self._macro()
         if sign.isascii() and sign.isalpha():
             self.position += 1
-            return _letter(sign, sign)
+            return self._letter(sign, sign)
         raise Unreadable("missing argument")
 
     def _raw_argument(self) -> str:
@@ -335,7 +363,10 @@ class _Reader:
         if word not in "ei" and (at := _AT_A_NUMBER.match(self.text, self.position)):  # a function's value, no product
             self.position = at.end()
             return ("s", f"{word}({at[1]})")
-        return _letter(word[0], self._name(word[0]))
+        return self._letter(word[0], self._name(word[0]))
+
+    def _letter(self, letter: str, name: str) -> Node:
+        return ("c", letter) if letter == name and letter in "ei" and letter not in self._bound else ("s", name)
 
     def _name(self, name: str) -> str:
         """A symbol's name with its index and primes: x_{1}'."""
@@ -423,7 +454,3 @@ def _combinations(node: Node, power: Node) -> Node | None:
         return None
     total = Fraction(node[1][2:])
     return ("binom", ("n", total), power) if 2 < total >= power[1] else None
-
-
-def _letter(letter: str, name: str) -> Node:
-    return ("c", letter) if letter == name and letter in "ei" else ("s", name)

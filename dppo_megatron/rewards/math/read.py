@@ -23,13 +23,12 @@ from dppo_megatron.rewards.math.answers import (
     Unreadable,
     Value,
     Words,
-    signs,
     symbols,
 )
 from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
 from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
-from dppo_megatron.rewards.math.parse import parse
+from dppo_megatron.rewards.math.parse import parse, parse_signs
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.units import Unit, is_glued, read_compound, read_unit
@@ -55,6 +54,7 @@ _WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\
 _GLUED_TAIL = regex(r"(?<=[\d}])(?P<unit>[A-Za-z]+(?:\^\s*\{?\s*[23]\s*\}?)?)$")
 _LABEL = regex(r"\s*(?:\\text\{\s*)?([A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)", re.DOTALL)
 _CAPITALS = regex("[A-Z]{3,}")
+_WORD = regex("[A-Z][a-z]+")
 _FRENCH = regex(r"(?P<lead>\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)(?P<body>\s*[\[\]][^\[\]()]{1,200}[\[\]])")
 _MAPPED = regex(
     r"(?:[A-Za-z]\s*:\s*)?(?:[^:\n]{1,80}?\\(?:to|rightarrow)(?![A-Za-z])[^:\n]{1,80}?[,;:]?\s*)?"
@@ -111,6 +111,9 @@ def _read_text(text: str, depth: int) -> Answer | None:
     if match is None or not match[1].strip():
         return None
     inner = match[1].strip()
+    names = _SEPARATOR.split(inner)
+    if len(names) > 1 and all(map(_WORD.fullmatch, names)):
+        return AnswerList("list", tuple(map(read_words, names)))
     if re.search(r",|;|\b(?:and|or)\b|^\(?[A-Za-z]\)?$", inner) or inner[0].isdigit() or inner[0] in "-.":
         return read_answer(inner, depth=depth + 1)
     return read_words(text)
@@ -372,7 +375,7 @@ def _read_value(text: str, depth: int) -> Answer | None:
     glued = word or letters
     if glued is None or len(glued["unit"]) < 2 or not is_glued(glued["unit"]):  # 25 mph is not 25 m p h
         try:
-            return _spread(parse(text), None)
+            return _spread(parse_signs(text), None)
         except Unreadable:
             pass
     for tail in (_UNIT_TAIL.search(text), word, letters):
@@ -392,16 +395,18 @@ def _with_words(core: str, words: str) -> Answer | None:
         return None
     value = read_number(core)
     try:
-        node = ("n", value) if value is not None else parse(core)
+        nodes: list[Node] = [("n", value)] if value is not None else parse_signs(core)
     except Unreadable:
         return None
-    return _spread(node if factor == 1 else ("*", node, ("n", Fraction(factor))), unit if unit.words else None)
+    if factor != 1:
+        nodes = [("*", node, ("n", Fraction(factor))) for node in nodes]
+    return _spread(nodes, unit if unit.words else None)
 
 
-def _spread(node: Node, unit: Unit | None) -> Answer:
-    values = signs(node)
+def _spread(nodes: list[Node], unit: Unit | None) -> Answer:
+    if len(nodes) > 1:
+        return AnswerList("list", tuple(Value(node, unit) for node in nodes), signs=True)
+    (node,) = nodes
     if node[0] == "-" and node[1][0] == "deg":
         node = ("deg", ("-", node[1][1]))
-    if len(values) == 1:
-        return Value(node[1], read_unit("degrees")) if node[0] == "deg" else Value(node, unit)
-    return AnswerList("list", tuple(Value(value, unit) for value in values), signs=True)
+    return Value(node[1], read_unit("degrees")) if node[0] == "deg" else Value(node, unit)

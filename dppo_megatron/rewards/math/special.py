@@ -41,32 +41,28 @@ _SENTENCE = regex(
     r"(?:\\text\{)?[A-Z][A-Za-z ,'-]+(?:\b(?:is|are|equals)|:)"
     r"(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
-_EMPTY = frozenset(
-    ["\\emptyset", "empty set", "the empty set", "no solution", "no solutions", "no real solutions", "no real solution"]
-)
-_EVERYTHING = frozenset(
-    ["\\mathbb{r}", "all real numbers", "all reals", "all real", "the real numbers", "the set of all real numbers"]
-)
 _HALF_LINE = regex(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
 _CONGRUENCE = regex(
     r"(?:[a-zA-Z]\s*(?:\\equiv|=)\s*)?(-?\s*\d{1,9})\s*"
     r"(?:\\pmod\s*\{?\s*(\d{1,9})\s*\}?|\(?\s*\\?(?:text\{\s*)?b?mod\s*\}?\s*\{?\s*(\d{1,9})\s*\}?\s*\)?)"
 )
-_ENDLESS = frozenset(["infinitely many", "infinite", "infinity", "infinitely many solutions"])
 EVERY_REAL = (Piece(("-", INFINITY), False, INFINITY, False),)
+_NAMED: dict[Answer, str] = {
+    Intervals(()): r"\emptyset|\{ \}|\{\}|empty set|the empty set|no solution|no real solution",
+    Intervals(EVERY_REAL): r"\mathbb{r}|all real numbers|all reals|all real|the real numbers",
+    Value(INFINITY): "infinitely many|infinite|infinity|infinitely many solution",
+}
+_BY_NAME = {name: answer for answer, names in _NAMED.items() for name in names.split("|")}
+_FILLING = regex(r"\Athe set of (?=all)|(?<=solution)s\Z")
 
 
 def read_special(text: str, depth: int) -> Answer | None:
     """The answer, if it has a form of its own; None if not."""
     plain = plain_words(text)
-    if text == "\\emptyset" or text == "\\{ \\}" or text == "\\{\\}" or plain in _EMPTY:
-        return Intervals(())
+    if named := _BY_NAME.get(text.lower()) or _BY_NAME.get(_FILLING.sub("", plain)):
+        return named
     if match := _HALF_LINE.fullmatch(text):
         return half_line("", match[2] or ("<" if match[1] == "-" else ">"), ("n", Fraction(0)))
-    if text.lower() in _EVERYTHING or plain in _EVERYTHING:
-        return Intervals(EVERY_REAL)
-    if plain in _ENDLESS:
-        return Value(INFINITY)
     if (number := read_number_words(plain)) is not None:
         return Value(("n", number))
     if match := _BASED.fullmatch(WRAPPED_TEXT.sub(r"\1", text) if "}_" in text else text) or _BASED_WORDS.fullmatch(

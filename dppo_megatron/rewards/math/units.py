@@ -15,39 +15,43 @@ from fractions import Fraction
 from dppo_megatron.rewards.math.numbers import NUMBER_WORDS
 from dppo_megatron.rewards.math.patterns import regex
 
-# what is measured, the factor to its base unit, and names; those of four letters or more also with an s
+# what is measured, the factor to its base unit, and names; those of four letters or more also with an s, those with a
+# star also with prefixes
 _TABLE = """
 unit 1 unit un u
-length 1 m meter metre
-length 1000 km kilometer kilometre
-length 1/100 cm centimeter centimetre
-length 1/1000 mm millimeter millimetre
-length 1/1000000000 nm nanometer
+length 1 m* meter* metre*
 length 381/1250 ft foot feet
 length 127/5000 in inch inches
 length 1143/1250 yd yard
 length 201168/125 mi mile
-time 1 s sec secs second
+time 1 s* sec secs second*
 time 60 min mins minute
 time 3600 h hr hrs hour
 time 86400 day days
 time 604800 week
 months 1 month
 years 1 yr year
-mass 1 g gm gram
-mass 1000 kg kilogram
-mass 1/1000 mg milligram
+mass 1 g* gm gram*
 mass 45359237/100000 lb lbs pound
 mass 45359237/1600000 oz ounce
-volume 1 l liter litre
-volume 1/1000 ml milliliter
-volume 473176473/125000000 gal gallon
-volume 473176473/500000000 qt quart
-volume 473176473/1000000000 pt pint
-energy 1 j joule
-energy 1000 kj kilojoule
-power 1 w watt
-power 1000 kw kilowatt
+length^3 1/1000 l* liter* litre*
+length^3 473176473/125000000000 gal gallon
+length^3 473176473/500000000000 qt quart
+length^3 473176473/1000000000000 pt pint
+mass,length,time^-2 1000 newton*
+mass,length,time^-2 1000000 kn
+mass,length^-1,time^-2 1000 pa* pascal*
+mass,length^2,time^-2 1000 j* joule*
+mass,length^2,time^-2 3600000 wh*
+mass,length^2,time^-3 1000 w* watt*
+time^-1 1 hz* hertz*
+amount 1 mol* mole*
+resistance 1 ohm*
+V 1 volt*
+A 1 amp* ampere*
+K 1 kelvin
+C 1 celsius coulomb
+F 1 fahrenheit farad
 money 1 usd buck dollar
 money 1/100 cent
 money 1/20 nickel
@@ -60,13 +64,23 @@ percent 1 % pct percent
 angle 1 deg degree
 radians 1 rad radian
 """
+_PREFIXES = {"k": "1000", "c": "1/100", "m": "1/1000", "n": "1/1000000000"}
+_PREFIXES |= {"kilo": "1000", "centi": "1/100", "milli": "1/1000", "nano": "1/1000000000"}
+_CAPITALS = {"N": "newton", "V": "volt", "A": "amp", "K": "kelvin", "C": "celsius", "F": "fahrenheit"}
 
 
-@functools.cache  # fifty fractions, which the import need not wait for
-def _table() -> dict[str, tuple[str, Fraction]]:
-    rows = [row.split() for row in _TABLE.split("\n")[1:-1]]
-    known = {name: (dimension, Fraction(factor)) for dimension, factor, *names in rows for name in names}
-    return known | {f"{name}s": unit for name, unit in known.items() if len(name) > 3}
+@functools.cache  # some hundred fractions, which the import need not wait for
+def _table() -> dict[str, tuple[dict[str, int], Fraction]]:
+    known: dict[str, tuple[dict[str, int], Fraction]] = {}
+    for dimension, factor, *names in (row.split() for row in _TABLE.split("\n")[1:-1]):
+        powers = {name: int(power or 1) for name, _, power in (part.partition("^") for part in dimension.split(","))}
+        for name in names:
+            bare = name.rstrip("*")
+            known[bare] = powers, Fraction(factor)
+            for prefix, size in _PREFIXES.items() if name != bare else ():
+                if (len(prefix) == 1) == (len(bare) < 4):
+                    known.setdefault(prefix + bare, (powers, Fraction(factor) * Fraction(size)))
+    return {f"{name}s": unit for name, unit in known.items() if len(name) > 3} | known
 
 
 _DOUBTFUL = (
@@ -91,7 +105,6 @@ _SIZES = "lakh crore score gross myriad kilo mega giga milli micro nano"
 _NUMBERS = NUMBER_WORDS | frozenset(_SIZES.split())
 _EXPONENT = r"(?:\s*\^\s*-?\s*\d(?!\d))?"
 _WORDS = regex(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
-_INVERSE = regex(r"\s+([a-z]+)\s*\^\s*-\s*1\b")  # m s^-1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +126,10 @@ def read_unit(words: str) -> Unit | None:
         ('length^2', None, None)
     """
     words = _IN_ALL.sub("", re.sub(r"[{}\\~]", " ", words)).strip(" .,;()")
-    if len(words) == 1 and words.isupper() and words not in "LJW":  # newtons, kelvin; 5 M are five million
-        return Unit(words) if words in "NVAKCFTH" else None
+    if len(words) == 1 and words.isupper() and words not in "LJW":  # 5 M are five million
+        words = _CAPITALS.get(words, words if words in "TH" else "")
+        if len(words) < 2:
+            return Unit(words) if words else None
     words = re.sub(r"\s*/\s*", " per ", re.sub(r"\bper cent\b", "percent", words.lower())).strip()
     if not words:
         return Unit("")
@@ -141,7 +156,9 @@ _NEAR = (
     " increase profit celsius fahrenheit kelvin newton hertz ohm volt pascal mole degree"
 )
 _BESIDE = frozenset(_NEAR.split())
-_IN_ALL = regex(r"\bin (?:total|all|length|width|height|area|volume)\b")
+_IN_ALL = regex(
+    r"\bin (?:total|all|length|width|height|area|volume)\b|\bdegrees? (?=celsius|fahrenheit)", re.IGNORECASE
+)
 _COUNTED = regex(r"[a-z]+[^isu]s|[a-z]{3,}i|(?:wo)?men|(?:grand)?children|people|feet|teeth|mice|fish")
 
 
@@ -162,27 +179,35 @@ def compatible(gold: Unit, other: Unit) -> bool:
     return one == two
 
 
+_FACTOR = regex(
+    r"[\s*-]*(?:(?P<square>square|sq\.?)\s+|(?P<cubic>cubic|cu\.?)\s+)?(?P<name>[a-z%]+)\.?"
+    r"(?:\s*(?:(?P<squared>squared)|(?P<cubed>cubed)|\^\s*(?P<power>-?\s*\d)))?(?![a-z^])\s*"
+)
+
+
 def _known(words: str) -> tuple[str, Fraction]:
+    """What is measured, and the factor: of products and quotients of powers of units; nothing if one is not known."""
     words = {"mph": "mi per h", "kph": "km per h"}.get(words.strip(), words)
-    above, *below = re.split(r"\s+(?:per|an?)\s+|\s*/\s*", _INVERSE.sub(r" per \1", words.replace("*", " ")))
-    if below:
-        parts = [_known(part) for part in (above, *below)]
-        if len(parts) > 2 or not all(dimension for dimension, _ in parts):
-            return "", Fraction(1)
-        return f"{parts[0][0]}/{parts[1][0]}", parts[0][1] / parts[1][1]
-    found = re.fullmatch(
-        r"\s*(?:(?P<square>square|sq\.?)|(?P<cubic>cubic|cu\.?))?\s*(?P<name>[a-z%]+)\.?"
-        r"\s*(?:(?P<squared>squared)|(?P<cubed>cubed)|\^\s*(?P<power>\d))?\s*",
-        words,
-    )
-    if found is None or found["name"] not in _table():
-        return "", Fraction(1)
-    power = 2 if found["square"] or found["squared"] else 3 if found["cubic"] or found["cubed"] else 1
-    power = int(found["power"] or power)
-    dimension, factor = _table()[found["name"]]
-    return (dimension if power == 1 else f"{dimension}^{power}"), factor**power
+    powers: dict[str, int] = {}
+    factor = Fraction(1)
+    for index, group in enumerate(_PER.split(words)):
+        position = 0
+        while position < len(group) or not group:
+            found = _FACTOR.match(group, position)
+            if found is None or found["name"] not in _table():
+                return "", Fraction(1)
+            position = found.end()
+            power = 2 if found["square"] or found["squared"] else 3 if found["cubic"] or found["cubed"] else 1
+            power = int((found["power"] or str(power)).replace(" ", "")) * (-1 if index else 1)
+            dimensions, size = _table()[found["name"]]
+            factor *= size**power
+            for name, times in dimensions.items():
+                powers[name] = powers.get(name, 0) + times * power
+    left = [(name, power) for name, power in sorted(powers.items()) if power]
+    return " ".join(name if power == 1 else f"{name}^{power}" for name, power in left), factor
 
 
+_PER = regex(r"\s+(?:per|an?)\s+|\s*/\s*")
 _PART = (
     r"(\d+(?:\.\d+)?)\s*(?:\\text\{)?\s*([A-Za-z]+)\.?\s*(?:,|and)?\s*\}?\s*(?:,|\\text\{\s*and\s*\}|and(?![a-z]))?\s*"
 )

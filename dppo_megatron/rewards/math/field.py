@@ -1,0 +1,315 @@
+"""Proves that two trees are equal by their values modulo a secret prime, at a secret point (Schwartz-Zippel).
+
+Two different rational functions agree there with a chance of about degree / 2^250. Where there are steps (floor,
+absolute value, maximum), all that is no rational function is a letter of its own, with the rules that hold for it
+everywhere: |u| is u or -u, and both are tried, in every combination; floor(u + 3) is floor(u) + 3. So |x - 5| is not
+5 - x, which it equals at every point below 5, and no place has to be found where a function changes its branch. What
+does not follow from these rules is not proved: |x^2 + 1| is not x^2 + 1 here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from dppo_megatron.rewards.math.answers import Node, contains, symbols
+from dppo_megatron.rewards.math.evaluate import TooBig, Undefined, WorkLimit, exact
+
+if TYPE_CHECKING:
+    from random import Random
+
+_SECRET = os.urandom(16)
+_WITH_ROOTS = 8 * math.prod((3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43))
+"""All these are squares modulo a prime that is one below a multiple of it."""
+_SMALL = 1 << 90
+"""A quotient of numbers below this is a constant: a random residue is one with a chance of 2^-70."""
+_MAX_SIGNS = 10
+_ROOT_POINTS = 12
+"""Where there are roots: a root of a square that is not written as one has one of its signs at each point."""
+
+
+class _NotRational(Exception):
+    """No rational function, nor a letter of its own where those are allowed."""
+
+
+class _Impossible(Exception):
+    """No real numbers have the signs that are tried."""
+
+
+def drawn(purpose: str) -> Random:
+    """Numbers that nobody knows who does not know the secret, the same ones for the same purpose. The secret is drawn
+    once a process."""
+    from random import Random
+
+    return Random(_SECRET + purpose.encode())
+
+
+def proved_equal(gold: Node, other: Node, work: WorkLimit) -> bool | None:
+    """True for trees that are equal, False for rational functions that are not; None: nothing is proved.
+
+    Raises:
+        TooBig: too many combinations of signs, say.
+    """
+    pair = ("+", gold, other)
+    has_letters = bool(steps(pair))
+    has_roots = has_letters and contains(pair, ("root", "^"), _has_sign)
+    is_gaussian, defined = contains(pair, "c", _is_i), 0
+    try:
+        for turn in range(4 * _ROOT_POINTS if has_roots else 1):
+            try:
+                if not _Point(turn, has_letters, is_gaussian, work).agree(gold, other):
+                    return None if has_letters else False
+            except Undefined:  # no root there
+                continue
+            defined += 1
+            if defined == (_ROOT_POINTS if has_roots else 1):
+                return True
+    except _NotRational:
+        pass
+    return None
+
+
+def steps(node: Node) -> set[str]:
+    """Which functions change their branch somewhere; the root of a square is an absolute value."""
+    if node[0] == "big":
+        return set()  # defined for whole numbers only
+    found: set[str] = set().union(*(steps(part) for part in node[1:] if isinstance(part, tuple)))
+    if node[1] in ("abs", "floor", "ceil", "max", "min", "mod") and symbols(node):
+        found.add(node[1])
+    elif _is_root(node) and _is_square(_inside(node)):
+        found.add("abs")
+    return found
+
+
+def _is_i(node: Node) -> bool:
+    return bool(node[1] == "i")
+
+
+def _is_root(node: Node) -> bool:
+    """Of degree two, as a power too."""
+    degree = {"root": node[1], "^": node[-1]}.get(node[0])
+    value = exact(degree) if degree and not symbols(degree) else None
+    return value is not None and (value == 2 if node[0] == "root" else value.denominator == 2)
+
+
+def _has_sign(node: Node) -> bool:
+    """Whether it is a root whose residue has one of two signs; that of a written square is an absolute value."""
+    return _is_root(node) and not (_inside(node)[0] == "^" and _is_square(_inside(node)))
+
+
+def _inside(root: Node) -> Node:
+    inside: Node = root[2] if root[0] == "root" else root[1]
+    return inside
+
+
+def _whole_power(node: Node) -> int | None:
+    """The exponent of a power, if it is a whole number that is worth computing with."""
+    power = None if symbols(node[2]) else exact(node[2])
+    return int(power) if power is not None and power.denominator == 1 and abs(power) < 1 << 4000 else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_square(inside: Node) -> bool:
+    """Whether a tree is the square of another one, or a number times such a square: whether it has a root is then the
+    same everywhere."""
+    if not symbols(inside):
+        return False
+    work = WorkLimit(1000)
+    try:
+        signs = {_Point(0, True, False, work, part).quadratic_character(inside) for part in range(_ROOT_POINTS)}
+    except (Undefined, TooBig, _NotRational):
+        return bool(inside[0] == "^")
+    return len(signs) == 1
+
+
+@functools.cache
+def _prime(turn: int, is_gaussian: bool) -> int:
+    """A secret one. Modulo a gaussian one -1 has a root, modulo others each square has a root that is a square. The
+    roots of 202 and 2 have a quotient of 101 or -101, as the prime has it: hence another prime for each turn."""
+    numbers = drawn(f"prime {turn}")
+    while True:
+        prime = numbers.getrandbits(190) * _WITH_ROOTS + (1 if is_gaussian else -1)
+        if all(pow(numbers.randrange(2, prime), prime - 1, prime) == 1 for _ in range(8)):  # Fermat's test
+            return prime
+
+
+@functools.lru_cache(maxsize=4096)
+def _letter(name: str, place: str, prime: int) -> int:
+    numbers = drawn(f"{place} {name}")
+    while True:
+        value = numbers.randrange(2, prime)
+        root = pow(value, prime // 4, prime)
+        if name != "constant i" or root * root % prime == prime - 1:
+            return root if name == "constant i" else value
+
+
+def _sign_of_ratio(residue: int, prime: int) -> int:
+    """Of the quotient of small numbers that it is; 0 if it is none (the extended Euclidean algorithm, half way)."""
+    above, below, before, factor = prime, residue, 0, 1
+    while below > _SMALL:
+        above, below, before, factor = below, above % below, factor, before - above // below * factor
+    return 0 if abs(factor) > _SMALL else 1 if factor > 0 else -1
+
+
+class _Point:
+    """Residues of all letters, and what is known of signs and whole parts there."""
+
+    def __init__(self, turn: int, has_letters: bool, is_gaussian: bool, work: WorkLimit, part: int = 0) -> None:
+        self._place, self._has_letters, self._work = f"{turn} {part}", has_letters, work
+        self._prime = _prime(turn, is_gaussian)
+        self._ratios: dict[int, int] = {}
+        self._start()
+        self._path: list[int] = []
+        """The signs that are tried: of the first value that has none, of the next one ..."""
+
+    def agree(self, gold: Node, other: Node) -> bool:
+        """Whether both trees have the same value, for every combination of signs that there may be."""
+        found = False
+        while True:
+            self._start()
+            with contextlib.suppress(_Impossible):
+                if self._of(gold) != self._of(other):
+                    return False
+                found = True
+            while self._path and self._path[-1] < 0:
+                self._path.pop()
+            if not self._path:
+                return found
+            self._path[-1] = -1
+
+    def quadratic_character(self, node: Node) -> int:
+        """1 for residues that have a root."""
+        return pow(self._of(node), self._prime // 2, self._prime)
+
+    def _start(self) -> None:
+        self._signs, self._taken = [(1, 1)], 0
+        self._wholes = [(0, 0)]
+
+    def _of(self, node: Node) -> int:
+        self._work.spend()
+        kind, prime = node[0], self._prime
+        if kind == "n":
+            number: Fraction = node[1]
+            return number.numerator * self._inverse(number.denominator) % prime
+        if kind == "s" or (kind == "c" and node[1] != "inf"):
+            return _letter(f"{'constant ' * (kind == 'c')}{node[1]}", self._place, self._prime)
+        if kind == "-":
+            return -self._of(node[1]) % prime
+        if kind in ("+", "*", "/"):
+            left, right = self._of(node[1]), self._of(node[2])
+            if kind == "+":
+                return (left + right) % prime
+            return left * (right if kind == "*" else self._inverse(right)) % prime
+        if kind == "^" and (power := _whole_power(node)) is not None:
+            return self._power(self._of(node[1]), power)
+        value = None if symbols(node) else exact(node, None, self._work)
+        if value is not None:
+            return self._of(("n", value))
+        if not self._has_letters or kind in ("big", "c"):
+            raise _NotRational
+        if _is_root(node):
+            times = 1 if node[0] == "root" else int(2 * (exact(node[2]) or 0))
+            return self._size(_inside(node), Fraction(times, 2))
+        return self._size(node[2], Fraction(1)) if node[1] == "abs" else self._function(node)
+
+    def _function(self, node: Node) -> int:
+        name = node[1]
+        parts = [self._of(part) for part in node[1:] if isinstance(part, tuple)]
+        value = parts[0]
+        if name in ("floor", "ceil"):
+            return self._whole(value) if name == "floor" else -self._whole(-value % self._prime) % self._prime
+        if name == "mod":
+            return (value - parts[1] * self._whole(value * self._inverse(parts[1]) % self._prime)) % self._prime
+        if name in ("max", "min"):
+            for part in parts[1:]:
+                apart = self._absolute((value - part) % self._prime)
+                value = (value + part + (apart if name == "max" else -apart)) * self._inverse(2) % self._prime
+            return value
+        names = [part for part in node if isinstance(part, str)]
+        return _letter(f"{names} {parts}", self._place, self._prime)
+
+    def _size(self, node: Node, power: Fraction) -> int:
+        """|node| to a power, which may be a half, factor by factor."""
+        if contains(node, "c", _is_i):  # neither u nor -u
+            raise _NotRational
+        size, value = self._size_by_factors(node, power), self._of(node)
+        if size is not None:
+            if power == 1 and value:
+                self._learn(value, 1 if size == value else -1)
+            return size
+        if power.denominator == 2:
+            self._work.spend(80)
+            square, value = value, pow(value, (self._prime + 1) // 4, self._prime)
+            if value * value % self._prime != square:
+                raise Undefined("no root")
+            if _is_square(node):
+                value = self._absolute(value)
+            elif value:
+                self._learn(value, 1)
+        elif power % 2:
+            value = self._absolute(value)
+        return self._power(value, power.numerator)
+
+    def _size_by_factors(self, node: Node, power: Fraction) -> int | None:
+        if node[0] in ("*", "/"):
+            other = self._size(node[2], power)
+            return self._size(node[1], power) * (other if node[0] == "*" else self._inverse(other)) % self._prime
+        times = _whole_power(node) if node[0] == "^" else None
+        return None if times is None else self._size(node[1], power * times)
+
+    def _power(self, base: int, power: int) -> int:
+        if not base and power <= 0:
+            raise Undefined("0 to the power 0 or less")
+        return pow(base if power > 0 else self._inverse(base), abs(power) % (self._prime - 1), self._prime)
+
+    def _absolute(self, value: int) -> int:
+        if not value:
+            return 0
+        sign = self._sign(value)
+        if not sign:
+            if self._taken == len(self._path):
+                self._path.append(1)
+                if len(self._path) > _MAX_SIGNS:
+                    raise TooBig("too many signs")
+            sign = self._path[self._taken]
+            self._taken += 1
+            self._signs.append((value, sign))
+        return value * sign % self._prime
+
+    def _learn(self, value: int, sign: int) -> None:
+        """That it has this sign."""
+        if (known := self._sign(value)) and known != sign:
+            raise _Impossible
+        self._signs.append((value, sign))
+
+    def _sign(self, value: int) -> int:
+        """0 if it is not known."""
+        for known, sign in self._signs:
+            self._work.spend(4)
+            ratio = value * self._inverse(known) % self._prime
+            if ratio not in self._ratios:
+                self._work.spend(30)
+                self._ratios[ratio] = _sign_of_ratio(ratio, self._prime)
+            if turned := self._ratios[ratio]:
+                return sign * turned
+        return 0
+
+    def _whole(self, value: int) -> int:
+        """The floor: of a value that is a whole number off one that is known, as far off."""
+        self._work.spend(10 + len(self._wholes))
+        for known, whole in self._wholes:
+            apart = (value - known + self._prime // 2) % self._prime - self._prime // 2
+            if abs(apart) < _SMALL:
+                return (whole + apart) % self._prime
+        whole = _letter(f"floor {value}", self._place, self._prime)
+        self._wholes += [(value, whole), (whole, whole)]
+        return whole
+
+    def _inverse(self, value: int) -> int:
+        if not value % self._prime:
+            raise Undefined("division by zero")
+        return pow(value, -1, self._prime)
