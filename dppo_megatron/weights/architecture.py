@@ -57,6 +57,9 @@ class Rope:
     scale: float = 1.0
     """Of the cosines and sines: YaRN's attention factor."""
 
+    def __str__(self) -> str:
+        return f"{' '.join(f'{one:.3g}' for one in self.frequencies[1:3])} ... a position, times {self.scale:g}"
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
