@@ -61,7 +61,7 @@ def proved_equal(gold: Node, other: Node, work: WorkLimit) -> bool | None:
     try:
         for turn in range(4 * _ROOT_POINTS if has_roots else 1):
             try:
-                if not _Point(turn, has_letters, is_gaussian, work).agree(gold, other):
+                if not _FieldPoint(turn, has_letters, is_gaussian, work).agree(gold, other):
                     return None if has_letters else False
             except Undefined:  # no root there
                 continue
@@ -120,7 +120,7 @@ def _is_square(inside: Node) -> bool:
         return False
     work = WorkLimit(1000)
     try:
-        signs = {_Point(0, True, False, work, part).quadratic_character(inside) for part in range(_ROOT_POINTS)}
+        signs = {_FieldPoint(0, True, False, work, part).quadratic_character(inside) for part in range(_ROOT_POINTS)}
     except (Undefined, TooBig, _NotRational):
         return bool(inside[0] == "^")
     return len(signs) == 1
@@ -155,7 +155,7 @@ def _sign_of_ratio(residue: int, prime: int) -> int:
     return 0 if abs(factor) > _SMALL else 1 if factor > 0 else -1
 
 
-class _Point:
+class _FieldPoint:
     """Residues of all letters, and what is known of signs and whole parts there."""
 
     def __init__(self, turn: int, has_letters: bool, is_gaussian: bool, work: WorkLimit, part: int = 0) -> None:
