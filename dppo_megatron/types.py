@@ -28,8 +28,7 @@ else:  # numpy would be two thirds of the time of `dppo-megatron --help`
 Label: TypeAlias = Literal["exact", "unbiased", "ratio", "biased"]
 """What a selection does to the expected gradient: nothing dropped; corrected; corrected up to O(1/n); changed."""
 
-FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-"""At a stop token; at the token limit; ended before either, so the completion is missing."""
+FinishReason: TypeAlias = Literal["stop", "length"]
 
 
 class UserError(Exception):
@@ -139,8 +138,6 @@ class Grade:
     """The named rewards behind a weighted sum; empty where there is only one."""
     failure: str = ""
     """Why grading failed: `raised ...`, `timed out`, `died`, `returned ...`; empty if it did not."""
-    by_chance: bool = False
-    """It failed by what cannot depend on the completion: a judge that did not take the call."""
 
 
 def deciding_reward(grade: Grade) -> float:

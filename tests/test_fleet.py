@@ -7,8 +7,6 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,10 +24,10 @@ from support.fake_fleet import (
 from support.settings import rollout_config
 
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
-from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
-from dppo_megatron.rollout.servers.intake import AttemptFailed, Completed, Event, Submit
+from dppo_megatron.rollout.servers.intake import AttemptFailed, Event, Submit
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.spans import Spans, recorded_by
 from dppo_megatron.types import RunAborted
@@ -299,21 +297,15 @@ def test_a_request_that_always_fails_is_named_after_four_answers() -> None:
     """However many servers there are, and although each comes back and is synced again."""
     world = World()
     world.reply = lambda ask: broken(ask, f"HTTP 500 from {ask.server}") if ask.index == 1 else answered(ask)
-
-    def run(work: Work) -> None:
-        fleet = world.fleet(2)
-        while not work.is_complete:
+    fleet, work = world.fleet(2), work_of(groups(1, 1, 1))
+    with pytest.raises(RunAborted, match=r"request 1-1-0 has failed 4 times: b: HTTP 500") as stop:
+        while True:
             try:
                 list(dispatch(fleet, work))
             except NeedsWeights:
                 synced(fleet)
-
-    with pytest.raises(RunAborted, match=r"request 1-1-0 has failed 4 times: b: HTTP 500") as stop:
-        run(work_of(groups(1, 1, 1), may_lose=False))
     assert str(stop.value).count("HTTP 500") == 4
     assert sum(ask.index == 1 for ask in world.asked) <= 8
-    run(work := work_of(groups(1, 1, 1)))
-    assert sorted(work.done) == [0, 2] and work.lost[1].count("HTTP 500") == 4, "it costs itself"
 
 
 def test_cut_attempts_are_no_failures_of_their_requests() -> None:
@@ -350,55 +342,8 @@ def test_a_request_has_an_age() -> None:
     world.reply = reply
     fleet = world.fleet(3, request_timeout_s=10.0, probe_every_s=1000.0)
     with pytest.raises(RunAborted, match=r"request_timeout_s = 10 s since their first try: 1-0-0") as stop:
-        list(dispatch(fleet, work_of(groups(1, 1), may_lose=False)))
+        list(dispatch(fleet, work_of(groups(1, 1))))
     assert 10 < world.now < 11 and "on " in str(stop.value)
-
-
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_late_group_costs_what_is_not_done(answers: bool) -> None:
-    """It is ended at its server: what has finished lands. One that brings nothing then is missing whole, soon."""
-    world, began = World(), {}
-
-    def reply(ask: Submit) -> Event | None:
-        began.setdefault(ask.ticket, world.now)
-        if ask.index != 0:
-            return answered(ask)
-        if answers and ask.ticket in world.ended:
-            return Completed(ask.ticket, [2, 0, 3], ["stop", "abort", "abort"], [(1, 5)])
-        return broken(ask) if world.now > began[ask.ticket] + ask.timeout_s else None
-
-    world.reply = reply
-    fleet, work = world.fleet(2, request_timeout_s=10.0, probe_every_s=1000.0), work_of(groups(3, 3))
-    assert sorted(dispatch(fleet, work)) == [0, 1][not answers :]
-    assert work.is_complete and bool(work.lost) == (not answers) and work.retries == 0
-    assert world.now < (11 if answers else 42) and nothing_in_flight(fleet)
-
-
-def test_what_is_aborted_is_asked_again_alone() -> None:
-    """At 5 % of the completions, in groups of 8: at most 6 % again, with the seed that each had; whole groups were 34 %
-    and more."""
-    asked, work = _asked_with_aborts(may_split=True)
-    assert 0.04 < len(asked) / 3200 - 1 <= 0.06 and len({*asked}) == 3200 and not work.failures
-    assert work.completions_aborted == len(asked) - 3200
-    assert len(_asked_with_aborts(may_split=False)[0]) / 3200 - 1 > 0.3
-
-
-def _asked_with_aborts(may_split: bool) -> tuple[list[tuple[int, int]], Work]:
-    """(group, seed) of each completion that servers were asked for."""
-    world, rng, asked = World(), np.random.default_rng(0), list[tuple[int, int]]()
-
-    def reply(ask: Submit) -> Event | None:
-        asked.extend((ask.index, ask.group.seed + place) for place in range(ask.group.count))
-        reasons = ["abort" if rng.random() < 0.05 else "stop" for _ in range(ask.group.count)]
-        return Completed(ask.ticket, [2] * len(reasons), reasons, [(1, 2 * len(reasons))])
-
-    world.reply = reply
-    wanted = [msgspec.structs.replace(group, seed=100 * i) for i, group in enumerate(groups(*[8] * 400))]
-    fleet, work = world.fleet(2), work_of(wanted, may_split=may_split)
-    list(dispatch(fleet, work))
-    assert work.is_complete and nothing_in_flight(fleet)
-    assert all(ask.group.seed == 100 * ask.index + ask.first for ask in world.asked)
-    return asked, work
 
 
 @pytest.mark.parametrize(("status", "wanted", "seconds"), [(429, None, 0.5), (503, 7.0, 7.0), (408, 1e9, 30.0)])
@@ -420,13 +365,11 @@ def test_a_busy_server_rests_and_is_no_outage(status: int, wanted: float | None,
     assert first == pytest.approx(seconds, abs=0.41) and second == pytest.approx(seconds if wanted else 1.0, abs=0.41)
 
 
-def test_a_refusal_ends_an_evaluation_and_costs_training_the_group() -> None:
+def test_a_refusal_ends_the_run_and_names_the_request() -> None:
     world = World()
     world.reply = lambda ask: AttemptFailed(ask.ticket, "refused", "HTTP 400: context too long", 400)
     with pytest.raises(RunAborted, match=r"a refused request 1-0-0: HTTP 400: context too long"):
-        list(dispatch(world.fleet(), work_of(groups(1), may_lose=False)))
-    list(dispatch(world.fleet(), work := work_of(groups(1))))
-    assert work.lost == {0: "a refused it: HTTP 400: context too long"}
+        list(dispatch(world.fleet(), work_of(groups(1))))
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405])
@@ -484,7 +427,7 @@ def test_an_abort_by_a_sync_is_asked_again_and_one_by_nobody_has_an_end() -> Non
 
 def test_stragglers_are_cut_once_enough_have_finished() -> None:
     """Three of four groups are there: the rest is ended where it is, and counted as cut. An evaluation waits."""
-    for may_lose in (True, False):
+    for allow_straggler_abort in (True, False):
         world = World()
 
         def reply(ask: Submit, world: World = world) -> Event | None:
@@ -495,12 +438,12 @@ def test_stragglers_are_cut_once_enough_have_finished() -> None:
             return answered(ask) if world.now > 50 else None
 
         world.reply = reply
-        work = work_of(groups(2, 2, 2, 2), may_lose=may_lose)
+        work = work_of(groups(2, 2, 2, 2), allow_straggler_abort=allow_straggler_abort)
         assert sorted(dispatch(world.fleet(finish_fraction=0.75), work)) == [0, 1, 2, 3]
         assert (work.stragglers_aborted, bool(world.ended), world.now > 50) == (
-            2 * may_lose,
-            may_lose,
-            not may_lose,
+            2 * allow_straggler_abort,
+            allow_straggler_abort,
+            not allow_straggler_abort,
         )
 
 
@@ -524,30 +467,22 @@ def test_what_is_given_up_ends_at_the_servers() -> None:
 @given(data=st.data(), counts=st.lists(st.integers(1, 8), min_size=1, max_size=12), servers=st.integers(1, 4))
 def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, counts: list[int], servers: int) -> None:
     """Servers that fail, rest, abort, hang for a while or go away at any moment, with syncs whenever they are asked
-    for: each completion lands exactly once or, of training, is lost, or one message names a request. Nothing stays on
-    any server's account."""
+    for: each group lands exactly once, or one message names a request. Nothing stays on any server's account."""
     world = World()
-    kinds = st.sampled_from(["ok"] * 6 + ["later", "broken", "bad", "busy", "abort", "part", "refused"])
+    kinds = st.sampled_from(["ok"] * 6 + ["later", "broken", "bad", "busy", "abort"])
 
     def reply(ask: Submit) -> Event | None:
         kind = data.draw(kinds)
         if kind == "later":
             return None
-        if kind in ("busy", "refused"):
-            status = 429 if kind == "busy" else 400
-            return AttemptFailed(ask.ticket, "refused", f"HTTP {status}", status)
-        if kind == "part":
-            reasons = data.draw(
-                st.lists(st.sampled_from(["stop", "abort"]), min_size=(n := ask.group.count), max_size=n)
-            )
-            return Completed(ask.ticket, [2] * n, reasons, [(1, 2 * n)])
+        if kind == "busy":
+            return AttemptFailed(ask.ticket, "refused", "HTTP 429", 429)
         if kind == "bad":
             return AttemptFailed(ask.ticket, "bad", "a log-probability of 5")
         return {"ok": answered, "broken": broken}.get(kind, lambda ask: answered(ask, "abort"))(ask)
 
     world.reply = reply
-    may = {name: data.draw(st.booleans()) for name in ("may_lose", "may_split")}
-    fleet, work = world.fleet(servers, request_timeout_s=600.0, engine_wait_s=30.0), work_of(groups(*counts), **may)
+    fleet, work = world.fleet(servers, request_timeout_s=600.0, engine_wait_s=30.0), work_of(groups(*counts))
     landed: list[int] = []
     try:
         while not work.is_complete:
@@ -555,14 +490,7 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
                 landed.extend(dispatch(fleet, work))
             except NeedsWeights:
                 synced(fleet)
-        assert sorted([*landed, *work.lost]) == list(range(len(work.groups)))
-        assert may["may_lose"] or not work.lost
-        found = []
-        for index in range(len(work.groups)):
-            whole, first = work.part_of(index)
-            reasons = work.done[index].reasons if index in work.done else ["lost"] * work.groups[index].count
-            found += [(whole, first + place) for place, reason in enumerate(reasons) if reason != "abort"]
-        assert sorted(found) == [(index, place) for index, count in enumerate(counts) for place in range(count)]
+        assert sorted(landed) == list(range(len(counts)))
     except RunAborted as stop:
         assert "1-" in str(stop)
         assert len(set(landed)) == len(landed)

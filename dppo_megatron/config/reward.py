@@ -54,8 +54,8 @@ class RewardConfig:
     """At start up to 2,000 references of each set are graded as if they were answers; if fewer than this share are
     right the run does not begin and rows are listed. 0: no check, for a grader that is not about references."""
     max_failed_share: float = ranged(0.1, "[0, 1]", free_at_resume=True)
-    """A step in which more than this share of the gradings failed, and more than one, stops the run with exit code 3;
-    completions that were never sampled to their end count too. 0: a single one does. 1: never."""
+    """A step in which more than this share of the gradings failed, and more than one, stops the run with exit code 3.
+    0: a single one does. 1: never."""
     cross_check: float = ranged(0.0, "[0, 1]", free_at_resume=True)
     """Share of rank 0's gradings that Math-Verify grades too, beside the training; that it disagrees is a metric, no
     reward. For `function` math and math_boxed; math-verify must be installed."""

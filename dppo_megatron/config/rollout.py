@@ -115,8 +115,7 @@ class LimitsConfig:
     sync_timeout_s: float = ranged(600.0, SECONDS, free_at_resume=True)
     """A weight sync of one server must be done after this long; else the server is marked out."""
     request_timeout_s: float = ranged(3600.0, SECONDS, free_at_resume=True)
-    """A request older than this, counted from its first try, is ended: completions of it that are not done are missing
-    from the step. One of an evaluation stops the run."""
+    """A request older than this, counted from its first try, stops the run with its prompt and request id."""
     engine_wait_s: float = ranged(300.0, SECONDS, free_at_resume=True)
     """With every server gone the run waits this long for one to come back, then stops."""
     probe_every_s: float = ranged(5.0, SECONDS, free_at_resume=True)
@@ -124,8 +123,8 @@ class LimitsConfig:
     probe_timeout_s: float = ranged(20.0, SECONDS, free_at_resume=True)
     """A server that does not answer a health probe in this time is marked out and its requests go elsewhere."""
     finish_fraction: float = ranged(1.0, "(0, 1]")
-    """Below 1: once this share of a step's completions has finished, the rest is ended and missing from the step. A
-    selection by length, so the step's bias ledger shows it. 1: wait for all."""
+    """Below 1: once this share of a step's completions has finished, the rest is cut off where it is and counted as
+    `length`. A selection, so the step's bias ledger shows it. 1: wait for all."""
     logprob_diff_warning: float = ranged(0.5, "(0, 1e6]", free_at_resume=True)
     """A warning is printed when a step's mean |log-probability difference| between engine and actor is above this."""
 

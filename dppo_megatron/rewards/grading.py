@@ -9,7 +9,6 @@ import numpy as np
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.functions import BUILT_IN, NamedFunction
-from dppo_megatron.rewards.measures import failed
 from dppo_megatron.rewards.pace import Pace
 from dppo_megatron.rewards.pool import Grader
 from dppo_megatron.types import Completion, Grade, GradeTask, Group, RolloutPrompt, UserError, deciding_reward
@@ -57,15 +56,13 @@ def grade_groups(
     size: int,
     known: Mapping[int, Grade] | None = None,
 ) -> list[Group]:
-    """The groups of `selected`, graded in one call; an unfinished completion is not graded, since a wrong answer is
-    not what it is.
+    """The groups of `selected`, graded in one call.
 
     Args:
         completions: [len(selected) * size], the groups one after another.
         known: position in `completions` -> its grade, where a rollout client has graded it already.
     """
-    ended = failed("was not sampled to its end")
-    graded = {i: ended for i, one in enumerate(completions) if one.finish_reason == "abort"} | dict(known or {})
+    graded = dict(known or {})
     open_ones = [i for i in range(len(completions)) if i not in graded]
     if open_ones:
         tasks = [

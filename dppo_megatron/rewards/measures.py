@@ -72,19 +72,18 @@ def grading_metrics(table: GradeTable, parts: Sequence[str] = ()) -> dict[str, f
     return {"reward/timeouts": float(timeouts)} | {f"reward/{name}": mean for name, mean in means.items()}
 
 
-def check_failures(table: GradeTable, reward: RewardConfig, step: int, ended_share: float = 0.0) -> None:
+def check_failures(table: GradeTable, reward: RewardConfig, step: int) -> None:
     """Look at the gradings of `step` so far.
 
     Too many failed ones are more than `reward.max_failed_share` of them, but never a single one, unless the share is 0:
-    in a step of four completions one failure is 25 %, and no sign of a broken grader. Completions that were not sampled
-    to their end are among them; `ended_share` of all may be, by a setting.
+    in a step of four completions one failure is 25 %, and no sign of a broken grader.
 
     Raises:
         RunAborted: too many have failed; it says how and how many.
     """
     total, failed, share = len(table.weight), sum(table.failures.values()), reward.max_failed_share
     allowed = max(share * total, 1.0) if share else 0.0
-    if failed > allowed + ended_share * total:
+    if failed > allowed:
         common = collections.Counter(table.failures).most_common(3)
         reasons = "; ".join(f"{count} x {failure}" for failure, count in common)
         raise RunAborted(

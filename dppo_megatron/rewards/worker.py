@@ -215,8 +215,7 @@ def _fields_of_grade(result: Any) -> dict[str, Any]:
     if type(result) is not dict:
         return {"reward": result}
     if "failure" in result:
-        chance = result.get("by_chance", False)
-        return {"reward": math.nan, "failure": result["failure"], "why": result.get("trace", ""), "by_chance": chance}
+        return {"reward": math.nan, "failure": result["failure"], "why": result.get("trace", "")}
     return result
 
 

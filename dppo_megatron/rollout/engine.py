@@ -98,8 +98,6 @@ class RolloutStats:
     """Completions that were aborted under `limits.finish_fraction`."""
     groups_aborted: int | None = None
     """Training groups that a weight sync, or a server unasked, has ended at least once."""
-    completions_aborted: int | None = None
-    """Completions that were sampled again for it."""
     groups_resent: int | None = None
     """Training groups that were lost while a server without seeds sampled them; without those above."""
     servers_live: int | None = None

@@ -12,7 +12,6 @@ decides from scalars, so the number of tokens does not matter.
 
 from __future__ import annotations
 
-import math
 import pickle
 import secrets
 import zlib
@@ -22,7 +21,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -173,15 +171,9 @@ class ServerEngine(Engine):
             self._sync.again()
             if self._head is not None:
                 started.begin(self._fleet)
-        found = self._take(started.places)
         if self._head is not None:
             self._count(started.work)
-            whole = {index: why for index, why in started.work.lost.items() if index not in started.work.parts}
-            for index, why in whole.items():
-                missing = Completion(np.empty(0, np.int64), np.empty(0, np.float32), "abort", "")
-                found |= dict.fromkeys(started.places[index], missing)
-                self._grades |= dict.fromkeys(started.places[index], Grade(math.nan, failure=f"not sampled: {why}"))
-        return dict(sorted(found.items()))
+        return self._take(started.places)
 
     def take_grades(self) -> dict[int, Grade]:
         """The hook's grades of the completions of the last `finish`, by position in its requests; empty without a
@@ -279,8 +271,7 @@ class ServerEngine(Engine):
         prompts = []
         if trains and self._grades_in_client and self._head is not None:
             prompts = [pickle.dumps(replace(requests[place[0]].prompt, token_ids=())) for place in places]
-        splits = trains and len(self._owners) == 1
-        return Work(groups, expected, prompts, may_lose=trains, may_split=splits), places
+        return Work(groups, expected, prompts, allow_straggler_abort=trains), places
 
     def _take(self, places: list[list[int]]) -> dict[int, Completion]:
         """What this node's client holds for this rank, by position in the requests, in their order."""
@@ -303,10 +294,9 @@ class ServerEngine(Engine):
             self._stats.staleness_mean = stale / max(1, sum(tokens for _, tokens in spans))
         self._stats.retries = (self._stats.retries or 0) + work.retries
         self._stats.stragglers_aborted = (self._stats.stragglers_aborted or 0) + work.stragglers_aborted
-        if work.may_lose:
+        if work.allow_straggler_abort:
             by_sync = set(work.aborts) if self._config.rollout.sync.in_flight == "abort" else set()
             self._stats.groups_aborted = (self._stats.groups_aborted or 0) + len(by_sync)
-            self._stats.completions_aborted = (self._stats.completions_aborted or 0) + work.completions_aborted
             self._stats.groups_resent = (self._stats.groups_resent or 0) + len(work.resent - by_sync)
         self._stats.servers_live = len(self._fleet.live)
 

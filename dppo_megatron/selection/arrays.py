@@ -39,7 +39,7 @@ class Rollouts:
     """What came back, as arrays; groups in the order in which their prompts were chosen."""
 
     rewards: FloatArray
-    """[K, G], NaN where there is none: the grader failed, or the completion is unfinished."""
+    """[K, G], NaN where the grader failed."""
     lengths: IntArray
     """[K, G] completion tokens."""
     logit_grad_norm: FloatArray
@@ -48,10 +48,6 @@ class Rollouts:
     """[K] tokens of each prompt; None where it was not recorded: completions then count alone in a micro-batch."""
     truncated: BoolArray | None = None
     """[K, G] generation ran into max_completion_tokens. None where it was not recorded: completions of that length."""
-    unfinished: BoolArray | None = None
-    """[K, G] never sampled to its end. None where it was not recorded: those without tokens and reward."""
-    by_chance: BoolArray | None = None
-    """[K, G] what came in the way of its reward cannot depend on what it says. None: nothing is known to be so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +78,6 @@ class TrainSelection:
     """Every completion with gradient could be kept. A fixed rule that leaves some out makes it False."""
     zero_carries: bool
     """Completions with advantage 0 carry gradient too: there is a KL or entropy term."""
-    missing_weight: FloatArray
-    """[K] factor in `weight` of each group's completions, for those that are missing."""
 
     @property
     def figure_weight(self) -> FloatArray:
@@ -98,7 +92,7 @@ class TrainSelection:
         counted = self.kept & (self.zero_carries | (self.advantages != 0))
         size = len(self.kept) // max(len(self.prompts.prompt_index), 1)
         pi = np.repeat(self.prompts.inclusion_prob, size) * self.completion_prob
-        return np.where(counted, np.repeat(self.missing_weight, size) / np.where(counted, pi, 1.0), 0.0)
+        return np.where(counted, 1.0 / np.where(counted, pi, 1.0), 0.0)
 
 
 def join(chosen: list[PromptDraw]) -> PromptDraw:
@@ -112,11 +106,11 @@ def completion_batch(
     rollouts: Rollouts,
     advantages: FloatArray,
     denominator: FloatArray,
-    group_weight: FloatArray,
+    groups: Selection,
     trainable: BoolArray,
     num_nominal: int,
 ) -> CompletionBatch:
-    """The trainable completions [n] of the whole step; `group_weight` [K] beside their prompts'."""
+    """The trainable completions [n] of the whole step."""
     count, size = rollouts.rewards.shape
     tokens = None if rollouts.prompt_tokens is None else rollouts.lengths + rollouts.prompt_tokens[:, None] - 1
     everything = CompletionBatch(
@@ -128,7 +122,7 @@ def completion_batch(
         lengths=rollouts.lengths.ravel(),
         logit_grad_norm=rollouts.logit_grad_norm.ravel(),
         denominator=denominator.ravel(),
-        prompt_weight=np.repeat(prompts.weight * group_weight, size),
+        prompt_weight=np.repeat(prompts.weight * groups.weight, size),
         tokens=None if tokens is None else tokens.ravel(),
         num_nominal=num_nominal,
     )

@@ -44,16 +44,8 @@ class Coefficients:
         """Running mean of completion tokens, which stands for those of skipped prompts; 0 before the first step."""
 
     def advantages(self, rollouts: Rollouts, group_weight: FloatArray) -> FloatArray:
-        """[K, G], from the full groups' rewards less the penalty of overlong ones; weights [K] of the groups.
-
-        A mean that holds the completion itself takes 1 / m of its advantage, more in a group with some missing: undone.
-        """
-        advantages = make_advantages(self._shaped(rollouts), self._config.objective, group_weight)
-        if self._config.objective.advantage not in ("group_mean", "reinforce_baseline"):
-            return advantages  # rloo's mean is of the others, and group_std's deviation shrinks as much
-        own = 1.0 / np.maximum((~np.isnan(rollouts.rewards)).sum(axis=1, keepdims=True), 2)
-        scaled: FloatArray = advantages * ((1.0 - 1.0 / rollouts.rewards.shape[1]) / (1.0 - own))
-        return scaled
+        """[K, G], from the full groups' rewards less the penalty of overlong ones; weights [K] of the groups."""
+        return make_advantages(self._shaped(rollouts), self._config.objective, group_weight)
 
     def _shaped(self, rollouts: Rollouts) -> FloatArray:
         return rollouts.rewards + overlong_penalty(rollouts.lengths, self._config.objective.overlong, self._limit)
@@ -104,9 +96,9 @@ class Coefficients:
         """Completions of one planned mini-batch."""
         return self._prompts_per_step // self._updates * int(lengths.shape[1])
 
-    def trainable(self, rollouts: Rollouts, there: BoolArray) -> tuple[BoolArray, BiasSource]:
-        """[K * G] completions that are `there` [K, G], less the truncated ones with `overlong.filter`."""
-        trainable = there.ravel()
+    def trainable(self, rollouts: Rollouts, groups: Selection) -> tuple[BoolArray, BiasSource]:
+        """[K * G] completions of the groups that go on, less the truncated ones with `overlong.filter`."""
+        trainable = np.repeat(groups.kept, rollouts.rewards.shape[1])
         if not self._config.objective.overlong.filter:
             return trainable, BiasSource(())
         truncated = rollouts.lengths >= self._limit if rollouts.truncated is None else rollouts.truncated

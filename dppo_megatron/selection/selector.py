@@ -44,7 +44,6 @@ from dppo_megatron.selection.arrays import (
 )
 from dppo_megatron.selection.bias import BiasSource, sized
 from dppo_megatron.selection.coefficients import Coefficients
-from dppo_megatron.selection.missing import Missing, missing_of, with_lengths
 from dppo_megatron.types import FloatArray, IntArray, StepCounts, UserError, mean_of_sums
 
 
@@ -138,7 +137,6 @@ class Selector:
         sizes = {"": num_prompts} if set_sizes is None else set_sizes
         self._order = order or make_order(sizes, train_set_weights(config), config.seed, self.prompts_per_step)
         self._position = 0
-        self._may_end_early = config.rollout.engine != "hf" and config.rollout.limits.finish_fraction < 1
         self._delay = min(config.rollout.async_steps, 1)
         """Steps that a prompt policy's feedback comes late: a step that begins ahead cannot know what the one before it
         cost, and one that does not, because a checkpoint is due, must choose the same."""
@@ -187,22 +185,18 @@ class Selector:
             RunAborted, UserError: an outcome that nothing can be chosen by; see `check_outcomes`.
         """
         of, zero_based, size = self._of(step), step - 1, rollouts.rewards.shape[1]
-        prompts, sampled = join(of.chosen), rollouts.lengths
-        rollouts = with_lengths(rollouts, self._coefficients.mean_length)
+        prompts = join(of.chosen)
         check_outcomes(prompts.prompt_index, rollouts.rewards, rollouts.lengths, rollouts.logit_grad_norm)
         groups = self._prompt_policy.keep_groups(rollouts.rewards, step=zero_based)
         minibatch = self._assign(prompts, groups)
-        missing = self._missing(rollouts, prompts)
         advantages = self._coefficients.advantages(rollouts, prompts.weight * groups.weight)
         denominator, divided = self._denominator(rollouts.lengths, minibatch, groups, of, prompts)
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
-        squared = missing.estimated(self._coefficients.squared_norms(rollouts, advantages, denominator))
-        seen = replace(rollouts, rewards=np.where(missing.there, rollouts.rewards, math.nan))  # one alone tells nothing
-        of.outcome = prompts, seen, squared.sum(axis=1)
-        trainable, filtered = self._coefficients.trainable(rollouts, missing.there & groups.kept[:, None])
+        squared = self._coefficients.squared_norms(rollouts, advantages, denominator)
+        of.outcome = prompts, rollouts, squared.sum(axis=1)
+        trainable, filtered = self._coefficients.trainable(rollouts, groups)
         nominal = self.prompts_per_step * size
-        group_weight = groups.weight * missing.weight
-        batch = completion_batch(prompts, rollouts, advantages, denominator, group_weight, trainable, nominal)
+        batch = completion_batch(prompts, rollouts, advantages, denominator, groups, trainable, nominal)
         rows = np.flatnonzero(trainable)
         completions = self._declared[1].judged(self._prune_minibatches(batch, minibatch[rows // size], of))
         kept = np.zeros(rollouts.rewards.size, dtype=np.bool_)
@@ -216,7 +210,7 @@ class Selector:
         offered = with_refills(planned, later)
         expected = np.ones(rollouts.rewards.size)
         expected[rows] = completions.expected_weight
-        others = self._coefficients.whitening(planned, of.selections, rollouts), divided, filtered, missing.source
+        others = self._coefficients.whitening(planned, of.selections, rollouts), divided, filtered
         sources = self._sources(planned, offered, groups, completions, expected.reshape(rollouts.rewards.shape), others)
         ledger, bias = sized(sources, squared, prompts.inclusion_prob)
         variance = step_variance(planned, batch, completions, self._coefficients.slope)
@@ -227,7 +221,7 @@ class Selector:
             prompts_generated=int(offered.kept.sum()),
             completions_generated=rollouts.rewards.size,
             completions_trained=int(completions.kept.sum()),
-            tokens_generated=int(sampled.sum()),
+            tokens_generated=int(rollouts.lengths.sum()),
             tokens_trained=int(batch.lengths[completions.kept].sum()),
         )
         has_support = self._completion_policy.has_support and not self._prompt_policy.resamples
@@ -240,8 +234,7 @@ class Selector:
             ledger=ledger,
             metrics=counts.metrics()
             | (variance.metrics() if has_support else {})  # else the gradient's length changes with it
-            | _reward_figures(rollouts, prompts.inclusion_prob / missing.weight)
-            | missing.metrics
+            | _reward_figures(rollouts.rewards, prompts.inclusion_prob)
             | step_metrics(offered, batch, completions)
             | self._prompt_policy.history.metrics(zero_based)
             | ({} if bias is None else {"prune/bias_estimate": bias}),
@@ -253,15 +246,6 @@ class Selector:
             completion_prob=completion_prob,
             has_support=has_support,
             zero_carries=self._completion_policy.zero_advantage_slope > 0,
-            missing_weight=missing.weight,
-        )
-
-    def _missing(self, rollouts: Rollouts, prompts: PromptDraw) -> Missing:
-        return missing_of(
-            rollouts,
-            prompts.inclusion_prob,
-            stands_for_lost=not self._prompt_policy.resamples,
-            may_end_early=self._may_end_early,
         )
 
     def _sources(
@@ -302,7 +286,7 @@ class Selector:
 
     def full_scores(self, everything: Rollouts) -> FloatArray:
         """[N, G] gradient-norm proxy of the completions of all nominal prompts of a step, none skipped."""
-        return self._coefficients.full_scores(with_lengths(everything, self._coefficients.mean_length))
+        return self._coefficients.full_scores(everything)
 
     def state_dict(self) -> dict[str, Any]:
         """What the step after the last one with feedback depends on."""
@@ -408,12 +392,11 @@ class Selector:
         return merge(pruned, np.argsort(np.concatenate(rows), kind="stable"))
 
 
-def _reward_figures(rollouts: Rollouts, prompt_prob: FloatArray) -> dict[str, float]:
-    rewards, graded = rollouts.rewards, ~np.isnan(rollouts.rewards)
-    unfinished = 0.0 if rollouts.unfinished is None else float((~graded & rollouts.unfinished).sum())
+def _reward_figures(rewards: FloatArray, prompt_prob: FloatArray) -> dict[str, float]:
+    graded = ~np.isnan(rewards)
     weight = np.where(graded, 1.0 / prompt_prob[:, None], 0.0)  # no estimator's weights, and no cap
     return {
         # weighted, because the generated prompts are a sample of the considered ones
         "reward/mean": mean_of_sums(float((weight * np.where(graded, rewards, 0.0)).sum()), float(weight.sum())),
-        "reward/failed_count": float((~graded).sum()) - unfinished,
+        "reward/failed_count": float((~graded).sum()),
     }

@@ -62,9 +62,7 @@ class Coordinator:
     def take(self, outcomes: Sequence[RolloutTable], number: int) -> None:
         """Add the outcomes of a round, one from each rank. Raises RunAborted if too many gradings failed."""
         self._outcomes += outcomes
-        config = self._job.config
-        ended_share = 1.0 - config.rollout.limits.finish_fraction
-        check_failures(RolloutTable.join(self._outcomes).grades, config.reward, number, ended_share)
+        check_failures(RolloutTable.join(self._outcomes).grades, self._job.config.reward, number)
 
     def refill(self, number: int) -> PromptDraw | None:
         """More prompts, for methods that ask until enough groups have variance; None: enough."""
@@ -82,12 +80,13 @@ class Coordinator:
         outcomes = RolloutTable.join([*self._outcomes, RolloutTable.of({}, size, 0)])
         rollouts = outcomes.rollouts(step.selected)
         decision = self._selector.finish(rollouts, step.number)
+        count = rollouts.lengths.size
         record = step.record
         record.counts = decision.counts
         record.metrics |= decision.metrics | stats.metrics()
         record.metrics |= grading_metrics(outcomes.grades, list(config.reward.functions))
         record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob)
-        on_servers = server_rows(config.rollout, stats, groups=len(rollouts.lengths), size=size)
+        on_servers = server_rows(config.rollout, stats, groups=len(rollouts.lengths), completions=count)
         record.ledger = (*decision.ledger, *on_servers, *overlong_row(self._job))
         record.trace = trace_row(step.number, decision, rollouts)
         with record.timers.phase("pack"):
@@ -146,7 +145,7 @@ def overlong_row(job: Job) -> tuple[LedgerRow, ...]:
     return (row.sized(None, "nothing is known of them"),)
 
 
-def server_rows(config: RolloutConfig, stats: RolloutStats, *, groups: int, size: int) -> tuple[LedgerRow, ...]:
+def server_rows(config: RolloutConfig, stats: RolloutStats, *, groups: int, completions: int) -> tuple[LedgerRow, ...]:
     """What happened at the servers. Sizes are shares of the step: what was lost is not known, so each counts in full.
 
     The rows of a setting are in every step in which it may act, whether or not it did, since a label must not depend on
@@ -155,10 +154,14 @@ def server_rows(config: RolloutConfig, stats: RolloutStats, *, groups: int, size
     if config.engine == "hf":
         return ()
     rows = []
+    if config.limits.finish_fraction < 1:
+        cut = (stats.stragglers_aborted or 0) / max(completions, 1)
+        note = f"{cut:.2%} of the completions were aborted by rollout.limits.finish_fraction and count as truncated"
+        rows.append(LedgerRow("rollout/stragglers", 1.0 - cut, "biased", note).sized(cut))
     again = "sampled again, so those that end early are more likely"
     if config.async_steps and config.sync.in_flight == "abort":
         note = f"completions that a weight sync interrupts are {again}"
-        share = (stats.completions_aborted or 0) / max(groups * size, 1)
+        share = (stats.groups_aborted or 0) / max(groups, 1)
         rows.append(LedgerRow("rollout/aborted", 1.0, "biased", note).sized(share))
     if resent := stats.groups_resent:
         note = f"{resent} groups of a server that failed were {again}: it samples without seeds"

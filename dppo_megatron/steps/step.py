@@ -70,7 +70,7 @@ class StepRecord:
 class RolloutTable:
     """The outcomes of k groups as arrays: what rank 0 needs to select completions, without their tokens.
 
-    Each rank makes the rows of the groups that it holds; rank 0 joins them. That is 35 bytes a completion, where
+    Each rank makes the rows of the groups that it holds; rank 0 joins them. That is 33 bytes a completion, where
     pickled completions were 24 bytes a *token*.
     """
 
@@ -88,10 +88,6 @@ class RolloutTable:
     """[k, G] -log of the probability with which the engine sampled each completion: the sum over its tokens."""
     truncated: BoolArray
     """[k, G] stopped at the token limit."""
-    unfinished: BoolArray
-    """[k, G] ended before that, and before a stop token."""
-    by_chance: BoolArray
-    """[k, G] grading failed by what cannot depend on the completion."""
     grades: GradeTable
 
     @staticmethod
@@ -99,8 +95,6 @@ class RolloutTable:
         """Outcomes of the groups that `rank` holds; `groups` maps position in the step to group."""
         completions = [completion for group in groups.values() for completion in group.completions]
         shape = (len(groups), group_size)
-        grades = [group.grades or (None,) * group_size for group in groups.values()]
-        by_chance = np.array([one is not None and one.by_chance for row in grades for one in row], dtype=np.bool_)
         return RolloutTable(
             position=np.array(list(groups), dtype=np.int64),
             holder=np.full(len(groups), rank, dtype=np.int64),
@@ -111,8 +105,6 @@ class RolloutTable:
             ),
             surprisal=np.array([-c.logprobs.sum(dtype=np.float64) for c in completions]).reshape(shape),
             truncated=np.array([c.finish_reason == "length" for c in completions], dtype=np.bool_).reshape(shape),
-            unfinished=np.array([c.finish_reason == "abort" for c in completions], dtype=np.bool_).reshape(shape),
-            by_chance=by_chance.reshape(shape),
             grades=GradeTable.of(groups.values()),
         )
 
@@ -131,9 +123,9 @@ class RolloutTable:
         Args:
             inclusion_prob: [k] of each group's prompt.
         """
-        weight = ~self.unfinished / inclusion_prob[:, None]
+        weight = 1.0 / inclusion_prob[:, None]
         tokens = float((weight * self.lengths).sum())
-        completions = float(weight.sum())
+        completions = float(weight.sum()) * self.lengths.shape[1]
         return {
             "train/entropy": mean_of_sums(float((weight * self.surprisal).sum()), tokens),
             "rollout/completion_tokens_mean": mean_of_sums(tokens, completions),
@@ -149,8 +141,6 @@ class RolloutTable:
             logit_grad_norm=self.logit_grad_norm,
             prompt_tokens=np.array([len(item.prompt.token_ids) for item in selected], dtype=np.int64),
             truncated=self.truncated,
-            unfinished=self.unfinished,
-            by_chance=self.by_chance,
         )
 
 

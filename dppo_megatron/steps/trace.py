@@ -122,10 +122,8 @@ def reasons_of(
     prob = decision.completion_prob
     not_drawn = np.isnan(prob)
     failed = np.isnan(rollouts.rewards.ravel()) & ~decision.kept
-    unfinished = failed & (False if rollouts.unfinished is None else rollouts.unfinished.ravel())
     floor = config.pruning.completion.min_inclusion_prob
     conditions = [
-        (unfinished, "missing"),
         (failed, "failed"),
         (not_drawn & truncated, "overlong"),
         (not_drawn, "group"),

@@ -136,8 +136,7 @@ def groups(*counts: int, tokens: int = 4) -> list[GenerateRequest]:
 
 
 def work_of(requests: Sequence[GenerateRequest], **values: Any) -> Work:
-    """Of training."""
-    return Work(list(requests), Expected(19, 1, 2), **{"may_lose": True} | values)
+    return Work(requests, Expected(19, 1, 2), **values)
 
 
 def nothing_in_flight(fleet: Fleet) -> bool:

@@ -73,14 +73,6 @@ def nan_loss(batch: object, config: object) -> object:
     return TokenLoss(loss * float("nan") if model_parallel_is_initialized() else loss)
 
 
-def parity_if_reached(completion: str, answer: str) -> float:
-    """`length_parity` of a judge that now and then takes no call, and that fails on some texts."""
-    fate = sum(completion.encode()) % 11
-    if completion and "The answer" not in completion and completion != answer and fate < 2:
-        raise RuntimeError("no verdict") from (ConnectionRefusedError(111, "refused") if fate else None)
-    return length_parity(completion, answer)
-
-
 def _spin() -> None:
     while True:
         pass

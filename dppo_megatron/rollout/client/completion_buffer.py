@@ -10,7 +10,6 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import msgspec
 import numpy as np
@@ -18,7 +17,7 @@ import numpy.typing as npt
 
 from dppo_megatron.rollout.client.messages import ENCODER, receive, send
 from dppo_megatron.rollout.servers.wire import Sampled, version_number
-from dppo_megatron.types import Completion, FinishReason, Grade
+from dppo_megatron.types import Completion, Grade
 
 
 @dataclass
@@ -32,8 +31,6 @@ class BufferedGroup:
     number: int = 0
     """In the order in which the client's groups have landed, which decides the share. The index in the rollout cannot:
     of two clients one may have all even ones."""
-    first: int = 0
-    """Position in the group of its first completion here; what lands later takes the place of what was aborted."""
 
 
 class CompletionBuffer:
@@ -42,13 +39,12 @@ class CompletionBuffer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._groups: dict[int, BufferedGroup] = {}
-        self._numbers: dict[int, int] = {}
-        """Of each group by its index: what is asked for again of one goes where the rest goes."""
+        self._landed = 0
 
     def put(self, ticket: int, group: BufferedGroup) -> None:
         """Hold a group that has landed. Groups are numbered in that order."""
         with self._lock:
-            group.number = self._numbers.setdefault(group.index, len(self._numbers))
+            group.number, self._landed = self._landed, self._landed + 1
             self._groups[ticket] = group
 
     def drop(self, tickets: Sequence[int]) -> None:
@@ -72,10 +68,7 @@ class CompletionBuffer:
         """What is ready and belongs to a share, in the order of the groups; it is held no longer."""
         with self._lock:
             mine = [ticket for ticket, group in self._groups.items() if group.texts and group.number % shares == share]
-            taken = sorted((self._groups.pop(ticket) for ticket in mine), key=lambda group: group.index)
-            if not self._groups:
-                self._numbers.clear()  # the next rollout counts anew
-            return taken
+            return sorted((self._groups.pop(ticket) for ticket in mine), key=lambda group: group.index)
 
 
 class Arrived(msgspec.Struct, frozen=True):
@@ -111,8 +104,7 @@ def hand_over(peer: socket.socket, groups: Sequence[BufferedGroup]) -> None:
             arrays, spans = (bytearray(one.token_ids), bytearray(one.logprobs)), spans_of(one)
             grade = group.grades[position] if group.grades else None
             text = group.texts[position]
-            place = group.first + position
-            send(peer, ENCODER.encode(Arrived(group.index, place, *arrays, one.finish_reason, spans, text, grade)))
+            send(peer, ENCODER.encode(Arrived(group.index, position, *arrays, one.finish_reason, spans, text, grade)))
     send(peer, b"")
 
 
@@ -133,7 +125,7 @@ def completion_of(
     return Completion(
         token_ids=token_ids.astype(np.int64),
         logprobs=logprobs,
-        finish_reason=cast(FinishReason, reason),
+        finish_reason="stop" if reason == "stop" else "length",
         text=text,
         weights_spans=tuple(spans),
     )

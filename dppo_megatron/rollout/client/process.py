@@ -168,7 +168,7 @@ class Client:
             self._fail(AttemptFailed(ask.ticket, "bad", brief(error)))
         else:
             self._asks.pop(ask.ticket, None)
-            self._held.put(ask.ticket, BufferedGroup(ask.index, sampled, first=ask.first))
+            self._held.put(ask.ticket, BufferedGroup(ask.index, sampled))
             lengths, reasons = [len(one.token_ids) for one in sampled], [one.finish_reason for one in sampled]
             self._send(
                 Completed(ask.ticket, lengths, list(reasons), [span for one in sampled for span in spans_of(one)])
@@ -195,13 +195,13 @@ class Client:
             arrays = [one.token_ids for one in sampled]
             texts = detokenizer.decode(arrays) if detokenizer is not None else [""] * len(arrays)
             sent = [text.encode(errors="replace").decode() for text in texts]  # half a surrogate pair is no UTF-8
-            if self._hook is None or not ask.prompt or any(one.finish_reason == "abort" for one in sampled):
+            if self._hook is None or not ask.prompt:
                 self._ready(ask.ticket, sent, ())
             elif ask.ticket in self._held:
                 # written by this job's rank 0, over a connection that has shown the job's key
                 prompt = pickle.loads(ask.prompt)
                 tasks = [
-                    GradeTask.of(prompt, text, ask.first + index, len(one.token_ids), one.finish_reason)
+                    GradeTask.of(prompt, text, index, len(one.token_ids), one.finish_reason)
                     for index, (text, one) in enumerate(zip(texts, sampled, strict=True))
                 ]
                 self._hook.submit(tasks).add_done_callback(partial(self._graded, ask.ticket, sent))

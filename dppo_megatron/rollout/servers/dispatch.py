@@ -16,8 +16,7 @@ The rules:
 - Groups of a server that has gone out are queued again, and only the first answer to each is kept. With a seed (vLLM)
   the second attempt samples the same completion, so a failure does not favour short ones; without, `Work.resent`.
 - Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
-  it that went wrong, `engine_wait_s` for a fleet without a live server. Each ends in one message with the request's id:
-  of training requests the first two cost their own completions, and of one that is late only those that are not done.
+  it that went wrong, `engine_wait_s` for a fleet without a live server. Each ends in one message with the request's id.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-
-import msgspec
 
 from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.engine import Request, Sampling
@@ -47,7 +44,6 @@ one's failure has marked their server out do not count."""
 _MOST_ABORTS = 8
 """A weight sync with in_flight=abort ends a request once; after eight aborts the server is at fault."""
 BUSY = (408, 429, 503)
-_LATE = "it has waited longer than rollout.limits.request_timeout_s since its first try"
 _NOT_THE_SERVER = (401, 403, 404, 405)
 """The server was started again with another key or without this project's paths; another one may answer."""
 
@@ -109,14 +105,12 @@ def grouped(
 class Work:
     """The groups of one rollout and what has come back; survives a `NeedsWeights`."""
 
-    groups: list[GenerateRequest]
-    """With what was asked for again of a group, behind them."""
+    groups: Sequence[GenerateRequest]
     expected: Expected
     prompts: Sequence[bytes] = ()
     """For the grading hook, one a group; empty: nothing is graded."""
-    may_lose: bool = False
-    """Completions may be missing: those of a request that fails for good or is late, and stragglers under
-    `rollout.limits.finish_fraction`. Not of an evaluation, where they would count as wrong."""
+    allow_straggler_abort: bool = True
+    """`rollout.limits.finish_fraction` applies. Not to an evaluation: aborted completions would count as wrong."""
     done: dict[int, Completed] = field(default_factory=dict)
     landed: dict[int, int] = field(default_factory=dict)
     """The ticket that brought each group's answer -> the group."""
@@ -126,16 +120,6 @@ class Work:
     failures: dict[int, list[str]] = field(default_factory=dict)
     """What went wrong with each group, one line an answer."""
     aborts: dict[int, int] = field(default_factory=dict)
-    completions_aborted: int = 0
-    """Completions that were asked for again for it."""
-    parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """What was asked for again -> the group that it completes, and the position there of its first completion."""
-    may_split: bool = False
-    """One client asks all servers, so it holds what there is of a group already."""
-    lost: dict[int, str] = field(default_factory=dict)
-    """Groups that were given up whole, and why."""
-    ended: set[int] = field(default_factory=set)
-    """Groups that were late: the servers were told to end them where they are."""
     resent: set[int] = field(default_factory=set)
     """Groups that were lost while a server without seeds sampled them: long ones are lost more often."""
     retries: int = 0
@@ -145,13 +129,9 @@ class Work:
     """The straggler rule has aborted the rest."""
     stragglers_aborted: int = 0
 
-    def part_of(self, index: int) -> tuple[int, int]:
-        """The group, and the position there of the first completion, of what is asked for under `index`."""
-        return self.parts.get(index, (index, 0))
-
     @property
     def is_complete(self) -> bool:
-        return len(self.ready) + len(self.lost) == len(self.groups)
+        return len(self.ready) == len(self.groups)
 
 
 @dataclass
@@ -181,8 +161,7 @@ class Dispatch:
         assert fleet.intake is not None
         self._fleet, self._work, self._intake = fleet, work, fleet.intake
         self._limits, self._clock = fleet.limits, fleet.clock
-        over = work.done.keys() | work.lost.keys()
-        self._pending = deque(index for index in range(len(work.groups)) if index not in over)
+        self._pending = deque(index for index in range(len(work.groups)) if index not in work.done)
         self._attempts: dict[int, _Attempt] = {}
         self._checked_s, self._outages = -math.inf, -1
         self._landed_s: dict[int, float] = {}  # ticket -> when its answer came, on the clock of the spans
@@ -226,9 +205,8 @@ class Dispatch:
         with self._fleet.lock:
             member.began(group.cost, group.count)
         self._attempts[ticket] = _Attempt(index, member, self._fleet.spans.clock(), member.outages)
-        whole, first = work.part_of(index)
-        prompt = work.prompts[whole] if work.prompts else b""
-        self._intake.ask(Submit(ticket, whole, member.name, group, work.expected, left_s + _ANSWER_S, prompt, first))
+        prompt = work.prompts[index] if work.prompts else b""
+        self._intake.ask(Submit(ticket, index, member.name, group, work.expected, left_s + _ANSWER_S, prompt))
 
     def _has_room(self, member: Endpoint, group: GenerateRequest) -> bool:
         """A group that is larger than the whole room goes alone: it could go nowhere else."""
@@ -261,11 +239,10 @@ class Dispatch:
             self._failed(attempt, event)
             return None
         aborted = event.reasons.count("abort")
-        if aborted and not (self._work.stragglers_ended or attempt.index in self._work.ended):
-            if not self._aborted(attempt, event):
-                return None
-            aborted = 0
-        self._work.stragglers_aborted += aborted * self._work.stragglers_ended
+        if aborted and not (self._work.stragglers_ended and all(event.lengths)):
+            self._aborted(attempt, event.ticket)
+            return None
+        self._work.stragglers_aborted += aborted
         self._work.done[attempt.index] = event
         self._work.landed[event.ticket] = attempt.index
         with self._fleet.lock:
@@ -278,66 +255,32 @@ class Dispatch:
             spans.add(track, self._work.groups[index].request_id, began_s, ended_s, ticket)
 
     def _again(self, attempt: _Attempt, *, was_sampled: bool = True) -> None:
-        if attempt.index in self._work.ended:
-            return self._lose(attempt.index, _LATE)
         self._work.retries += 1
         self._pending.appendleft(attempt.index)
         if was_sampled and not attempt.member.server.dialect.seeded:
-            self._work.resent.add(self._work.part_of(attempt.index)[0])
-
-    def _lose(self, index: int, why: str) -> None:
-        """Its completions are missing from the step."""
-        log(f"rollout: request {self._work.groups[index].request_id} is given up: {why}")
-        self._work.lost[index] = why
-        if index in self._pending:
-            self._pending.remove(index)
+            self._work.resent.add(attempt.index)
 
     def _failed(self, attempt: _Attempt, event: AttemptFailed) -> None:
-        """Raises RunAborted for a failure that another server would repeat, unless the group may be missing."""
+        """Raises RunAborted for a failure that another server would repeat."""
         member, request_id = attempt.member, self._work.groups[attempt.index].request_id
         if event.kind == "ours":
             raise RunAborted(f"request {request_id}: {event.text}")
-        is_refused = event.kind == "refused"
-        if is_refused and 400 <= event.status < 500 and event.status not in (*BUSY, *_NOT_THE_SERVER):
-            if not self._work.may_lose:
-                raise RunAborted(f"{member.name} refused request {request_id}: {event.text}")
-            return self._lose(attempt.index, f"{member.name} refused it: {event.text}")
-        turned_away = is_refused and (event.status in BUSY or event.status < 500)
+        turned_away = event.kind == "refused" and (event.status in BUSY or event.status < 500)
         self._again(attempt, was_sampled=not turned_away)
-        if is_refused and event.status in BUSY:
+        if event.kind == "refused" and event.status in BUSY:
             with self._fleet.lock:
                 return member.back_off(event.retry_after_s)
+        if event.kind == "refused" and 400 <= event.status < 500 and event.status not in _NOT_THE_SERVER:
+            raise RunAborted(f"{member.name} refused request {request_id}: {event.text}")
         self._blame(attempt, event.text)
 
-    def _aborted(self, attempt: _Attempt, event: Completed) -> bool:
-        """Aborted by a weight sync, or by the server unasked. Returns whether what it brought is used, since only a
-        part of the group is missing: that part is asked for again, with its own seeds."""
-        work, whole = self._work, self._work.part_of(attempt.index)[0]
-        aborts = work.aborts[whole] = work.aborts.get(whole, 0) + 1
-        rest = [place for place, reason in enumerate(event.reasons) if reason == "abort"]
-        splits = work.may_split and aborts <= _MOST_ABORTS and len(rest) < len(event.reasons)
-        work.completions_aborted += len(rest) if splits else len(event.reasons)
-        if splits:
-            work.retries += 1
-            self._ask_for_rest(attempt, rest)
-        else:
-            self._intake.cancel([event.ticket])  # drops what it brought
-            self._again(attempt)
+    def _aborted(self, attempt: _Attempt, ticket: int) -> None:
+        """Aborted by a weight sync, or by the server unasked."""
+        self._intake.cancel([ticket])  # drops what it brought
+        self._again(attempt)
+        aborts = self._work.aborts[attempt.index] = self._work.aborts.get(attempt.index, 0) + 1
         if aborts > _MOST_ABORTS:
             self._blame(attempt, f"it has ended the request {aborts} times, unasked")
-        return splits
-
-    def _ask_for_rest(self, attempt: _Attempt, places: Sequence[int]) -> None:
-        work, group = self._work, self._work.groups[attempt.index]
-        whole, first = work.part_of(attempt.index)
-        stem, _, number = group.request_id.rpartition("-")
-        for place in places:
-            self._pending.append(index := len(work.groups))
-            work.parts[index], work.first_asked[index] = (whole, first + place), work.first_asked[attempt.index]
-            name, seed = f"{stem}-{int(number) + place}", group.seed + place
-            work.groups.append(msgspec.structs.replace(group, request_id=name, count=1, seed=seed))
-            if not attempt.member.server.dialect.seeded:
-                work.resent.add(whole)
 
     def _blame(self, attempt: _Attempt, why: str) -> None:
         """A failure of this server, and one of this request's few."""
@@ -348,10 +291,9 @@ class Dispatch:
         said.append(f"{member.name}: {why}")
         self._fleet.mark_out(member, why)
         if len(said) >= _MOST_FAILURES:
-            why = f"has failed {len(said)} times: {'; '.join(said)}"
-            if not work.may_lose:
-                raise RunAborted(f"request {work.groups[attempt.index].request_id} {why}")
-            self._lose(attempt.index, why)
+            raise RunAborted(
+                f"request {work.groups[attempt.index].request_id} has failed {len(said)} times: {'; '.join(said)}"
+            )
 
     def _drop_the_lost(self) -> None:
         """Attempts on servers that have gone out go elsewhere; a probe, an answer or a sync may have marked them."""
@@ -386,7 +328,7 @@ class Dispatch:
 
     def _abort_stragglers(self) -> None:
         work, share = self._work, self._limits.finish_fraction
-        if share == 1 or not work.may_lose or work.stragglers_ended or self._pending or not self._attempts:
+        if share == 1 or not work.allow_straggler_abort or work.stragglers_ended or self._pending or not self._attempts:
             return
         total = sum(group.count for group in work.groups)
         if sum(work.groups[index].count for index in work.done) >= share * total:
@@ -401,13 +343,7 @@ class Dispatch:
         waiting = [*self._pending, *(attempt.index for attempt in self._attempts.values())]
         where = {attempt.index: f" on {attempt.member.name}" for attempt in self._attempts.values()}
         asked = self._work.first_asked
-        late = [index for index in waiting if now - asked.get(index, now) > limit_s and index not in self._work.ended]
-        if late and self._work.may_lose:
-            self._work.ended.update(late)
-            self._intake.end([ticket for ticket, attempt in self._attempts.items() if attempt.index in late])
-            for index in set(late).intersection(self._pending):
-                self._lose(index, _LATE)
-        elif late:
+        if late := [index for index in waiting if now - asked.get(index, now) > limit_s]:
             names = [f"{self._work.groups[index].request_id}{where.get(index, '')}" for index in late]
             raise RunAborted(
                 f"{len(late)} requests (step-prompt-completion) have waited longer than"

@@ -27,8 +27,6 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """For the whole attempt, to its last byte."""
     prompt: bytes = b""
     """What the grading hook is given with the texts (a pickled `Prompt`); empty: not graded there."""
-    first: int = 0
-    """Position in that group of the first completion asked for: what was aborted of a group is asked for alone."""
 
 
 class Completed(msgspec.Struct, frozen=True, tag=True):

@@ -88,7 +88,6 @@ def read_trace(path: str) -> Trace:
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _Some: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
-_Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
 _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
@@ -120,7 +119,7 @@ class _TraceLine(msgspec.Struct):
     step: _Some
     prompts: list[_Count]
     rewards: list[list[Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)] | None]]  # squares have to fit a float32
-    lengths: list[list[_Tokens]]
+    lengths: list[list[_Some]]  # a completion has its stop token at least
     logit_grad_norm: list[list[_Amount]]
     kept: list[_Count]
     seconds: _Seconds
@@ -149,9 +148,6 @@ def _trouble(row: _TraceLine, num_prompts: int, group_size: int, step_before: in
         groups = getattr(row, name)
         if len(groups) != len(row.prompts) or any(len(group) != group_size for group in groups):
             return f"{name}: must be {len(row.prompts)} groups of {group_size}"
-    pairs = [pair for both in zip(row.rewards, row.lengths, strict=True) for pair in zip(*both, strict=True)]
-    if any(reward is not None and length == 0 for reward, length in pairs):
-        return "lengths: a completion that has a reward has its stop token at least"
     if len(set(row.kept)) < len(row.kept) or any(one >= len(row.prompts) * group_size for one in row.kept):
         return f"kept: must be different places among {len(row.prompts) * group_size} completions"
     return ""
