@@ -30,12 +30,11 @@ from dppo_megatron.actor.logprobs import LogprobStore
 from dppo_megatron.actor.loss import LossHook
 from dppo_megatron.actor.model import check_settings, not_tried, overrides
 from dppo_megatron.actor.overrides import DECIDED, ELSEWHERE, RECIPES, REFUSED, TESTED, Overrides, refusal
-from dppo_megatron.actor.rotary import Rotary
 from dppo_megatron.algorithms.objectives import make_objective, supervised
 from dppo_megatron.config.schema import UNEVEN_STAGES, ActorConfig, ObjectiveConfig, OptimizerConfig
 from dppo_megatron.steps.build import what_to_offload
 from dppo_megatron.types import UserError
-from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.architecture import Rope, read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
 
 TWO = Parallel(dp=2, distributed_optimizer=True)
@@ -489,7 +488,7 @@ def test_a_pack_travels_without_waiting() -> None:
 
     with Copies():
         pack = build_microbatch(random_samples(4, 37), microbatch, device=torch.device("meta"))
-        rotation = pack.packed.rotation(Rotary(16, 10000.0), torch.bfloat16)
+        rotation = pack.packed.rotation(Rope((1.0,) * 8), torch.bfloat16)
     LogprobStore().add(pack, torch.zeros(len(pack.targets), device="meta"))  # which nobody can read
     assert pack.packed.cu_seqlens_q.device == rotation.cos.device == torch.device("meta")
     assert len(copies) >= 8 and all(copies)

@@ -45,7 +45,7 @@ PHASES = {
         "finishing the checkpoint", "writing", "ending the engine",
     },
     "eval": {"loading libraries", "opening", "reading", "starting and trying", "start: grading the references",
-             "reading the model", "evaluation", "evaluation: grading", "writing", "comparing"},
+             "loading the weights", "evaluation", "evaluation: grading", "writing", "comparing"},
     "simulate": {"loading libraries", "reading", "simulating grpo", "simulating dppo"},
     "plan": {"loading libraries", "reading", "simulating grpo", "opening", "starting and trying"},
     "report": {"loading libraries", "reading", "writing"},

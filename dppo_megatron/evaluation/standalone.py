@@ -98,14 +98,13 @@ class EngineAndGraders:
 
     def engine(self, job: Job) -> Engine:
         """The engine with the weights of `job.checkpoint`; started at the first call."""
-        if self._engine is None and job.config.rollout.engine == "hf":
-            self._engine = engine_from_files(job.config, job.tokenizer, job.checkpoint)
-            show(self._engine.description)
-            return self._engine
         if self._engine is None:
-            self._engine = ServerEngine(self.job.config, job.architecture, job.tokenizer)
+            self._engine = _engine(
+                replace(self.job, checkpoint=job.checkpoint)
+            )  # servers start with the model of the settings
             show(self._engine.description)
-        self._engine.load_checkpoint(job.checkpoint)
+        else:
+            self._engine.load_checkpoint(job.checkpoint)
         return self._engine
 
     def close(self) -> None:
@@ -318,6 +317,18 @@ def level_lines(levels: Levels) -> list[str]:
         f"{name} by level: " + ", ".join(f"{level} {percent(of)} ({of.problems})" for level, of in each.items())
         for name, each in levels.items()
     ]
+
+
+def _engine(job: Job) -> Engine:
+    if job.config.rollout.engine == "hf":
+        return engine_from_files(job.config, job.tokenizer, job.checkpoint)
+    engine = ServerEngine(job.config, job.architecture, job.tokenizer)
+    try:
+        engine.load_checkpoint(job.checkpoint)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def _interval(of: Estimate) -> str:

@@ -193,10 +193,12 @@ class GradingQueue:
             for sample, grade in zip(samples, grades, strict=True):
                 keep(sample, grade)
                 self._failures_in_a_row = self._failures_in_a_row + 1 if grade.failure else 0
-            if self._waiting and 0 < self._max_failures_in_a_row <= self._failures_in_a_row:
+            # a lane also looks in without any grade, when only what came after the failures waits
+            if grades and self._waiting and 0 < self._max_failures_in_a_row <= self._failures_in_a_row:
                 why = f"was not tried after {self._failures_in_a_row} failures in a row (reward.max_failures_in_a_row)"
                 while self._waiting:
                     keep(self._waiting.popleft(), failed(why))
+                self._failures_in_a_row = 0
         for batch in finished:
             batch.finish()
 

@@ -182,7 +182,7 @@ def _measure_layer(path: Path, parallel: Parallel, recompute: str, modules: list
     routed = []
     if actor._architecture.experts:
         block.layers[0].mlp.experts.register_forward_pre_hook(lambda _, inputs: routed.append(inputs[0].size(0)))
-    packed.rotation(block.layers[0].self_attention.core_attention._rotary, parallel.dtype)  # once a pack, not a layer
+    packed.rotation(block.layers[0].self_attention.core_attention._rope, parallel.dtype)  # once a pack, not a layer
     angles = {angle.untyped_storage()._cdata for angles in packed._rotations.values() for angle in angles}
     ours |= angles
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -196,7 +196,9 @@ def _settings(section: Any, prefix: str) -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def _all_settings(config: Config) -> list[tuple[str, Any, Any, Any]]:
-    return [*_settings(config.pruning, "pruning"), *_settings(config.objective, "objective")]
+    """But a path, which chooses nothing of the step."""
+    everything = [*_settings(config.pruning, "pruning"), *_settings(config.objective, "objective")]
+    return [one for one in everything if one[0] != "objective.kl.reference_path"]
 
 
 def _admitted(key: str, kind: Any) -> set[Any]:
