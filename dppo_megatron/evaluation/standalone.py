@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from hashlib import sha256
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -99,9 +99,8 @@ class EngineAndGraders:
     def engine(self, job: Job) -> Engine:
         """The engine with the weights of `job.checkpoint`; started at the first call."""
         if self._engine is None:
-            self._engine = _engine(
-                replace(self.job, checkpoint=job.checkpoint)
-            )  # servers start with the model of the settings
+            # servers start from the settings' model: a checkpoint of the run is no Hugging Face directory
+            self._engine = _engine(replace(self.job, checkpoint=job.checkpoint))
             show(self._engine.description)
         else:
             self._engine.load_checkpoint(job.checkpoint)
