@@ -245,6 +245,11 @@ def test_rewritten_functions_are_found_equal(cases: Choose) -> None:
         ("\\gcd(n,1009)", "\\gcd(n,1009)^2", 0),
         ("\\sqrt{x^2+1}-x", "\\frac{1}{\\sqrt{x^2+1}+x}", 1),
         ("n!", "\\prod_{i=1}^{n} i", 1),
+        ("x^2+1", "|x^2+1|", 1),
+        ("x^2-1", "|x^2-1|", 0),
+        ("x^4y^2+|z|", "|x^4y^2+|z||", 1),
+        ("x^3+1", "|x^3+1|", 0),
+        ("x^2-|y|", "|x^2-|y||", 0),
     ],
 )
 def test_steps_and_sums(gold: str, answer: str, reward: float) -> None:

@@ -2,9 +2,9 @@
 
 Two different rational functions agree there with a chance of about degree / 2^250. Where there are steps (floor,
 absolute value, maximum), all that is no rational function is a letter of its own, with the rules that hold for it
-everywhere: |u| is u or -u, and both are tried, in every combination; floor(u + 3) is floor(u) + 3. So |x - 5| is not
-5 - x, which it equals at every point below 5, and no place has to be found where a function changes its branch. What
-does not follow from these rules is not proved: |x^2 + 1| is not x^2 + 1 here.
+everywhere: |u| is u or -u, and both are tried, in every combination, unless u is a sum of squares, say; floor(u + 3) is
+floor(u) + 3. So |x - 5| is not 5 - x, which it equals at every point below 5, and no place has to be found where a
+function changes its branch. What does not follow from these rules is not proved: |x^2 - x + 1| is not x^2 - x + 1 here.
 """
 
 from __future__ import annotations
@@ -110,6 +110,18 @@ def _whole_power(node: Node) -> int | None:
     """The exponent of a power, if it is a whole number that is worth computing with."""
     power = None if symbols(node[2]) else exact(node[2])
     return int(power) if power is not None and power.denominator == 1 and abs(power) < 1 << 4000 else None
+
+
+def _never_negative(node: Node) -> bool:
+    """Whether its form shows that no real numbers make it negative: x^2 + 1, but not x^2 - 2 x + 1."""
+    if node[0] == "n":
+        return bool(node[1] >= 0)
+    if node[0] in ("+", "*", "/"):
+        return _never_negative(node[1]) and _never_negative(node[2])
+    if _is_root(node) or node[1] == "abs":
+        return True
+    power = _whole_power(node) if node[0] == "^" else None
+    return power is not None and (power % 2 == 0 or _never_negative(node[1]))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -251,6 +263,8 @@ class _FieldPoint:
             elif value:
                 self._learn(value, 1)
         elif power % 2:
+            if value and _never_negative(node):
+                self._learn(value, 1)
             value = self._absolute(value)
         return self._power(value, power.numerator)
 
