@@ -19,7 +19,7 @@ from dppo_megatron.data.sets import contamination_notes, load_eval_sets, load_tr
 from dppo_megatron.types import UserError
 
 DATA = Path(os.environ.get("DPPO_DATA_DIR", REPOSITORY.parent / "shared" / "data"))
-real_data = pytest.mark.skipif(not DATA.is_dir(), reason="the problem sets are not there")
+real_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no problem sets in {DATA}")
 VERL = " Let's think step by step and output the final answer within \\boxed{}."
 DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer:"
