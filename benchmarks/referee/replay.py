@@ -45,6 +45,7 @@ class World:
 
     @staticmethod
     def read(path: Path, *, gradients: bool) -> World:
+        """A world that was recorded, with its gradients or without."""
         with np.load(path) as file:
             designs = {name: file[name] for name in file if name.startswith("design_")}
             kinds = {kind: file[kind] for kind in KINDS} if gradients else {}

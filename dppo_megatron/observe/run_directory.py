@@ -156,6 +156,7 @@ class RunDirectory:
                 folder.rmdir()
 
     def close(self) -> None:
+        """Write what waits; what cannot be written is a warning with the number of lines."""
         for name, lines in self._lines.items():
             try:
                 log(*lines.flush())

@@ -58,7 +58,7 @@ class Rope:
     """Of the cosines and sines: YaRN's attention factor."""
 
     def __str__(self) -> str:
-        return f"{' '.join(f'{one:.3g}' for one in self.frequencies[1:3])} ... a position, times {self.scale:g}"
+        return f"{self.frequencies[0]:.3g} to {self.frequencies[-1]:.3g} a position, times {self.scale:g}"
 
 
 @dataclass(frozen=True, slots=True)

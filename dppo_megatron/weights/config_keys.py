@@ -247,18 +247,18 @@ DEFAULT_THETA = 10_000.0
 
 _THETA = _number(1.0, 1e30)  # frequencies are computed in float32
 _FACTOR, _CONTEXT = _number(1.0, 1e6), _size(1, _POSITIVE)
-_TURNS = _number(1e-6, 1e6)  # of a wave in the original context
+_ABOVE_0 = _number(1e-6, 1e6)
 _ROPE_KINDS: dict[str, tuple[dict[str, Accepted], dict[str, Accepted]]] = {
     "default": ({}, {}),
     "linear": ({"factor": _FACTOR}, {}),
     "llama3": (
-        {"factor": _FACTOR, "low_freq_factor": _TURNS, "high_freq_factor": _TURNS}
+        {"factor": _FACTOR, "low_freq_factor": _ABOVE_0, "high_freq_factor": _ABOVE_0}
         | {"original_max_position_embeddings": _CONTEXT},
         {},
     ),
     "yarn": (
         {"factor": _FACTOR, "original_max_position_embeddings": _CONTEXT},
-        dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _TURNS)
+        dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _ABOVE_0)
         | {"truncate": _one_of(False, True)},
     ),
 }
