@@ -257,7 +257,8 @@ def compare(args: argparse.Namespace) -> int:
     """Tune TRL's batch size, check that the sides agree, let them take turns, print the table."""
     from workload import Spread, trained_tokens, write_json
 
-    from dppo_megatron.workbench.accept.workload import TEN_MILLION, SampleLengths, random_samples
+    from dppo_megatron.workbench.accept.workload import TEN_MILLION
+    from dppo_megatron.workbench.random_samples import SampleLengths, random_samples
 
     torch.set_num_threads(args.threads)
     lengths = SampleLengths(args.samples, args.median_tokens, args.sigma, args.max_tokens)
@@ -333,6 +334,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=1024)
     parser.add_argument("--max-tokens-per-microbatch", type=int, default=2048)
     parser.add_argument("--end-to-end", type=Path, metavar="COMPARE_DIR", help="--out of a finished comparison")
+    parser.add_argument("--pruned-steps-factor", type=float, default=1.0, help="of the arm trl_pruned (--end-to-end)")
     parser.add_argument("--trl-worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--end-to-end-worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,0 +1,98 @@
+"""Completions dropped in NeMo-RL: `policy = PrunedPolicy(policy, ...)` between its `setup` and its `grpo_train`, in a
+launch script of your own (docs/adapters.md). Its trainer, loss and workers stay as they are.
+
+NeMo-RL divides by the tokens, or the sequences, that it is given; all of them are known when `train` is called, so
+the weights can carry the difference. Prompts cannot be skipped: its loop asks for `num_prompts_per_step` of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from dppo_megatron.adapters.pruner import StepPruner
+from dppo_megatron.adapters.settings import nemo_rl_refusals
+from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig, PruningConfig
+from dppo_megatron.pruning import LedgerRow
+from dppo_megatron.types import UserError
+
+
+class PrunedPolicy:
+    """A NeMo-RL policy whose `train` drops completions first; all else is the policy's own.
+
+    Args:
+        prompts_per_step: `grpo.num_prompts_per_step`.
+        group_size: `grpo.num_generations_per_prompt`; the rows of a prompt are neighbours.
+        total_steps: of the run.
+        first_step: steps done before a resume, `grpo_save_state.total_steps`.
+        completion: the settings of `pruning.completion`; None: its defaults.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        *,
+        prompts_per_step: int,
+        group_size: int,
+        total_steps: int,
+        seed: int,
+        first_step: int = 0,
+        completion: CompletionPruningConfig | None = None,
+    ) -> None:
+        if hasattr(policy, "train_from_meta"):
+            raise UserError("NeMo-RL: rows in its data plane cannot be dropped; set data_plane.enabled=false")
+        self._policy, self._step, self._shape = policy, first_step, (prompts_per_step, group_size)
+        self._unit = policy.data_parallel_size * policy.cfg["train_micro_batch_size"]
+        self._given: dict[str, Any] = {
+            "pruning": PruningConfig(PromptPruningConfig(method="none"), completion or CompletionPruningConfig()),
+            "num_prompts": prompts_per_step,
+            "prompts_per_step": prompts_per_step,
+            "group_size": group_size,
+            "total_steps": total_steps,
+            "seed": seed,
+            "row_multiple": self._unit,
+        }
+        StepPruner(**self._given, divides_by_length=True)  # an error in the settings is said here
+        self.ledger: tuple[LedgerRow, ...] = ()  # of the last step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **others: Any) -> dict[str, Any]:
+        """As the policy's, on the rows that are kept; `all_mb_metrics` gets `prune/*` and `ledger/*`."""
+        if eval_mode:
+            return dict(self._policy.train(data, loss_fn, eval_mode=True, **others))
+        rows, nominal = len(data["sample_mask"]), math.prod(self._shape)
+        if found := nemo_rl_refusals(loss_fn, self._policy, rows, nominal):
+            raise UserError("settings of NeMo-RL with which pruning would be biased: " + "; ".join(found))
+        by_token = loss_fn.loss_type.name == "TOKEN_LEVEL"
+        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        lengths, norm, advantages = (one.reshape(self._shape) for one in _outcomes(data, mask))
+        pruner = StepPruner(**self._given, divides_by_length=not by_token)
+        chosen = pruner.choose(np.arange(self._shape[0]), self._step)
+        kept = pruner.finish(chosen, advantages, lengths.astype(np.int64), norm, advantages, self._step)
+        count = max(1, math.ceil(len(kept.rows) / self._unit)) * self._unit  # some rows once more, with weight 0
+        at = torch.from_numpy(np.resize(kept.rows if len(kept.rows) else 0, count))
+        share = mask.sum(1) if by_token else data["sample_mask"]  # of the divisor, which is that of the rows given
+        weight = np.concatenate([kept.weight, np.zeros(count - len(kept.rows))]) * float(
+            share[at].sum() / share.sum().clamp(min=1)
+        )
+        less = data.select_indices(at)
+        less["advantages"] = less["advantages"] * torch.from_numpy(weight).to(less["advantages"])[:, None]
+        found = self._policy.train(less, loss_fn, **others | {"gbs": count})
+        self._step, self.ledger = self._step + 1, kept.ledger
+        found["all_mb_metrics"] |= {name: [value] for name, value in kept.metrics.items()}
+        return dict(found)
+
+
+def _outcomes(data: Any, mask: torch.Tensor) -> np.ndarray:
+    """[3, rows] trained tokens, norms and advantages; those of a row may differ by token, and 0 means all are."""
+    own = data["advantages"][:, 1:] * mask
+    tokens = mask.sum(1).clamp(min=1)
+    advantage = (own.square().sum(1) / tokens).sqrt() * own.sum(1).sign().where(own.sum(1) != 0, 1.0)
+    free = torch.expm1(data["generation_logprobs"][:, 1:].clamp(max=0)) * mask
+    found: np.ndarray = torch.stack([mask.sum(1), free.square().sum(1).sqrt(), advantage]).double().numpy()
+    return found

@@ -1,0 +1,148 @@
+"""The settings of other trainers under which dropping would change the expected gradient: refused, each by its name.
+
+A weight in the advantage is exact for losses with loss(W A) = W loss(A) for W >= 0 whose divisor is known before
+anything is dropped (docs/adapters.md). No trainer is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from dppo_megatron.config.pruning import PruningConfig, check_choice
+
+
+def pruning_from(given: Mapping[str, Any], where: str) -> PruningConfig:
+    """Both levels from another trainer's settings, `{"prompt": {"rate": 0.3}}`. UserError: a name that is not there."""
+    made = PruningConfig()
+    _fill(made, given, where)
+    return made
+
+
+def _fill(section: Any, given: Mapping[str, Any], where: str) -> None:
+    for name, value in given.items():
+        check_choice(where, name, [item.name for item in fields(section)])
+        if is_dataclass(inside := getattr(section, name)):
+            _fill(inside, value, f"{where}.{name}")
+        else:
+            setattr(section, name, value)
+
+
+TRL_DIVISORS = {"grpo": "rows, lengths", "sapo": "rows, lengths", "dr_grpo": "rows", "luspo": "rows"} | dict.fromkeys(
+    ("dapo", "cispo", "vespo"), "tokens"
+)
+"""What each loss divides by. Not here: bnpo, which divides by the tokens that happen to share a micro-batch."""
+
+
+def trl_refusals(trainer: Any, pruning: PruningConfig) -> list[str]:
+    """The settings of a trainer under which dropping would change the expected gradient; empty: none."""
+    args, skips = trainer.args, pruning.prompt.method != "none"
+    of_batch = "a figure of the batch, which would be that of the prompts left; pruning.prompt.method=none keeps it"
+    batch_mean = trainer.multi_objective_aggregation == "normalize_then_sum"
+    columns = trainer.train_dataset.column_names
+    wrong = {
+        f"loss_type={trainer.loss_type} (known: {', '.join(TRL_DIVISORS)})": trainer.loss_type not in TRL_DIVISORS,
+        f"beta={trainer.beta}: the KL term is not weighted": trainer.beta != 0,
+        "entropy_coef: the entropy term is not weighted": trainer._entropy_bonus_enabled,
+        "router_aux_loss_coef: the router's loss is not weighted": trainer.aux_loss_enabled,
+        "top_entropy_quantile: which tokens count depends on the rows left": trainer.top_entropy_quantile < 1,
+        "num_iterations: a draw used again after an update is biased": trainer.num_iterations > 1,
+        "steps_per_generation: must be gradient_accumulation_steps, for the same reason": args.steps_per_generation
+        != args.gradient_accumulation_steps,
+        f"scale_rewards=batch: {of_batch}": skips and trainer.scale_rewards == "batch",
+        f"multi_objective_aggregation=normalize_then_sum: {of_batch}": skips and batch_mean,
+        "remove_unused_columns=True: it would remove the rows' numbers": args.remove_unused_columns,
+        "train_dataset: prompts with images, whose rows cannot be dropped": {"image", "images"} & {*columns},
+    }
+    return [why for why, is_so in wrong.items() if is_so]
+
+
+VERL_LOSSES = ("vanilla", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl")
+"""loss(W A) = W loss(A), divided by the batch's own numbers. Not here: clip_cov and kl_cov, which choose tokens by the
+batch; geo_mean, which divides by the rows of a micro-batch; dro, whose penalty knows no advantage."""
+VERL_BY_SEQUENCE = ("gspo", "sapo")
+"""Means over sequences whatever `loss_agg_mode` says: sapo in verl 0.9, gspo in 0.9.0."""
+VERL_MODES = ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean", "token-sum")
+
+
+def verl_refusals(config: Any) -> list[str]:
+    """The settings under which dropping would change the expected gradient; empty: none."""
+    actor, algorithm, size = config.actor_rollout_ref.actor, config.algorithm, config.data.train_batch_size
+    loss, mode = actor.policy_loss.get("loss_mode", "vanilla"), actor.loss_agg_mode
+    correction, sampler = algorithm.get("rollout_correction") or {}, config.trainer.v1.get("sampler") or {}
+    batch_normalize, refills = correction.get("rollout_is_batch_normalize"), sampler.get("sync_refill_failed_groups")
+    rejects = mode == "token-mean" and correction.get("rollout_rs")
+    has_no_scale = mode == VERL_MODES[2] and actor.get("loss_scale_factor") is None
+    mtp, custom = config.actor_rollout_ref.model.get("mtp") or {}, sampler.get("custom_sampler") or {}
+    wrong = {
+        f"actor.policy_loss.loss_mode={loss} (known: {', '.join(VERL_LOSSES)})": loss not in VERL_LOSSES,
+        f"actor.loss_agg_mode={mode} (known: {', '.join(VERL_MODES)})": mode not in VERL_MODES,
+        f"actor.loss_agg_mode: {loss} does not read it in every release; set seq-mean-token-mean": mode != VERL_MODES[0]
+        and loss in VERL_BY_SEQUENCE,
+        "actor.loss_scale_factor: without it seq-mean-token-sum-norm divides by the longest row left": has_no_scale,
+        f"algorithm.adv_estimator={algorithm.adv_estimator}: only grpo": algorithm.adv_estimator != "grpo",
+        "actor.use_kl_loss: the KL term is not weighted": actor.use_kl_loss,
+        "algorithm.use_kl_in_reward: the penalty is not part of the group's reward": algorithm.use_kl_in_reward,
+        "actor.entropy_coeff: the entropy term is not weighted": actor.entropy_coeff != 0,
+        "actor.ppo_epochs: a draw used again after an update is biased": actor.ppo_epochs != 1,
+        "actor.ppo_mini_batch_size: must be data.train_batch_size": actor.ppo_mini_batch_size != size,
+        "algorithm.filter_groups: drops groups by their rewards": (algorithm.get("filter_groups") or {}).get("enable"),
+        "algorithm.rollout_correction.bypass_mode: its losses were not looked at": correction.get("bypass_mode"),
+        "algorithm.rollout_correction.rollout_is_batch_normalize: a mean of the rows left": batch_normalize,
+        "algorithm.rollout_correction.rollout_rs: token-mean would divide by what it rejects of the rows left": rejects,
+        "trainer.v1.sampler.sync_refill_failed_groups: refills are other prompts": refills,
+        "trainer.v1.sampler.custom_sampler: it may choose prompts too": custom.get("path"),
+        "actor_rollout_ref.model.mtp.enable_train: its loss is not weighted": mtp.get("enable_train"),
+        "distillation: its loss is not weighted": (config.get("distillation") or {}).get("enabled"),
+    }
+    return [why for why, is_so in wrong.items() if is_so]
+
+
+SLIME_ESTIMATORS = ("grpo", "gspo", "cispo")
+
+
+def slime_refusals(args: Any, rollouts: int) -> list[str]:
+    """Of slime's arguments, with so many samples in a step; empty: none. An argument that is not there is not set."""
+    given = {"over_sampling_batch_size": args.rollout_batch_size, "rewards_normalization": True, "rollout_top_p": 1.0}
+    given |= vars(args)
+    estimator, size = args.advantage_estimator, args.global_batch_size
+    unset = (
+        *("kl_coef", "entropy_coef", "use_opd", "normalize_advantages", "calculate_per_token_loss"),
+        *("enable_mtp_training", "moe_aux_loss_coeff", "moe_z_loss_coeff", "custom_tis_function_path"),
+        *("custom_advantage_function_path", "custom_pg_loss_reducer_function_path", "dynamic_sampling_filter_path"),
+    )
+    wrong = {
+        f"--advantage-estimator {estimator} (known: {', '.join(SLIME_ESTIMATORS)})": estimator not in SLIME_ESTIMATORS,
+        "--kl-loss-coef: the KL term is not weighted": given.get("use_kl_loss") and given.get("kl_loss_coef", 1) != 0,
+        "--loss-type: only policy_loss": given.get("loss_type", "policy_loss") != "policy_loss",
+        "--disable-rewards-normalization": not given["rewards_normalization"],
+        "--rollout-top-p: the tokens that it replays would not fit": given["rollout_top_p"] != 1,
+        f"--global-batch-size {size}: must be the {rollouts} samples of a step, one update": size != rollouts,
+        "--over-sampling-batch-size: steps are counted by groups": given["over_sampling_batch_size"]
+        != args.rollout_batch_size,
+    }
+    wrong |= {"--" + name.replace("_", "-"): bool(given.get(name)) for name in unset}
+    return [why for why, is_so in wrong.items() if is_so]
+
+
+def nemo_rl_refusals(loss: Any, policy: Any, rows: int, nominal: int) -> list[str]:
+    """Of a NeMo-RL loss function and policy, with so many rows in its batch; empty: none."""
+    config, terms = policy.cfg, ("reference_policy_kl_penalty", "positive_example_nll_weight")
+    penalty, positive = (getattr(loss, name, 0) for name in terms)
+    megatron, sizes = config.get("megatron_cfg") or {}, {rows, config["train_global_batch_size"]}
+    schedule = megatron.get("scheduler") or {}
+    mtp = megatron.get("mtp_num_layers") and megatron.get("mtp_loss_scaling_factor", 1) != 0
+    falls = schedule.get("lr_decay_style", "constant") != "constant" or schedule.get("lr_warmup_iters", 0)
+    wrong = {
+        "policy.megatron_cfg.scheduler: it counts rows; lr_decay_style=constant and lr_warmup_iters=0 do not mind": (
+            megatron.get("enabled") and falls
+        ),
+        f"loss {type(loss).__name__}: only ClippedPGLossFn": not hasattr(loss, "reference_policy_kl_penalty"),
+        "loss_fn.reference_policy_kl_penalty: the KL term is not weighted": penalty,
+        "loss_fn.positive_example_nll_weight: its term is not weighted": positive,
+        "policy.megatron_cfg.mtp_num_layers: its loss is not weighted": megatron.get("enabled") and mtp,
+        "policy.draft: its loss is not weighted": (config.get("draft") or {}).get("enabled"),
+        f"policy.train_global_batch_size: must be the {nominal} completions of a step, one update": sizes != {nominal},
+    }
+    return [why for why, is_so in wrong.items() if is_so]

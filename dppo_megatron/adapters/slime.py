@@ -1,0 +1,65 @@
+"""Completions dropped in slime, through its own hook: `--custom-reward-post-process-path
+dppo_megatron.adapters.slime.post_process_rewards` (docs/adapters.md).
+
+slime divides by the rollouts of a step, so none may go missing: a dropped one stays with one masked token, which costs
+next to nothing. Prompts cannot be skipped: slime waits for `rollout_batch_size` groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.adapters.pruner import StepPruner
+from dppo_megatron.adapters.settings import pruning_from, slime_refusals
+from dppo_megatron.pruning import logit_grad_norm
+from dppo_megatron.types import UserError
+
+
+def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
+    """Raw rewards, and weighted advantages that slime broadcasts over tokens; dropped samples are cut to a token.
+
+    Settings come from `args.dppo_completion` (slime's `--custom-config-path`), a dict of `pruning.completion`.
+    The step is the first group's number: slime counts groups through the run.
+
+    Raises:
+        UserError: an estimator or a term of the loss that this would bias.
+    """
+    if found := slime_refusals(args, len(samples)):
+        raise UserError("settings of slime with which pruning would be biased: " + "; ".join(found))
+    siblings = [sample.rollout_id for sample in samples if getattr(sample, "rollout_id", None) is not None]
+    if len(set(siblings)) < len(siblings):
+        raise UserError("slime: pruning needs one sample of each rollout; some have the same rollout_id")
+    shape = args.rollout_batch_size, args.n_samples_per_prompt
+    raw = [float(sample.get_reward_value(args)) for sample in samples]
+    rewards = np.array(raw).reshape(shape)
+    advantages = rewards - rewards.mean(axis=1, keepdims=True)
+    if args.grpo_std_normalization:
+        advantages = advantages / (rewards.std(axis=1, keepdims=True, ddof=1) + 1e-6)
+    pruning = pruning_from({"completion": getattr(args, "dppo_completion", {})}, "dppo")
+    pruning.prompt.method = "none"
+    sizes = {"num_prompts": shape[0], "prompts_per_step": shape[0], "group_size": shape[1]}
+    pruner = StepPruner(pruning, **sizes, total_steps=args.num_rollout, seed=args.seed, divides_by_length=True)
+    step = int(samples[0].group_index) // shape[0]
+    lengths = np.array([sample.response_length for sample in samples]).reshape(shape)
+    logps = [sample.rollout_log_probs for sample in samples]
+    norm = [
+        np.sqrt(size) if one is None else logit_grad_norm(one) for one, size in zip(logps, lengths.flat, strict=True)
+    ]
+    chosen = pruner.choose(np.arange(shape[0]), step)
+    kept = pruner.finish(chosen, rewards, lengths, np.array(norm).reshape(shape), advantages, step)
+    weight = np.zeros(len(samples))
+    weight[kept.rows] = kept.weight
+    for row in np.flatnonzero((weight == 0) & (lengths.ravel() > 0)):
+        _cut(samples[row])
+    return raw, (weight * advantages.ravel()).tolist()
+
+
+def _cut(sample: Any) -> None:
+    sample.tokens = sample.tokens[: len(sample.tokens) - sample.response_length + 1]
+    sample.response_length, sample.loss_mask, sample.remove_sample = 1, [0], True
+    lengths = {"rollout_log_probs": 1, "teacher_log_probs": 1, "rollout_routed_experts": len(sample.tokens) - 1}
+    for name, length in lengths.items():
+        if getattr(sample, name, None) is not None:
+            setattr(sample, name, getattr(sample, name)[:length])

@@ -1,0 +1,150 @@
+"""Pruning inside TRL's GRPOTrainer, by overriding methods of it that prepare a batch; its loss is TRL's, untouched.
+
+A completion's weight rides in its advantage. That is exact for losses with loss(W A) = W loss(A) for W >= 0 whose
+divisor is known before anything is dropped; other settings are refused by name (docs/adapters.md).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from trl import GRPOTrainer
+
+from dppo_megatron.adapters.pruner import INDEX, PREDICTED_TOKENS, Kept, StepPruner, load_state, save_state, shares
+from dppo_megatron.adapters.settings import TRL_DIVISORS, trl_refusals
+from dppo_megatron.adapters.trl_order import EpochsInOrder, by_length
+from dppo_megatron.config.pruning import PruningConfig
+from dppo_megatron.pruning import LedgerRow
+from dppo_megatron.types import UserError
+
+_Trainer: Any = object  # what the mixin is mixed into
+
+
+class PrunedGRPOMixin(_Trainer):  # type: ignore[misc]
+    """For a subclass of `trl.GRPOTrainer` of your own: `class Mine(PrunedGRPOMixin, YourTrainer)`.
+
+    Args:
+        train_dataset: a `datasets.Dataset`, by keyword.
+        pruning: both levels; None: the defaults.
+
+    Raises:
+        UserError: settings under which the expected gradient would change, all of them named.
+    """
+
+    _buffered_inputs: Any
+
+    def __init__(self, *args: Any, train_dataset: Any, pruning: PruningConfig | None = None, **kwargs: Any) -> None:
+        if not hasattr(train_dataset, "add_column") or not hasattr(train_dataset, "__len__"):
+            raise UserError("train_dataset: must be a datasets.Dataset, whose rows have numbers")
+        numbered = train_dataset.add_column(INDEX, list(range(len(train_dataset))))
+        super().__init__(*args, train_dataset=numbered, **kwargs)
+        self.pruning = pruning or PruningConfig()
+        if found := trl_refusals(self, self.pruning):
+            raise UserError("settings of TRL with which pruning would be biased: " + "; ".join(found))
+        self.ledger: tuple[LedgerRow, ...] = ()  # of the last step
+        self._resume_from: str | None = None
+        self._pruner: StepPruner | None = None
+
+    @property
+    def pruner(self) -> StepPruner:
+        """Made at the first step, when the length of the run is known."""
+        if self._pruner is None:
+            self._pruner = StepPruner(
+                self.pruning,
+                num_prompts=len(self.train_dataset),
+                prompts_per_step=self.args.generation_batch_size // self.num_generations,
+                group_size=self.num_generations,
+                total_steps=self.state.max_steps,
+                seed=self.args.seed,
+                divides_by_length="lengths" in TRL_DIVISORS[self.loss_type],
+                row_multiple=self.args.steps_per_generation * self.accelerator.num_processes,
+            )
+            if self._resume_from is not None:
+                self._pruner.load_state_dict(load_state(Path(self._resume_from)))
+        return self._pruner
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        return EpochsInOrder(super()._get_train_sampler(dataset), self)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        offered, step, size = gather_object(inputs), self.state.global_step, self.num_generations
+        chosen = self.pruner.choose(np.array([row[INDEX] for row in offered[::size]]), step)
+        tokens = self.pruner.expected_tokens(self.max_completion_length)
+        groups = chosen.even_shares(size, ranks := self.accelerator.num_processes)
+        mine = np.split((groups[:, None] * size + np.arange(size)).ravel(), ranks)[self.accelerator.process_index]
+        rows = [{name: value for name, value in offered[i].items() if name != INDEX} for i in mine]
+        out = super()._generate_and_score_completions(rows)
+        if "num_images" in out:
+            raise UserError("prompts with images: their rows cannot be dropped")
+        kept = self.pruner.finish(chosen, *self._outcomes(out, (len(chosen.index), size)), step=step)
+        self.ledger, scale = kept.ledger, 1.0
+        each = max(1, math.ceil(len(kept.rows) / (self.args.steps_per_generation * ranks)))  # rows of a micro-batch
+        if "rows" in TRL_DIVISORS[self.loss_type]:  # TRL divides by the rows of a micro-batch that are left
+            scale = each / self.args.per_device_train_batch_size
+        elif chosen.may_skip:
+            out["num_items_in_batch"] = torch.full_like(out["num_items_in_batch"], tokens)
+            self.ledger += (PREDICTED_TOKENS,)
+        for name, value in (kept.metrics | shares(self.ledger)).items():
+            self._metrics["train"][name].append(value)
+        return self._dropped(out, kept, each, scale)
+
+    def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
+        before, inputs = self._buffered_inputs, super()._prepare_inputs(generation_batch)
+        if self._buffered_inputs is not before and len(inputs["advantages"]) < self.args.per_device_train_batch_size:
+            self._buffered_inputs = by_length(self._buffered_inputs)
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return inputs
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)  # of all processes
+        return self._rewards
+
+    def _outcomes(self, out: dict[str, Any], shape: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
+        """Rewards, lengths, norms and advantages [K, G] of the chosen prompts, from all processes."""
+        mask = out["completion_mask"] * out.get("tool_mask", 1)
+        logps = out.get("sampling_per_token_logps", out.get("old_per_token_logps"))
+        # without log-probabilities every token counts the same: lengths alone tell completions apart
+        size = mask.float() if logps is None else torch.expm1(logps.nan_to_num()) * mask
+        columns = torch.stack([mask.sum(1).float(), size.square().sum(1).sqrt(), out["advantages"].float()], 1)
+        count = shape[0] * shape[1]
+        gathered = self.accelerator.gather(columns)[:count].cpu().numpy().astype(np.float64)
+        lengths, norm, advantages = gathered.T.reshape(3, *shape)
+        given = self._rewards[:count].double()
+        rewards = (given * self.reward_weights.to(given)).nansum(1)
+        rewards[given.isnan().all(1)] = math.nan
+        return rewards.cpu().numpy().reshape(shape), lengths.astype(np.int64), norm, advantages
+
+    def _dropped(self, out: dict[str, Any], kept: Kept, each: int, scale: float) -> dict[str, Any]:
+        """The rows that stay, shared out evenly; some once more with weight 0, so that micro-batches are equal."""
+        ranks = self.accelerator.num_processes
+        rows = np.resize(kept.rows if len(kept.rows) else 0, each * self.args.steps_per_generation * ranks)
+        weight = scale * np.concatenate([kept.weight, np.zeros(len(rows) - len(kept.rows))])
+        local, count = slice(self.accelerator.process_index, None, ranks), len(out["advantages"])
+        mine = torch.from_numpy(rows[local]).to(out["advantages"].device)
+        for name, value in out.items():
+            if isinstance(value, torch.Tensor) and value.dim() and len(value) == count:
+                if value.dim() > 1:
+                    value = self.accelerator.pad_across_processes(value, dim=1, pad_first=name.startswith("prompt"))
+                out[name] = self.accelerator.gather(value)[mine]
+        out["advantages"] = out["advantages"] * torch.from_numpy(weight[local]).to(out["advantages"])
+        return out
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            save_state(self.pruner, Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._pruner, self._resume_from = None, checkpoint
+
+
+class PrunedGRPOTrainer(PrunedGRPOMixin, GRPOTrainer):  # type: ignore[misc]
+    """`trl.GRPOTrainer` with `pruning=`: skips prompts before rollout and completions before the update."""

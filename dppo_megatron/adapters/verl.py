@@ -1,0 +1,142 @@
+"""Pruning inside verl's synchronous trainer (0.9), registered as `trainer.v1.trainer_mode=dppo`; its losses are verl's.
+
+Prompts are dropped between the dataloader and the rollout, completions between the rewards and `old_log_prob`. A
+completion's weight rides in its advantage; verl pads the batch back to its nominal size, so means over sequences keep
+their divisor (docs/adapters.md).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from verl.protocol import DataProto
+from verl.trainer.ppo.ray_trainer import compute_advantage
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+from verl.utils import tensordict_utils
+from verl.workers.utils.padding import response_to_nested
+
+from dppo_megatron.adapters.pruner import INDEX, PREDICTED_TOKENS, StepPruner, load_state, save_state, shares
+from dppo_megatron.adapters.settings import pruning_from, verl_refusals
+from dppo_megatron.types import FloatArray, RunAborted, UserError
+
+
+@register_trainer("dppo")
+class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
+    """verl's synchronous trainer; settings of both levels under `+pruning.prompt.*` and `+pruning.completion.*`.
+
+    Raises:
+        UserError: settings under which the expected gradient would change, all of them named.
+    """
+
+    def __init__(self, config: Any) -> None:
+        if found := verl_refusals(config):
+            raise UserError("settings of verl with which pruning would be biased: " + "; ".join(found))
+        config.trainer.v1.trainer_mode = "sync"  # what the rest of verl knows; this class has been found by its name
+        self.pruning = pruning_from(config.get("pruning") or {}, "pruning")
+        super().__init__(config)
+
+    def _init_dataloader(self) -> None:
+        super()._init_dataloader()
+        if not hasattr(self.train_dataset, "dataframe"):
+            raise UserError("data.custom_cls: pruning numbers the rows of verl's own dataset, its `dataframe`")
+        frame, config = self.train_dataset.dataframe, self.config
+        self.train_dataset.dataframe = frame.add_column(INDEX, list(range(len(frame))))
+        self.mode = config.actor_rollout_ref.actor.loss_agg_mode
+        self.pruner = StepPruner(
+            self.pruning,
+            num_prompts=len(frame),
+            prompts_per_step=config.data.train_batch_size,
+            group_size=config.actor_rollout_ref.rollout.n,
+            total_steps=self.total_training_steps,
+            seed=config.data.get("seed") or 0,
+            divides_by_length=self.mode == "seq-mean-token-mean",
+        )
+
+    def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
+        batch = super()._next_train_batch(num_prompts)
+        nominal = np.array(tensordict_utils.get(batch, INDEX), dtype=np.int64)
+        self.chosen = self.pruner.choose(nominal, self.global_steps - 1)
+        rows = np.flatnonzero(self.chosen.selection.kept)
+        batch = tensordict_utils.index_select_tensor_dict(batch, (rows if len(rows) else np.zeros(1, int)).tolist())
+        self.uids = list(tensordict_utils.get(batch, "uid"))
+        return batch.exclude(INDEX)
+
+    def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, Any], sample_batch_size: int) -> Any:
+        return super()._step_once(metrics, timing_raw, len(self.uids))
+
+    def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return super()._balance_batch(self._drop(batch, metrics), metrics, *args, **kwargs)
+
+    def _drop(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """The completions to train on, at least one; their weighted advantages wait for `_compute_advantage`."""
+        count, size = len(self.chosen.index), self.config.actor_rollout_ref.rollout.n
+        wanted = [(uid, session) for uid in range(len(self.uids)) for session in range(size)]
+        order = sorted(range(len(batch)), key=lambda row: _place(batch.keys[row], self.uids))
+        if [_place(batch.keys[row], self.uids) for row in order] != wanted:
+            raise RunAborted(f"rollout: {len(batch)} completions; pruning needs {size} of each of {count} prompts")
+        rewards, lengths, norm, advantages = self._outcomes(batch)[:, order[: count * size]].reshape(4, count, size)
+        predicted, step = self.pruner.expected_tokens(self.config.data.max_response_length), self.global_steps - 1
+        kept = self.pruner.finish(self.chosen, rewards, lengths.astype(np.int64), norm, advantages, step)
+        ledger, scale = kept.ledger, 1.0
+        if self.mode == "token-mean":  # verl divides by the tokens that are left
+            scale = lengths.ravel()[kept.rows].sum() / (predicted if self.chosen.may_skip else lengths.sum())
+            ledger += (PREDICTED_TOKENS,) * self.chosen.may_skip
+        metrics |= kept.metrics | shares(ledger)
+        stay = [batch.keys[order[row]] for row in kept.rows] or batch.keys[:1]
+        weighted = scale * kept.weight * advantages.ravel()[kept.rows]
+        self.coefficients = dict(zip(stay, weighted.tolist(), strict=False))
+        if gone := [key for key in batch.keys if key not in set(stay)]:
+            tq.kv_clear(keys=gone, partition_id=batch.partition_id)
+        return batch.select_keys(stay)
+
+    def _outcomes(self, batch: Any) -> FloatArray:
+        """[4, rows] rewards, lengths, norms and advantages of verl's own estimator, of whole groups."""
+        fields = ["uid", "response_mask", "rm_scores", "rollout_log_probs"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        uid = np.array(list(tensordict_utils.get(data, "uid")), dtype=object)
+        padded = data.exclude("uid").to_padded_tensor()
+        mask = padded["response_mask"].double()
+        padded["token_level_rewards"] = padded["rm_scores"]
+        whole = DataProto(batch=padded, non_tensor_batch={"uid": uid})
+        by_std = self.config.algorithm.get("norm_adv_by_std_in_grpo", True)
+        of_tokens = compute_advantage(whole, "grpo", norm_adv_by_std_in_grpo=by_std).batch["advantages"]
+        free = torch.expm1(padded["rollout_log_probs"]) * mask if "rollout_log_probs" in padded else mask
+        advantages = of_tokens[torch.arange(len(mask)), mask.argmax(1)]
+        columns = padded["rm_scores"].sum(1), mask.sum(1), free.square().sum(1).sqrt(), advantages
+        found: FloatArray = torch.stack([column.double() for column in columns]).numpy()
+        return found
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch = super()._compute_advantage(batch, metrics)  # corrections too; its advantages are of what is left
+        mask = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
+        mask = mask["response_mask"]
+        known = torch.tensor([self.coefficients.get(key, 0.0) for key in batch.keys], dtype=torch.float32)
+        nested = response_to_nested(known[:, None] * mask.to_padded_tensor(0.0), mask)
+        fields = TensorDict({"advantages": nested}, batch_size=len(batch))
+        return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+    def _save_checkpoint(self) -> None:
+        folder = self._folder(self.global_steps)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_state(self.pruner, folder)  # before verl says that the checkpoint is complete
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if self.global_steps:
+            at = self.config.trainer.resume_from_path if self.config.trainer.resume_mode == "resume_path" else None
+            self.pruner.load_state_dict(load_state(Path(at) if at else self._folder(self.global_steps)))
+
+    def _folder(self, step: int) -> Path:
+        return Path(self.config.trainer.default_local_dir) / f"global_step_{step}"
+
+
+def _place(key: str, uids: list[str]) -> tuple[int, int]:
+    """Of a completion `uid_session_output` in the order of the prompts."""
+    uid, session, _ = key.rsplit("_", 2)
+    return uids.index(uid), int(session)
