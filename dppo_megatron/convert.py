@@ -74,6 +74,8 @@ def hf_to_megatron(
     layout = LayoutConfig(tensor_parallel=tp, pipeline_parallel=even, expert_parallel=ep)
     _check_layout(architecture, ActorConfig(layout=layout))
     reader = CheckpointReader(source, architecture, "--hf")
+    if reader.left_out:
+        said.append(f"left out: {len(reader.left_out)} tensors of layers that predict several tokens")
     said += [f"{name}: equal to the tied embedding, stored once" for name in sorted(reader.redundant)]
     dtypes = {key: _dtype_of_key(key, reader, architecture) for key in table(architecture)}
 
@@ -142,6 +144,7 @@ def megatron_to_hf(
         for done, (name, tensor) in enumerate(reader.tensors(), start=1):
             writer.put(name, tensor)
             advance(done)
+        writer.put_adapter(reader.adapters(), reader.lora, reader.base)
     said = []
     if verify:
         written = CheckpointReader(target, architecture)

@@ -25,9 +25,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.config_keys import (
+    DEEPSEEK,
     FIXED,
+    GEMMA3,
+    GLM4_MOE,
     LEFT,
     LLAMA,
+    MISTRAL,
+    MIXTRAL,
     MODEL_TYPES,
     QWEN2,
     QWEN3,
@@ -38,6 +43,8 @@ from dppo_megatron.weights.config_keys import (
 from dppo_megatron.workbench.cli import main
 
 ARCHITECTURE = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "qwen2": QWEN2, "llama3": LLAMA}
+ARCHITECTURE |= {"mistral": MISTRAL, "mixtral": MIXTRAL, "glm4_moe": GLM4_MOE, "deepseek_v3": DEEPSEEK}
+ARCHITECTURE |= {"gemma3": GEMMA3}
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +142,12 @@ def test_what_transformers_writes_is_accepted(family: str, models: dict[str, Pat
     same_as_transformers(read_architecture(tmp_path), tmp_path)
 
 
+def test_a_file_without_the_key_has_mistrals_window(models: dict[str, Path], tmp_path: Path) -> None:
+    """transformers' default, and vLLM's: 4096 tokens."""
+    with pytest.raises(UserError, match="sliding_window is read as 4096 by transformers: must be null"):
+        read_architecture(_with(models["mistral"], tmp_path, {}, ("sliding_window",)))
+
+
 WRITTEN_BY_4: dict[str, Any] = {
     **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "exponential_decay_length_penalty"), None),
     **dict.fromkeys(("finetuning_task", "prefix", "suppress_tokens", "task_specific_params", "tokenizer_class"), None),
@@ -152,8 +165,19 @@ WRITTEN_BY_4: dict[str, Any] = {
 """What transformers 4 added to every config.json that was saved in full."""
 
 
-NEIGHBOURS = ("mistral", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3", "cohere", "mixtral")
-NEIGHBOURS += ("qwen2_moe", "qwen3_next", "gpt_oss", "glm4", "deepseek_v3")
+NEIGHBOURS = (
+    "ministral",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "granite",
+    "smollm3",
+    "cohere",
+    "glm4_moe_lite",
+)
+NEIGHBOURS += ("qwen2_moe", "qwen3_next", "gpt_oss", "glm4", "deepseek_v2")
 
 
 @pytest.mark.parametrize("model_type", NEIGHBOURS)
@@ -292,12 +316,48 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dense_layers": ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
     "router_loss": ("qwen3_moe", {"output_router_logits": True}, "output_router_logits = true"),
     "top_1": ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 with norm_topk_prob = true"),
+    "top_1_mixtral": ("mixtral", {"num_experts_per_tok": 1}, "= 1 with MixtralForCausalLM is not supported"),
+    "noise": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+    "window_mistral": ("mistral", {"sliding_window": 4096}, "sliding_window = 4096: must be null"),
+    "window_mixtral": ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
+    "groups_of_experts": (
+        "deepseek_v3",
+        {"n_group": 3},
+        "n_group = 3, topk_group = 2: 4 of 8 experts cannot be chosen",
+    ),
+    "groups_of_three": ("deepseek_v3", {"num_experts_per_tok": 3}, "only with num_experts_per_tok = 4"),
+    "all_dense": ("glm4_moe", {"first_k_dense_replace": 4}, "first_k_dense_replace = 4: leaves no layer with experts"),
+    "raw_shares": ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob = false is not supported"),
+    "softmax_router": ("deepseek_v3", {"scoring_func": "softmax"}, 'scoring_func = "softmax" is not supported'),
+    "odd_part": ("glm4_moe", {"partial_rotary_factor": 0.3}, "partial_rotary_factor has 2 values that disagree"),
+    "rotary_head": ("deepseek_v3", {"head_dim": 16}, "head_dim = 16: must be qk_rope_head_dim = 6"),
+    "halves": ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = false is not supported"),
+    "part_of_qwen": ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
     "top_9": ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than num_experts = 4"),
     "experts_huge": (
         "qwen3_moe",
         {"num_hidden_layers": 4096, "num_local_experts": 4096, "layer_types": None},
         "at most 131072 are supported",
     ),
+    "images": (
+        "gemma3",
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
+        "architecture Gemma3ForConditionalGeneration is not supported, as it reads images too; save its language model",
+    ),
+    "cap": ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
+    "cap_of_logits": ("gemma3", {"final_logit_softcapping": 30.0}, "supported: null (logits have no cap)"),
+    "both_ways": ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true is not"),
+    "exact_gelu": ("gemma3", {"hidden_activation": "gelu"}, 'hidden_activation = "gelu" is not supported'),
+    "no_window": ("gemma3", {"sliding_window": None}, "sliding_window = null: must be a whole number from 1"),
+    "short_layer_types": ("gemma3", {"layer_types": ["full_attention"]}, "for each of the 4 layers"),
+    "other_layer_types": ("gemma3", {"layer_types": ["chunked_attention"] * 4}, "full_attention or sliding_attention"),
+    "one_rope": ("gemma3", {"rope_parameters": {"rope_theta": 1e6}}, "full_attention and sliding_attention apart"),
+    "two_scalings": (
+        "gemma3",
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        "disagree; transformers would take rope_scaling alone",
+    ),
+    "two_local_bases": ("gemma3", {"rope_local_base_freq": 1e4}, "rope_theta = 10000.0 and rope_parameters.rope_theta"),
     "two_counts": ("qwen3_moe", {"num_local_experts": 8, "num_experts": 4}, "are one thing and disagree"),
 }
 
@@ -371,6 +431,7 @@ ACCEPTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "default_groups": ("qwen3", {"num_attention_heads": 64}, ("num_key_value_heads",)),
     "default_groups_moe": ("qwen3_moe", {"num_attention_heads": 8}, ("num_key_value_heads",)),
     "local_experts": ("qwen3_moe", {"num_local_experts": 4}, ("num_experts",)),
+    "null_head_dim": ("mixtral", {"head_dim": None}, ()),
     "top_1_raw": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, ()),
     "generation_keys": (
         "qwen3",
@@ -379,6 +440,14 @@ ACCEPTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "switched_off": ("qwen3", {"conv_bias": False, "use_sandwich_norm": None, "embedding_dropout": 0.0}, ()),
     "falcon_3": ("llama3", {"activation": "swiglu"}, ()),
+    "gemma_default_layers": ("gemma3", {"num_hidden_layers": 13}, ("layer_types", "sliding_window_pattern")),
+    "gemma_default_rope": ("gemma3", {}, ("rope_parameters", "sliding_window", "tie_word_embeddings")),
+    "gemma_half_rope": ("gemma3", {"rope_parameters": {"full_attention": None}, "rope_local_base_freq": 2e4}, ()),
+    "gemma_4b": (
+        "gemma3",
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        ("rope_parameters",),
+    ),
 }
 
 HUB = {
@@ -408,6 +477,23 @@ HUB = {
         "high_freq_factor": 4.0, "rope_type": "llama3", "original_max_position_embeddings": 8192},
         "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.42.3", "use_cache": true,
         "vocab_size": 128256}
+    """,
+    "Mistral-7B-Instruct-v0.3": """
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size":
+        14336, "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 4,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": null,
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.42.0.dev0", "use_cache":
+        true, "vocab_size": 32768}
+    """,
+    "Mixtral-8x7B-Instruct-v0.1": """
+        {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size":
+        14336, "max_position_embeddings": 32768, "num_attention_heads": 32, "num_experts_per_tok": 2,
+        "num_hidden_layers": 4, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": false,
+        "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": null,
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache":
+        true, "vocab_size": 32000}
     """,
     "Qwen3-30B-A3B": """
         {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": false,
@@ -467,6 +553,16 @@ HUB = {
         130000, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers.js_config": {"kv_cache_dtype":
         {"q4f16": "float16", "fp16": "float16"}}, "transformers_version": "4.42.3", "use_cache": true, "vocab_size":
         49152}
+    """,
+    "gemma-3-1b-it": """
+        {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attention_bias": false,
+        "attention_dropout": 0.0, "attn_logit_softcapping": null, "bos_token_id": 2, "cache_implementation": "hybrid",
+        "eos_token_id": [1, 106], "final_logit_softcapping": null, "head_dim": 256, "hidden_activation":
+        "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02, "intermediate_size": 6912,
+        "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 7, "num_key_value_heads": 1,
+        "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+        "rope_scaling": null, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype":
+        "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": true, "vocab_size": 262144}
     """,
     "Llama-2-7b": """
         {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "_name_or_path": "meta-llama/Llama-2-7b-hf",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,17 @@ from support.launch import run_ranks
 from support.tiny import FAMILIES, Parallel, build_actor, hf_logprobs, plan_for, random_samples, write_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from dppo_megatron.actor.attention import PackedSequences
 from dppo_megatron.actor.layout import ContextShare
 from dppo_megatron.actor.rotary import rotate
 from dppo_megatron.types import PackedMicrobatch, TrainSample
-from dppo_megatron.weights.architecture import Rope, read_architecture
+from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.layer_parts import Rope
 
 LENGTHS = (1, 4, 37, 8, 200)
+STARTS = (0, 1, 5, 42, 50)
 
 
 def _pack(lengths: tuple[int, ...], context: ContextShare | None = None) -> PackedSequences:
@@ -51,17 +54,23 @@ def test_equals_transformers(tmp_path: Path, case: str) -> None:
     family, rope = SCALED[case]
     model = write_model(tmp_path, family=family, **({"rope_parameters": rope} if rope else {}))
     architecture = read_architecture(model)
-    theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    config = AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config).model.rotary_emb)
+    theirs = kind(config)
     query = torch.randn(sum(LENGTHS), 3, architecture.head_dim, generator=torch.Generator().manual_seed(0))
-    mine = rotate(query, _pack(LENGTHS).rotation(architecture.rope, torch.float32))
     assert not rope or (architecture.rope.scale == 1.0) == ("yarn" not in case)
-    start = 0
-    for length in LENGTHS:
+    kinds = {(): architecture.rope}
+    if architecture.gemma is not None:
+        kinds = {("full_attention",): architecture.rope, ("sliding_attention",): architecture.gemma.local_rope}
+    for (kind, one), length_and_start in itertools.product(kinds.items(), zip(LENGTHS, STARTS, strict=True)):
+        length, start = length_and_start
+        mine = rotate(query, _pack(LENGTHS).rotation(one, torch.float32))[start : start + length]
         piece = query[start : start + length].transpose(0, 1)[None]
-        cos, sin = theirs(piece, torch.arange(length)[None])
-        expected, _ = apply_rotary_pos_emb(piece, piece, cos, sin)
-        torch.testing.assert_close(mine[start : start + length], expected[0].transpose(0, 1), rtol=0, atol=1e-6)
-        start += length
+        cos, sin = theirs(piece, torch.arange(length)[None], *kind)
+        turning, rest = piece.tensor_split((cos.size(-1),), -1)
+        expected = torch.cat([apply_rotary_pos_emb(turning, turning, cos, sin)[0], rest], -1)
+        torch.testing.assert_close(mine, expected[0].transpose(0, 1), rtol=0, atol=1e-6)
 
 
 def test_the_actor_equals_transformers_beyond_the_original_length(tmp_path: Path) -> None:

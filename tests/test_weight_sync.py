@@ -28,24 +28,22 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from receivers import PipeServer
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.servers import vllm
 from dppo_megatron.rollout.servers.device_map import RankDevice, seats, visible_devices
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.groups import (
-    BroadcastGroup,
-    ChainGroup,
-    GroupRendezvous,
-    TorchBroadcastGroup,
-    listening_store,
-)
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.protocol import TensorNote
+from dppo_megatron.rollout.servers.protocol import GroupRendezvous, TensorNote
 from dppo_megatron.rollout.sync import broadcast
-from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
+from dppo_megatron.rollout.sync.broadcast import (
+    BroadcastChannel,
+    BroadcastGroup,
+    ChainGroup,
+    TorchBroadcastGroup,
+    listening_store,
+)
 from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets, in_thread, on_each
-from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
+from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel, vllm_offer
 from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
 from dppo_megatron.types import Completion, Prompt, RunAborted
@@ -143,21 +141,23 @@ class _Occupied(PipeServer):
 
     taken = ""
 
-    def own_group(self, meeting: GroupRendezvous) -> BroadcastGroup:
-        self.taken = self.taken or meeting.name
-        if meeting.name == self.taken:
-            raise RuntimeError("who has connected as member 1 of the group does not know its secret")
-        return super().own_group(meeting)
-
     def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
         self.taken = self.taken or meeting.name
         if meeting.name != self.taken:
             super().join_group(meeting, first_rank, timeout_s=timeout_s)
 
 
-def test_a_stranger_in_a_group_costs_the_pass(running: Running) -> None:
+def test_a_stranger_in_a_group_costs_the_pass(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """No bucket is sent, it is said, and the server has the weights after another group was made."""
     server = _Occupied(0)
+
+    def own_group(meeting: GroupRendezvous, _: object) -> BroadcastGroup:
+        server.taken = server.taken or meeting.name
+        if meeting.name == server.taken:
+            raise RuntimeError("who has connected as member 1 of the group does not know its secret")
+        return ChainGroup(meeting)
+
+    monkeypatch.setattr(broadcast, "own_group", own_group)
     sync, fleet, _ = running.sync(server, **{"sync.verify_every": 0})
     sync.to(lambda: _weights(1))
     assert fleet.live and _holds(server, _weights(1), "1")
@@ -172,7 +172,7 @@ def test_a_transfer_has_a_time_of_its_own(running: Running) -> None:
     running.servers.append(server)
     joining, store = timedelta(hours=1), listening_store("127.0.0.1", 2, timedelta(hours=1))
     meeting = GroupRendezvous("test", "gloo", "127.0.0.1", store, 2, joining, timedelta(seconds=0.2))
-    own = in_thread(lambda: server.own_group(meeting))
+    own = in_thread(lambda: ChainGroup(meeting))
     server.join_group(meeting, 1, timeout_s=120)
     group = own.result()
     with pytest.raises(Refused, match="the weights stopped coming"):
@@ -285,7 +285,7 @@ def test_with_nobody_left_the_sync_says_so(running: Running) -> None:
     """The only server dies and stays dead: the run is stopped, with its name."""
     sync, _, _ = running.sync(PipeServer(0, dies_at=0), **{"limits.engine_wait_s": 1.0})
     with pytest.raises(
-        RunAborted, match=r"no rollout server has taken weight sync 1 \(pipe.*:0 out: weight sync failed"
+        RunAborted, match=r"no rollout server has taken weight sync 1 in .* \(pipe.*:0 out: weight sync failed"
     ):
         sync.to(lambda: _weights(1))
 
@@ -312,8 +312,8 @@ class Told:
 
     def healthy(self, *, timeout_s: float) -> None: ...
 
-    def sleep(self, awake: Any, *, timeout_s: float) -> None:
-        self.calls.append("sleep")
+    def sleep(self, awake: Any, *, keeps: bool = False, timeout_s: float) -> None:
+        self.calls.append("sleep and keep" if keeps else "sleep")
 
     def wake(self, what: str, *, timeout_s: float) -> None:
         self.calls.append(f"wake {what}")
@@ -372,6 +372,20 @@ def test_a_colocated_server_that_was_started_again_sleeps_first() -> None:
         fleet.members[1].restarted()
     sync.to(lambda: _weights(2))
     assert bad.calls == ["sleep", "wake weights", "pause", "update", "wake kv_cache", "resume"] and len(fleet.live) == 2
+
+
+def test_a_colocated_server_sleeps_over_requests_that_go_on() -> None:
+    """What an outage has left there is ended all the same: its ids come back."""
+    servers = Told("a"), Told("b")
+    config = _config(**{"servers.colocate": True, "sync.in_flight": "continue"})
+    fleet = Fleet([cast(Any, server) for server in servers], config)
+    sync = WeightSync(config, cast(Any, Telling(fleet)), fleet)
+    sync.to(lambda: _weights(1))
+    fleet.mark_out(fleet.members[1], "a broken connection")
+    sync.sleep(keeps=True)
+    assert [server.calls[-1] for server in servers] == ["sleep and keep", "sleep"]
+    sync.to(lambda: _weights(2))
+    assert servers[0].calls[-5:] == ["wake weights", "pause", "update", "wake kv_cache", "resume"]
 
 
 def test_requests_that_are_to_finish_are_asked_under_the_old_weights() -> None:
@@ -469,7 +483,7 @@ def _through_memory(config: RolloutConfig, servers: list[PipeServer]) -> Any:
     """Two ranks, a server beside each; rank 0 speaks to both over the pipes that it has inherited."""
     fleet = Fleet(servers, config) if torch.distributed.get_rank() == 0 else None  # type: ignore[arg-type]
     beside = {server.http.url: (rank,) for rank, server in enumerate(servers)}
-    channel = SharedMemoryChannel(fleet, beside, _noted(vllm.offer), BUCKET, 60)
+    channel = SharedMemoryChannel(fleet, beside, _noted(vllm_offer), BUCKET, 60)
     sync = WeightSync(config, channel, fleet)
     right = []
     for version, seed in enumerate((1, 2), start=1):

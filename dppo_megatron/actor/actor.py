@@ -29,10 +29,12 @@ from torch import Tensor
 from dppo_megatron.actor.batch import Microbatch, Samples, build_microbatch
 from dppo_megatron.actor.layout import Layout
 from dppo_megatron.actor.logprobs import LogprobStore, choose_softmax
+from dppo_megatron.actor.lora import add_adapters
 from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, not_tried, overrides
 from dppo_megatron.actor.offload import Offload, pageable
-from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
+from dppo_megatron.actor.optimizer import build_optimizer, build_schedule, regrouped
+from dppo_megatron.actor.replay import Recorded, Routers
 from dppo_megatron.actor.schedule_timers import schedule_timers
 from dppo_megatron.actor.softmax import Projection
 from dppo_megatron.algorithms.objectives import Objective
@@ -42,6 +44,7 @@ from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.spans import recorder
 from dppo_megatron.types import PackPlan, TrainSample, UpdateResult
 from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.mapping import CORRECTION_BIAS, EXPERT_BIAS
 from dppo_megatron.weights.sharded import DEFAULT_BUCKET_BYTES, WeightStream, load_hf_weights
 
 
@@ -51,6 +54,7 @@ class Actor:
     Args:
         get_weight: returns a full Hugging Face tensor by name; read shard by shard.
         dtype: parameters and activations; torch.float64 computes gradients but has no optimizer.
+        seed: of the adapters' first numbers.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Actor:
         get_weight: Callable[[str], Tensor],
         *,
         dtype: torch.dtype,
+        seed: int = 0,
     ) -> None:
         self.layout = layout
         self._config = config
@@ -71,13 +76,16 @@ class Actor:
         self._softmax, kernel = choose_softmax(config.logprob_kernel, layout.device, dtype)
         self.description = (
             f"actor: {_describe(config.layout, layout.data_parallel)}; layers: {spec} ({reason}); fp8: {config.fp8};"
-            f" log-probabilities: {kernel}{''.join('; ' + line for line in not_tried(settings))}"
+            f" log-probabilities: {kernel}{f'; adapters: {architecture.lora}' if architecture.lora else ''}"
+            f"{''.join('; ' + line for line in not_tried(settings))}"
         )
         """One line for the log: how the model is split, which layers were chosen and why."""
         megatron_config, of_ddp = (one.build() for one in settings)
         megatron_config.finalize_model_grads_func = finalize_model_grads
         self._chunks = [chunk.to(layout.device) for chunk in build_model(architecture, megatron_config, spec)]
         load_hf_weights(self._chunks, architecture, get_weight)
+        if architecture.lora is not None:
+            add_adapters(self._chunks, architecture, seed)
         self._model = [
             DistributedDataParallel(
                 megatron_config,
@@ -90,6 +98,7 @@ class Actor:
         if of_ddp.overlap_grad_reduce:  # gradients are sent in the last micro-batch's backward pass, not in each
             syncs = [model.no_sync for model in self._model]
             megatron_config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+        self._routers = Routers(self._chunks, architecture, layout, replays=config.routing_replay != "off")
         self._gathers_late = of_ddp.use_distributed_optimizer and of_ddp.overlap_param_gather
         self._is_stale = False
         """Whether weights that other ranks have updated are still to be fetched: overlap_param_gather leaves that to
@@ -124,14 +133,18 @@ class Actor:
         *,
         temperature: float = 1.0,
         logprobs_out: LogprobStore | None = None,
+        routes: Recorded | None = None,
     ) -> UpdateResult:
         """One optimizer step on the weighted objective of `samples`.
 
         Args:
             samples: at least those of this rank's data-parallel replica.
             logprobs_out: takes the log-probabilities before the step, on the last pipeline stage.
+            routes: of `own_logprobs` over the same plan, replayed; None: those that the samples carry are.
         """
-        sums = self.accumulate(samples, plan, objective, temperature=temperature, logprobs_out=logprobs_out)
+        sums = self.accumulate(
+            samples, plan, objective, temperature=temperature, logprobs_out=logprobs_out, routes=routes
+        )
         tokens, loss = sums.pop("tokens", 0.0), sums.pop("loss", 0.0)
         # checked before the step: Megatron looks for infinities only when it scales an fp16 loss
         self._optimizer.prepare_grads()
@@ -158,6 +171,7 @@ class Actor:
         *,
         temperature: float = 1.0,
         logprobs_out: LogprobStore | None = None,
+        routes: Recorded | None = None,
     ) -> dict[str, float]:
         """Forward and backward over the whole plan, gradients reduced and left in the buffers; no optimizer step.
 
@@ -171,7 +185,7 @@ class Actor:
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         hook = LossHook(objective, self._scorer(temperature), self.layout, plan.num_microbatches, logprobs_out)
-        self._run_schedule(samples, plan, hook, forward_only=False)
+        self._run_schedule(samples, plan, hook, forward_only=False, routes=routes)
         return reduce_sums(hook.sums, self.layout)
 
     def grad_norm(self, samples: Samples, plan: PackPlan, objective: Objective, *, temperature: float = 1.0) -> float:
@@ -181,7 +195,7 @@ class Actor:
         return float(self._optimizer.get_grad_norm())
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Full gradients under their Hugging Face names, as `accumulate` left them. Collective; for proofs and probes.
+        """Full gradients under their names (adapters': PEFT's), as `accumulate` left them. Collective; for probes.
 
         Replicated over data-parallel ranks only without the distributed optimizer (which leaves each rank a shard).
         """
@@ -190,13 +204,20 @@ class Actor:
         try:
             for parameter in parameters:
                 parameter.data = parameter.main_grad.to(parameter.dtype).view_as(parameter)  # type: ignore[attr-defined]
-            yield from WeightStream(self._chunks, self._architecture).tensors()
+            stream = self._fresh_stream().tensors()
+            yield from ((name, tensor) for name, tensor in stream if not name.endswith(CORRECTION_BIAS))
         finally:
             for parameter, data in zip(parameters, saved, strict=True):
                 parameter.data = data
 
-    def own_logprobs(self, samples: Samples, plan: PackPlan, *, temperature: float = 1.0) -> LogprobStore:
-        """Log-probability of every completion token of this replica under the current weights; see `LogprobStore`."""
+    def own_logprobs(
+        self, samples: Samples, plan: PackPlan, *, temperature: float = 1.0, records: bool = False
+    ) -> LogprobStore:
+        """Log-probability of every completion token of this replica under the current weights; see `LogprobStore`.
+
+        Args:
+            records: keep the experts that this pass goes through as the store's `routes`, on every rank.
+        """
         store, score = LogprobStore(), self._scorer(temperature)
 
         def collect(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -208,8 +229,11 @@ class Actor:
         self._bring_weights()
         for model in self._model:
             model.eval()
+        recorded: dict[int, list[Tensor]] | None = {} if records else None
         with torch.no_grad():
-            self._run_schedule(samples, plan, collect, forward_only=True)
+            self._run_schedule(samples, plan, collect, forward_only=True, recorded=recorded)
+        if recorded is not None:
+            store.routes = {chunk: [part.cpu() for part in parts] for chunk, parts in recorded.items()}
         return store
 
     def logprobs(
@@ -231,7 +255,7 @@ class Actor:
         """Keep a reference policy for a KL term, on the host: the current weights, or those that `get_weight` reads, as
         in the constructor. The latter are not part of `sharded_state`: whoever loads it gives them again."""
         self._bring_weights()
-        self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
+        self._reference = [tensor.detach().to("cpu", copy=True) for tensor in self._parameters() + self._biases()]
         self._saves_reference = get_weight is None
         if get_weight is not None:
             with self.reference_weights():
@@ -251,10 +275,15 @@ class Actor:
     def weights(
         self, to: Collection[int] | None = None, bucket_bytes: int = DEFAULT_BUCKET_BYTES
     ) -> Iterator[tuple[str, Tensor]]:
-        """All parameters as full tensors under their Hugging Face names, on the ranks in `to` (None: all); the other
-        ranks iterate too and are given nothing. Collective; see `WeightStream.tensors`."""
+        """All parameters as full tensors under their Hugging Face names, with adapters merged in, on the ranks in `to`
+        (None: all); the other ranks iterate too and are given nothing. Collective; see `WeightStream.tensors`."""
         self._bring_weights()
         return self._stream.tensors(to, bucket_bytes)
+
+    def adapters(self, to: Collection[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The adapters alone, under PEFT's names; nothing without `actor.lora`. Collective, as `weights`."""
+        self._bring_weights()
+        return self._fresh_stream().tensors(to) if self._architecture.lora else iter(())
 
     def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
         """Megatron's sharded state dict of model, optimizer and schedule, for saving or as a template to load into."""
@@ -275,7 +304,7 @@ class Actor:
                 model if len(chunks) > 1 else chunks[0], is_loading=loading, metadata=metadata
             )
         if self._config.fp8 == "off":  # FP8 state beside the weights; else empty, and specific to a layer spec
-            model = {name: _tensors_only(chunk) for name, chunk in model.items()}
+            model = {name: _only(chunk, _is_tensor) for name, chunk in model.items()}
         state = {**model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
         if self._saves_reference:
             state |= {"reference": self._sharded_reference(metadata)}
@@ -283,7 +312,8 @@ class Actor:
 
     def _from_host(self, state: dict[str, Any]) -> dict[str, Any]:
         """The same state with what is away read from the host, and nothing in pinned memory."""
-        away = {id(p): p for p in self._parameters()} if "weights" in self._memory.away else {}
+        every = {id(p) for chunk in self._chunks for p in chunk.parameters()}  # frozen ones leave too
+        away = every if "weights" in self._memory.away else set()
         for value in nested_values(state):
             if isinstance(value, (ShardedTensor, ShardedTensorFactory)) and isinstance(value.data, Tensor):
                 if id(value.data) in away:
@@ -300,7 +330,7 @@ class Actor:
             lost = [name for name in missing if not name.endswith("_extra_state")]
             if lost or unexpected:
                 raise ValueError(f"the checkpoint lacks {lost} and has unknown {unexpected}")
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.load_state_dict(regrouped(state["optimizer"], self._optimizer))
         # Restore only the schedule's position: its shape follows the config, where a resumed run may have more steps.
         self._schedule.load_state_dict(self._schedule.state_dict() | {"num_steps": state["schedule"]["num_steps"]})
         if self._reference is not None and self._saves_reference:
@@ -310,17 +340,19 @@ class Actor:
                 for name, parameter in chunk.named_parameters()
                 if parameter.requires_grad
             ]
-            for kept, loaded in zip(self._reference, named, strict=True):
+            for kept, loaded in zip(self._reference, named, strict=False):
                 kept.copy_(loaded)
 
     def _sharded_reference(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """The reference policy as sharded tensors: the parameters' own, with a prefix and with its data."""
         assert self._reference is not None
-        kept = {id(p): tensor for p, tensor in zip(self._parameters(), self._reference, strict=True)}
+        # of the biases, no more: a reference that is saved is the run's own start and has the same
+        kept = {id(p): tensor for p, tensor in zip(self._parameters(), self._reference, strict=False)}
         sharded = {
-            str(index): _tensors_only(chunk.sharded_state_dict(metadata=metadata))
+            str(index): _only(chunk.sharded_state_dict(metadata=metadata), _is_tensor)
             for index, chunk in enumerate(self._chunks)
         }
+        sharded = _only(sharded, lambda value: id(value.data) in kept)  # no frozen weights
         for value in nested_values(sharded):
             value.key, value.data = f"reference.{value.key}", kept[id(value.data)]
         return sharded
@@ -357,7 +389,10 @@ class Actor:
         hook: Callable[[Microbatch, Tensor], tuple[Tensor, dict[str, Tensor]]],
         *,
         forward_only: bool,
+        routes: Recorded | None = None,
+        recorded: dict[int, list[Tensor]] | None = None,
     ) -> None:
+        """Forward and backward passes over this replica's packs; `routes` and `recorded` as `Routers.replaying`."""
         packs = (
             build_microbatch(samples, packed, device=self.layout.device, context=self.layout.context)
             for packed in plan.microbatches[self.layout.data_parallel_rank]
@@ -366,23 +401,25 @@ class Actor:
         def forward(iterator: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             pack = next(iterator)
             tokens, positions = pack.tokens[:, pack.local], pack.packed.position_ids[None]
-            output = model(tokens, positions, None, packed_seq_params=pack.packed)
+            with over(pack, self._model.index(model)):
+                output = model(tokens, positions, None, packed_seq_params=pack.packed)
             return output, partial(hook, pack)
 
         interleaved = len(self._model) > 1
         timers = schedule_timers(recorder(), self.layout.device) if recorder().on else None
         for chunk in self._chunks:
             chunk.config.timers = timers
-        get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=list(tee(packs, len(self._model))) if interleaved else packs,
-            model=self._model if interleaved else self._model[0],
-            num_microbatches=plan.num_microbatches,
-            # read only by the interleaved schedule, which exchanges this one shape
-            seq_length=plan.microbatches[0][0].num_tokens,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        with self._routers.replaying(samples, routes, recorded) as over:
+            get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=list(tee(packs, len(self._model))) if interleaved else packs,
+                model=self._model if interleaved else self._model[0],
+                num_microbatches=plan.num_microbatches,
+                # read only by the interleaved schedule, which exchanges this one shape
+                seq_length=plan.microbatches[0][0].num_tokens,
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
 
     def _scorer(self, temperature: float) -> Scorer:
         projection = Projection(
@@ -394,14 +431,22 @@ class Actor:
         )
         return Scorer(self._chunks[-1], self.layout, projection)
 
-    def _parameters(self) -> list[torch.nn.Parameter]:
+    def _fresh_stream(self) -> WeightStream:
+        """Of what is trained: all parameters, or adapters alone."""
+        return WeightStream(self._chunks, self._architecture, adapters=self._architecture.lora is not None)
+
+    def _parameters(self) -> list[Tensor]:
         return [p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]
+
+    def _biases(self) -> list[Tensor]:
+        """The routers' correction biases, which no optimizer changes."""
+        return [b for chunk in self._chunks for name, b in chunk.named_buffers() if name.endswith(EXPERT_BIAS)]
 
     def _swap_with_reference(self) -> None:
         assert self._reference is not None
-        for parameter, kept in zip(self._parameters(), self._reference, strict=True):
-            current = parameter.detach().to("cpu", copy=True)
-            parameter.data.copy_(kept)
+        for tensor, kept in zip(self._parameters() + self._biases(), self._reference, strict=True):
+            current = tensor.detach().to("cpu", copy=True)
+            tensor.data.copy_(kept)
             kept.copy_(current)
 
 
@@ -417,9 +462,13 @@ def _describe(config: LayoutConfig, data_parallel: int) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
-def _tensors_only(sharded: dict[str, Any]) -> dict[str, Any]:
+def _is_tensor(value: Any) -> bool:
+    return not isinstance(value, ShardedObject)
+
+
+def _only(sharded: dict[str, Any], wanted: Callable[[Any], bool]) -> dict[str, Any]:
     kept: dict[str, Any]
-    kept, _ = extract_matching_values(sharded, lambda value: not isinstance(value, ShardedObject))
+    kept, _ = extract_matching_values(sharded, wanted)
     return kept
 
 

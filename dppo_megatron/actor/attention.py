@@ -23,12 +23,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from dppo_megatron.actor.layout import ContextShare, to_device
 from dppo_megatron.actor.rotary import Rotating, Rotation, rotation_at
 from dppo_megatron.types import PackedMicrobatch
-from dppo_megatron.weights.architecture import Rope
+from dppo_megatron.weights.layer_parts import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class LengthBucket:
     """[B * L] position of each key in the whole pack, padded in the same way."""
     batch: int
     mask: Tensor | None
-    """[B, 1, Q, L] True where a query may look; None: causal, which is all that one rank alone needs."""
+    """[B, 1, Q, L] True where a query may look; None: causal, all that one rank alone needs without a window."""
 
 
 class Attending(NamedTuple):
@@ -60,6 +61,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     context: ContextShare = field(default_factory=ContextShare)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _rotations: dict[tuple[Rope, torch.dtype], Rotation] = field(default_factory=dict)
+    _attending: dict[int | None, Attending] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: PackedMicrobatch, context: ContextShare, device: torch.device) -> PackedSequences:
@@ -101,9 +103,14 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
         shares = [replace(self.context, rank=rank).indices(self.slots) for rank in range(self.context.size)]
         return to_device(torch.argsort(torch.cat(shares)), self.device)
 
-    @cached_property
-    def attending(self) -> Attending:
-        """The length buckets, made at the first layer; not needed by kernels that take the offsets."""
+    def attending(self, window: int | None = None) -> Attending:
+        """The length buckets of layers with this window, made at the first of them; not needed by kernels that take the
+        offsets."""
+        if window not in self._attending:
+            self._attending[window] = self._attend(window)
+        return self._attending[window]
+
+    def _attend(self, window: int | None) -> Attending:
         by_size: dict[int, list[tuple[int, int]]] = {}
         for start, end in pairwise(self.slots):
             by_size.setdefault((end - start).bit_length(), []).append((start, end - start))
@@ -111,7 +118,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
         row_of_token = torch.empty(self.slots[-1] // self.context.size, dtype=torch.int64)
         rows = 0
         for members in by_size.values():
-            bucket, real = _bucket(members, self.context)
+            bucket, real = _bucket(members, self.context, window)
             row_of_token[bucket.query_index[real]] = rows + torch.nonzero(real)[:, 0]
             rows += len(real)
             buckets.append(
@@ -125,7 +132,9 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
         return Attending(tuple(buckets), to_device(row_of_token, self.device))
 
 
-def _bucket(members: Sequence[tuple[int, int]], context: ContextShare) -> tuple[LengthBucket, Tensor]:
+def _bucket(
+    members: Sequence[tuple[int, int]], context: ContextShare, window: int | None
+) -> tuple[LengthBucket, Tensor]:
     """The bucket of slots (start, length), and [B * Q] which of its query rows are no padding."""
     start = torch.tensor([start for start, _ in members])[:, None]
     length = torch.tensor([length for _, length in members])[:, None]
@@ -136,9 +145,12 @@ def _bucket(members: Sequence[tuple[int, int]], context: ContextShare) -> tuple[
     query = torch.minimum(row, local_length - 1)
     query_index = (start // context.size + query).flatten()
     mask = None
-    if context.size > 1:
-        position = context.position(query, length)
-        mask = (key[:, None] <= position[:, :, None])[:, None]
+    if context.size > 1 or (window is not None and window < key.size(1)):
+        position = context.position(query, length)[:, :, None]
+        mask = key[:, None] <= position
+        if window is not None:
+            mask &= key[:, None] > position - window
+        mask = mask[:, None]
     return LengthBucket(query_index, key_index.flatten(), len(members), mask), (row < local_length).flatten()
 
 
@@ -155,12 +167,17 @@ class UnrotatedAttention(MegatronModule):  # type: ignore[misc]
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
+        head_dim = k_channels or config.kv_channels
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self._context_group = groups.cp
-        self._scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
-        self._kernel, _ = find_kernel(config.kv_channels)
+        self._scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
+        sees_all = not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._window = None if sees_all else config.window_size[0] + 1
+        self._kernel, _ = find_kernel(head_dim, windows=not sees_all)
 
     def forward(
         self,
@@ -172,12 +189,15 @@ class UnrotatedAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """query [T, H, D], key and value [T, K, D] with K dividing H -> [T, H * D]; T tokens of this rank."""
+        """query [T, H, D], key [T, K, D] and value [T, K, V] with K dividing H -> [T, H * V]; T tokens of this rank."""
         assert packed_seq_params is not None, "the actor always packs"
         packed = packed_seq_params
         half = query.dtype in (torch.float16, torch.bfloat16)
         if self._kernel is not None and half and packed.context.size == 1:
-            out = self._kernel(query, key, value, packed.cu_seqlens_q, packed.max_seqlen_q, self._scale)
+            size = value.size(-1)
+            value = F.pad(value, (0, query.size(-1) - size))  # kernels take heads of one size
+            offsets, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+            out = self._kernel(query, key, value, offsets, longest, self._scale, self._window)[..., :size]
         else:
             out = self._bucketed(query, key, value, packed)
         return out.reshape(query.size(0), -1)
@@ -186,8 +206,8 @@ class UnrotatedAttention(MegatronModule):  # type: ignore[misc]
         context = packed.context
         if context.size > 1:
             key, value = (self._whole_pack(tensor, packed) for tensor in (key, value))
-        rows = []
-        for bucket in packed.attending.buckets:
+        rows, attending = [], packed.attending(self._window)
+        for bucket in attending.buckets:
             q, k, v = (
                 tensor.index_select(0, index).view(bucket.batch, -1, *tensor.shape[1:]).transpose(1, 2)
                 for tensor, index in (
@@ -205,8 +225,8 @@ class UnrotatedAttention(MegatronModule):  # type: ignore[misc]
                 scale=self._scale,
                 enable_gqa=query.size(1) != key.size(1),
             )
-            rows.append(attended.transpose(1, 2).reshape(-1, query.size(1), query.size(2)))
-        return torch.cat(rows).index_select(0, packed.attending.row_of_token)
+            rows.append(attended.transpose(1, 2).reshape(-1, query.size(1), value.size(2)))
+        return torch.cat(rows).index_select(0, attending.row_of_token)
 
     def _whole_pack(self, tensor: Tensor, packed: PackedSequences) -> Tensor:
         """Keys or values of all ranks in the pack's own order; the backward pass sums their gradients over ranks."""
@@ -223,7 +243,7 @@ class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm for the local layer spec.
 
     Megatron's WrappedTorchNorm refuses sequence parallelism. Tagging the weight is all that is missing: Megatron
-    then sums its gradient over the tensor-parallel ranks.
+    then sums its gradient over the tensor-parallel ranks. Gemma's multiplies by 1 + weight, which bfloat16 would round.
     """
 
     returns_residual = False  # read by megatron-core from 0.19 on
@@ -231,6 +251,39 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._is_zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Over the last dimension of x."""
+        if not self._is_zero_centered:
+            return super().forward(x)
+        exact = torch.promote_types(x.dtype, torch.float32)
+        normed = F.rms_norm(x.to(exact), self.normalized_shape, 1 + self.weight.to(exact), self.eps)
+        return normed.to(x.dtype)
+
+
+class NormedResidual(torch.nn.Module):
+    """Adds a half of a layer, normed, to the residual stream: Gemma's norms, in Megatron's place for bias and dropout,
+    the only one of its layer behind attention and feed-forward.
+
+    Args:
+        norm: Transformer Engine's class or `RMSNorm`.
+    """
+
+    def __init__(self, norm: Any, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """What Megatron calls with (output, no bias), the residual and no dropout, [T (/ tp), 1, hidden] each."""
+        return self._add
+
+    def _add(self, output_with_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        output, _ = output_with_bias
+        # Megatron switches gradients on here, in passes without them too, where this would keep every layer's input
+        with torch.set_grad_enabled(output.requires_grad):
+            added: Tensor = residual + self.norm(output)
+        return added
 
 
 _LEAST_CAPABILITY = (8, 0)
@@ -242,12 +295,20 @@ class VarlenKernel(Protocol):
     """Causal attention inside each sequence of a pack."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        offsets: Tensor,
+        longest: int,
+        scale: float,
+        window: int | None = None,
     ) -> Tensor:
-        """query [T, H, D], key and value [T, K, D] with K dividing H, offsets [sequences + 1] int32 -> [T, H, D]."""
+        """query [T, H, D], key and value [T, K, D] with K dividing H, offsets [sequences + 1] int32 -> [T, H, D].
+        A token sees `window` tokens, itself included."""
 
 
-def find_kernel(head_dim: int) -> tuple[VarlenKernel | None, str]:
+def find_kernel(head_dim: int, *, windows: bool = False) -> tuple[VarlenKernel | None, str]:
     """The kernel for this machine and head size, and one phrase for the log that says which, or why there is none.
 
     flash-attn's is used if installed: every version has grouped queries, causal masking and a scale. Else torch's.
@@ -268,15 +329,28 @@ def find_kernel(head_dim: int) -> tuple[VarlenKernel | None, str]:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None, f"padded batches (no flash-attn, and torch {torch.__version__} has no varlen_attn)"
+    if windows and "window_size" not in inspect.signature(varlen_attn).parameters:
+        return None, f"padded batches (no flash-attn, and varlen_attn of torch {torch.__version__} has no windows)"
     return from_torch(varlen_attn), "torch's varlen_attn"
 
 
 def from_flash_attn(function: Callable[..., Tensor]) -> VarlenKernel:
     """flash-attn's `flash_attn_varlen_func` as a `VarlenKernel`."""
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        offsets: Tensor,
+        longest: int,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
         """The same offsets and longest length for queries and keys."""
-        return function(query, key, value, offsets, offsets, longest, longest, softmax_scale=scale, causal=True)
+        options: dict[str, Any] = {"softmax_scale": scale, "causal": True}
+        if window is not None:
+            options["window_size"] = (window - 1, 0)
+        return function(query, key, value, offsets, offsets, longest, longest, **options)
 
     return kernel
 
@@ -293,11 +367,20 @@ def from_torch(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Varle
     """
     takes = set(inspect.signature(function).parameters)
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        offsets: Tensor,
+        longest: int,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
         """By the names that this version of torch has for its options."""
         options: dict[str, object] = {}
         if "window_size" in takes:
-            options["window_size"] = (-1, 0)  # everything before, nothing behind: causal
+            before = -1 if window is None else window - 1
+            options["window_size"] = (before, 0)  # all before or so many, nothing behind: causal
         else:
             options["is_causal"] = True
         if "scale" in takes:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dppo_megatron.actor.batch import Microbatch
+from dppo_megatron.actor.replay import Recorded
 from dppo_megatron.actor.softmax import BackwardChunk, Projection, Softmax, TorchSoftmax
 from dppo_megatron.types import FloatArray, TrainSample, UserError
 
@@ -31,6 +32,8 @@ class LogprobStore:
     They stay on the ranks that computed them, a replica's last pipeline stage: those whose loss reads them.
     """
 
+    routes: Recorded | None = None
+    """The experts that the pass went through, if it recorded them."""
     _arrays: dict[int, FloatArray] = field(default_factory=dict)
     _on_device: list[tuple[Sequence[int], Sequence[int], Tensor]] = field(default_factory=list)
     """Samples, their lengths and values of packs not yet fetched: to fetch each at once would have the host wait for
@@ -97,21 +100,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
         hidden, weight, targets, entropy, log_normalizer = ctx.saved_tensors
         projection: Projection = ctx.projection
         grad_hidden = torch.zeros_like(hidden)
         # accumulates over chunks and micro-batches: in bfloat16 small contributions would be lost
         grad_weight: Tensor | None = getattr(weight, "main_grad", None)
         in_place = grad_weight is not None and grad_weight.dtype == log_normalizer.dtype
-        if grad_weight is None or not in_place:
+        trained = ctx.needs_input_grad[1]  # not with adapters
+        if trained and (grad_weight is None or not in_place):
             grad_weight = torch.zeros_like(weight, dtype=log_normalizer.dtype)
         for rows in _chunks(len(hidden), projection.chunk_tokens):
             own = (None if grad is None else grad[rows] for grad in grads)
             chunk = BackwardChunk(targets[rows], log_normalizer[rows], entropy[rows], *own)
             grad_logits = projection.softmax.gradient(hidden[rows] @ weight.t(), chunk, projection)
             grad_hidden[rows] = grad_logits @ weight
-            grad_weight += grad_logits.t() @ hidden[rows]
+            if trained:
+                grad_weight += grad_logits.t() @ hidden[rows]
+        if grad_weight is None:
+            return grad_hidden, None, None, None
         return grad_hidden, _as_added(weight) if in_place else grad_weight.to(weight.dtype), None, None
 
 

@@ -8,7 +8,9 @@ Positions enter in the attention (`rotary.py`). The model returns hidden states;
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -24,16 +27,20 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from dppo_megatron.actor.attention import PackedAttention, RMSNorm
+from dppo_megatron.actor.attention import NormedResidual, PackedAttention, RMSNorm
+from dppo_megatron.actor.latent import LatentAttention
 from dppo_megatron.actor.overrides import Overrides
 from dppo_megatron.actor.rotary import Rotating
 from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.platform.capabilities import LayerSpec, this_machine
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.layer_parts import Experts, Gemma, Latent, Rope
+from dppo_megatron.weights.mapping import POST_ATTENTION, POST_MLP
 
 _RECIPES: dict[str, dict[str, Any]] = {
     "off": {},
@@ -55,8 +62,9 @@ def overrides(
 ) -> tuple[Overrides, Overrides]:
     """Megatron's configurations of the model and of its data parallelism, to be built."""
     ours, of_ddp = _settings(architecture, dtype, config, spec), _ddp_settings(config, dtype)
+    cls = TransformerConfig if architecture.latent is None else MLATransformerConfig
     return (
-        Overrides("actor.megatron", TransformerConfig, ours, config.megatron, config.fp8),
+        Overrides("actor.megatron", cls, ours, config.megatron, config.fp8),
         Overrides("actor.ddp", DistributedDataParallelConfig, of_ddp, config.ddp, config.fp8),
     )
 
@@ -117,7 +125,7 @@ def _settings(architecture: Architecture, dtype: torch.dtype, config: ActorConfi
         kv_channels=architecture.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_eps,
-        qk_layernorm=architecture.qk_norm,
+        qk_layernorm=architecture.qk_norm or architecture.latent is not None,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -144,9 +152,10 @@ def _settings(architecture: Architecture, dtype: torch.dtype, config: ActorConfi
         persist_layer_norm=False,
         **_recomputation(config),
         **_experts(architecture, config, spec),
+        **({} if architecture.latent is None else _latent(architecture.latent)),
         **_fp8_settings(config),
     )
-    return settings
+    return settings if architecture.gemma is None else settings | _gemma(architecture.gemma)
 
 
 def _fp8_settings(config: ActorConfig) -> dict[str, Any]:
@@ -175,18 +184,65 @@ def _experts(architecture: Architecture, config: ActorConfig, spec: LayerSpec) -
     experts = architecture.experts
     if experts is None:
         return settings
+    if experts.is_sigmoid:
+        settings |= _like_deepseek(architecture.num_layers, experts)
     return settings | {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
         "moe_ffn_hidden_size": experts.ffn_size,
         "moe_router_pre_softmax": not experts.normalize_weights,
-        "moe_router_score_function": "softmax",
+        "moe_router_score_function": "sigmoid" if experts.is_sigmoid else "softmax",
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",  # its statistics would cover the kept completions only
-        "moe_grouped_gemm": spec == "te",
+        "moe_grouped_gemm": spec == "te" and not config.lora.experts,  # an adapter is a layer's
         "moe_router_padding_for_quantization": config.fp8 != "off",
         "expert_model_parallel_size": config.layout.expert_parallel,
         "expert_tensor_parallel_size": config.layout.expert_tensor_parallel or config.layout.tensor_parallel,
+    }
+
+
+def _latent(latent: Latent) -> dict[str, Any]:
+    return {
+        "q_lora_rank": latent.query_rank or None,
+        "kv_lora_rank": latent.rank,
+        "qk_head_dim": latent.still_dim,
+        "qk_pos_emb_head_dim": latent.turning_dim,
+        "v_head_dim": latent.value_dim,
+        "rope_type": "rope",
+        # Megatron multiplies the softmax's scale by (1 + mscale_all_dim log(rotary_scaling_factor) / 10) squared
+        "rotary_scaling_factor": math.e,
+        "mscale_all_dim": 10.0 * (math.sqrt(latent.scale) - 1.0),
+    }
+
+
+def _gemma(gemma: Gemma) -> dict[str, Any]:
+    return {
+        "layernorm_zero_centered_gamma": True,
+        "activation_func": gelu,
+        "softmax_scale": gemma.softmax_scale,
+        "window_size": (gemma.window - 1, 0),  # so many before a token, none behind
+        "window_attn_skip_freq": [int(has_window) for has_window in gemma.windowed],
+    }
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Gemma's, by tanh."""
+    return F.gelu(x, approximate="tanh")
+
+
+def _like_deepseek(num_layers: int, experts: Experts) -> dict[str, Any]:
+    """Fields for sigmoid routers, shared experts and dense layers."""
+    is_limited = experts.groups > 1
+    return {
+        # fixed in RL: it balances the load over pre-training's data, and engines have no call to change it
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_num_groups": experts.groups if is_limited else None,
+        "moe_router_group_topk": experts.groups_per_token if is_limited else None,
+        "moe_router_topk_scaling_factor": experts.scale,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
+        # as a list it gives each layer keys of its own in the sharded state dict
+        "moe_layer_freq": [int(n >= experts.dense_layers) for n in range(num_layers)] if experts.dense_layers else 1,
     }
 
 
@@ -207,10 +263,21 @@ def build_model(architecture: Architecture, config: TransformerConfig, spec: Lay
             position_embedding_type="none",  # the attention rotates (rotary.py)
             vp_stage=stage,
         )
+        if model.pre_process and architecture.gemma is not None:
+            model.embedding.__class__ = ScaledEmbedding
         if model.post_process:
             model.output_layer.__class__ = DeferredOutputLayer
         chunks.append(model)
     return chunks
+
+
+class ScaledEmbedding(LanguageModelEmbedding):  # type: ignore[misc]
+    """Gemma's: times the root of the hidden size, rounded to the weights' type as in transformers."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As Megatron's, [1, T] token ids -> [T (/ tp), 1, H]."""
+        embedded: Tensor = super().forward(*args, **kwargs)
+        return embedded * torch.tensor(self.config.hidden_size**0.5).to(embedded.dtype)
 
 
 class DeferredOutputLayer(ColumnParallelLinear):  # type: ignore[misc]
@@ -232,45 +299,110 @@ def output_weight(model: GPTModel) -> Tensor:
     return weight
 
 
+def _layers(
+    architecture: Architecture,
+    config: TransformerConfig,
+    virtual_stage: int | None,
+    kinds: Callable[[bool, Rope], ModuleSpec],
+) -> list[ModuleSpec]:
+    """A spec for each layer of this stage: `kinds` gives that of a layer with experts or without, by its positions."""
+    first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
+    count = get_num_layers_to_build(config, vp_stage=virtual_stage)
+    stage = range(first, first + count)
+    return [kinds(architecture.has_experts(layer), architecture.rope_of(layer)) for layer in stage]
+
+
+_KEYS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+_LATENT = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""A local layer's norms by the keys of Transformer Engine's spec, where they are a part of the layers behind them."""
+
+
 def _local_spec(
     architecture: Architecture, config: TransformerConfig, virtual_stage: int | None
 ) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=architecture.qk_norm, normalization="RMSNorm"
-    )
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if architecture.experts:  # a separate norm in Transformer Engine's spec, so its key must not be part of fc1 here
-        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = _rotating(PackedAttention, architecture)
-    if architecture.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    count = get_num_layers_to_build(config, vp_stage=virtual_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+    @functools.cache
+    def layer(has_experts: bool, rope: Rope) -> ModuleSpec:
+        layer = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts if has_experts else None,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=architecture.latent is not None,
+            normalization="RMSNorm",
+        )
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        keys = layer.submodules.sharded_state_dict_keys_map = dict(_KEYS if architecture.latent is None else _LATENT)
+        if has_experts:  # a separate norm in Transformer Engine's spec, so its key must not be part of fc1 here
+            del keys["pre_mlp_layernorm."]
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = ModuleSpec(module=PackedAttention, params={"rope": rope})
+        if architecture.latent is not None:
+            layer.submodules.self_attention.module = LatentAttention
+            attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        elif architecture.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if architecture.gemma is not None:
+            _norm_residuals(layer.submodules, RMSNorm, config)
+        return layer
+
+    layers = _layers(architecture, config, virtual_stage, layer)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _te_spec(architecture: Architecture, config: TransformerConfig, _: int | None) -> ModuleSpec:
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+def _te_spec(
+    architecture: Architecture, config: TransformerConfig, virtual_stage: int | None
+) -> TransformerBlockSubmodules:
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
     class TransformerEngineAttention(Rotating, TEDotProductAttention):  # type: ignore[misc]
         """Transformer Engine's own fused rotary kernel for packs is slow with many sequences (TransformerEngine#2866)
         and rounds differently from the rollout engines'."""
 
-    layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=architecture.qk_norm,
-    )
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = _rotating(TransformerEngineAttention, architecture)
-    return layer
+    @functools.cache
+    def layer(has_experts: bool, rope: Rope) -> ModuleSpec:
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts if has_experts else None,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=architecture.latent is not None,
+        )
+        if architecture.latent is not None:
+            layer.submodules.self_attention.module = LatentAttention
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = ModuleSpec(module=TransformerEngineAttention, params={"rope": rope})
+        if architecture.lora is not None:
+            _separate_norms(layer.submodules, has_experts)
+        if architecture.gemma is not None:
+            _norm_residuals(layer.submodules, TENorm, config)
+        return layer
+
+    layers = _layers(architecture, config, virtual_stage, layer)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm)
 
 
-def _rotating(attention: type[Rotating], architecture: Architecture) -> ModuleSpec:
-    return ModuleSpec(module=attention, params={"rope": architecture.rope})
+def _separate_norms(layer: Any, has_experts: bool) -> None:
+    """Norms apart from the products that follow, under the same keys: adapters need what goes into the products."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    layer.input_layernorm = TENorm
+    layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+    layer.sharded_state_dict_keys_map |= {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if not has_experts:
+        layer.pre_mlp_layernorm, layer.mlp.submodules.linear_fc1 = TENorm, TEColumnParallelLinear
+        layer.sharded_state_dict_keys_map |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-_LAYER_SPECS: dict[LayerSpec, Callable[[Architecture, TransformerConfig, int | None], Any]] = {
+def _norm_residuals(layer: Any, norm: Any, config: TransformerConfig) -> None:
+    layer.self_attn_bda = layer.mlp_bda = ModuleSpec(module=NormedResidual, params={"norm": norm, "config": config})
+    layer.sharded_state_dict_keys_map |= {"self_attn_bda.norm.": POST_ATTENTION, "mlp_bda.norm.": POST_MLP}
+
+
+_LAYER_SPECS: dict[LayerSpec, Callable[[Architecture, TransformerConfig, int | None], TransformerBlockSubmodules]] = {
     "local": _local_spec,
     "te": _te_spec,
 }

@@ -122,6 +122,27 @@ def repair(optimizer: MegatronOptimizer) -> None:
                 adam.register_load_state_dict_post_hook(_fuse)  # a checkpoint brings its own groups
 
 
+def regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
+    """The optimizer's part of a checkpoint for as many optimizers as `optimizer` is made of.
+
+    Where experts are split over ranks (expert_parallel above 1) Megatron gives them an optimizer of their own: two
+    numbered parts instead of one without a number. Tensors are stored by the parameters' names and come at the places
+    of the optimizers of now; the settings come at those of the run that saved, with a group of each kind for experts
+    and for the rest, which differ in no setting here.
+    """
+    now = len(getattr(optimizer, "chained_optimizers", [optimizer]))
+    saved = [loaded[number] for number in sorted(key for key in loaded if isinstance(key, int))]
+    settings = [part for part in (loaded, *saved) if "optimizer" in part]
+    tensors = [loaded] if now == 1 else saved
+    if len(settings) == now or not all("param_state" in part for part in tensors):  # as it was, or not distributed
+        return loaded
+    own = [group for part in settings for group in part["optimizer"]["param_groups"]]
+    groups = [group | {"is_expert_parallel": of_experts} for of_experts in (False, True) for group in own]
+    common = settings[0] | {"optimizer": settings[0]["optimizer"] | {"param_groups": groups}}
+    parts = [common | {"param_state": part["param_state"]} for part in tensors]
+    return parts[0] if now == 1 else dict(enumerate(parts))
+
+
 _STATES = ("param", "exp_avg", "exp_avg_sq")
 
 

@@ -31,7 +31,11 @@ DECIDED = _by_name(
         " kv_channels normalization layernorm_epsilon qk_layernorm gated_linear_unit activation_func"
         " add_bias_linear add_qkv_bias num_moe_experts moe_router_topk moe_ffn_hidden_size"
         " moe_router_pre_softmax moe_router_score_function moe_layer_freq hidden_dropout attention_dropout"
-        " softmax_scale",
+        " softmax_scale window_size window_attn_skip_freq layernorm_zero_centered_gamma q_lora_rank kv_lora_rank"
+        " qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base"
+        " rotary_percent rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale"
+        " mscale_all_dim moe_shared_expert_intermediate_size moe_router_topk_scaling_factor moe_router_num_groups"
+        " moe_router_group_topk moe_router_enable_expert_bias",
         "model.dtype": "params_dtype bf16 fp16 pipeline_dtype",
         "actor.layout": "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size"
         " context_parallel_size sequence_parallel expert_model_parallel_size expert_tensor_parallel_size"
@@ -68,25 +72,27 @@ REFUSED = _by_name(
         " rotary_interleaved no_rope_freq mrope_section",
         "log-probabilities and their output layer are this program's own (actor.logprob_kernel)": "cross_entropy_*"
         " defer_embedding_wgrad_compute wgrad_deferral_limit fp8_output_proj",
-        "no family here has it, and attention on CPUs and without Transformer Engine is this program's own": "window_*"
-        " softmax_type qk_l2_norm qk_clip* log_max_attention_logit attention_output_gate multi_latent_attention"
+        "no family here has it, and attention on CPUs and without Transformer Engine is this program's own": "qk_clip*"
+        " softmax_type qk_l2_norm log_max_attention_logit attention_output_gate multi_latent_attention"
         " apply_query_key_layer_scaling",
         "it belongs to Megatron's unfused attention, which does not run here": "masked_softmax_fusion"
         " attention_softmax_in_fp32",
         "it is for Megatron's own tests": "test_mode",
         "it would train another model than the checkpoint's, which servers would not run": "use_mup mup_*"
-        " apply_residual_connection_post_layernorm layernorm_zero_centered_gamma glu_linear_offset"
+        " apply_residual_connection_post_layernorm glu_linear_offset"
         " activation_func_clamp_value moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size",
         _NO_LAYERS: "mtp_* dsa_* linear_* mamba_* use_mamba_mem_eff_path is_hybrid_model heterogeneous_block_specs"
         " hetereogenous_dist_checkpoint experimental_attention_variant* use_fused_weighted_squared_relu",
-        "no model family here has shared experts": "moe_shared_expert_* use_grouped_gemm_for_shared_expert",
+        "no model family here has a gate on shared experts": "moe_shared_expert_gate",
+        "it runs them on a CUDA stream of their own, which no test here could": "moe_shared_expert_overlap"
+        " use_grouped_gemm_for_shared_expert",
         "weights are loaded from the checkpoint, so how they are first drawn has no effect": "init_method_std"
         " embedding_init_method_std",
         _FUNCTION: "init_method output_layer_init_method embedding_init_method timers finalize_model_grads_func"
         " *_scale_func *_sync_func _cpu_offloading_context quant_recipe",
         "packs have a new shape every time, and a graph is of one shape": "*cuda_graph*",
         "it is for Megatron's own inference; rollouts come from rollout.engine": "inference_* flash_decode"
-        " use_inference_optimized_layers mlp_chunks_for_prefill nccl_all_reduce_for_prefill",
+        " cache_mla_latents use_inference_optimized_layers mlp_chunks_for_prefill nccl_all_reduce_for_prefill",
         _TP_OVERLAP: "tp_comm_*",
         "Megatron schedules it by layers, which needs its own forward step": "overlap_moe_expert_parallel_comm"
         " delay_wgrad_compute ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream"
@@ -120,11 +126,10 @@ REFUSED = _by_name(
         _AUX: "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff",
         _DROPS: "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy"
         " moe_expert_rank_capacity_factor",
-        "the bias is neither loaded nor streamed to servers": "moe_router_enable_expert_bias"
-        " moe_router_bias_update_rate moe_router_quantile_balancing_ema",
-        _ROUTING: "moe_router_topk_* moe_router_num_groups moe_router_group_topk moe_router_force_*"
-        " moe_input_jitter_eps",
-        "nobody records routes while generating, so there is nothing to replay": "moe_enable_routing_replay",
+        "the correction bias stays that of the checkpoint (docs/actor.md)": "moe_router_bias_update_rate"
+        " moe_router_quantile_balancing_ema",
+        _ROUTING: "moe_router_topk_limited_devices moe_router_force_* moe_input_jitter_eps",
+        "it is actor.routing_replay": "moe_enable_routing_replay",
         "it is another name of moe_router_padding_for_quantization": "moe_router_padding_for_fp8",
         "checkpoints and the weight stream know the distributed optimizer only, not FSDP": "*fsdp*"
         " data_parallel_sharding_strategy gradient_reduce_div_fusion suggested_communication_unit_size"

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from dppo_megatron.actor.layout import to_device
-from dppo_megatron.weights.architecture import Rope
+from dppo_megatron.weights.layer_parts import Rope
 
 
 class Rotation(NamedTuple):
-    """Scaled cosines and sines of the angles of a pack's tokens: [T / CP, 1, D / 2] each, in the activations' dtype."""
+    """Scaled cosines and sines of the angles of a pack's tokens: [T / CP, 1, pairs] each, in the activations' dtype."""
 
     cos: Tensor
     sin: Tensor
@@ -33,7 +33,8 @@ def rotation_at(rope: Rope, position_ids: Tensor, dtype: torch.dtype) -> Rotatio
 
 
 def rotate(states: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate queries or keys [T / CP, heads, D] by the angles of their tokens' positions, in pairs of the two halves.
+    """Rotate queries or keys [T / CP, heads, D] by the angles of their tokens' positions, in pairs of the two halves of
+    the first 2 x pairs dimensions; the others stay.
 
     Example: at angle a, the pair (x[i], x[i + D / 2]) becomes (x cos a - y sin a, y cos a + x sin a).
     """
@@ -56,8 +57,9 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = states.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    pairs = cos.size(-1)
+    first, second, rest = states.tensor_split((pairs, 2 * pairs), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 class Rotating:

@@ -10,55 +10,57 @@ import copy
 import os
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import CONFIG_MAPPING
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dppo_megatron.config.schema import ActorConfig, LayoutConfig
+from dppo_megatron.config.schema import ActorConfig, LayoutConfig, LoraConfig
 from dppo_megatron.texts import one_line
-from dppo_megatron.types import UserError
+from dppo_megatron.types import ExpertChoices, UserError
 from dppo_megatron.weights.config_keys import (
+    FULL,
+    GEMMA3,
     MODEL_TYPES,
     QWEN2,
     QWEN3,
     QWEN3_MOE,
     SUPPORTED,
     check_keys,
-    read_rope,
+    read_ropes,
     read_values,
 )
 from dppo_megatron.weights.json_files import plain, read_object, shown
-from dppo_megatron.weights.pipeline import split_layers
+from dppo_megatron.weights.layer_parts import (
+    Experts,
+    Gemma,
+    Latent,
+    Rope,
+    make_rope,
+    read_experts,
+    read_gemma,
+    read_latent,
+)
+from dppo_megatron.weights.pipeline import Stages, split_layers
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
-    """The feed-forward part of every layer of a mixture-of-experts model."""
+class Lora:
+    """The adapters of a model: B A x alpha / rank is added to the output of each target."""
 
-    count: int
-    per_token: int
-    """Experts that each token visits."""
-    ffn_size: int
-    """Of one expert."""
-    normalize_weights: bool
-    """Normalize the router weights of the chosen experts to sum 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """A rotary position embedding."""
-
-    frequencies: tuple[float, ...]
-    """[D / 2] angle that each pair of dimensions turns by from one position to the next, float32."""
-    scale: float = 1.0
-    """Of the cosines and sines: YaRN's attention factor."""
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """Projections by their Hugging Face names, in the order of `PROJECTIONS`."""
 
     def __str__(self) -> str:
-        return f"{self.frequencies[0]:.3g} to {self.frequencies[-1]:.3g} a position, times {self.scale:g}"
+        return f"rank {self.rank}, alpha {self.alpha:g}, {', '.join(self.targets)}"
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""What an adapter can be on; the last three are the experts' in a mixture."""
+_OF_EXPERTS = PROJECTIONS[4:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +80,79 @@ class Architecture:
     norm_eps: float
     tied_embeddings: bool
     qk_norm: bool
-    """RMS norm on each head's queries and keys (Qwen3)."""
+    """RMS norm on each head's queries and keys (Qwen3, GLM, Gemma)."""
     qkv_bias: bool
-    """Bias on the query, key and value projections (Qwen2.5)."""
+    """Bias on the query, key and value projections (Qwen2.5, GLM)."""
     experts: Experts | None = None
+    latent: Latent | None = None
+    gemma: Gemma | None = None
+    lora: Lora | None = None
+    """Adapters that are trained beside the checkpoint's weights."""
+    prediction_layers: int = 0
+    """Layers behind the others in the checkpoint that predict several tokens; they are not read."""
+
+    def with_adapters(self, config: LoraConfig) -> Architecture:
+        """The same model with the adapters of `actor.lora`; unchanged if it is off.
+
+        Raises:
+            UserError: a target that the model does not have, or that PEFT could not load.
+        """
+        if not config.rank:
+            return self
+        if self.latent is not None:
+            raise UserError(f"actor.lora.rank = {config.rank}: {self.name}'s latent attention takes no adapters here")
+        given = list(PROJECTIONS) if "all-linear" in config.targets else config.targets
+        said = f"actor.lora.targets = [{', '.join(config.targets)}]"
+        if unknown := sorted(set(given) - set(PROJECTIONS)):
+            raise UserError(f"{said}: {unknown[0]}: must be among {', '.join(PROJECTIONS)}, or all-linear")
+        if config.experts and self.experts is None:
+            raise UserError(f"actor.lora.experts = true: {self.name} has no experts; leave it at false")
+        if config.experts and self.experts and not set(self.experts.projections) <= set(PROJECTIONS):
+            raise UserError(f"actor.lora.experts = true: not of {self.name}, whose experts go by other names in PEFT")
+        if config.experts and self.experts and self.experts.is_sigmoid:
+            raise UserError(
+                f"actor.lora.experts = true: not of {self.name}: dense layers and shared experts have the same names"
+            )
+        if self.experts is not None and not config.experts:
+            if given is config.targets and (of_experts := [name for name in given if name in _OF_EXPERTS]):
+                raise UserError(f"{said}: {of_experts[0]} is the experts' in this model; set actor.lora.experts = true")
+            given = [name for name in given if name not in _OF_EXPERTS]
+        if config.experts and ("gate_proj" in given) != ("up_proj" in given):
+            raise UserError(
+                f"{said}: an expert's gate_proj and up_proj are one tensor in transformers; name both or none"
+            )
+        if not given:
+            raise UserError(f"{said}: names no projection; use all-linear")
+        lora = Lora(config.rank, config.alpha, tuple(name for name in PROJECTIONS if name in given))
+        return replace(self, lora=lora)
+
+    @property
+    def expert_choices(self) -> ExpertChoices | None:
+        """The choices of its routers for one token; None of a dense model."""
+        one = self.experts
+        return None if one is None else ExpertChoices(self.num_layers, one.per_token, one.count, one.dense_layers)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, is a mixture."""
+        return self.experts is not None and layer >= self.experts.dense_layers
+
+    def window_of(self, layer: int) -> int | None:
+        """The tokens that one of this layer, counted from 0, sees, itself included; None: all before it."""
+        return self.gemma.window if self.gemma and self.gemma.windowed[layer] else None
+
+    def rope_of(self, layer: int) -> Rope:
+        """The position embedding of this layer, counted from 0."""
+        return self.gemma.local_rope if self.gemma and self.gemma.windowed[layer] else self.rope
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether some layers have other weights than the others."""
+        return self.experts is not None and self.experts.dense_layers > 0
 
     def check_layout(self, actor: ActorConfig) -> None:
         """Raise `UserError` unless every rank gets whole heads, layers and experts."""
@@ -100,10 +171,22 @@ class Architecture:
                 f"{where}: the {columns} rows of the model's queries, keys and values ({self.num_heads} + 2 x"
                 f" {self.num_kv_heads} heads of {self.head_dim}) do not divide by it"
             )
-        if self.experts is None and self.ffn_size % tp:
-            raise UserError(f"{where}: the model's feed-forward size {self.ffn_size} does not divide by it")
-        split_layers(self.num_layers, actor)
+        for what, size in self._split_by_tensor_parallelism().items():
+            if size % tp:
+                raise UserError(f"{where}: the model's {what} {size} does not divide by it")
+        if self.latent is not None and "mla_up_proj" in actor.recompute_modules:
+            raise UserError("actor.recompute_modules = mla_up_proj: attention here is recomputed by core_attn alone")
+        self._check_stages(split_layers(self.num_layers, actor))
         self._check_experts(layout)
+
+    def _split_by_tensor_parallelism(self) -> dict[str, int]:
+        sizes = {} if self.has_experts(0) else {"feed-forward size": self.ffn_size}
+        if self.experts is not None:
+            sizes["shared experts' feed-forward size"] = self.experts.shared_ffn_size
+        if self.latent is not None:
+            sizes["query rank"] = self.latent.query_rank
+            sizes["key-value rank with the turning dimensions,"] = self.latent.rank + self.latent.turning_dim
+        return sizes
 
     def check_bf16_layers(self, actor: ActorConfig) -> None:
         """Raise `UserError` if the bfloat16 layers at one end of an FP8 model do not fit a pipeline stage."""
@@ -111,6 +194,19 @@ class Architecture:
         if actor.fp8_bf16_layers > per_stage:
             raise UserError(
                 f"actor.fp8_bf16_layers = {actor.fp8_bf16_layers}: a pipeline stage has only {per_stage} layers"
+            )
+
+    def _check_stages(self, stages: Stages) -> None:
+        """A stage of dense layers alone would give Megatron's optimizer of experts no step to save."""
+        mixtures, layer = [0] * len(stages), 0
+        for chunk in range(len(stages[0])):
+            for stage, sizes in enumerate(stages):
+                mixtures[stage] += sum(self.has_experts(layer + index) for index in range(sizes[chunk]))
+                layer += sizes[chunk]
+        if self.experts is not None and self.experts.dense_layers and 0 in mixtures:
+            raise UserError(
+                f"actor.layout.pipeline_parallel = {len(stages)}: stage {mixtures.index(0)} would have no layer with"
+                f" experts, as the model's first {self.experts.dense_layers} have none; give it more layers"
             )
 
     def _check_experts(self, layout: LayoutConfig) -> None:
@@ -166,10 +262,12 @@ def read_architecture(
     family = _family(raw, path)
     model_type = MODEL_TYPES[family]
     check_keys(raw, family, path, CONFIG_MAPPING[model_type](), ignored)
-    rope = read_rope(raw, path)
-    config = _as_transformers_reads(raw, model_type, rope, path)
+    ropes = read_ropes(raw, family, path)
+    config = _as_transformers_reads(raw, model_type, ropes, path)
     values = read_values(config, raw, family, path)
     _check_sizes(raw, values, path)
+    latent = read_latent(values, config, path) if "kv_lora_rank" in values else None
+    head_dim = latent.still_dim + latent.turning_dim if latent else values["head_dim"]
     return Architecture(
         name=family,
         num_layers=values["num_hidden_layers"],
@@ -177,27 +275,30 @@ def read_architecture(
         ffn_size=values["intermediate_size"],
         num_heads=values["num_attention_heads"],
         num_kv_heads=values["num_key_value_heads"],
-        head_dim=values["head_dim"],
+        head_dim=head_dim,
         vocab_size=values["vocab_size"],
-        max_positions=_positions(values["max_position_embeddings"], rope),
-        rope=_rope(config, values["head_dim"], rope, path),
+        max_positions=_positions(values["max_position_embeddings"], ropes[FULL]),
+        rope=make_rope(config, latent.turning_dim if latent else head_dim, ropes, path),
         norm_eps=values["rms_norm_eps"],
         tied_embeddings=values["tie_word_embeddings"],
-        qk_norm=family in (QWEN3, QWEN3_MOE),
-        qkv_bias=family == QWEN2,
-        experts=_experts(values, path) if family == QWEN3_MOE else None,
+        qk_norm=family in (QWEN3, QWEN3_MOE, GEMMA3) or values.get("use_qk_norm", False),
+        qkv_bias=family == QWEN2 or values.get("attention_bias", False),
+        experts=read_experts(values, family, path) if "num_experts_per_tok" in values else None,
+        latent=latent,
+        gemma=read_gemma(values, config, ropes, path) if family == GEMMA3 else None,
+        prediction_layers=values.get("num_nextn_predict_layers", 0),
     )
-
-
-_MOST_EXPERTS = 2**17
-"""Over all layers, so that a damaged size is an error and not minutes of listing names; the largest open models have
-23,000."""
 
 
 def _family(raw: Mapping[str, Any], path: Path) -> str:
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise UserError(f"{path}: architectures = {shown(names)}: must be a list of one name of {', '.join(SUPPORTED)}")
+    if names[0] == "Gemma3ForConditionalGeneration":
+        raise UserError(
+            f"{path}: architecture {names[0]} is not supported, as it reads images too; save its language model alone,"
+            f" as {GEMMA3}"
+        )
     if names[0] not in MODEL_TYPES:
         raise UserError(f"{path}: architecture {plain(names[0])} is not supported; supported: {', '.join(SUPPORTED)}")
     model_type = MODEL_TYPES[names[0]]
@@ -219,27 +320,9 @@ def _check_sizes(raw: Mapping[str, Any], values: Mapping[str, Any], path: Path) 
         raise UserError(f"{path}: pad_token_id = {shown(pad)}: must be a row of the {vocab_size} of the vocabulary")
 
 
-def _experts(values: Mapping[str, Any], path: Path) -> Experts:
-    count, per_token = values["num_experts"], values["num_experts_per_tok"]
-    matrices = values["num_hidden_layers"] * count
-    if matrices > _MOST_EXPERTS:
-        raise UserError(f"{path}: num_hidden_layers x num_experts = {matrices}: at most {_MOST_EXPERTS} are supported")
-    if per_token > count:
-        raise UserError(f"{path}: num_experts_per_tok = {per_token} is more than num_experts = {count}")
-    if per_token == 1 and values["norm_topk_prob"]:
-        raise UserError(
-            f"{path}: num_experts_per_tok = 1 with norm_topk_prob = true is not supported: Megatron-core's router has"
-            " no such mode (every weight would be 1, and the router would not learn)"
-        )
-    return Experts(
-        count=count,
-        per_token=per_token,
-        ffn_size=values["moe_intermediate_size"],
-        normalize_weights=values["norm_topk_prob"],
-    )
-
-
-def _as_transformers_reads(raw: Mapping[str, Any], model_type: str, rope: Mapping[str, Any], path: Path) -> Any:
+def _as_transformers_reads(
+    raw: Mapping[str, Any], model_type: str, ropes: Mapping[str, Mapping[str, Any]], path: Path
+) -> Any:
     """transformers' config of `raw`. Raises `UserError` if it refuses it, or reads the position embedding otherwise."""
     try:
         with warnings.catch_warnings():
@@ -247,9 +330,11 @@ def _as_transformers_reads(raw: Mapping[str, Any], model_type: str, rope: Mappin
             config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(raw)))
     except Exception as error:  # its validators raise their own classes, and TypeErrors from deep inside
         raise UserError(f"{path}: transformers refuses it: {one_line(str(error) or type(error).__name__)}") from None
-    found = {key: value for key, value in (config.rope_parameters or {}).items() if value is not None}
-    if {key: value for key, value in found.items() if key not in ("type", "partial_rotary_factor")} != rope:
-        raise UserError(f"{path}: the rope parameters {shown(rope)} are read as {shown(found)} by transformers")
+    for kind, rope in ropes.items():
+        theirs = config.rope_parameters[kind] if len(ropes) > 1 else config.rope_parameters or {}
+        found = {key: value for key, value in theirs.items() if value is not None}
+        if {key: value for key, value in found.items() if key not in ("type", "partial_rotary_factor")} != rope:
+            raise UserError(f"{path}: the rope parameters {shown(rope)} are read as {shown(found)} by transformers")
     return config
 
 
@@ -257,14 +342,3 @@ def _positions(stated: int, rope: Mapping[str, Any]) -> int:
     """With YaRN, published config.json files leave max_position_embeddings at what it was before."""
     original = rope["original_max_position_embeddings"] if rope["rope_type"] == "yarn" else 0
     return max(stated, int(original * rope.get("factor", 1)))
-
-
-def _rope(config: Any, head_dim: int, rope: Mapping[str, Any], path: Path) -> Rope:
-    if rope["rope_type"] == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        return Rope(tuple((1.0 / (rope["rope_theta"] ** exponents)).tolist()))
-    try:
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
-    except ArithmeticError as error:  # YaRN divides by the logarithm of a base of 1
-        raise UserError(f"{path}: {shown(rope)} gives no frequencies: {error}") from None
-    return Rope(tuple(frequencies.tolist()), float(scale))

@@ -18,12 +18,31 @@ from dppo_megatron.types import UserError
 from dppo_megatron.weights.json_files import plain, shown
 
 LLAMA, QWEN2, QWEN3, QWEN3_MOE = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
-MODEL_TYPES = {QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe", QWEN2: "qwen2", LLAMA: "llama"}
+MISTRAL, MIXTRAL = "MistralForCausalLM", "MixtralForCausalLM"
+GLM4_MOE, DEEPSEEK = "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM"
+GEMMA3 = "Gemma3ForCausalLM"
+MODEL_TYPES = {
+    QWEN3: "qwen3",
+    QWEN3_MOE: "qwen3_moe",
+    QWEN2: "qwen2",
+    LLAMA: "llama",
+    MISTRAL: "mistral",
+    MIXTRAL: "mixtral",
+    GLM4_MOE: "glm4_moe",
+    DEEPSEEK: "deepseek_v3",
+    GEMMA3: "gemma3_text",
+}
 """Architectures with rows in the weight table of `mapping.py`, and the `model_type` that transformers goes by."""
 SUPPORTED = tuple(MODEL_TYPES)
 
 _ALL = frozenset(SUPPORTED)
-_MOE = frozenset({QWEN3_MOE})
+_LATENT = frozenset({DEEPSEEK})
+_GEMMA = frozenset({GEMMA3})
+SIGMOID = frozenset({GLM4_MOE, DEEPSEEK})
+"""Mixtures as DeepSeek-V3 has them: routers that score by sigmoid, shared experts, the first layers dense."""
+PARTIAL = frozenset({GLM4_MOE})
+"""Only a part of each head's dimensions rotates."""
+_MOE = frozenset({QWEN3_MOE, MIXTRAL}) | SIGMOID
 
 
 class Accepted(NamedTuple):
@@ -53,6 +72,10 @@ def _one_of(*values: Any) -> Accepted:
     )
 
 
+def _or_null(accepted: Accepted) -> Accepted:
+    return Accepted(f"{accepted.wanted} or null", lambda value: value is None or accepted.fits(value))
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """How this code treats one key of config.json, or several of one kind."""
@@ -74,15 +97,33 @@ READ = (
     Key(("intermediate_size",), _size(1, 2**24)),
     Key(("num_attention_heads",), _size(1, 2**14)),
     Key(("num_key_value_heads",), _size(1, 2**14), "divides the heads", nullable=True, optional=True),
-    Key(("head_dim",), _size(2, 2**14, even=True), nullable=True, optional=True),
+    Key(("head_dim",), _size(2, 2**14, even=True), "", _ALL - _LATENT, nullable=True, optional=True),
+    Key(("q_lora_rank",), _or_null(_size(1, 2**20)), "", _LATENT, optional=True),
+    Key(("kv_lora_rank",), _size(1, 2**20), "", _LATENT),
+    Key(("qk_nope_head_dim",), _size(1, 2**14), "", _LATENT),
+    Key(("qk_rope_head_dim",), _size(2, 2**14, even=True), "", _LATENT),
+    Key(("v_head_dim",), _size(1, 2**14), "", _LATENT),
     Key(("vocab_size",), _size(2, 2**24)),
     Key(("max_position_embeddings",), _size(1, _POSITIVE)),
     Key(("rms_norm_eps",), _number(1e-30, 0.1), optional=True),
     Key(("tie_word_embeddings",), _one_of(False, True), optional=True),
-    Key(("num_experts", "num_local_experts"), _size(1, 4096), "one thing under two names", _MOE),
+    Key(("num_experts", "num_local_experts"), _size(1, 4096), "one thing under two names", _MOE - SIGMOID),
+    Key(("n_routed_experts", "num_local_experts"), _size(1, 4096), "one thing under two names", SIGMOID),
     Key(("num_experts_per_tok",), _size(1, 4096), "1 only without norm_topk_prob", _MOE),
-    Key(("moe_intermediate_size",), _size(1, 2**24), "", _MOE),
-    Key(("norm_topk_prob",), _one_of(False, True), "", _MOE, optional=True),
+    Key(("moe_intermediate_size",), _size(1, 2**24), "", _MOE - {MIXTRAL}),
+    Key(("norm_topk_prob",), _one_of(False, True), "", frozenset({QWEN3_MOE}), optional=True),
+    Key(("n_shared_experts",), _size(1, 4096), "", SIGMOID, optional=True),
+    Key(("first_k_dense_replace",), _size(0, 4096), "", SIGMOID, optional=True),
+    Key(("routed_scaling_factor",), _number(1e-3, 1e3), "", SIGMOID, optional=True),
+    Key(("n_group",), _size(1, 4096), "", SIGMOID, optional=True),
+    Key(("topk_group",), _size(1, 4096), "", SIGMOID, optional=True),
+    Key(("num_nextn_predict_layers", "num_mtp_layers"), _size(0, 64), "", SIGMOID, optional=True),
+    Key(("attention_bias",), _one_of(False, True), "", frozenset({GLM4_MOE}), optional=True),
+    Key(("use_qk_norm",), _one_of(False, True), "", frozenset({GLM4_MOE}), optional=True),
+    # transformers' default is a window of 4096, so a file without the key has one
+    Key(("sliding_window",), _one_of(None), "no windows", frozenset({MISTRAL}), optional=True),
+    Key(("sliding_window",), _size(1, _POSITIVE), "", _GEMMA, optional=True),
+    Key(("query_pre_attn_scalar",), _number(1e-3, 1e6), "", _GEMMA, optional=True),
 )
 """Keys whose values become the `Architecture`, as transformers reads them."""
 
@@ -93,9 +134,15 @@ _ONE = _one_of(1)
 _OFF = _one_of(None, False, 0, "", [], {})
 """Values that switch a feature off."""
 FIXED = (
-    Key(("hidden_act",), _one_of("silu"), "the activation"),
+    Key(("hidden_act",), _one_of("silu"), "the activation", _ALL - _GEMMA),
+    Key(("hidden_activation", "hidden_act"), _one_of("gelu_pytorch_tanh"), "the activation", _GEMMA),
+    Key(("attn_logit_softcapping", "final_logit_softcapping"), _NONE, "logits have no cap", _GEMMA),
+    Key(("use_bidirectional_attention",), _NO, "every token sees those before it", _GEMMA, nullable=True),
+    Key(("sliding_window_pattern", "_sliding_window_pattern"), _size(1, 4096), "layer_types is read", _GEMMA),
+    Key(("rope_local_base_freq",), _number(1.0, 1e30), "with rope_parameters", _GEMMA),
+    Key(("cache_implementation",), _one_of(None, "hybrid"), "attention", _GEMMA),
     Key(("activation",), _one_of("silu", "swiglu"), "Falcon3's name for it", nullable=True),
-    Key(("attention_bias",), _NO, "no biases", _ALL - {QWEN2}),
+    Key(("attention_bias",), _NO, "no biases", _ALL - {QWEN2, GLM4_MOE}),
     Key(("attention_bias", "qkv_bias"), _YES, "Qwen2 has these biases always", frozenset({QWEN2})),
     Key(("mlp_bias",), _NO, "no biases"),
     Key(
@@ -103,10 +150,13 @@ FIXED = (
     ),
     Key(("attention_dropout",), _one_of(0, False), "the actor trains without dropout", nullable=True),
     Key(("use_sliding_window",), _NO, "no windows", nullable=True),
-    Key(("sliding_window",), _NONE, "no windows", frozenset({LLAMA})),
-    Key(("partial_rotary_factor", "rotary_pct", "rotary_percent"), _ONE, "whole heads rotate", nullable=True),
+    Key(("sliding_window",), _NONE, "no windows", frozenset({LLAMA, MIXTRAL})),
+    Key(("router_jitter_noise",), _one_of(0), "the actor trains without noise", frozenset({MIXTRAL})),
+    Key(("partial_rotary_factor",), _ONE, "whole heads rotate", _ALL - PARTIAL, nullable=True),
+    Key(("rotary_pct", "rotary_percent"), _ONE, "whole heads rotate", nullable=True),
     Key(("position_embedding_type",), _one_of("rope"), "positions", nullable=True),
-    Key(("attention_chunk_size", "num_kv_shared_layers", "cache_implementation"), _NONE, "attention"),
+    Key(("attention_chunk_size", "num_kv_shared_layers"), _NONE, "attention"),
+    Key(("cache_implementation",), _NONE, "attention", _ALL - _GEMMA),
     Key(("is_causal",), _YES, "every token sees those before it"),
     Key(("add_cross_attention", "is_decoder", "is_encoder_decoder"), _NO, "one decoder"),
     Key(("per_layer_config", "block_configs", "kv_sharing_modes"), _NONE, "every layer is alike"),
@@ -116,6 +166,12 @@ FIXED = (
     Key(("decoder_sparse_step",), _ONE, "every layer has experts", _MOE),
     Key(("mlp_only_layers",), _one_of([], None), "every layer has experts", _MOE),
     Key(("output_router_logits",), _NO, "no auxiliary loss", _MOE),
+    Key(("norm_topk_prob",), _YES, "Megatron-core's sigmoid router has no other mode", SIGMOID, nullable=True),
+    Key(("rope_interleave",), _YES, "pairs that turn lie side by side", _LATENT, nullable=True),
+    Key(("head_dim", "qk_head_dim"), _size(1, 2**14), "derived from the other sizes", _LATENT, nullable=True),
+    Key(("scoring_func",), _one_of("sigmoid"), "how routers score", SIGMOID),
+    Key(("topk_method",), _one_of("noaux_tc"), "how routers choose", SIGMOID),
+    Key(("moe_layer_freq", "ep_size"), _ONE, "every later layer has experts", SIGMOID),
     Key(("output_hidden_states", "output_attentions"), _NO, "outputs that nothing reads", nullable=True),
     Key(("return_dict", "use_return_dict"), _YES),
     Key(
@@ -140,11 +196,11 @@ FIXED = (
 """Keys whose only accepted value is what this code computes; `model.ignore_config_keys` does not reach them."""
 
 _LEFT = {
-    "checked by functions of their own": "architectures model_type layer_types pad_token_id"
+    "checked by functions of their own": "architectures model_type layer_types pad_token_id partial_rotary_factor"
     " rope_parameters rope_scaling rope_theta original_max_position_embeddings",
     "changes no logits": "initializer_range use_cache pretraining_tp gradient_checkpointing",
     "which kernel, not what": "_attn_implementation_autoset _flash_attn_2_enabled torchscript",
-    "there is no auxiliary loss": "router_aux_loss_coef",
+    "there is no auxiliary loss": "router_aux_loss_coef aux_loss_alpha seq_aux",
     "in a dense model there is no router": "norm_topk_prob output_router_logits decoder_sparse_step",
     "there are no windows, or use_sliding_window is false": "sliding_window max_window_layers",
     "max_position_embeddings is read": "max_sequence_length seq_length model_max_length",
@@ -173,7 +229,8 @@ def read_values(config: Any, raw: Mapping[str, Any], family: str, path: Path) ->
             continue
         name = key.names[0]
         value = getattr(config, name, None)
-        if name == "head_dim" and value is None and name not in raw:  # as its modelling code does
+        # as its modelling code does; Mixtral's also where the file has null
+        if name == "head_dim" and value is None and (name not in raw or family == MIXTRAL):
             value = config.hidden_size // config.num_attention_heads
         if not key.takes.fits(value):
             raise UserError(f"{path}: {name} is read as {shown(value)} by transformers: must be {key.takes.wanted}")
@@ -201,7 +258,7 @@ def check_keys(raw: Mapping[str, Any], family: str, path: Path, theirs: object, 
                 continue
             why = f" ({key.why})" if key.why else ""
             raise UserError(f"{path}: {name} = {shown(raw[name])} is not supported; supported: {key.takes.wanted}{why}")
-    _check_layer_types(raw, path)
+    _check_layer_types(raw, family, path)
     listed = LEFT | {name for key in (*READ, *FIXED) if family in key.families for name in key.names}
     for name, value in raw.items():
         if name in listed or _TOKENS.fullmatch(name):
@@ -230,15 +287,15 @@ def _check_sizes(raw: Mapping[str, Any], family: str, path: Path) -> None:
             raise UserError(f"{path}: key '{key.names[0]}' is missing")
 
 
-def _check_layer_types(raw: Mapping[str, Any], path: Path) -> None:
-    types = raw.get("layer_types")
+def _check_layer_types(raw: Mapping[str, Any], family: str, path: Path) -> None:
+    types, count = raw.get("layer_types"), int(raw["num_hidden_layers"])
     if types is None:
         return
-    expected = ["full_attention"] * int(raw["num_hidden_layers"])
-    if types != expected:
+    known = list(LAYER_TYPES) if family == GEMMA3 else [FULL]
+    if not isinstance(types, list) or len(types) != count or any(one not in known for one in types):
         raise UserError(
-            f"{path}: layer_types = {shown(types)} is not supported; supported: full_attention for each of the"
-            f" {len(expected)} layers"
+            f"{path}: layer_types = {shown(types)} is not supported; supported: {' or '.join(known)} for each of the"
+            f" {count} layers"
         )
 
 
@@ -267,13 +324,47 @@ token differently as its sequence grows, which no cache of keys survives and the
 _ORDERED = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 _ROPE_DEFAULTS = {"beta_fast": 32, "beta_slow": 1}
 _ROPE_TYPE_KEYS = ("rope_type", "type")
-_NEUTRAL_TO_ROPE = {"partial_rotary_factor": 1}
+_PART, _PARTS = "partial_rotary_factor", _number(0.01, 1.0)
 _ROPE_SOURCES = ("rope_parameters", "rope_scaling")
 
 
-def read_rope(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
+FULL, SLIDING = "full_attention", "sliding_attention"
+LAYER_TYPES = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
+"""Gemma's, and the key of config.json for the base of each one's position embedding, with transformers' default."""
+
+
+def read_ropes(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, dict[str, Any]]:
+    """The parameters of the position embedding of each type of layer, as `_read_rope` has them; most families have one.
+
+    Raises:
+        UserError: two places disagree, or a type, key or value that the actor does not implement.
+    """
+    if family != GEMMA3:
+        return {FULL: _read_rope(raw, family, path)}
+    by_type = raw.get("rope_parameters") or {}
+    if not isinstance(by_type, dict) or not set(by_type) <= set(LAYER_TYPES):
+        raise UserError(
+            f"{path}: rope_parameters = {shown(by_type)}: must have those of {' and '.join(LAYER_TYPES)} apart"
+        )
+    found = {}
+    for kind, (key, theta) in LAYER_TYPES.items():
+        own = by_type.get(kind)
+        base = _checked(key, raw[key], _THETA, path) if key in raw else None
+        if base is None and not (isinstance(own, dict) and "rope_theta" in own):
+            base = theta
+        view: dict[str, Any] = {
+            "rope_parameters": own,
+            "rope_scaling": raw.get("rope_scaling") if kind == FULL else None,
+        }
+        view |= {} if base is None else {"rope_theta": base}
+        view |= {name: raw[name] for name in ("original_max_position_embeddings", _PART) if name in raw}
+        found[kind] = _read_rope(view, family, path)
+    return found
+
+
+def _read_rope(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]:
     """The parameters of the position embedding that transformers would build from `raw`: rope_type, rope_theta, and
-    those of its scaling.
+    those of its scaling; not partial_rotary_factor, which is only checked.
 
     transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`, and a file may hold all of
     them: transformers then uses `rope_scaling` alone. With YaRN in one and plain RoPE in the other, the two readings
@@ -283,7 +374,7 @@ def read_rope(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
         UserError: two places disagree, or a type, key or value that the actor does not implement.
     """
     top = _checked("rope_theta", raw["rope_theta"], _THETA, path) if "rope_theta" in raw else None
-    found = [_read_rope_of(name, raw, top, path) for name in _ROPE_SOURCES if raw.get(name)]
+    found = [_read_rope_of(name, raw, top, family, path) for name in _ROPE_SOURCES if raw.get(name)]
     if len(found) > 1 and found[0] != found[1]:
         first, second = (f"{name} = {shown(raw[name])}" for name in _ROPE_SOURCES)
         raise UserError(
@@ -297,10 +388,17 @@ def read_rope(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     key = "original_max_position_embeddings"
     if key in raw and (isinstance(raw[key], bool) or raw[key] != rope.get(key)):
         raise UserError(f"{path}: {key} = {shown(raw[key])} is not supported; supported: {shown(rope.get(key))}")
+    parts = [part[_PART] for part in (raw, *(raw.get(name) or {} for name in _ROPE_SOURCES)) if _PART in part]
+    for part in parts:
+        _checked(_PART, part, _PARTS, path)
+    if len(set(parts)) > 1:
+        raise UserError(f"{path}: {_PART} has {len(parts)} values that disagree: {shown(parts)}; keep one")
     return rope
 
 
-def _read_rope_of(source: str, raw: Mapping[str, Any], top_theta: float | None, path: Path) -> dict[str, Any]:
+def _read_rope_of(
+    source: str, raw: Mapping[str, Any], top_theta: float | None, family: str, path: Path
+) -> dict[str, Any]:
     given = raw[source]
     if not isinstance(given, dict):
         raise UserError(f"{path}: {source} = {shown(given)}: expected an object")
@@ -321,7 +419,7 @@ def _read_rope_of(source: str, raw: Mapping[str, Any], top_theta: float | None, 
             continue
         if key in needed or key in optional:
             rope[key] = _checked(f"{source}.{key}", value, (needed | optional)[key], path)
-        elif key not in _NEUTRAL_TO_ROPE or isinstance(value, bool) or value != _NEUTRAL_TO_ROPE[key]:
+        elif key != _PART or not (family in PARTIAL or _ONE.fits(value)):
             raise UserError(f"{path}: {source}.{plain(key)} = {shown(value)} is not supported with rope type {kind}")
     if kind in _ORDERED:
         low, high = _ORDERED[kind]

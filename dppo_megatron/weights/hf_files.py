@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any, BinaryIO, Protocol
 
 import torch
@@ -30,9 +31,10 @@ from torch import Tensor
 from dppo_megatron.files import remove_tree
 from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
-from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.adapter_files import write_adapter
+from dppo_megatron.weights.architecture import Architecture, Lora
 from dppo_megatron.weights.json_files import plain, read_object, shown
-from dppo_megatron.weights.mapping import Shape, hf_shapes
+from dppo_megatron.weights.mapping import CORRECTION_BIAS, Shape, hf_shapes
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -87,6 +89,12 @@ class CheckpointReader:
                 self.files[name] = path
         check_index(directory, index, self.files)
         expected = hf_shapes(architecture)
+        first = architecture.num_layers
+        ahead = tuple(f"model.layers.{first + index}." for index in range(architecture.prediction_layers))
+        self.left_out = [name for name in shapes if name.startswith(ahead)]
+        """Tensors of layers that predict several tokens, which are not read."""
+        for name in self.left_out:
+            del shapes[name]
         self.redundant = {OUTPUT_NAME} & set(shapes) if architecture.tied_embeddings else set()
         """Tensors that a checkpoint may hold beyond the architecture's: a tied model's second copy."""
         copies = {name: shapes.pop(name) for name in self.redundant}
@@ -178,14 +186,17 @@ def hf_writer(
 
     Args:
         source: directory with config.json and tokenizer, which are copied.
-        dtype: of what is written; tensors are converted.
+        dtype: of what is written; tensors are converted. If it is one for all, correction biases stay float32.
         max_shard_bytes: above it the weights are spread over several files with an index.
 
     Raises:
         ValueError: at the end of the block, if a tensor is missing.
     """
     shapes = hf_shapes(architecture)
-    dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
+    if isinstance(dtype, Mapping):
+        dtypes = dtype
+    else:
+        dtypes = {name: torch.float32 if name.endswith(CORRECTION_BIAS) else dtype for name in shapes}
     with aside(target) as directory, ExitStack() as files:
         writer = HFWriter(directory, shapes, dtypes, files)
         check_space(directory, sum(writer.num_bytes.values()))
@@ -215,6 +226,12 @@ class HFWriter:
         slot.file.seek(slot.offset)
         data = tensor.detach().to("cpu", self._dtypes[name]).contiguous()
         slot.file.write(data.reshape(-1).view(torch.uint8).numpy().data)
+
+    def put_adapter(self, tensors: Mapping[str, Tensor], lora: Lora | None, base: str) -> None:
+        """Write the adapter that is merged into the tensors into `adapter/` too, in PEFT's files; nothing if there is
+        none."""
+        if lora is not None:
+            write_adapter(self._directory / "adapter", tensors, lora, base)
 
     def lay_out(self, max_shard_bytes: int) -> None:
         """Open the files, and write what is known before the tensors: config.json, headers, an index."""
@@ -253,6 +270,8 @@ class HFWriter:
         config = read_object(path)
         largest = max(self.num_bytes, key=lambda name: self.num_bytes[name])  # norms may have another dtype
         config["dtype" if "dtype" in config else "torch_dtype"] = str(self._dtypes[largest]).removeprefix("torch.")
+        if "num_nextn_predict_layers" in config:
+            config["num_nextn_predict_layers"] = 0  # those layers are not written
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -263,8 +282,10 @@ def write_checkpoint(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     write: bool,
+    adapters: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Write a checkpoint that `transformers` loads: new weights, and `source`'s config and tokenizer.
+    """Write a checkpoint that `transformers` loads: new weights, and `source`'s config and tokenizer; with the adapters
+    of `architecture` beside it.
 
     Every rank must consume `tensors` (the stream is collective), only the one with `write=True` keeps them. An older
     directory of that name is replaced when the new one is complete.
@@ -278,6 +299,7 @@ def write_checkpoint(
     with hf_writer(target, source, architecture, first[1].dtype) as writer:
         for name, tensor in chain([first], stream):
             writer.put(name, tensor)
+        writer.put_adapter(adapters, architecture.lora, str(source))
 
 
 def assets(source: str | Path) -> list[Path]:

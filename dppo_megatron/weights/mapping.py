@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.architecture import PROJECTIONS, Architecture, Lora
+from dppo_megatron.weights.layer_parts import Experts, Latent
 
 Shape: TypeAlias = tuple[int, ...]
 Place: TypeAlias = tuple[int, ...]
-"""Which copy of a key: () outside the layers, (layer,), or (layer, expert)."""
+"""Which copy of a key: () outside the layers, (layer,), or (layer, expert); where layers differ, () or (expert,)."""
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -30,41 +31,183 @@ _LAYERS = "decoder.layers."
 _QKV = _LAYERS + "self_attention.linear_qkv."
 _HF = "model.layers.{layer}."
 
+EXPERT_BIAS, CORRECTION_BIAS = "mlp.router.expert_bias", "gate.e_score_correction_bias"
+"""Ends of the key and the name of a router's correction bias: float32 whatever the model's dtype, and not trained."""
+POST_ATTENTION, POST_MLP = "post_self_attn_layernorm.", "post_mlp_layernorm."
+"""Norms behind the two halves of a layer, by the names that later versions of Megatron have for them."""
 PADDED_TO_VOCAB = (EMBEDDING, OUTPUT)
 """Keys whose dimension 0 is the vocabulary, padded to a multiple of the tensor-parallel size."""
 
 
+Rows: TypeAlias = dict[str, tuple[Shape, tuple[str, ...]]]
+
+
 @functools.cache
-def _rows(architecture: Architecture) -> dict[str, tuple[Shape, tuple[str, ...]]]:
-    """By global Megatron key: its shape in one layer (and expert), and the Hugging Face name patterns."""
+def _rows(architecture: Architecture) -> Rows:
+    """By global Megatron key: its shape in one layer (and expert), and the Hugging Face name patterns.
+
+    Where layers differ, each has keys of its own, with its number in them, as in Megatron's sharded state dict.
+    """
     a, hidden = architecture, architecture.hidden_size
-    queries, heads = a.num_heads * a.head_dim, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-    rows: dict[str, tuple[Shape, tuple[str, ...]]] = {
+    rows: Rows = {
         EMBEDDING: ((a.vocab_size, hidden), ("model.embed_tokens.weight",)),
         OUTPUT: ((a.vocab_size, hidden), ("lm_head.weight",)),
         "decoder.final_layernorm.weight": ((hidden,), ("model.norm.weight",)),
+    }
+    if a.tied_embeddings:
+        del rows[OUTPUT]
+    attention = _attention(a) if a.latent is None else _latent_attention(a, a.latent)
+    if not a.layers_differ:
+        return rows | attention | (_dense(a) if a.experts is None else _mixture(a, a.experts))
+    for layer in range(a.num_layers):
+        parts = attention | (_mixture(a, a.experts) if a.experts and a.has_experts(layer) else _dense(a))
+        for key, (shape, names) in parts.items():
+            own = f"{_LAYERS}{layer}.{key.removeprefix(_LAYERS)}"
+            rows[own] = shape, tuple(name.replace("{layer}", str(layer)) for name in names)
+    return rows
+
+
+def _attention(a: Architecture) -> Rows:
+    hidden, queries = a.hidden_size, a.num_heads * a.head_dim
+    heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    rows: Rows = {
         _QKV + "layer_norm_weight": ((hidden,), (_HF + "input_layernorm.weight",)),
         _QKV + "weight": ((heads, hidden), tuple(_HF + f"self_attn.{part}_proj.weight" for part in "qkv")),
         _LAYERS + "self_attention.linear_proj.weight": ((hidden, queries), (_HF + "self_attn.o_proj.weight",)),
     }
-    if a.tied_embeddings:
-        del rows[OUTPUT]
     if a.qkv_bias:
         rows[_QKV + "bias"] = (heads,), tuple(_HF + f"self_attn.{part}_proj.bias" for part in "qkv")
     for part in "qk" if a.qk_norm else "":
         key = _LAYERS + f"self_attention.{part}_layernorm.weight"
         rows[key] = (a.head_dim,), (_HF + f"self_attn.{part}_norm.weight",)
-    norm = (hidden,), (_HF + "post_attention_layernorm.weight",)
-    if a.experts is None:
-        mlp, expert, ffn = _LAYERS + "mlp.", _HF + "mlp.", a.ffn_size
-        rows[mlp + "linear_fc1.layer_norm_weight"] = norm
-    else:
-        mlp, expert, ffn = _LAYERS + "mlp.experts.experts.", _HF + "mlp.experts.{expert}.", a.experts.ffn_size
-        rows[_LAYERS + "pre_mlp_layernorm.weight"] = norm
-        rows[_LAYERS + "mlp.router.weight"] = (a.experts.count, hidden), (_HF + "mlp.gate.weight",)
-    rows[mlp + "linear_fc1.weight"] = (2 * ffn, hidden), (expert + "gate_proj.weight", expert + "up_proj.weight")
-    rows[mlp + "linear_fc2.weight"] = (hidden, ffn), (expert + "down_proj.weight",)
     return rows
+
+
+def _latent_attention(a: Architecture, latent: Latent) -> Rows:
+    hidden, query = a.hidden_size, a.num_heads * a.head_dim
+    turning, expanded = latent.turning_dim, a.num_heads * (latent.still_dim + latent.value_dim)
+    inside: dict[str, tuple[Shape, str]] = {
+        "linear_proj.weight": ((hidden, a.num_heads * latent.value_dim), "o_proj"),
+        "linear_kv_down_proj.weight": ((latent.rank + turning, hidden), "kv_a_proj_with_mqa"),
+        "linear_kv_up_proj.layer_norm_weight": ((latent.rank,), "kv_a_layernorm"),
+        "linear_kv_up_proj.weight": ((expanded, latent.rank), "kv_b_proj"),
+    }
+    if latent.query_rank:
+        inside |= {
+            "linear_q_down_proj.weight": ((latent.query_rank, hidden), "q_a_proj"),
+            "linear_q_up_proj.layer_norm_weight": ((latent.query_rank,), "q_a_layernorm"),
+            "linear_q_up_proj.weight": ((query, latent.query_rank), "q_b_proj"),
+        }
+    else:
+        inside["linear_q_proj.weight"] = (query, hidden), "q_proj"
+    rows: Rows = {_LAYERS + "input_layernorm.weight": ((hidden,), (_HF + "input_layernorm.weight",))}
+    for key, (shape, name) in inside.items():
+        rows[f"{_LAYERS}self_attention.{key}"] = shape, (f"{_HF}self_attn.{name}.weight",)
+    return rows
+
+
+def _dense(a: Architecture) -> Rows:
+    norms = {"mlp.linear_fc1.layer_norm_weight": "post_attention"}
+    if a.gemma is not None:
+        norms = {"mlp.linear_fc1.layer_norm_weight": "pre_feedforward"}
+        norms |= {POST_ATTENTION + "weight": "post_attention", POST_MLP + "weight": "post_feedforward"}
+    rows: Rows = {_LAYERS + key: ((a.hidden_size,), (f"{_HF}{name}_layernorm.weight",)) for key, name in norms.items()}
+    return rows | _feed_forward(a, "mlp.", _HF + "mlp.", a.ffn_size, PROJECTIONS[4:])
+
+
+def _mixture(a: Architecture, experts: Experts) -> Rows:
+    hidden, theirs = a.hidden_size, f"{_HF}{experts.module}."
+    rows: Rows = {
+        _LAYERS + "pre_mlp_layernorm.weight": ((hidden,), (_HF + "post_attention_layernorm.weight",)),
+        _LAYERS + "mlp.router.weight": ((experts.count, hidden), (theirs + "gate.weight",)),
+    }
+    if experts.is_sigmoid:
+        rows[_LAYERS + EXPERT_BIAS] = (experts.count,), (theirs + CORRECTION_BIAS,)
+    if experts.shared_ffn_size:
+        shared = theirs + "shared_experts."
+        rows |= _feed_forward(a, "mlp.shared_experts.", shared, experts.shared_ffn_size, PROJECTIONS[4:])
+    each = theirs + "experts.{expert}."
+    return rows | _feed_forward(a, "mlp.experts.experts.", each, experts.ffn_size, experts.projections)
+
+
+def _feed_forward(a: Architecture, ours: str, theirs: str, ffn: int, names: Sequence[str]) -> Rows:
+    gate, up, down = (f"{theirs}{name}.weight" for name in names)
+    return {
+        f"{_LAYERS}{ours}linear_fc1.weight": ((2 * ffn, a.hidden_size), (gate, up)),
+        f"{_LAYERS}{ours}linear_fc2.weight": ((a.hidden_size, ffn), (down,)),
+    }
+
+
+@functools.cache
+def adapter_rows(architecture: Architecture) -> Rows:
+    """As `_rows`, of the adapters: for each weight with targets `lora_a` and `lora_b` beside it, PEFT's names.
+
+    Of a weight that fuses projections, `lora_a` has each target's A, one above the other, and `lora_b` the weight's own
+    rows, each with the r numbers of its projection's B. So B is split over ranks as the weight is, and a row that is no
+    target's stays 0.
+
+    Example: q_proj and v_proj of (queries, keys, values) = (64, 32, 32) rows of 48, rank 8: A (16, 48), B (128, 8).
+    """
+    lora = architecture.lora
+    rows: Rows = {}
+    for key, (shape, names) in _rows(architecture).items() if lora else ():
+        chosen = [names[part] for part in _targets(key, architecture)]
+        if lora and chosen:
+            named = ["base_model.model." + name.removesuffix("weight") for name in chosen]
+            for half, size in (("a", (len(chosen) * lora.rank, shape[1])), ("b", (shape[0], lora.rank))):
+                rows[adapter_key(key, half)] = size, tuple(f"{name}lora_{half.upper()}.weight" for name in named)
+    return rows
+
+
+def adapter_key(key: str, half: str) -> str:
+    """The key of a weight's adapter, half a or b.
+
+    Example: ("...linear_qkv.weight", "b") -> "...linear_qkv.lora_b"
+    """
+    return f"{key.removesuffix('weight')}lora_{half}"
+
+
+@functools.cache
+def adapter_parts(key: str, architecture: Architecture) -> Tensor:
+    """[rows of the weight `key`] int64: which block of its `lora_a` a row's B multiplies; -1 for no target's row."""
+    targets = _targets(key, architecture)
+    sizes = [
+        len(part) for part in split(key, torch.empty(full_shape(key, architecture)[:1], device="meta"), architecture)
+    ]
+    blocks = [targets.index(part) if part in targets else -1 for part in range(len(sizes))]
+    return join(key, [torch.full((size,), block) for size, block in zip(sizes, blocks, strict=True)], architecture)
+
+
+def by_block(b: Tensor, parts: Tensor, blocks: int) -> Tensor:
+    """B with its projections' columns apart: [n, r] and [n] blocks (`adapter_parts`) -> [n, blocks x r].
+
+    Example: rows [1, 2] of block 0 and [3, 4] of block 1 -> [1, 2, 0, 0] and [0, 0, 3, 4].
+    """
+    own = parts[:, None] == torch.arange(blocks, device=b.device)
+    return (own[:, :, None] * b[:, None, :]).flatten(1)
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, parts: Tensor, lora: Lora) -> Tensor:
+    """A weight with its adapter, weight + alpha / r B A, in at least float32 and rounded once.
+
+    Args:
+        weight: [n, m], any shard of it; a: [blocks x r, m]; b: [n, r]; parts: [n], as `adapter_parts`.
+    """
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    product = by_block(b.to(exact), parts, len(a) // lora.rank) @ a.to(exact)
+    return torch.add(weight.to(exact), product, alpha=lora.alpha / lora.rank).to(weight.dtype)
+
+
+def _targets(key: str, architecture: Architecture) -> list[int]:
+    """Which of the Hugging Face tensors of `key` have an adapter."""
+    lora, names = architecture.lora, _rows(architecture)[key][1]
+    if lora is None or not key.endswith(".weight"):
+        return []
+    return [part for part, name in enumerate(names) if name.split(".")[-2] in lora.targets]
+
+
+def _row(key: str, architecture: Architecture) -> tuple[Shape, tuple[str, ...]]:
+    return _rows(architecture).get(key) or adapter_rows(architecture)[key]
 
 
 def table(architecture: Architecture) -> dict[str, tuple[str, ...]]:
@@ -77,8 +220,8 @@ def table(architecture: Architecture) -> dict[str, tuple[str, ...]]:
 
 def hf_names(key: str, place: Place, architecture: Architecture) -> list[str]:
     """Hugging Face names of the tensors behind Megatron's global `key` at `place`."""
-    layer, expert = (*place, 0, 0)[:2]
-    return [name.format(layer=layer, expert=expert) for name in _rows(architecture)[key][1]]
+    at = dict(zip(_stacked(key, architecture), place, strict=True))
+    return [name.format(**at) for name in _row(key, architecture)[1]]
 
 
 def join(key: str, parts: Sequence[Tensor], architecture: Architecture) -> Tensor:
@@ -90,9 +233,14 @@ def join(key: str, parts: Sequence[Tensor], architecture: Architecture) -> Tenso
 
 
 def split(key: str, full: Tensor, architecture: Architecture) -> list[Tensor]:
-    """Megatron's full tensor -> the Hugging Face tensors of its key; the inverse of `join`."""
-    count = len(_rows(architecture)[key][1])
-    if count == 3:
+    """Megatron's full tensor -> the Hugging Face tensors of its key; of weights the inverse of `join`."""
+    module, of_adapter, half = key.rpartition("lora_")
+    if of_adapter and half == "b":
+        weight = module + "weight"
+        parts = split(weight, full, architecture)
+        return [parts[part] for part in _targets(weight, architecture)]
+    count = len(_row(key, architecture)[1])
+    if count == 3 and not of_adapter:
         groups, head = architecture.num_kv_heads, architecture.head_dim
         rows = [architecture.num_heads // groups * head, head, head]
         parts = full.reshape(groups, sum(rows), *full.shape[1:]).split(rows, dim=1)  # type: ignore[no-untyped-call]
@@ -103,19 +251,19 @@ def split(key: str, full: Tensor, architecture: Architecture) -> list[Tensor]:
 def full_shape(key: str, architecture: Architecture) -> Shape:
     """Shape of Megatron's tensor `key` of one layer (and expert), with the vocabulary not padded.
 
-    Raises KeyError for a key that is not in `table`.
+    Raises KeyError for a key that is neither in `table` nor an adapter's.
     """
-    return _rows(architecture)[key][0]
+    return _row(key, architecture)[0]
 
 
 def places(key: str, architecture: Architecture) -> list[Place]:
     """Every copy of `key`: one, one for each layer, or one for each layer and expert."""
-    return list(itertools.product(*(range(size) for size in _stacked(key, architecture))))
+    return list(itertools.product(*(range(size) for size in _stacked(key, architecture).values())))
 
 
 def stacked_shape(key: str, architecture: Architecture) -> Shape:
     """Shape of `key` in a distributed checkpoint, where all layers (and experts) are stacked along leading axes."""
-    return _stacked(key, architecture) + full_shape(key, architecture)
+    return (*_stacked(key, architecture).values(), *full_shape(key, architecture))
 
 
 def stacked_axes(key: str, architecture: Architecture) -> int:
@@ -123,30 +271,42 @@ def stacked_axes(key: str, architecture: Architecture) -> int:
     return len(_stacked(key, architecture))
 
 
-def hf_shapes(architecture: Architecture) -> dict[str, Shape]:
-    """Name to shape of every tensor that a Hugging Face checkpoint of this architecture holds, layer after layer."""
+def hf_shapes(architecture: Architecture, keys: Collection[str] = ()) -> dict[str, Shape]:
+    """Name to shape of every tensor that a Hugging Face checkpoint of this architecture holds, layer after layer; or of
+    those behind `keys`."""
     shapes: dict[str, Shape] = {}
     parts = {
         key: split(key, torch.empty(full_shape(key, architecture), device="meta"), architecture)
-        for key in table(architecture)
+        for key in keys or table(architecture)
     }
-    for key, place in in_layer_order(architecture):
+    for key, place in in_layer_order(architecture, keys):
         for name, part in zip(hf_names(key, place, architecture), parts[key], strict=True):
             shapes[name] = tuple(part.shape)
     return shapes
 
 
-def in_layer_order(architecture: Architecture) -> list[tuple[str, Place]]:
-    """Every (key, place), those outside the layers first, then layer by layer."""
-    every = [(key, place) for key in table(architecture) for place in places(key, architecture)]
-    return sorted(every, key=lambda item: item[1][:1])
+def in_layer_order(architecture: Architecture, keys: Collection[str] = ()) -> list[tuple[str, Place]]:
+    """Every (key, place), those outside the layers first, then layer by layer; or those of `keys`."""
+    every = [(key, place) for key in keys or table(architecture) for place in places(key, architecture)]
+    return sorted(every, key=lambda item: layer_of(*item))
 
 
-def _stacked(key: str, architecture: Architecture) -> Shape:
-    name = _rows(architecture)[key][1][0]
-    sizes = []
-    if "{layer}" in name:
-        sizes.append(architecture.num_layers)
-    if "{expert}" in name and architecture.experts:
-        sizes.append(architecture.experts.count)
-    return tuple(sizes)
+def layer_of(key: str, place: Place) -> Place:
+    """(layer,), or () outside of the layers.
+
+    Example: ("decoder.layers.3.mlp.router.weight", ()) -> (3,)
+    """
+    number = key.removeprefix(_LAYERS).partition(".")[0]
+    return (int(number),) if number.isdigit() else place[:1]
+
+
+def is_expert(key: str) -> bool:
+    """Whether `key` is of the experts that a token is sent to."""
+    return ".mlp.experts." in key
+
+
+def _stacked(key: str, architecture: Architecture) -> dict[str, int]:
+    """Name and size of the leading axes of `key`."""
+    experts, name = architecture.experts, _row(key, architecture)[1][0]
+    sizes = {"layer": architecture.num_layers, "expert": experts.count if experts else 0}
+    return {axis: size for axis, size in sizes.items() if f"{{{axis}}}" in name}

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
-from dppo_megatron.weights.mapping import Place
+from dppo_megatron.weights.mapping import Place, layer_of
 
 _PIECES = 16
 """At least so many to a bucket of what crosses the network, in turns over eight cards of a node: one block alone may be
@@ -170,10 +170,11 @@ class Catalogue:
             for place in block.places:
                 item = block.key, place
                 self.parts[item] = (*self.parts.get(item, ()), number)
-                turns[item] = count[place[:1]]
-                count[place[:1]] += 1
+                layer = layer_of(*item)
+                turns[item] = count[layer]
+                count[layer] += 1
         # a layer's experts in turns over their holders, so that all of these send in each bucket
-        self._order = sorted(self.parts, key=lambda item: (item[1][:1], turns[item], item[0], item[1]))
+        self._order = sorted(self.parts, key=lambda item: (layer_of(*item), turns[item], *item))
 
         self._numel = {block.key: math.prod(block.shape) for block in self.blocks}
 

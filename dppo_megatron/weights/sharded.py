@@ -23,7 +23,7 @@ import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,21 @@ from torch import Tensor
 
 from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.types import UserError
-from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.architecture import Architecture, Lora
 from dppo_megatron.weights.hf_files import check_finite
-from dppo_megatron.weights.mapping import PADDED_TO_VOCAB, Place, hf_names, hf_shapes, join, split
+from dppo_megatron.weights.mapping import (
+    EXPERT_BIAS,
+    PADDED_TO_VOCAB,
+    Place,
+    adapter_key,
+    adapter_parts,
+    adapter_rows,
+    hf_names,
+    hf_shapes,
+    join,
+    merged,
+    split,
+)
 from dppo_megatron.weights.routes import Block, BlockPart, Catalogue, Item, RankReport, Role, RoutedBucket
 
 DEFAULT_BUCKET_BYTES = 256 << 20
@@ -51,6 +63,24 @@ class _Exchange:
     flat: list[Tensor]
     """Of each unit, kept until it has been sent or read."""
     works: list[dist.Work]
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapted:
+    """A shard of a weight that is read with its adapter, whose shards this rank holds too."""
+
+    weight: Tensor
+    a: Tensor
+    b: Tensor
+    parts: Tensor
+    lora: Lora
+
+    def read(self) -> Tensor:
+        """As the policy has it now."""
+        return merged(self.weight, self.a, self.b, self.parts, self.lora)
+
+
+_Shard: TypeAlias = Tensor | _Adapted
 
 
 @torch.no_grad()
@@ -80,7 +110,7 @@ def load_hf_weights(model: Sequence[torch.nn.Module], architecture: Architecture
 def _load_shard(shard: ShardedTensor, architecture: Architecture, get: Callable[[str], Tensor]) -> None:
     assert shard.data is not None
     key, axes = shard.key, shard.prepend_axis_num
-    place, start = tuple(shard.global_offset[:axes]), tuple(shard.global_offset[axes:])
+    place, start = _place(shard), tuple(shard.global_offset[axes:])
     shape = tuple(shard.global_shape[axes:])
     parts = []
     for name in hf_names(key, place, architecture):
@@ -102,12 +132,15 @@ class WeightStream:
 
     Who holds what is exchanged once, when the stream is made, and routes are computed once for a set of receivers; a
     pass moves tensors only.
+
+    Args:
+        adapters: stream the adapters under PEFT's names, in place of the weights with the adapters merged in.
     """
 
-    def __init__(self, model: Sequence[torch.nn.Module], architecture: Architecture) -> None:
+    def __init__(self, model: Sequence[torch.nn.Module], architecture: Architecture, *, adapters: bool = False) -> None:
         self._architecture = architecture
         self._me = dist.get_rank()
-        mine = _blocks_of(model)
+        mine = _blocks_of(model, architecture, adapters=adapters)
         parameter = next(iter(model[0].parameters()))
         self._dtype, self._device = parameter.dtype, parameter.device
         # as bytes: what many ranks report alike is unpickled once, not once a rank
@@ -117,11 +150,15 @@ class WeightStream:
             dist.all_gather_object(told, told[0])
         self._catalogue = Catalogue(told)
         self._blocks = self._catalogue.blocks
-        self._local: dict[tuple[int, Place], list[Tensor]] = {}
+        self._local: dict[tuple[int, Place], list[_Shard]] = {}
         for number, block in enumerate(self._blocks):
             if block in mine:
                 self._local |= {(number, place): data for place, data in zip(block.places, mine[block], strict=True)}
-        self._hf_shapes = hf_shapes(architecture)
+        self._hf_shapes = hf_shapes(architecture, adapter_rows(architecture) if adapters else ())
+        self._model = model
+        experts = architecture.experts
+        self._fixed: list[tuple[str, Tensor]] | None = None if experts and experts.is_sigmoid and not adapters else []
+        """The routers' correction biases, on the host; None: not gathered yet."""
         self._planned: tuple[Any, list[RoutedBucket]] = (None, [])
 
     @torch.no_grad()
@@ -136,7 +173,7 @@ class WeightStream:
 
         Yields:
             (name, full tensor) in a fixed order. Tensors of a bucket are contiguous in one piece of memory, which is
-            the receiver's to keep.
+            the receiver's to keep. Correction biases of routers come last, in float32.
         """
         receivers = tuple(sorted(set(range(dist.get_world_size()) if to is None else to)))
         if self._planned[0] != (receivers, bucket_bytes):
@@ -150,10 +187,28 @@ class WeightStream:
             if before is not None:
                 yield from self._finish(before, receivers)
             before = begun
+        biases = self._correction_biases()
+        for name, tensor in biases if self._me in receivers else ():
+            yield name, tensor.to(self._device, copy=True)
 
     def num_buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> int:
         """Exchanges of one pass."""
         return len(self._catalogue.buckets(bucket_bytes // self._dtype.itemsize))
+
+    def _correction_biases(self) -> list[tuple[str, Tensor]]:
+        """All of the model's, under their Hugging Face names. They never change, and are too small to be shared out."""
+        if self._fixed is None:
+            held = {
+                hf_names(shard.key, _place(shard), self._architecture)[0]: shard.data.cpu()
+                for shard in _local_shards(self._model)
+                if _is_fixed(shard.key) and not any(shard.replica_id)  # of copies, one rank's
+            }
+            told = [held] * dist.get_world_size()
+            if len(told) > 1:
+                dist.all_gather_object(told, held)
+            found = {name: tensor for part in told for name, tensor in part.items()}
+            self._fixed = [(name, found[name]) for name in self._hf_shapes if name in found]
+        return self._fixed
 
     def _begin(self, bucket: RoutedBucket) -> _Exchange:
         """Start sending what others lack of a bucket and we hold, and receiving what we lack."""
@@ -214,9 +269,8 @@ class WeightStream:
         full = targets[0] if direct else torch.empty(shape, dtype=self._dtype, device=self._device)
         for number in self._catalogue.parts[item]:
             block = self._blocks[number]
-            shards: Iterable[Tensor] | None = self._local.get((number, place))
-            if shards is None:
-                shards = torch.split(arrived[number, place], block.sizes)
+            held = self._local.get((number, place))
+            shards: Iterable[Tensor] = map(_read, held) if held else torch.split(arrived[number, place], block.sizes)
             for (start, size), shard in zip(block.parts, shards, strict=True):
                 full[_index(start, size)].copy_(shard.view(size))
         if direct:
@@ -231,7 +285,11 @@ class WeightStream:
 
     def _packed(self, unit: BlockPart) -> Tensor:
         parts = [data for place in unit.places for data in self._local[unit.block, place]]
-        return torch.cat([data.to(self._dtype).flatten() for data in parts])
+        return torch.cat([_read(data).to(self._dtype).flatten() for data in parts])
+
+
+def _read(shard: _Shard) -> Tensor:
+    return shard.read() if isinstance(shard, _Adapted) else shard
 
 
 def _pieces(units: Sequence[BlockPart], flat: Sequence[Tensor]) -> Iterator[tuple[Tensor, Role]]:
@@ -245,18 +303,34 @@ def _wait(works: list[dist.Work]) -> None:
     works.clear()
 
 
-def _blocks_of(model: Sequence[torch.nn.Module]) -> dict[Block, list[list[Tensor]]]:
-    """What this rank holds: the shards of each block by place, then by part."""
-    at: dict[tuple[str, tuple[int, ...], Place], dict[tuple[int, ...], Tensor]] = {}
+def _blocks_of(
+    model: Sequence[torch.nn.Module], architecture: Architecture, *, adapters: bool
+) -> dict[Block, list[list[_Shard]]]:
+    """What this rank holds of the weights, or of the adapters: the shards of each block by place, then by part."""
+    at: dict[tuple[str, Place], tuple[tuple[int, ...], dict[tuple[int, ...], Tensor]]] = {}
     for shard in _local_shards(model):
         assert shard.data is not None
+        if _is_fixed(shard.key):
+            continue
         axes = shard.prepend_axis_num
-        item = shard.key, tuple(shard.global_shape[axes:]), tuple(shard.global_offset[:axes])
-        at.setdefault(item, {})[tuple(shard.global_offset[axes:])] = shard.data
-    alike: dict[tuple[Any, ...], dict[Place, list[Tensor]]] = {}
-    for (key, shape, place), shards in sorted(at.items(), key=lambda found: found[0]):
-        parts = tuple((start, tuple(shards[start].shape)) for start in sorted(shards))
-        alike.setdefault((key, shape, parts), {})[place] = [shards[start] for start, _ in parts]
+        item, shape = (shard.key, _place(shard)), tuple(shard.global_shape[axes:])
+        at.setdefault(item, (shape, {}))[1][tuple(shard.global_offset[axes:])] = shard.data
+    rows = adapter_rows(architecture)
+
+    def held(key: str, place: Place, start: tuple[int, ...]) -> _Shard:
+        """A rank that holds a shard holds the rows of B and the columns of A that belong to it."""
+        weight = at[key, place][1][start]
+        if architecture.lora is None or adapter_key(key, "a") not in rows:
+            return weight
+        a, b = (at[adapter_key(key, half), place][1] for half in "ab")
+        blocks = adapter_parts(key, architecture)[start[0] : start[0] + len(weight)].to(weight.device)
+        return _Adapted(weight, a[0, start[1]], b[start[0], 0], blocks, architecture.lora)
+
+    alike: dict[tuple[Any, ...], dict[Place, list[_Shard]]] = {}
+    for (key, place), (shape, shards) in sorted(at.items()):
+        if (key in rows) == adapters:
+            parts = tuple((start, tuple(shards[start].shape)) for start in sorted(shards))
+            alike.setdefault((key, shape, parts), {})[place] = [held(key, place, start) for start, _ in parts]
     return {
         Block(key, shape, parts, tuple(found)): list(found.values()) for (key, shape, parts), found in alike.items()
     }
@@ -264,6 +338,14 @@ def _blocks_of(model: Sequence[torch.nn.Module]) -> dict[Block, list[list[Tensor
 
 def _index(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
+
+
+def _place(shard: ShardedTensor) -> Place:
+    return tuple(shard.global_offset[: shard.prepend_axis_num])
+
+
+def _is_fixed(key: str) -> bool:
+    return key.endswith(EXPERT_BIAS)
 
 
 def _local_shards(model: Sequence[torch.nn.Module]) -> Iterator[ShardedTensor]:

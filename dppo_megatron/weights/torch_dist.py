@@ -13,6 +13,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -37,16 +38,24 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from dppo_megatron.config.load import config_from_values
+from dppo_megatron.config.schema import Config
 from dppo_megatron.safe_pickle import UnsafePickleError, read_pickle
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import CheckpointReader, WeightReader, check_shapes, holds_safetensors
+from dppo_megatron.weights.json_files import read_object
 from dppo_megatron.weights.mapping import (
     PADDED_TO_VOCAB,
     Place,
+    adapter_key,
+    adapter_parts,
+    adapter_rows,
     full_shape,
     hf_names,
     in_layer_order,
+    layer_of,
+    merged,
     split,
     stacked_axes,
     stacked_shape,
@@ -95,7 +104,7 @@ def write_torch_dist(
     planner = _OnDemand(architecture, read)
     by_layer = [
         [_write_item(key, place, architecture, dtypes[key]) for key, place in layer]
-        for _, layer in groupby(in_layer_order(architecture), key=lambda item: item[1][:1])
+        for _, layer in groupby(in_layer_order(architecture), key=lambda item: layer_of(*item))
     ]
     writer = FileSystemWriter(directory)
     writer.set_up_storage_writer(is_coordinator=True)
@@ -109,14 +118,15 @@ def write_torch_dist(
 
 
 class TorchDistReader:
-    """Reads the model's weights out of a distributed checkpoint that any layout wrote, this project's or another.
+    """Reads the model's weights out of a distributed checkpoint that any layout wrote, this project's or another, those
+    of a run with adapters merged with them.
 
     Raises:
         UserError: no such checkpoint, or keys that are missing, unknown or of another shape; all of them are named.
     """
 
     def __init__(self, directory: str | Path, architecture: Architecture) -> None:
-        self._directory, self._architecture = Path(directory), architecture
+        self._directory = Path(directory)
         self._reader = FileSystemReader(directory)
         if not is_torch_dist(directory):
             raise UserError(f"'{directory}': holds no .metadata, so it is no distributed checkpoint (torch_dist)")
@@ -126,12 +136,17 @@ class TorchDistReader:
             for key, value in metadata.state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata) and not key.startswith(_NOT_MODEL)
         }
+        has_adapters = any(key.endswith(".lora_a") for key in tensors)
+        run = _settings_of(self._directory) if has_adapters else Config()
+        self._architecture = architecture = replace(architecture, lora=None).with_adapters(run.actor.lora)
+        self.lora, self.base = architecture.lora, run.model.hf_path
+        """The adapters that the checkpoint holds, and the model that they began from."""
         self.dtypes = {key: value.properties.dtype for key, value in tensors.items()}
         """Of each Megatron key."""
         self._check(tensors)
         self._chunks: dict[tuple[str, Place], list[ChunkStorageMetadata]] = {}
         self._tensors = tensors
-        for key in table(architecture):
+        for key in (*table(architecture), *adapter_rows(architecture)):
             axes = stacked_axes(key, architecture)
             for chunk in tensors[key].chunks:
                 self._chunks.setdefault((key, tuple(chunk.offsets[:axes])), []).append(chunk)
@@ -149,13 +164,29 @@ class TorchDistReader:
         key, place, part = self._where[name]
         if self._last is None or self._last[:2] != (key, place):
             self._last = None  # before the next one is read
-            self._last = (key, place, split(key, self.full(key, place), self._architecture))
+            self._last = (key, place, split(key, self._policy(key, place), self._architecture))
         return self._last[2][part].clone(memory_format=torch.contiguous_format)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor under its Hugging Face name, each key read once."""
         for name in self.names:
             yield name, self.get(name)
+
+    def adapters(self) -> dict[str, Tensor]:
+        """Every tensor of the adapters, by PEFT's names; none if the checkpoint has none."""
+        architecture, found = self._architecture, dict[str, Tensor]()
+        for key, place in in_layer_order(architecture, rows) if (rows := adapter_rows(architecture)) else ():
+            parts = split(key, self.full(key, place), architecture)
+            found |= zip(hf_names(key, place, architecture), parts, strict=True)
+        return found
+
+    def _policy(self, key: str, place: Place) -> Tensor:
+        """A full tensor with its adapter merged in."""
+        full, keys = self.full(key, place), [adapter_key(key, half) for half in "ab"]
+        if self._architecture.lora is None or keys[0] not in adapter_rows(self._architecture):
+            return full
+        a, b = (self.full(one, place) for one in keys)
+        return merged(full, a, b, adapter_parts(key, self._architecture), self._architecture.lora)
 
     def full(self, key: str, place: Place) -> Tensor:
         """Megatron's full tensor of a key at a place, without the vocabulary's padding."""
@@ -175,12 +206,22 @@ class TorchDistReader:
         return full.reshape(shape)
 
     def _check(self, tensors: Mapping[str, TensorStorageMetadata]) -> None:
-        expected = {key: stacked_shape(key, self._architecture) for key in table(self._architecture)}
+        keys = (*table(self._architecture), *adapter_rows(self._architecture))
+        expected = {key: stacked_shape(key, self._architecture) for key in keys}
         found = {key: tuple(value.size) for key, value in tensors.items()}
         for key in PADDED_TO_VOCAB:
             if key in found and key in expected and found[key][0] > expected[key][0]:
                 found[key] = (expected[key][0], *found[key][1:])  # padded for some tensor-parallel size
         check_shapes(f"checkpoint '{self._directory}'", expected, found)
+
+
+def _settings_of(directory: Path) -> Config:
+    """Of the run that wrote a checkpoint with adapters: its tensors do not say alpha."""
+    path = directory / "manifest.json"
+    values = read_object(path).get("config")
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: has no settings of a run, which the adapters in '{directory}' need")
+    return config_from_values(values, str(path))
 
 
 class _OnDemand(DefaultSavePlanner):

@@ -1,0 +1,34 @@
+"""An adapter in PEFT's files, adapter_config.json and adapter_model.safetensors, as PEFT, transformers and the engines
+load it onto the model that training began from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dppo_megatron.files import make_directory
+from dppo_megatron.weights.architecture import Lora
+
+CONFIG = "adapter_config.json"
+
+
+def write_adapter(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str) -> None:
+    """Write an adapter: all of its tensors by PEFT's names, and the model that it belongs to."""
+    make_directory(directory)
+    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(held, directory / "adapter_model.safetensors", {"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": list(lora.targets),
+    }
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
