@@ -15,10 +15,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
-from dppo_megatron.config.checks import check_world_size, planned_prompts
+from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.plugins import load_function
-from dppo_megatron.config.resolved_sets import eval_set_configs, longest_sequence
+from dppo_megatron.config.resolved_sets import longest_sequence, set_rewards
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.cache import LazyPrompts, PromptColumns
 from dppo_megatron.data.examples import load_examples
 from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets, stop_token_ids
@@ -28,8 +29,8 @@ from dppo_megatron.progress import progress
 from dppo_megatron.pruning.interface import LARGEST_REWARD, PromptFeatures
 from dppo_megatron.pruning.policies import check_methods, prompt_policy_class
 from dppo_megatron.rewards.cross_check import check_installed
-from dppo_megatron.rewards.grading import Grader, make_grader
-from dppo_megatron.rewards.start_checks import RewardBounds, check_grader, check_references
+from dppo_megatron.rewards.grading import Graders
+from dppo_megatron.rewards.start_checks import RewardBounds, check_grader, check_references, unused_grader
 from dppo_megatron.types import Prompt, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader, assets
@@ -51,7 +52,7 @@ class Job:
     stop_token_ids: tuple[int, ...]
     """Tokens that end a completion besides the tokenizer's end of sequence."""
     sft_examples: list[TrainSample]
-    grade: Grader
+    grade: Graders
     policy_loss: PolicyLoss | None = None
     """The user's own, of `objective.function`."""
     reference: WeightReader | None = None
@@ -62,7 +63,13 @@ class Job:
     @cached_property
     def train_prompts(self) -> Sequence[Prompt]:
         """Prompts of all training sets, each at its index."""
-        return LazyPrompts.joined([one.prompts for one in self.train_sets.values()])
+
+        def graded(one: ProblemSet) -> Sequence[Prompt]:
+            if (key := self.grade.key_of(one.key)) == "reward":
+                return one.prompts
+            return LazyPrompts(len(one.prompts), lambda place: replace(one.prompts[place], graded_by=key))
+
+        return LazyPrompts.joined([graded(one) for one in self.train_sets.values()])
 
     @cached_property
     def prompt_features(self) -> PromptFeatures:
@@ -108,6 +115,8 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         UserError: anything that would fail later.
     """
     architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
+    if trains:
+        architecture = architecture.with_adapters(config.actor.lora)
     lines = check_settings(config, architecture, world_size, machine or this_machine()) if trains else []
     if trains:
         check_installed(config.reward)
@@ -128,7 +137,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     if trains and config.objective.function:
         policy_loss = load_function("objective.function", config.objective.function)
         check_policy_loss(policy_loss, config.objective)
-    grader, notes = _check_grading(config, train_sets, eval_sets, world_size)
+    graders, notes = _check_grading(config, train_sets, eval_sets, world_size)
     if trains and not (config.steps or config.sft.steps):
         notes.append("warning: steps = 0 and sft.steps = 0: nothing is trained; the model is only evaluated and saved")
     return Job(
@@ -140,7 +149,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         eval_sets=eval_sets,
         stop_token_ids=stop_token_ids(config, tokenizer),
         sft_examples=examples,
-        grade=grader,
+        grade=graders,
         policy_loss=policy_loss,
         reference=reference,
         notes=[*lines, *notes],
@@ -178,17 +187,17 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     """What can be refused knowing config.json alone, data and tokenizer not; a plan checks it too.
 
     Returns:
-        A line for each level of pruning that sets what its method does not read.
+        A line for each level of pruning that sets what its method does not read, and a warning about a mixture.
 
     Raises:
         UserError: pruning, layout, layers or lengths that cannot be.
     """
     size = config.rollout.completions_per_prompt
-    minibatch = planned_prompts(config) // config.objective.updates_per_step * size
+    minibatch = selection_settings(config).planned_prompts // config.objective.updates_per_step * size
     unread = check_methods(config.pruning, group_size=size, minibatch_size=minibatch)
     _check_actor(config, architecture, world_size, machine)
     _check_positions(config, architecture)
-    return unread
+    return unread + _replay_note(config, architecture)
 
 
 def _check_actor(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> None:
@@ -196,48 +205,71 @@ def _check_actor(config: Config, architecture: Architecture, world_size: int, ma
     architecture.check_layout(config.actor)
     architecture.check_bf16_layers(config.actor)
     layout = config.actor.layout
-    machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8)
+    spec, _ = machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8)
+    if spec == "te" and layout.context_parallel > 1 and architecture.gemma is not None:
+        raise UserError(
+            f"actor.layout.context_parallel = {layout.context_parallel}: Transformer Engine's attention has no windows"
+            f" over packs there, which {architecture.name} needs; set it to 1, or actor.layer_spec to local"
+        )
     machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
     if architecture.experts is not None:
         machine.check_mixture()
+    _check_replay(config, architecture)
     machine.check_optimizer(config.actor.optimizer)
     machine.check_logprob_kernel(config.actor.logprob_kernel)
     if config.actor.recompute == "selective":
         machine.check_recompute(config.actor.recompute_modules)
 
 
+def _check_replay(config: Config, architecture: Architecture) -> None:
+    wanted = f"actor.routing_replay = {config.actor.routing_replay}"
+    if config.actor.routing_replay == "off":
+        return
+    if architecture.experts is None:
+        raise UserError(f"{wanted}: {architecture.name} has no experts; leave it off")
+    if config.actor.megatron.get("moe_router_fusion"):
+        raise UserError(
+            f"{wanted}: the fused router of actor.megatron.moe_router_fusion takes no experts; leave it out"
+        )
+
+
+def _replay_note(config: Config, architecture: Architecture) -> list[str]:
+    """A warning for a mixture whose routers decide again what the engine's have decided."""
+    if architecture.experts is None or config.actor.routing_replay != "off":
+        return []
+    return [
+        "warning: actor.routing_replay = off: engine and actor may send a token to different experts, and runs of large"
+        " mixtures have collapsed by it; `engine` replays the engine's choice (docs/actor.md)"
+    ]
+
+
 def _check_grading(
     config: Config, train_sets: Mapping[str, ProblemSet], eval_sets: Mapping[str, ProblemSet], world_size: int
-) -> tuple[Grader, list[str]]:
-    """Start the grader and try it on made-up answers and on the references of every set; returns it and log lines.
+) -> tuple[Graders, list[str]]:
+    """Start the graders and try each on made-up answers and on the references of its sets; returns them and log lines.
 
-    Evaluation sets that name graders are checked with those, which are closed again.
+    Those of evaluation sets alone are ended again.
     """
-    reward, settings = config.reward, eval_set_configs(config)
-    grader, bounds = make_grader(reward, shared_by=world_size), _reward_bounds(config) if train_sets else None
-    sets = [(name, grader, loaded.prompts) for name, loaded in train_sets.items()]
-    others: dict[str, Grader] = {}
-    for name, loaded in eval_sets.items():
-        own = settings[name].grader
-        if own and own not in others:
-            others[own] = make_grader(reward, own, f"{settings[name].key}.grader", shared_by=world_size)
-        sets.append((f"eval/{name}", others[own] if own else grader, loaded.prompts))
+    graders = Graders(set_rewards(config), shared_by=world_size)
+    bounds = _reward_bounds(config) if train_sets else None
+    sets = [(name, loaded, bounds) for name, loaded in train_sets.items()]
+    sets += [(f"eval/{name}", loaded, None) for name, loaded in eval_sets.items()]
     checked: set[str] = set()
-    notes: list[str] = []
+    notes = unused_grader(config.reward)
     try:
-        for name, used, prompts in sets:
+        for name, loaded, allowed in sets:
+            key, prompts = graders.key_of(loaded.key), loaded.prompts
+            used = graders[key]
             if used.key not in checked and prompts:
                 with progress(f"starting and trying {used.key}"):
-                    check_grader(used, prompts[0], bounds if used is grader else None)
+                    check_grader(used, prompts[0], allowed)
                 checked.add(used.key)
-            notes.append(check_references(used, reward, name, prompts))
+            notes.append(check_references(used, graders.rewards[key], name, prompts, key))
     except BaseException:
-        grader.close()
+        graders.close()
         raise
-    finally:
-        for other in others.values():
-            other.close()
-    return grader, [note for note in notes if note]
+    graders.close(graders.rewards.keys() - {graders.key_of(loaded.key) for loaded in train_sets.values()})
+    return graders, [note for note in notes if note]
 
 
 def _reward_bounds(config: Config) -> RewardBounds:

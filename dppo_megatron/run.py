@@ -94,7 +94,7 @@ class Run:
                 dist.get_rank(),
                 dist.get_world_size(),
                 job.config.observe.samples,
-                job.config.reward.correct_from,
+                {key: reward.correct_from for key, reward in job.grade.rewards.items()},
             )
             log(*job.data_report)  # before waiting for servers, so that a wrong template is seen early
             self._recorder = StepRecorder(job.config.observe, self._directory)
@@ -103,7 +103,9 @@ class Run:
             undo.pop_all()
         self.summary = Summary()
         self._warned: set[str] = set()
-        self._first_step, self._last_step = 1, job.config.steps
+        self._first_step = 1
+        self.last_step = job.config.steps
+        """The step after which the run is done."""
         self._begun = False
         """Whether there is a state to save: the RL steps have begun, or a checkpoint was loaded."""
         changes += self._origin.data_changes if self._origin else ()
@@ -187,7 +189,7 @@ class Run:
         """The RL steps that this run has still to do."""
         if self._first_step == 1:
             self._stop_if_asked(0)
-        yield from range(self._first_step, self._last_step + 1)
+        yield from range(self._first_step, self.last_step + 1)
 
     def record_start(self, scores: Sequence[EvalScores]) -> None:
         """The line of step 0 in metrics.jsonl: the evaluation before training."""
@@ -247,15 +249,13 @@ class Run:
 
     def is_evaluation_step(self, step: int) -> bool:
         """The last step, and every `eval.every_steps`."""
-        return _is_due(step, self._config.eval.every_steps, self._last_step)
+        return _is_due(step, self._config.eval.every_steps, self.last_step)
 
-    def step_to_look_ahead_to(self, step: int) -> int:
-        """The step to generate ahead: the next, or 0 if `step` ends with an evaluation or checkpoint or is the last.
-
-        Those need an engine that is not generating.
-        """
-        due = self.is_evaluation_step(step) or _is_due(step, self._config.checkpoint.every_steps, self._last_step)
-        return 0 if due else step + 1
+    def last_to_begin(self, step: int) -> int:
+        """The last step that may begin to generate during `step`: none beyond a checkpoint where a resumed run would
+        else differ from this one, which it does in any case if requests go on through a sync."""
+        due = _is_due(step, self._config.checkpoint.every_steps, self.last_step)
+        return step if due and self._config.rollout.sync.in_flight == "finish" else self.last_step
 
     def save_if_due(self, step: int) -> None:
         """Save a checkpoint if one is due; end the run if a guard or a signal asks for it. Collective.
@@ -266,7 +266,7 @@ class Run:
         self._finalize(blocking=False)
         self._check_guard(step)
         self._stop_if_asked(step)
-        if _is_due(step, self._config.checkpoint.every_steps, self._last_step):
+        if _is_due(step, self._config.checkpoint.every_steps, self.last_step):
             self._save(step)
 
     def finish(self) -> None:
@@ -275,10 +275,11 @@ class Run:
         hf, names = self._directory / "hf", self.loop.job.checkpoint.names
         with progress(f"writing {hf}", len(names), "tensors") as advance:
             weights = counted(self.loop.final_weights(), advance)
+            adapters = dict(self.loop.actor.adapters(to=[0]))
             source, architecture = self._config.model.hf_path, self.loop.job.architecture
             unwritten: OSError | UserError | None = None
             try:
-                write_checkpoint(hf, source, architecture, weights, write=self._writes)
+                write_checkpoint(hf, source, architecture, weights, write=self._writes, adapters=adapters)
             except (OSError, UserError) as error:  # rank 0's; the others still take part in the stream
                 unwritten = error
                 deque(weights, maxlen=0)
@@ -318,7 +319,7 @@ class Run:
         summary.eval_before |= _averages(scores)
         summary.eval_before_step |= dict.fromkeys(new, step)
         summary.eval_after = {name: score for name, score in summary.eval_after.items() if name in names}
-        if step >= self._last_step:  # no further training: this is also the final score
+        if step >= self.last_step:  # no further training: this is also the final score
             summary.eval_after |= _averages(scores)
         log(*(f"step {step:>4}, first evaluation of a new set: {one.line()}" for one in scores))
 
@@ -419,7 +420,7 @@ class Run:
         device = self.loop.actor.layout.device
         asked = torch.tensor([int(bool(self._stop_requests.received))], device=device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        if asked.item() and step < self._last_step:
+        if asked.item() and step < self.last_step:
             saved = self._save(step)
             self._finalize(blocking=True)
             name = self._stop_requests.received or "another rank got a signal"

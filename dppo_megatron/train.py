@@ -26,9 +26,9 @@ def train(run: Run) -> None:
         run.record_start(loop.evaluate())
     for number in run.remaining_steps():
         with loop.step(number) as step:
+            loop.begin_ahead(step, run.last_to_begin(number))
             loop.rollout(step)
             loop.prune(step)
-            loop.begin_ahead(step, run.step_to_look_ahead_to(number))
             loop.to_training(step)
             for update in step.updates:
                 loop.update(step, update)

@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     BoolArray: TypeAlias = npt.NDArray[np.bool_]
+    ExpertArray: TypeAlias = npt.NDArray[np.uint8 | np.uint16]
     IntArray: TypeAlias = npt.NDArray[np.int64]
     FloatArray: TypeAlias = npt.NDArray[np.float64]
 else:  # numpy would be two thirds of the time of `dppo-megatron --help`
-    BoolArray = IntArray = FloatArray = Any
+    BoolArray = ExpertArray = IntArray = FloatArray = Any
 
 Label: TypeAlias = Literal["exact", "unbiased", "ratio", "biased"]
 """What a selection does to the expected gradient: nothing dropped; corrected; corrected up to O(1/n); changed."""
 
-FinishReason: TypeAlias = Literal["stop", "length"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+"""At a stop token; at the token limit; ended before either, so the completion is missing."""
 
 
 class UserError(Exception):
@@ -67,6 +69,8 @@ class Prompt:
     """`path:line` or `set:row`, for messages."""
     problem: str = ""
     """What is asked, without the template: the problem, or the last user turn of messages. For people."""
+    graded_by: str = "reward"
+    """The settings of its rewards: `reward`, or those of its set, `data.train_sets.NAME.reward`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,33 @@ class Completion:
 
     Example: ((4, 120), (5, 30)) is 150 tokens, the last 30 of them sampled after the fifth sync.
     """
+    experts: ExpertArray | None = None
+    """[prompt + n - 1, layers, experts a token] that the engine sent each token to which it read; None unless they are
+    replayed (`actor.routing_replay`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertChoices:
+    """What the choices of a model's routers look like, for one token.
+
+    Example: Qwen3-30B-A3B has ExpertChoices(48, 8, 128): 384 bytes a token.
+    """
+
+    layers: int
+    per_token: int
+    count: int
+    """Of experts to choose from."""
+    dense_layers: int = 0
+    """The first of the layers have no experts: there all are 0."""
+
+    @property
+    def dtype(self) -> str:
+        """The smallest integers that hold every choice, as engines send them."""
+        return "uint8" if self.count <= 256 else "uint16"
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.layers * self.per_token * (1 if self.count <= 256 else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +145,15 @@ class GradeTask:
     """As the model was given it; sent as the row is."""
     completion_tokens: int = 0
     finish_reason: str = "stop"
+    graded_by: str = "reward"
+    """As of `Prompt`."""
 
     @staticmethod
     def of(prompt: Prompt, completion: str, index: int, completion_tokens: int, finish_reason: str) -> GradeTask:
         """To grade the text of a prompt's completion `index`."""
         label = f"prompt {prompt.index}, completion {index}"
-        return GradeTask(completion, prompt.answer, prompt.row, label, prompt.text, completion_tokens, finish_reason)
+        facts = prompt.text, completion_tokens, finish_reason, prompt.graded_by
+        return GradeTask(completion, prompt.answer, prompt.row, label, *facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +172,8 @@ class Grade:
     """The named rewards behind a weighted sum; empty where there is only one."""
     failure: str = ""
     """Why grading failed: `raised ...`, `timed out`, `died`, `returned ...`; empty if it did not."""
+    by_chance: bool = False
+    """It failed by what cannot depend on the completion: a judge that did not take the call."""
 
 
 def deciding_reward(grade: Grade) -> float:
@@ -171,9 +207,10 @@ class TrainSample:
     num_prompt_tokens: int
     behaviour_logprobs: npt.NDArray[np.float32]
     """[n - num_prompt_tokens], log-probability of each completion token when it was sampled."""
-    advantage: float
+    advantage: float | FloatArray
+    """Of the completion, or of each of its tokens [n - num_prompt_tokens]."""
     weight: float | FloatArray
-    """Product of the factors that undo each selection it survived (W in docs/pruning.md); or one value a token."""
+    """Product of the factors that undo each selection it survived (W in docs/pruning.md); likewise."""
     denominator: float
     """Frozen divisor of this sample's token sum, a count of the planned full batch (1 / omega in docs/pruning.md)."""
     figure_weight: float = 1.0
@@ -184,6 +221,8 @@ class TrainSample:
     None: the behaviour's are used."""
     reference_logprobs: FloatArray | None = None
     """[n - num_prompt_tokens] under the frozen reference policy; None without a KL term."""
+    experts: ExpertArray | None = None
+    """[n - 1, layers, experts a token] forced on the routers; None: they choose. See `Completion.experts`."""
 
     @property
     def num_tokens(self) -> int:

@@ -26,15 +26,25 @@ def overlong_penalty(lengths: IntArray, config: OverlongConfig, max_completion_t
 
 
 def make_advantages(
-    rewards: FloatArray, config: ObjectiveConfig, group_weights: FloatArray | None = None
+    rewards: FloatArray,
+    config: ObjectiveConfig,
+    group_weights: FloatArray | None = None,
+    *,
+    lengths: IntArray | None = None,
+    prior: FloatArray | None = None,
 ) -> FloatArray:
     """The advantages of `config.advantage`.
 
-    group_weights [groups]: what undoes the selection of each group's prompt, for statistics over the step; None:
-    nothing was skipped.
+    Args:
+        group_weights: [groups] what undoes the selection of each group's prompt, for statistics over the step; None:
+            nothing was skipped.
+        lengths, prior: as of `posterior_advantages`, the only ones to read them; without a prior the mean is 1/2.
     """
     if config.advantage == "rloo":
         return rloo_advantages(rewards)
+    if config.advantage == "posterior_loo":
+        known = np.full((len(rewards), 2), 0.5) if prior is None else prior
+        return posterior_advantages(rewards, known, lengths if config.normalization == "sequence_mean" else None)
     if config.advantage == "reinforce_baseline":
         weights = np.ones(len(rewards)) if group_weights is None else group_weights
         return whitened_advantages(rewards, weights, eps=config.advantage_eps)
@@ -74,6 +84,38 @@ def rloo_advantages(rewards: FloatArray) -> FloatArray:
     graded = (~np.isnan(rewards)).sum(axis=1, keepdims=True)
     scaled: FloatArray = group_advantages(rewards, divide_by_std=False, eps=0.0) * graded / np.maximum(graded - 1, 1)
     return scaled
+
+
+def posterior_advantages(rewards: FloatArray, prior: FloatArray, lengths: IntArray | None = None) -> FloatArray:
+    """Each reward less b = (alpha + sum of the group's others) / (alpha + beta + their number).
+
+    b knows nothing of its own completion, so it takes nothing from the expected gradient, which is `rloo`'s; the noise
+    of a mean over few others is less. Groups with equal rewards have an advantage here. NaN as in `group_advantages`;
+    so are groups with fewer than two rewards, which have none.
+
+    Divided by its own length (`sequence_mean`), b would depend on its completion, and draw the policy towards long or
+    short ones by how far it is from the true mean. So only m, the others' mean, is divided so, as `rloo` does; b - m is
+    divided by the others' lengths.
+
+    Args:
+        prior: [groups, 2] alpha and beta of each prompt, from before the step.
+        lengths: [groups, G] completion tokens, if the token sum of each completion will be divided by its own; None:
+            by a number that is none of its own.
+
+    Example: rewards 1, 0, 0 and prior (3, 1): b = 3/6, 4/6, 4/6, where the others' means are 0, 1/2, 1/2. Advantages
+    1/2, -2/3, -2/3.
+    """
+    graded = ~np.isnan(rewards)
+    values, others = np.where(graded, rewards, 0.0), graded.sum(axis=1, keepdims=True) - 1
+    alpha, beta = prior[:, :1], prior[:, 1:]
+    of_others = values.sum(axis=1, keepdims=True) - values
+    mean = of_others / np.maximum(others, 1)
+    shift = mean - (alpha + of_others) / (alpha + beta + np.maximum(others, 1))
+    if lengths is not None:
+        inverse = np.where(graded, 1.0 / np.maximum(lengths, 1), 0.0)
+        shift = shift * lengths * (inverse.sum(axis=1, keepdims=True) - inverse) / np.maximum(others, 1)
+    advantages: FloatArray = np.where(graded & (others > 0), values - mean + shift, 0.0)
+    return advantages
 
 
 def whitened_advantages(rewards: FloatArray, group_weights: FloatArray, *, eps: float) -> FloatArray:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dppo_megatron.algorithms.tokens import MAX_LOG_RATIO, TokenBatch, bounded_ratio, sequence_sums
+from dppo_megatron.algorithms.tokens import MAX_LOG_RATIO, TokenBatch, bounded_ratio, prefix_sums, sequence_sums
 from dppo_megatron.config.objective import CorrectionConfig
 from dppo_megatron.types import FloatArray, mean_of_sums
 
@@ -26,19 +26,27 @@ Logprobs = npt.NDArray[np.floating[Any]]
 def importance_factor(batch: TokenBatch, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
     """What each token's policy loss is multiplied by, [T], without gradient; and where the bound changed it, [T].
 
-    w = old / behaviour of the token, or of the whole completion (the product over its tokens). mode=truncate: min(w,
-    max_ratio), truncated importance sampling (Ionides 2008; for this mismatch Yao et al. 2025). mode=mask: w inside
-    [min_ratio, max_ratio] and 0 outside (IcePop, arXiv 2510.18855). Both bounds are biased where they act; without a
-    bound E_behaviour[w f] = E_old[f] exactly, at level=sequence.
+    w = old / behaviour of the token, of the completion up to it, or of the whole completion (products over tokens).
+    mode=truncate: min(w, max_ratio), truncated importance sampling (Ionides 2008; for this mismatch Yao et al. 2025).
+    mode=mask: w inside [min_ratio, max_ratio] and 0 outside (IcePop, arXiv 2510.18855). Both bounds are biased where
+    they act; without a bound E_behaviour[w f] = E_old[f] exactly, at level=sequence. At level=cumulative that holds for
+    what a token's prefix decides; what follows it, and so the reward, is still the behaviour's.
     """
+    max_ratio: float | Tensor = config.max_ratio
+    min_ratio: float | Tensor = config.min_ratio
     log_ratio = (batch.old_logprobs - batch.behaviour_logprobs).detach()
     if config.level == "sequence":
         log_ratio = sequence_sums(log_ratio, batch)
+    elif config.level == "cumulative":
+        log_ratio = prefix_sums(log_ratio, batch)
+        root = prefix_sums(torch.ones_like(log_ratio), batch).sqrt()  # of the token's place in its completion
+        max_ratio, min_ratio = max_ratio**root, min_ratio**root
     ratio = bounded_ratio(log_ratio)
+    largest = torch.as_tensor(max_ratio, dtype=ratio.dtype, device=ratio.device)
     if config.mode == "truncate":
-        factor = ratio.clamp_max(config.max_ratio)
+        factor = ratio.minimum(largest)
     else:
-        factor = torch.where((ratio >= config.min_ratio) & (ratio <= config.max_ratio), ratio, 0.0)
+        factor = torch.where((ratio >= min_ratio) & (ratio <= largest), ratio, 0.0)
     return factor, (factor != ratio).to(factor.dtype)
 
 

@@ -38,7 +38,7 @@ class TokenBatch:
     reference_logprobs: Tensor
     """[T] under the frozen reference policy; 0 where there is none."""
     advantages: Tensor
-    """[T] advantage of the sequence each token belongs to."""
+    """[T] of each token: its sequence's, or its own."""
     mask: Tensor
     """[T] 1.0 where a completion token is predicted, else 0.0."""
     sequence: Tensor
@@ -65,6 +65,16 @@ PolicyLoss: TypeAlias = Callable[[TokenBatch, ObjectiveConfig], TokenLoss]
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
     """exp of log-ratios [T], which are clamped to +-20; no gradient outside."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def prefix_sums(values: Tensor, batch: TokenBatch) -> Tensor:
+    """[T] -> [T]: at each token the sum of `values` over its sequence's completion tokens up to it. In float64: the sum
+    runs over the whole pack, of which a sequence's part is a difference."""
+    running = torch.where(batch.mask > 0, values, 0.0).double().cumsum(0)
+    place = torch.arange(len(values), device=values.device)
+    first = torch.full_like(place, len(values)).scatter_reduce(0, batch.sequence, place, "amin")
+    before = torch.cat([running.new_zeros(1), running])
+    return (running - before.index_select(0, first.index_select(0, batch.sequence))).to(values.dtype)
 
 
 def sequence_sums(values: Tensor, batch: TokenBatch) -> Tensor:

@@ -26,7 +26,7 @@ class CompletionPolicy(Policy):
     This class is method `none`, which keeps everything. Subclasses override `_prune_sorted`.
 
     Args:
-        total_steps: length of the run, for annealing.
+        total_steps: length of the whole run, for annealing; a step beyond it drops nothing.
         zero_advantage_slope: coefficient of a KL (or entropy) term in the loss, the loss's own; above 0, completions
             without advantage still carry gradient and keep a positive probability.
         group_size: completions of a whole group, G; 0: not known, and a rate that keeps none of one is found out late.

@@ -59,6 +59,11 @@ class PromptHistory:
         failures = self.prior + keep * (self.arrays["failures"][ids] - self.prior)
         return successes, failures
 
+    def pass_rate(self) -> FloatArray:
+        """[prompts] mean reward, held to [0, 1], by all evidence however old; 1/2 where there is none."""
+        successes, failures = self.arrays["successes"], self.arrays["failures"]
+        return np.asarray(successes / (successes + failures))
+
     def update(
         self, ids: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int, second_moment: FloatArray | None
     ) -> None:

@@ -93,12 +93,13 @@ class Selection:
     """What a policy decided about n prompts or completions."""
 
     kept: BoolArray
-    """[n]."""
+    """[n]. It may hold no True: a Poisson draw that nobody survives, completions of which none has an advantage. The
+    step's gradient is then 0, and its update is left out; to draw again until something is kept is biased."""
     inclusion_prob: FloatArray
     """[n] float64, P(kept | what was known before the draw), in [0, 1]."""
     weight: FloatArray
-    """[n] float64, the factor that undoes this selection alone, 0 where not kept. The loss uses the product of the
-    prompt's and the completion's weight."""
+    """[n] float64, the factor that undoes this selection alone, 0 where not kept. The product of the prompt's and the
+    completion's weight multiplies a completion's whole loss, KL and entropy terms too."""
     ledger: tuple[LedgerRow, ...]
     metrics: dict[str, float]
     """Figures of this decision: `rate_effective`, `share_at_floor`, `share_at_one`, and others."""
@@ -152,7 +153,7 @@ class CompletionBatch:
     """sqrt(sum_t (1 - p_t)^2) over the completion's tokens, from rollout log-probabilities; see
     `scores.logit_grad_norm`."""
     denominator: FloatArray
-    """Frozen divisor of the token sum, 1 / omega."""
+    """Frozen divisor of the token sum, 1 / omega: what the trainer would divide by if nothing was dropped."""
     prompt_weight: FloatArray
     """Weight of the prompt-level selection, >= 0."""
     num_nominal: int
@@ -160,6 +161,58 @@ class CompletionBatch:
     tokens: IntArray | None = None
     """Tokens that the model reads to train on each completion, prompt included; None: `lengths`. Read only to fill
     micro-batches."""
+
+    @classmethod
+    def of_groups(
+        cls,
+        prompt_index: IntArray,
+        *,
+        rewards: FloatArray,
+        advantages: FloatArray,
+        lengths: IntArray,
+        logit_grad_norm: FloatArray,
+        denominator: FloatArray | float,
+        prompt_weight: FloatArray,
+        num_nominal: int,
+        prompt_tokens: IntArray | None = None,
+    ) -> CompletionBatch:
+        """From whole groups as a rollout has them: [K] of prompts, [K, G] of completions.
+
+        What is flat follows: which group and completion a row is, and what it has of its prompt. Row k * G + g of the
+        batch is completion g of group k.
+
+        Args:
+            denominator: [K, G], or one number for all.
+            prompt_weight: [K] weights of the prompts that were kept.
+            prompt_tokens: [K] tokens of each prompt; None: not known, and completions count alone in a micro-batch.
+
+        Example: groups 7 and 3 of two completions are prompt_index [7, 7, 3, 3], completion_index [0, 1, 0, 1] and
+        group [0, 0, 1, 1]; weights [1.0, 2.5] become prompt_weight [1.0, 1.0, 2.5, 2.5].
+
+        Raises:
+            ValueError: arrays of other shapes.
+        """
+        count, size = rewards.shape
+        of_prompts: dict[str, Any] = {"prompt_index": prompt_index, "prompt_weight": prompt_weight}
+        if prompt_tokens is not None:
+            of_prompts["prompt_tokens"] = prompt_tokens
+        rows: dict[str, Any] = {"rewards": rewards, "advantages": advantages, "lengths": lengths}
+        divisor = np.asarray(denominator, dtype=np.float64)
+        rows |= {"logit_grad_norm": logit_grad_norm}
+        rows |= {"denominator": divisor if divisor.ndim else np.broadcast_to(divisor, (count, size))}
+        for name, array in (of_prompts | rows).items():
+            expected = (count,) if name in of_prompts else (count, size)
+            if np.shape(array) != expected:
+                raise ValueError(f"{name} has shape {np.shape(array)}, expected {expected} for rewards [K, G]")
+        return cls(
+            prompt_index=np.repeat(prompt_index, size),
+            completion_index=np.tile(np.arange(size), count),
+            group=np.repeat(np.arange(count), size),
+            prompt_weight=np.repeat(prompt_weight, size),
+            num_nominal=num_nominal,
+            tokens=None if prompt_tokens is None else (lengths + prompt_tokens[:, None] - 1).ravel(),
+            **{name: np.ravel(array) for name, array in rows.items()},
+        )
 
     def __len__(self) -> int:
         return len(self.prompt_index)

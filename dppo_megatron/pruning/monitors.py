@@ -100,15 +100,15 @@ def deviations(selection: Selection, known: Mapping[str, FloatArray | IntArray])
     if not chance.any() or all(row.label not in _TESTED for row in selection.ledger):
         return {}
     pi, kept = selection.inclusion_prob[chance], selection.kept[chance]
-    along = {"number": _relative(np.ones(len(pi)), kept, pi)}
+    along = {"number": relative_deviation(np.ones(len(pi)), kept, pi)}
     for name, column in {"probability": selection.inclusion_prob, **known}.items():
         values = column[chance].astype(np.float64)
-        along[name] = _relative(np.sign(values - np.median(values)), kept, pi)
+        along[name] = relative_deviation(np.sign(values - np.median(values)), kept, pi)
     return along
 
 
-def _relative(direction: FloatArray, kept: BoolArray, pi: FloatArray) -> float:
-    """D over the largest |D| that any draw could have; 0 without a direction."""
+def relative_deviation(direction: FloatArray, kept: BoolArray, pi: FloatArray) -> float:
+    """sum of direction (kept - pi), all [n], over the largest that any draw could have; 0 without a direction."""
     up, down = np.where(direction > 0, 1 - pi, pi), np.where(direction > 0, pi, 1 - pi)
     most = max(float(np.abs(direction) @ up), float(np.abs(direction) @ down))
     return float(direction @ (kept - pi)) / most if most > 0 else 0.0

@@ -43,7 +43,7 @@ class PromptPolicy(Policy):
     Args:
         num_prompts: rows of the prompt set.
         prompts_per_step: nominal prompts of a step, N.
-        total_steps: length of the run, for annealing.
+        total_steps: length of the whole run, for annealing; a step beyond it skips nothing.
         features: what is known of each prompt before it is tried; None: nothing.
     """
 

@@ -62,24 +62,33 @@ class StepVariance:
 
 
 def step_variance(
-    prompts: Selection, batch: CompletionBatch, completions: Selection, slope: float = 0.0
+    prompts: Selection,
+    batch: CompletionBatch,
+    completions: Selection,
+    slope: float = 0.0,
+    stands_for: FloatArray | float = 1.0,
 ) -> StepVariance:
-    """Of a step whose `batch` was offered to the completion policy; without any gradient nothing grows. `slope` is that
-    of the loss's terms that give a completion without advantage a gradient (KL, entropy).
+    """Of a step whose `batch` was offered to the completion policy; without any gradient nothing grows.
+
+    Args:
+        slope: of the loss's terms that give a completion without advantage a gradient (KL, entropy).
+        stands_for: [n] part of `batch.prompt_weight` that is there for missing completions, which no selection has
+            left out: it is in no growth.
 
     Example: two prompts of one completion each, drawn with probabilities 1/2 and 1; s^2 = 1 and 4. Both were kept, and
     all their completions: the full batch's sum is put at 2 x 1 + 4 = 6, and that of the draw is 4 x 1 + 4 = 8.
     """
     norms = (batch.advantages, batch.logit_grad_norm, batch.denominator)
-    moment = np.square(completion_score(*norms, np.ones(1), zero_advantage_slope=slope))
-    first, weight = batch.prompt_weight, batch.prompt_weight * completions.weight
+    moment = stands_for * np.square(completion_score(*norms, np.ones(1), zero_advantage_slope=slope))
+    first = batch.prompt_weight / stands_for
+    weight = first * completions.weight
     full, drawn, kept, expected = (
         float(np.sum(factor * moment)) for factor in (first, np.square(first), np.square(weight), weight)
     )
     return StepVariance(
         Growth(prompts.growth, drawn / full if full else 1.0),
         Growth(completions.growth, kept / drawn if drawn else 1.0),
-        kept,
+        float(np.sum(stands_for * np.square(weight) * moment)),
         expected,
     )
 

@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dppo_megatron.weights.architecture import Architecture, Experts
+from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.layer_parts import Experts, Latent, halves
+from dppo_megatron.weights.mapping import CORRECTION_BIAS
 
 _FIRST_ROOM = 16
 """Spare tokens after the prompt. Touching new memory costs as much as the copy when it has to grow, and by then most
@@ -108,44 +110,74 @@ class KeyValues:
 
 @dataclass(frozen=True, slots=True)
 class _FeedForward:
-    """SwiGLU, or as many as there are experts."""
+    """A gated layer, or as many as there are experts."""
 
     gate_up: Tensor
     """[2 F, hidden], with experts [E, 2 F, hidden]."""
     down: Tensor
     """[hidden, F], with experts [E, hidden, F]."""
-    router: Tensor | None
+    router: Tensor | None = None
     """[E, hidden]."""
+    bias: Tensor | None = None
+    """[E] float32, of sigmoid routers."""
+    shared: _FeedForward | None = None
+    """Of the experts that every token visits."""
+    post_norm: Tensor | None = None
+    """[hidden] of the norm behind it (Gemma)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LatentHeads:
+    """Low-rank projections of multi-head latent attention."""
+
+    query_down: Tensor | None
+    query_norm: Tensor | None
+    query_up: Tensor
+    down: Tensor
+    """[rank + turning, hidden], of keys and values."""
+    norm: Tensor
+    up: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _DecoderLayer:
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Tensor | _LatentHeads
     """[(H + 2 K) D, hidden]: queries, keys, values."""
     qkv_bias: Tensor | None
     qk_norm: Tensor | None
     """[H + K, D]: the query norm for each query head, then the key norm for each key-value head."""
     out: Tensor
-    post_norm: Tensor
+    middle_norm: Tensor
+    """Before the feed-forward part."""
     feed_forward: _FeedForward
+    post_norm: Tensor | None
+    """Behind the attention (Gemma)."""
+    window: int | None
 
 
 class Decoder:
     """A model whose weights are those last copied into `named`. Weights, activations and cache are of one `dtype`."""
 
-    def __init__(self, architecture: Architecture, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, architecture: Architecture, *, dtype: torch.dtype, device: torch.device, records_experts: bool = False
+    ) -> None:
         a = architecture
+        self._records_experts = records_experts
+        self.experts: Tensor | None = None
+        """[B, n, layers, k] int64 that the last tokens were sent to, if they are recorded."""
         self._architecture, self._dtype, self._device = a, dtype, device
         self.named: dict[str, Tensor] = {}
         """The checkpoint's name of a tensor -> where its values go."""
         self._embedding = self._new("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
-        self._layers = [self._layer(f"model.layers.{index}.") for index in range(a.num_layers)]
+        self._layers = [self._layer(index) for index in range(a.num_layers)]
         self._norm = self._new("model.norm.weight", a.hidden_size)
         self._output = (
             self._embedding if a.tied_embeddings else self._new("lm_head.weight", a.vocab_size, a.hidden_size)
         )
-        self._frequencies, self._scale = torch.tensor(a.rope.frequencies, device=device), a.rope.scale
+        ropes = [a.rope, *([a.gemma.local_rope] if a.gemma else [])]
+        self._ropes = [(torch.tensor(rope.frequencies, device=device), rope.scale) for rope in ropes]
+        """Of layers without a window, and of those with one."""
         # scores are rounded to the type of the cache, which only float32 can afford
         self._plain_attention = device.type == "cpu" and dtype in (torch.float32, torch.float64)
 
@@ -182,47 +214,112 @@ class Decoder:
 
     def _forward(self, tokens: Tensor, positions: Tensor, cache: KeyValues, mask: Tensor | None) -> Tensor:
         batch, count = tokens.shape
-        eps, size = self._architecture.norm_eps, (self._architecture.hidden_size,)
         hidden = F.embedding(tokens.flatten(), self._embedding)  # [B n, hidden], as everywhere but in attention
-        angles = positions.flatten()[:, None] * self._frequencies
-        cos, sin = ((part * self._scale).to(self._dtype) for part in (angles.cos(), angles.sin()))
-        rotary = torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
+        if self._architecture.gemma is not None:
+            hidden = hidden * torch.tensor(hidden.size(1) ** 0.5).to(self._dtype)
+        rotaries = [self._rotary(positions, *rope) for rope in self._ropes]
+        visited: list[Tensor] = []
         for index, layer in enumerate(self._layers):
-            qkv = F.linear(F.rms_norm(hidden, size, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
-            attended = self._attend(index, qkv, rotary, batch, cache, mask)
-            hidden = torch.addmm(hidden, attended, layer.out.t())
-            hidden = self._feed_forward(hidden, F.rms_norm(hidden, size, layer.post_norm, eps), layer.feed_forward)
+            heads, values = self._heads(layer, self._normed(hidden, layer.input_norm))
+            rotary = rotaries[0 if layer.window is None else 1]
+            attended = self._attend(index, heads, values, rotary, batch, cache, mask)
+            hidden = self._added(hidden, attended, layer.out, layer.post_norm)
+            normed = self._normed(hidden, layer.middle_norm)
+            hidden = self._feed_forward(hidden, normed, layer.feed_forward, visited)
         cache.filled += count
+        if self._records_experts:
+            self.experts = torch.stack(visited, 1).view(batch, count, len(visited), -1)
         last = hidden.view(batch, count, -1)[:, -1]
-        return F.linear(F.rms_norm(last, size, self._norm, eps), self._output)
+        return F.linear(self._normed(last, self._norm), self._output)
+
+    def _rotary(self, positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B n, 1, 2 pairs], each sine with the sign of its half."""
+        angles = positions.flatten()[:, None] * frequencies
+        cos, sin = ((part * scale).to(self._dtype) for part in (angles.cos(), angles.sin()))
+        return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [..., D] normed over D; weight [D], or [..., D] where rows have their own."""
+        size, eps = x.shape[-1:], self._architecture.norm_eps
+        if self._architecture.gemma is not None:
+            exact = torch.promote_types(x.dtype, torch.float32)
+            return (F.rms_norm(x.to(exact), size, None, eps) * (1 + weight.to(exact))).to(x.dtype)
+        return F.rms_norm(x, size, weight, eps) if weight.ndim == 1 else F.rms_norm(x, size, None, eps) * weight
+
+    def _added(self, residual: Tensor, x: Tensor, weight: Tensor, norm: Tensor | None) -> Tensor:
+        """residual [B n, hidden] and the product of x, which is normed where the family does."""
+        if norm is None:
+            return torch.addmm(residual, x, weight.t())
+        return residual + self._normed(F.linear(x, weight), norm)
+
+    def _heads(self, layer: _DecoderLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys [B n, H + K, D] and values [B n, K, D] of the new tokens, from their normed hidden state."""
+        a = self._architecture
+        if isinstance(layer.qkv, _LatentHeads):
+            return self._latent_heads(layer.qkv, x)
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, a.head_dim)
+        heads, values = qkv.split([a.num_heads + a.num_kv_heads, a.num_kv_heads], 1)  # type: ignore[no-untyped-call]
+        if layer.qk_norm is not None:
+            heads = self._normed(heads, layer.qk_norm)
+        if a.gemma is not None:  # attention divides by the root of the head's size
+            heads[:, : a.num_heads] *= a.gemma.softmax_scale * a.head_dim**0.5
+        return heads, values
+
+    def _latent_heads(self, own: _LatentHeads, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As `_heads`: the part that turns comes first, and values are padded to the size of keys."""
+        a, latent = self._architecture, self._architecture.latent
+        assert latent is not None
+        inner = x
+        if own.query_down is not None and own.query_norm is not None:
+            inner = F.rms_norm(F.linear(x, own.query_down), own.query_norm.shape, own.query_norm, a.norm_eps)
+        queries = F.linear(inner, own.query_up).view(len(x), a.num_heads, -1) * latent.scale
+        still_q, turning_q = queries.tensor_split((latent.still_dim,), -1)
+        low, turning_k = F.linear(x, own.down).tensor_split((latent.rank,), -1)
+        expanded = F.linear(F.rms_norm(low, own.norm.shape, own.norm, a.norm_eps), own.up)
+        still_k, values = expanded.view(len(x), a.num_heads, -1).tensor_split((latent.still_dim,), -1)
+        turning = torch.cat([turning_q, turning_k[:, None].expand_as(turning_q)], 1)
+        heads = torch.cat([halves(turning), torch.cat([still_q, still_k], 1)], -1)
+        return heads, F.pad(values, (0, a.head_dim - latent.value_dim))
 
     def _attend(
-        self, index: int, qkv: Tensor, rotary: tuple[Tensor, Tensor], batch: int, cache: KeyValues, mask: Tensor | None
+        self,
+        index: int,
+        turned: Tensor,
+        values: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        batch: int,
+        cache: KeyValues,
+        mask: Tensor | None,
     ) -> Tensor:
-        """[B n, H D], from queries, keys and values of the new tokens [B n, (H + 2 K) D]."""
-        a, norm = self._architecture, self._layers[index].qk_norm
+        """[B n, H D] of values, from the `_heads` of layer `index`, not turned yet."""
+        a = self._architecture
         heads, groups, size = a.num_heads, a.num_kv_heads, a.head_dim
-        qkv = qkv.view(-1, heads + 2 * groups, size)
-        turned = qkv[:, : heads + groups]
-        if norm is not None:
-            turned = F.rms_norm(turned, (size,), None, a.norm_eps) * norm
         cos, sin = rotary
         # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin); the sine has the sign of its half
-        turned = torch.addcmul(turned * cos, turned.roll(size // 2, -1), sin)
+        part, rest = turned[..., : cos.size(-1)], turned[..., cos.size(-1) :]
+        turned = torch.addcmul(part * cos, part.roll(cos.size(-1) // 2, -1), sin)
+        turned = torch.cat([turned, rest], -1) if rest.size(-1) else turned
         queries, keys = turned[:, :heads], turned[:, heads:]
-        count = len(qkv) // batch
+        count = len(turned) // batch
         keys, values = cache.append(
             index,
             keys.view(batch, count, groups, size).transpose(1, 2),
-            qkv[:, heads + groups :].view(batch, count, groups, size).transpose(1, 2),
+            values.reshape(batch, count, groups, size).transpose(1, 2),
         )
+        window, filled = self._layers[index].window, keys.size(2)
+        if window is not None and window < filled:
+            if count == 1:
+                keys, values = keys[:, :, -window:], values[:, :, -window:]
+                mask = None if mask is None or filled - window >= mask.size(3) else mask[..., filled - window :]
+            elif mask is not None:
+                mask = mask & torch.ones_like(mask).triu(1 - window)
         if count == 1:  # the heads that share a key are its queries: nothing has to be repeated
             attended = self._one_token(queries.reshape(batch, groups, -1, size), keys, values, mask)
-            return attended.reshape(batch, -1)
+            return attended.reshape(batch, heads, size)[..., : a.value_dim].flatten(1)
         queries = queries.view(batch, count, heads, size).transpose(1, 2)
         keys, values = (part.repeat_interleave(heads // groups, dim=1) for part in (keys, values))
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        return attended.transpose(1, 2).reshape(batch * count, -1)
+        return attended.transpose(1, 2).reshape(batch * count, heads, size)[..., : a.value_dim].flatten(1)
 
     def _one_token(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """queries [B, K, H / K, D], keys and values [B, K, filled, D], mask [B, 1, 1, P] -> [B, K, H / K, D]."""
@@ -236,11 +333,18 @@ class Decoder:
             scores[..., : mask.size(3)] += mask
         return torch.matmul(scores.softmax(-1), values)
 
-    def _feed_forward(self, residual: Tensor, x: Tensor, weights: _FeedForward) -> Tensor:
+    def _feed_forward(self, residual: Tensor, x: Tensor, weights: _FeedForward, visited: list[Tensor]) -> Tensor:
+        """[B n, hidden]; `visited` gets the experts [B n, k]."""
         experts = self._architecture.experts
         if weights.router is None or experts is None:
-            return torch.addmm(residual, _gated(x, weights.gate_up), weights.down.t())
-        chosen, share = _route(x, weights.router, experts)
+            if experts is not None:
+                visited.append(x.new_zeros(len(x), experts.per_token, dtype=torch.int64))
+            inner = _gated(x, weights.gate_up, is_gelu=self._architecture.gemma is not None)
+            return self._added(residual, inner, weights.down, weights.post_norm)
+        chosen, share = _route(x, weights.router, weights.bias, experts)
+        visited.append(chosen)
+        if weights.shared is not None:
+            residual = torch.addmm(residual, _gated(x, weights.shared.gate_up), weights.shared.down.t())
         order = chosen.flatten().argsort(stable=True)  # (token, expert) pairs, those of an expert together
         counts = chosen.flatten().bincount(minlength=experts.count).tolist()
         for expert, pairs in enumerate(order.split(counts)):  # type: ignore[no-untyped-call]
@@ -250,40 +354,69 @@ class Decoder:
                 residual = residual.index_add(0, rows, answer * share.flatten()[pairs, None])
         return residual
 
-    def _layer(self, name: str) -> _DecoderLayer:
-        a = self._architecture
-        sizes = {"q": a.num_heads * a.head_dim, "k": a.num_kv_heads * a.head_dim, "v": a.num_kv_heads * a.head_dim}
-        attention = name + "self_attn."
+    def _layer(self, index: int) -> _DecoderLayer:
+        a, name = self._architecture, f"model.layers.{index}."
+        attention, middle = name + "self_attn.", "pre_feedforward" if a.gemma else "post_attention"
         norm = self._empty(a.num_heads + a.num_kv_heads, a.head_dim) if a.qk_norm else None
         if norm is not None:  # one vector of the checkpoint is copied into the row of every head
             self.named[attention + "q_norm.weight"] = norm[: a.num_heads]
             self.named[attention + "k_norm.weight"] = norm[a.num_heads :]
         return _DecoderLayer(
             input_norm=self._new(name + "input_layernorm.weight", a.hidden_size),
-            qkv=self._joined({f"{attention}{part}_proj.weight": size for part, size in sizes.items()}, a.hidden_size),
-            qkv_bias=self._joined({f"{attention}{part}_proj.bias": size for part, size in sizes.items()})
-            if a.qkv_bias
-            else None,
+            qkv=self._latent(attention, a.latent) if a.latent else self._qkv(attention, "weight", a.hidden_size),
+            qkv_bias=self._qkv(attention, "bias") if a.qkv_bias else None,
             qk_norm=norm,
-            out=self._new(attention + "o_proj.weight", a.hidden_size, sizes["q"]),
-            post_norm=self._new(name + "post_attention_layernorm.weight", a.hidden_size),
-            feed_forward=self._new_feed_forward(name + "mlp."),
+            out=self._new(attention + "o_proj.weight", a.hidden_size, a.num_heads * a.value_dim),
+            middle_norm=self._new(f"{name}{middle}_layernorm.weight", a.hidden_size),
+            post_norm=self._new(name + "post_attention_layernorm.weight", a.hidden_size) if a.gemma else None,
+            window=a.window_of(index),
+            feed_forward=self._mixture(f"{name}{a.experts.module}.", a.experts)
+            if a.experts and a.has_experts(index)
+            else self._dense(
+                name + "mlp.",
+                a.ffn_size,
+                self._new(name + "post_feedforward_layernorm.weight", a.hidden_size) if a.gemma else None,
+            ),
         )
 
-    def _new_feed_forward(self, name: str) -> _FeedForward:
-        a, experts = self._architecture, self._architecture.experts
-        if experts is None:
-            parts = {name + "gate_proj.weight": a.ffn_size, name + "up_proj.weight": a.ffn_size}
-            down = self._new(name + "down_proj.weight", a.hidden_size, a.ffn_size)
-            return _FeedForward(self._joined(parts, a.hidden_size), down, None)
+    def _qkv(self, name: str, what: str, *columns: int) -> Tensor:
+        a = self._architecture
+        rows = {"q": a.num_heads, "k": a.num_kv_heads, "v": a.num_kv_heads}
+        return self._joined({f"{name}{part}_proj.{what}": n * a.head_dim for part, n in rows.items()}, *columns)
+
+    def _latent(self, name: str, latent: Latent) -> _LatentHeads:
+        a, low = self._architecture, latent.query_rank
+        heads, hidden = a.num_heads, a.hidden_size
+        rows = heads * a.head_dim
+        query_up = self._new(name + f"q_{'b_' if low else ''}proj.weight", rows, low or hidden)
+        return _LatentHeads(
+            query_down=self._new(name + "q_a_proj.weight", low, hidden) if low else None,
+            query_norm=self._new(name + "q_a_layernorm.weight", low) if low else None,
+            query_up=query_up,
+            down=self._new(name + "kv_a_proj_with_mqa.weight", latent.rank + latent.turning_dim, hidden),
+            norm=self._new(name + "kv_a_layernorm.weight", latent.rank),
+            up=self._new(name + "kv_b_proj.weight", heads * (latent.still_dim + latent.value_dim), latent.rank),
+        )
+
+    def _dense(self, name: str, ffn: int, post_norm: Tensor | None = None) -> _FeedForward:
+        hidden = self._architecture.hidden_size
+        parts = {name + "gate_proj.weight": ffn, name + "up_proj.weight": ffn}
+        down = self._new(name + "down_proj.weight", hidden, ffn)
+        return _FeedForward(self._joined(parts, hidden), down, post_norm=post_norm)
+
+    def _mixture(self, name: str, experts: Experts) -> _FeedForward:
+        a = self._architecture
         gate_up = self._empty(experts.count, 2 * experts.ffn_size, a.hidden_size)
         down = self._empty(experts.count, a.hidden_size, experts.ffn_size)
         for index in range(experts.count):
-            gate, up = gate_up[index].chunk(2)
-            own = f"{name}experts.{index}."
-            self.named |= {own + "gate_proj.weight": gate, own + "up_proj.weight": up}
-            self.named[own + "down_proj.weight"] = down[index]
-        return _FeedForward(gate_up, down, self._new(name + "gate.weight", experts.count, a.hidden_size))
+            own = zip(experts.projections, (*gate_up[index].chunk(2), down[index]), strict=True)
+            self.named |= {f"{name}experts.{index}.{part}.weight": tensor for part, tensor in own}
+        bias = torch.empty(experts.count, device=self._device) if experts.is_sigmoid else None
+        if bias is not None:
+            self.named[name + CORRECTION_BIAS] = bias
+        router = self._new(name + "gate.weight", experts.count, a.hidden_size)
+        shared = self._dense(name + "shared_experts.", experts.shared_ffn_size) if experts.shared_ffn_size else None
+        return _FeedForward(gate_up, down, router, bias, shared)
 
     def _joined(self, parts: dict[str, int], *columns: int) -> Tensor:
         """One tensor of all rows; each name is a view of its rows."""
@@ -299,14 +432,25 @@ class Decoder:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
 
-def _gated(x: Tensor, gate_up: Tensor) -> Tensor:
+def _gated(x: Tensor, gate_up: Tensor, *, is_gelu: bool = False) -> Tensor:
     gate, up = F.linear(x, gate_up).chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    return (F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)).mul_(up)
 
 
-def _route(x: Tensor, router: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+def _route(x: Tensor, router: Tensor, bias: Tensor | None, experts: Experts) -> tuple[Tensor, Tensor]:
     """Experts [n, k] that each token visits, and the shares [n, k] of their answers."""
-    share, chosen = F.linear(x, router).softmax(-1, dtype=torch.float32).topk(experts.per_token)
+    if bias is None:
+        share, chosen = F.linear(x, router).softmax(-1, dtype=torch.float32).topk(experts.per_token)
+    else:
+        scores = F.linear(x.float(), router.float()).sigmoid()
+        rated = scores + bias
+        if experts.groups > 1:
+            grouped = rated.view(len(x), experts.groups, -1)
+            best = grouped.topk(2).values.sum(-1).topk(experts.groups_per_token).indices
+            left = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
+            rated = grouped.masked_fill(left[..., None], -torch.inf).flatten(1)
+        chosen = rated.topk(experts.per_token).indices
+        share = scores.gather(1, chosen)
     if experts.normalize_weights:
         share = share / share.sum(-1, keepdim=True)
-    return chosen, share.to(x.dtype)
+    return chosen, (share * experts.scale).to(x.dtype)

@@ -98,13 +98,24 @@ class RolloutStats:
     """Completions that were aborted under `limits.finish_fraction`."""
     groups_aborted: int | None = None
     """Training groups that a weight sync, or a server unasked, has ended at least once."""
+    completions_aborted: int | None = None
+    """Completions that were sampled again for it."""
     groups_resent: int | None = None
     """Training groups that were lost while a server without seeds sampled them; without those above."""
     servers_live: int | None = None
     staleness_mean: float | None = None
     """Weight syncs between a token and the present weights."""
+    staleness_max: int | None = None
+    """The same of the oldest token; at most `rollout.async_steps`."""
+    tokens_read_again: int | None = None
+    """Of prompts and completions whose generation a weight sync has interrupted: their cached prefixes were dropped."""
     sync_s: float | None = None
     tensors_verified: int | None = None
+
+    def add(self, **counts: int) -> None:
+        """Count up those of these names."""
+        for name, count in counts.items():
+            setattr(self, name, (getattr(self, name) or 0) + count)
 
     def metrics(self) -> dict[str, float]:
         """Under their names in metrics.jsonl."""
@@ -184,7 +195,8 @@ class Engine(ABC):
         self._asked = None
 
     def rest(self) -> None:  # noqa: B027
-        """No generation before the next `load_weights`: device memory may be given back."""
+        """The actor computes now. Where it needs the engine's device memory, nothing is generated before the next
+        `load_weights`."""
 
     def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
         """(server, completion) of the same requests from every server. The requests are the same on every rank."""

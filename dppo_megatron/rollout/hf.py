@@ -17,17 +17,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.randomness import uniform_rows
-from dppo_megatron.rollout.client.grading_hook import Detokenizer
+from dppo_megatron.rollout.client.detokenizer import Detokenizer
 from dppo_megatron.rollout.decoder import Decoder, Moves
 from dppo_megatron.rollout.engine import Engine, Request, Sampling, Weights, own_requests
 from dppo_megatron.spans import recorder
-from dppo_megatron.types import Completion, FinishReason, Grade, GradeTask
+from dppo_megatron.types import Completion, ExpertArray, ExpertChoices, FinishReason, Grade, GradeTask
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader
 
@@ -41,6 +42,7 @@ class HFEngine(Engine):
     Args:
         max_concurrent_sequences: completions in one batch.
         grade: grades completions of the training set, some of them at a time; returns at once.
+        records_experts: completions have the experts that their tokens were sent to.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class HFEngine(Engine):
         device: torch.device,
         max_concurrent_sequences: int,
         grade: Callable[[Sequence[GradeTask]], Future[list[Grade]]] | None = None,
+        records_experts: bool = False,
     ) -> None:
-        self._decoder = Decoder(architecture, dtype=dtype, device=device)
+        self._decoder = Decoder(architecture, dtype=dtype, device=device, records_experts=records_experts)
+        self._choices = architecture.expert_choices if records_experts else None
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer.of(tokenizer)
         self._device = device
@@ -139,6 +143,7 @@ class HFEngine(Engine):
         logits = self._decoder.read(tokens, positions, visible, cache)
         own = torch.tensor(prompt_of, device=self._device)
         cache.expand(own)
+        read, seen = self._decoder.experts, visible
         logits, positions, visible = logits[own], positions[own, -1], visible[own]
         # -inf at the padding, for the present rows; None where all prompts have one length
         padding = None if bool(visible.all()) else torch.zeros_like(visible, dtype=logits.dtype)
@@ -146,7 +151,9 @@ class HFEngine(Engine):
             padding.masked_fill_(~visible, -torch.inf)
 
         choose = _Chooser(requests, sampling, self._device)
-        written = _Written(len(requests), sampling.max_completion_tokens, self._device)
+        written = _Written(len(requests), sampling.max_completion_tokens, self._device, self._choices)
+        if self._choices is not None:
+            written.read(read, seen, own)
         stops = torch.tensor([self._tokenizer.eos_token_id, *sampling.stop_token_ids], device=self._device)
         rows = torch.arange(len(requests), device=self._device)
         for t in range(sampling.max_completion_tokens):
@@ -166,6 +173,8 @@ class HFEngine(Engine):
                 yield from self._completions(written)
             positions = positions + 1
             logits = self._decoder.step(chosen, positions, padding, cache)
+            if self._choices is not None:
+                written.visit(rows, t, self._decoder.experts)
         written.end(rows, sampling.max_completion_tokens, "length")
         yield from self._completions(written)
 
@@ -188,7 +197,12 @@ class HFEngine(Engine):
         kept = [ids[:length].copy() for ids, (_, length, _) in zip(tokens, ended, strict=True)]
         texts = self._detokenizer.decode(kept)
         return [
-            (row, Completion(ids, values[:length].copy(), reason, text, ((self._version, length),)))
+            (
+                row,
+                Completion(
+                    ids, values[:length].copy(), reason, text, ((self._version, length),), written.experts(row, length)
+                ),
+            )
             for (row, length, reason), ids, values, text in zip(ended, kept, logprobs, texts, strict=True)
         ]
 
@@ -196,11 +210,35 @@ class HFEngine(Engine):
 class _Written:
     """What has been sampled for the requests of a batch."""
 
-    def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
+    def __init__(self, rows: int, tokens: int, device: torch.device, choices: ExpertChoices | None = None) -> None:
         self.tokens = torch.empty(rows, tokens, dtype=torch.int64, device=device)
         self.logprobs = torch.empty(rows, tokens, dtype=torch.float32, device=device)
         self.ended: list[tuple[int, int, FinishReason]] = []
         """(row, length, why) of those that have ended and were not handed on."""
+
+        self._choices = choices
+        self._prompts: list[ExpertArray] = []
+        if choices is not None:
+            shape = rows, tokens, choices.layers, choices.per_token
+            self._visited = np.empty(shape, choices.dtype)
+
+    def read(self, experts: Tensor | None, visible: Tensor, own: Tensor) -> None:
+        """The prompts have been sent to `experts` [P, longest, layers, k]; `own` [B]: which of them is each row's."""
+        assert experts is not None and self._choices is not None
+        whole = experts.cpu().numpy().astype(self._choices.dtype)
+        each = [row[seen] for row, seen in zip(whole, visible.cpu().numpy(), strict=True)]
+        self._prompts = [each[prompt] for prompt in own.tolist()]
+
+    def visit(self, rows: Tensor, t: int, experts: Tensor | None) -> None:
+        """Token t of `rows` [n] has been sent to `experts` [n, 1, layers, k]."""
+        assert experts is not None
+        self._visited[rows.cpu().numpy(), t] = experts[:, 0].cpu().numpy()
+
+    def experts(self, row: int, length: int) -> ExpertArray | None:
+        """See `Completion.experts`: of all tokens but the last, which has been sent nowhere."""
+        if self._choices is None:
+            return None
+        return np.concatenate([self._prompts[row], self._visited[row, : length - 1]])
 
     def end(self, rows: Tensor, length: int, why: FinishReason) -> None:
         """`rows` [n] get no more."""

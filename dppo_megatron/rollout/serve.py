@@ -4,7 +4,7 @@
     SIGTERM, ^C     remove the addresses, then end the servers
     kill -9         the kernel ends the servers; their heartbeat stops, and the trainer drops them after 60 s
 
-The trainer's part is `servers/directory.py` and `servers/membership.py`.
+The trainer's part is `servers/directory.py` and `Membership` in `servers/connect.py`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dppo_megatron.config.paths import check_writable
 from dppo_megatron.config.schema import Config
 from dppo_megatron.progress import progress
 from dppo_megatron.rollout.job_nodes import check_network
-from dppo_megatron.rollout.servers.connect import make_server, make_servers
+from dppo_megatron.rollout.servers.connect import make_server
 from dppo_megatron.rollout.servers.directory import HEARTBEAT_S, Registration, RegistryEntry
 from dppo_megatron.rollout.servers.member import HUNG_S
-from dppo_megatron.rollout.servers.server_process import LaunchedServer, stop_all
+from dppo_megatron.rollout.servers.server_process import LaunchedServer, make_servers, stop_all
 from dppo_megatron.texts import log
 from dppo_megatron.types import RunAborted, UserError
 
@@ -64,7 +64,7 @@ def serve(config: Config, host: str) -> None:
         served = [Served(server, config, directory, f"{name}{index}") for index, server in enumerate(servers)]
         for one in served:
             undo.callback(one.withdraw)  # before stop_all: a trainer must not ask a server that is about to end
-        with progress("rollout servers", len(served), f"started ({servers[0].where})") as advance:
+        with progress("rollout servers", len(served), f"started ({servers[0].log})") as advance:
             while any(one.is_starting for one in served) and not asked_to_end.wait(_LOOK_S):
                 for one in served:
                     one.look()
@@ -92,7 +92,8 @@ class Served:
 
     @property
     def is_starting(self) -> bool:
-        return self._server.is_starting
+        """Not announced since its last start."""
+        return self._registration is None
 
     def look(self) -> None:
         """Announce it when it is ready, show that it lives, start it again when it has ended or hangs."""

@@ -1,10 +1,12 @@
 """Servers as the loop's engine: rank 0 decides, a client on each node asks, every rank takes its share.
 
-    rank 0     start: plan of groups -> rollout thread (fleet.py) <-> clients (client/remote.py) <-> servers
+    rank 0     start: plan of groups -> rollout thread (dispatch.py) <-> clients (client/remote.py) <-> servers
     any rank   start: the same plan, for the places of what it will hold
                finish: waits for rank 0's broadcast over gloo, then takes its share from its node's client
     rank 0     load_weights: main thread; the rollout thread is done, or its requests are treated by
                `rollout.sync.in_flight`
+
+Several rollouts may have been started (`rollout.async_steps`); `finish` is about the one of the earliest step.
 
 One rank decides, so load balance, retries and weights version are state in one place and no protocol between ranks. It
 decides from scalars, so the number of tokens does not matter.
@@ -12,23 +14,27 @@ decides from scalars, so the number of tokens does not matter.
 
 from __future__ import annotations
 
+import itertools
+import math
 import pickle
 import secrets
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import barrier, from_rank_zero, gather_all, rank
 from dppo_megatron.launcher_env import launched_node
-from dppo_megatron.rollout.client.completion_buffer import completion_of, spans_of
-from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory
+from dppo_megatron.rollout.client.completion_buffer import HookFactory, completion_of
+from dppo_megatron.rollout.client.detokenizer import Detokenizer
 from dppo_megatron.rollout.client.messages import ServerAddress
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import (
@@ -41,18 +47,16 @@ from dppo_megatron.rollout.client.remote import (
     take,
 )
 from dppo_megatron.rollout.engine import Engine, Request, RolloutStats, Sampling, Weights
-from dppo_megatron.rollout.job_nodes import NodeSupervisor, launch_everywhere
-from dppo_megatron.rollout.servers.connect import ChannelName, ConnectedServers, connect
+from dppo_megatron.rollout.job_nodes import JobServers
+from dppo_megatron.rollout.servers.connect import ChannelName, ConnectedServers, Launched, Membership, connect
 from dppo_megatron.rollout.servers.device_map import DeviceMap, this_device
-from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch, grouped
+from dppo_megatron.rollout.servers.dispatch import Dispatch, NeedsWeights, Work, dispatch, grouped
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import Peer
 from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.membership import Membership
 from dppo_megatron.rollout.servers.protocol import Generator
 from dppo_megatron.rollout.servers.router import RouterServer
-from dppo_megatron.rollout.servers.server_process import ServerProcess, stop_all
 from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel, drain, in_thread
@@ -87,21 +91,25 @@ class ServerEngine(Engine):
         self._config = config
         self._detokenizer, self._vocab_size = Detokenizer.of(tokenizer), architecture.vocab_size
         self._stop_ids = (int(tokenizer.eos_token_id),)
+        self._replayed = architecture.expert_choices if config.actor.routing_replay == "engine" else None
         self._nodes = Nodes.of(gather_all([launched_node(rank())]), rank())
         self._grades: dict[int, Grade] = {}
         self._grades_in_client = client_hook is not None
         self._stats = RolloutStats()
-        self._started: _Background | None = None
+        self._started: list[_Started] = []
+        self._numbers = itertools.count(1)
+        """Of rollouts; all ranks count alike."""
         self._head: _RankZero | None = None
         """On rank 0."""
         self._client: NodeClient | None = None
         self._channel: Channel | None = None
-        self._supervisor: NodeSupervisor | None = None
-        launched: list[ServerProcess] = []
+        self._own: JobServers | None = None
+        launched: list[Launched] = []
         try:
             devices = gather_all([this_device(self._nodes.node)])
             if config.rollout.servers.launch == "local":
-                launched, self._supervisor = launch_everywhere(config, self._nodes)
+                self._own = JobServers(config, self._nodes)
+                launched = self._own.start()
 
             def connected() -> tuple[ClientRendezvous, list[int], str, ChannelName, DeviceMap]:
                 """On rank 0: reach every server, and wait for the clients from now on."""
@@ -119,15 +127,15 @@ class ServerEngine(Engine):
             self._channel = self._make_channel(channel, seats)
         except BaseException:
             self.close()
-            stop_all(launched)
             raise
         run, fleet = from_rank_zero(lambda: secrets.token_hex(4)), self._head.fleet if self._head is not None else None
-        self._sync = WeightSync(config.rollout, self._channel, fleet, self._settle_requests, run)
+        settle = self._head.background.join if self._head is not None else lambda: None
+        self._sync = WeightSync(config.rollout, self._channel, fleet, settle, run, self._restart)
 
     @property
     def receivers(self) -> Sequence[int]:
         """See `Engine.receivers`: rank 0, or the ranks on the servers' GPUs."""
-        return self._sync.receivers
+        return self._channel.receivers if self._channel is not None else (0,)
 
     def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
         """Sync every server that answers; see `sync/weight_sync.py`. Raises RunAborted if none has the weights in the
@@ -135,45 +143,53 @@ class ServerEngine(Engine):
         if self._config.rollout.servers.colocate:
             torch.cuda.empty_cache()  # what the update has freed is the servers' now, and torch would keep it
             barrier()
-        return self._sync.to(weights, release)
+        proven = self._sync.to(weights, release)
+        if self._head is not None:
+            self._head.background.go_on()  # a sync may have found it with nothing in flight and nobody to ask
+        return proven
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """See `Engine.stream`. With several ranks all of it comes at the end."""
-        if len(self._nodes.of_rank) > 1:
+        if len(self._nodes.of_rank) > 1 or self._started:
             self.start(requests, sampling)
             yield from self.finish().items()
             return
-        work, places = self._plan(requests, sampling)
+        work, places = self._plan(requests, sampling, next(self._numbers))
         while True:
             try:
                 for _ in dispatch(self._fleet, work):
-                    yield from self._take(places).items()
+                    yield from self._take(work, places).items()
                 break
             except NeedsWeights:
                 self._sync.again()
-        yield from self._take(places).items()
+        yield from self._take(work, places).items()
         self._count(work)
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Begin generating in the background; `finish` returns what `generate` would."""
-        work, places = self._plan(requests, sampling)
-        self._started = _Background(work, places)
+        """Begin generating in the background, behind what was started of earlier steps."""
+        self._started.append(_Started(*self._plan(requests, sampling, next(self._numbers))))
         if self._head is not None:
-            self._started.begin(self._fleet)
+            self._head.background.begin(self._started[-1].work)
 
     def finish(self) -> dict[int, Completion]:
-        """Wait for what `start` began. The completions are those that this node's client has taken in, shared evenly
-        by its ranks; a training prompt's stay together."""
-        started = self._started
-        assert started is not None, "start comes first"
-        self._started = None
-        while from_rank_zero(started.wait):
+        """Wait for what was started of the earliest step. The completions are those that this node's client has taken
+        in, shared evenly by its ranks; a training prompt's stay together."""
+        assert self._started, "start comes first"
+        first = min(self._started, key=lambda one: one.work.order)
+        self._started.remove(first)
+        while from_rank_zero(lambda: self._zero.background.wait(first.work)):
             self._sync.again()
             if self._head is not None:
-                started.begin(self._fleet)
+                self._head.background.go_on()
+        found = self._take(first.work, first.places)
         if self._head is not None:
-            self._count(started.work)
-        return self._take(started.places)
+            self._count(first.work)
+            whole = {index: why for index, why in first.work.lost.items() if index not in first.work.parts}
+            for index, why in whole.items():
+                missing = Completion(np.empty(0, np.int64), np.empty(0, np.float32), "abort", "")
+                found |= dict.fromkeys(first.places[index], missing)
+                self._grades |= dict.fromkeys(first.places[index], Grade(math.nan, failure=f"not sampled: {why}"))
+        return dict(sorted(found.items()))
 
     def take_grades(self) -> dict[int, Grade]:
         """The hook's grades of the completions of the last `finish`, by position in its requests; empty without a
@@ -191,24 +207,24 @@ class ServerEngine(Engine):
         answers: list[tuple[str, Completion]] = []
         for name, sampled in ask_for_canary(self._fleet, work.groups, work.expected, _PROBE_S):
             texts = self._detokenizer.decode([one.token_ids for one in sampled])
-            answers += [
-                (name, completion_of(one.token_ids, one.logprobs, one.finish_reason, spans_of(one), text))
-                for one, text in zip(sampled, texts, strict=True)
-            ]
+            answers += [(name, completion_of(one, text)) for one, text in zip(sampled, texts, strict=True)]
         return answers
 
     def abort(self) -> None:
         """Also at the servers, so that they do not generate what is not read."""
-        started, self._started = self._started, None
-        if started is not None and self._head is not None:
-            started.work.given_up = True
-            started.join()
-            self._head.clients.cancel(list(started.work.landed))
+        started, self._started = self._started, []
+        if self._head is not None:
+            self._head.background.give_up()
+            self._head.clients.cancel([ticket for one in started for ticket in one.work.landed])
 
     def rest(self) -> None:
-        """No generation until the next `load_weights`: colocated servers give their device memory back."""
-        if self._config.rollout.servers.colocate:  # every rank waits: before, the servers still hold its GPU
-            from_rank_zero(lambda: self._sync.sleep())
+        """No generation until the next `load_weights`: colocated servers give their device memory back. What was
+        started and is not finished goes on then."""
+        if self._own is not None and self._config.rollout.servers.colocate:
+            # one that started now would take memory during the update
+            self._own.await_started(from_rank_zero(lambda: [m.name for m in self._fleet.members if m.is_starting]))
+            # every rank waits: before, the servers still hold its GPU
+            from_rank_zero(lambda: self._sync.sleep(keeps=bool(self._started)))
 
     def health(self) -> dict[str, str]:
         """As rank 0 sees it."""
@@ -224,8 +240,8 @@ class ServerEngine(Engine):
         with ExitStack() as each:  # the last is called first, and all are, also where one fails
             if self._channel is not None:
                 each.callback(self._channel.close)
-            if self._supervisor is not None:
-                each.callback(self._supervisor.close)
+            if self._own is not None:
+                each.callback(self._own.close)
             if self._head is not None:
                 each.callback(self._head.fleet.close)
             if self._client is not None:
@@ -258,28 +274,36 @@ class ServerEngine(Engine):
             return SharedMemoryChannel(fleet, seats, OFFERS[rollout.engine], bucket_bytes, timeout_s)
         return BroadcastChannel(fleet, name, bucket_bytes, timeout_s)
 
-    def _settle_requests(self) -> None:
-        """On rank 0, before a sync that waits for running requests."""
-        if self._started is not None:
-            self._started.join()
+    def _restart(self) -> None:
+        """The job's own servers that have ended or hang are started again, on every machine."""
+        if self._own is not None:
+            again = self._own.restart(from_rank_zero(lambda: self._fleet.hanging()))
+            if self._head is not None:
+                self._head.fleet.restarted(again)
 
-    def _plan(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Work, list[list[int]]]:
-        """The requests in groups, and where each group's completions go. The same on every rank."""
-        groups, places = grouped(requests, sampling, self._config.rollout.completions_per_prompt, self._stop_ids)
-        expected = Expected(self._vocab_size, self._sync.version, self._sync.version + 1, self._sync.run)
+    def _plan(self, requests: Sequence[Request], sampling: Sampling, number: int = 0) -> tuple[Work, list[list[int]]]:
+        """The requests in groups, and where each group's completions go. The same on every rank that calls it; a probe
+        is rank 0's alone, and has no number."""
+        size = self._config.rollout.completions_per_prompt
+        groups, places = grouped(requests, sampling, size, self._stop_ids, self._replayed)
+        newest = self._sync.version + max(1, self._config.rollout.async_steps)
+        expected = Expected(self._vocab_size, self._sync.version, newest, self._sync.run)
         trains = not any(request.stream for request in requests)
         prompts = []
         if trains and self._grades_in_client and self._head is not None:
             prompts = [pickle.dumps(replace(requests[place[0]].prompt, token_ids=())) for place in places]
-        return Work(groups, expected, prompts, allow_straggler_abort=trains), places
+        work = Work(groups, expected, prompts, may_lose=trains, may_split=trains and len(self._owners) == 1)
+        work.order = requests[0].step if trains and requests else 0  # an evaluation is asked before every step
+        work.number = number
+        return work, places
 
-    def _take(self, places: list[list[int]]) -> dict[int, Completion]:
+    def _take(self, work: Work, places: list[list[int]]) -> dict[int, Completion]:
         """What this node's client holds for this rank, by position in the requests, in their order."""
         if self._nodes.node not in self._owners:
             return {}
         shares = self._nodes.neighbours
         found = {}
-        for arrived in take(self._take_path, self._secret, shares.index(self._nodes.rank), len(shares)):
+        for arrived in take(self._take_path, self._secret, shares.index(self._nodes.rank), len(shares), work.number):
             place = places[arrived.index][arrived.position]
             found[place] = arrived.completion
             if arrived.grade is not None:
@@ -288,17 +312,21 @@ class ServerEngine(Engine):
 
     def _count(self, work: Work) -> None:
         """On rank 0, when a rollout is over."""
+        stats, rollout = self._stats, self._config.rollout
         spans = [span for landed in work.done.values() for span in landed.spans]
         if spans:
-            stale = sum((self._sync.version - version) * tokens for version, tokens in spans)
-            self._stats.staleness_mean = stale / max(1, sum(tokens for _, tokens in spans))
-        self._stats.retries = (self._stats.retries or 0) + work.retries
-        self._stats.stragglers_aborted = (self._stats.stragglers_aborted or 0) + work.stragglers_aborted
-        if work.allow_straggler_abort:
-            by_sync = set(work.aborts) if self._config.rollout.sync.in_flight == "abort" else set()
-            self._stats.groups_aborted = (self._stats.groups_aborted or 0) + len(by_sync)
-            self._stats.groups_resent = (self._stats.groups_resent or 0) + len(work.resent - by_sync)
-        self._stats.servers_live = len(self._fleet.live)
+            ages = [(self._sync.version - version, tokens) for version, tokens in spans]
+            stats.staleness_mean = sum(age * n for age, n in ages) / max(1, sum(n for _, n in ages))
+            stats.staleness_max = max(age for age, _ in ages)
+        if rollout.async_steps and work.may_lose:
+            stats.add(tokens_read_again=sum(landed.read_again for landed in work.done.values()))
+        stats.add(retries=work.retries, stragglers_aborted=work.stragglers_aborted)
+        if work.may_lose:
+            whole = {work.part_of(index)[0] for index in work.aborts}
+            by_sync = whole if rollout.sync.in_flight == "abort" else set()
+            stats.add(groups_aborted=len(by_sync), groups_resent=len(work.resent - by_sync))
+            stats.add(completions_aborted=work.completions_aborted)
+        stats.servers_live = len(self._fleet.live)
 
 
 class _RankZero:
@@ -309,7 +337,7 @@ class _RankZero:
         config: Config,
         architecture: Architecture,
         found: ConnectedServers,
-        launched: Sequence[ServerProcess],
+        launched: Sequence[Launched],
         num_nodes: int,
     ) -> None:
         self._config = config
@@ -325,12 +353,13 @@ class _RankZero:
             found.servers,
             config.rollout,
             self.clients,
-            launched,
+            are_own=bool(launched),
             health_file=HealthFile(Path(config.run_dir)),
             routers=found.routers,
             recruit=membership.update,
             inspect=membership.inspect,
         )
+        self.background = _Background(self.fleet)
 
     def await_clients(self) -> None:
         """Raises RunAborted if one does not come."""
@@ -350,26 +379,74 @@ def _address(server: Generator) -> ServerAddress:
     return ServerAddress(Peer(server.http.url, key, proves), server.dialect, peers)
 
 
-@dataclass
-class _Background:
-    """One rollout; on rank 0 with a thread, on other ranks only what every rank knows of it."""
+@dataclass(eq=False, frozen=True)
+class _Started:
+    """One rollout, as every rank knows it."""
 
     work: Work
     places: list[list[int]]
-    running: Future[None] | None = None
 
-    def begin(self, fleet: Fleet) -> None:
-        """Start, or go on after a sync, with what is not done."""
-        self.running = in_thread(lambda: drain(dispatch(fleet, self.work)), "rollout")
+
+class _Background:
+    """The rollout thread of rank 0: it works on what has been begun, and ends when all of it is done."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._lock = Lock()
+        self._works: list[Work] = []
+        self._thread: Future[None] | None = None
+        self._runs = False
+        """The thread will see what is added now."""
+        self._failure: BaseException | None = None
+        """What has ended it before all was done."""
+
+    def begin(self, work: Work) -> None:
+        """Generate for it too."""
+        with self._lock:
+            self._works[:] = [one for one in self._works if one.is_wanted] + [work]
+        self.go_on()
+
+    def go_on(self) -> None:
+        """With what is not done, unless it runs or has failed: after a sync."""
+        with self._lock:
+            failed = self._failure is not None and not isinstance(self._failure, NeedsWeights)
+            if not self._runs and not failed:
+                self._runs, self._failure = True, None
+                self._thread = in_thread(self._work, "rollout")
+
+    def wait(self, work: Work) -> bool:
+        """Returns when all of it is ready, or True when servers need weights before it can go on."""
+        while not work.finished.done():
+            assert self._thread is not None, "it was begun"
+            wait([work.finished, self._thread], return_when=FIRST_COMPLETED)
+            if not work.finished.done() and self._failure is not None:
+                if isinstance(self._failure, NeedsWeights):
+                    return True
+                raise self._failure
+        return False
 
     def join(self) -> None:
-        """Return when its thread has ended."""
-        if self.running is not None:
-            wait([self.running])
+        """Return when the thread has ended."""
+        if self._thread is not None:
+            wait([self._thread])
 
-    def wait(self) -> bool:
-        """Returns when the thread has ended; True if servers need weights before it can go on."""
-        error = self.running.exception() if self.running is not None else None
-        if error is not None and not isinstance(error, NeedsWeights):
-            raise error
-        return error is not None
+    def give_up(self) -> None:
+        """End all of it."""
+        with self._lock:
+            for work in self._works:
+                work.given_up = True
+        self.join()
+
+    def _work(self) -> None:
+        try:
+            while self._goes_on():
+                drain(Dispatch(self._fleet, self._works).run())
+        except BaseException as error:
+            with self._lock:
+                self._runs, self._failure = False, error
+            raise
+
+    def _goes_on(self) -> bool:
+        with self._lock:
+            self._runs = any(one.is_wanted for one in self._works)
+            return self._runs

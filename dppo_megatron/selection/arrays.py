@@ -7,15 +7,18 @@ mini-batches are drawn independently of each other; `merge` makes one selection 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dppo_megatron.pruning import CompletionBatch, LedgerRow, Selection
 from dppo_megatron.pruning.interface import Effect
 from dppo_megatron.pruning.variance import StepVariance
 from dppo_megatron.pruning.weights import worst
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, StepCounts
+
+T = TypeVar("T", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Rollouts:
     """What came back, as arrays; groups in the order in which their prompts were chosen."""
 
     rewards: FloatArray
-    """[K, G], NaN where the grader failed."""
+    """[K, G], NaN where there is none: the grader failed, or the completion is unfinished."""
     lengths: IntArray
     """[K, G] completion tokens."""
     logit_grad_norm: FloatArray
@@ -48,6 +51,10 @@ class Rollouts:
     """[K] tokens of each prompt; None where it was not recorded: completions then count alone in a micro-batch."""
     truncated: BoolArray | None = None
     """[K, G] generation ran into max_completion_tokens. None where it was not recorded: completions of that length."""
+    unfinished: BoolArray | None = None
+    """[K, G] never sampled to its end. None where it was not recorded: those without tokens and reward."""
+    by_chance: BoolArray | None = None
+    """[K, G] what came in the way of its reward cannot depend on what it says. None: nothing is known to be so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,19 @@ class TrainSelection:
     """Every completion with gradient could be kept. A fixed rule that leaves some out makes it False."""
     zero_carries: bool
     """Completions with advantage 0 carry gradient too: there is a KL or entropy term."""
+    missing_weight: FloatArray
+    """[K] factor in `weight` of each group's completions, for those that are missing."""
+    unforeseen: tuple[LedgerRow, ...]
+    """The row of missing completions where this step is the first to lose any of that kind; `ledger` has it from the
+    next step on, in every draw."""
+    prior: FloatArray | None = None
+    """[offered, 2] Beta parameters of each offered prompt's reward before the step; None: no advantage reads them."""
+
+    @property
+    def recorded_ledger(self) -> tuple[LedgerRow, ...]:
+        """The ledger with what nobody could foresee."""
+        names = {row.name for row in self.unforeseen}
+        return tuple(row for row in self.ledger if row.name not in names) + self.unforeseen
 
     @property
     def figure_weight(self) -> FloatArray:
@@ -92,7 +112,7 @@ class TrainSelection:
         counted = self.kept & (self.zero_carries | (self.advantages != 0))
         size = len(self.kept) // max(len(self.prompts.prompt_index), 1)
         pi = np.repeat(self.prompts.inclusion_prob, size) * self.completion_prob
-        return np.where(counted, 1.0 / np.where(counted, pi, 1.0), 0.0)
+        return np.where(counted, np.repeat(self.missing_weight, size) / np.where(counted, pi, 1.0), 0.0)
 
 
 def join(chosen: list[PromptDraw]) -> PromptDraw:
@@ -106,25 +126,21 @@ def completion_batch(
     rollouts: Rollouts,
     advantages: FloatArray,
     denominator: FloatArray,
-    groups: Selection,
+    group_weight: FloatArray,
     trainable: BoolArray,
     num_nominal: int,
 ) -> CompletionBatch:
-    """The trainable completions [n] of the whole step."""
-    count, size = rollouts.rewards.shape
-    tokens = None if rollouts.prompt_tokens is None else rollouts.lengths + rollouts.prompt_tokens[:, None] - 1
-    everything = CompletionBatch(
-        prompt_index=np.repeat(prompts.prompt_index, size),
-        completion_index=np.tile(np.arange(size), count),
-        group=np.repeat(np.arange(count), size),
-        rewards=rollouts.rewards.ravel(),
-        advantages=advantages.ravel(),
-        lengths=rollouts.lengths.ravel(),
-        logit_grad_norm=rollouts.logit_grad_norm.ravel(),
-        denominator=denominator.ravel(),
-        prompt_weight=np.repeat(prompts.weight * groups.weight, size),
-        tokens=None if tokens is None else tokens.ravel(),
+    """The trainable completions [n] of the whole step; `group_weight` [K] beside their prompts'."""
+    everything = CompletionBatch.of_groups(
+        prompts.prompt_index,
+        rewards=rollouts.rewards,
+        advantages=advantages,
+        lengths=rollouts.lengths,
+        logit_grad_norm=rollouts.logit_grad_norm,
+        denominator=denominator,
+        prompt_weight=prompts.weight * group_weight,
         num_nominal=num_nominal,
+        prompt_tokens=rollouts.prompt_tokens,
     )
     return part(everything, np.flatnonzero(trainable), 1)
 
@@ -177,3 +193,22 @@ def _merge_rows(rows: list[tuple[LedgerRow, int]]) -> tuple[LedgerRow, ...]:
         notes = "; ".join(dict.fromkeys(row.note for row, _ in mine if row.note))
         merged.append(LedgerRow(name, kept, worst(row.label for row, _ in mine), notes))
     return tuple(merged)
+
+
+def placed(values: NDArray[T], rows: IntArray, rollouts: Rollouts, elsewhere: bool | float) -> NDArray[T]:
+    """[K G] the `values` [n] of the trainable completions `rows`."""
+    found = np.full(rollouts.rewards.size, elsewhere, dtype=values.dtype)
+    found[rows] = values
+    return found
+
+
+def counts_of(offered: Selection, rollouts: Rollouts, tokens_sampled: int, trained: IntArray) -> StepCounts:
+    """`trained`: the lengths of what is trained."""
+    return StepCounts(
+        prompts_considered=len(offered.kept),
+        prompts_generated=int(offered.kept.sum()),
+        completions_generated=rollouts.rewards.size,
+        completions_trained=len(trained),
+        tokens_generated=tokens_sampled,
+        tokens_trained=int(trained.sum()),
+    )

@@ -33,6 +33,8 @@ class BiasSource:
     """[K, G] or [K, 1]; None: not known, or no rows."""
     lost: int = 0
     """Prompts that it never rolls out."""
+    unknown: str = "the skipping has no known probabilities"
+    """Why the factor is not known."""
 
 
 def sized(
@@ -58,8 +60,7 @@ def sized(
         if source.factor is not None:
             together = together * source.factor
         size = None if source.factor is None else bias(source.factor, source.lost)
-        why = "the skipping has no known probabilities" if source.factor is None else ""
-        ledger += [row.sized(size, why) for row in source.rows]
+        ledger += [row.sized(size, source.unknown) for row in source.rows]
     known = all(source.factor is not None for source in sources if source.rows)
     return tuple(ledger), bias(together, sum(source.lost for source in sources)) if known else None
 

@@ -19,7 +19,7 @@ from dppo_megatron.algorithms.advantages import (
     token_sums,
 )
 from dppo_megatron.config.objective import zero_advantage_slope
-from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import SelectionSettings
 from dppo_megatron.pruning import LedgerRow, Selection
 from dppo_megatron.pruning.scores import completion_score
 from dppo_megatron.selection.arrays import Rollouts
@@ -27,28 +27,36 @@ from dppo_megatron.selection.bias import BiasSource, whitening_factor
 from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 _LENGTH_DECAY = 0.9
+_POSTERIOR = "advantage/posterior_loo"
 
 
 class Coefficients:
-    """A and D of a step's completions.
+    """A and D of a step's completions."""
 
-    Args:
-        prompts_per_step: nominal prompts of a step.
-    """
-
-    def __init__(self, config: Config, prompts_per_step: int) -> None:
-        self._config, self._prompts_per_step = config, prompts_per_step
-        self._updates = config.objective.updates_per_step
-        self._limit = config.rollout.sampling.max_completion_tokens
+    def __init__(self, settings: SelectionSettings) -> None:
+        self._settings, self._prompts_per_step = settings, settings.planned_prompts
+        self._updates = settings.objective.updates_per_step
+        self._limit = settings.max_completion_tokens
         self.mean_length = 0.0
         """Running mean of completion tokens, which stands for those of skipped prompts; 0 before the first step."""
 
-    def advantages(self, rollouts: Rollouts, group_weight: FloatArray) -> FloatArray:
-        """[K, G], from the full groups' rewards less the penalty of overlong ones; weights [K] of the groups."""
-        return make_advantages(self._shaped(rollouts), self._config.objective, group_weight)
+    def advantages(self, rollouts: Rollouts, group_weight: FloatArray, prior: FloatArray | None) -> FloatArray:
+        """[K, G], from the full groups' rewards less the penalty of overlong ones; weights [K] of the groups, and what
+        was known of each before the step [K, 2].
+
+        A mean that holds the completion itself takes 1 / m of its advantage, more in a group with some missing: undone.
+        """
+        advantages = make_advantages(
+            self._shaped(rollouts), self._settings.objective, group_weight, lengths=rollouts.lengths, prior=prior
+        )
+        if self._settings.objective.advantage not in ("group_mean", "reinforce_baseline"):
+            return advantages  # a mean of the others has none of it, and group_std's deviation shrinks as much
+        own = 1.0 / np.maximum((~np.isnan(rollouts.rewards)).sum(axis=1, keepdims=True), 2)
+        scaled: FloatArray = advantages * ((1.0 - 1.0 / rollouts.rewards.shape[1]) / (1.0 - own))
+        return scaled
 
     def _shaped(self, rollouts: Rollouts) -> FloatArray:
-        return rollouts.rewards + overlong_penalty(rollouts.lengths, self._config.objective.overlong, self._limit)
+        return rollouts.rewards + overlong_penalty(rollouts.lengths, self._settings.objective.overlong, self._limit)
 
     def denominator(
         self, lengths: IntArray, minibatch: IntArray, groups: Selection, skips: BoolArray, prompt_prob: FloatArray
@@ -61,7 +69,7 @@ class Coefficients:
             skips: [mini-batches]: some of its prompts could have been skipped. By the probabilities and not by the
                 draw: a divisor that depends on who was drawn would bias the estimate.
         """
-        if self._config.objective.normalization != "token_mean":
+        if self._settings.objective.normalization != "token_mean":
             return self._divisor(lengths, np.zeros(len(lengths))), BiasSource(())
         tokens = token_sums(lengths * groups.weight[:, None], minibatch, self._updates)
         if not skips.any():
@@ -89,17 +97,17 @@ class Coefficients:
 
     def _divisor(self, lengths: IntArray, tokens: FloatArray) -> FloatArray:
         """[K, G], given the token count [K] of each group's mini-batch (read by token_mean only)."""
-        normalization, nominal = self._config.objective.normalization, self._nominal(lengths)
+        normalization, nominal = self._settings.objective.normalization, self._nominal(lengths)
         return denominators(normalization, lengths, tokens, nominal=nominal, max_completion_tokens=self._limit)
 
     def _nominal(self, lengths: IntArray) -> int:
         """Completions of one planned mini-batch."""
         return self._prompts_per_step // self._updates * int(lengths.shape[1])
 
-    def trainable(self, rollouts: Rollouts, groups: Selection) -> tuple[BoolArray, BiasSource]:
-        """[K * G] completions of the groups that go on, less the truncated ones with `overlong.filter`."""
-        trainable = np.repeat(groups.kept, rollouts.rewards.shape[1])
-        if not self._config.objective.overlong.filter:
+    def trainable(self, rollouts: Rollouts, there: BoolArray) -> tuple[BoolArray, BiasSource]:
+        """[K * G] completions that are `there` [K, G], less the truncated ones with `overlong.filter`."""
+        trainable = there.ravel()
+        if not self._settings.objective.overlong.filter:
             return trainable, BiasSource(())
         truncated = rollouts.lengths >= self._limit if rollouts.truncated is None else rollouts.truncated
         dropped = trainable & truncated.ravel()
@@ -110,7 +118,7 @@ class Coefficients:
 
     def whitening(self, planned: Selection, selections: Sequence[Selection], rollouts: Rollouts) -> BiasSource:
         """By the probabilities: a draw that skipped nothing had the full batch's deviation by chance."""
-        objective = self._config.objective
+        objective = self._settings.objective
         if objective.advantage != "reinforce_baseline" or bool(np.all(planned.inclusion_prob == 1.0)):
             return BiasSource(())
         note = "the step's standard deviation is estimated from the prompts that were rolled out"
@@ -120,6 +128,22 @@ class Coefficients:
         factor = whitening_factor(selections, moment, graded, eps=objective.advantage_eps)
         return BiasSource((row,), None if factor is None else factor[:, None])
 
+    def baseline(self) -> BiasSource:
+        """What a baseline of earlier steps does to the gradient that `rloo` would have in expectation."""
+        objective = self._settings.objective
+        if objective.advantage != "posterior_loo":
+            return BiasSource(())
+        note = "a completion's baseline is its prompt's history and the others' rewards, which it has no part in"
+        if objective.updates_per_step > 1 or self._settings.async_steps > 0:
+            note = "off policy, where ratios are bounded, a baseline changes the expected gradient: compare with rloo"
+            row = LedgerRow(_POSTERIOR, 1.0, "biased", note)
+            return BiasSource((row,), None, unknown="which ratios will be bounded is not known")
+        if objective.normalization == "token_mean":
+            note += "; the divisor holds its own length"
+            row = LedgerRow(_POSTERIOR, 1.0, "ratio", note)
+            return BiasSource((row,), None, unknown="the gradient of lengths is not known")
+        return BiasSource((LedgerRow(_POSTERIOR, 1.0, "unbiased", note),), np.ones((1, 1)))
+
     def squared_norms(self, rollouts: Rollouts, advantages: FloatArray, denominator: FloatArray) -> FloatArray:
         """[K, G] squared gradient norms of the completions, up to a common factor, without weights."""
         norms, slope = rollouts.logit_grad_norm, self.slope
@@ -128,7 +152,7 @@ class Coefficients:
     @property
     def slope(self) -> float:
         """Typical slope of the terms of the loss that do not depend on the advantage."""
-        return zero_advantage_slope(self._config.objective) * self._config.pruning.completion.kl_slope
+        return zero_advantage_slope(self._settings.objective) * self._settings.pruning.completion.kl_slope
 
     def learn_length(self, lengths: IntArray, weight: FloatArray) -> None:
         """From lengths [K, G] of prompts with weights [K]."""
@@ -137,11 +161,11 @@ class Coefficients:
             mean, old = float((weight[:, None] * lengths).sum()) / total, self.mean_length
             self.mean_length = _LENGTH_DECAY * old + (1 - _LENGTH_DECAY) * mean if old else mean
 
-    def full_scores(self, everything: Rollouts) -> FloatArray:
+    def full_scores(self, everything: Rollouts, prior: FloatArray | None) -> FloatArray:
         """[N, G] gradient-norm proxy of the completions of all nominal prompts of a step, none skipped."""
         count = len(everything.rewards)
         minibatch = np.arange(count) * self._updates // max(count, 1)
-        advantages = self.advantages(everything, np.ones(count))
+        advantages = self.advantages(everything, np.ones(count), prior)
         tokens = token_sums(everything.lengths, minibatch, self._updates)
         divisor = self._divisor(everything.lengths, tokens[minibatch])
         return np.sqrt(self.squared_norms(everything, advantages, divisor))

@@ -10,18 +10,17 @@ then independent of the policy that update 1 produced, which keeps update 2 unbi
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dppo_megatron.config.checks import check_selection, planned_prompts, too_few_prompts
 from dppo_megatron.config.objective import zero_advantage_slope
-from dppo_megatron.config.resolved_sets import train_set_weights
-from dppo_megatron.config.schema import Config
-from dppo_megatron.data.order import Order, make_order
+from dppo_megatron.config.selection import SelectionSettings
+from dppo_megatron.data.order import Order, WeightedOrder, make_order, order_key
 from dppo_megatron.pruning import (
     CompletionBatch,
     Selection,
@@ -37,14 +36,25 @@ from dppo_megatron.selection.arrays import (
     Rollouts,
     TrainSelection,
     completion_batch,
+    counts_of,
     join,
     merge,
     part,
+    placed,
     with_refills,
 )
 from dppo_megatron.selection.bias import BiasSource, sized
 from dppo_megatron.selection.coefficients import Coefficients
-from dppo_megatron.types import FloatArray, IntArray, StepCounts, UserError, mean_of_sums
+from dppo_megatron.selection.missing import Missing, Past, as_foreseen, missing_of, with_lengths
+from dppo_megatron.types import FloatArray, IntArray, UserError, mean_of_sums
+
+
+class _Place(NamedTuple):
+    """Where the order of the prompts is."""
+
+    position: int
+    epochs: dict[int, Any]
+    """Of an order by what changes; else empty."""
 
 
 @dataclass
@@ -52,39 +62,60 @@ class _OpenStep:
     """A step that has begun and has had no feedback yet."""
 
     number: int
-    position: int
-    """Of the order, before its first prompt."""
+    place: _Place
+    """Before its first prompt."""
     rounds: int = 0
     offered: list[IntArray] = field(default_factory=list)
     selections: list[Selection] = field(default_factory=list)
     """Those of the first round's mini-batches, then one for each refill."""
     chosen: list[PromptDraw] = field(default_factory=list)
+    priors: list[FloatArray] = field(default_factory=list)
+    """[n, 2] of those offered in each round, what was known of their rewards before; empty where nothing reads it."""
     kept_costs: tuple[float, ...] = (1.0, 1.0)
     """Of prompts and completions; see `StepCost.kept_cost`."""
     deviations: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
     """Of what was kept of prompts and of completions from the probabilities."""
     outcome: tuple[PromptDraw, Rollouts, FloatArray] | None = None
-    """What was finished and not learned yet, with second moments [K]."""
+    """What was finished, with second moments [K]."""
+    missing: Missing | None = None
+    """Of what was finished."""
     before: dict[str, Any] | None = None
-    """The state before it, copied when its outcome is learned for a step that begins ahead of its feedback."""
+    """The prompt policy's state that it was chosen with, if steps before it were still open."""
+
+    def prior(self) -> tuple[FloatArray | None, FloatArray | None]:
+        """What was known of the prompts' rewards before: of all offered and of those to roll out."""
+        if not self.priors:
+            return None, None
+        every = np.concatenate(self.priors)
+        return every, every[np.concatenate([selection.kept for selection in self.selections])]
+
+
+class _FinishedStep(NamedTuple):
+    """What the prompt policy learns of a step that is done."""
+
+    outcome: dict[str, Any]
+    """Arguments of its `observe`."""
+    cost: dict[str, Any]
+    """Of a `StepCost`."""
 
 
 class Selector:
-    """The pruning policies of a job and the state they need.
+    """The pruning policies of a job and the state they need. Steps count from 1.
 
-        chosen = selector.begin(step)                  # before rollout; may begin while the step before trains
+        chosen = selector.begin(step)                  # before rollout; `rollout.async_steps` may be open before it
         while more := selector.refill(rewards, step):  # of all groups so far
             ...                                        # roll those out too
         decision = selector.finish(rollouts, step)     # after grading
         lines = selector.feedback(cost)                # the step is done: `state_dict` then holds it
 
     A step counts once it has had its feedback: until then `state_dict` is the state before it, whatever has begun
-    since, and a run that is killed or gives the step up begins it again. Choosing changes no policy, and what `finish`
-    saw is learned when the feedback comes; only a next step that begins ahead learns it earlier, and keeps a copy of
-    the state as it was (5 MB for 100,000 prompts).
+    since, and a run that is killed or gives the step up begins it again. Choosing changes no policy. With
+    `rollout.async_steps` = K a step is chosen by what is known of those up to the one K + 1 before it, whether or not
+    more is known, so that a resumed run chooses the same; each step that is open keeps a copy of the state that it was
+    chosen with (5 MB for 100,000 prompts).
 
     Args:
-        order: another order of prompts than the config's seed gives; for experiments that vary the draws alone.
+        order: another order of prompts than the settings' seed gives; for experiments that vary the draws alone.
         set_sizes: problems of each training set by name, in the order of their indices; None: they are one set.
         features: what is known of each prompt before it is tried; handed to the prompt policy.
         capacity: what a step's micro-batches hold, for the completion policies that fill them; None: not known.
@@ -100,76 +131,96 @@ class Selector:
 
     def __init__(
         self,
-        config: Config,
+        settings: SelectionSettings,
         num_prompts: int,
         order: Order | None = None,
         capacity: StepCapacity | None = None,
         set_sizes: Mapping[str, int] | None = None,
         features: PromptFeatures | None = None,
     ) -> None:
-        check_selection(config)
+        settings.check()
         self._capacity = capacity
-        self._updates = config.objective.updates_per_step
-        self.prompts_per_step = planned_prompts(config)
-        """Nominal prompts of a step; above the config's number only with CPPO's allocation."""
-        group = config.rollout.completions_per_prompt
+        self._updates = settings.objective.updates_per_step
+        self.prompts_per_step = settings.planned_prompts
+        """Nominal prompts of a step; above the settings' number only with CPPO's allocation."""
+        group = settings.completions_per_prompt
         per_minibatch = self.prompts_per_step // self._updates * group
-        check_methods(config.pruning, group_size=group, minibatch_size=per_minibatch)
+        check_methods(settings.pruning, group_size=group, minibatch_size=per_minibatch)
         self._completion_policy = make_completion_policy(
-            config.pruning.completion,
-            seed=config.seed,
-            total_steps=config.steps,
-            zero_advantage_slope=zero_advantage_slope(config.objective),
+            settings.pruning.completion,
+            seed=settings.seed,
+            total_steps=settings.total_steps,
+            zero_advantage_slope=zero_advantage_slope(settings.objective),
             group_size=group,
         )
-        self._coefficients = Coefficients(config, self.prompts_per_step)
+        self._coefficients = Coefficients(settings)
         if num_prompts < self.prompts_per_step:
-            raise UserError(too_few_prompts(config, num_prompts))
+            raise UserError(settings.too_few_prompts(num_prompts))
         self._prompt_policy = make_prompt_policy(
-            config.pruning.prompt,
+            settings.pruning.prompt,
             num_prompts=num_prompts,
             completions_per_prompt=group,
             prompts_per_step=self.prompts_per_step,
-            total_steps=config.steps,
-            seed=config.seed,
+            total_steps=settings.total_steps,
+            seed=settings.seed,
             features=features,
         )
         sizes = {"": num_prompts} if set_sizes is None else set_sizes
-        self._order = order or make_order(sizes, train_set_weights(config), config.seed, self.prompts_per_step)
+        self._set_ends = np.cumsum(list(sizes.values()))
+        if order is None:
+            level = None if features is None else features.level
+            key = order_key(
+                settings.order, settings.order_by, num_prompts, level, lambda: self._prompt_policy.history.pass_rate()
+            )
+            order = make_order(sizes, settings.set_weights, settings.seed, self.prompts_per_step, key)
+        self._order = order
+        self._epochs = order if isinstance(order, WeightedOrder) and settings.order_by == "pass_rate" else None
+        """The order, if its epochs are no function of the position."""
         self._position = 0
-        self._delay = min(config.rollout.async_steps, 1)
-        """Steps that a prompt policy's feedback comes late: a step that begins ahead cannot know what the one before it
-        cost, and one that does not, because a checkpoint is due, must choose the same."""
-        self._costs: list[StepCost] = []
-        """Feedback that has not been passed to the prompt policy yet."""
-        self._declared = DeclaredTest(), DeclaredTest()
-        """Of the probabilities of prompts and of completions."""
+        self._settled = self._place()
+        """Without the refills of a step that is not done."""
+        self._replayed: deque[_Place] = deque()
+        """At which the next steps begin: they were open in the state that was loaded."""
+        self._may_end_early = settings.may_end_early
+        self._reads_prior = settings.objective.advantage == "posterior_loo"
+        self._delay = settings.async_steps
+        """Steps that may be open when one begins, of which it therefore knows nothing."""
+        self._past: list[_FinishedStep] = []
+        """The last `_delay` steps that are done, oldest first, of which the last `_unlearned` are not learned yet."""
+        self._unlearned = 0
+        self._lost = Past((0.0,) * len(sizes))
+        self._declared = DeclaredTest(), DeclaredTest(), DeclaredTest()
+        """Of the probabilities of prompts and of completions, and of what is missing by chance."""
         self._said: list[str] = []
         self._open: list[_OpenStep] = []
-        """Steps that have begun and have had no feedback, oldest first; at most two."""
+        """Steps that have begun and have had no feedback, oldest first."""
 
     def skip_to(self, step: int) -> None:
         """Begin with the prompts of step `step`, if none before it was filled up; nothing is learned of those."""
         for _ in range(step - 1):
             _, self._position = self._order.take(self._position, self.prompts_per_step)
+        self._settled = self._place()
 
     def begin(self, step: int) -> PromptDraw:
         """The prompts of step `step` (from 1) that are worth a rollout.
 
         Raises:
-            ValueError: a step two before this one has had no feedback.
+            ValueError: a step more than `rollout.async_steps` before this one has had no feedback.
         """
-        if len(self._open) > 1:
+        if len(self._open) > self._delay:
             raise ValueError(f"step {step} begins, but step {self._open[0].number} has had no feedback")
-        for finished in self._open:
-            if finished.outcome is None:
-                raise ValueError(f"step {step} begins, but step {finished.number} is not finished")
-            finished.before = self._state(finished.position)
-        self._learn()
-        while self._costs and self._costs[0].step < step - self._delay:
-            self._said += self._prompt_policy.feedback(self._costs.pop(0))
-        self._open.append(_OpenStep(step, self._position))
-        return self._choose(self.prompts_per_step, self._open[-1], self._updates)
+        self._learn(step)
+        behind = self._place()
+        if replays := bool(self._replayed):
+            self._go_to(self._replayed.popleft())
+        of = _OpenStep(step, self._place(), before=self._prompt_policy.state_dict() if self._delay else None)
+        self._open.append(of)
+        chosen = self._choose(self.prompts_per_step, of, self._updates)
+        if replays:
+            self._go_to(behind)  # which an earlier process has moved for it
+        else:
+            self._settled = self._place()
+        return chosen
 
     def refill(self, rewards: FloatArray, step: int) -> PromptDraw | None:
         """More prompts, for the methods that sample until enough groups have variance; None when it is enough.
@@ -185,45 +236,41 @@ class Selector:
             RunAborted, UserError: an outcome that nothing can be chosen by; see `check_outcomes`.
         """
         of, zero_based, size = self._of(step), step - 1, rollouts.rewards.shape[1]
-        prompts = join(of.chosen)
+        prompts, sampled = join(of.chosen), rollouts.lengths
+        rollouts = with_lengths(rollouts, self._coefficients.mean_length)
         check_outcomes(prompts.prompt_index, rollouts.rewards, rollouts.lengths, rollouts.logit_grad_norm)
         groups = self._prompt_policy.keep_groups(rollouts.rewards, step=zero_based)
         minibatch = self._assign(prompts, groups)
-        advantages = self._coefficients.advantages(rollouts, prompts.weight * groups.weight)
+        missing = self._missing(rollouts, prompts)
+        prior, known = of.prior()
+        advantages = self._coefficients.advantages(rollouts, prompts.weight * groups.weight, known)
         denominator, divided = self._denominator(rollouts.lengths, minibatch, groups, of, prompts)
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
-        squared = self._coefficients.squared_norms(rollouts, advantages, denominator)
-        of.outcome = prompts, rollouts, squared.sum(axis=1)
-        trainable, filtered = self._coefficients.trainable(rollouts, groups)
+        squared = missing.estimated(self._coefficients.squared_norms(rollouts, advantages, denominator))
+        seen = replace(rollouts, rewards=np.where(missing.there, rollouts.rewards, math.nan))  # one alone tells nothing
+        of.outcome, of.missing = (prompts, seen, squared.sum(axis=1)), missing
+        trainable, filtered = self._coefficients.trainable(rollouts, missing.there & groups.kept[:, None])
         nominal = self.prompts_per_step * size
-        batch = completion_batch(prompts, rollouts, advantages, denominator, groups, trainable, nominal)
+        group_weight = groups.weight * missing.weight
+        batch = completion_batch(prompts, rollouts, advantages, denominator, group_weight, trainable, nominal)
         rows = np.flatnonzero(trainable)
         completions = self._declared[1].judged(self._prune_minibatches(batch, minibatch[rows // size], of))
-        kept = np.zeros(rollouts.rewards.size, dtype=np.bool_)
-        weight = np.zeros(rollouts.rewards.size)
-        kept[rows] = completions.kept
-        weight[rows] = batch.prompt_weight * completions.weight
-        completion_prob = np.full(rollouts.rewards.size, math.nan)
-        completion_prob[rows] = completions.inclusion_prob
+        kept = placed(completions.kept, rows, rollouts, elsewhere=False)
+        weight = placed(batch.prompt_weight * completions.weight, rows, rollouts, elsewhere=0.0)
         first, later = of.selections[: self._updates], of.selections[self._updates :]
         planned = self._declared[0].judged(merge(first, np.arange(sum(len(selection.kept) for selection in first))))
         offered = with_refills(planned, later)
-        expected = np.ones(rollouts.rewards.size)
-        expected[rows] = completions.expected_weight
-        others = self._coefficients.whitening(planned, of.selections, rollouts), divided, filtered
+        expected = placed(completions.expected_weight, rows, rollouts, elsewhere=1.0)
+        whitened = self._coefficients.whitening(planned, of.selections, rollouts)
+        others = whitened, self._coefficients.baseline(), divided, filtered, missing.source
         sources = self._sources(planned, offered, groups, completions, expected.reshape(rollouts.rewards.shape), others)
-        ledger, bias = sized(sources, squared, prompts.inclusion_prob)
-        variance = step_variance(planned, batch, completions, self._coefficients.slope)
+        rows_of_all, bias = sized(sources, squared, prompts.inclusion_prob)
+        ledger, unforeseen = as_foreseen(rows_of_all, missing)
+        stands_for = missing.weight[rows // size]
+        variance = step_variance(planned, batch, completions, self._coefficients.slope, stands_for)
         of.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))
         of.deviations = self._deviations(offered, np.concatenate(of.offered)), deviations(completions, batch.facts())
-        counts = StepCounts(
-            prompts_considered=len(offered.kept),
-            prompts_generated=int(offered.kept.sum()),
-            completions_generated=rollouts.rewards.size,
-            completions_trained=int(completions.kept.sum()),
-            tokens_generated=int(rollouts.lengths.sum()),
-            tokens_trained=int(batch.lengths[completions.kept].sum()),
-        )
+        counts = counts_of(offered, rollouts, int(sampled.sum()), batch.lengths[completions.kept])
         has_support = self._completion_policy.has_support and not self._prompt_policy.resamples
         return TrainSelection(
             kept=kept,
@@ -234,7 +281,8 @@ class Selector:
             ledger=ledger,
             metrics=counts.metrics()
             | (variance.metrics() if has_support else {})  # else the gradient's length changes with it
-            | _reward_figures(rollouts.rewards, prompts.inclusion_prob)
+            | _reward_figures(rollouts, prompts.inclusion_prob / missing.weight)
+            | missing.metrics
             | step_metrics(offered, batch, completions)
             | self._prompt_policy.history.metrics(zero_based)
             | ({} if bias is None else {"prune/bias_estimate": bias}),
@@ -243,10 +291,27 @@ class Selector:
             effect=offered.effect,
             offered=np.concatenate(of.offered),
             prompts=prompts,
-            completion_prob=completion_prob,
+            completion_prob=placed(completions.inclusion_prob, rows, rollouts, elsewhere=math.nan),
             has_support=has_support,
             zero_carries=self._completion_policy.zero_advantage_slope > 0,
+            missing_weight=missing.weight,
+            unforeseen=unforeseen,
+            prior=prior,
         )
+
+    def _missing(self, rollouts: Rollouts, prompts: PromptDraw) -> Missing:
+        return missing_of(
+            rollouts,
+            prompts.inclusion_prob,
+            self._sets_of(prompts),
+            self._lost,
+            stands_for_lost=not self._prompt_policy.resamples,
+            may_end_early=self._may_end_early,
+            refuted=self._declared[2].refuted,
+        )
+
+    def _sets_of(self, prompts: PromptDraw) -> IntArray:
+        return np.searchsorted(self._set_ends, prompts.prompt_index, side="right")
 
     def _sources(
         self,
@@ -270,52 +335,80 @@ class Selector:
         """What the step cost; lines for the log if a rate moved. Called once each step, also where an update was
         skipped."""
         of = self._of(cost.step)
-        if of is not self._open[0] or (of.outcome is None and of.before is None):
+        if of is not self._open[0] or of.outcome is None or of.missing is None:
             raise ValueError(f"feedback of step {cost.step}, which is not the oldest step that is finished")
-        if of.before is None:  # else the next step, which has begun, has made it learn
-            self._learn()
+        prompts, rollouts, moment = of.outcome
         self._open.pop(0)
-        for test, found in zip(self._declared, of.deviations, strict=True):
+        self._settled = self._place()
+        for test, found in zip(self._declared, (*of.deviations, of.missing.along), strict=True):
             test.observe(found)
         of_prompts, of_completions = (replace(cost, kept_cost=kept) for kept in of.kept_costs)
-        self._costs.append(of_prompts)
-        if not self._delay:
-            self._said += self._prompt_policy.feedback(self._costs.pop(0))
+        outcome = {
+            "prompt_index": prompts.prompt_index,
+            "rewards": rollouts.rewards,
+            "lengths": rollouts.lengths,
+            "second_moment": moment,
+            "inclusion_prob": prompts.inclusion_prob,
+            "planned_prob": prompts.planned_prob,
+        }
+        self._past.append(_FinishedStep(outcome, asdict(of_prompts)))
+        self._unlearned += 1
+        self._coefficients.learn_length(rollouts.lengths, prompts.weight)
+        self._lost = self._lost.then(of.missing, prompts.weight, self._sets_of(prompts))
+        if not self._open:  # else the next to begin learns it
+            self._learn(cost.step + 1)
+        self._past = self._past[max(0, len(self._past) - self._delay) :]
         said, self._said = [*self._said, *self._completion_policy.feedback(of_completions)], []
         return said
 
-    def full_scores(self, everything: Rollouts) -> FloatArray:
-        """[N, G] gradient-norm proxy of the completions of all nominal prompts of a step, none skipped."""
-        return self._coefficients.full_scores(everything)
+    def full_scores(self, everything: Rollouts, prior: FloatArray | None = None) -> FloatArray:
+        """[N, G] gradient-norm proxy of the completions of all nominal prompts of a step, none skipped; `prior` as in
+        `TrainSelection`."""
+        return self._coefficients.full_scores(with_lengths(everything, self._coefficients.mean_length), prior)
 
     def state_dict(self) -> dict[str, Any]:
         """What the step after the last one with feedback depends on."""
-        if not self._open:
-            return self._state(self._position)
-        return deepcopy(self._open[0].before) or self._state(self._open[0].position)
+        of_prompts = self._open[0].before if self._open else None
+        places = [*(one.place for one in self._open), *self._replayed, self._settled]
+        places = places if self._delay else places[:1]
+        epochs = {} if self._epochs is None else {"epochs": [dict(place.epochs) for place in places]}
+        return epochs | {
+            "prompt": self._prompt_policy.state_dict() if of_prompts is None else deepcopy(of_prompts),
+            "completion": self._completion_policy.state_dict(),
+            "positions": [place.position for place in places],
+            "mean_length": self._coefficients.mean_length,
+            "missing": asdict(self._lost),
+            "past": deepcopy(
+                [one._asdict() for one in self._past[0 if self._open else len(self._past) - self._unlearned :]]
+            ),
+            "declared": [asdict(test) for test in self._declared],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved `state_dict`; steps that had begun are forgotten. ValueError: of another version."""
-        check_state(state, set(self._state(0)), "the selection")
+        epochs = {"epochs"} & state.keys()  # of a run with another order, whose change was permitted
+        check_state(state, set(self.state_dict()) - {"epochs"} | epochs, "the selection")
         self._prompt_policy.load_state_dict(state["prompt"])
         self._completion_policy.load_state_dict(state["completion"])
-        self._position = state["position"]
+        positions = state["positions"]
+        places = [_Place(*each) for each in zip(positions, state.get("epochs", [{}] * len(positions)), strict=True)]
+        self._replayed, self._settled = deque(places[:-1]), places[-1]
+        self._go_to(self._settled)
         self._coefficients.mean_length = state["mean_length"]
-        self._costs = [StepCost(**cost) for cost in state["costs"]]
+        self._lost = Past(tuple(state["missing"]["lost_share"]), state["missing"]["known"])
+        self._past = [_FinishedStep(**one) for one in state["past"]]
+        self._unlearned = len(self._past)
         for test, saved in zip(self._declared, state["declared"], strict=True):
             test.load_state_dict(saved)
         self._open, self._said = [], []
 
-    def _state(self, position: int) -> dict[str, Any]:
-        """The state now, copied, with another position of the order."""
-        return {
-            "prompt": self._prompt_policy.state_dict(),
-            "completion": self._completion_policy.state_dict(),
-            "position": position,
-            "mean_length": self._coefficients.mean_length,
-            "costs": [asdict(cost) for cost in self._costs],
-            "declared": [asdict(test) for test in self._declared],
-        }
+    def _place(self) -> _Place:
+        return _Place(self._position, {} if self._epochs is None else self._epochs.state_dict())
+
+    def _go_to(self, place: _Place) -> None:
+        self._position = place.position
+        if self._epochs is not None:
+            self._epochs.load_state_dict(place.epochs)
 
     def _of(self, step: int) -> _OpenStep:
         for one in self._open:
@@ -323,22 +416,12 @@ class Selector:
                 return one
         raise ValueError(f"step {step} has not begun, or is done")
 
-    def _learn(self) -> None:
-        """Let the prompt policy see the outcome of the step that was finished last, once."""
-        finished = self._open[-1] if self._open else None
-        if finished is None or finished.outcome is None:
-            return
-        (prompts, rollouts, moment), finished.outcome = finished.outcome, None
-        self._prompt_policy.observe(
-            prompts.prompt_index,
-            rollouts.rewards,
-            rollouts.lengths,
-            step=finished.number - 1,
-            second_moment=moment,
-            inclusion_prob=prompts.inclusion_prob,
-            planned_prob=prompts.planned_prob,
-        )
-        self._coefficients.learn_length(rollouts.lengths, prompts.weight)
+    def _learn(self, step: int) -> None:
+        """Let the prompt policy see what may be known when `step` is chosen, each step once."""
+        while self._unlearned and (cost := StepCost(**self._past[-self._unlearned].cost)).step < step - self._delay:
+            self._prompt_policy.observe(**self._past[-self._unlearned].outcome, step=cost.step - 1)
+            self._said += self._prompt_policy.feedback(cost)
+            self._unlearned -= 1
 
     def _deviations(self, offered: Selection, prompt_index: IntArray) -> dict[str, float]:
         past = self._prompt_policy.history.arrays
@@ -350,6 +433,9 @@ class Selector:
         seen = np.concatenate([*of.offered, np.empty(0, np.int64)])
         nominal = nominal[~np.isin(nominal, seen)]  # a refill may run into the next epoch, where they come again
         of.offered.append(nominal)
+        if self._reads_prior:
+            posterior = self._prompt_policy.history.posterior(nominal, of.number - 1)
+            of.priors.append(np.stack(posterior, axis=1))
         of.rounds += 1
         chosen = []
         for index, mine in enumerate(np.array_split(nominal, parts)):
@@ -392,11 +478,12 @@ class Selector:
         return merge(pruned, np.argsort(np.concatenate(rows), kind="stable"))
 
 
-def _reward_figures(rewards: FloatArray, prompt_prob: FloatArray) -> dict[str, float]:
-    graded = ~np.isnan(rewards)
+def _reward_figures(rollouts: Rollouts, prompt_prob: FloatArray) -> dict[str, float]:
+    rewards, graded = rollouts.rewards, ~np.isnan(rollouts.rewards)
+    unfinished = 0.0 if rollouts.unfinished is None else float((~graded & rollouts.unfinished).sum())
     weight = np.where(graded, 1.0 / prompt_prob[:, None], 0.0)  # no estimator's weights, and no cap
     return {
         # weighted, because the generated prompts are a sample of the considered ones
         "reward/mean": mean_of_sums(float((weight * np.where(graded, rewards, 0.0)).sum()), float(weight.sum())),
-        "reward/failed_count": float((~graded).sum()),
+        "reward/failed_count": float((~graded).sum()) - unfinished,
     }

@@ -6,18 +6,20 @@ Apart from `loop.py`, so that a new engine is one branch here and no phase of th
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import Job
 from dppo_megatron.launcher_env import launched_here, launched_world_size
-from dppo_megatron.rewards.grading import make_grader
+from dppo_megatron.rewards.grading import Graders
 from dppo_megatron.rollout.engine import Engine, Sampling
 from dppo_megatron.rollout.hf import HFEngine
-from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.texts import log
+
+if TYPE_CHECKING:
+    from dppo_megatron.rollout.sync.receipts import Canary
 
 
 def make_engine(job: Job, dtype: torch.dtype, device: torch.device) -> Engine:
@@ -31,12 +33,26 @@ def make_engine(job: Job, dtype: torch.dtype, device: torch.device) -> Engine:
             device=device,
             max_concurrent_sequences=config.rollout.limits.max_concurrent_sequences,
             grade=job.grade.submit,
+            records_experts=config.actor.routing_replay == "engine",
         )
+    # aiohttp and the clients of servers, 0.2 CPU s that a rank with the embedded engine need not spend
+    from dppo_megatron.rollout.server_engine import ServerEngine
+
     nodes = max(1, launched_world_size() // launched_here())  # a client each
-    hook = partial(make_grader, config.reward, shared_by=nodes)
+    hook = partial(Graders, job.grade.rewards, shared_by=nodes)
     engine = ServerEngine(config, job.architecture, job.tokenizer, client_hook=hook)
     log(engine.description)
     return engine
+
+
+def make_canary(job: Job) -> Canary | None:
+    """What proves the weights of servers; None for the embedded engine, which has none."""
+    config = job.config
+    if config.rollout.engine == "hf":
+        return None
+    from dppo_megatron.rollout.sync.receipts import Canary  # as in `make_engine`
+
+    return Canary(config.rollout, config.seed, job.stop_token_ids)
 
 
 def what_to_offload(config: Config, device: str) -> Literal["none", "optimizer", "all"]:

@@ -14,20 +14,24 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.algorithms.batch_size import BatchAdvisor
+from dppo_megatron.config.data import DataConfig
+from dppo_megatron.config.objective import is_exact_off_policy
 from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.job import Job
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import Packable, TokenCapacity, plan_microbatches
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.pruning.interface import StepCost
-from dppo_megatron.rewards.measures import check_failures, grading_metrics
+from dppo_megatron.rewards.measures import GradeTable, check_failures, grading_metrics, set_metrics
 from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.selection import PromptDraw, Selector, TrainSelection
 from dppo_megatron.steps.rollout_cost import cost_model
 from dppo_megatron.steps.step import RolloutTable, Step, UpdatePlan, sizes_of
 from dppo_megatron.steps.trace import decided, trace_row
-from dppo_megatron.types import IntArray, PackPlan
+from dppo_megatron.types import IntArray, Label, PackPlan
 
 
 class Coordinator:
@@ -39,7 +43,7 @@ class Coordinator:
         self._cost = cost_model(job.architecture)
         self._group_size = config.rollout.completions_per_prompt
         self._selector = Selector(
-            config,
+            selection_settings(config),
             len(job.train_prompts),
             capacity=TokenCapacity.of(config.packing, layout),
             set_sizes=set_sizes(job.train_sets),
@@ -55,14 +59,15 @@ class Coordinator:
         """Of the present step's rollout rounds so far."""
 
     def begin(self, number: int) -> PromptDraw:
-        """The prompts of step `number`. The step before it may still be training, but has been decided."""
-        self._outcomes = []
+        """The prompts of step `number`; `rollout.async_steps` before it may be generating or training."""
         return self._selector.begin(number)
 
     def take(self, outcomes: Sequence[RolloutTable], number: int) -> None:
         """Add the outcomes of a round, one from each rank. Raises RunAborted if too many gradings failed."""
         self._outcomes += outcomes
-        check_failures(RolloutTable.join(self._outcomes).grades, self._job.config.reward, number)
+        ended_share = 1.0 - self._job.config.rollout.limits.finish_fraction
+        for key, table in RolloutTable.join(self._outcomes).grades.items():
+            check_failures(table, self._job.grade.rewards[key], number, key, ended_share)
 
     def refill(self, number: int) -> PromptDraw | None:
         """More prompts, for methods that ask until enough groups have variance; None: enough."""
@@ -78,16 +83,17 @@ class Coordinator:
         """
         size, config = self._group_size, self._job.config
         outcomes = RolloutTable.join([*self._outcomes, RolloutTable.of({}, size, 0)])
+        self._outcomes = []
         rollouts = outcomes.rollouts(step.selected)
         decision = self._selector.finish(rollouts, step.number)
-        count = rollouts.lengths.size
         record = step.record
         record.counts = decision.counts
         record.metrics |= decision.metrics | stats.metrics()
-        record.metrics |= grading_metrics(outcomes.grades, list(config.reward.functions))
+        record.metrics |= self._grading_metrics(outcomes.grades)
         record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob)
-        on_servers = server_rows(config.rollout, stats, groups=len(rollouts.lengths), completions=count)
-        record.ledger = (*decision.ledger, *on_servers, *overlong_row(self._job))
+        on_servers = server_rows(config.rollout, stats, groups=len(rollouts.lengths), size=size)
+        record_rows = (*stale_row(config), *overlong_row(self._job), *order_row(config.data))
+        record.ledger = (*decision.recorded_ledger, *on_servers, *record_rows)
         record.trace = trace_row(step.number, decision, rollouts)
         with record.timers.phase("pack"):
             updates = range(config.objective.updates_per_step)
@@ -128,6 +134,15 @@ class Coordinator:
         self._selector.load_state_dict(state["selector"])
         self._advisor.load_state_dict(state["batch"])
 
+    def _grading_metrics(self, tables: Mapping[str, GradeTable]) -> dict[str, float]:
+        """Of all gradings, and under its name of each set with rewards of its own."""
+        found = grading_metrics(GradeTable.join(list(tables.values())), list(self._job.config.reward.functions))
+        for name, one in self._job.train_sets.items():
+            if (key := self._job.grade.key_of(one.key)) != "reward":
+                parts = list(self._job.grade.rewards[key].functions)
+                found |= set_metrics(tables.get(key) or GradeTable.of([]), parts, name)
+        return found
+
     def _plan_update(self, step: Step, decision: TrainSelection, lengths: IntArray, index: int) -> UpdatePlan:
         rows = np.flatnonzero(decision.kept & (decision.minibatch == index))
         tokens = lengths.ravel()[rows]
@@ -145,7 +160,28 @@ def overlong_row(job: Job) -> tuple[LedgerRow, ...]:
     return (row.sized(None, "nothing is known of them"),)
 
 
-def server_rows(config: RolloutConfig, stats: RolloutStats, *, groups: int, completions: int) -> tuple[LedgerRow, ...]:
+def order_row(data: DataConfig) -> tuple[LedgerRow, ...]:
+    """The row for an order of problems that is not drawn; none for `shuffled`."""
+    if data.order == "shuffled":
+        return ()
+    by = "" if data.order == "file" else f" by {data.order_by}"
+    note = f"data.order = {data.order}{by}: an epoch holds every problem once, but a step's are no random draw of all"
+    return (LedgerRow("data/order", 1.0, "biased", note).sized(None, "the gradients of the others are not known"),)
+
+
+def stale_row(config: Config) -> tuple[LedgerRow, ...]:
+    """The row for completions that were sampled under older weights, in every step of a run whose steps may overlap.
+    Correlations of a completion's length with its age are no matter: every step trains on all that it drew."""
+    steps = config.rollout.async_steps
+    if not steps:
+        return ()
+    label: Label = "unbiased" if is_exact_off_policy(config.objective) else "biased"
+    note = f"completions are of weights up to {steps} updates old; objective.correction.level = "
+    row = LedgerRow("rollout/stale", 1.0, label, note + config.objective.correction.level)
+    return (row.sized(None, "the gradient under the newest weights is not known"),)
+
+
+def server_rows(config: RolloutConfig, stats: RolloutStats, *, groups: int, size: int) -> tuple[LedgerRow, ...]:
     """What happened at the servers. Sizes are shares of the step: what was lost is not known, so each counts in full.
 
     The rows of a setting are in every step in which it may act, whether or not it did, since a label must not depend on
@@ -154,14 +190,10 @@ def server_rows(config: RolloutConfig, stats: RolloutStats, *, groups: int, comp
     if config.engine == "hf":
         return ()
     rows = []
-    if config.limits.finish_fraction < 1:
-        cut = (stats.stragglers_aborted or 0) / max(completions, 1)
-        note = f"{cut:.2%} of the completions were aborted by rollout.limits.finish_fraction and count as truncated"
-        rows.append(LedgerRow("rollout/stragglers", 1.0 - cut, "biased", note).sized(cut))
     again = "sampled again, so those that end early are more likely"
     if config.async_steps and config.sync.in_flight == "abort":
         note = f"completions that a weight sync interrupts are {again}"
-        share = (stats.groups_aborted or 0) / max(groups, 1)
+        share = min(1.0, (stats.completions_aborted or 0) / max(groups * size, 1))  # some more than once
         rows.append(LedgerRow("rollout/aborted", 1.0, "biased", note).sized(share))
     if resent := stats.groups_resent:
         note = f"{resent} groups of a server that failed were {again}: it samples without seeds"

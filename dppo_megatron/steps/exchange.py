@@ -14,13 +14,14 @@ passes on up to as much as it keeps. In a job of one node, or of one rank a node
 
 Sender and receiver compute the sizes from the plan, so only the data is sent: 8 bytes a token, and nothing for what
 was pruned. Of a step of 67 million tokens on 64 GPUs, 95 % pruned, each rank of a replica of 8 receives 3.4 MB;
-every group to every rank was 5.7 GB a rank.
+every group to every rank was 5.7 GB a rank. Replayed experts follow, `ExpertChoices.bytes_per_token` for each token
+of prompt and completion.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -31,12 +32,18 @@ import torch.distributed as dist
 from dppo_megatron.distributed import gather_all, rank
 from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.steps.step import Update, UpdatePlan, sample_of
-from dppo_megatron.types import Group, IntArray, RolloutPrompt, TrainSample
+from dppo_megatron.types import (
+    Completion,
+    ExpertArray,
+    ExpertChoices,
+    Group,
+    IntArray,
+    RolloutPrompt,
+    TrainSample,
+)
 
 Column: TypeAlias = npt.NDArray[np.float32]
 """[completion tokens] one 4-byte value a token."""
-_COLUMNS = 2
-"""Of a completion: token ids and log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +90,17 @@ class _Parcels:
     """The data-parallel replica that trains on it."""
     length: IntArray
     """Completion tokens."""
+    words: IntArray
+    """Of 4 bytes: token ids, log-probabilities, and the experts of prompt and completion where they are replayed."""
 
     @staticmethod
-    def of(plans: Sequence[UpdatePlan], holders: IntArray, group_size: int) -> _Parcels:
+    def of(
+        plans: Sequence[UpdatePlan],
+        holders: IntArray,
+        group_size: int,
+        prompt_tokens: IntArray,
+        choices: ExpertChoices | None,
+    ) -> _Parcels:
         columns = []
         for index, plan in enumerate(plans):
             replica = np.zeros(len(plan.rows), np.int64)
@@ -93,8 +108,12 @@ class _Parcels:
                 replica[[member for pack in packs for member in pack.members]] = number
             places = np.arange(len(plan.rows))
             update = np.full(len(places), index)
-            columns.append((update, places, plan.rows, holders[plan.rows // group_size], replica, plan.lengths))
-        empty = (np.empty(0, np.int64),) * 6
+            group, words = plan.rows // group_size, 2 * plan.lengths
+            if choices is not None:
+                read = prompt_tokens[group] + plan.lengths - 1
+                words += -(-read * choices.bytes_per_token // 4)
+            columns.append((update, places, plan.rows, holders[group], replica, plan.lengths, words))
+        empty = (np.empty(0, np.int64),) * 7
         update, place, row, holder, *rest = (np.concatenate(column) for column in zip(empty, *columns, strict=True))
         order = np.lexsort((place, update, holder))
         return _Parcels(*(column[order] for column in (update, place, row, holder, *rest)))
@@ -107,31 +126,49 @@ def exchange(
     selected: Sequence[RolloutPrompt],
     group_size: int,
     replicas: Replicas,
+    choices: ExpertChoices | None = None,
 ) -> list[Update]:
     """The updates of a step with the samples of this rank's replica. Collective.
 
     Args:
+        choices: the completions carry experts of this form; None: they carry none.
         groups: position in the step -> group, those that this rank holds.
         holders: [K] the rank that holds each group.
     """
-    parcels = _Parcels.of(plans, holders, group_size)
+    prompt_tokens = np.array([len(item.prompt.token_ids) for item in selected], np.int64)
+    parcels = _Parcels.of(plans, holders, group_size, prompt_tokens, choices)
     mine = np.flatnonzero(parcels.replica == replicas.of_rank[replicas.rank])
 
     def own(index: int) -> list[Column]:
         """The columns of a parcel that this rank holds."""
         group, place = divmod(int(parcels.row[index]), group_size)
         completion = groups[group].completions[place]
-        return [completion.token_ids.astype(np.int32).view(np.float32), completion.logprobs]
+        columns: list[Column] = [completion.token_ids.astype(np.int32).view(np.float32), completion.logprobs]
+        return columns if choices is None else [*columns, _experts_as_words(completion, choices)]
 
     here = {index: own(index) for index in np.flatnonzero(parcels.holder == replicas.rank).tolist()}
     _by_nodes(parcels, here, replicas)
     samples: list[dict[int, TrainSample]] = [{} for _ in plans]
     for index in mine.tolist():
-        ids, logprobs = here[index]
+        ids, logprobs, *words = here[index]
         update, place = int(parcels.update[index]), int(parcels.place[index])
         tokens = ids.view(np.int32).astype(np.int64)
-        samples[update][place] = sample_of(plans[update], place, selected, group_size, tokens, logprobs)
+        sample = sample_of(plans[update], place, selected, group_size, tokens, logprobs)
+        if choices is not None:
+            sample = replace(sample, experts=_experts_of_words(words[0], sample.num_tokens, choices))
+        samples[update][place] = sample
     return [Update(plan, held) for plan, held in zip(plans, samples, strict=True)]
+
+
+def _experts_as_words(completion: Completion, choices: ExpertChoices) -> Column:
+    assert completion.experts is not None, "the engine gives them with every completion of a step"
+    flat = np.ascontiguousarray(completion.experts, choices.dtype).view(np.uint8).reshape(-1)
+    return np.pad(flat, (0, -len(flat) % 4)).view(np.float32)
+
+
+def _experts_of_words(words: Column, tokens: int, choices: ExpertChoices) -> ExpertArray:
+    own = np.ascontiguousarray(words).view(np.uint8)[: tokens * choices.bytes_per_token].view(choices.dtype)
+    return own.reshape(tokens, choices.layers, choices.per_token)
 
 
 def _by_nodes(parcels: _Parcels, here: dict[int, list[Column]], replicas: Replicas) -> None:
@@ -149,16 +186,16 @@ def _by_nodes(parcels: _Parcels, here: dict[int, list[Column]], replicas: Replic
     from_there = {
         rank: fetched[parcels.holder[fetched] == rank] for rank in np.unique(parcels.holder[fetched]).tolist()
     }
-    _send(parcels.length, there, from_there, here)
+    _send(parcels, there, from_there, here)
     mine = np.flatnonzero(parcels.replica == replicas.of_rank[me])
     beside = [rank for rank in np.flatnonzero(replicas.node == node).tolist() if rank != me]
     onward = {rank: passing[parcels.replica[passing] == replicas.of_rank[rank]] for rank in beside}
     from_beside = {rank: mine[gateway[parcels.holder[mine]] == rank] for rank in beside}
-    _send(parcels.length, onward, from_beside, here)
+    _send(parcels, onward, from_beside, here)
 
 
 def _send(
-    length: IntArray,
+    parcels: _Parcels,
     to: Mapping[int, IntArray],
     source: Mapping[int, IntArray],
     here: dict[int, list[Column]],
@@ -169,7 +206,7 @@ def _send(
     buffers: dict[bytes, torch.Tensor] = {}  # the ranks of a replica are sent the same
     for peer in sorted({*to, *source}):
         indices = to.get(peer, np.empty(0, np.int64))
-        if length[indices].any():
+        if parcels.words[indices].any():
             key = indices.tobytes()
             if key not in buffers:
                 parts = [np.ascontiguousarray(part, np.float32) for i in indices.tolist() for part in here[i]]
@@ -177,14 +214,13 @@ def _send(
                 buffers[key] = torch.from_numpy(np.concatenate(parts).view(np.int32))
             works.append(dist.isend(buffers[key], peer))
         indices = source.get(peer, np.empty(0, np.int64))
-        arriving.append((indices, torch.empty(_COLUMNS * int(length[indices].sum()), dtype=torch.int32)))
+        arriving.append((indices, torch.empty(int(parcels.words[indices].sum()), dtype=torch.int32)))
         if len(arriving[-1][1]):
             works.append(dist.irecv(arriving[-1][1], peer))
     for work in works:
         assert work is not None
         work.wait()
     for indices, buffer in arriving:
-        pieces = np.split(buffer.numpy().view(np.float32), np.cumsum(_COLUMNS * length[indices]))
-        here |= {
-            index: list(piece.reshape(_COLUMNS, -1)) for index, piece in zip(indices.tolist(), pieces, strict=False)
-        }
+        pieces = np.split(buffer.numpy().view(np.float32), np.cumsum(parcels.words[indices]))
+        for index, piece in zip(indices.tolist(), pieces, strict=False):
+            here[index] = np.split(piece, [int(parcels.length[index]), 2 * int(parcels.length[index])])

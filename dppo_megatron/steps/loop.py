@@ -8,12 +8,12 @@ result. Ranks share generating and grading. Updating and syncing are collective.
       |        | prompts                 ^ scalars          | rows, weights, micro-batches
     all      generate, grade a share ----'                  '--> exchange tokens -> log-probs -> update -> sync
 
-Between two steps the loop holds at most one more: the next, whose generation has begun ahead (`rollout.async_steps`).
+Beside the present step the loop holds the next `rollout.async_steps`, whose generation has begun behind its own.
 """
 
 from __future__ import annotations
 
-import itertools
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -45,9 +45,8 @@ from dppo_megatron.progress import progress
 from dppo_megatron.rewards.cross_check import CrossCheck
 from dppo_megatron.rewards.grading import grade_groups
 from dppo_megatron.rollout.engine import Request
-from dppo_megatron.rollout.sync.receipts import Canary
 from dppo_megatron.selection import PromptDraw
-from dppo_megatron.steps.build import make_engine, make_sampling, what_to_offload
+from dppo_megatron.steps.build import make_canary, make_engine, make_sampling, what_to_offload
 from dppo_megatron.steps.coordinator import Coordinator
 from dppo_megatron.steps.exchange import Replicas, exchange
 from dppo_megatron.steps.step import RolloutTable, Step, Update
@@ -79,29 +78,33 @@ class Loop:
             self._engine.rest()  # gives the actor the device
             self._offload = what_to_offload(config, layout.device.type)
             with progress("building the actor", len(job.checkpoint.names), "tensors read") as advance:
-                read = itertools.count(1)
+                read = set[str]()  # some are read twice: tied embeddings, and heads that several shards share
 
                 def get(name: str) -> torch.Tensor:
                     tensor = job.checkpoint.get(name)
-                    advance(next(read))
+                    read.add(name)
+                    advance(len(read))
                     return tensor
 
-                self.actor = Actor(config.actor, layout, job.architecture, get, dtype=dtype)
+                self.actor = Actor(config.actor, layout, job.architecture, get, dtype=dtype, seed=config.seed)
             undo.pop_all()
         self.objective = make_objective(config.objective, job.policy_loss)
         self._replicas = Replicas.agree(layout.data_parallel_rank)
+        self._replayed = job.architecture.expert_choices if config.actor.routing_replay == "engine" else None
+        """What completions carry of the engine's routers."""
+        self._records_routes = config.actor.routing_replay == "actor"
         self._evaluator = Evaluator(job)
         self._cross_check = CrossCheck(config.reward)
         self._coordinator = Coordinator(job, packing_layout(config.actor, layout.world_size))
         self._sampling = make_sampling(job)
         self._group_size = config.rollout.completions_per_prompt
-        self._canary = Canary(config.rollout, config.seed, job.stop_token_ids)
+        self._canary = make_canary(job)
         self._receipts: dict[str, float] = {}
         """Figures from the weight syncs since the last finished step."""
         self.current: Step | None = None
         """The step in progress, until it is finished."""
-        self._ahead: Step | None = None
-        """The step whose generation was begun ahead, if any."""
+        self._ahead: deque[Step] = deque()
+        """The steps whose generation was begun ahead, in order."""
         self.last_complete_step: int | None = 0
         """The step whose weights the actor has; None while a step is updating: they are then between two steps."""
         self.skipped_in_a_row = 0
@@ -144,17 +147,18 @@ class Loop:
             self.actor.offload()  # before servers wake
         bucket_bytes = self.job.config.rollout.sync.bucket_mb << 20
         weights = partial(self.actor.weights, self._engine.receivers, bucket_bytes)
-        if self._engine.load_weights(weights, self._release_weights) or self._canary.is_overdue:
+        has_new = self._engine.load_weights(weights, self._release_weights)
+        if self._canary and (has_new or self._canary.is_overdue):
             self._canary.ask(self._engine, self.job.train_prompts[0])
             if self._offload != "all":  # else in `to_training`, when there is room for the weights again
-                self._receipts |= self._canary.judge(self._score)
+                self._judge_canary()
 
     def final_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights on rank 0, under their Hugging Face names. Nothing is generated after this. Collective; raises
         RunAborted if servers turn out to have had others."""
         if self._offload == "all":
             self._engine.rest()
-        self._canary.judge(self._score)
+        self._judge_canary()
         return self.actor.weights(to=[0])
 
     # ---------------------------------------------------------------------------------------- the phases of a step
@@ -163,7 +167,7 @@ class Loop:
     def step(self, number: int) -> Iterator[Step]:
         """Step `number`: the one begun ahead, or a new one. `time/step_s` is the time spent in the block,
         `time/step_cpu_s` the CPU time of this process in it: where cores are shared, the steadier of the two."""
-        step, self._ahead = self._ahead or Step(number), None
+        step = self._ahead.popleft() if self._ahead else Step(number)
         assert step.number == number, f"step {step.number} was begun ahead, {number} is asked for"
         self.current = step
         recorded = self._recorder.step(number) if self._recorder else nullcontext()
@@ -172,6 +176,19 @@ class Loop:
             if step.reached == "new":
                 self._select(step, step.record.timers)
             yield step
+
+    def begin_ahead(self, step: Step, last: int) -> None:
+        """With `rollout.async_steps`, have so many steps after `step` generated behind it, up to step `last`: they fill
+        the room that its last answers leave free, and go on while it trains."""
+        most = self.job.config.rollout.async_steps
+        for number in range(step.number + len(self._ahead) + 1, min(step.number + most, last) + 1):
+            if step.reached == "selected" and step.selected:
+                self._start(step, step.selected)
+            ahead = Step(number)
+            self._ahead.append(ahead)
+            self._select(ahead, step.record.timers)  # the time belongs to the running step
+            if ahead.selected:
+                self._start(ahead, ahead.selected)
 
     def rollout(self, step: Step) -> None:
         """Generate and grade the step's groups; some methods then ask for more until enough groups have variance."""
@@ -201,7 +218,7 @@ class Loop:
             graded = grade_groups(self.job.grade, [selected[group] for group in mine], flat, size, known)
             groups = {first + group: one for group, one in zip(mine, graded, strict=True)}
             if self._replicas.rank == 0:
-                self._cross_check.begin(graded)
+                self._cross_check.begin(one for one in graded if one.selected.prompt.graded_by == "reward")
         with timers.phase("rollout"):
             outcomes = to_rank_zero(RolloutTable.of(groups, size, self._replicas.rank))
         step.groups |= groups
@@ -215,17 +232,12 @@ class Loop:
             step.record.metrics |= self._cross_check.metrics()
         with step.record.timers.phase("exchange"):
             step.reach("pruned")
-            step.updates = exchange(plans, step.groups, holders, step.selected, self._group_size, self._replicas)
+            step.updates = exchange(
+                plans, step.groups, holders, step.selected, self._group_size, self._replicas, self._replayed
+            )
             step.samples = [RecordedGroup(k, step.groups[k], *row) for k, row in recorded.items() if k in step.groups]
             step.groups.clear()  # frees the pruned completions
             step.reach("exchanged")
-
-    def begin_ahead(self, step: Step, number: int) -> None:
-        """With `rollout.async_steps`, begin to generate for `number` while `step` trains; 0: nothing to begin."""
-        if number and self.job.config.rollout.async_steps:
-            self._ahead = Step(number)
-            self._select(self._ahead, step.record.timers)  # the time belongs to the running step
-            self._start(self._ahead, self._ahead.selected)
 
     def to_training(self, step: Step) -> None:
         """Put the engine to rest, then compute the log-probabilities that the objective compares with.
@@ -234,23 +246,28 @@ class Loop:
         settings need it (docs/objectives.md).
         """
         objective, timers = self.job.config.objective, step.record.timers
-        if self._ahead is None:  # with a step begun ahead it is generating
-            self._engine.rest()
-        self._receipts |= self._canary.judge(self._score)
+        self._engine.rest()
+        self._judge_canary()
         needs_old, needs_reference = needs_old_logprobs(objective), objective.kl.coef > 0
-        if not (needs_old or needs_reference):
+        if not (needs_old or needs_reference or self._records_routes):
             return
         temperature = self.job.config.rollout.sampling.temperature
         old: list[LogprobStore] = []
         with timers.phase("update"), timers.phase("logprobs"):  # counted in the update's time too
             for update in step.updates:
                 samples = dict(update.samples)
+                if needs_old or self._records_routes:
+                    own = self.actor.own_logprobs(
+                        samples, update.plan.pack, temperature=temperature, records=self._records_routes
+                    )
+                    update.routes = own.routes
                 if needs_old:
-                    old.append(self.actor.own_logprobs(samples, update.plan.pack, temperature=temperature))
-                    samples = old[-1].as_old(samples)
+                    old.append(own)
+                    samples = own.as_old(samples)
                 if needs_reference:
+                    alone = {place: replace(one, experts=None) for place, one in samples.items()}  # routes by itself
                     with self.actor.reference_weights():
-                        reference = self.actor.own_logprobs(samples, update.plan.pack, temperature=temperature)
+                        reference = self.actor.own_logprobs(alone, update.plan.pack, temperature=temperature)
                     samples = reference.as_reference(samples)
                 update.samples = samples
         if old:
@@ -271,7 +288,9 @@ class Loop:
                 self.objective,
                 temperature=self.job.config.rollout.sampling.temperature,
                 logprobs_out=seen,
+                routes=update.routes,
             )
+        update.routes = None
         metrics = step.record.metrics
         if seen is not None:
             self._measure_mismatch(step, [(update, seen)])
@@ -317,7 +336,6 @@ class Loop:
     def close(self) -> None:
         """Release the engine's servers and the graders' processes."""
         self._engine.close()
-        self._evaluator.close()
         self._cross_check.close()
         self.job.grade.close()
 
@@ -340,6 +358,10 @@ class Loop:
         """The engine has copies of the actor's weights."""
         if self._offload == "all":
             self.actor.offload(weights=True)
+
+    def _judge_canary(self) -> None:
+        if self._canary:
+            self._receipts |= self._canary.judge(self._score)
 
     def _select(self, step: Step, timers: Timers) -> None:
         """Choose the prompts of a new step. Only rank 0 has the selector's state."""
@@ -403,6 +425,7 @@ def _unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:
         token_ids=np.concatenate([np.array(prompt.token_ids, np.int64), completion.token_ids]),
         num_prompt_tokens=len(prompt.token_ids),
         behaviour_logprobs=completion.logprobs,
+        experts=completion.experts,
         advantage=0.0,
         weight=1.0,
         denominator=1.0,
@@ -416,7 +439,7 @@ def _name_the_broken(samples: Collection[TrainSample]) -> str:
     """
 
     def is_finite(sample: TrainSample) -> bool:
-        return bool(np.isfinite([sample.advantage, sample.weight, *sample.behaviour_logprobs]).all())
+        return bool(np.isfinite(np.hstack([sample.advantage, sample.weight, sample.behaviour_logprobs])).all())
 
     broken = [sample.id for sample in samples if not is_finite(sample)]
     mine = [(0, name) for name in broken] or [(1, s.id) for s in samples]

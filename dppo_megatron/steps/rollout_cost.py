@@ -18,22 +18,33 @@ if TYPE_CHECKING:  # it imports transformers' classes
 
 def cost_model(architecture: Architecture) -> CostModel:
     """FLOPs of forward and backward of a sequence by its length, which the planner balances. Of a decoder with
-    grouped-query attention and gated feed-forward layers.
+    grouped-query or latent attention and gated feed-forward layers.
 
     A multiply-add counts 2; the backward pass costs twice the forward. Causal attention counts half of the L x L
     scores, as a kernel that skips the masked blocks does. Recomputation multiplies everything alike and is left out, as
-    are norms, activations and softmax, which are bound by memory.
+    are norms, activations and softmax, which are bound by memory. A layer with a window counts all of it for each
+    token, which is too much for sequences that are shorter.
     """
-    hidden_size, experts = architecture.hidden_size, architecture.experts
-    heads = architecture.num_heads * architecture.head_dim
-    projections = hidden_size * (2 * heads + 2 * architecture.num_kv_heads * architecture.head_dim)
-    feed_forward = 3 * hidden_size * architecture.ffn_size
-    if experts is not None:  # a token visits its own and the router, which has a row for each
-        feed_forward = 3 * hidden_size * experts.ffn_size * experts.per_token + hidden_size * experts.count
-    multiply_adds = architecture.num_layers * (projections + feed_forward) + hidden_size * architecture.vocab_size
+    hidden_size, experts, latent = architecture.hidden_size, architecture.experts, architecture.latent
+    layers, heads = architecture.num_layers, architecture.num_heads * architecture.head_dim
+    windows = [window for layer in range(layers) if (window := architecture.window_of(layer))]
+    values = architecture.num_heads * architecture.value_dim
+    projections = hidden_size * (heads + values + 2 * architecture.num_kv_heads * architecture.head_dim)
+    if latent is not None:
+        queries = (hidden_size + heads) * latent.query_rank if latent.query_rank else hidden_size * heads
+        expanded = architecture.num_heads * (latent.still_dim + latent.value_dim)
+        keys = hidden_size * (latent.rank + latent.turning_dim) + latent.rank * expanded
+        projections = queries + keys + hidden_size * values
+    dense = layers if experts is None else experts.dense_layers
+    feed_forward = dense * 3 * hidden_size * architecture.ffn_size
+    if experts is not None:  # a token visits its own, the shared ones and the router, which has a row for each
+        visited = experts.ffn_size * experts.per_token + experts.shared_ffn_size
+        feed_forward += (layers - dense) * hidden_size * (3 * visited + experts.count)
+    multiply_adds = layers * projections + feed_forward + hidden_size * architecture.vocab_size
+    multiply_adds += sum(windows) * (heads + values)
     # Scores and their product with the values: two multiply-adds for each pair, head and dimension, half of them
     # masked.
-    return CostModel(linear=6.0 * multiply_adds, quadratic=6.0 * architecture.num_layers * heads)
+    return CostModel(linear=6.0 * multiply_adds, quadratic=3.0 * (layers - len(windows)) * (heads + values))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from dppo_megatron.actor.replay import Recorded
 from dppo_megatron.observe.metrics import StepTiming, Timers
 from dppo_megatron.observe.samples import RecordedGroup
 from dppo_megatron.packing.planner import SampleSize
@@ -70,7 +71,7 @@ class StepRecord:
 class RolloutTable:
     """The outcomes of k groups as arrays: what rank 0 needs to select completions, without their tokens.
 
-    Each rank makes the rows of the groups that it holds; rank 0 joins them. That is 33 bytes a completion, where
+    Each rank makes the rows of the groups that it holds; rank 0 joins them. That is 35 bytes a completion, where
     pickled completions were 24 bytes a *token*.
     """
 
@@ -88,13 +89,20 @@ class RolloutTable:
     """[k, G] -log of the probability with which the engine sampled each completion: the sum over its tokens."""
     truncated: BoolArray
     """[k, G] stopped at the token limit."""
-    grades: GradeTable
+    unfinished: BoolArray
+    """[k, G] ended before that, and before a stop token."""
+    by_chance: BoolArray
+    """[k, G] grading failed by what cannot depend on the completion."""
+    grades: dict[str, GradeTable]
+    """By the settings of the rewards, see `Prompt.graded_by`."""
 
     @staticmethod
     def of(groups: Mapping[int, Group], group_size: int, rank: int) -> RolloutTable:
         """Outcomes of the groups that `rank` holds; `groups` maps position in the step to group."""
         completions = [completion for group in groups.values() for completion in group.completions]
         shape = (len(groups), group_size)
+        grades = [group.grades or (None,) * group_size for group in groups.values()]
+        by_chance = np.array([one is not None and one.by_chance for row in grades for one in row], dtype=np.bool_)
         return RolloutTable(
             position=np.array(list(groups), dtype=np.int64),
             holder=np.full(len(groups), rank, dtype=np.int64),
@@ -105,7 +113,12 @@ class RolloutTable:
             ),
             surprisal=np.array([-c.logprobs.sum(dtype=np.float64) for c in completions]).reshape(shape),
             truncated=np.array([c.finish_reason == "length" for c in completions], dtype=np.bool_).reshape(shape),
-            grades=GradeTable.of(groups.values()),
+            unfinished=np.array([c.finish_reason == "abort" for c in completions], dtype=np.bool_).reshape(shape),
+            by_chance=by_chance.reshape(shape),
+            grades={
+                key: GradeTable.of(one for one in groups.values() if one.selected.prompt.graded_by == key)
+                for key in dict.fromkeys(one.selected.prompt.graded_by for one in groups.values())
+            },
         )
 
     @staticmethod
@@ -114,7 +127,9 @@ class RolloutTable:
         order = np.argsort(np.concatenate([part.position for part in parts]))
         names = [one.name for one in fields(RolloutTable) if one.name != "grades"]
         columns = {name: np.concatenate([getattr(part, name) for part in parts])[order] for name in names}
-        return RolloutTable(**columns, grades=GradeTable.join([part.grades for part in parts]))
+        keys = dict.fromkeys(key for part in parts for key in part.grades)
+        tables = {key: GradeTable.join([part.grades[key] for part in parts if key in part.grades]) for key in keys}
+        return RolloutTable(**columns, grades=tables)
 
     def metrics(self, inclusion_prob: FloatArray) -> dict[str, float]:
         """Figures of all that was rolled out, as Horvitz-Thompson estimates over the prompts that could have been:
@@ -123,9 +138,9 @@ class RolloutTable:
         Args:
             inclusion_prob: [k] of each group's prompt.
         """
-        weight = 1.0 / inclusion_prob[:, None]
+        weight = ~self.unfinished / inclusion_prob[:, None]
         tokens = float((weight * self.lengths).sum())
-        completions = float(weight.sum()) * self.lengths.shape[1]
+        completions = float(weight.sum())
         return {
             "train/entropy": mean_of_sums(float((weight * self.surprisal).sum()), tokens),
             "rollout/completion_tokens_mean": mean_of_sums(tokens, completions),
@@ -141,6 +156,8 @@ class RolloutTable:
             logit_grad_norm=self.logit_grad_norm,
             prompt_tokens=np.array([len(item.prompt.token_ids) for item in selected], dtype=np.int64),
             truncated=self.truncated,
+            unfinished=self.unfinished,
+            by_chance=self.by_chance,
         )
 
 
@@ -186,6 +203,8 @@ class Update:
     plan: UpdatePlan
     samples: Mapping[int, TrainSample]
     """Position in `plan.rows` -> sample, for the samples of this rank's data-parallel replica."""
+    routes: Recorded | None = None
+    """Of the actor's own pass, on this rank, if they are replayed."""
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.config.load import config_values
+from dppo_megatron.config.objective import zero_advantage_slope
 from dppo_megatron.config.schema import Config
 from dppo_megatron.files import replacing
 from dppo_megatron.observe.metrics import StepTiming
@@ -122,12 +123,16 @@ def reasons_of(
     prob = decision.completion_prob
     not_drawn = np.isnan(prob)
     failed = np.isnan(rollouts.rewards.ravel()) & ~decision.kept
+    unfinished = failed & (False if rollouts.unfinished is None else rollouts.unfinished.ravel())
     floor = config.pruning.completion.min_inclusion_prob
+    # a KL term has a gradient there too, and the draw gave it a chance
+    without_gradient = (decision.advantages == 0) & (zero_advantage_slope(config.objective) == 0)
     conditions = [
+        (unfinished, "missing"),
         (failed, "failed"),
         (not_drawn & truncated, "overlong"),
         (not_drawn, "group"),
-        (~decision.kept & (decision.advantages == 0), "zero advantage"),
+        (~decision.kept & without_gradient, "zero advantage"),
         (prob >= 1, "certain"),
         (prob <= 0, "rank"),
         (prob <= floor * (1 + 1e-9), "floor"),

@@ -24,6 +24,7 @@ from label_configs import check_sections, make_config, make_features, make_outco
 
 from dppo_megatron import randomness
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import TokenCapacity
 from dppo_megatron.pruning import StepCost, interface, prompt_baselines
@@ -65,7 +66,9 @@ def accepted(index: int) -> tuple[np.random.Generator, Selector, Config, int]:
         room = TokenCapacity(PackingLayout(data_parallel=int(rng.integers(1, 3))), 40) if rng.random() < 0.5 else None
         try:
             check_sections(config)
-            selector = Selector(config, num_prompts, capacity=room, features=make_features(rng, num_prompts))
+            selector = Selector(
+                selection_settings(config), num_prompts, capacity=room, features=make_features(rng, num_prompts)
+            )
         except UserError:
             continue
         if selector.prompts_per_step <= 8:
@@ -81,8 +84,8 @@ def make_case(index: int) -> Case:
     for step in range(1, int(rng.integers(2, 8))):
         case.outcomes = make_outcomes(rng, num_prompts, size, binary=binary)
         case.run()
-        if config.rollout.async_steps and rng.random() < 0.5:  # else a checkpoint was due
-            selector.begin(step + 1)
+        for ahead in range(1, int(rng.integers(0, config.rollout.async_steps + 1)) + 1):
+            selector.begin(step + ahead)
         selector.feedback(StepCost(step, 2.0, float(rng.uniform(0.1, 5)), 0.5))
         case.step, case.state = step + 1, selector.state_dict()
     if "monitor" in case.state["prompt"] and rng.random() < 0.1:
@@ -92,8 +95,9 @@ def make_case(index: int) -> Case:
 
 
 def _rows_of(table: Rollouts, rows: np.ndarray) -> Rollouts:
-    optional = [None if column is None else column[rows] for column in (table.prompt_tokens, table.truncated)]
-    return Rollouts(table.rewards[rows], table.lengths[rows], table.logit_grad_norm[rows], *optional)
+    columns = {name: getattr(table, name) for name in ("prompt_tokens", "truncated", "by_chance")}
+    optional = {name: None if column is None else column[rows] for name, column in columns.items()}
+    return Rollouts(table.rewards[rows], table.lengths[rows], table.logit_grad_norm[rows], **optional)
 
 
 # ---------------------------------------------------------------------- coefficients of the full batch
@@ -106,13 +110,27 @@ def planned_prompts(config: Config) -> int:
     return math.floor(nominal / (1 - rate)) if pruning.allocation else nominal
 
 
+def missing_weights(case: Case) -> np.ndarray:
+    """[num_prompts, G] what each completion stands for, by definition: 0 of one without a reward or without a mate that
+    has one; else G over those that are left, over the share of groups that earlier steps did not lose."""
+    table, size = case.outcomes, case.outcomes.rewards.shape[1]
+    kept = 1.0 if is_resampled(case) else 1.0 - min(case.state["missing"]["lost_share"][0], 0.5)
+    weight = np.zeros(table.rewards.shape)
+    for q, row in enumerate(table.rewards.tolist()):
+        there = [i for i, reward in enumerate(row) if not math.isnan(reward)]
+        weight[q, there] = size / len(there) / kept if len(there) > 1 else 0.0
+    return weight
+
+
 def full_coefficients(case: Case, nominal: np.ndarray) -> tuple[dict[tuple[int, int], float], dict[Any, float]]:
-    """A / D and 1 / D of every completion of the nominal prompts, without any pruning, by definition."""
+    """A / D and 1 / D of every completion of the nominal prompts, without any pruning, by definition; of those that are
+    missing, what their group mates stand for."""
     objective, table = case.config.objective, case.outcomes
     size, updates = table.rewards.shape[1], objective.updates_per_step
     limit = case.config.rollout.sampling.max_completion_tokens
     share = planned_prompts(case.config) // updates
     centred: dict[tuple[int, int], float] = {}
+    prior = prior_of(case) if objective.advantage == "posterior_loo" else {}
     for q in nominal.tolist():
         rewards = {}
         for i in range(size):
@@ -129,13 +147,18 @@ def full_coefficients(case: Case, nominal: np.ndarray) -> tuple[dict[tuple[int, 
                 value /= deviation + objective.advantage_eps
             if objective.advantage == "rloo" and varies:
                 value = rewards[i] - (sum(rewards.values()) - rewards[i]) / (len(rewards) - 1) if i in rewards else 0.0
+            if objective.advantage == "posterior_loo":
+                value = posterior_value(case, prior[q], rewards, q, i) if i in rewards else 0.0
             centred[q, i] = value
     if objective.advantage == "reinforce_baseline":
         graded = sum(int((~np.isnan(table.rewards[q])).sum()) for q in nominal.tolist())
         deviation = (sum(value**2 for value in centred.values()) / max(graded, 1)) ** 0.5
         scale = deviation + objective.advantage_eps if deviation > 0 else 1.0
         centred = {key: value / scale for key, value in centred.items()}
-    coefficient, inverse = {}, {}
+    if objective.advantage in ("group_mean", "reinforce_baseline"):  # its own share of the mean is that of a full group
+        left = np.maximum((~np.isnan(table.rewards)).sum(axis=1), 2)
+        centred = {key: value * (1 - 1 / size) / (1 - 1 / left[key[0]]) for key, value in centred.items()}
+    coefficient, inverse, weight = {}, {}, missing_weights(case)
     for position, q in enumerate(nominal.tolist()):
         mine = nominal[position // share * share : position // share * share + share]
         for i in range(size):
@@ -144,8 +167,37 @@ def full_coefficients(case: Case, nominal: np.ndarray) -> tuple[dict[tuple[int, 
                 "token_mean": int(table.lengths[mine].sum()),
                 "constant": share * size * limit,
             }[objective.normalization]
-            coefficient[q, i], inverse[q, i] = centred[q, i] / divisor, 1.0 / divisor
+            coefficient[q, i], inverse[q, i] = weight[q, i] * centred[q, i] / divisor, weight[q, i] / divisor
     return coefficient, inverse
+
+
+def prior_of(case: Case) -> dict[int, tuple[float, float]]:
+    """The Beta parameters of every prompt when the step begins: evidence fades with the epochs since its last visit
+    beyond the first."""
+    settings, state = case.config.pruning.prompt, case.state
+    case.selector.load_state_dict(state)
+    case.selector.begin(case.step)  # which learns of the steps that may be known by now
+    past = case.selector._prompt_policy.history.arrays
+    epoch, found = len(past["visits"]) / planned_prompts(case.config), {}
+    for q in range(len(past["visits"])):
+        age = max(case.step - 1 - int(past["last_step"][q]), 0) / epoch if past["visits"][q] else 0.0
+        fade = settings.discount ** max(age - 1.0, 0.0)
+        counts = past["successes"][q], past["failures"][q]
+        found[q] = tuple(settings.prior + fade * (count - settings.prior) for count in counts)
+    return found
+
+
+def posterior_value(case: Case, prior: tuple[float, float], rewards: dict[int, float], q: int, i: int) -> float:
+    """A of completion i of prompt q, of whose group `rewards` are there: less the posterior's mean given the others,
+    whose difference from the others' mean is divided by their lengths and not by its own."""
+    others = {j: reward for j, reward in rewards.items() if j != i}
+    if not others:
+        return 0.0
+    total, mean = sum(others.values()), sum(others.values()) / len(others)
+    shift = (prior[0] + total) / (sum(prior) + len(others)) - mean
+    if case.config.objective.normalization == "sequence_mean":
+        shift *= case.outcomes.lengths[q, i] * sum(1 / case.outcomes.lengths[q, j] for j in others) / len(others)
+    return float(rewards[i] - mean - shift)
 
 
 def drawn_coefficients(decision: TrainSelection) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:

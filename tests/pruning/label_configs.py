@@ -98,14 +98,14 @@ def make_config(rng: np.random.Generator) -> Config:
         clip_high=float(one(0.0, 0.28, 5.0)),
         dual_clip=float(one(0, 10)) if loss == "clip" else 0.0,
         divergence=DivergenceConfig(max_shift=one(0.15, 0.5), max_ratio=one(20.0, 3.0)),
-        advantage=one("group_std", "group_mean", "rloo", "reinforce_baseline"),
+        advantage=one("group_std", "group_mean", "rloo", "posterior_loo", "reinforce_baseline"),
         advantage_eps=one(0.0, 1e-6, 0.1),
         normalization=one("sequence_mean", "token_mean", "constant"),
         kl=KLConfig(coef=one(0.0, 0.0, 0.04), estimator=one("k1", "k2", "k3", "k3_unbiased")),
         entropy_coef=one(0.0, 0.0, 0.01),
         zero_advantage_slope=one(0.0, 0.5) if own else 0.0,
         correction=CorrectionConfig(
-            level=one("none", "none", "token", "sequence"),
+            level=one("none", "none", "token", "cumulative", "sequence"),
             mode=one("truncate", "mask"),
             max_ratio=one(2.0, 5.0),
             min_ratio=one(0.0, 0.5),
@@ -116,7 +116,7 @@ def make_config(rng: np.random.Generator) -> Config:
         updates_per_step=int(one(1, 1, 2, 3)),
         old_logprobs=one("auto", "recompute", "behaviour"),
     )
-    config.rollout.async_steps = int(one(0, 0, 1))
+    config.rollout.async_steps = int(one(0, 0, 1, 3))
     # Small enough that every pattern of independent coins can be tried.
     designs = pruning.prompt.design, pruning.completion.design
     coins = "poisson" in designs or pruning.completion.method == "label_configs:OwnHalf"
@@ -147,7 +147,8 @@ def make_outcomes(rng: np.random.Generator, num_prompts: int, size: int, *, bina
     logit_grad_norm = rng.uniform(0.01, 1, shape) * np.sqrt(lengths)
     logit_grad_norm[rng.random(shape) < rng.choice([0.0, 0.1])] = 0.0
     tokens = rng.integers(1, 5, num_prompts) if rng.random() < 0.5 else None
-    return Rollouts(rewards, lengths, logit_grad_norm, tokens, truncated)
+    by_chance = np.isnan(rewards) & bool(lengths.sum() % 2)  # of all or of none: the label is that of the worst
+    return Rollouts(rewards, lengths, logit_grad_norm, tokens, truncated, by_chance=by_chance)
 
 
 def make_features(rng: np.random.Generator, num_prompts: int) -> PromptFeatures | None:

@@ -16,6 +16,7 @@ from support.launch import run_ranks
 from test_pruning_labels import check
 
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import Draw, StepCost
 from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods
@@ -41,7 +42,7 @@ def _case(config: Config, seed: int) -> Case:
     """Somewhere in a run: three steps were played."""
     rng = np.random.default_rng(seed)
     config.seed = seed
-    selector = Selector(config, 8)
+    selector = Selector(selection_settings(config), 8)
     case = Case(config, selector, 1, selector.state_dict(), make_outcomes(rng, 8, 3, binary=True))
     for step in (1, 2, 3):
         case.outcomes = make_outcomes(rng, 8, 3, binary=True)
@@ -89,7 +90,7 @@ def test_settings_that_bend_the_weights_are_labelled(changes: dict[str, Any], la
 def test_a_design_of_ones_own_is_unbiased_on_average() -> None:
     """Its coins are its own, so they cannot be enumerated: over 4,000 steps the mean weight of each prompt is 1, within
     5 standard errors of sqrt((1 / 0.7 - 1) / 4000) = 0.0104."""
-    selector = Selector(_config(OWN + "Coins"), 4)
+    selector = Selector(selection_settings(_config(OWN + "Coins")), 4)
     total = np.zeros(4)
     policy = selector._prompt_policy
     for step in range(4000):
@@ -103,7 +104,7 @@ def test_completions_are_always_chosen_in_one_kind() -> None:
     """Else a draw of other prompts would have another label: here a pick where the batch is small."""
     config = _config("none", OWN + "Moody")
     config.objective.overlong.filter = True
-    selector, rng = Selector(config, 4), np.random.default_rng(0)
+    selector, rng = Selector(selection_settings(config), 4), np.random.default_rng(0)
     rollouts = replace(make_outcomes(rng, 4, 3, binary=True), truncated=np.zeros((4, 3), dtype=np.bool_))
     selector.begin(1)
     selector.finish(rollouts, 1)
@@ -118,10 +119,11 @@ def test_a_pick_of_nothing_is_a_pick() -> None:
     """All of a step's completions were cut off: the run goes on, and the label stays."""
     config = _config("none", OWN + "OneByOne")
     config.objective.overlong.filter = True
-    selector, rng = Selector(config, 4), np.random.default_rng(0)
+    selector, rng = Selector(selection_settings(config), 4), np.random.default_rng(0)
     labels = []
     for step, truncated in ((1, False), (2, True), (3, False)):
         rollouts = replace(make_outcomes(rng, 4, 3, binary=True), truncated=np.full((4, 3), truncated))
+        rollouts = replace(rollouts, rewards=np.nan_to_num(rollouts.rewards))  # none is missing
         selector.begin(step)
         labels.append([(row.name, row.label) for row in selector.finish(rollouts, step).ledger])
         selector.feedback(StepCost(step, 1.0, 1.0, 0.0))
@@ -135,7 +137,7 @@ def test_a_completion_with_an_advantage_keeps_a_floor() -> None:
     config.pruning.completion.min_inclusion_prob = 0.5
     case = _case(config, 2)
     decision = case.run()
-    assert decision.weight.max() <= 2.0
+    assert (decision.weight / np.repeat(decision.missing_weight, 3)).max() <= 2.0
     assert not decision.kept[decision.advantages == 0].any()
 
 
@@ -158,7 +160,7 @@ def test_a_completion_with_an_advantage_keeps_a_floor() -> None:
 def test_answers_that_are_none_are_named(answer: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies.Answers, "answer", staticmethod(answer))
     with pytest.raises(UserError, match=message):
-        Selector(_config(OWN + "Answers"), 4).begin(1)
+        Selector(selection_settings(_config(OWN + "Answers")), 4).begin(1)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from label_cases import (
     full_coefficients,
     is_resampled,
     make_case,
+    missing_weights,
     planned_prompts,
 )
 from label_configs import OWN_COMPLETIONS, OWN_PROMPTS, check_sections, make_outcomes
@@ -36,6 +37,7 @@ from support.tables import merged_rows
 
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig, OverlongConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.pruning import StepCost
 from dppo_megatron.pruning.designs import poisson, systematic
@@ -49,7 +51,8 @@ ORDER = ("exact", "unbiased", "ratio", "biased")
 
 
 def check(case: Case) -> str:
-    """All that must hold of one case; its label, the worst of the ledger."""
+    """All that must hold of one case; its label, the worst of the ledger but for what is missing: that is the world's,
+    and the others' labels must be true whatever it has lost (`test_missing_and_pruned` is about the sum of both)."""
     expected = expectation(case)
     assert len(expected.labels) == 1, f"the label depends on the draw: {expected.labels}"
     [ledger] = expected.labels
@@ -61,7 +64,7 @@ def check(case: Case) -> str:
         found = tuple((row.name, row.label) for row in case.run(other).ledger)
         assert found == ledger, f"the label depends on the outcome: {found} and {ledger}"
     nominal = check_plan(case, expected)
-    label = max((name for _, name in ledger), key=ORDER.index)
+    label = max((name for row, name in ledger if row != "rollout/missing"), key=ORDER.index)
     if label != "biased":
         for key, frequency in expected.frequency.items():
             assert frequency == pytest.approx(1.0, rel=3e-6), f"{key}: its probability is not that of the draws"
@@ -100,7 +103,7 @@ def check_weights(case: Case, expected: Expected, labels: dict[str, str]) -> Non
     }
     for decision in expected.decisions:
         prompts = decision.prompts
-        each = np.repeat(prompts.weight, size)
+        each = np.repeat(prompts.weight * missing_weights(case)[prompts.prompt_index].max(axis=1), size)
         for minibatch in range(updates):
             if labels[f"prompt/{pruning.prompt.method}"] != "biased":
                 rows = prompts.minibatch == minibatch
@@ -126,8 +129,9 @@ def _estimator(name: str, pi: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 
 def check_figures(case: Case, expected: Expected, labels: dict[str, str]) -> None:
-    """Figures of the policy are unbiased: over the draws each completion that carries gradient counts once, any other
-    not at all. Whether they are is the same in every draw; if not, all that is kept counts once, and is called kept."""
+    """Figures of the policy are unbiased: over the draws each completion that carries gradient counts once, and for
+    what it stands for of its group, any other not at all. Whether they are is the same in every draw; if not, all
+    that is kept counts once, and is called kept."""
     [has_support] = {decision.has_support for decision in expected.decisions}
     objective, limit = case.config.objective, case.config.rollout.sampling.max_completion_tokens
     if not has_support:
@@ -141,10 +145,11 @@ def check_figures(case: Case, expected: Expected, labels: dict[str, str]) -> Non
             advantages |= {(q, i): float(decision.advantages[k * size + i]) for i in range(size)}
     truncated = case.outcomes.truncated if case.outcomes.truncated is not None else case.outcomes.lengths >= limit
     by_rule = labels[f"prompt/{case.config.pruning.prompt.method}"] == "biased"  # before anything is rolled out
+    weight = missing_weights(case)
     for (q, i), counted in expected.counted.items():
         filtered = objective.overlong.filter and truncated[q, i]
         carries = not filtered and (carries_zero or advantages[q, i] != 0)
-        once = expected.frequency.get((q, i), 0.0) if by_rule else 1.0
+        once = weight[q, i] * (expected.frequency.get((q, i), 0.0) if by_rule else 1.0)
         assert counted == pytest.approx(carries * once, rel=3e-6), f"completion {i} of prompt {q} counts {counted}"
 
 
@@ -252,7 +257,7 @@ def test_every_setting_is_generated() -> None:
         readers = [name for name, policy in of_level if item.name in policy.reads]
         missing += [(name, key, value) for name in readers for value in admitted if (name, key, value) not in pairs]
     assert not missing
-    assert values["async_steps"] == {0, 1}
+    assert values["async_steps"] == {0, 1, 3}
     assert {1, 2, 3} <= values["prompts_per_step"] and {2, 3, 8} <= values["completions_per_prompt"]
 
 
@@ -280,7 +285,7 @@ def test_expectation_of_a_larger_step(design: str) -> None:
     drawn = np.zeros((160, 2, 16, 8))
     for seed in range(len(drawn)):
         config.seed = seed
-        selector = Selector(config, 16, order=PromptOrder(16, 0))
+        selector = Selector(selection_settings(config), 16, order=PromptOrder(16, 0))
         for step in (1, 2):  # the first visits every prompt
             rows = selector.begin(step).prompt_index
             decision = selector.finish(_taken(table, rows), step)
@@ -346,7 +351,7 @@ def _decide(config: Config, steps: int = 8) -> TrainSelection:
     rng = np.random.default_rng(0)
     rewards = np.where(np.arange(8)[:, None] < 3, 1.0, rng.integers(0, 2, (8, 4)))
     table = Rollouts(rewards, rng.integers(1, 13, (8, 4)), rng.uniform(0.5, 2, (8, 4)))
-    selector = Selector(config, 8)
+    selector = Selector(selection_settings(config), 8)
     for step in range(1, steps + 1):
         rows = selector.begin(step).prompt_index
         while (more := selector.refill(rewards[rows], step)) is not None:
@@ -408,6 +413,9 @@ def _objective_table() -> list[str]:
         "`advantage=group_std`": {"advantage": "group_std"},
         "`advantage=group_mean`": {"advantage": "group_mean"},
         "`advantage=rloo`": {"advantage": "rloo"},
+        "`advantage=posterior_loo`": {"advantage": "posterior_loo"},
+        "`advantage=posterior_loo`, `token_mean`": {"advantage": "posterior_loo", "normalization": "token_mean"},
+        "`advantage=posterior_loo`, `updates_per_step=2`": {"advantage": "posterior_loo", "updates_per_step": 2},
         "`advantage=reinforce_baseline`": {"advantage": "reinforce_baseline"},
         "`normalization=sequence_mean`": {"normalization": "sequence_mean"},
         "`normalization=constant`": {"normalization": "constant"},
@@ -447,11 +455,12 @@ def test_the_worked_example_of_the_docs() -> None:
     ):  # fmt: skip
         config = _config("none", method, **changes, **extra)
         config.rollout.prompts_per_step, config.rollout.sampling.max_completion_tokens = 1, 10
-        case = Case(config, Selector(config, 1), 1, Selector(config, 1).state_dict(), table)
+        selector = Selector(selection_settings(config), 1)
+        case = Case(config, selector, 1, selector.state_dict(), table)
         drawn = []
         for seed in range(150):
             config.seed = seed
-            selector = Selector(config, 1)
+            selector = Selector(selection_settings(config), 1)
             selector.begin(1)
             decision = selector.finish(table, 1)
             assert (decision.denominator == 40).all() and np.allclose(decision.advantages, advantages)

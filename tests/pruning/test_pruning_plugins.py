@@ -27,6 +27,7 @@ from dppo_megatron.algorithms.policy_losses import cispo, clip, divergence_tv, g
 from dppo_megatron.algorithms.tokens import PolicyLoss, TokenBatch, TokenLoss, sequence_sums
 from dppo_megatron.config.objective import ObjectiveConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.pruning import (
     CompletionBatch,
     CompletionPolicy,
@@ -199,12 +200,12 @@ def test_an_object_of_the_user_with_a_taken_name_is_refused() -> None:
 
     globals()["Generated"] = Sets
     with pytest.raises(UserError, match="its objects have keep_groups, which is the trainer's own"):
-        Selector(_config(f"{__name__}:Generated"), 8)
+        Selector(selection_settings(_config(f"{__name__}:Generated")), 8)
 
 
 def test_groups_that_are_left_out_are_in_the_ledger() -> None:
     """Whichever policy leaves them out, also one that does not say that it resamples."""
-    selector = Selector(_config(), 8)
+    selector = Selector(selection_settings(_config()), 8)
     selector._prompt_policy.keep_groups = lambda rewards, step: _half(len(rewards))  # type: ignore[method-assign]
     rows = selector.begin(1).prompt_index
     decision = selector.finish(make_outcomes(np.random.default_rng(0), len(rows), 3, binary=True), 1)
@@ -222,7 +223,7 @@ def test_the_kind_of_answers_is_resumed() -> None:
 
     globals()["Generated"] = Kind
     case = _case(_config("none", f"{__name__}:Generated"), 3)
-    resumed = Selector(case.config, 8)
+    resumed = Selector(selection_settings(case.config), 8)
     Kind.pick = True
     with pytest.raises(UserError, match="returned a pick and, earlier in this run, probabilities"):
         replace(case, selector=resumed).run()
@@ -328,22 +329,22 @@ def _labels(selector: Selector, steps: range) -> list[tuple[str, str]]:
 def test_a_refuted_design_is_biased_from_then_on() -> None:
     """Through the selector; a resume at any step continues the test where it was."""
     config = _config("none", f"{__name__}:Liar")
-    whole = _labels(Selector(config, 8), range(1, 91))
+    whole = _labels(Selector(selection_settings(config), 8), range(1, 91))
     labels = [label for label, _ in whole]
     first = labels.index("biased")
     assert 20 < first < 80 and set(labels[:first]) == {"unbiased"} and set(labels[first:]) == {"biased"}
     assert "refutes its probabilities" in whole[first][1]
     for stop in (10, first + 1):
-        torn = Selector(config, 8)
+        torn = Selector(selection_settings(config), 8)
         before = _labels(torn, range(1, stop + 1))
-        resumed = Selector(config, 8)
+        resumed = Selector(selection_settings(config), 8)
         resumed.load_state_dict(torn.state_dict())
         assert before + _labels(resumed, range(stop + 1, 91)) == whole
 
 
 def test_built_in_methods_are_tested_too() -> None:
     """Their draws are recorded, and believed."""
-    selector = Selector(_config("dppo", "dppo"), 8)
+    selector = Selector(selection_settings(_config("dppo", "dppo")), 8)
     assert {label for label, _ in _labels(selector, range(1, 61))} == {"unbiased"}
     assert selector._declared[1].draws > 30 and not any(test.refuted for test in selector._declared)
 

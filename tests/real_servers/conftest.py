@@ -17,6 +17,7 @@ from support.engines.servers import API_KEY, needs, start_servers
 from support.job import write_job_files
 from support.served import LONGEST, Served, send
 
+from dppo_megatron.rollout.servers.server_process import stop_all
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 
@@ -42,7 +43,7 @@ def served(request: pytest.FixtureRequest, files: Path, tmp_path_factory: pytest
     for server in started:
         with contextlib.suppress(ProcessLookupError):
             send(server, signal.SIGCONT)
-        server.stop()
+        stop_all([server])
     os.environ.pop("DPPO_ENGINE_API_KEY", None)
 
 

@@ -6,13 +6,13 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.engines.servers import Reference
 from support.job import QUICK, read_metrics
 from support.launch import run_ranks
@@ -31,9 +31,8 @@ from support.served import (
 from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.servers.http import Refused
 from dppo_megatron.rollout.servers.protocol import TensorNote
-from dppo_megatron.rollout.sync.colocated import OFFERS
+from dppo_megatron.rollout.sync.colocated import OFFERS, SharedBuffer
 from dppo_megatron.rollout.sync.receipts import canary_difference
-from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 from dppo_megatron.types import RunAborted
 
 pytestmark = pytest.mark.slow
@@ -96,6 +95,20 @@ def test_training_through_servers(served: Served, tmp_path: Path, world_size: in
     assert all(0.999 < row["mismatch/is_ess"] <= 1 for row in trained)
 
 
+def test_adapters_arrive_merged(served: Served, tmp_path: Path) -> None:
+    """Adapters alone are trained, with updates so large that log-probabilities move: engine and actor agree as they do
+    when all parameters are, and receipts hold."""
+    lora = {"actor__lora__rank": 4, "actor__optimizer__learning_rate": 0.02, "sft__steps": 0, "sft__examples_path": ""}
+    config = served.config(tmp_path / "run", steps=3, rollout__sync__verify_every=1, **QUICK | lora)
+    run_ranks(train_on_this_rank, 2, config, 2, timeout_s=300)
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert len(rows) == 3 and any(row["prune/completions_trained"] for row in rows[:-1])
+    assert all(row["mismatch/logprob_abs_diff_mean"] < 1e-3 and row["rollout/retries"] == 0 for row in rows)
+    base, merged = (load_file(one / "model.safetensors") for one in (served.files / "model", tmp_path / "run" / "hf"))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert (merged[name] - base[name]).norm() > 0.01 * base[name].norm()
+
+
 @pytest.mark.parametrize("in_flight", ["finish", "continue"])
 def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str) -> None:
     """From the second step on completions are one sync old where the policy waits for them, and at most one elsewhere;
@@ -117,11 +130,14 @@ def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str) -> 
     assert all(np.isfinite(row["mismatch/logprob_abs_diff_mean"]) for row in rows)
 
 
-@pytest.mark.parametrize("in_flight", ["abort", "continue"])
-def test_tokens_of_two_versions_are_told_apart(served: Served, tmp_path: Path, in_flight: str) -> None:
+@pytest.mark.parametrize(("in_flight", "sleeps"), [("abort", False), ("continue", False), ("continue", True)])
+def test_tokens_of_two_versions_are_told_apart(
+    served: Served, tmp_path: Path, in_flight: Literal["abort", "continue"], sleeps: bool
+) -> None:
     """A sync in mid-generation: tokens before it score as the old weights do, and under `abort` every token is of one
-    version. Under `continue` the same completion has both, and nothing is asked for twice."""
-    config = served.config(tmp_path, 1, rollout__sync__in_flight=in_flight)
+    version. Under `continue` the same completion has both, and nothing is asked for twice; also where the server sleeps
+    over its requests before, as a colocated one does."""
+    config = served.config(tmp_path, 1, rollout__sync__in_flight=in_flight, rollout__async_steps=1)
     engine, old, new = (
         served.engine(config),
         Reference(served.files / "model", 9),
@@ -130,8 +146,18 @@ def test_tokens_of_two_versions_are_told_apart(served: Served, tmp_path: Path, i
     engine.load_weights(old.weights)
     requests = requests_for(prompts_of(config)[:24])
     wait_s = 0.0 if in_flight == "abort" else 0.2  # a quick machine has answered all of them in 0.2 s: nothing to abort
-    sync = partial(engine.load_weights, new.weights)
+
+    def sync() -> None:
+        if sleeps:
+            engine._sync.sleep(keeps=True)
+        engine.load_weights(new.weights)
+
     completions = generate_while(engine, requests, sync, tokens_each=LONG, wait_s=wait_s)
+    stats = engine.statistics()
+    crossed = [c for c in completions if len(c.weights_spans) > 1]
+    first = [c.weights_spans[0][1] for c in crossed]
+    assert stats.tokens_read_again is not None and stats.tokens_read_again >= sum(first)
+    assert bool(stats.tokens_read_again) == bool(crossed) and (in_flight == "abort" or not stats.retries)
     spans = [sorted({version for version, _ in c.weights_spans}) for c in completions]
     assert all(set(span) <= {1, 2} for span in spans)
     whole = [(r, c) for r, c, span in zip(requests, completions, spans, strict=True) if len(span) == 1]

@@ -17,7 +17,7 @@ import msgspec
 from dppo_megatron.frames import framed, read_frame
 from dppo_megatron.rollout.servers.dialects import AnyDialect
 from dppo_megatron.rollout.servers.http import Peer
-from dppo_megatron.rollout.servers.intake import AttemptFailed, Completed, Graded, Submit
+from dppo_megatron.rollout.servers.wire import AttemptFailed, Completed, Graded, Submit
 
 
 class ClientHello(msgspec.Struct, frozen=True, tag=True):
@@ -54,10 +54,12 @@ class ClientLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class TakeShare(msgspec.Struct, frozen=True):
-    """A rank of the client's node asks for its share of what is ready: every `shares`-th group, from `share` on."""
+    """A rank of the client's node asks for its share of what is ready of a rollout: every `shares`-th group, from
+    `share` on."""
 
     share: int
     shares: int
+    rollout: int
 
 
 ToClient = Servers | Submit | EndRequests

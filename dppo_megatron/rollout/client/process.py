@@ -35,8 +35,14 @@ import msgspec
 from dppo_megatron.children import die_with_parent, ignore_signals
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.launcher_env import raise_file_limit
-from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, CompletionBuffer, hand_over, spans_of
-from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory
+from dppo_megatron.rollout.client.completion_buffer import (
+    BufferedGroup,
+    CompletionBuffer,
+    HookFactory,
+    hand_over,
+    spans_of,
+)
+from dppo_megatron.rollout.client.detokenizer import Detokenizer
 from dppo_megatron.rollout.client.messages import (
     ENCODER,
     TAKE,
@@ -64,8 +70,16 @@ from dppo_megatron.rollout.servers.http import (
     Unreachable,
     brief,
 )
-from dppo_megatron.rollout.servers.intake import AttemptFailed, Completed, Graded, Submit
-from dppo_megatron.rollout.servers.wire import Call, GenerateRequest, Sampled, checked
+from dppo_megatron.rollout.servers.wire import (
+    AttemptFailed,
+    Call,
+    Completed,
+    GenerateRequest,
+    Graded,
+    Sampled,
+    Submit,
+    checked,
+)
 from dppo_megatron.types import Grade, GradeTask
 
 OWN_FILES = 64
@@ -168,11 +182,13 @@ class Client:
             self._fail(AttemptFailed(ask.ticket, "bad", brief(error)))
         else:
             self._asks.pop(ask.ticket, None)
-            self._held.put(ask.ticket, BufferedGroup(ask.index, sampled))
+            self._held.put(ask.ticket, BufferedGroup(ask.index, sampled, rollout=ask.rollout, first=ask.first))
             lengths, reasons = [len(one.token_ids) for one in sampled], [one.finish_reason for one in sampled]
-            self._send(
-                Completed(ask.ticket, lengths, list(reasons), [span for one in sampled for span in spans_of(one)])
+            spans = [span for one in sampled for span in spans_of(one)]
+            again = sum(
+                len(ask.group.prompt_ids) + start for one in sampled for _, start, _ in one.weights_versions[1:]
             )
+            self._send(Completed(ask.ticket, lengths, list(reasons), spans, again))
             self._texts.submit(self._text, ask, sampled)
 
     async def _sampled(self, ask: Submit) -> list[Sampled]:
@@ -195,13 +211,13 @@ class Client:
             arrays = [one.token_ids for one in sampled]
             texts = detokenizer.decode(arrays) if detokenizer is not None else [""] * len(arrays)
             sent = [text.encode(errors="replace").decode() for text in texts]  # half a surrogate pair is no UTF-8
-            if self._hook is None or not ask.prompt:
+            if self._hook is None or not ask.prompt or any(one.finish_reason == "abort" for one in sampled):
                 self._ready(ask.ticket, sent, ())
             elif ask.ticket in self._held:
                 # written by this job's rank 0, over a connection that has shown the job's key
                 prompt = pickle.loads(ask.prompt)
                 tasks = [
-                    GradeTask.of(prompt, text, index, len(one.token_ids), one.finish_reason)
+                    GradeTask.of(prompt, text, ask.first + index, len(one.token_ids), one.finish_reason)
                     for index, (text, one) in enumerate(zip(texts, sampled, strict=True))
                 ]
                 self._hook.submit(tasks).add_done_callback(partial(self._graded, ask.ticket, sent))
@@ -250,7 +266,7 @@ class Client:
                 peer.settimeout(_CONNECT_S)
                 handshake(peer, self._setup.secret, listens=True)
                 take = TAKE.decode(receive(peer))
-                hand_over(peer, self._held.take(take.share, take.shares))
+                hand_over(peer, self._held.take(take.share, take.shares, take.rollout))
 
 
 class Asker:

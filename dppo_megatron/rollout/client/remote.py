@@ -49,7 +49,7 @@ from dppo_megatron.rollout.client.messages import (
     send,
 )
 from dppo_megatron.rollout.client.process import OWN_FILES, Setup
-from dppo_megatron.rollout.servers.intake import Event, Submit
+from dppo_megatron.rollout.servers.wire import Event, Submit
 from dppo_megatron.texts import log
 from dppo_megatron.types import RunAborted
 
@@ -164,8 +164,8 @@ class NodeClient:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def take(path: str, secret: bytes, share: int, shares: int) -> Iterator[Arrived]:
-    """This rank's share of what its node's client holds.
+def take(path: str, secret: bytes, share: int, shares: int, rollout: int = 0) -> Iterator[Arrived]:
+    """This rank's share of what its node's client holds of a rollout.
 
     Raises:
         RunAborted: the client is gone.
@@ -174,7 +174,7 @@ def take(path: str, secret: bytes, share: int, shares: int) -> Iterator[Arrived]
         with connect(path, _HANDSHAKE_S) as peer:
             peer.settimeout(_TAKE_S)
             handshake(peer, secret, listens=False)
-            send(peer, ENCODER.encode(TakeShare(share, shares)))
+            send(peer, ENCODER.encode(TakeShare(share, shares, rollout)))
             yield from take_over(peer)
     except OSError as error:
         raise RunAborted(f"this node's rollout client has ended: {error}") from None
@@ -201,7 +201,7 @@ def owners(urls: Sequence[str], num_clients: int, launched_on: Sequence[int] = (
 
 
 class Clients:
-    """All rollout clients of a job as one intake; see `servers/intake.Intake`. On rank 0.
+    """All rollout clients of a job as one intake; see `wire.Intake`. On rank 0.
 
     Args:
         of_server: the client that owns each server.

@@ -1,4 +1,4 @@
-"""Finding the servers of a run, starting those that are the trainer's own, and checking that they are the right ones.
+"""Finding the servers of a run, and checking that they are the right ones: at the start, and while it goes on.
 
 Mistakes of a user about servers are reported here, before the first step: each message names the address, what was
 found and what would be right.
@@ -7,10 +7,9 @@ found and what would be right.
 from __future__ import annotations
 
 import os
-import secrets
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -20,25 +19,39 @@ import torch
 from dppo_megatron.config.resolved_sets import longest_sequence
 from dppo_megatron.config.rollout import RolloutConfig, check_endpoint
 from dppo_megatron.config.schema import Config
-from dppo_megatron.progress import progress
 from dppo_megatron.rollout.servers.device_map import CPU, DeviceMap, RankDevice, seats, visible_devices
 from dppo_megatron.rollout.servers.directory import Addresses, Directory, RegistryEntry
-from dppo_megatron.rollout.servers.http import BadAnswer, Http, Refused, Unreachable, clean_key
-from dppo_megatron.rollout.servers.in_engine import dppo_nccl
+from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.http import BadAnswer, Http, NotProven, Refused, Unreachable, clean_key
+from dppo_megatron.rollout.servers.in_engine import dppo_wire
+from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
 from dppo_megatron.rollout.servers.router import RouterServer, named_now, named_workers, through
-from dppo_megatron.rollout.servers.server_process import LaunchedServer, ServerProcess
-from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
-from dppo_megatron.rollout.servers.vllm import VLLMServer, vllm_command, vllm_environment
+from dppo_megatron.rollout.servers.sglang import SGLangServer
+from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.weights.torch_dist import is_torch_dist
 
 _FIRST_ANSWER_S = 30.0
 _READY_S = 5.0
+_ASK_S = 10.0
+ROUTED_EXPERTS = "--enable-return-routed-experts"
+"""Of both engines' command lines."""
 
 ChannelName = Literal["disk", "gloo", "nccl", "ipc"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A server that this job has started, as rank 0 knows it."""
+
+    url: str
+    api_key: str = field(repr=False)
+    node: int
+    """The job's machine that it runs on; 0 is rank 0's."""
+    visible_devices: str | None
+    """Its CUDA_VISIBLE_DEVICES."""
 
 
 @dataclass
@@ -56,13 +69,13 @@ class ConnectedServers:
 
 
 def connect(
-    config: Config, architecture: Architecture, devices: Sequence[RankDevice], launched: Sequence[ServerProcess] = ()
+    config: Config, architecture: Architecture, devices: Sequence[RankDevice], launched: Sequence[Launched] = ()
 ) -> ConnectedServers:
     """Reach every server and check it.
 
     Args:
         devices: where each rank of the actor computes.
-        launched: the job's own servers, started but not ready yet.
+        launched: the job's own servers.
 
     Raises:
         UserError: what is wrong with which server.
@@ -85,14 +98,13 @@ def connect(
             present = partial(named_now, alone, routers, configured, rollout.engine)
     urls = list(addresses)
     servers: list[Server] = [make_server(rollout, url, key, architecture.vocab_size) for url, key in addresses.items()]
-    _await_ready(launched, servers, rollout.limits.start_timeout_s)
     infos = [describe(server, rollout.servers.api_key_env) for server in servers]
     for server, info in zip(servers, infos, strict=True):
         check_server(server.http.url, info, config, architecture)
     routers = [router for router in routers if through(router, [server.dialect for server in servers])]
     on_gpu = torch.cuda.is_available()
     found = _device_map(launched, infos, devices)
-    unequal = {url: dppo_nccl.difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
+    unequal = {url: dppo_wire.nccl_difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
     works = {"ipc": [url for url in urls if found.get(url)], "nccl": [url for url in urls if not unequal[url]]}
     channel, why = choose_channel(
         rollout.sync.channel,
@@ -140,18 +152,6 @@ def check_entry(entry: RegistryEntry, rollout: RolloutConfig) -> None:
     check_endpoint(entry.url, rollout)
 
 
-def _await_ready(launched: Sequence[ServerProcess], servers: Sequence[Server], timeout_s: float) -> None:
-    with progress("rollout servers", len(launched), f"started ({launched[0].where})" if launched else "") as advance:
-        for done, (own, server) in enumerate(zip(launched, servers, strict=False)):
-
-            def is_ready(done: int = done, server: Server = server) -> None:
-                advance(done)
-                server.healthy(timeout_s=_READY_S)
-
-            own.wait_ready(is_ready, timeout_s)
-            advance(done + 1)
-
-
 def routed(rollout: RolloutConfig, key: str) -> tuple[list[str], list[RouterServer]]:
     """The servers among the configured endpoints, with the workers of its routers; and the routers (`router.py`).
 
@@ -196,7 +196,7 @@ def _named_workers(http: Http) -> list[str] | None:
 
 
 def _device_map(
-    launched: Sequence[ServerProcess], infos: Sequence[ServerInfo], devices: Sequence[RankDevice]
+    launched: Sequence[Launched], infos: Sequence[ServerInfo], devices: Sequence[RankDevice]
 ) -> dict[str, tuple[int, ...] | None]:
     """For each launched server by address the ranks that share its workers' devices; None for one with a worker on a
     device without a rank."""
@@ -303,6 +303,12 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
             f"{url} reports log-probabilities before temperature and cuts, which are not those of the behaviour;"
             " start it with --logprobs-mode processed_logprobs"
         )
+    if config.actor.routing_replay == "engine" and not info.returns_experts:
+        raise UserError(
+            f"{url} does not return the experts that it sends tokens to, as actor.routing_replay = engine needs: start"
+            f" it with {ROUTED_EXPERTS} and this project's files (docs/engines.md), or replay the actor's own with"
+            " actor.routing_replay = actor"
+        )
     _check_cuts(url, info, rollout, architecture.vocab_size)
 
 
@@ -322,34 +328,87 @@ def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: 
         )
 
 
-def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: str = "") -> list[LaunchedServer]:
-    """`rollout.servers.count` servers for this machine, not started yet.
+class Membership:
+    """Keeps a fleet's members those that have an address now, and fit.
 
-    Each gets its key through its environment, and asks for it at every endpoint (`in_engine`): other users can reach
-    the port too.
+    At every weight sync the addresses are read again: from a directory, or from routers. A new server that fits becomes
+    a stale member, so that the sync brings it the weights before its first request; one that does not, or does not
+    answer yet, stops nothing. One that has left is asked nothing more. One that was out and that this job has not
+    started is checked again when it is back (`inspect`): it may have other arguments now.
 
     Args:
-        host: address that they listen on.
-        node: this machine's number in the job.
-        name: begins the names of their logs.
+        known: the connection that was made at start, and where addresses are read.
+        introduce: makes a new member known to the rollout clients, or one that is asked in another dialect now.
     """
-    rollout = config.rollout
-    key = configured_key(rollout)
-    python = rollout.servers.python or sys.executable
-    cpu = not torch.cuda.is_available()
-    longest, _ = longest_sequence(config)
-    vllm = rollout.engine == "vllm"
-    build = vllm_command if vllm else sglang_command
-    model = str(Path(config.model.hf_path).absolute())
-    command = build(rollout, python, model, longest, config.model.dtype, cpu=cpu, host=host)
-    if is_torch_dist(config.model.hf_path) and "--load-format" not in rollout.servers.args:
-        command += ["--load-format", "dummy"]  # engines cannot read it; the first weight sync brings the weights
-    variables = vllm_environment(cpu, rollout.servers.count) if vllm else sglang_environment(cpu)
-    servers = []
-    for index in range(rollout.servers.count):
-        gpus = {"CUDA_VISIBLE_DEVICES": rollout.servers.gpus[index]} if rollout.servers.gpus else {}
-        log = Path(config.run_dir) / "servers" / f"{name}server_{index}.log"
-        own_key = key or secrets.token_urlsafe(32)
-        guard = {"VLLM_API_KEY" if vllm else "DPPO_SERVER_KEY": own_key}
-        servers.append(LaunchedServer(command, variables | gpus | guard, log, own_key, host, node))
-    return servers
+
+    def __init__(
+        self, known: ConnectedServers, config: Config, architecture: Architecture, introduce: Callable[[Member], None]
+    ) -> None:
+        self._known, self._config, self._architecture = known, config, architecture
+        self._introduce = introduce
+        self._rejected: set[tuple[str, str]] = set()
+        """(address, key) of those that were found not to fit."""
+        self._busy = threading.Lock()
+
+    def inspect(self, member: Member) -> None:
+        """A server is back. Raises Unreachable or Refused if it cannot be asked, UserError if it does not fit."""
+        asked_as = member.server.dialect
+        self._check(member.server)
+        if member.server.dialect != asked_as:
+            self._introduce(member)
+
+    def update(self, fleet: Fleet) -> None:
+        """Add new servers and drop those that have left; returns at once while another thread does it."""
+        if self._known.addresses is None or not self._busy.acquire(blocking=False):
+            return
+        try:
+            self._update(fleet, self._known.addresses())
+        except (OSError, UserError) as error:  # a file system that hangs, a file of another user
+            log(f"rollout: the addresses of servers cannot be read: {error}")
+        finally:
+            self._busy.release()
+
+    def _update(self, fleet: Fleet, entries: dict[str, RegistryEntry]) -> None:
+        for member in fleet.members:
+            if member.name in entries and member.server.http.api_key == entries[member.name].api_key:
+                with fleet.lock:
+                    member.may_return()
+            else:
+                fleet.let_go(member, "it has left")
+        here = {(member.name, member.server.http.api_key) for member in fleet.members}
+        for url, entry in entries.items():
+            if (url, entry.api_key) not in here:
+                self._try(fleet, entry)
+
+    def _try(self, fleet: Fleet, entry: RegistryEntry) -> None:
+        config = self._config
+        try:
+            check_entry(entry, config.rollout)
+            server = make_server(config.rollout, entry.url, entry.api_key, self._architecture.vocab_size)
+            server.healthy(timeout_s=_ASK_S)
+            self._check(server)
+        except (BadAnswer, NotProven, UserError) as error:
+            return self._reject(entry, str(error))
+        except Refused as error:
+            return self._reject(entry, f"{entry.url} answers with {error}")
+        except Unreachable:
+            return  # asked again at the next sync
+        self._introduce(fleet.let_in(server))
+        log(f"rollout: {entry.url} has come; it gets requests after a weight sync")
+
+    def _check(self, server: Server) -> None:
+        """Have it describe itself. Raises as `inspect`."""
+        url, channel = server.http.url, self._known.channel
+        info = described(server, _ASK_S)
+        check_server(url, info, self._config, self._architecture)
+        if channel not in info.channels:
+            raise UserError(f"{url} is not started for weight sync over {channel}")
+        if channel == "nccl" and (unequal := dppo_wire.nccl_difference(info.nccl)):
+            raise UserError(f"{url}: {unequal}")
+
+    def _reject(self, entry: RegistryEntry, why: str) -> None:
+        """Log it once; it is asked again at the next sync, since its owner may mend it."""
+        one = entry.url, entry.api_key
+        if one not in self._rejected:
+            log(f"rollout: a new server is not used yet: {why}")
+        self._rejected.add(one)

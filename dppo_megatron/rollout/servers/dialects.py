@@ -6,8 +6,9 @@ the same bytes cost 27 times the CPU time (docs/data_plane.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,6 +19,9 @@ from dppo_megatron.rollout.servers.wire import Call, GenerateRequest, Sampled, V
 # ----------------------------------------------------------------------------------- arrays (in_engine/dppo_arrays.py)
 
 
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
 class _ArraysAnswer(msgspec.Struct):
     """What the header holds of one completion."""
 
@@ -25,6 +29,8 @@ class _ArraysAnswer(msgspec.Struct):
     tokens: Annotated[int, msgspec.Meta(ge=0)]
     finish_reason: str | None = None
     weight_versions: list[VersionSpan] | None = None
+    experts: tuple[Literal["uint8", "uint16"], _Size, _Size, _Size] | None = None
+    """Type and shape of those that lie behind all log-probabilities."""
 
 
 class _ArraysHeader(msgspec.Struct):
@@ -40,15 +46,21 @@ def _from_arrays(content: bytes, group: GenerateRequest) -> list[Sampled]:
     answers, body = decoded(_ARRAYS_DECODER, content[4:start]).answers, memoryview(content)[start:]
     _raise_if_not(group.count, len(answers))
     total = sum(answer.tokens for answer in answers)
-    if len(body) != 8 * total:
-        raise BadAnswer(f"{len(body)} bytes of arrays for {total} tokens")
+    sizes = [math.prod(one.experts[1:]) * np.dtype(one.experts[0]).itemsize if one.experts else 0 for one in answers]
+    if len(body) != 8 * total + sum(sizes):
+        behind = f" and {sum(sizes)} bytes of experts" if sum(sizes) else ""
+        raise BadAnswer(f"{len(body)} bytes of arrays for {total} tokens{behind}")
     tokens, logprobs = np.frombuffer(body, "<i4", total), np.frombuffer(body, "<f4", total, 4 * total)
-    found, at = [], 0
-    for index, answer in enumerate(answers):
+    found, at, end = [], 0, 8 * total
+    for index, (answer, size) in enumerate(zip(answers, sizes, strict=True)):
         _raise_if_not_id(answer.id, _rid(group, index))
-        own = slice(at, at + answer.tokens)
-        found.append(as_sampled(tokens[own], logprobs[own], answer.finish_reason, answer.weight_versions or ()))
-        at = own.stop
+        own, experts = slice(at, at + answer.tokens), None
+        if answer.experts is not None and group.experts is not None:
+            kind, *shape = answer.experts
+            experts = np.frombuffer(body[end : end + size], np.dtype(kind).newbyteorder("<")).reshape(shape)
+        spans = answer.weight_versions or ()
+        found.append(as_sampled(tokens[own], logprobs[own], answer.finish_reason, spans, experts))
+        at, end = own.stop, end + size
     return found
 
 
@@ -101,9 +113,11 @@ VLLM_WORKERS_PATH = "/dppo_workers"
 
 
 class _Dialect(msgspec.Struct, frozen=True):
+    arrays = False
+
     def carries(self, group: GenerateRequest) -> bool:
-        """Whether all of a request reaches the engine this way."""
-        return True
+        """Whether all of a request reaches the engine this way, and comes back: experts come as arrays."""
+        return group.experts is None or self.arrays
 
 
 class VLLMDialect(_Dialect, frozen=True, tag="vllm"):
@@ -139,7 +153,8 @@ class VLLMDialect(_Dialect, frozen=True, tag="vllm"):
         for choice in sorted(answer.choices, key=lambda choice: choice.index):
             logprobs = choice.logprobs.content if choice.logprobs is not None else None
             values = [token.logprob for token in logprobs or ()]
-            found.append(as_sampled(choice.token_ids or (), values, choice.finish_reason, choice.weight_versions or ()))
+            tokens, spans = choice.token_ids or (), choice.weight_versions or ()
+            found.append(as_sampled(tokens, values, choice.finish_reason, spans))
         return found
 
 
@@ -164,7 +179,9 @@ def vllm_body(group: GenerateRequest, seeded: bool) -> dict[str, Any]:
             "logprobs": 0,
             "detokenize": False,
         },
-        **({} if group.replica is None else {"data_parallel_rank": group.replica}),  # read by our path only
+        # read by our path only
+        **({} if group.replica is None else {"data_parallel_rank": group.replica}),
+        **({} if group.experts is None else {"experts": True}),
     }
 
 
@@ -231,7 +248,7 @@ class SGLangDialect(_Dialect, frozen=True, tag="sglang"):
             return _from_arrays(content, group)
         found = decoded(_SGLANG_DECODER, content)
         _raise_if_not(group.count, len(found))
-        return [_sglang_completion(answer, _rid(group, index)) for index, answer in enumerate(found)]
+        return [_sglang_completion(answer, group, index) for index, answer in enumerate(found)]
 
 
 class SGLangRouterDialect(SGLangDialect, frozen=True, tag="sglang-router"):
@@ -250,12 +267,12 @@ class SGLangRouterDialect(SGLangDialect, frozen=True, tag="sglang-router"):
     def carries(self, group: GenerateRequest) -> bool:
         """Not `return_sampling_mask`: the router drops unknown fields, and the answer would silently have the
         log-probabilities before top_p and top_k."""
-        return not (_cuts(group) and group.reads_logprobs)
+        return super().carries(group) and not (_cuts(group) and group.reads_logprobs)
 
     def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
         """The completions in the order of their indices."""
         found = [decoded(_SGLANG_ONE_DECODER, content) for content in answers]
-        return [_sglang_completion(answer, _rid(group, index)) for index, answer in enumerate(found)]
+        return [_sglang_completion(answer, group, index) for index, answer in enumerate(found)]
 
 
 def _prefill(group: GenerateRequest) -> list[list[Call]]:
@@ -271,8 +288,8 @@ def _prefill(group: GenerateRequest) -> list[list[Call]]:
     return [[Call("/generate", msgspec.json.encode(prefill))]]
 
 
-def _sglang_completion(answer: _SGLangAnswer, rid: str) -> Sampled:
-    meta, tokens = answer.meta_info, answer.output_ids or []
+def _sglang_completion(answer: _SGLangAnswer, group: GenerateRequest, index: int) -> Sampled:
+    rid, meta, tokens = _rid(group, index), answer.meta_info, answer.output_ids or []
     _raise_if_not_id(meta.id, rid)
     entries = meta.output_token_logprobs or ()
     values = meta.output_token_sampling_logprobs
@@ -307,6 +324,7 @@ def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[s
     }
     seeds = [{"sampling_seed": group.seed + index} if seeded else {} for index in range(group.count)]
     return {
+        **({} if group.experts is None else {"return_routed_experts": True}),
         "rid": [_rid(group, index) for index in range(group.count)],
         "input_ids": [group.prompt_ids] * group.count,
         "sampling_params": [parameters | seed for seed in seeds],

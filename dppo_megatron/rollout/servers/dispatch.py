@@ -1,4 +1,4 @@
-"""One rollout over a fleet: which server gets which request, what a failed attempt means, and when waiting ends.
+"""Rollouts over a fleet: which server gets which request, what a failed attempt means, and when waiting ends.
 
 Runs on rank 0 and decides from scalars; the rollout clients hold the sockets and the tokens.
 
@@ -10,30 +10,43 @@ Runs on rank 0 and decides from scalars; the rollout clients hold the sockets an
 
 The rules:
 
+- Of several rollouts the earliest step's comes first: a later one's groups wait until all of its are asked. They fill
+  the room that its last answers leave free, and no straggler holds them up.
 - A group goes to the live server or router with the fewest outstanding tokens, of those with room for its completions:
   `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight.
   It is for one engine: a server of four data-parallel replicas has room for four times as many.
 - Groups of a server that has gone out are queued again, and only the first answer to each is kept. With a seed (vLLM)
   the second attempt samples the same completion, so a failure does not favour short ones; without, `Work.resent`.
 - Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
-  it that went wrong, `engine_wait_s` for a fleet without a live server. Each ends in one message with the request's id.
+  it that went wrong. Each ends in one message with the request's id; training requests cost their own completions, and
+  one that is late only those that are not done. For a fleet without a live server the next weight sync waits.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+
+import msgspec
 
 from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.intake import AttemptFailed, Completed, Event, Graded, Submit
 from dppo_megatron.rollout.servers.member import Endpoint
-from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from dppo_megatron.rollout.servers.wire import (
+    AttemptFailed,
+    Completed,
+    Event,
+    Expected,
+    GenerateRequest,
+    Graded,
+    Submit,
+)
 from dppo_megatron.texts import log
-from dppo_megatron.types import RunAborted
+from dppo_megatron.types import ExpertChoices, RunAborted
 
 _TICK_S = 0.2
 _ANSWER_S = 30.0
@@ -44,16 +57,21 @@ one's failure has marked their server out do not count."""
 _MOST_ABORTS = 8
 """A weight sync with in_flight=abort ends a request once; after eight aborts the server is at fault."""
 BUSY = (408, 429, 503)
+_LATE = "it has waited longer than rollout.limits.request_timeout_s since its first try"
 _NOT_THE_SERVER = (401, 403, 404, 405)
 """The server was started again with another key or without this project's paths; another one may answer."""
 
 
 class NeedsWeights(Exception):
-    """Servers answer, but none has the present weights: sync, then `dispatch` the same work again."""
+    """No server has the present weights: sync, which waits for one, then `dispatch` the same work again."""
 
 
 def grouped(
-    requests: Sequence[Request], sampling: Sampling, size: int, stop_ids: tuple[int, ...] = ()
+    requests: Sequence[Request],
+    sampling: Sampling,
+    size: int,
+    stop_ids: tuple[int, ...] = (),
+    replayed: ExpertChoices | None = None,
 ) -> tuple[list[GenerateRequest], list[list[int]]]:
     """Consecutive completions of one prompt as one group of at most `size`, so that they share a prefill.
 
@@ -61,6 +79,7 @@ def grouped(
 
     Args:
         stop_ids: tokens that end every completion, beside those of its sampling.
+        replayed: the experts that are wanted with completions to train on.
 
     Returns:
         The groups, and the positions in `requests` of each one's completions.
@@ -96,21 +115,32 @@ def grouped(
                 top_k=how.top_k,
                 stop_token_ids=(*stop_ids, *how.stop_token_ids),
                 reads_logprobs=how.reads_logprobs,
+                experts=None if first.stream else replayed,
             )
         )
     return groups, places
 
 
-@dataclass
+@dataclass(eq=False)
 class Work:
     """The groups of one rollout and what has come back; survives a `NeedsWeights`."""
 
-    groups: Sequence[GenerateRequest]
+    groups: list[GenerateRequest]
+    """With what was asked for again of a group, behind them."""
     expected: Expected
     prompts: Sequence[bytes] = ()
     """For the grading hook, one a group; empty: nothing is graded."""
-    allow_straggler_abort: bool = True
-    """`rollout.limits.finish_fraction` applies. Not to an evaluation: aborted completions would count as wrong."""
+    may_lose: bool = False
+    """Completions may be missing: those of a request that fails for good or is late, and stragglers under
+    `rollout.limits.finish_fraction`. Not of an evaluation, where they would count as wrong."""
+    order: int = 0
+    """The lowest comes first: a training step's number."""
+    number: int = 0
+    """Tells the rollouts of a run apart at its clients."""
+    pending: deque[int] = field(default_factory=deque)
+    """Groups to be asked for, in this order; kept by `Dispatch`."""
+    finished: Future[None] = field(default_factory=Future)
+    """Has a result once all is ready."""
     done: dict[int, Completed] = field(default_factory=dict)
     landed: dict[int, int] = field(default_factory=dict)
     """The ticket that brought each group's answer -> the group."""
@@ -120,22 +150,43 @@ class Work:
     failures: dict[int, list[str]] = field(default_factory=dict)
     """What went wrong with each group, one line an answer."""
     aborts: dict[int, int] = field(default_factory=dict)
+    """How often what is asked for under an index was aborted, as a part of its group too."""
+    completions_aborted: int = 0
+    """Completions that were asked for again for it."""
+    parts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """What was asked for again -> the group that it completes, and the position there of its first completion."""
+    may_split: bool = False
+    """One client asks all servers, so it holds what there is of a group already."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Groups that were given up whole, and why."""
+    ended: set[int] = field(default_factory=set)
+    """Groups that were late: the servers were told to end them where they are."""
     resent: set[int] = field(default_factory=set)
     """Groups that were lost while a server without seeds sampled them: long ones are lost more often."""
     retries: int = 0
     given_up: bool = False
-    """The rest is not wanted any more: `dispatch` ends its requests and returns."""
+    """The rest is not wanted any more: `dispatch` ends its requests."""
     stragglers_ended: bool = False
     """The straggler rule has aborted the rest."""
     stragglers_aborted: int = 0
 
+    def part_of(self, index: int) -> tuple[int, int]:
+        """The group, and the position there of the first completion, of what is asked for under `index`."""
+        return self.parts.get(index, (index, 0))
+
+    @property
+    def is_wanted(self) -> bool:
+        """Neither done nor given up."""
+        return not (self.finished.done() or self.given_up)
+
     @property
     def is_complete(self) -> bool:
-        return len(self.ready) == len(self.groups)
+        return len(self.ready) + len(self.lost) == len(self.groups)
 
 
 @dataclass
 class _Attempt:
+    work: Work
     index: int
     member: Endpoint
     began_s: float
@@ -148,75 +199,105 @@ def dispatch(fleet: Fleet, work: Work) -> Iterator[int]:
     """Yields the index of each group as it lands, each once; ends when all are ready.
 
     Raises:
-        NeedsWeights: no live server, but at least one to sync.
-        RunAborted: a request or the whole fleet has been waited for long enough.
+        NeedsWeights: no live server.
+        RunAborted: a request has been waited for long enough.
     """
-    return Dispatch(fleet, work).run()
+    return Dispatch(fleet, [work]).run()
 
 
 class Dispatch:
-    """One call of `dispatch`: what is pending and what is in flight."""
+    """What is in flight of several rollouts.
 
-    def __init__(self, fleet: Fleet, work: Work) -> None:
+    Args:
+        works: read again and again: another thread may add to it.
+    """
+
+    def __init__(self, fleet: Fleet, works: Collection[Work]) -> None:
         assert fleet.intake is not None
-        self._fleet, self._work, self._intake = fleet, work, fleet.intake
+        self._fleet, self._works, self._intake = fleet, works, fleet.intake
         self._limits, self._clock = fleet.limits, fleet.clock
-        self._pending = deque(index for index in range(len(work.groups)) if index not in work.done)
+        self._open: list[Work] = []
+        """Those that are not complete, in their order."""
         self._attempts: dict[int, _Attempt] = {}
         self._checked_s, self._outages = -math.inf, -1
         self._landed_s: dict[int, float] = {}  # ticket -> when its answer came, on the clock of the spans
 
     def run(self) -> Iterator[int]:
         """See `dispatch`. What is still in flight when it ends, or is closed, is cancelled."""
-        work = self._work
         try:
-            while not work.is_complete and not work.given_up:
-                self._fleet.follow_routers()
+            while self._take_up():
                 self._assign()
-                if self._pending and not self._attempts and not self._fleet.live:
-                    self._wait_for_anyone()
-                    continue
+                if not self._attempts and not self._fleet.live and any(work.pending for work in self._open):
+                    raise NeedsWeights
                 for event in self._intake.events(_TICK_S):
                     if (landed := self._settle(event)) is not None:
                         yield landed
                 self._drop_the_lost()
-                self._abort_stragglers()
+                for work in self._open:
+                    self._abort_stragglers(work)
                 if self._check_deadlines():
                     self._fleet.probe_all()
-            if work.given_up:
-                self._intake.end(list(self._attempts))
         finally:
-            self._intake.cancel(list(self._attempts))
-            for ticket in list(self._attempts):
-                self._forget(ticket)
+            self._cancel(list(self._attempts))
+
+    def _take_up(self) -> bool:
+        """Begin what has been added, and end what is complete or given up. Returns whether anything is left."""
+        dropped = [one for one in self._open if one.given_up]
+        for work in dropped:
+            tickets = self._tickets(work)
+            self._intake.end(tickets)
+            self._cancel(tickets)
+        for work in [one for one in list(self._works) if one not in self._open and one.is_wanted]:
+            over = work.done.keys() | work.lost.keys()
+            work.pending = deque(index for index in range(len(work.groups)) if index not in over)
+            self._open.append(work)
+        for work in [one for one in self._open if one.is_complete and one not in dropped]:
+            work.finished.set_result(None)
+        # one that is given up just now has requests, which the next round ends
+        left = [one for one in self._open if not one.finished.done() and one not in dropped]
+        self._open = sorted(left, key=lambda work: work.order)
+        return bool(self._open)
+
+    def _tickets(self, work: Work) -> list[int]:
+        return [ticket for ticket, attempt in self._attempts.items() if attempt.work is work]
+
+    def _cancel(self, tickets: Sequence[int]) -> None:
+        self._intake.cancel(tickets)
+        for ticket in tickets:
+            self._forget(ticket)
 
     def _assign(self) -> None:
-        while self._pending:
-            group = self._work.groups[self._pending[0]]
-            free = [asked for asked in self._fleet.targets_for(group) if self._has_room(asked, group)]
-            if not free:
-                return
-            self._ask(min(free, key=lambda asked: asked.outstanding_tokens / asked.width), self._pending.popleft())
+        for work in self._open:
+            while work.pending:
+                group = work.groups[work.pending[0]]
+                free = [asked for asked in self._fleet.targets_for(group) if self._has_room(asked, group)]
+                if not free:
+                    return
+                least = min(free, key=lambda asked: asked.outstanding_tokens / asked.width)
+                self._ask(least, work, work.pending.popleft())
 
-    def _ask(self, member: Endpoint, index: int) -> None:
-        work, ticket = self._work, next(self._fleet.tickets)
+    def _ask(self, member: Endpoint, work: Work, index: int) -> None:
+        ticket = next(self._fleet.tickets)
         group, now = work.groups[index], self._clock()
         left_s = work.first_asked.setdefault(index, now) + self._limits.request_timeout_s - now
         with self._fleet.lock:
             member.began(group.cost, group.count)
-        self._attempts[ticket] = _Attempt(index, member, self._fleet.spans.clock(), member.outages)
-        prompt = work.prompts[index] if work.prompts else b""
-        self._intake.ask(Submit(ticket, index, member.name, group, work.expected, left_s + _ANSWER_S, prompt))
+        self._attempts[ticket] = _Attempt(work, index, member, self._fleet.spans.clock(), member.outages)
+        whole, first = work.part_of(index)
+        prompt = work.prompts[whole] if work.prompts else b""
+        asked = Submit(ticket, whole, member.name, group, work.expected, left_s + _ANSWER_S, prompt, work.number, first)
+        self._intake.ask(asked)
 
     def _has_room(self, member: Endpoint, group: GenerateRequest) -> bool:
         """A group that is larger than the whole room goes alone: it could go nowhere else."""
         room = self._limits.max_concurrent_sequences * member.width - member.completions
         fits = group.count <= room or member.groups == 0
-        return member.is_free and fits and member.groups < self._intake.room(member.name)
+        is_ready = member.is_free and not member.asleep
+        return is_ready and fits and member.groups < self._intake.room(member.name)
 
     def _forget(self, ticket: int) -> _Attempt:
         attempt = self._attempts.pop(ticket)
-        group = self._work.groups[attempt.index]
+        group = attempt.work.groups[attempt.index]
         with self._fleet.lock:
             attempt.member.ended(group.cost, group.count)
         return attempt
@@ -224,76 +305,116 @@ class Dispatch:
     def _settle(self, event: Event) -> int | None:
         """The group that has landed, if one has. Tickets that are no longer wanted are passed over."""
         if isinstance(event, Graded):
-            if event.ticket in self._work.landed:
-                index = self._work.landed[event.ticket]
-                self._work.ready.add(index)
-                now = self._fleet.spans.clock()
-                self._show("grading", index, self._landed_s.pop(event.ticket, now), now, event.ticket)
+            for work in self._open:
+                if event.ticket in work.landed:
+                    index = work.landed[event.ticket]
+                    work.ready.add(index)
+                    now = self._fleet.spans.clock()
+                    self._show("grading", work.groups[index], self._landed_s.pop(event.ticket, now), now, event.ticket)
             return None
         if event.ticket not in self._attempts:
             return None
         attempt = self._forget(event.ticket)
+        work, group = attempt.work, attempt.work.groups[attempt.index]
         landed_s = self._landed_s[event.ticket] = self._fleet.spans.clock()
-        self._show(f"requests {attempt.member.name}", attempt.index, attempt.began_s, landed_s, event.ticket)
+        self._show(f"requests {attempt.member.name}", group, attempt.began_s, landed_s, event.ticket)
         if isinstance(event, AttemptFailed):
             self._failed(attempt, event)
             return None
         aborted = event.reasons.count("abort")
-        if aborted and not (self._work.stragglers_ended and all(event.lengths)):
-            self._aborted(attempt, event.ticket)
-            return None
-        self._work.stragglers_aborted += aborted
-        self._work.done[attempt.index] = event
-        self._work.landed[event.ticket] = attempt.index
+        if aborted and not (work.stragglers_ended or attempt.index in work.ended):
+            if not self._aborted(attempt, event):
+                return None
+            aborted = 0
+        work.stragglers_aborted += aborted * work.stragglers_ended
+        work.done[attempt.index] = event
+        work.landed[event.ticket] = attempt.index
         with self._fleet.lock:
             attempt.member.delivered()
         return attempt.index
 
-    def _show(self, track: str, index: int, began_s: float, ended_s: float, ticket: int) -> None:
+    def _show(self, track: str, group: GenerateRequest, began_s: float, ended_s: float, ticket: int) -> None:
         spans = self._fleet.spans
         if spans.on:
-            spans.add(track, self._work.groups[index].request_id, began_s, ended_s, ticket)
+            spans.add(track, group.request_id, began_s, ended_s, ticket)
 
     def _again(self, attempt: _Attempt, *, was_sampled: bool = True) -> None:
-        self._work.retries += 1
-        self._pending.appendleft(attempt.index)
+        work = attempt.work
+        if attempt.index in work.ended:
+            return self._lose(work, attempt.index, _LATE)
+        work.retries += 1
+        work.pending.appendleft(attempt.index)
         if was_sampled and not attempt.member.server.dialect.seeded:
-            self._work.resent.add(attempt.index)
+            work.resent.add(work.part_of(attempt.index)[0])
+
+    def _lose(self, work: Work, index: int, why: str) -> None:
+        """Its completions are missing from the step."""
+        log(f"rollout: request {work.groups[index].request_id} is given up: {why}")
+        work.lost[index] = why
+        if index in work.pending:
+            work.pending.remove(index)
 
     def _failed(self, attempt: _Attempt, event: AttemptFailed) -> None:
-        """Raises RunAborted for a failure that another server would repeat."""
-        member, request_id = attempt.member, self._work.groups[attempt.index].request_id
+        """Raises RunAborted for a failure that another server would repeat, unless the group may be missing."""
+        work, member, request_id = attempt.work, attempt.member, attempt.work.groups[attempt.index].request_id
         if event.kind == "ours":
             raise RunAborted(f"request {request_id}: {event.text}")
-        turned_away = event.kind == "refused" and (event.status in BUSY or event.status < 500)
+        is_refused = event.kind == "refused"
+        if is_refused and 400 <= event.status < 500 and event.status not in (*BUSY, *_NOT_THE_SERVER):
+            if not work.may_lose:
+                raise RunAborted(f"{member.name} refused request {request_id}: {event.text}")
+            return self._lose(work, attempt.index, f"{member.name} refused it: {event.text}")
+        turned_away = is_refused and (event.status in BUSY or event.status < 500)
         self._again(attempt, was_sampled=not turned_away)
-        if event.kind == "refused" and event.status in BUSY:
+        if is_refused and event.status in BUSY:
             with self._fleet.lock:
                 return member.back_off(event.retry_after_s)
-        if event.kind == "refused" and 400 <= event.status < 500 and event.status not in _NOT_THE_SERVER:
-            raise RunAborted(f"{member.name} refused request {request_id}: {event.text}")
         self._blame(attempt, event.text)
 
-    def _aborted(self, attempt: _Attempt, ticket: int) -> None:
-        """Aborted by a weight sync, or by the server unasked."""
-        self._intake.cancel([ticket])  # drops what it brought
-        self._again(attempt)
-        aborts = self._work.aborts[attempt.index] = self._work.aborts.get(attempt.index, 0) + 1
+    def _aborted(self, attempt: _Attempt, event: Completed) -> bool:
+        """Aborted by a weight sync, or by the server unasked. Returns whether what it brought is used, since only a
+        part of the group is missing: that part is asked for again, with its own seeds."""
+        work = attempt.work
+        aborts = work.aborts[attempt.index] = work.aborts.get(attempt.index, 0) + 1
+        rest = [place for place, reason in enumerate(event.reasons) if reason == "abort"]
+        splits = work.may_split and aborts <= _MOST_ABORTS and len(rest) < len(event.reasons)
+        work.completions_aborted += len(rest) if splits else len(event.reasons)
+        if splits:
+            work.retries += 1
+            self._ask_for_rest(attempt, rest)
+        else:
+            self._intake.cancel([event.ticket])  # drops what it brought
+            self._again(attempt)
         if aborts > _MOST_ABORTS:
             self._blame(attempt, f"it has ended the request {aborts} times, unasked")
+        return splits
+
+    def _ask_for_rest(self, attempt: _Attempt, places: Sequence[int]) -> None:
+        work, group = attempt.work, attempt.work.groups[attempt.index]
+        whole, first = work.part_of(attempt.index)
+        stem, _, number = group.request_id.rpartition("-")
+        for place in places:
+            work.pending.append(index := len(work.groups))
+            work.parts[index], work.first_asked[index] = (whole, first + place), work.first_asked[attempt.index]
+            work.aborts[index] = work.aborts[attempt.index]
+            name, seed = f"{stem}-{int(number) + place}", group.seed + place
+            work.groups.append(msgspec.structs.replace(group, request_id=name, count=1, seed=seed))
+            if not attempt.member.server.dialect.seeded:
+                work.resent.add(whole)
 
     def _blame(self, attempt: _Attempt, why: str) -> None:
         """A failure of this server, and one of this request's few."""
-        work, member = self._work, attempt.member
+        work, member = attempt.work, attempt.member
         if member.outages != attempt.outages:  # it broke many connections at once, and another's failure came first
             return
         said = work.failures.setdefault(attempt.index, [])
         said.append(f"{member.name}: {why}")
         self._fleet.mark_out(member, why)
         if len(said) >= _MOST_FAILURES:
-            raise RunAborted(
-                f"request {work.groups[attempt.index].request_id} has failed {len(said)} times: {'; '.join(said)}"
-            )
+            why = f"has failed {len(said)} times: {'; '.join(said)}"
+            if not work.may_lose:
+                raise RunAborted(f"request {work.groups[attempt.index].request_id} {why}")
+            self._lose(work, attempt.index, why)
 
     def _drop_the_lost(self) -> None:
         """Attempts on servers that have gone out go elsewhere; a probe, an answer or a sync may have marked them."""
@@ -306,50 +427,45 @@ class Dispatch:
         for ticket in reversed(lost):
             self._again(self._forget(ticket))
 
-    def _wait_for_anyone(self) -> None:
-        fleet, wait_s = self._fleet, self._limits.engine_wait_s
-        deadline = self._clock() + wait_s
-        log(f"rollout: no server with the present weights; waiting up to {wait_s:g} s for one")
-        while not fleet.live and not self._work.given_up:
-            if any(member.state == "stale" for member in fleet.members):
-                raise NeedsWeights
-            if self._clock() > deadline:
-                states = "; ".join(f"{name} {state}" for name, state in fleet.health().items())
-                ids = [self._work.groups[index].request_id for index in self._pending]
-                raise RunAborted(
-                    f"all {len(fleet.members)} rollout servers have been gone for rollout.limits.engine_wait_s ="
-                    f" {wait_s:g} s ({states}); waiting requests: {_listed(ids)}"
-                )
-            for event in self._intake.events(_TICK_S):
-                self._settle(event)
-            self._check_deadlines()
-            fleet.restart_dead()
-            fleet.revive()
-
-    def _abort_stragglers(self) -> None:
-        work, share = self._work, self._limits.finish_fraction
-        if share == 1 or not work.allow_straggler_abort or work.stragglers_ended or self._pending or not self._attempts:
+    def _abort_stragglers(self, work: Work) -> None:
+        share = self._limits.finish_fraction
+        if share == 1 or not work.may_lose or work.stragglers_ended or work.pending:
             return
         total = sum(group.count for group in work.groups)
-        if sum(work.groups[index].count for index in work.done) >= share * total:
+        tickets = self._tickets(work)
+        if tickets and sum(work.groups[index].count for index in work.done) >= share * total:
             work.stragglers_ended = True
-            self._intake.end(list(self._attempts))
+            self._intake.end(tickets)
 
     def _check_deadlines(self) -> bool:
         now, limit_s = self._clock(), self._limits.request_timeout_s
         if now - self._checked_s < _TICK_S:  # thousands may wait, and events come by the hundred
             return False
         self._checked_s = now
-        waiting = [*self._pending, *(attempt.index for attempt in self._attempts.values())]
-        where = {attempt.index: f" on {attempt.member.name}" for attempt in self._attempts.values()}
-        asked = self._work.first_asked
-        if late := [index for index in waiting if now - asked.get(index, now) > limit_s]:
-            names = [f"{self._work.groups[index].request_id}{where.get(index, '')}" for index in late]
+        waiting = [(work, index, "") for work in self._open for index in work.pending]
+        waiting += [(one.work, one.index, f" on {one.member.name}") for one in self._attempts.values()]
+        late = [
+            (work, index, where)
+            for work, index, where in waiting
+            if now - work.first_asked.get(index, now) > limit_s and index not in work.ended
+        ]
+        self._end_late([(work, index) for work, index, _ in late if work.may_lose])
+        if late := [each for each in late if not each[0].may_lose]:
+            names = [f"{work.groups[index].request_id}{where}" for work, index, where in late]
             raise RunAborted(
                 f"{len(late)} requests (step-prompt-completion) have waited longer than"
                 f" rollout.limits.request_timeout_s = {limit_s:g} s since their first try: {_listed(names)}"
             )
         return True
+
+    def _end_late(self, late: Sequence[tuple[Work, int]]) -> None:
+        """What runs ends where it is, and what was not asked yet is missing."""
+        for work, index in late:
+            work.ended.add(index)
+            if index in work.pending:
+                self._lose(work, index, _LATE)
+        if late:
+            self._intake.end([t for t, one in self._attempts.items() if (one.work, one.index) in late])
 
 
 def _listed(names: Sequence[str]) -> str:

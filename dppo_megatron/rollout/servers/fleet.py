@@ -13,31 +13,27 @@ The rules:
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count, zip_longest
+from itertools import count
 from threading import Condition
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import NotProven
-from dppo_megatron.rollout.servers.intake import Intake
-from dppo_megatron.rollout.servers.member import HUNG_S, Endpoint, Member
+from dppo_megatron.rollout.servers.member import Endpoint, Member
 from dppo_megatron.rollout.servers.protocol import Server
 from dppo_megatron.rollout.servers.router import Router, RouterServer
-from dppo_megatron.rollout.servers.server_process import ServerProcess, stop_all
-from dppo_megatron.rollout.servers.wire import GenerateRequest
+from dppo_megatron.rollout.servers.wire import GenerateRequest, Intake
 from dppo_megatron.spans import recorder
 from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 
 _ANSWER_S = 30.0
 """At most, for a server that is out: the sync or the rollout waits meanwhile."""
-_READY_S = 5.0
 
 
 @dataclass
@@ -58,7 +54,7 @@ class Fleet:
 
     Args:
         intake: has the servers asked; needed for rollouts only.
-        processes: the processes of `servers`, if the trainer has started them.
+        are_own: this job has started the servers.
         clock: seconds that only grow.
         threads: where questions to servers wait for their answers.
         health_file: gets the servers' states, for `watch`.
@@ -73,7 +69,7 @@ class Fleet:
         servers: Sequence[Server],
         config: RolloutConfig,
         intake: Intake | None = None,
-        processes: Sequence[ServerProcess] = (),
+        are_own: bool = False,
         clock: Callable[[], float] = time.monotonic,
         threads: Executor | None = None,
         health_file: HealthFile | None = None,
@@ -83,10 +79,8 @@ class Fleet:
     ) -> None:
         self.lock = Condition()
         """Held to change a member; never across a call to a server."""
-        self.members = [
-            Member(server, self.lock, clock, process) for server, process in zip_longest(servers, processes)
-        ]
-        self.routers = [Router(router, self.lock, clock) for router in routers]
+        self.members = [Member(server, self.lock, clock, are_own) for server in servers]
+        self.routers = [Router(router, self.lock, self.members, clock) for router in routers]
         self.intake = intake
         self.spans = recorder()  # kept here for the rollout thread, whose own context has none
         self._recruit, self._inspect = recruit, inspect
@@ -94,8 +88,6 @@ class Fleet:
         self._threads = threads or ThreadPoolExecutor(max_workers=max(32, len(servers)), thread_name_prefix="probe")
         self._expected = ""
         self._probing: dict[str, _Probe] = {asked.name: _Probe() for asked in self.endpoints}
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="launcher")
-        """Its thread lives as long as the trainer: the kernel ends a server with the thread that has started it."""
         self.tickets = count(1)
 
     @property
@@ -113,17 +105,6 @@ class Fleet:
         routers = [r for r in self.routers if r.state == "live" and r.server.dialect.carries(group)]
         behind = {name for router in routers for name in router.server.named}
         return [*routers, *(member for member in self.live if member.name not in behind)]
-
-    def follow_routers(self) -> None:
-        """Let routers become live with their workers, and fail with them."""
-        if not self.routers:
-            return
-        with self.lock:
-            members = {member.name: member for member in self.members}
-            news = [(router, router.follow(members)) for router in self.routers]
-        for router, reason in news:
-            if reason:
-                self.mark_out(router, reason)
 
     def health(self) -> dict[str, str]:
         """live, or the state and its reason, by address."""
@@ -180,37 +161,25 @@ class Fleet:
             log(f"rollout: {member.name}: {reason}")
             member.server.http.close()
 
-    def restart_dead(self) -> None:
-        """Start the trainer's own servers that have ended or hang again; they come back by answering a probe.
+    def hanging(self) -> list[str]:
+        """The job's own servers that hang, by address. Each is asked once more: while the actor trains none is."""
+        self._ask([member for member in self.members if member.hangs])
+        return [member.name for member in self.members if member.hangs]
 
-        One that seems to hang is asked once more: while the actor trains none is, and loading a model takes minutes.
-        """
-        self._ask([one for one in self.members if one.process and not one.process.is_starting and one.hangs])
+    def restarted(self, why: Mapping[str, str]) -> None:
+        """The servers at these addresses were started again, and why."""
         for member in self.members:
-            own = member.process
-            if own is None or ((runs := own.is_running) and not member.hangs):
-                continue
-            happened = f"has not answered for {HUNG_S:.0f} s" if runs else "had ended"
-            if self._starter.submit(own.start_if_ended, hangs=member.hangs).result():
-                log(f"rollout: the launched server {member.name} {happened}; it is started again")
+            if member.name in why:
+                log(f"rollout: the launched server {member.name} {why[member.name]}; it is started again")
                 with self.lock:
                     self._probing[member.name] = _Probe()  # an earlier question was to the process before
                     member.restarted()
 
-    def wait_for_starting(self, timeout_s: float) -> None:
-        """Return when no launched server is still starting; one that fails at it stays out."""
-        for member in self.members:
-            if member.process is not None and member.process.is_starting:
-                with contextlib.suppress(UserError):
-                    member.process.wait_ready(lambda m=member: m.server.healthy(timeout_s=_READY_S), timeout_s)  # type: ignore[misc]
-
     def close(self) -> None:
-        """Close every connection, end the threads and the trainer's own servers."""
+        """Close every connection and end the threads."""
         for asked in self.endpoints:
             asked.server.http.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._starter.shutdown(wait=False, cancel_futures=True)
-        stop_all(member.process for member in self.members if member.process is not None)
 
     def probe_all(self) -> None:
         """Start the health probes that are due and act on those that have come back."""
@@ -232,7 +201,7 @@ class Fleet:
     def _look_at(self, asked: Endpoint, timeout_s: float) -> None:
         """The health probe. Raises Unreachable or Refused, or UserError for a server that is back and another one."""
         asked.server.healthy(timeout_s=timeout_s)
-        if isinstance(asked, Member) and asked.state == "out" and asked.process is None:
+        if isinstance(asked, Member) and asked.state == "out" and not asked.is_own:
             self._inspect(asked)
 
     def _has_answered(self, asked: Endpoint, error: BaseException | None) -> None:
@@ -250,8 +219,6 @@ class Fleet:
     def _is_back(self, member: Endpoint) -> None:
         with self.lock:
             member.answered()
-        if isinstance(member, Member) and member.process is not None:
-            member.process.is_starting = False
         # a probe that was begun while it hung may fail only now, and would mark it out again
         self._probing[member.name].answer = None
         waits_for = "after a weight sync" if isinstance(member, Member) else "when all of its workers do"

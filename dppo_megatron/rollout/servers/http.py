@@ -12,7 +12,11 @@ Beyond aiohttp:
 - An answer has a size that it may not pass, and only 2xx is success: a redirect is a wrong address, not weights.
   Nothing is decompressed: a small answer can unpack to gigabytes.
 - A server that closes an idle connection has not failed (`Stale`).
-- The other end of a connection proves its identity before anything is sent to it (`identity.py`).
+- The other end of a new connection proves that it has the server's key before anything is sent to it. Anybody can read
+  a launched server's port in its command line before it is bound; another user's program that binds it first would get
+  the key with the first health probe, and its completions would be trained on. A connection stays with the process
+  that accepted it, so starts, restarts and new servers need no further rule. It is plain HTTP all the same: a man in
+  the middle between two machines reads and writes what follows.
 - An answer is decoded as the type that the caller names, with its bounds: no unchecked value of a server is read.
 """
 
@@ -25,6 +29,7 @@ import functools
 import json
 import math
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
@@ -37,7 +42,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from dppo_megatron.rollout.servers.identity import is_proven
+from dppo_megatron.rollout.servers.in_engine.dppo_vllm_guard import PROOF_HEADER, PROOF_PATH, proof
 from dppo_megatron.texts import one_line
 from dppo_megatron.types import RunAborted, UserError
 
@@ -49,6 +54,7 @@ OUR_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS,
 STALE_TRIES = 3
 """Of one call over kept connections. At the first break the loop also sees all others that were closed by then."""
 ERROR_BYTES = 64 << 10
+_LARGEST_PROOF = 8192
 _IDLE_S = 4.0
 """uvicorn, which both engines use, closes connections that have been idle for five seconds."""
 _READERS = 8
@@ -81,7 +87,7 @@ class Refused(Exception):
 
 
 class NotProven(Unreachable):
-    """What answers at a server's address is not that server (`identity.py`)."""
+    """What answers at a server's address is not that server (`_is_proven`)."""
 
     def __init__(self, url: str) -> None:
         super().__init__(
@@ -346,13 +352,32 @@ class _ToPeers(aiohttp.TCPConnector):
         peer = self.provers.get(_place(str(req.url)))
         if peer is None or peer.proves is False:
             return made
-        if await is_proven(made, peer.api_key):
+        if await _is_proven(made, peer.api_key):
             peer.proves = True
             return made
         if peer.proves:
             raise NotProven(peer.url)
         peer.proves = False  # a server without our check: the user's address is trusted
         return await super()._create_connection(req, traces, timeout)
+
+
+async def _is_proven(made: Any, key: str) -> bool:
+    """Whether the other end of `made`, a new connection of aiohttp's, has the server's key; else it is closed."""
+    transport, nonce = made.transport, secrets.token_hex(32).encode()
+    wanted = b"\r\n%s: %s\r\n" % (PROOF_HEADER, proof(key, nonce, transport.get_extra_info("peername")[:2]))
+    reader = asyncio.StreamReader(limit=_LARGEST_PROOF)
+    transport.set_protocol(asyncio.StreamReaderProtocol(reader))
+    try:
+        transport.write(b"GET %s?%s HTTP/1.1\r\nHost: server\r\n\r\n" % (PROOF_PATH.encode(), nonce))
+        with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            if head.startswith(b"HTTP/1.1 204 ") and wanted in head.lower():
+                transport.set_protocol(made)
+                return True
+        return False
+    finally:
+        if transport.get_protocol() is not made:
+            transport.abort()
 
 
 def _place(url: str) -> tuple[str | None, int]:

@@ -26,7 +26,6 @@ from threading import Condition
 from typing import Literal
 
 from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, Generator, Server
-from dppo_megatron.rollout.servers.server_process import ServerProcess
 
 State = Literal["out", "stale", "live"]
 _FREE_FAILURES = 3
@@ -53,14 +52,14 @@ class Endpoint:
         self.server = server
         self._lock, self._clock = lock, clock
         self._state: State = "stale"
-        self.reason = "not synced yet"
-        """Why it is not live; empty if it is."""
+        self._reason = "not synced yet"
         self.target_version = ""
         """The version that makes it live."""
-        self.outages = 0
-        """How often it has gone out."""
+        self._outages = 0
         self.failures = 0
         """Outages in a row, without one good answer between them."""
+        self.is_starting = False
+        """This job has started it again, and it has not answered since."""
         self.has_leftovers = False
         """It has been out since its last sync: requests that others have answered since may still run there."""
         self.outstanding_tokens = self.groups = self.completions = 0
@@ -89,9 +88,19 @@ class Endpoint:
         return self._state
 
     @property
+    def reason(self) -> str:
+        """Why it is not live; empty if it is."""
+        return self._reason
+
+    @property
+    def outages(self) -> int:
+        """How often it has gone out."""
+        return self._outages
+
+    @property
     def condition(self) -> str:
         """Its state and the reason for it, for messages."""
-        return self._state if self._state == "live" else f"{self._state}: {self.reason}"
+        return self.state if self.state == "live" else f"{self.state}: {self.reason}"
 
     # ------------------------------------------------------------------------------------------------ its life
 
@@ -99,10 +108,10 @@ class Endpoint:
         """It broke a connection, answered badly or not at all. Returns whether that is news."""
         self._owned()
         was_in = self._state != "out"
-        self._state, self.reason = "out", reason
+        self._state, self._reason = "out", reason
         if was_in:
             self._out_since = self._clock()
-            self.outages += 1
+            self._outages += 1
             self.failures += 1
             self.has_leftovers = True
             wait_s = min(_LONGEST_BACKOFF_S, 2.0 ** (self.failures - _FREE_FAILURES - 1))
@@ -112,27 +121,28 @@ class Endpoint:
     def reject(self, reason: str) -> None:
         """It answers, and is not a server that this run can use. Asked again after a while: its owner may mend it."""
         self._owned()
-        self.reason, self._asked_again_at = reason, self._clock() + _MISFIT_S
+        self._reason, self._asked_again_at = reason, self._clock() + _MISFIT_S
 
     def answered(self) -> None:
         """It answers, with any weights. One that has left may answer an earlier question."""
         self._owned()
+        self.is_starting = False
         if self._state == "out" and not self._has_left:
-            self._state, self.reason = "stale", "back, to be synced"
+            self._state, self._reason = "stale", "back, to be synced"
 
     def set_target(self, version: str) -> None:
         """From now on `version` is what makes it live."""
         self._owned()
         self.target_version = version
         if self._state == "live":
-            self._state, self.reason = "stale", f"to get weight sync {version}"
+            self._state, self._reason = "stale", f"to get weight sync {version}"
 
     def synced(self, version: str) -> bool:
         """It has all weights of `version` and generates. Returns whether it is live: not if it has failed meanwhile, or
         if others are expected by now."""
         self._owned()
         if self._state == "stale" and version == self.target_version:
-            self._state, self.reason, self.has_leftovers = "live", "", False
+            self._state, self._reason, self.has_leftovers = "live", "", False
         return self._state == "live" and version == self.target_version
 
     def delivered(self) -> None:
@@ -183,7 +193,7 @@ class Member(Endpoint):
     """One server.
 
     Args:
-        process: the server's process, if the trainer has started it.
+        is_own: this job has started it.
 
     Example:
         member = Member(server, lock)     # stale: it answers, and has no weights of ours
@@ -200,10 +210,10 @@ class Member(Endpoint):
         server: Server,
         lock: Condition,
         clock: Callable[[], float] = time.monotonic,
-        process: ServerProcess | None = None,
+        is_own: bool = False,
     ) -> None:
         super().__init__(server, lock, clock)
-        self.process = process
+        self.is_own = is_own
 
     @property
     def width(self) -> int:
@@ -215,16 +225,18 @@ class Member(Endpoint):
 
     @property
     def hangs(self) -> bool:
-        """Whether it has been out for so long. It may not have been asked meanwhile: see `Fleet.restart_dead`."""
-        return self._state == "out" and self._clock() - self._out_since > HUNG_S
+        """Whether this job's own server has been out for so long, and is not starting. It may not have been asked
+        meanwhile: see `Fleet.hanging`."""
+        out_s = self._clock() - self._out_since
+        return self.is_own and self._state == "out" and not self.is_starting and out_s > HUNG_S
 
     def restarted(self) -> None:
         """Its process is a new one: no weights of ours, nothing that still runs, all of its memory. It comes back by
         answering."""
         self._owned()
-        self.outages += self._state != "out"  # it had ended unseen
-        self._state, self.reason, self._out_since = "out", "its process was started again", self._clock()
-        self.asleep, self.has_leftovers = frozenset(), False
+        self._outages += self._state != "out"  # it had ended unseen
+        self._state, self._reason, self._out_since = "out", "its process was started again", self._clock()
+        self.asleep, self.has_leftovers, self.is_starting = frozenset(), False, True
 
     def removed(self, reason: str) -> bool:
         """Its address was removed: it is asked nothing more. Returns whether that is news."""
@@ -232,8 +244,8 @@ class Member(Endpoint):
         news = not self._has_left
         self._has_left = True
         if news:
-            self.outages += self._state != "out"
-            self._state, self.reason, self.has_leftovers = "out", reason, True
+            self._outages += self._state != "out"
+            self._state, self._reason, self.has_leftovers = "out", reason, True
         return news
 
     def may_return(self) -> None:

@@ -6,17 +6,18 @@ A dialect only translates. Which server is asked, how often, and what a failure 
 from __future__ import annotations
 
 import re
+import secrets
 import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeAlias
 
 import msgspec
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dppo_megatron.rollout.servers.control_answers import ModelFile
 from dppo_megatron.rollout.servers.dialects import AnyDialect
-from dppo_megatron.rollout.servers.groups import BroadcastGroup, GroupRendezvous
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled, checked
 from dppo_megatron.types import UserError
@@ -26,6 +27,30 @@ DeviceMemory = Literal["weights", "kv_cache"]
 Offer: TypeAlias = dict[str, Any] | str
 """How a worker maps memory of the trainer: JSON for vLLM, a pickle of handles in base64 for SGLang."""
 DEVICE_MEMORY: frozenset[DeviceMemory] = frozenset(("weights", "kv_cache"))
+
+# `Http.get` and `Http.post` decode a server's answers into types like these: one that lacks a field, or has a value out
+# of its bounds, is a `BadAnswer`, a failure of that server. Other fields are skipped. Commands answer `http.Done`.
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
+Version: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9][0-9A-Za-z.+_-]{0,63}\Z")]
+Workers: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+Nccl: TypeAlias = dict[Text, Text]
+
+
+class HeldTensors(msgspec.Struct):
+    checksums: dict[Text, Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16,64}\Z")]]
+    """SHA-256, or its first digits, by name of a tensor."""
+
+
+class NamedWeights(msgspec.Struct):
+    weight_version: Text
+
+
+class ModelFile(msgspec.Struct):
+    """A checkpoint's config.json, at the path that a server names."""
+
+    architectures: Annotated[list[Text], msgspec.Meta(min_length=1)]
+    vocab_size: Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +72,12 @@ class ServerInfo:
     """Log-probabilities under top_p or top_k are given for a top_k of at most this; None: always."""
     top_p_after_top_k: bool = True
     """top_p is measured on what top_k leaves, as everywhere else; not on the whole distribution."""
+    returns_experts: bool = False
+    """Completions come with the experts of their tokens where they are asked for: as arrays, of our path alone."""
     devices: tuple[str, ...] = ()
     """UUID of each worker's GPU, or `cpu`, replica by replica; empty: not reported."""
     nccl: dict[str, str] = field(default_factory=dict)
-    """`dppo_nccl.settings()` there; empty: not reported."""
+    """`dppo_wire.nccl_settings()` there; empty: not reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +88,29 @@ class TensorNote:
     dtype: str
     """torch's name without the prefix, e.g. bfloat16."""
     shape: tuple[int, ...]
+
+
+BroadcastBackend = Literal["gloo", "nccl"]
+CHUNK_BYTES = 4 << 20
+"""Of the chain. Smaller ones fill it sooner, larger ones wake fewer threads; a chain of n workers lags by n chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRendezvous:
+    """Where the members of one group find each other, and what they agree on."""
+
+    name: str
+    """Unique in this process and at the server: torch keeps a register of names."""
+    backend: BroadcastBackend
+    host: str
+    store: TCPStore
+    world_size: int
+    joining: timedelta
+    """For all members to join."""
+    timeout: timedelta
+    """For one transfer."""
+    secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    """Goes to servers with the request to join; members show each other that they know it, where both ends are ours."""
 
 
 class Generator(Protocol):
@@ -80,6 +130,8 @@ class Server(Generator, Protocol):
     """One server. Every method raises as `healthy` does, and reaches every replica."""
 
     engine: ClassVar[str]
+    runs_our_receiver: ClassVar[bool]
+    """Its workers receive broadcasts by `in_engine/dppo_wire.py`; else as torch's process groups do."""
     replicas: int
     """Data-parallel engines behind its address, each with its cache and batch; final, as `world_size` is, once it has
     described itself."""
@@ -104,8 +156,9 @@ class Server(Generator, Protocol):
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
         """SHA-256 of the tensors that each replica can show, by its own names; empty if none shows any."""
 
-    def sleep(self, awake: Set[DeviceMemory], *, timeout_s: float) -> None:
-        """End what still runs, and free all device memory, of which `awake` is what is not free already."""
+    def sleep(self, awake: Set[DeviceMemory], *, keeps: bool = False, timeout_s: float) -> None:
+        """End what still runs, or keep it for `resume`, and free all device memory, of which `awake` is what is not
+        free already."""
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
         """Take one of them back, once: SGLang's scheduler ends when it is asked for what it has."""
@@ -115,9 +168,6 @@ class Server(Generator, Protocol):
     def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
         """Have the workers join a broadcast group as ranks `first_rank` and following, and leave an earlier one. Other
         servers' workers have the ranks before and after. Returns when all members have joined."""
-
-    def own_group(self, meeting: GroupRendezvous) -> BroadcastGroup:
-        """The trainer's end of that group. Returns when all have joined."""
 
     def begin_update(self, *, timeout_s: float) -> None:
         """A server that was left in the middle of an earlier update begins afresh."""

@@ -16,18 +16,31 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
+from typing import Annotated
 
-from dppo_megatron.rollout.servers import control_answers
+import msgspec
+
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, SGLangRouterDialect, VLLMDialect
 from dppo_megatron.rollout.servers.directory import RegistryEntry
 from dppo_megatron.rollout.servers.http import MAX_ANSWER_BYTES, BadAnswer, Http, Refused, Unreachable
-from dppo_megatron.rollout.servers.member import Endpoint, Member
+from dppo_megatron.rollout.servers.member import Endpoint, Member, State
+from dppo_megatron.rollout.servers.protocol import Text
 from dppo_megatron.texts import log
 
 _ASK_S = 10.0
+
+
+class Routed(msgspec.Struct):
+    url: Text
+
+
+class RoutedWorkers(msgspec.Struct):
+    """As sglang-router 0.3.2 and vllm-router 0.1.17 list them."""
+
+    workers: Annotated[list[Routed], msgspec.Meta(max_length=4096)]
 
 
 @dataclass
@@ -48,40 +61,50 @@ class RouterServer:
 
 
 class Router(Endpoint):
-    """A router, as the fleet asks it.
+    """A router, as the fleet asks it: live while it answers and all of its workers are live. An outage of one of them
+    is one of its own.
 
-    Its states are a server's: live while all of its workers are, see `follow`.
+    Args:
+        members: the fleet's, which grow.
     """
 
     server: RouterServer
 
-    def __init__(self, server: RouterServer, lock: Condition, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        server: RouterServer,
+        lock: Condition,
+        members: Sequence[Member],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(server, lock, clock)
-        self._outages: dict[str, int] = {}
-        """Of its workers, at the last call of `follow`."""
-        self._width = 1
+        self._members = members
 
     @property
     def width(self) -> int:
-        return self._width
+        return max(1, sum(member.width for member in self._workers))
 
-    def follow(self, members: Mapping[str, Member]) -> str:
-        """Become live with the last of its workers, and stale with the first. Returns why it has failed, if it has: one
-        of its workers has."""
-        self._owned()
-        named, before = self.server.named, self._outages
-        self._width = max(1, sum(members[name].width for name in named if name in members))
-        self._outages = {name: members[name].outages for name in named if name in members}
-        failed = [name for name, outages in before.items() if name in members and members[name].outages > outages]
-        if failed and self.state != "out":
-            return f"its worker {failed[0]} has failed; those with the present weights are asked themselves"
-        missing = sorted(name for name in named if name not in members or members[name].state != "live")
-        if missing and self.state == "live":
-            self.set_target(self.target_version)
-            self.reason = f"its worker {missing[0]} has not the present weights"
-        if named and not missing:
-            self.synced(self.target_version)
-        return ""
+    @property
+    def outages(self) -> int:
+        return self._outages + sum(member.outages for member in self._workers)
+
+    @property
+    def state(self) -> State:
+        return "out" if self._state == "out" else "stale" if self._missing else "live"
+
+    @property
+    def reason(self) -> str:
+        """Why it is not live."""
+        is_workers = self.state == "stale"
+        return f"its worker {self._missing[0]} has not the present weights" if is_workers else self._reason
+
+    @property
+    def _workers(self) -> list[Member]:
+        return [member for member in self._members if member.name in self.server.named]
+
+    @property
+    def _missing(self) -> list[str]:
+        return sorted(self.server.named - {member.name for member in self._workers if member.state == "live"})
 
 
 def named_now(
@@ -97,7 +120,7 @@ def named_now(
 
 def named_workers(http: Http, timeout_s: float) -> list[str]:
     """The addresses that `GET /workers` names. Raises as `Http.get`."""
-    answer = http.get("/workers", control_answers.RoutedWorkers, timeout_s=timeout_s)
+    answer = http.get("/workers", RoutedWorkers, timeout_s=timeout_s)
     return [worker.url.rstrip("/") for worker in answer.workers]
 
 

@@ -1,4 +1,4 @@
-"""One server's process: started on this machine, and what of one is known wherever it runs.
+"""Server processes on this machine: their command lines, start, readiness and end.
 
 Servers listen on loopback, or where a job has several machines on the one address by which the others reach this one.
 They log to run_dir/servers. The kernel ends a server with the *thread* that has started it (PR_SET_PDEATHSIG), so that
@@ -9,96 +9,37 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
+import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from dppo_megatron.children import die_with_parent
+from dppo_megatron.config.resolved_sets import longest_sequence
+from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import loopback_interface
 from dppo_megatron.files import append_to, make_directory
+from dppo_megatron.rollout.servers.connect import ROUTED_EXPERTS, configured_key
 from dppo_megatron.rollout.servers.http import hidden
+from dppo_megatron.rollout.servers.sglang import draft_ladder, sglang_command, sglang_environment
+from dppo_megatron.rollout.servers.vllm import vllm_command, vllm_environment
 from dppo_megatron.types import UserError
+from dppo_megatron.weights.torch_dist import is_torch_dist
 
 _TERM_S, _KILL_S = 5.0, 15.0
 """How long all servers together may take to end when asked, and when killed."""
 
 
-class ServerProcess(ABC):
-    url: str
-    api_key: str
-    node: int
-    """The job's machine that it runs on; 0 is rank 0's."""
-    is_starting: bool
-    """Started, and not seen ready since."""
-    where: str
-    """Where its output is, for messages."""
-    visible_devices: str | None
-
-    @property
-    @abstractmethod
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-
-    @abstractmethod
-    def start(self) -> None:
-        """Start it, again on the same port if it has run before; what still runs of it is ended first."""
-
-    @abstractmethod
-    def tail(self) -> str:
-        """The last lines of its output, without its key."""
-
-    @property
-    def is_running(self) -> bool:
-        return self.exit_code is None
-
-    def start_if_ended(self, *, hangs: bool = False) -> bool:
-        """Whether it had ended, or `hangs` and has not been started since. A sync and a rollout may both have seen
-        that; called by one thread at a time, it is started once, and no process is lost sight of."""
-        if self.is_running and (self.is_starting or not hangs):
-            return False
-        self.start()
-        return True
-
-    def is_ready(self, ask: Callable[[], None], deadline: float, timeout_s: float) -> bool:
-        """Whether it runs and `ask()` does not raise.
-
-        Raises:
-            UserError: it does not answer, and `deadline` (of the monotonic clock, after `timeout_s`) is over.
-        """
-        try:
-            ask()
-            problem = ""
-        except Exception as error:
-            problem = str(error) or type(error).__name__
-        if not self.is_running:  # another program may have answered
-            return False
-        if problem and time.monotonic() > deadline:
-            limit = f"rollout.limits.start_timeout_s = {timeout_s:g} s"
-            raise UserError(self.with_log(f"was not ready after {limit}: {problem}"))
-        self.is_starting = bool(problem)
-        return not problem
-
-    def wait_ready(self, ask: Callable[[], None], timeout_s: float) -> None:
-        """Return when it is ready. Raises UserError if it ends before, or is not ready in time."""
-        deadline = time.monotonic() + timeout_s
-        while not self.is_ready(ask, deadline, timeout_s):
-            if not self.is_running:
-                raise UserError(self.with_log(f"ended with code {self.exit_code} before it was ready"))
-            time.sleep(0.5)
-
-    def with_log(self, problem: str) -> str:
-        """The sentence for `problem`, with the last lines of its log."""
-        return f"the rollout server at {self.url} {problem}; {self.where} ends with:\n{self.tail()}"
-
-
 @dataclass
-class LaunchedServer(ServerProcess):
+class LaunchedServer:
     """One server process of this machine.
 
     Args:
@@ -117,30 +58,35 @@ class LaunchedServer(ServerProcess):
     node: int = 0
     port: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    starts: int = field(default=0, init=False)
-    is_starting: bool = field(default=False, init=False)
     _reserved: socket.socket | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
-        self.where = str(self.log)
-        self.visible_devices = self.variables.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    @property
+    def visible_devices(self) -> str | None:
+        """Its CUDA_VISIBLE_DEVICES."""
+        return self.variables.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     @property
-    def url(self) -> str:  # type: ignore[override]
+    def url(self) -> str:
         """Its address; the port is chosen at the first start."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
     def exit_code(self) -> int | None:
+        """None while it runs."""
         return self.process.poll() if self.process is not None else None
 
+    @property
+    def is_running(self) -> bool:
+        return self.exit_code is None
+
     def start(self) -> None:
-        """See `ServerProcess`. Raises UserError if the address is not this machine's, the log cannot be written, or the
-        interpreter is not there."""
+        """Start it, again on the same port if it has run before; what still runs of it is ended first.
+
+        Raises:
+            UserError: the address is not this machine's, the log cannot be written, or the interpreter is not there.
+        """
         if self.process is not None and self.is_running:
             stop_all([self])
-        self.starts += 1
-        self.is_starting = True
         if self._reserved is None:
             self._reserved = _reserve(self.host)
             self.port = self._reserved.getsockname()[1]
@@ -167,20 +113,90 @@ class LaunchedServer(ServerProcess):
             except OSError as error:
                 raise UserError(f"rollout.servers.python: '{command[0]}' cannot be started: {error}") from None
 
-    def stop(self) -> None:
-        stop_all([self])
+    def is_ready(self, ask: Callable[[], None], deadline: float, timeout_s: float) -> bool:
+        """Whether it runs and `ask()` does not raise.
 
-    def tail(self) -> str:
-        """See `ServerProcess`; lines with errors first."""
+        Raises:
+            UserError: it does not answer, and `deadline` (of the monotonic clock, after `timeout_s`) is over.
+        """
+        try:
+            ask()
+            problem = ""
+        except Exception as error:
+            problem = str(error) or type(error).__name__
+        if not self.is_running:  # another program may have answered
+            return False
+        if problem and time.monotonic() > deadline:
+            limit = f"rollout.limits.start_timeout_s = {timeout_s:g} s"
+            raise UserError(self.with_log(f"was not ready after {limit}: {problem}"))
+        return not problem
+
+    def wait_ready(self, ask: Callable[[], None], timeout_s: float) -> None:
+        """Return when it is ready. Raises UserError if it ends before, or is not ready in time."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_ready(ask, deadline, timeout_s):
+            if not self.is_running:
+                raise UserError(self.with_log(f"ended with code {self.exit_code} before it was ready"))
+            time.sleep(0.5)
+
+    def with_log(self, problem: str) -> str:
+        """The sentence for `problem`, with the last lines of its log, those with errors first, without its key."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line or "error:" in line]
-        return hidden("\n".join([*errors[-3:], *lines[-5:]]), self.api_key)[-2000:]
+        tail = hidden("\n".join([*errors[-3:], *lines[-5:]]), self.api_key)[-2000:]
+        return f"the rollout server at {self.url} {problem}; {self.log} ends with:\n{tail}"
 
 
-def stop_all(servers: Iterable[ServerProcess]) -> None:
-    """End the servers of this machine and everything that they started, all at the same time: Slurm kills a step 30 s
-    after it has asked it to end. Those of other machines are ended there."""
-    started = [one.process for one in servers if isinstance(one, LaunchedServer) and one.process is not None]
+def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: str = "") -> list[LaunchedServer]:
+    """`rollout.servers.count` servers for this machine, not started yet.
+
+    Each gets its key through its environment, and asks for it at every endpoint (`in_engine`): other users can reach
+    the port too.
+
+    Args:
+        host: address that they listen on.
+        node: this machine's number in the job.
+        name: begins the names of their logs.
+    """
+    rollout = config.rollout
+    key = configured_key(rollout)
+    python = rollout.servers.python or sys.executable
+    cpu = not torch.cuda.is_available()
+    longest, _ = longest_sequence(config)
+    vllm = rollout.engine == "vllm"
+    build = vllm_command if vllm else sglang_command
+    model = str(Path(config.model.hf_path).absolute())
+    command = build(rollout, python, model, longest, config.model.dtype, cpu=cpu, host=host)
+    if is_torch_dist(config.model.hf_path) and "--load-format" not in rollout.servers.args:
+        command += ["--load-format", "dummy"]  # engines cannot read it; the first weight sync brings the weights
+    if config.actor.routing_replay == "engine":
+        if vllm and cpu:
+            raise UserError(
+                "actor.routing_replay = engine: vLLM records routed experts on GPUs only (it needs Triton); replay the"
+                " actor's own with actor.routing_replay = actor"
+            )
+        command += [ROUTED_EXPERTS]
+    if rollout.speculation.method != "none" and cpu and not vllm:
+        raise UserError(
+            f"rollout.speculation.method = {rollout.speculation.method}: on a CPU SGLang takes the likeliest token"
+            " wherever it has drafted one, whatever the temperature; draft on GPUs, or with vLLM"
+        )
+    variables = vllm_environment(cpu, rollout.servers.count) if vllm else sglang_environment(cpu)
+    variables |= {} if vllm else draft_ladder(rollout)
+    servers = []
+    for index in range(rollout.servers.count):
+        gpus = {"CUDA_VISIBLE_DEVICES": rollout.servers.gpus[index]} if rollout.servers.gpus else {}
+        log = Path(config.run_dir) / "servers" / f"{name}server_{index}.log"
+        own_key = key or secrets.token_urlsafe(32)
+        guard = {"VLLM_API_KEY" if vllm else "DPPO_SERVER_KEY": own_key}
+        servers.append(LaunchedServer(command, variables | gpus | guard, log, own_key, host, node))
+    return servers
+
+
+def stop_all(servers: Iterable[LaunchedServer]) -> None:
+    """End servers and everything that they started, all at the same time: Slurm kills a step 30 s after it has asked it
+    to end."""
+    started = [one.process for one in servers if one.process is not None]
     for kind, patience_s in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):  # the second for what they started
         for process in started:
             with contextlib.suppress(ProcessLookupError, PermissionError):

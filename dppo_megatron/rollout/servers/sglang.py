@@ -8,28 +8,36 @@ in 0.5.23), so a request for no token goes first and leaves the prompt in the ra
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.servers import control_answers
+import msgspec
+
+from dppo_megatron.config.rollout import RolloutConfig, draft_lengths
 from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, SGLANG_NCCL_PATH, SGLangDialect
-from dppo_megatron.rollout.servers.groups import BroadcastGroup, GroupRendezvous, TorchBroadcastGroup
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
-from dppo_megatron.rollout.servers.in_engine import dppo_arrays, dppo_nccl
+from dppo_megatron.rollout.servers.in_engine import dppo_arrays, dppo_wire
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
+    GroupRendezvous,
+    HeldTensors,
     InFlight,
+    NamedWeights,
+    Nccl,
     Offer,
     ServerInfo,
     TensorNote,
+    Text,
+    Tokens,
+    Version,
+    Workers,
     architecture_of,
     check_version,
 )
-from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer, pickled
 from dppo_megatron.types import UserError
 
 _IN_ENGINE = Path(__file__).parent / "in_engine"
@@ -37,6 +45,9 @@ MINIMUM_VERSION = "0.5.23"
 _PAUSE_MODE: dict[InFlight, str] = {"finish": "retract", "abort": "abort", "continue": "retract"}
 """`retract` frees the cache of running requests, which are then prefilled again under the new weights; the trainer
 has already waited for them where the policy is `finish`."""
+
+_DRAFT_LENGTHS = "DPPO_DRAFT_LENGTHS"
+"""What `dppo_sglang_server.py` reads."""
 
 _SPARE = 2
 """Positions of its context that SGLang never fills: it truncates a completion, as `length`, where prompt and completion
@@ -52,9 +63,34 @@ _OWN_NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 started with our file, which reports them."""
 
 
+class ServerArgs(msgspec.Struct):
+    version: Version
+    model_path: Text = ""
+    enable_deterministic_inference: bool | None = None
+    speculative_algorithm: Text | None = None
+    device: Text | None = None
+    enable_return_routed_experts: bool = False
+    tp_size: Workers = 1
+    dp_size: Workers = 1
+    pp_size: Workers = 1
+    context_length: Tokens | None = None
+    max_req_input_len: Tokens | None = None
+    sampling_mask_max_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+
+
+class Model(msgspec.Struct):
+    model_path: Text = ""
+    architectures: list[Text] | None = None
+
+
+class Ranks(msgspec.Struct):
+    ranks: list[HeldTensors]
+
+
 @dataclass
 class SGLangServer:
     engine: ClassVar[str] = "SGLang"
+    runs_our_receiver: ClassVar[bool] = False
     http: Http
     vocab_size: int
     """The top_k that cuts nothing, for top_p alone: SGLang gives log-probabilities of a cut only for a finite top_k."""
@@ -69,19 +105,19 @@ class SGLangServer:
 
     def describe(self, *, timeout_s: float) -> ServerInfo:
         """Raises UserError for a server that is no SGLang or too old."""
-        info = self.http.find("/server_info", control_answers.ServerArgs, timeout_s=timeout_s)
-        model = self.http.find("/model_info", control_answers.Model, timeout_s=timeout_s)
+        info = self.http.find("/server_info", ServerArgs, timeout_s=timeout_s)
+        model = self.http.find("/model_info", Model, timeout_s=timeout_s)
         if info is None or model is None:
             raise UserError(f"{self.http.url} answers, but is no SGLang server (no /server_info)")
         check_version("SGLang", info.version, MINIMUM_VERSION, self.http.url)
-        self._seeded = bool(info.enable_deterministic_inference)
+        self._seeded = bool(info.enable_deterministic_inference) and info.speculative_algorithm is None
         self._arrays = self.http.find(SGLANG_ARRAYS_PATH, dict[str, int], timeout_s=timeout_s) == dppo_arrays.FORM
         self._hashes_bytes = info.device == "cpu"
         self.world_size, self.replicas = info.tp_size, info.dp_size
         root = info.model_path or model.model_path  # the latter may be a snapshot of an earlier run's
         architecture, vocab_size = architecture_of(root)
         single = info.pp_size == self.replicas == 1  # SGLang numbers group members by TP
-        nccl = self.http.find(SGLANG_NCCL_PATH, control_answers.Nccl, timeout_s=timeout_s) if self._arrays else None
+        nccl = self.http.find(SGLANG_NCCL_PATH, Nccl, timeout_s=timeout_s) if self._arrays else None
         return ServerInfo(
             engine_version=info.version,
             served_model=root,
@@ -93,6 +129,7 @@ class SGLangServer:
             logprobs_are_processed=None,
             max_top_k=info.sampling_mask_max_tokens or 0,
             top_p_after_top_k=False,
+            returns_experts=self._arrays and info.enable_return_routed_experts,
             nccl=nccl or _OWN_NCCL,
         )
 
@@ -116,13 +153,13 @@ class SGLangServer:
         self.http.do("/update_weights_from_disk", body, timeout_s=timeout_s)
 
     def weights_version(self, *, timeout_s: float) -> str:
-        return self.http.get("/model_info", control_answers.NamedWeights, timeout_s=timeout_s).weight_version
+        return self.http.get("/model_info", NamedWeights, timeout_s=timeout_s).weight_version
 
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
         """The first 16 digits of SHA-256, on a CPU without splits; elsewhere the canary is the receipt."""
         if not self._hashes_bytes or self.world_size > 1:
             return []
-        answer = self.http.post("/weights_checker", control_answers.Ranks, {"action": "checksum"}, timeout_s=timeout_s)
+        answer = self.http.post("/weights_checker", Ranks, {"action": "checksum"}, timeout_s=timeout_s)
         return [rank.checksums for rank in answer.ranks]
 
     def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
@@ -140,10 +177,6 @@ class SGLangServer:
             "backend": meeting.backend,
         }
         self.http.do("/init_weights_update_group", body, timeout_s=timeout_s)
-
-    def own_group(self, meeting: GroupRendezvous) -> BroadcastGroup:
-        """SGLang's end is a process group of torch's."""
-        return TorchBroadcastGroup(meeting, as_torch_does=True)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """Opens a session; one that an interrupted sync has left open is closed first."""
@@ -175,11 +208,11 @@ class SGLangServer:
         body = {"new_version": version, "abort_all_requests": False}
         self.http.do("/update_weight_version", body, timeout_s=timeout_s)
 
-    def sleep(self, awake: Set[DeviceMemory], *, timeout_s: float) -> None:
+    def sleep(self, awake: Set[DeviceMemory], *, keeps: bool = False, timeout_s: float) -> None:
         """Needs --enable-memory-saver; on a CPU, which has no memory to give, SGLang only keeps account. Its scheduler
-        ends when it is to sleep over running requests. `abort` lets those run one more token whose client has gone, and
-        does not wait for it; `retract` takes them out at once."""
-        for mode in ("abort", "retract"):
+        ends when it is to sleep over running requests; those that wait while it is paused are no matter. `abort` lets
+        those run one more token whose client has gone, and does not wait for it; `retract` takes them out at once."""
+        for mode in ("retract",) if keeps else ("abort", "retract"):
             self.http.do("/pause_generation", {"mode": mode}, timeout_s=timeout_s)
         self.http.do("/release_memory_occupation", {"tags": sorted(awake)}, timeout_s=timeout_s)
 
@@ -187,18 +220,11 @@ class SGLangServer:
         self.http.do("/resume_memory_occupation", {"tags": [what]}, timeout_s=timeout_s)
 
 
-def _longest(info: control_answers.ServerArgs) -> int | None:
+def _longest(info: ServerArgs) -> int | None:
     """Prompt and completion together that it generates in full; max_req_input_len is 4 less."""
     if info.context_length is not None:
         return info.context_length - _SPARE
     return info.max_req_input_len + 4 if info.max_req_input_len is not None else None
-
-
-def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
-    """How one worker finds `tensors` at the front of `buffer`: handles in a pickle, made on the rank that has filled
-    it."""
-    views = buffer.views(tensors[0].dtype, [note.shape for note in tensors])
-    return pickled([(note.name, view) for note, view in zip(tensors, views, strict=True)])
 
 
 def sglang_command(
@@ -213,8 +239,34 @@ def sglang_command(
         *(["--enable-memory-saver"] if config.servers.colocate and not cpu else []),
         *([*on_cpu, "--disable-overlap-schedule", "--disable-cuda-graph", "--grammar-backend", "none"] if cpu else []),
         "--sleep-on-idle",  # else its scheduler turns in a loop, on a core that the actor could use
+        *_drafting(config),
         *config.servers.args,
     ]
+
+
+def _drafting(config: RolloutConfig) -> list[str]:
+    """In chains, as vLLM. It verifies by the model's probabilities (both accept thresholds are 1), one token more than
+    is drafted. n-grams have one length at any concurrency; for a drafter `draft_ladder` has them."""
+    speculation, tokens = config.speculation, draft_lengths(config)[0][2]
+    verified = ["--speculative-num-draft-tokens", str(tokens + 1)]
+    if speculation.method == "ngram":
+        return ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1", *verified]
+    if speculation.method != "eagle3":
+        return []
+    drafter = os.path.abspath(speculation.draft_path)
+    return [
+        *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", drafter),
+        *("--speculative-eagle-topk", "1", "--speculative-num-steps", str(tokens), *verified),
+    ]
+
+
+def draft_ladder(config: RolloutConfig) -> dict[str, str]:
+    """The variable with which our server drafts by concurrency; empty where the length is one, or SGLang's flags have
+    none. For SGLang it is a file (--speculative-adaptive-config): its lengths from a number of sequences on."""
+    lengths = draft_lengths(config)
+    if config.speculation.method != "eagle3" or len(lengths) == 1:
+        return {}
+    return {_DRAFT_LENGTHS: json.dumps({str(first): {"candidate_steps": [tokens]} for first, _, tokens in lengths})}
 
 
 def sglang_environment(cpu: bool) -> dict[str, str]:
@@ -222,5 +274,5 @@ def sglang_environment(cpu: bool) -> dict[str, str]:
     entrypoints/engine.py), and one communicator cannot have them on at one end."""
     # the spare positions may be beyond the model's; no token ever takes them
     variables = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    nccl = {name: os.environ.get(name, default) for name, default in dppo_nccl.DEFAULTS.items()}
+    nccl = {name: os.environ.get(name, default) for name, default in dppo_wire.NCCL_DEFAULTS.items()}
     return variables | ({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else nccl)

@@ -8,35 +8,38 @@ whole command, `vllm_command` builds it.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 from urllib.parse import quote
 
-from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.servers import control_answers
+import msgspec
+
+from dppo_megatron.config.rollout import RolloutConfig, draft_lengths
 from dppo_megatron.rollout.servers.dialects import VLLM_ARRAYS_PATH, VLLM_WORKERS_PATH, VLLMDialect
-from dppo_megatron.rollout.servers.groups import (
-    CHUNK_BYTES,
-    BroadcastGroup,
-    ChainGroup,
-    GroupRendezvous,
-    TorchBroadcastGroup,
-)
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.in_engine import dppo_arrays
 from dppo_megatron.rollout.servers.protocol import (
+    CHUNK_BYTES,
     DeviceMemory,
+    GroupRendezvous,
+    HeldTensors,
     InFlight,
+    NamedWeights,
+    Nccl,
     Offer,
     ServerInfo,
     TensorNote,
+    Text,
+    Tokens,
+    Version,
+    Workers,
     architecture_of,
     check_version,
 )
-from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 from dppo_megatron.types import UserError
 
 _IN_ENGINE = Path(__file__).parent / "in_engine"
@@ -49,40 +52,100 @@ _RPC = "/collective_rpc"
 _RL_CALLS = "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/engines.md)"
 
 
+class VLLMVersion(msgspec.Struct):
+    version: Version
+
+
+class Card(msgspec.Struct):
+    id: Text
+    root: Text | None = None
+    max_model_len: Tokens | None = None
+
+
+class Cards(msgspec.Struct):
+    data: Annotated[list[Card], msgspec.Meta(min_length=1)]
+
+
+class Section(msgspec.Struct, frozen=True):
+    """Of a server's settings; each has some of these."""
+
+    logprobs_mode: Text = ""
+    backend: Text = ""
+    worker_extension_cls: Text = ""
+    data_parallel_size: Workers = 1
+    enable_chunked_prefill: bool = True
+    device: Text = ""
+    enable_return_routed_experts: bool = False
+
+
+class VLLMConfig(msgspec.Struct):
+    model_config: Section
+    weight_transfer_config: Section | None = None
+    parallel_config: Section = Section()
+    scheduler_config: Section = Section()
+    device_config: Section = Section()
+    aux_output_config: Section = Section()
+    speculative_config: Section | None = None
+
+
+class Settings(msgspec.Struct):
+    vllm_config: VLLMConfig
+
+
+class WorldSize(msgspec.Struct):
+    world_size: Workers
+
+
+class Worker(msgspec.Struct):
+    """The answer of `dppo_model` in `in_engine/dppo_vllm_extension.py`."""
+
+    architecture: Text | None
+    vocab_size: Tokens | None
+    device: Text
+    place: Annotated[int, msgspec.Meta(ge=0, lt=4096)] = 0
+    nccl: Nccl = {}
+
+
+class Models(msgspec.Struct):
+    results: list[Worker] = []
+    replicas: list[list[Worker]] = []
+
+
 @dataclass
 class VLLMServer:
     engine: ClassVar[str] = "vLLM"
+    runs_our_receiver: ClassVar[bool] = True
     http: Http
     replicas: int = field(default=1, init=False)
     world_size: int = field(default=1, init=False)
     _extended: bool = field(default=False, init=False)
     _seeded: bool = field(default=True, init=False)
-    """Requests may carry a seed; not on a CPU with chunked prefill, see `_WHOLE_PREFILL`."""
+    """Requests may carry a seed; not on a CPU with chunked prefill, see `_WHOLE_PREFILL`, nor where tokens are drafted:
+    how many numbers a completion then draws depends on what else runs."""
     _arrays: bool = field(default=False, init=False)
     """The server runs our path for answers without JSON."""
 
     def describe(self, *, timeout_s: float) -> ServerInfo:
         """Raises UserError for a server that is no vLLM, too old, or not started for RL."""
         http = self.http
-        engine = http.find("/version", control_answers.VLLMVersion, timeout_s=timeout_s)
+        engine = http.find("/version", VLLMVersion, timeout_s=timeout_s)
         if engine is None:
             raise UserError(f"{http.url} answers, but is no vLLM server (no /version)")
         check_version("vLLM", engine.version, MINIMUM_VERSION, http.url)
-        card = http.get("/v1/models", control_answers.Cards, timeout_s=timeout_s).data[0]
+        card = http.get("/v1/models", Cards, timeout_s=timeout_s).data[0]
         # at the first call vLLM collects a description of its machine (0.32, `_get_system_env_info_cached`)
-        settings = http.find(
-            "/server_info?config_format=json", control_answers.Settings, timeout_s=max(60.0, timeout_s)
-        )
-        if settings is None or http.find("/weight_info", control_answers.NamedWeights, timeout_s=timeout_s) is None:
+        settings = http.find("/server_info?config_format=json", Settings, timeout_s=max(60.0, timeout_s))
+        if settings is None or http.find("/weight_info", NamedWeights, timeout_s=timeout_s) is None:
             raise UserError(f"{http.url}: vLLM without its RL endpoints; {_RL_CALLS}")
         config = settings.vllm_config
         transfer, parallel = config.weight_transfer_config, config.parallel_config
         self._extended = parallel.worker_extension_cls.startswith("dppo_vllm_extension.")
         on_cpu = "cpu" in config.device_config.device.lower()
-        self._seeded = not (on_cpu and config.scheduler_config.enable_chunked_prefill)
+        rewinds = on_cpu and config.scheduler_config.enable_chunked_prefill
+        self._seeded = not rewinds and config.speculative_config is None
         self._arrays = http.find(VLLM_ARRAYS_PATH, dict[str, int], timeout_s=timeout_s) == dppo_arrays.FORM
         self.replicas = parallel.data_parallel_size
-        self.world_size = http.get("/get_world_size", control_answers.WorldSize, timeout_s=timeout_s).world_size
+        self.world_size = http.get("/get_world_size", WorldSize, timeout_s=timeout_s).world_size
         models = self._workers(timeout_s)
         if models:
             architecture, vocab_size = models[0].architecture, models[0].vocab_size
@@ -97,6 +160,7 @@ class VLLMServer:
             channels=("disk", "gloo", "nccl", "ipc") if transfer and transfer.backend == "dppo" else ("disk",),
             world_size=self.world_size,
             logprobs_are_processed=config.model_config.logprobs_mode == "processed_logprobs",
+            returns_experts=self._arrays and config.aux_output_config.enable_return_routed_experts,
             devices=tuple(model.device for model in models),
             nccl=models[0].nccl if models else {},
         )
@@ -138,9 +202,6 @@ class VLLMServer:
         }
         self.http.do("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
 
-    def own_group(self, meeting: GroupRendezvous) -> BroadcastGroup:
-        return ChainGroup(meeting) if meeting.backend == "gloo" else TorchBroadcastGroup(meeting, as_torch_does=False)
-
     def begin_update(self, *, timeout_s: float) -> None:
         """An update that was left half-way stays open and bars the next; ended, its mixed weights have a name that no
         run accepts."""
@@ -163,14 +224,12 @@ class VLLMServer:
         self._forget_prefixes(timeout_s)
 
     def weights_version(self, *, timeout_s: float) -> str:
-        return self.http.get("/weight_info", control_answers.NamedWeights, timeout_s=timeout_s).weight_version
+        return self.http.get("/weight_info", NamedWeights, timeout_s=timeout_s).weight_version
 
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
         """By vLLM's names (dp0:pp0:pcp0:tp0:NAME), of engines without tensor or pipeline splits; packed weights (CPU)
         show as empty."""
-        found = self.http.post(
-            "/weight_checker", control_answers.VLLMChecksums, {"action": "checksum"}, timeout_s=timeout_s
-        )
+        found = self.http.post("/weight_checker", HeldTensors, {"action": "checksum"}, timeout_s=timeout_s)
         workers: dict[str, dict[str, str]] = {}
         for name, digest in found.checksums.items():
             worker, _, tensor = name.rpartition(":")
@@ -178,15 +237,16 @@ class VLLMServer:
         replicas = {worker.partition(":")[0] for worker in workers}
         return list(workers.values()) if len(replicas) == len(workers) else []
 
-    def sleep(self, awake: Set[DeviceMemory], *, timeout_s: float) -> None:
-        """Level 2: weights are dropped, since the next sync brings new ones. vLLM knows itself what sleeps already, and
-        aborts what runs. A CPU keeps its memory."""
+    def sleep(self, awake: Set[DeviceMemory], *, keeps: bool = False, timeout_s: float) -> None:
+        """Level 2: weights are dropped, since the next sync brings new ones. vLLM knows itself what sleeps already.
+        Requests that it keeps are read again when its cache wakes. A CPU keeps its memory."""
+        mode = "&mode=keep" if keeps else ""
         try:
-            self.http.do("/sleep?level=2", timeout_s=timeout_s)
+            self.http.do(f"/sleep?level=2{mode}", timeout_s=timeout_s)
         except Refused:
             # Another program took memory of the card meanwhile: vLLM's worker has freed all, finds less free than
             # before, and raises, so its executor would wake nothing. Level 1 does not read what is gone
-            self.http.do("/sleep?level=1", timeout_s=timeout_s)
+            self.http.do(f"/sleep?level=1{mode}", timeout_s=timeout_s)
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
         """Weights before the sync, the cache after it: both at once would not fit beside the actor."""
@@ -196,16 +256,16 @@ class VLLMServer:
         """Refused while blocks are still held."""
         self.http.do("/reset_prefix_cache?reset_running_requests=true", timeout_s=timeout_s)
 
-    def _workers(self, timeout_s: float) -> list[control_answers.Worker]:
+    def _workers(self, timeout_s: float) -> list[Worker]:
         """Each worker's `dppo_model` (`in_engine`), replica by replica; empty without our extension. Raises UserError
         for replicas of which not all workers answer: the others would be left without weights."""
-        models: list[control_answers.Worker] = []
+        models: list[Worker] = []
         if self._extended and self._arrays:
-            replicas = self.http.get(VLLM_WORKERS_PATH, control_answers.Models, timeout_s=timeout_s).replicas
+            replicas = self.http.get(VLLM_WORKERS_PATH, Models, timeout_s=timeout_s).replicas
             models = sorted((model for replica in replicas for model in replica), key=lambda model: model.place)
         elif self._extended:  # of the first replica only
             asked = _call("dppo_model", timeout_s)
-            models = self.http.post(_RPC, control_answers.Models, asked, timeout_s=timeout_s).results
+            models = self.http.post(_RPC, Models, asked, timeout_s=timeout_s).results
         world_size = self.world_size
         whole = [model.place for model in models] == list(range(world_size)) and world_size % self.replicas == 0
         if not whole and (self.replicas > 1 or self._extended):
@@ -219,11 +279,6 @@ class VLLMServer:
 
 def _call(method: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
     return {"method": method, "kwargs": arguments, "timeout": timeout_s}
-
-
-def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
-    """How one worker finds `tensors` at the front of `buffer`; made on the rank that has filled it."""
-    return buffer.handle()
 
 
 def _update_info(tensors: Sequence[TensorNote]) -> dict[str, Any]:
@@ -249,8 +304,27 @@ def vllm_command(
         *(["--enable-sleep-mode"] if config.servers.colocate and not cpu else []),
         # without chunked prefill vLLM refuses fewer batched tokens than --max-model-len; 2048 is its default
         *(["--enforce-eager", *_WHOLE_PREFILL, "--max-num-batched-tokens", str(max(2048, max_tokens))] if cpu else []),
+        *_drafting(config),
         *config.servers.args,
     ]
+
+
+def _drafting(config: RolloutConfig) -> list[str]:
+    """Its sampler rejects what the model would not have drawn (`rejection_sample_method` standard, the default), and
+    gives the log-probabilities of what it was asked for."""
+    speculation, lengths = config.speculation, draft_lengths(config)
+    if speculation.method == "none":
+        return []
+    drafter = os.path.abspath(speculation.draft_path)
+    own: dict[str, dict[str, Any]]
+    own = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4}, "eagle3": {"model": drafter}}
+    settings = {
+        "method": speculation.method,
+        "num_speculative_tokens": lengths[0][2],
+        **({"num_speculative_tokens_per_batch_size": lengths} if len(lengths) > 1 else {}),
+        **own.get(speculation.method, {}),
+    }
+    return ["--speculative-config", json.dumps(settings)]
 
 
 def vllm_environment(cpu: bool, servers: int = 1) -> dict[str, str]:

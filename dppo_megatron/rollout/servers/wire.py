@@ -7,14 +7,15 @@ status 200 with its request; a contradiction is a `BadAnswer`: a failure of that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from dppo_megatron.rollout.servers.http import BadAnswer
+from dppo_megatron.types import ExpertArray, ExpertChoices
 
 _HIGHEST_LOGPROB = 1e-3
 """Rounding of a log-softmax in bfloat16 may lift a certain token a little above 0."""
@@ -23,6 +24,8 @@ _LOWEST_LOGPROB = -104.0
 without a log-probability."""
 _MOST_CERTAIN = 64
 """Tokens in a row of which each may be the only likely one: float32 has 0 for the log of 1 - 6e-8."""
+_EXPERT_ROWS = 256
+"""About so many tokens of a completion are searched for any expert that occurs twice."""
 _ANSWER_BYTES = 1 << 20
 _TOKEN_BYTES = 512
 """Room for one token of an answer; vLLM's form takes 168, SGLang's 46."""
@@ -45,6 +48,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     reads_logprobs: bool = True
     replica: int | None = None
     """Which of the server's data-parallel replicas is to answer; None: the engine balances."""
+    experts: ExpertChoices | None = None
+    """The experts that tokens are sent to are wanted, in this form."""
 
     @property
     def cost(self) -> int:
@@ -55,7 +60,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     def answer_bytes(self) -> int:
         """More than a right answer can have. SGLang lists the tokens kept by top_k for every position."""
         mask = 12 * self.top_k if self.reads_logprobs else 0
-        return _ANSWER_BYTES + self.count * self.max_tokens * (_TOKEN_BYTES + mask)
+        experts = self.experts.bytes_per_token * (len(self.prompt_ids) + self.max_tokens) if self.experts else 0
+        return _ANSWER_BYTES + self.count * (self.max_tokens * (_TOKEN_BYTES + mask) + experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,8 @@ class Sampled:
     finish_reason: Literal["stop", "length", "abort"]
     weights_versions: tuple[tuple[str, int, int], ...]
     """(version, start, end): tokens [start, end) were sampled under `version`."""
+    experts: ExpertArray | None = None
+    """[prompt and completion tokens - 1, layers, k]; None: not sent."""
 
 
 class Expected(msgspec.Struct, frozen=True):
@@ -117,7 +125,12 @@ def checked(sampled: Sequence[Sampled], group: GenerateRequest, expected: Expect
         _raise_if_wrong(one, group, expected)
     if group.temperature > 0 and group.reads_logprobs:
         _raise_if_falsely_certain(sampled, group)
-    return [_as_it_ended(one, group) for one in sampled]
+    ended = [_as_it_ended(one, group) for one in sampled]
+    for one in ended:
+        # an aborted one is never trained on, and engines may have recorded less of it
+        if group.experts is not None and one.finish_reason != "abort":
+            _raise_if_experts_wrong(one, group, group.experts)
+    return ended
 
 
 def _raise_if_wrong(one: Sampled, group: GenerateRequest, expected: Expected) -> None:
@@ -176,13 +189,29 @@ def _raise_if_versions_wrong(one: Sampled, expected: Expected) -> None:
         raise BadAnswer(f"weights versions for {at} of {len(one.token_ids)} tokens")
 
 
+def _raise_if_experts_wrong(one: Sampled, group: GenerateRequest, wanted: ExpertChoices) -> None:
+    if one.experts is None:
+        raise BadAnswer("no routed experts; the server must be started with --enable-return-routed-experts")
+    shape = len(group.prompt_ids) + len(one.token_ids) - 1, wanted.layers, wanted.per_token
+    if one.experts.shape != shape:
+        raise BadAnswer(f"routed experts of shape {one.experts.shape} where {shape} belongs")
+    if one.experts.size and int(one.experts.max()) >= wanted.count:
+        raise BadAnswer(f"expert {int(one.experts.max())} of a model with {wanted.count}")
+    # to sort all of them would take seconds for a million tokens; what an engine has not recorded is all 0
+    recorded = one.experts[:, wanted.dense_layers :]
+    rows = np.sort(recorded[:: max(1, shape[0] // _EXPERT_ROWS)], axis=-1)
+    twice = (recorded[..., :1] == recorded[..., 1:2]).any() or (rows[..., 1:] == rows[..., :-1]).any()
+    if wanted.per_token > 1 and twice:
+        raise BadAnswer("a token that was routed to one expert twice: the server did not record it")
+
+
 def _as_it_ended(one: Sampled, group: GenerateRequest) -> Sampled:
     if one.finish_reason != "abort" or not len(one.token_ids):
         return one
     if int(one.token_ids[-1]) in group.stop_token_ids:
-        return Sampled(one.token_ids, one.logprobs, "stop", one.weights_versions)
+        return replace(one, finish_reason="stop")
     if len(one.token_ids) == group.max_tokens:
-        return Sampled(one.token_ids, one.logprobs, "length", one.weights_versions)
+        return replace(one, finish_reason="length")
     return one
 
 
@@ -194,7 +223,13 @@ class VersionSpan(msgspec.Struct, gc=False):
     end: int
 
 
-def as_sampled(tokens: Ints, logprobs: Floats, reason: str | None, spans: Sequence[VersionSpan]) -> Sampled:
+def as_sampled(
+    tokens: Ints,
+    logprobs: Floats,
+    reason: str | None,
+    spans: Sequence[VersionSpan],
+    experts: ExpertArray | None = None,
+) -> Sampled:
     """A completion from its lists. Raises BadAnswer for what no array can hold."""
     if reason not in ("stop", "length", "abort"):
         raise BadAnswer(f"a completion that ended by {str(reason)[:80]!r}")
@@ -205,4 +240,80 @@ def as_sampled(tokens: Ints, logprobs: Floats, reason: str | None, spans: Sequen
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused as that
         values = np.array(logprobs, dtype=np.float32).reshape(-1)
     versions = tuple((span.version, span.start, span.end) for span in spans if span.start != span.end)
-    return Sampled(token_ids, values, cast(Any, reason), versions)
+    return Sampled(token_ids, values, cast(Any, reason), versions, experts)
+
+
+# ------------------------------------------------------------------------- what rank 0 tells and hears: never a token
+# A ticket is one attempt at one group, and is used once, so an answer whose ticket is no longer wanted is dropped, and
+# a group has exactly one answer.
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    ticket: int
+    index: int
+    """Of the group in its rollout."""
+    server: str
+    """Its address."""
+    group: GenerateRequest
+    expected: Expected
+    timeout_s: float
+    """For the whole attempt, to its last byte."""
+    prompt: bytes = b""
+    """What the grading hook is given with the texts (a pickled `Prompt`); empty: not graded there."""
+    rollout: int = 0
+    """Which rollout it is part of."""
+    first: int = 0
+    """Position in its group of the first completion asked for: what was aborted of a group is asked for alone."""
+
+
+class Completed(msgspec.Struct, frozen=True, tag=True):
+    """A group was answered, and the answer is what was asked for."""
+
+    ticket: int
+    lengths: list[int]
+    """[count] tokens of each completion."""
+    reasons: list[str]
+    """[count] stop, length or abort."""
+    spans: list[tuple[int, int]]
+    """(weights version, tokens sampled under it), of all completions together."""
+    read_again: int = 0
+    """Tokens of prompts and completions that went on under other weights, each time that they did."""
+
+
+class Graded(msgspec.Struct, frozen=True, tag=True):
+    """A group that has landed is decoded, and graded if that was wanted."""
+
+    ticket: int
+
+
+class AttemptFailed(msgspec.Struct, frozen=True, tag=True):
+    """An attempt came to nothing."""
+
+    ticket: int
+    kind: Literal["unreachable", "refused", "bad", "ours"]
+    """No answer; a status other than 2xx; an answer that cannot be right; this machine lacks files, memory or ports."""
+    text: str
+    status: int = 0
+    retry_after_s: float | None = None
+
+
+Event = Completed | Graded | AttemptFailed
+
+
+class Intake(Protocol):
+    """Takes in completions and keeps them."""
+
+    def room(self, server: str) -> int:
+        """Groups that may be in flight on `server`: each holds a socket of its client."""
+
+    def ask(self, ask: Submit) -> None:
+        """Begin one attempt; what becomes of it is among the `events`."""
+
+    def end(self, tickets: Sequence[int]) -> None:
+        """Have the servers end these now: what they have so far lands, as `abort`."""
+
+    def cancel(self, tickets: Sequence[int]) -> None:
+        """Close the connections of these, and drop what they have brought."""
+
+    def events(self, timeout_s: float) -> list[Event]:
+        """What has happened, waiting for it up to `timeout_s`. Raises RunAborted if the intake itself is lost."""

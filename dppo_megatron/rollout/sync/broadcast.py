@@ -8,24 +8,38 @@ The price of a common group: one server's death breaks it for all. The rules:
   another without the one that failed. No server keeps a part of the weights: a pass starts with tensor one.
 - A server whose connection breaks or times out has failed. Those that answer "the weights stopped coming" are its
   neighbours in the group, and are not to blame. If every server answers, those that refuse are.
+
+Each engine has its own ideas of a group: vLLM's workers run our receiver (`in_engine/dppo_wire.py`), which over gloo is
+a chain; SGLang builds torch's full process group and takes torch's broadcast, so the trainer has to as well. A bucket
+crosses as one flat piece of bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import threading
+import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore
 
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.groups import BroadcastBackend, BroadcastGroup, GroupRendezvous, listening_store
 from dppo_megatron.rollout.servers.http import Unreachable
+from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.member import Member
+from dppo_megatron.rollout.servers.protocol import CHUNK_BYTES, BroadcastBackend, GroupRendezvous, Server
 from dppo_megatron.rollout.servers.server_process import address_toward
 from dppo_megatron.rollout.sync.channels import FAILURES, Bucket, BucketChannel, Offers, Tensors, at_once, in_thread
 
@@ -85,7 +99,7 @@ class BroadcastChannel(BucketChannel):
         first_ranks, following = {}, 1
         for member in members:
             first_ranks[member.name], following = following, following + member.server.world_size
-        own = in_thread(lambda: members[0].server.own_group(meeting))
+        own = in_thread(lambda: own_group(meeting, members[0].server))
         answers = at_once(
             members,
             lambda m: m.server.join_group(meeting, first_ranks[m.name], timeout_s=joining_s + _MARGIN_S),
@@ -153,3 +167,110 @@ def _own_address(urls: Sequence[str]) -> str:
         assert parts.hostname is not None
         found.append(address_toward(parts.hostname))
     return next((address for address in found if not ip_address(address).is_loopback), found[0])
+
+
+def listening_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
+    """The store of a meeting, on a free port of `host` and on no other address of this machine: torch's own would
+    listen on all of them, and takes keys and values from anybody."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        port, handed_over = listener.getsockname()[1], listener.detach()
+    return TCPStore(host, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=handed_over)
+
+
+class ChainGroup:
+    """Over gloo to our own receivers: to the first worker, which passes it on. Returns when all have joined and proven
+    it."""
+
+    def __init__(self, meeting: GroupRendezvous) -> None:
+        self._sealed = dppo_wire.Sealed(meeting.store, meeting.secret)  # C++ calls it, and keeps no Python object alive
+        self._backend: Any = _backend(meeting, PrefixStore(dppo_wire.PREFIX, self._sealed))
+        self._timeout = meeting.timeout
+        dppo_wire.prove(self._backend, meeting.secret, 0, 1, meeting.joining)
+
+    def send(self, memory: Tensor) -> None:
+        """Send a flat piece of bytes to the one receiver, in parts, through the host's memory. Returns when it may be
+        written to again. Raises RuntimeError."""
+        parts = torch.split(memory.cpu(), CHUNK_BYTES)  # gloo sends from the host
+        begun = [self._backend.send([part], 1, tag) for tag, part in enumerate(parts)]
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        for work in begun:  # without a timeout gloo waits for the join timeout, and timedelta(0) counts as none
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+    def abandon(self) -> None:
+        """Leave a group of which a member may have failed, without waiting. Once more does nothing."""
+        self._backend = None  # closes its sockets when the last sender is done with it
+
+
+class TorchBroadcastGroup:
+    """Through torch's broadcast: NCCL to our own receivers, either backend to SGLang's. Returns when all have joined.
+
+    Args:
+        as_torch_does: find each other as `torch.distributed` does for a backend's name: SGLang calls it. Else the
+            group proves itself before the first bytes.
+    """
+
+    def __init__(self, meeting: GroupRendezvous, *, as_torch_does: bool) -> None:
+        self._store = meeting.store
+        self._unproven = None if as_torch_does else meeting
+        prefixed = PrefixStore(dppo_wire.PREFIX, meeting.store)
+        if as_torch_does:
+            devices = list(BackendConfig(Backend(meeting.backend)).get_device_backend_map())
+            prefixed = PrefixStore(f"{meeting.name}/", PrefixStore(meeting.name, meeting.store))
+            prefixed = PrefixStore(f"{devices[0]}/", prefixed)
+        self._backend: Any = _backend(meeting, prefixed)
+
+    def send(self, memory: Tensor) -> None:
+        """As `ChainGroup.send`, to all members."""
+        if (meeting := self._unproven) is not None:
+            dppo_wire.prove_to_all(self._backend, meeting.secret, 0, meeting.world_size, memory.device)
+            self._unproven = None
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self._backend.broadcast([memory], options).wait()
+        if memory.is_cuda:
+            torch.cuda.synchronize(memory.device)  # `wait` only orders streams
+
+    def abandon(self) -> None:
+        """As `ChainGroup.abandon`. NCCL's is aborted: its destructor waits for pending broadcasts, and where a killed
+        receiver never answers torch's watchdog would end this whole process after the group's timeout. A key in the
+        store has the members abort theirs."""
+        backend, self._backend = self._backend, None
+        if backend is not None and backend.name() == "nccl":  # gloo's ends with its sockets
+            with contextlib.suppress(RuntimeError):
+                self._store.set(dppo_wire.GIVEN_UP, "")
+            threading.Thread(target=_abort, args=(backend,), name="abandoned group", daemon=True).start()
+
+
+def _abort(backend: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        backend.abort()
+
+
+def _backend(meeting: GroupRendezvous, store: PrefixStore) -> Any:
+    if meeting.backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        # longer than the request's: torch ends this whole process when a broadcast is what times out first
+        options._timeout = 2 * meeting.timeout
+        return dist.ProcessGroupNCCL(store, 0, meeting.world_size, options)
+    if "GLOO_SOCKET_IFNAME" in os.environ:  # the user knows the network
+        group = dist.ProcessGroupGloo(store, 0, meeting.world_size, meeting.joining)
+    else:  # gloo's default is the address of the host's name, which other networks may reach
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.host)]
+        options._timeout = meeting.joining
+        group = dist.ProcessGroupGloo(store, 0, meeting.world_size, options)
+    group.set_timeout(meeting.timeout)
+    return group
+
+
+BroadcastGroup: TypeAlias = ChainGroup | TorchBroadcastGroup
+"""What the trainer holds of a group. In no register of torch's, so that one whose other end hangs cannot hold up the
+end of the job's own group."""
+
+
+def own_group(meeting: GroupRendezvous, server: Server) -> BroadcastGroup:
+    """The trainer's end of a group with servers like this one. Returns when all have joined."""
+    if server.runs_our_receiver and meeting.backend == "gloo":
+        return ChainGroup(meeting)
+    return TorchBroadcastGroup(meeting, as_torch_does=not server.runs_our_receiver)

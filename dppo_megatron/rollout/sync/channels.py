@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, cast
 
 import torch
 from safetensors.torch import save_file
@@ -51,7 +51,8 @@ class Channel(ABC):
     """Servers, by address, that did not get the last pass because of another server's failure."""
 
     def __init__(self, fleet: Fleet | None, bucket_bytes: int, timeout_s: float) -> None:
-        self._all, self._bucket_bytes, self._timeout_s = fleet, bucket_bytes, timeout_s
+        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._fleet = cast(Fleet, fleet)  # used on rank 0, which talks to the servers
 
     @abstractmethod
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
@@ -65,11 +66,6 @@ class Channel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what is held between syncs."""
-
-    @property
-    def _fleet(self) -> Fleet:
-        assert self._all is not None, "rank 0 talks to the servers"
-        return self._all
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +176,13 @@ class BucketChannel(Channel):
                 wait([handed])
                 handed = sender.submit(self._go_on, handed, bucket, self._exchange(mine))
         try:
-            timeout_s = self._timeout_s
             took = handed.result()
-            return on_each(self._fleet, took, lambda m: m.server.end_update(version, timeout_s=timeout_s))
+            return on_each(self._fleet, took, lambda m: m.server.end_update(version, timeout_s=self._timeout_s))
         finally:
             self._end()
 
     def _begin(self, members: Sequence[Member]) -> list[Member]:
-        timeout_s = self._timeout_s
-        return self._prepare(on_each(self._fleet, members, lambda m: m.server.begin_update(timeout_s=timeout_s)))
+        return self._prepare(on_each(self._fleet, members, lambda m: m.server.begin_update(timeout_s=self._timeout_s)))
 
     def _go_on(self, before: Future[list[Member]], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
         """In the sender thread. Raises what the bucket before has raised."""

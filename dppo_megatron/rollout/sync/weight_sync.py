@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.distributed import from_rank_zero, gather_all
@@ -49,6 +49,8 @@ class WeightSync:
         fleet: on rank 0; None elsewhere.
         settle_requests: called on rank 0 where requests are to finish first, with servers live as before: requests that
             still wait for room must be asked under the old weights too.
+        restart: called on every rank before a pass, and while a server is waited for: starts this job's own servers
+            that have ended again.
         run: prefix of the versions' names at the servers (`wire.version_name`).
 
     Example:
@@ -65,12 +67,14 @@ class WeightSync:
         fleet: Fleet | None,
         settle_requests: Callable[[], None] = lambda: None,
         run: str = "",
+        restart: Callable[[], None] = lambda: None,
     ) -> None:
         self._spans = recorder()
         self._reached_s = 0.0
         """When the present stage began, on the clock of the spans."""
-        self._rollout, self._channel, self._all = rollout, channel, fleet
-        self._settle_requests = settle_requests
+        self._rollout, self._channel, self._is_zero = rollout, channel, fleet is not None
+        self._fleet = cast(Fleet, fleet)  # used on rank 0, which talks to the servers
+        self._settle_requests, self._restart = settle_requests, restart
         self._timeout_s = rollout.limits.sync_timeout_s
         self._weights: Weights | None = None
         self._release: Callable[[], None] = lambda: None
@@ -84,11 +88,6 @@ class WeightSync:
         """How far the present pass is."""
         self._sync_s: float | None = None
         self._tensors_verified: int | None = None
-
-    @property
-    def receivers(self) -> Sequence[int]:
-        """Ranks of the actor that must be given the stream."""
-        return self._channel.receivers
 
     def to(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
         """Count one version up and bring it to every server that answers.
@@ -106,22 +105,27 @@ class WeightSync:
         self._weights, self._release = weights, release
         every = self._rollout.sync.verify_every
         self._proves = every > 0 and ((self.version - 1) % every == 0 or self._checksums.is_overdue)
-        if self._all is not None:
+        if self._is_zero:
             if self._rollout.sync.in_flight == "finish":
                 self._settle_requests()
-            self._all.expect(version_name(self.run, self.version))
+            self._fleet.expect(version_name(self.run, self.version))
         self.again()
         return self._proves
 
     def again(self) -> None:
-        """Passes over the present weights until every server that answers has them."""
+        """Passes over the present weights until every server that answers has them; the first when one answers."""
         assert self._weights is not None, "a sync comes first"
-        started, wait_until, passes, goes_on = time.perf_counter(), 0.0, 0, True
-        while goes_on:
-            problem = self._pass_to_the_end(self._weights)
-            passes += 1
-            wait_until = wait_until or time.monotonic() + self._rollout.limits.engine_wait_s
-            goes_on = from_rank_zero(partial(self._needs_another_pass, problem, passes, wait_until))
+        started, passes, problem = time.perf_counter(), 0, None
+        wait_until, what = time.monotonic() + self._rollout.limits.engine_wait_s, ""
+        while (what := from_rank_zero(partial(self._next, problem, passes, what == "pass", wait_until))) != "done":
+            if what == "wait":
+                time.sleep(_RETRY_S)
+            self._restart()
+            if what == "pass":
+                problem = self._pass_to_the_end(self._weights)
+                passes += 1
+                if passes == 1:
+                    wait_until = time.monotonic() + self._rollout.limits.engine_wait_s
         self._reach("done")
         self._sync_s = time.perf_counter() - started
 
@@ -131,15 +135,18 @@ class WeightSync:
         self._sync_s = self._tensors_verified = None
         return taken
 
-    def sleep(self) -> None:
-        """On rank 0: device memory back to the actor, from every server that answers and is awake. What still runs
-        there has been given up: by this run, in an outage, or by an earlier one."""
-        fleet = self._fleet
-        fleet.wait_for_starting(self._rollout.limits.start_timeout_s)  # else they would take it during the update
-        fleet.revive()
-        self._put_to_sleep(fleet.members)
+    def sleep(self, *, keeps: bool = False) -> None:
+        """On rank 0: device memory back to the actor, from every server that answers and is awake.
 
-    def _put_to_sleep(self, members: Sequence[Member]) -> list[Member]:
+        Args:
+            keeps: requests go on after the next sync, with their prefixes read again. Else what still runs there has
+                been given up, by this run or by an earlier one; what an outage has left is in any case.
+        """
+        fleet = self._fleet
+        fleet.revive()
+        self._put_to_sleep(fleet.members, keeps=keeps)
+
+    def _put_to_sleep(self, members: Sequence[Member], *, keeps: bool = False) -> list[Member]:
         """Those of `members` that sleep now."""
 
         def sleep(member: Member) -> None:
@@ -149,7 +156,7 @@ class WeightSync:
                 return
             with self._fleet.lock:
                 member.slept()
-            member.server.sleep(awake, timeout_s=self._timeout_s)
+            member.server.sleep(awake, keeps=keeps and not member.has_leftovers, timeout_s=self._timeout_s)
 
         return on_each(self._fleet, members, sleep, doing="going to sleep")
 
@@ -175,13 +182,13 @@ class WeightSync:
         """One pass, and what went wrong in it: every rank walks the stream to its end first."""
         members: list[Member] = []
         problem: Exception | None = None
-        digests = Digests() if self._proves and self._all is not None else None
+        digests = Digests() if self._proves and self._is_zero else None
 
         def attempt(act: Callable[[], None]) -> None:
             """On rank 0: an error raised there would leave the other ranks alone in the stream."""
             nonlocal problem
             try:
-                if self._all is not None and problem is None:
+                if self._is_zero and problem is None:
                     act()
             except Exception as error:
                 problem = error
@@ -189,7 +196,7 @@ class WeightSync:
         stream = iter(weights())
         # no rank begins to read it before the servers are ready: an actor may have to bring its weights back for it
         from_rank_zero(lambda: attempt(lambda: members.extend(self._prepare())))
-        if self._all is None:
+        if not self._is_zero:
             self._channel.take_part(stream)
         attempt(lambda: self._send(digests.tee(stream) if digests else stream, members))
         drain(stream)
@@ -201,9 +208,6 @@ class WeightSync:
     def _prepare(self) -> list[Member]:
         """On rank 0: the members of this pass, awake for weights and paused."""
         fleet = self._fleet
-        self._reach("reviving")
-        fleet.restart_dead()
-        fleet.revive()
         members = [member for member in fleet.members if member.state == "stale"]
         self._reach("waking")
         if self._rollout.servers.colocate:  # one that was started again has all of its memory
@@ -273,36 +277,37 @@ class WeightSync:
         self._tensors_verified = compared
         self._checksums.settle(answered, len(live))
 
-    def _needs_another_pass(self, problem: Exception | None, passes: int, wait_until: float) -> bool:
-        """On rank 0. Raises RunAborted if no server has the weights and none has come for them."""
+    def _next(self, problem: Exception | None, passes: int, has_passed: bool, wait_until: float) -> str:
+        """On rank 0: another pass, a wait for servers, or done. Raises RunAborted if no server has the weights and none
+        has come for them.
+
+        Args:
+            problem: what went wrong in the last pass.
+            has_passed: there was just a pass; the third and later ones come a second after the one before.
+        """
         if isinstance(problem, RunAborted):
             raise problem
         if problem is not None:
             raise RunAborted(
                 f"weight sync {self.version} over {self._channel.name} failed while {self.stage}: {problem}"
             ) from problem
+        self._reach("reviving")
         fleet = self._fleet
-        if any(member.state == "stale" and member.name in self._channel.not_to_blame for member in fleet.members):
-            return True
-        if fleet.live:
-            return passes < 2 and not self._rollout.servers.colocate and self._any_stale()
-        if passes > 1:
-            time.sleep(_RETRY_S)
-        while passes < 2 or time.monotonic() < wait_until:
-            fleet.restart_dead()
-            if self._any_stale():
-                return True
-            if time.monotonic() >= wait_until:
-                break
-            time.sleep(_RETRY_S)
+        has_enough = bool(fleet.live) and (passes > 1 or (passes == 1 and self._rollout.servers.colocate))
+        if not has_enough:
+            fleet.revive()
+        stale = {member.name for member in fleet.members if member.state == "stale"}
+        if not stale.isdisjoint(self._channel.not_to_blame):
+            return "pass"
+        if fleet.live and (has_enough or not stale):
+            return "done"
+        is_late = time.monotonic() >= wait_until
+        if stale and (passes < 2 or not (has_passed or is_late)):
+            return "pass"
+        if not is_late:
+            return "wait"
         states = "; ".join(f"{name} {state}" for name, state in fleet.health().items())
-        raise RunAborted(f"no rollout server has taken weight sync {self.version} ({states})")
-
-    def _any_stale(self) -> bool:
-        self._fleet.revive()
-        return any(member.state == "stale" for member in self._fleet.members)
-
-    @property
-    def _fleet(self) -> Fleet:
-        assert self._all is not None, "rank 0 talks to the servers"
-        return self._all
+        raise RunAborted(
+            f"no rollout server has taken weight sync {self.version} in rollout.limits.engine_wait_s ="
+            f" {self._rollout.limits.engine_wait_s:g} s ({states})"
+        )

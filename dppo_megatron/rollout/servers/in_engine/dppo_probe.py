@@ -10,14 +10,13 @@ import json
 import sys
 from typing import Any
 
-import dppo_nccl
 import torch
-from dppo_wire import map_memory
+from dppo_wire import map_memory, nccl_settings
 
 
 def main() -> None:
     """Maps an offer of memory from stdin and inverts its bytes; prints NCCL's settings, or an error beside them."""
-    answer: dict[str, Any] = {"nccl": dppo_nccl.settings()}
+    answer: dict[str, Any] = {"nccl": nccl_settings()}
     try:
         memory = map_memory(json.load(sys.stdin))
         memory.copy_(255 - memory)

@@ -6,8 +6,9 @@ both are four bytes, and the server builds no object for a token either (vLLM's 
     vllm serve ... --middleware dppo_vllm_arrays.Arrays
 
 adds two paths to the application, behind whatever checks keys there; nothing of vLLM is patched. The body is that of
-/inference/v1/generate, of which `request_id`, `token_ids`, `sampling_params` are read, and `data_parallel_rank`: the
-replica that is to answer. The answer has the form of `dppo_arrays.py`.
+/inference/v1/generate, of which `request_id`, `token_ids`, `sampling_params` are read, `data_parallel_rank`: the
+replica that is to answer, and `experts`: whether the answer is to have the routed ones. It has the form of
+`dppo_arrays.py`.
 
 GET /dppo_workers gives `dppo_model` of every worker of every replica: with --data-parallel-size, vLLM's /collective_rpc
 calls all replicas and returns the answer of the first one only (`DPLBAsyncMPClient.call_utility_async`).
@@ -79,18 +80,21 @@ async def answer(request: Request) -> Response:
         return JSONResponse({"error": {"message": f"{type(error).__name__}: {error}"}}, 400)
     if output is None or any(one.finish_reason == "error" for one in output.outputs):
         return JSONResponse({"error": {"message": f"{request_id} ended without an answer"}}, 500)
-    return Response(packed_output(body["request_id"], output), media_type="application/octet-stream")
+    return Response(
+        packed_output(body["request_id"], output, bool(body.get("experts"))), media_type="application/octet-stream"
+    )
 
 
-def packed_output(request_id: str, output: RequestOutput) -> bytes:
-    """Bytes of all completions in order of their index: head, token ids, log-probabilities."""
-    found = []
+def packed_output(request_id: str, output: RequestOutput, wants_experts: bool = False) -> bytes:
+    """Bytes of all completions in order of their index: head, token ids, log-probabilities, experts."""
+    found, experts = [], []
     for one in sorted(output.outputs, key=lambda one: one.index):
         spans = [{"version": s.version, "start": s.start, "end": s.end} for s in one.weight_versions or ()]
         head = {"id": f"{request_id}/{one.index}", "finish_reason": one.finish_reason, "weight_versions": spans}
         flat = one.logprobs  # of each position the sampled token's comes first
         found.append((head, one.token_ids, [flat.logprobs[start] for start in flat.start_indices]))
-    return packed(found)
+        experts.append(one.routed_experts if wants_experts else None)
+    return packed(found, experts)
 
 
 async def _last(outputs: AsyncIterator[RequestOutput], request: Request) -> RequestOutput | None:

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dppo_nccl import settings as nccl_settings
-from dppo_wire import BroadcastReceiver, ChainReceiver, map_memory
+from dppo_wire import BroadcastReceiver, ChainReceiver, map_memory, nccl_settings
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -56,7 +55,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     shapes: list[list[int]]
     dtype: str
     memory: dict[str, Any] | None = None
-    """Handle of the trainer's memory that holds them end to end (`shared_memory.py`); None: they are broadcast."""
+    """Handle of the trainer's memory that holds them end to end (`SharedBuffer`); None: they are broadcast."""
 
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):

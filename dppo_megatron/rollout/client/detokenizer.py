@@ -1,29 +1,14 @@
-"""From tokens to text, and the interface of the grader in a rollout client. This package does not import graders: it
-gets a factory, which is pickled and makes the grader in the client's process."""
+"""Token ids to text, in a rank or in a client: apart from what crosses sockets, which a rank without servers never
+imports."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from dppo_megatron.types import Grade, GradeTask
-
-
-class Hook(Protocol):
-    """Grades completions in the client's process."""
-
-    def submit(self, tasks: Sequence[GradeTask]) -> Future[list[Grade]]:
-        """One grade a task, in their order; a grading that fails is a grade with a `failure`. Does not wait."""
-
-    def close(self) -> None: ...
-
-
-HookFactory = Callable[[], Hook]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,196 @@
+"""Completions of which no reward came: what the others of their group count for, and what that does to the estimate.
+
+A missing completion costs itself. Of a group of G with m left, G / m times the sum over the m is the sum over the G in
+the mean, if which ones are missing is no matter of what they say: the baseline over the m is a mean over their pairs,
+and all pairs are left equally often. That needs no rate and looks at nothing beyond the group, so it holds whatever is
+pruned. Groups with fewer than two left have no baseline and are lost; the others stand for them by the share of groups
+that was lost in *earlier* steps, which no draw of this step can move. Nothing is sampled again.
+
+What can depend on the answer (a time-out, a grader that fails on what it reads) is weighted likewise, which mends the
+gradient's length, and labelled biased: no weight makes long answers out of short ones. What is said to be by chance is
+tested against its length (`Missing.along`): a judge that goes down late in a step fails those that took longest.
+
+A label is a promise about every draw, so it is made before the draw: by the settings, and by what earlier steps have
+lost, to the end of the run. The first step that loses something cannot have known; its record has the row all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from dppo_megatron.pruning import LedgerRow
+from dppo_megatron.pruning.monitors import relative_deviation
+from dppo_megatron.selection.arrays import Rollouts
+from dppo_megatron.selection.bias import BiasSource
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, mean_of_sums
+
+NAME = "rollout/missing"
+MOST_LOST = 0.5
+"""Of the groups: a share above it is made up for as if it were this, or a judge's outage would blow up the steps after
+it."""
+Known: TypeAlias = Literal["", "ratio", "biased"]
+"""Worst that has been lost: nothing; by chance only; by what may depend on the answer."""
+KNOWN: tuple[Known, ...] = ("", "ratio", "biased")
+_DECAY = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What earlier steps have lost, saved with the selection."""
+
+    lost_share: tuple[float, ...]
+    """For each training set, the running mean of the share of its groups with fewer than two rewards: where one set's
+    judge is down, others' groups cannot stand for its own."""
+    known: Known = ""
+
+    def then(self, missing: Missing, prompt_weight: FloatArray, set_of: IntArray) -> Past:
+        """After a step whose prompts, of the sets [K], had weights [K]: those that are rarely drawn count in full."""
+        shares = []
+        for index, share in enumerate(self.lost_share):
+            mine = prompt_weight * (set_of == index)
+            total = float(mine.sum())
+            lost = float(mine @ ~missing.there.any(axis=1)) / total if total > 0 else share
+            shares.append(_DECAY * share + (1.0 - _DECAY) * lost)
+        return Past(tuple(shares), max(self.known, missing.now, key=KNOWN.index))
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Which completions of a step [K, G] have a reward, and what they stand for."""
+
+    there: BoolArray
+    """[K, G]; none of a group with fewer than two."""
+    weight: FloatArray
+    """[K] of what is there, in place of the full group and of the groups without any."""
+    source: BiasSource
+    known: Known
+    """The row's label before the draw."""
+    now: Known
+    """The label of what this step has lost."""
+    along: dict[str, float]
+    """For the test of what is said to be by chance, see `DeclaredTest`."""
+    metrics: dict[str, float]
+
+    def estimated(self, values: FloatArray) -> FloatArray:
+        """[K, G] `values` with those that are not there as the mean of their group's, or of all."""
+        return np.where(self.there, values, _of_mates(values, self.there))
+
+
+def with_lengths(rollouts: Rollouts, usual: float) -> Rollouts:
+    """What was never sampled to its end with the length of its group mates, where divisors and the history read one.
+
+    Args:
+        usual: tokens, where nothing of the step is known; 0: not known either.
+    """
+    if rollouts.unfinished is None:
+        open_ones = np.isnan(rollouts.rewards) & (rollouts.lengths == 0)
+    else:
+        open_ones = rollouts.unfinished
+    if not open_ones.any():
+        return rollouts
+    mates = np.nan_to_num(_of_mates(rollouts.lengths.astype(np.float64), ~open_ones), nan=usual)
+    lengths = np.where(open_ones, np.maximum(np.maximum(np.rint(mates), rollouts.lengths), 1.0), rollouts.lengths)
+    return replace(rollouts, lengths=lengths.astype(np.int64))
+
+
+def missing_of(
+    rollouts: Rollouts,
+    prompt_prob: FloatArray,
+    set_of: IntArray,
+    past: Past,
+    *,
+    stands_for_lost: bool,
+    may_end_early: bool,
+    refuted: str,
+) -> Missing:
+    """Of a step's rollouts, `with_lengths`.
+
+    Args:
+        set_of: [K] the training set of each prompt.
+        past: what the steps before this one have lost.
+        stands_for_lost: groups without a baseline are made up for here; not where groups are asked for until there are
+            enough.
+        may_end_early: a setting ends completions by how long they take, which biases every step.
+        refuted: why earlier steps' by chance is not believed; empty if it is.
+    """
+    graded = ~np.isnan(rollouts.rewards)
+    left, size = graded.sum(axis=1), rollouts.rewards.shape[1]
+    usable = left >= 2
+    share_lost = np.array(past.lost_share)[set_of] if stands_for_lost else np.zeros(len(left))
+    lost_weight = 1.0 / (1.0 - np.minimum(share_lost, MOST_LOST))
+    weight = np.where(usable, size / np.maximum(left, 1), 1.0) * lost_weight
+    said = ~graded & (np.False_ if rollouts.by_chance is None else rollouts.by_chance)
+    by_chance = said & (not refuted)
+    chosen = ~graded & ~by_chance
+    share = np.where(chosen, 1.0 / prompt_prob[:, None], 0.0)
+    mates = np.nan_to_num(_of_mates(rollouts.rewards, graded))
+    figures = {
+        "missing_count": float((~graded).sum()),
+        "missing_biased_count": float(chosen.sum()),
+        "missing_groups": float((~usable).sum()),
+        "missing_reward_mean": mean_of_sums(float((share * mates).sum()), float(share.sum())),
+        "missing_tokens_mean": mean_of_sums(float((share * rollouts.lengths).sum()), float(share.sum())),
+    }
+    capped = stands_for_lost and max(past.lost_share) > MOST_LOST
+    known: Known = "biased" if may_end_early or refuted or capped else past.known
+    now: Known = "biased" if chosen.any() else "" if graded.all() else "ratio"
+    label = max(known, now, key=KNOWN.index)
+    source = BiasSource(())
+    if label:
+        row = LedgerRow(NAME, float(graded.sum()) / max(graded.size, 1), label, _note(figures, graded.size, refuted))
+        stands_in = 1.0 + chosen.sum(axis=1, keepdims=True) / np.maximum(left, 1)[:, None]
+        gone = chosen | (chosen.any(axis=1) & ~usable)[:, None]
+        source = BiasSource((row,), np.where(gone, 0.0, np.where(by_chance, 1.0, stands_in)))
+    metrics = {f"rollout/{name}": value for name, value in figures.items()}
+    along = _against_length(rollouts.lengths, graded, said)
+    return Missing(graded & usable[:, None], weight, source, known, now, along, metrics)
+
+
+def as_foreseen(ledger: tuple[LedgerRow, ...], missing: Missing) -> tuple[tuple[LedgerRow, ...], tuple[LedgerRow, ...]]:
+    """The ledger with the label that was known before the draw, and the row as it turned out, if that is worse."""
+    foreseen: list[LedgerRow] = []
+    for row in ledger:
+        if row.name != NAME:
+            foreseen.append(row)
+        elif missing.known:
+            foreseen.append(replace(row, label=missing.known))
+    worse = KNOWN.index(missing.now) > KNOWN.index(missing.known)
+    return tuple(foreseen), tuple(row for row in ledger if worse and row.name == NAME)
+
+
+def _against_length(lengths: IntArray, graded: BoolArray, said: BoolArray) -> dict[str, float]:
+    """How much longer than their mates those are that are `said` to be missing by chance: within each group any of
+    them is as likely to be missing as another, which is what makes it chance. Arguments [K, G]."""
+    offered = graded | said
+    pi = said.sum(axis=1) / np.maximum(offered.sum(axis=1), 1)
+    mixed = (pi > 0) & (pi < 1)
+    if not mixed.any():
+        return {}
+    among, known = offered[mixed], np.where(offered, lengths, np.nan)[mixed]
+    direction = np.sign(known - np.nanmedian(known, axis=1, keepdims=True))
+    each = np.broadcast_to(pi[mixed, None], among.shape)
+    return {"tokens": relative_deviation(direction[among], said[mixed][among], each[among])}
+
+
+def _note(figures: Mapping[str, float], count: int, refuted: str) -> str:
+    note = f"of {count} completions {figures['missing_count']:.0f} are missing; others of their groups stand for them"
+    note += f"; not by chance: {refuted}" if refuted else ""
+    if not figures["missing_biased_count"]:
+        return note
+    return (
+        f"{note}; {figures['missing_biased_count']:.0f} may be missing because of what they are: by their mates of"
+        f" reward {figures['missing_reward_mean']:.3g} and {figures['missing_tokens_mean']:.0f} tokens in the mean"
+    )
+
+
+def _of_mates(values: FloatArray, there: BoolArray) -> FloatArray:
+    """[K, 1] mean of each group's `values` [K, G] that are `there`; of all where a group has none, NaN without any."""
+    count = there.sum(axis=1, keepdims=True)
+    total = np.where(there, values, 0.0).sum(axis=1, keepdims=True)
+    everywhere = float(total.sum()) / int(count.sum()) if count.any() else math.nan
+    return np.where(count > 0, total / np.maximum(count, 1), everywhere)

@@ -1,0 +1,137 @@
+"""Drafted tokens: what is refused, the engines' command lines, and that real vLLM samples as without drafts."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.job import job_config, write_job_files
+from support.settings import rollout_config
+
+from dppo_megatron.config.rollout import RolloutConfig, check_rollout, draft_lengths
+from dppo_megatron.rollout.servers.server_process import make_servers
+from dppo_megatron.rollout.servers.sglang import _IN_ENGINE, draft_ladder, sglang_command
+from dppo_megatron.rollout.servers.vllm import vllm_command
+from dppo_megatron.types import UserError
+
+LOCAL = {"engine": "vllm", "servers.launch": "local", "speculation.method": "ngram"}
+DRAFTER = {"speculation.method": "eagle3", "speculation.draft_path": "/models/drafter"}
+
+
+def _config(**values: Any) -> RolloutConfig:
+    return rollout_config(LOCAL | {key.replace("__", "."): value for key, value in values.items()})
+
+
+@pytest.mark.parametrize(("tokens", "budget", "most"), [(4, 128, 512), (4, 128, 64), (7, 3, 9), (5, 0, 30), (1, 1, 1)])
+def test_draft_lengths_follow_concurrency(tokens: int, budget: int, most: int) -> None:
+    """Against the sentence of the setting, for every number of sequences."""
+    lengths = draft_lengths(
+        _config(
+            speculation__draft_tokens=tokens, speculation__max_drafted=budget, limits__max_concurrent_sequences=most
+        )
+    )
+    found = {n: each for first, last, each in lengths for n in range(first, last + 1)}
+    assert found == {n: min(tokens, budget // n) if budget else tokens for n in range(1, most + 1)}
+    assert sum(last - first + 1 for first, last, _ in lengths) == most
+
+
+def _arguments(config: RolloutConfig) -> list[str]:
+    build = vllm_command if config.engine == "vllm" else sglang_command
+    return build(config, "python", "model", 64, "bfloat16", cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}),
+        ({"speculation.method": "suffix"}, {"method": "suffix"}),
+        (DRAFTER, {"method": "eagle3", "model": "/models/drafter"}),
+    ],
+)
+def test_vllm_is_told_methods_and_lengths(more: dict[str, str], expected: dict[str, Any]) -> None:
+    """In the names of vLLM's own SpeculativeConfig. A length at any concurrency needs no schedule."""
+    values = LOCAL | more | {"speculation.draft_tokens": 2, "limits.max_concurrent_sequences": 128}
+    for budget, schedule in (
+        (0, {}),
+        (64, {"num_speculative_tokens_per_batch_size": [[1, 32, 2], [33, 64, 1], [65, 128, 0]]}),
+    ):
+        arguments = _arguments(rollout_config(values | {"speculation.max_drafted": budget}))
+        told = json.loads(arguments[arguments.index("--speculative-config") + 1])
+        assert told == {"num_speculative_tokens": 2, **expected, **schedule}
+    assert "--speculative-config" not in _arguments(_config(speculation__method="none"))
+
+
+def test_sglang_is_told_methods_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """n-grams have one length; a drafter's go into a file that each of its processes can read."""
+    monkeypatch.syspath_prepend(_IN_ENGINE)
+    started = importlib.import_module("dppo_sglang_server")
+    ngram = " ".join(_arguments(_config(engine="sglang")))
+    assert (
+        "--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 1 --speculative-num-draft-tokens 5" in ngram
+    )
+    config = rollout_config(LOCAL | DRAFTER | {"engine": "sglang", "speculation.max_drafted": 8})
+    told = " ".join(_arguments(config))
+    assert "--speculative-algorithm EAGLE3 --speculative-draft-model-path /models/drafter" in told
+    assert "--speculative-eagle-topk 1 --speculative-num-steps 4 --speculative-num-draft-tokens 5" in told
+    assert draft_ladder(_config(engine="sglang")) == {}
+    [(name, ladder)] = draft_ladder(config).items()
+    assert name == started.DRAFT_LENGTHS
+    flag, option, path = started._adaptive(ladder)
+    assert (flag, option) == ("--speculative-adaptive", "--speculative-adaptive-config")
+    steps = {"1": [4], "3": [2], "5": [1], "9": [0]}  # 3 each would be for 8 // 3 = 2 sequences, which have 4
+    assert json.loads(Path(path).read_text()) == {n: {"candidate_steps": each} for n, each in steps.items()}
+    assert started._adaptive("") == []
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"engine": "hf", "servers.launch": "none"}, "is for launched servers"),
+        ({"servers.launch": "none", "servers.endpoints": ["http://127.0.0.1:8000"]}, "draft as they were started"),
+        ({"speculation.method": "eagle3"}, r"draft_path is empty, but .* needs one"),
+        ({"speculation.draft_path": "/models/drafter"}, r"draft_path is set, but .*ngram; only eagle3 has"),
+        ({"engine": "sglang", "speculation.method": "suffix"}, "SGLang has ngram and eagle3"),
+        ({"engine": "sglang", "sampling.top_p": 0.9}, "leave both at their defaults"),
+        ({"engine": "sglang", "sampling.top_k": 20}, "leave both at their defaults"),
+        ({"servers.args": ["--speculative_config", "{}"]}, "has --speculative-config, which rollout.spec"),
+        ({"servers.args": ["-pp", "2"]}, "has -pp, with which SGLang refuses drafts"),
+        ({"servers.args": ["--data-parallel-size=2"]}, "max_drafted=0"),
+    ],
+)  # fmt: skip
+def test_what_an_engine_would_do_otherwise_is_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_rollout(rollout_config(LOCAL | more))
+
+
+def test_what_an_engine_does_is_accepted() -> None:
+    for more in (
+        {"servers.args": ["--data-parallel-size", "2"], "speculation.max_drafted": 0},
+        {"engine": "sglang", "servers.args": ["--dp-size", "2"]},
+        {"sampling.top_p": 0.9, "speculation.method": "suffix"},
+        {"servers.launch": "none", "servers.registry_dir": "/shared/servers"},
+        DRAFTER,
+    ):
+        check_rollout(rollout_config(LOCAL | more))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job_files(tmp_path_factory.mktemp("task"))
+
+
+def test_paths_devices_and_routed_experts_are_checked(files: Path, tmp_path: Path) -> None:
+    """Before anything is started."""
+    local = {"rollout__engine": "sglang", "rollout__servers__launch": "local"}
+    with pytest.raises(UserError, match=r"rollout\.speculation\.draft_path.*no-drafter"):
+        drafter = {"rollout__speculation__method": "eagle3", "rollout__speculation__draft_path": files / "no-drafter"}
+        job_config(files, tmp_path, **local, **drafter)
+    ngram = local | {"rollout__speculation__method": "ngram"}
+    with pytest.raises(UserError, match=r"routing_replay = engine with rollout\.speculation\.method = ngram"):
+        job_config(files, tmp_path, **ngram, actor__routing_replay="engine")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="on a CPU SGLang takes the likeliest token"):
+            make_servers(job_config(files, tmp_path, **ngram))
