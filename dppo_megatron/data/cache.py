@@ -220,8 +220,6 @@ class PromptCache:
                 with pa.ipc.new_file(file, schema) as writer:
                     for first in range(0, len(prompts), _AT_ONCE):
                         part = prompts[first : first + _AT_ONCE]
-                        if not all(_is_json(prompt.row) for prompt in part):
-                            raise ValueError("its rows hold other values than JSON has, such as dates")
                         columns: list[Any] = [[getattr(prompt, name) for prompt in part] for name, _ in given]
                         columns += [[json.dumps(prompt.row) for prompt in part], problems[first : first + _AT_ONCE]]
                         writer.write_batch(pa.record_batch(columns, schema=schema))
@@ -230,7 +228,7 @@ class PromptCache:
                     checksum = _checksum(written, file.tell())
                 file.write(checksum)
             return f"its prompts are kept in {self.path} ({self.path.stat().st_size / 1e6:,.0f} MB), for later starts"
-        except (OSError, ValueError, pa.ArrowException) as error:
+        except (OSError, ValueError, TypeError, pa.ArrowException) as error:  # TypeError: JSON has no dates
             return f"its prompts cannot be kept in {self.path}, so every start reads the set: {reason(error)}"
 
 
@@ -240,13 +238,6 @@ def _checksum(file: IO[bytes], size: int) -> bytes:
     while size and (chunk := file.read(min(size, 2**20))):
         checksum, size = zlib.crc32(chunk, checksum), size - len(chunk)
     return checksum.to_bytes(_CHECKSUM_BYTES, "little")
-
-
-def _is_json(value: Any) -> bool:
-    """Whether JSON gives the same value back: no date, no bytes, and no tuple, which would be a list."""
-    if isinstance(value, (dict, list)):
-        return all(map(_is_json, value.values() if isinstance(value, dict) else value))
-    return value is None or isinstance(value, (str, int, float))
 
 
 def _files_of(path: str) -> tuple[tuple[str | int, ...], ...]:

@@ -184,6 +184,8 @@ def section_of(settings: ResolvedSet) -> str:
 
 
 def _layout_hint(row: Row, settings: ResolvedSet) -> str:
+    if settings.key == "sft.examples_path":  # a layout's settings would be those of the training sets too
+        return ". Worked solutions are read by data.problem_field and sft.completion_field"
     section = section_of(settings)
     for fields, name, (problem, answer, source) in _LAYOUTS:
         if fields <= row.values.keys() and get_field(row.values, problem) is not None:

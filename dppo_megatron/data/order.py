@@ -1,23 +1,28 @@
-"""The order in which prompts are visited, a pure function of the position: over one set, or several in fixed shares.
+"""The order in which prompts are visited: over one set, or several in fixed shares; shuffled, or sorted by a key.
 
-A checkpoint therefore stores one number, and a resumed run continues with the same prompts.
+It is a pure function of the position: a checkpoint stores one number, and a resumed run continues with the same
+prompts. Only where the key changes with the run, as the model's pass rate does, an epoch is stored too.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from dppo_megatron.config.data import OrderBy, OrderName
 from dppo_megatron.randomness import generator
-from dppo_megatron.types import IntArray, UserError
+from dppo_megatron.types import FloatArray, IntArray, UserError
+
+Key: TypeAlias = Callable[[], FloatArray]
+"""What an epoch that begins now is sorted by, rising: [prompts of all sets]; equals, and NaN at the end, at random."""
 
 _MOST_SLOTS = 1_000_000
 """Length of the longest pattern of sets. Weights whose ratio needs more are rounded to parts in a million."""
@@ -62,14 +67,22 @@ class WeightedOrder:
         sizes: problems of each set; set s has the prompt indices from sum(sizes[:s]) on.
         weights: relative shares.
         per_take: the most that is taken at once, for which no problem comes twice.
+        key: what each epoch of each set is sorted by; None: shuffled.
 
     Raises:
         UserError: a set has fewer problems than its share of `per_take`.
     """
 
-    def __init__(self, sizes: Mapping[str, int], weights: Mapping[str, float], seed: int, per_take: int) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        weights: Mapping[str, float],
+        seed: int,
+        per_take: int,
+        key: Key | None = None,
+    ) -> None:
         shares = _whole_shares([weights[name] for name in sizes], list(sizes))
-        self._sizes, self._seed = list(sizes.values()), seed
+        self._sizes, self._seed, self._key = list(sizes.values()), seed, key
         self._pattern = _pattern(shares)
         counts = np.stack([np.cumsum(self._pattern == s) for s in range(len(shares))])
         self._before = np.concatenate([np.zeros((len(shares), 1), np.int64), counts], axis=1)
@@ -110,6 +123,13 @@ class WeightedOrder:
         _, firsts = np.unique(indices, return_index=True)
         return indices[np.sort(firsts)], position + count
 
+    def state_dict(self) -> dict[int, Any]:
+        """Each set's epoch and its order, which a key that changes may not give again. The arrays are not copied."""
+        return dict(self._latest)
+
+    def load_state_dict(self, state: Mapping[int, Any]) -> None:
+        self._latest = dict(state)
+
     def _items(self, s: int, start: int, count: int) -> IntArray:
         """Problems start, start + 1, ... of set `s`, over its epochs."""
         parts, size = [], self._sizes[s]
@@ -127,6 +147,9 @@ class WeightedOrder:
             last, order = -1, None
         for number in range(last + 1, epoch + 1):
             shuffled = generator(self._seed, "order of a weighted set", s, number).permutation(self._sizes[s])
+            if self._key is not None:
+                own = self._key()[self._first[s] : self._first[s + 1]]
+                shuffled = shuffled[np.argsort(own[shuffled], kind="stable")]
             order = _spaced(shuffled.astype(np.int64), order, self._window[s])
         assert order is not None
         self._latest[s] = (epoch, order)
@@ -143,17 +166,44 @@ class WeightedOrder:
 Order: TypeAlias = PromptOrder | WeightedOrder
 
 
-def make_order(sizes: Mapping[str, int], weights: Mapping[str, float] | None, seed: int, per_take: int) -> Order:
-    """The order over all training sets: shuffled together, or with `weights` each in its share.
+def make_order(
+    sizes: Mapping[str, int], weights: Mapping[str, float] | None, seed: int, per_take: int, key: Key | None = None
+) -> Order:
+    """The order over all training sets: together, or with `weights` each in its share; by `key`, or shuffled.
 
-    One set has one order, whatever its weight.
+    One set has one order, whatever its weight. A step of a sorted order goes on into the next epoch: it must not be the
+    same problems that are skipped at the end of every epoch.
 
     Raises:
         UserError: a step of `per_take` prompts needs more problems of a set than it has, or hardly any.
     """
     if weights is None or len(sizes) == 1:
-        return PromptOrder(sum(sizes.values()), seed)
-    return WeightedOrder(sizes, weights, seed, per_take)
+        whole = {"": sum(sizes.values())}
+        return PromptOrder(whole[""], seed) if key is None else WeightedOrder(whole, {"": 1.0}, seed, per_take, key)
+    return WeightedOrder(sizes, weights, seed, per_take, key)
+
+
+def order_key(order: OrderName, by: OrderBy, num_prompts: int, level: FloatArray | None, pass_rate: Key) -> Key | None:
+    """What `data.order` sorts by, given `data.order_by`; None: shuffled.
+
+    Args:
+        level: [num_prompts], NaN where a problem has none; None: none has.
+        pass_rate: of each problem as it is known when it is called.
+
+    Raises:
+        UserError: no problem has a level to sort by.
+    """
+    if order in ("shuffled", "file"):
+        return None if order == "shuffled" else lambda: np.arange(num_prompts, dtype=np.float64)
+    sign = 1.0 if order == "easy_first" else -1.0
+    if by == "pass_rate":
+        return lambda: -sign * pass_rate()
+    if level is None or np.isnan(level).all():
+        raise UserError(
+            f"data.order = {order}: no problem has a level; name its field in data.level_field (level_is:"
+            " solve_rate if more is easier), or set data.order_by=pass_rate"
+        )
+    return lambda: sign * level
 
 
 def _whole_shares(weights: list[float], names: list[str]) -> list[int]:
@@ -164,16 +214,12 @@ def _whole_shares(weights: list[float], names: list[str]) -> list[int]:
     slots = math.lcm(*(part.denominator for part in parts))
     if slots <= _MOST_SLOTS:
         return [int(part * slots) for part in parts]
-    floors = [int(part * _MOST_SLOTS) for part in parts]
-    rest = _MOST_SLOTS - sum(floors)
-    by_remainder = sorted(range(len(parts)), key=lambda s: (floors[s] - parts[s] * _MOST_SLOTS, s))
-    for s in by_remainder[:rest]:
-        floors[s] += 1
-    for name, share in zip(names, floors, strict=True):
+    rounded = [round(part * _MOST_SLOTS) for part in parts]
+    for name, share in zip(names, rounded, strict=True):
         if not share:
             raise UserError(f"data.train_sets.{name}.weight: less than a millionth of all; leave the set out")
-    common = math.gcd(*floors)
-    return [share // common for share in floors]
+    common = math.gcd(*rounded)
+    return [share // common for share in rounded]
 
 
 def _pattern(shares: list[int]) -> npt.NDArray[np.int16]:

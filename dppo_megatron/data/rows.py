@@ -27,17 +27,16 @@ from dppo_megatron.config.paths import distinct_keys, json_reason
 from dppo_megatron.texts import reason
 from dppo_megatron.types import UserError
 
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LONGEST_LINE = 64 * 2**20
 """Bytes of a line. A problem has thousands; a longer line means that this is another kind of file."""
-_MOST_BLANK = 1_000_000
 _MOST_UNPACKED = 300
 """Times its size that a gzip file may unpack to: rows have 3 to 75, nothing but zeros 230 to 1,030."""
+_MOST_BLANK = 1_000_000
 _NAME = re.compile(r"(?P<name>(?:[\w.-]+/)?[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _OLDEST = 4
 """Version of `datasets`: since then a repository's own script is never run."""
 _ROWS_AT_A_TIME = 1000
-_DEEPEST = 64
-"""Levels of nesting. Python can parse about 1,000, but what is nested so deep cannot be sent to a grader's process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +69,9 @@ class JsonFloat(float):
 def read_rows(path: str, subset: str, split: str) -> Iterator[Row]:
     """The rows of `hub:owner/name`, of a directory that `datasets` knows, or of a file. Raises UserError if it is none
     of them or cannot be read."""
-    if path.startswith("hub:"):
-        return _hub(path, subset, split)
-    return _directory(path, subset, split) if Path(path).is_dir() else read_file(path)
+    if path.startswith("hub:") or Path(path).is_dir():
+        return _of_library(path, subset, split)
+    return read_file(path)
 
 
 def read_file(path: str) -> Iterator[Row]:
@@ -141,23 +140,29 @@ def _json_lines(path: str) -> Iterator[Row]:
 def _json(path: str) -> Iterator[Row]:
     """A list of objects, {"data": [...]}, or JSON Lines named .json, as many files are."""
     with _open(path) as file:
-        head = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if head.startswith(b"{"):
-        first = next((text for _, text in _lines(path) if text.strip()), "")
-        if _is_object(first):
-            yield from _json_lines(path)
-            return
-    with _open(path) as file:
         size = os.stat(path).st_size
         raw = file.read(max(2**23, _MOST_UNPACKED * size) + 1)
         _check_unpacked(file, path, size)
-    found = _parse(_decode(raw, path, ""), path)
+    text = _decode(raw.removeprefix(_BYTE_ORDER_MARK), path, "").strip()
+    if text.startswith("{") and _has_objects_as_lines(text):
+        yield from _json_lines(path)
+        return
+    found = _parse(text, path)
     listed = found.get("data") if isinstance(found, dict) else found
     if not isinstance(listed, list):
         raise UserError(f'{path}: expected a list of JSON objects, {{"data": [...]}}, or one object a line')
     for number, values in enumerate(listed):
         origin = f"{path}[{number}]"
         yield Row(origin, _object(values, origin))
+
+
+def _has_objects_as_lines(text: str) -> bool:
+    """Whether a text that begins as an object is more than {"data": [...]}."""
+    try:
+        first, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return end < len(text) or ("data" not in first and "\n" not in text)
 
 
 def _csv(path: str) -> Iterator[Row]:
@@ -234,13 +239,12 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
         for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE + 1), b""), start=1):
             if len(line) > _LONGEST_LINE:
                 raise UserError(f"{path}:{number}: the line has more than {_LONGEST_LINE:,} bytes")
-            _check_unpacked(file, path, size)
             blank = 0 if line.strip() else blank + 1
             if blank > _MOST_BLANK:  # a gigabyte of them takes ten minutes to read
                 raise UserError(f"{path}:{number}: more than {_MOST_BLANK:,} blank lines one after another")
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            yield number, _decode(line, path, f":{number}")
+            _check_unpacked(file, path, size)
+            text = _decode(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line, path, f":{number}")
+            yield number, text
 
 
 def _decode(raw: bytes, path: str, line: str) -> str:
@@ -254,13 +258,6 @@ def _decode(raw: bytes, path: str, line: str) -> str:
         raise UserError(f"{path}{where}: not UTF-8 text (byte 0x{raw[error.start]:02x}); {advice}") from None
 
 
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict) and "data" not in json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-
-
 def _object(value: Any, origin: str) -> dict[str, Any]:
     """A row's values; of a list of objects, such as the turns of Open-Reasoner-Zero, by their places: `0.value`."""
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -272,61 +269,35 @@ def _object(value: Any, origin: str) -> dict[str, Any]:
 
 def _parse(text: str, origin: str) -> Any:
     try:
-        value = json.loads(text, object_pairs_hook=distinct_keys, parse_float=JsonFloat.parse)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{origin}: not valid JSON: {error}") from None
-    except RecursionError:
-        raise UserError(f"{origin}: nested too deep; at most {_DEEPEST} levels") from None
-    except ValueError as error:  # an integer of more than 4,300 digits, or a duplicate key
-        raise UserError(f"{origin}: not usable JSON: {json_reason(error)}") from None
-    # counting brackets is cheaper than walking every row
-    if text.count("[") + text.count("{") > _DEEPEST and _depth(value) > _DEEPEST + 2:
-        raise UserError(f"{origin}: nested too deep; at most {_DEEPEST} levels")
-    return value
+        return json.loads(text, object_pairs_hook=distinct_keys, parse_float=JsonFloat.parse)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{origin}: not valid JSON: {json_reason(error)}") from None
 
 
-def _depth(value: Any) -> int:
-    """Levels of lists and objects, counted without recursion."""
-    deepest, layer = 0, [value]
-    while layer := [item for item in layer if isinstance(item, (list, dict))]:
-        deepest += 1
-        layer = [inner for item in layer for inner in (item.values() if isinstance(item, dict) else item)]
-    return deepest
-
-
-def _hub(path: str, subset: str, split: str) -> Iterator[Row]:
-    """The rows of `hub:owner/name` or `hub:owner/name@revision`. Raises UserError: the extra is missing, there is no
-    network, no such set, subset or split."""
-    match = _NAME.fullmatch(path.removeprefix("hub:"))
-    if match is None:
+def _of_library(path: str, subset: str, split: str) -> Iterator[Row]:
+    """The rows of `hub:owner/name` or `hub:owner/name@revision`, of a directory that `save_to_disk` wrote, or of a
+    repository of the hub that was downloaded. Raises UserError: the extra is missing, there is no network, or it is
+    none of them or has no such subset or split."""
+    named = _NAME.fullmatch(path.removeprefix("hub:")) if path.startswith("hub:") else None
+    if path.startswith("hub:") and named is None:
         raise UserError(f"{path}: expected hub:owner/name or hub:owner/name@revision")
-    datasets = _import_datasets(path)
-    try:
-        loaded = datasets.load_dataset(
-            match["name"], subset or None, split=split or None, revision=match["revision"] or None
-        )
-    except Exception as error:  # the library and its dependencies raise some thirty kinds
-        raise UserError(f"{path}: {_hub_reason(error)}") from None
-    yield from _arrow_rows(_one_split(loaded, path, split), path)
-
-
-def _directory(path: str, subset: str, split: str) -> Iterator[Row]:
-    """The rows of a directory that `save_to_disk` wrote, or of a repository of the hub that was downloaded. Raises
-    UserError: the extra is missing, the directory is neither, or has no such subset or split."""
     datasets = _import_datasets(path)
     saved = any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
     if saved and subset:
         raise UserError(f"{path}: subset = '{subset}' has no effect: a directory saved by `datasets` has splits only")
-    datasets.disable_progress_bars()  # they are for downloads
     try:
-        if saved:
-            loaded = datasets.load_from_disk(path)
-        else:  # streamed, so that no second copy is left in the library's cache
-            loaded = datasets.load_dataset(str(Path(path).absolute()), subset or None, streaming=True)
-    except Exception as error:
-        raise UserError(
-            f"{path}: neither a directory saved by `datasets` nor a downloaded repository: {reason(error)}"
-        ) from None
+        if named:
+            loaded = datasets.load_dataset(
+                named["name"], subset or None, split=split or None, revision=named["revision"] or None
+            )
+        else:
+            datasets.disable_progress_bars()  # they are for downloads
+            # a repository is streamed, so that no second copy is left in the library's cache
+            repository = {"path": str(Path(path).absolute()), "name": subset or None, "streaming": True}
+            loaded = datasets.load_from_disk(path) if saved else datasets.load_dataset(**repository)
+    except Exception as error:  # the library and its dependencies raise some thirty kinds
+        neither = f"neither a directory saved by `datasets` nor a downloaded repository: {reason(error)}"
+        raise UserError(f"{path}: {_hub_reason(error) if named else neither}") from None
     yield from _arrow_rows(_one_split(loaded, path, split), path)
 
 
@@ -371,15 +342,12 @@ def _arrow_rows(split: Any, origin: str) -> Iterator[Row]:
 
 def _hub_reason(error: Exception) -> str:
     """Advice for a set of the hub that did not load."""
-    names = {kind.__name__ for kind in type(error).__mro__}
+    names, said = {kind.__name__ for kind in type(error).__mro__}, reason(error)
     if os.environ.get("HF_DATASETS_OFFLINE") == "1" or os.environ.get("HF_HUB_OFFLINE") == "1":
-        return f"offline (HF_DATASETS_OFFLINE or HF_HUB_OFFLINE is set) and not in the local cache: {reason(error)}"
-    if "ConnectionError" in names or "OfflineModeIsEnabled" in names or "Timeout" in names or "ConnectError" in names:
-        return f"the hub cannot be reached: {reason(error)}"
-    if "DatasetNotFoundError" in names and "gated" in str(error):
-        return f"needs a login that has accepted its terms (hf auth login): {reason(error)}"
+        return f"offline (HF_DATASETS_OFFLINE or HF_HUB_OFFLINE is set) and not in the local cache: {said}"
+    if names & {"ConnectionError", "OfflineModeIsEnabled", "Timeout", "ConnectError"}:
+        return f"the hub cannot be reached: {said}"
     if "DatasetNotFoundError" in names:
-        return f"not found on the hub, or not open to you (hf auth login): {reason(error)}"
-    if "TransportError" in names:
-        return f"the connection to the hub broke, run it again: {reason(error)}"
-    return reason(error)
+        closed = "needs a login that has accepted its terms" if "gated" in str(error) else ""
+        return f"{closed or 'not found on the hub, or not open to you'} (hf auth login): {said}"
+    return f"the connection to the hub broke, run it again: {said}" if "TransportError" in names else said

@@ -17,19 +17,14 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from dppo_megatron.config.checks import planned_prompts, too_few_prompts
 from dppo_megatron.config.conditions import Condition
-from dppo_megatron.config.resolved_sets import (
-    ResolvedSet,
-    eval_set_configs,
-    train_set_configs,
-    train_set_weights,
-)
+from dppo_megatron.config.resolved_sets import ResolvedSet, eval_set_configs, train_set_configs
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data import fields
 from dppo_megatron.data.cache import PromptCache, PromptColumns
 from dppo_megatron.data.contamination import Contamination, HeldOut, Words, words_of
-from dppo_megatron.data.order import make_order
+from dppo_megatron.data.order import make_order, order_key
 from dppo_megatron.data.rows import Row, read_rows
 from dppo_megatron.data.templates import (
     check_template,
@@ -109,10 +104,13 @@ def load_set(
         where.check_fields()
     prompts, dropped = read.prompts, looked_for.dropped
     if not prompts:
-        why = f": all {read.filtered} are longer than {settings.max_prompt_tokens} tokens" if read.filtered else ""
-        why = why or (f": all {dropped} are problems of evaluation sets (contamination=drop)" if dropped else "")
-        why = why or (f": {where.left_out} rows do not meet 'where'" if where.left_out else "")
-        why = why or (f": answer_from={settings.answer_from} finds no answer" if read.unanswered else "")
+        reasons = {
+            f"all {read.filtered} are longer than {settings.max_prompt_tokens} tokens": read.filtered,
+            f"all {dropped} are problems of evaluation sets (contamination=drop)": dropped,
+            f"{where.left_out} rows do not meet 'where'": where.left_out,
+            f"answer_from={settings.answer_from} finds no answer": read.unanswered,
+        }
+        why = next((f": {reason}" for reason, count in reasons.items() if count), "")
         raise UserError(f"{settings.path}: holds no problems{why}")
     left_out = {
         "problems are left out: they are problems of evaluation sets": dropped,
@@ -120,7 +118,10 @@ def load_set(
         f"rows are left out: answer_from={settings.answer_from} finds no answer there": read.unanswered,
         "rows have a level that is no number; it is left out": read.unknown_levels,
     }
-    notes = [*read.repeats.notes(), *unfilled(settings.template), *read.special.notes()]
+    notes = [*read.repeats.notes(), *unfilled(settings.template)]
+    if read.special:
+        what = f"which the model gets as such: {read.special[0]}"
+        notes.append(f"warning: {len(read.special)} problems hold special tokens, {what}")
     notes += [f"{count} {what}" for what, count in left_out.items() if count]
     columns, fingerprint = PromptColumns.of(prompts, read.repeats.hashes()), read.hashed.hexdigest()
     found, told = looked_for.counts(), tuple(notes)
@@ -135,7 +136,11 @@ class _PromptReader:
         self._shared = shared_ids(tokenizer)
         self.prompts: list[Prompt] = []
         self.repeats, self.hashed = _Repeats(self.prompts), sha256()
-        self.special = _SpecialTokens(tokenizer)
+        added = (str(one) for one in tokenizer.added_tokens_decoder.values() if one.special)
+        tokens = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+        self.special: list[str] = []
+        """Special tokens in problems' own texts, which the tokenizer reads as such: a turn may end there."""
         self.filtered = self.unknown_levels = self.unanswered = 0
 
     def add(self, rows: list[Row]) -> None:
@@ -170,26 +175,8 @@ class _PromptReader:
                 self.hashed.update(len(raw).to_bytes(8, "little") + raw)  # length-prefixed: unambiguous
             self.prompts.append(prompt)
             self.repeats.add(problem)
-            self.special.look(_asked(problem), row.origin)
-
-
-class _SpecialTokens:
-    """Problems whose own text holds special tokens: the tokenizer reads them as such, so a turn may end there."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        added = (str(one) for one in tokenizer.added_tokens_decoder.values() if one.special)
-        tokens = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
-        self._any = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
-        self._count, self._example = 0, ""
-
-    def look(self, text: str, origin: str) -> None:
-        if found := self._any.search(text):
-            self._count += 1
-            self._example = self._example or f"{found[0]} in {origin}"
-
-    def notes(self) -> Iterator[str]:
-        if self._count:
-            yield f"warning: {self._count} problems hold special tokens, which the model gets as such: {self._example}"
+            if found := self._special.search(_asked(problem)):
+                self.special.append(f"{found[0]} in {row.origin}")
 
 
 class _Where:
@@ -249,10 +236,13 @@ def load_train_sets(
         sets[name] = _load_train_set(config, name, one, tokenizer, held_out, first)
     refuse(config, contamination_notes(sets, evaluated))
     paths = ", ".join(one.path for one in settings.values())
-    if too_few := too_few_prompts(config, sum(len(one.prompts) for one in sets.values()), paths):
-        raise UserError(too_few)
-    sizes, weights = set_sizes(sets), train_set_weights(config)
-    make_order(sizes, weights, config.seed, planned_prompts(config))  # raises if the shares do not fit
+    selection = selection_settings(config)
+    if too_few := selection.too_few_prompts(sum(len(one.prompts) for one in sets.values()), paths):
+        raise UserError(f"rollout.{too_few}")
+    levels = np.concatenate([one.columns.level for one in sets.values()])
+    # both raise: shares that do not fit, nothing to sort by
+    make_order(set_sizes(sets), selection.set_weights, config.seed, selection.planned_prompts)
+    order_key(config.data.order, config.data.order_by, len(levels), levels, lambda: levels)
     return sets
 
 
@@ -325,37 +315,30 @@ class _Repeats:
         """Hash of a problem to its place in `prompts`."""
         self._hashes = bytearray()
         self._prompts = prompts
-        self._count = self._contradictions = 0
-        self._examples: list[str] = []
-        self._contradiction = ""
+        self._again: list[tuple[int, int]] = []
+        """Places of each repetition and of the first."""
 
     def add(self, problem: str | fields.Messages) -> None:
         """The problem of the last prompt."""
         place = len(self._prompts) - 1
         digest = blake2b(_identity(problem).encode(), digest_size=16).digest()
         self._hashes += digest[:8]
-        first = self._first.setdefault(digest, place)
-        if first == place:
-            return
-        prompt, earlier = self._prompts[place], self._prompts[first]
-        self._count += 1
-        if len(self._examples) < 3:
-            self._examples.append(f"{prompt.origin} is {earlier.origin}")
-        if earlier.answer.strip() != prompt.answer.strip():
-            self._contradictions += 1
-            self._contradiction = self._contradiction or (
-                f"{prompt.origin} says {prompt.answer[:60]!r} and {earlier.origin} {earlier.answer[:60]!r}"
-            )
+        if (first := self._first.setdefault(digest, place)) != place:
+            self._again.append((place, first))
 
     def hashes(self) -> npt.NDArray[np.uint64]:
         """[prompts] 64 bits of each problem's: two of a million are equal by chance once in 40 million sets."""
         return np.frombuffer(self._hashes, "<u8")
 
     def notes(self) -> Iterator[str]:
-        if self._count:
-            yield f"warning: {self._count} problems stand there more than once: {', '.join(self._examples)}"
-        if self._contradictions:
-            yield f"warning: {self._contradictions} of them with another answer: {self._contradiction}"
+        again = [(self._prompts[place], self._prompts[first]) for place, first in self._again]
+        if again:
+            examples = ", ".join(f"{one.origin} is {first.origin}" for one, first in again[:3])
+            yield f"warning: {len(again)} problems stand there more than once: {examples}"
+        differ = [(one, first) for one, first in again if one.answer.strip() != first.answer.strip()]
+        for one, first in differ[:1]:
+            answers = f"{one.origin} says {one.answer[:60]!r} and {first.origin} {first.answer[:60]!r}"
+            yield f"warning: {len(differ)} of them with another answer: {answers}"
 
 
 def overlap_notes(train: Mapping[str, ProblemSet]) -> list[str]:
@@ -412,23 +395,23 @@ def _is_too_long(prompt: Prompt, settings: ResolvedSet) -> bool:
     )
 
 
+def _turns(problem: str | fields.Messages) -> fields.Messages:
+    return [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
+
+
 def _identity(problem: str | fields.Messages) -> str:
     """The text by which two problems are compared; a single user message counts as its text."""
-    if isinstance(problem, str):
-        return " ".join(problem.split())
-    if len(problem) == 1:
-        return " ".join(problem[0]["content"].split())
-    return "\n".join(f"{turn['role']}: {' '.join(turn['content'].split())}" for turn in problem)
+    turns = [(turn["role"], " ".join(turn["content"].split())) for turn in _turns(problem)]
+    return turns[0][1] if len(turns) == 1 else "\n".join(f"{role}: {text}" for role, text in turns)
 
 
 def _asked(problem: str | fields.Messages) -> str:
-    return problem if isinstance(problem, str) else "\n".join(turn["content"] for turn in problem)
+    return "\n".join(turn["content"] for turn in _turns(problem))
 
 
 def _last_question(problem: str | fields.Messages) -> str:
-    if isinstance(problem, str):
-        return problem
-    return next((turn["content"] for turn in reversed(problem) if turn["role"] == "user"), problem[-1]["content"])
+    turns = _turns(problem)
+    return next((turn["content"] for turn in reversed(turns) if turn["role"] == "user"), turns[-1]["content"])
 
 
 def words_asked(row: Row, settings: ResolvedSet) -> Words:

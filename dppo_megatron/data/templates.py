@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import re
 import resource
 import signal
@@ -127,15 +126,10 @@ def generation_config_stops(hf_path: str, tokenizer: PreTrainedTokenizerBase) ->
     path = Path(hf_path) / "generation_config.json"
     if not path.is_file():
         return []
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        stops = raw.get("eos_token_id") if isinstance(raw, dict) else None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
     try:  # what transformers refuses, an engine or a later load of the trained model would fail on
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            GenerationConfig.from_dict(raw)
+            stops = GenerationConfig.from_pretrained(hf_path, trust_remote_code=False).eos_token_id
     except Exception as error:  # its validators raise their own classes, and TypeErrors from deep inside
         raise UserError(f"{path}: transformers refuses it: {reason(error)}") from None
     listed = stops if isinstance(stops, list) else [] if stops is None else [stops]

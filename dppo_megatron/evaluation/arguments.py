@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,12 @@ import yaml
 from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.config.data import EvalSetConfig
-from dppo_megatron.config.load import load_config
+from dppo_megatron.config.load import config_from_values, load_config
 from dppo_megatron.config.paths import how_to_download, shipped
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.eval_samples import FOLLOWED
 from dppo_megatron.types import UserError
 
-_SET_KEYS = tuple(item.name for item in fields(EvalSetConfig))
 _SERVER_KEYS = ("endpoints", "launch", "colocate", "allow_remote_endpoints")
 
 
@@ -148,31 +147,27 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     """The sets of a file, each with the file's common settings."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        general = {**(raw.pop("data", None) or {}), **(raw.pop("eval", None) or {})}
+        sets = {name: {"path": where} for name, where in (general.pop("eval_paths", None) or {}).items()}
+        sets |= general.pop("eval_sets", None) or {}
+        found = {str(name): general | values for name, values in sets.items()}
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"--sets {path}: cannot be read: {error}") from None
-    raw = _mapping(raw, str(path), ("data", "eval"))
-    general = _mapping(raw.get("data") or {}, f"{path}: data", (*_SET_KEYS, "eval_sets", "eval_paths"))
-    general |= _mapping(raw.get("eval") or {}, f"{path}: eval", _SET_KEYS)
-    sets = _mapping(general.pop("eval_sets", None) or {}, f"{path}: data.eval_sets")
-    paths = _mapping(general.pop("eval_paths", None) or {}, f"{path}: data.eval_paths")
-    sets |= {name: {"path": where} for name, where in paths.items()}
-    if not sets:
+    except (AttributeError, TypeError, ValueError):
+        raise UserError(f"--sets {path}: expected sets under data.eval_sets, and their settings by name") from None
+    if not found:
         raise UserError(f"--sets {path}: has no set under data.eval_sets")
-    found = {}
-    for name, given in sets.items():
-        values = general | _mapping(given, f"{path}: data.eval_sets.{name}", _SET_KEYS)
-        if not isinstance(values.get("path"), str) or not values["path"]:
-            raise UserError(f"{path}: data.eval_sets.{name}.path is not set; give the file of its problems")
-        found[str(name)] = values
+    config_from_values({"data": {"eval_sets": found}, **raw}, f"--sets {path}")  # raises what is wrong with them
     return found
 
 
 def _located(sets: dict[str, dict[str, Any]], word: str, data: Path | None) -> dict[str, dict[str, Any]]:
     """The sets with relative paths resolved against `data`. Raises UserError for a missing one."""
     for name, values in sets.items():
-        if values["path"].startswith("hub:") or Path(values["path"]).is_absolute():
+        own = values.get("path") or ""
+        if not own or own.startswith("hub:") or Path(own).is_absolute():
             continue
-        path = (data or Path()) / values["path"]
+        path = (data or Path()) / own
         if not path.exists():
             hint = "" if data else "; --data DIR says in which directory they are"
             raise UserError(
@@ -181,15 +176,6 @@ def _located(sets: dict[str, dict[str, Any]], word: str, data: Path | None) -> d
             )
         values["path"] = str(path)
     return sets
-
-
-def _mapping(value: Any, where: str, known: Sequence[str] = ()) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UserError(f"{where}: expected a mapping, got {value!r}")
-    for key in value:
-        if known and key not in known:
-            raise UserError(f"{where}: unknown key '{key}'; known here: {', '.join(known)}")
-    return dict(value)
 
 
 def _find_target(text: str, step: int | None) -> _Target:

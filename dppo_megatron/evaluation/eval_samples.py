@@ -164,17 +164,23 @@ def read_samples(path: Path) -> list[EvalSample]:
     except (OSError, ValueError) as error:  # ValueError: also a name that no file can have
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"'{path}' cannot be read: {reason}; expected the {SAMPLES} of an evaluation") from None
-    samples = [_sample(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
-    if not samples:
+    found: dict[Key, EvalSample] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            sample = msgspec.convert(json.loads(line), EvalSample)  # msgspec's own reader refuses lone surrogates
+        except msgspec.ValidationError as error:
+            raise UserError(f"{where}: no sample of an evaluation: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: not valid JSON: {json_reason(error)}") from None
+        if found.setdefault(key_of(sample), sample) is not sample:
+            named = f"sample {sample.sample} of problem {sample.problem[:60]} of {sample.set[:60]}"
+            raise UserError(f"{where}: {named} is there twice")
+    if not found:
         raise UserError(f"'{path}' holds no samples")
-    seen: set[Key] = set()
-    for sample in samples:
-        if key_of(sample) in seen:
-            raise UserError(
-                f"'{path}': sample {sample.sample} of problem {sample.problem[:60]} of {sample.set[:60]} is there twice"
-            )
-        seen.add(key_of(sample))
-    return samples
+    return list(found.values())
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -189,15 +195,6 @@ def read_results(path: Path) -> dict[str, Any]:
         raise UserError(f"'{path}' is no results of an evaluation: {said}") from None
     found: dict[str, Any] = raw
     return found
-
-
-def _sample(line: str, where: str) -> EvalSample:
-    try:
-        return msgspec.convert(json.loads(line), EvalSample)  # msgspec's own reader refuses lone surrogates
-    except msgspec.ValidationError as error:
-        raise UserError(f"{where}: no sample of an evaluation: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON: {json_reason(error)}") from None
 
 
 def key_of(sample: EvalSample) -> Key:
@@ -296,20 +293,18 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
     """The first line, the samples with the verdicts of `graded_by` (None: any), and where the last whole line ends."""
     lines = text.split(b"\n")
     end = len(text) - len(lines.pop())
-    head, rows, damaged = None, dict[Key, dict[str, Any]](), 0
-    for number, line in enumerate(lines):
+    rows, damaged = dict[Key, dict[str, Any]](), 0
+    try:
+        head = dict(json.loads(lines[0])) if lines else None
+    except (ValueError, TypeError, RecursionError):
+        return None, {}, end
+    for line in lines[1:]:
         try:
             row = json.loads(line)
-            if number == 0:
-                head = dict(row)
-                continue
-            key = row["set"], row["problem_index"], row["sample"]
-            if graded_by is not None and row.get("by", graded_by) != graded_by:
-                continue
-            rows[key] = rows.get(key, {}) | row
-        except (ValueError, TypeError, KeyError, RecursionError):
-            if number == 0:
-                return None, {}, end
+            if graded_by is None or row.get("by", graded_by) == graded_by:
+                key = row["set"], row["problem_index"], row["sample"]
+                rows[key] = rows.get(key, {}) | row
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             damaged += 1
     found: dict[Key, EvalSample] = {}
     for key, row in rows.items():

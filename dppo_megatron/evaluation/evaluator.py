@@ -14,14 +14,12 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from dppo_megatron.config.resolved_sets import eval_set_configs
-from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.distributed import from_rank_zero, gather_all
 from dppo_megatron.evaluation.eval_samples import EvalSample, UnfinishedSamples, key_of, problem_ids
 from dppo_megatron.evaluation.eval_scores import EvalScores, SampleOutcome, score
 from dppo_megatron.job import Job
 from dppo_megatron.progress import progress
-from dppo_megatron.rewards.grading import Grader, GradeTask, deciding_reward, make_grader
-from dppo_megatron.rewards.math.grader import grade_math_boxed
+from dppo_megatron.rewards.grading import Graders, GradeTask, deciding_reward
 from dppo_megatron.rollout.engine import Engine, Request, Sampling, own_requests
 from dppo_megatron.types import Completion, Grade, Prompt
 
@@ -46,8 +44,6 @@ class EvalSet:
     samples: int
     """Completions of every problem."""
     sampling: Sampling
-    grader: str
-    """Grader; empty: the run's own."""
 
     def request(self, problem: int, sample: int) -> Request:
         """Step 0 always: every evaluation of a set draws the same random numbers, so that two of them differ by the
@@ -60,7 +56,7 @@ class Evaluator:
 
     def __init__(self, job: Job) -> None:
         self.sets = eval_sets(job)
-        self._graders = SetGraders(job.config.reward, job.grade, {one.name: one.grader for one in self.sets})
+        self._graders = SetGraders(job.grade)
 
     def evaluate(self, engine: Engine, names: Collection[str] | None = None) -> list[EvalScores]:
         """Scores of every set, or of those in `names`, on every rank. Collective.
@@ -119,7 +115,7 @@ class Evaluator:
         return self._graders.with_equal_votes(self.sample(engine, kept=kept))
 
     def close(self) -> None:
-        """End the graders that only evaluation sets use."""
+        """End the graders."""
         self._graders.close()
 
 
@@ -148,38 +144,24 @@ def eval_sets(job: Job) -> list[EvalSet]:
         how = settings.max_completion_tokens, settings.temperature, config.seed, settings.top_p, settings.top_k
         sampling = Sampling(*how, job.stop_token_ids, reads_logprobs=False)
         prompts = job.eval_prompts[name]
-        found.append(EvalSet(name, prompts, problem_ids(prompts), settings.samples, sampling, settings.grader))
+        found.append(EvalSet(name, prompts, problem_ids(prompts), settings.samples, sampling))
     return found
 
 
 class SetGraders:
-    """The graders of an evaluation: the run's own, and those that sets name.
+    """The graders of an evaluation, each set's by its name."""
 
-    Args:
-        reward: the run's.
-        own: the run's grader; its owner closes it.
-        function_of: each set's grader by the set's name; empty or missing: the run's own.
-    """
+    def __init__(self, graders: Graders) -> None:
+        self._graders = graders
 
-    def __init__(self, reward: RewardConfig, own: Grader, function_of: Mapping[str, str]) -> None:
-        self._reward, self._own, self._function_of = reward, own, function_of
-        self._others: dict[str, Grader] = {}
-
-    def by_grader(self, samples: Sequence[EvalSample]) -> list[tuple[Grader, list[int]]]:
-        """Each grader of the samples' sets, with the positions of the samples that it grades."""
-        functions = [self._function_of.get(sample.set, "") for sample in samples]
-        for function in dict.fromkeys(functions):
-            if function and function not in self._others:
-                self._others[function] = make_grader(self._reward, function, shared_by=self._own.shared_by)
-        return [
-            (self._others.get(function, self._own), [i for i, other in enumerate(functions) if other == function])
-            for function in dict.fromkeys(functions)
-        ]
+    def key_of(self, name: str) -> str:
+        """The section that holds the settings of a set's rewards."""
+        return self._graders.key_of(f"data.eval_sets.{name}")
 
     def is_math(self, name: str) -> bool:
         """Whether a `math` grader decides what is correct in this set."""
-        named = [one.function for one in self._reward.functions.values()] or [self._reward.function]
-        return (self._function_of.get(name) or named[0]) in _MATH_GRADERS
+        reward = self._graders.rewards[self.key_of(name)]
+        return [*(one.function for one in reward.functions.values()), reward.function][0] in _MATH_GRADERS
 
     def with_equal_votes(self, samples: Sequence[EvalSample]) -> list[EvalSample]:
         """The samples with the votes that maj@k counts (`one_spelling`)."""
@@ -194,34 +176,35 @@ class SetGraders:
         """The samples with the verdicts of their sets' graders, whatever verdicts they had, a part as soon as it and
         those before it are done: a slow judge is asked about all of them at a time, and a kill costs few verdicts."""
         asked = deque(
-            (part, [(of, grader.submit([_task(part[i]) for i in of])) for grader, of in self.by_grader(part)])
+            (part, self._graders.submit([self._task(one) for one in part]))
             for part in (samples[first : first + _PART] for first in range(0, len(samples), _PART))
         )
         done = 0
         with progress("evaluation: grading", len(samples), "answers") as advance:
             try:
                 while asked:
-                    part, futures = asked[0]
-                    found = list(part)
-                    for members, future in futures:
-                        for i, grade in zip(members, future.result(), strict=True):
-                            found[i] = replace(part[i], **self._verdict(grade))
+                    part, future = asked[0]
+                    grades = future.result()
                     asked.popleft()
-                    yield found
+                    yield [replace(one, **self._verdict(one.set, of)) for one, of in zip(part, grades, strict=True)]
                     done += len(part)
                     advance(done)
             finally:
-                for _, futures in asked:
-                    for _, future in futures:
-                        future.cancel()
+                for _, future in asked:
+                    future.cancel()
 
-    def _verdict(self, grade: Grade) -> dict[str, Any]:
+    def _task(self, sample: EvalSample) -> GradeTask:
+        label = f"{sample.set}, problem {sample.problem}, sample {sample.sample}"
+        facts = sample.prompt, sample.tokens, sample.finish_reason, self.key_of(sample.set)
+        return GradeTask(sample.text, sample.reference, sample.row, label, *facts)
+
+    def _verdict(self, name: str, grade: Grade) -> dict[str, Any]:
         """The fields of an `EvalSample` that a grade decides. Of several named rewards the first says what is correct;
         where grading failed there is neither a reward nor a verdict."""
-        failed = bool(grade.failure)
+        failed, correct_from = bool(grade.failure), self._graders.rewards[self.key_of(name)].correct_from
         return {
             "reward": None if failed else grade.reward,
-            "correct": None if failed else deciding_reward(grade) >= self._reward.correct_from,
+            "correct": None if failed else deciding_reward(grade) >= correct_from,
             "extracted": grade.extracted,
             "vote": _vote_of(grade),
             "unparsed": _unparsed(grade),
@@ -230,17 +213,8 @@ class SetGraders:
         }
 
     def close(self) -> None:
-        """End the processes of the sets' own graders."""
-        for grader in self._others.values():
-            grader.close()
-        self._others.clear()
-
-
-def _task(sample: EvalSample) -> GradeTask:
-    label = f"{sample.set}, problem {sample.problem}, sample {sample.sample}"
-    return GradeTask(
-        sample.text, sample.reference, sample.row, label, sample.prompt, sample.tokens, sample.finish_reason
-    )
+        """End their processes."""
+        self._graders.close()
 
 
 def _unparsed(grade: Grade) -> bool | None:
@@ -275,6 +249,8 @@ def _equal(answer: str, other: str) -> bool:
     """Whole numbers, which most answers are, need no grader."""
     if _WHOLE.fullmatch(answer) and _WHOLE.fullmatch(other):
         return int(answer) == int(other)
+    from dppo_megatron.rewards.math.grader import grade_math_boxed  # 0.06 s, where no other process grades
+
     return grade_math_boxed(f"\\boxed{{{answer}}}", other, {}).reward == 1.0
 
 

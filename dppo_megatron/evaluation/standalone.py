@@ -9,13 +9,14 @@ from dataclasses import asdict, fields, replace
 from hashlib import sha256
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from dppo_megatron import __version__
 from dppo_megatron.config.load import load_config
-from dppo_megatron.config.resolved_sets import eval_set_configs
+from dppo_megatron.config.resolved_sets import eval_set_configs, set_rewards
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
@@ -38,7 +39,7 @@ from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders
 from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.launcher_env import launched_world_size
 from dppo_megatron.progress import progress
-from dppo_megatron.rewards.grading import make_grader
+from dppo_megatron.rewards.grading import Graders
 from dppo_megatron.rewards.start_checks import check_grader
 from dppo_megatron.rollout.engine import Engine
 from dppo_megatron.rollout.hf import engine_from_files
@@ -151,8 +152,10 @@ def about(job: Job, out: Path) -> dict[str, Any]:
         "engine": config.rollout.engine,
         "dtype": config.model.dtype,
         "stop_token_ids": list(job.stop_token_ids),
-        "reward": {name: value for name, value in asdict(config.reward).items() if name not in _GRADERS_MEANS},
-        "sets": {name: asdict(of) for name, of in eval_set_configs(config).items()},
+        "reward": _lasting(asdict(config.reward)),
+        "sets": {
+            name: asdict(of) | {"reward": _lasting(asdict(of.reward))} for name, of in eval_set_configs(config).items()
+        },
         "problems": {
             name: sha256(repr([(one.text, one.answer, one.row) for one in prompts]).encode()).hexdigest()
             for name, prompts in job.eval_prompts.items()
@@ -160,10 +163,14 @@ def about(job: Job, out: Path) -> dict[str, Any]:
     }
 
 
+def _lasting(reward: dict[str, Any]) -> dict[str, Any]:
+    """Settings of rewards without those of how graders work."""
+    return {name: value for name, value in reward.items() if name not in _GRADERS_MEANS}
+
+
 def _graded_by(config: Config) -> str:
     """Changes with the files of the graders and with what they are given to work with."""
-    sets = {name: asdict(of) for name, of in eval_set_configs(config).items()}
-    return sha256(repr((_grader_sources(config, sets), asdict(config.reward))).encode()).hexdigest()[:12]
+    return sha256(repr((_grader_sources(config), set_rewards(config))).encode()).hexdigest()[:12]
 
 
 def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
@@ -185,16 +192,20 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     for item in settings:
         if not item.startswith(("reward.", "seed=")):
             raise UserError(f"{item}: grading again only reads reward.* settings")
-    layers = [(str(beside), {"reward": before["reward"]})] if "reward" in before else []
-    config = load_config("", list(settings), writes_run=False, purpose="grade", layers=layers)
-    chosen = {name: str(of.get("grader") or "") for name, of in before.get("sets", {}).items()}
+    sets = {  # older results have a set's `grader`
+        name: {"reward": own}
+        for name, of in before.get("sets", {}).items()
+        if (own := of.get("reward") or ({"function": of["grader"]} if of.get("grader") else None))
+    }
     if any(item.startswith("reward.function") for item in settings):
-        chosen = {}  # the grader that the command line names is for every set
+        sets = {}  # the grader that the command line names is for every set
+    layers = [(str(beside), {"reward": before["reward"], "data": {"eval_sets": sets}})] if "reward" in before else []
+    config = load_config("", list(settings), writes_run=False, purpose="grade", layers=layers)
     again: list[EvalSample] = []
-    with closing(make_grader(config.reward)) as own, closing(SetGraders(config.reward, own, chosen)) as graders:
-        for grader, members in graders.by_grader(samples):
-            one = samples[members[0]]
-            origin = f"{one.set}:{one.problem}"
+    by_key = Graders(set_rewards(config))
+    with closing(SetGraders(by_key)) as graders:
+        for one in {graders.key_of(one.set): one for one in reversed(samples)}.values():
+            origin, grader = f"{one.set}:{one.problem}", by_key[graders.key_of(one.set)]
             check_grader(grader, Prompt(0, one.prompt, (), one.reference, "", row=one.row, origin=origin))
         for part in graders.graded_in_parts(samples):
             again += part
@@ -206,7 +217,7 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     if unfinished is not None:
         lines.append(f"the evaluation has not ended; it has {len(samples)} samples so far")
     if out is not None:
-        write_results(out, again, scores, config, {"rescored": str(path)}, chosen)
+        write_results(out, again, scores, config, {"rescored": str(path)}, sets)
         lines.append(f"{out}/: {RESULTS}, {SAMPLES}")
     return lines
 
@@ -249,11 +260,14 @@ def write_results(
     scores: Sequence[EvalScores],
     config: Config,
     about: Mapping[str, Any],
-    graders: Mapping[str, str] | None = None,
+    sets: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write samples.jsonl, then results.json: if the second exists, the first is complete."""
-    settings: dict[str, dict[str, Any]] = {name: asdict(of) for name, of in eval_set_configs(config).items()}
-    settings = settings or {name: {"grader": function} for name, function in (graders or {}).items()}
+    """Write samples.jsonl, then results.json: if the second exists, the first is complete.
+
+    Args:
+        sets: what is known of their settings, where that is not all of `config`.
+    """
+    settings = {name: asdict(of) for name, of in eval_set_configs(config).items()} if sets is None else sets
     average = mean_over_sets(scores)
     packages = ("torch", "transformers", "numpy", "megatron-core")
     results = {
@@ -270,22 +284,18 @@ def write_results(
         "mean_over_sets": {"pass@1": average.value, "pass@1_se": average.se},
         "metrics": {key: value for one in scores for key, value in one.metrics().items()},
         "versions": {"dppo-megatron": __version__} | {name: version(name) for name in packages},
-        "graders": _grader_sources(config, settings),
+        "graders": _grader_sources(config),
     }
     write_samples(out / SAMPLES, samples)
     write_text(out / RESULTS, [json.dumps(results, indent=2) + "\n"])
 
 
-def _grader_sources(config: Config, sets: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _grader_sources(config: Config) -> dict[str, str]:
     """SHA-256 of the file of each `module:function` that grades; built-in graders have the version of the package."""
-    reward = config.reward
-    named = [
-        reward.function,
-        *(one.function for one in reward.functions.values()),
-        *(of["grader"] for of in sets.values()),
-    ]
+    rewards = set_rewards(config).values()
     found: dict[str, str] = {}
-    for function in named:
+    named = [[of.function, *(one.function for one in of.functions.values())] for of in rewards]
+    for function in chain.from_iterable(named):
         with suppress(ImportError, ValueError, OSError):
             spec = find_spec(function.partition(":")[0]) if ":" in function else None
             if spec is not None and spec.origin:

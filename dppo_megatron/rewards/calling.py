@@ -79,7 +79,10 @@ def calling_of(function: Callable[..., Any]) -> Calling:
         return {name: value for name, value in values.items() if takes_any or name in named}
 
     if "completions" in named or "completion_ids" in needed:
-        call = functools.partial(_call_with_columns, function, needed, chosen, _annotated(named.get("completions")))
+        wants_chat = _annotated(named["completions"]) if "completions" in named else None
+        if wants_chat is None and "answers" in named and not takes_any:  # our form: TRL's takes all columns
+            wants_chat = False
+        call = functools.partial(_call_with_columns, function, needed, chosen, wants_chat)
         return Calling(call, True, is_async, True)
     if "solution_strs" in named or "solution_str" in named:
         takes_lists = "solution_strs" in named

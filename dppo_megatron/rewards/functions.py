@@ -186,8 +186,20 @@ def _failure(error: BaseException) -> dict[str, Any]:
         return {"failure": str(error)}
     if isinstance(error, MemoryError):
         return {"failure": f"raised {_described(error)}", "memory": True}
-    trace = "".join(traceback.format_exception(error, limit=-4))
-    return {"failure": f"raised {_described(error)}", "trace": _truncated(trace[-4000:], _LONGEST_TEXT)}
+    trace = _truncated("".join(traceback.format_exception(error, limit=-4))[-4000:], _LONGEST_TEXT)
+    return {"failure": f"raised {_described(error)}", "why": trace, "by_chance": _was_never_sent(error)}
+
+
+def _was_never_sent(error: BaseException | None) -> bool:
+    """A judge did not take the call, so nothing of the completion can be the reason. What ends later than that (a
+    reset, a status, a time-out) can be: it may be long, or break the judge. So can what fails once a call was refused:
+    a way of doing without the judge that cannot read this completion, a second call that takes too long."""
+    for _ in range(16):  # a chain of causes may be a ring
+        if isinstance(error, ConnectionRefusedError) or type(error).__name__ == "gaierror":  # without importing socket
+            return True
+        wraps = type(error).__name__ in ("ConnectionError", "URLError")  # of requests and urllib, without a `from`
+        error = error and (error.__cause__ or (error.__context__ if wraps else None))
+    return False
 
 
 def _fields(result: Any) -> Any:

@@ -44,7 +44,7 @@ class NoAnswers(Exception):
 
 
 class GraderProcess:
-    """One process and its chunk of samples, which are called by their positions in it. Only `kill` may be called from
+    """One process. Samples are called by their positions in all that it was given. Only `kill` may be called from
     another thread than the one that made it, with which the process ends.
 
     Raises:
@@ -85,29 +85,18 @@ class GraderProcess:
         to be had."""
         self._received = FrameBuffer()
         self._outgoing = memoryview(framed(pickle.dumps(setup)))
-        self.is_fresh = True
-        """It has graded nothing yet."""
-        self.given = self.answered = 0
-        """Samples of its chunk that it is to grade, and that have come back."""
-        self._progress_s = time.monotonic()
-        """When it last sent something, was given a chunk or was started."""
+        self.given = 0
+        """Samples so far."""
 
     def give(self, count: int, payload: bytes) -> None:
-        """Have it grade a chunk of `count`; `payload` is what it is sent. Raises ValueError if that is too long."""
-        self._outgoing = memoryview(framed(payload))
-        self.given, self.answered = count, 0
-        self._progress_s = time.monotonic()
-        self._board[AT], self._board[BEGUN], self._board[LIMIT] = NONE, 0, count
-
-    def add(self, count: int, payload: bytes) -> None:
-        """As `give`, to one that grades many at a time, while it has others; positions go on from `given`."""
+        """Have it grade `count` more samples; `payload` is what it is sent. Raises ValueError if that is too long."""
         self._outgoing = memoryview(bytes(self._outgoing) + framed(payload))
         self.given += count
-        self._progress_s = time.monotonic()
+        self.stop_at(self.given)
 
-    def keep(self, count: int) -> None:
-        """Leave it only the first `count` samples of its chunk."""
-        self.given = self._board[LIMIT] = count
+    def stop_at(self, position: int) -> None:
+        """Have it leave what stands there and behind it."""
+        self._board[LIMIT] = position
 
     def wait(self, until_s: float) -> list[Message] | None:
         """The messages that come before `until_s` (monotonic), perhaps none. None once it has died and all that it
@@ -126,8 +115,6 @@ class GraderProcess:
         if not messages and not ended and self._process.poll() is not None:
             messages, _ = self._read()  # asked before this: what it wrote is then all there
             ended = True
-        if messages:
-            self._progress_s = time.monotonic()
         return messages if messages or not ended else None
 
     def _write(self) -> None:
@@ -159,19 +146,17 @@ class GraderProcess:
     @property
     def at(self) -> int:
         """Position of the sample that it is grading; NONE if that is not certain."""
-        position = self._board[AT]
-        return position if self.answered <= position < self.given else NONE
+        return self._board[AT]
 
     @property
     def begun(self) -> int:
-        """How many of its chunk it has begun, at least."""
-        return max(self.answered, min(self._board[BEGUN], self.given))
+        """How many it has begun, at least."""
+        return self._board[BEGUN]
 
     @property
     def since_s(self) -> float:
-        """When that sample was begun, or else when it last made progress."""
-        began_s = self._board[SINCE_NS] / 1e9
-        return max(began_s, self._progress_s) if self.at == NONE else began_s
+        """When the last one was begun, by the monotonic clock."""
+        return self._board[SINCE_NS] / 1e9
 
     def kill(self) -> None:
         """It and what it started."""

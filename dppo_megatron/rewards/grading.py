@@ -3,40 +3,39 @@ model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 
 import numpy as np
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.functions import BUILT_IN, NamedFunction
-from dppo_megatron.rewards.pace import Pace
+from dppo_megatron.rewards.measures import failed
 from dppo_megatron.rewards.pool import Grader
+from dppo_megatron.rewards.work import Pace
 from dppo_megatron.types import Completion, Grade, GradeTask, Group, RolloutPrompt, UserError, deciding_reward
 
-__all__ = ["GradeTask", "Grader", "deciding_reward", "grade_groups", "make_grader"]
+__all__ = ["GradeTask", "Grader", "Graders", "deciding_reward", "grade_groups", "make_grader"]
 
 
-def make_grader(reward: RewardConfig, function: str = "", key: str = "", *, shared_by: int = 1) -> Grader:
-    """The configured grader. Nothing is imported and no process started before it is used. A rollout client makes it in
-    its own process: `partial(make_grader, reward)` is what `ServerEngine` takes as `client_hook`.
+def make_grader(reward: RewardConfig, key: str = "reward", *, shared_by: int = 1) -> Grader:
+    """The configured grader. Nothing is imported and no process started before it is used.
 
     Args:
-        function: another grader than the configured one, for an evaluation set: a built-in name or `module:function`.
-        key: the setting that names `function`, for messages.
+        key: the section that holds the settings, for messages.
         shared_by: graders like this one in the job, which share its limit on gradings in a minute.
 
     Raises:
         UserError: neither a built-in name nor `module:function`.
     """
-    if function:
-        functions = [_named(key or "grader", function)]
-    elif reward.functions:
+    if reward.functions:
         functions = [
-            _named(f"reward.functions.{name}.function", item.function, name, item.weight)
+            _named(f"{key}.functions.{name}.function", item.function, name, item.weight)
             for name, item in reward.functions.items()
         ]
     else:
-        functions = [_named("reward.function", reward.function)]
+        functions = [_named(f"{key}.function", reward.function)]
     return Grader(
         functions,
         processes=reward.processes,
@@ -49,20 +48,92 @@ def make_grader(reward: RewardConfig, function: str = "", key: str = "", *, shar
     )
 
 
+class Graders:
+    """The graders of a job, each for the completions whose `graded_by` names it. Equal settings share one. Any thread
+    may call it. A rollout client makes its own: `partial(Graders, rewards)` is what `ServerEngine` takes as
+    `client_hook`.
+
+    Args:
+        rewards: settings by the section that holds them (`resolved_sets.set_rewards`).
+        shared_by: as in `make_grader`.
+
+    Raises:
+        UserError: as `make_grader`.
+    """
+
+    def __init__(self, rewards: Mapping[str, RewardConfig], *, shared_by: int = 1) -> None:
+        self.rewards = dict(rewards)
+        self._graders: dict[str, Grader] = {}
+        for key, reward in self.rewards.items():
+            same = next((one for other, one in self._graders.items() if rewards[other] == reward), None)
+            self._graders[key] = same or make_grader(reward, key, shared_by=shared_by)
+
+    def __getitem__(self, key: str) -> Grader:
+        return self._graders[key]
+
+    def key_of(self, set_key: str) -> str:
+        """The settings of the rewards of the set `data.train_sets.NAME` or `data.eval_sets.NAME`."""
+        return key if (key := f"{set_key}.reward") in self.rewards else "reward"
+
+    def submit(self, tasks: Sequence[GradeTask]) -> Future[list[Grade]]:
+        """As `Grader.submit`."""
+        members: dict[str, list[int]] = {}
+        for place, task in enumerate(tasks):
+            members.setdefault(task.graded_by, []).append(place)
+        asked = [(of, self[key].submit([tasks[place] for place in of])) for key, of in members.items()]
+        if len(asked) == 1:
+            return asked[0][1]
+        whole: Future[list[Grade]] = Future()
+
+        def done(part: Future[list[Grade]]) -> None:
+            with suppress(InvalidStateError):  # cancelled, or another part was the last one at the same time
+                if part.cancelled():
+                    whole.cancel()
+                elif (error := part.exception()) is not None:
+                    whole.set_exception(error)
+                elif all(one.done() for _, one in asked):
+                    found = {place: grade for of, one in asked for place, grade in zip(of, one.result(), strict=True)}
+                    whole.set_result([found[place] for place in range(len(tasks))])
+
+        whole.add_done_callback(lambda _: [one.cancel() for _, one in asked])
+        for _, one in asked:
+            one.add_done_callback(done)
+        if not asked:
+            whole.set_result([])
+        return whole
+
+    def grade(self, tasks: Sequence[GradeTask]) -> list[Grade]:
+        """As `Grader.grade`."""
+        future = self.submit(tasks)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def close(self, keys: Collection[str] | None = None) -> None:
+        """End the processes of all, or of those that only `keys` use; grading again starts others."""
+        needed = [] if keys is None else [one for key, one in self._graders.items() if key not in keys]
+        for one in self._graders.values():
+            if one not in needed:
+                one.close()
+
+
 def grade_groups(
-    grader: Grader,
+    grader: Graders,
     selected: Sequence[RolloutPrompt],
     completions: Sequence[Completion],
     size: int,
     known: Mapping[int, Grade] | None = None,
 ) -> list[Group]:
-    """The groups of `selected`, graded in one call.
+    """The groups of `selected`, graded in one call; an unfinished completion is not graded, since a wrong answer is
+    not what it is.
 
     Args:
         completions: [len(selected) * size], the groups one after another.
         known: position in `completions` -> its grade, where a rollout client has graded it already.
     """
-    graded = dict(known or {})
+    ended = failed("was not sampled to its end")
+    graded = {i: ended for i, one in enumerate(completions) if one.finish_reason == "abort"} | dict(known or {})
     open_ones = [i for i in range(len(completions)) if i not in graded]
     if open_ones:
         tasks = [
@@ -85,4 +156,7 @@ def _named(key: str, function: str, name: str = "", weight: float = 1.0) -> Name
     if not (separator and module and attribute):
         names = ", ".join(sorted(BUILT_IN))
         raise UserError(f"{key} = '{function}': expected a built-in grader ({names}) or module:function")
+    if module.endswith(".py"):
+        name = module[:-3].strip("./").replace("/", ".")
+        raise UserError(f"{key} = '{function}': a module is named without .py, as it is imported: {name}:{attribute}")
     return NamedFunction(name, path, weight, f"{key} = '{function}'")

@@ -27,6 +27,8 @@ class GradeTable:
 
     weight: FloatArray
     """[n] inverse inclusion probability of each grading's prompt."""
+    reward: FloatArray
+    """[n], NaN where grading failed."""
     facts: dict[str, FloatArray]
     """[n] each fact, NaN where a grading does not have it."""
     parts: dict[str, FloatArray]
@@ -40,6 +42,7 @@ class GradeTable:
         graded = [(1.0 / group.selected.inclusion_prob, grade) for group in groups for grade in group.grades]
         return GradeTable(
             np.array([weight for weight, _ in graded], dtype=np.float64),
+            np.array([grade.reward for _, grade in graded], dtype=np.float64),
             _columns([grade.facts for _, grade in graded]),
             _columns([grade.parts for _, grade in graded]),
             dict(collections.Counter(grade.failure for _, grade in graded if grade.failure)),
@@ -53,6 +56,7 @@ class GradeTable:
             failures.update(table.failures)
         return GradeTable(
             np.concatenate([np.empty(0), *(table.weight for table in tables)]),
+            np.concatenate([np.empty(0), *(table.reward for table in tables)]),
             _joined([table.facts for table in tables], [len(table.weight) for table in tables]),
             _joined([table.parts for table in tables], [len(table.weight) for table in tables]),
             dict(failures),
@@ -72,23 +76,33 @@ def grading_metrics(table: GradeTable, parts: Sequence[str] = ()) -> dict[str, f
     return {"reward/timeouts": float(timeouts)} | {f"reward/{name}": mean for name, mean in means.items()}
 
 
-def check_failures(table: GradeTable, reward: RewardConfig, step: int) -> None:
-    """Look at the gradings of `step` so far.
+def set_metrics(table: GradeTable, parts: Sequence[str], name: str) -> dict[str, float]:
+    """`reward/<name>/...` of a set with rewards of its own: what all sets together have under `reward/`."""
+    own = {"reward/mean": _mean(table.weight, table.reward), "reward/failed_count": float(sum(table.failures.values()))}
+    found = own | grading_metrics(table, parts)
+    return {key.replace("reward/", f"reward/{name}/", 1): value for key, value in found.items()}
+
+
+def check_failures(
+    table: GradeTable, reward: RewardConfig, step: int, key: str = "reward", ended_share: float = 0.0
+) -> None:
+    """Look at the gradings of `step` so far, those by the settings `reward` of the section `key`.
 
     Too many failed ones are more than `reward.max_failed_share` of them, but never a single one, unless the share is 0:
-    in a step of four completions one failure is 25 %, and no sign of a broken grader.
+    in a step of four completions one failure is 25 %, and no sign of a broken grader. Completions that were not sampled
+    to their end are among them; `ended_share` of all may be, by a setting.
 
     Raises:
         RunAborted: too many have failed; it says how and how many.
     """
     total, failed, share = len(table.weight), sum(table.failures.values()), reward.max_failed_share
     allowed = max(share * total, 1.0) if share else 0.0
-    if failed > allowed:
+    if failed > allowed + ended_share * total:
         common = collections.Counter(table.failures).most_common(3)
         reasons = "; ".join(f"{count} x {failure}" for failure, count in common)
         raise RunAborted(
             f"step {step}: {failed} of {total} gradings failed, more than"
-            f" reward.max_failed_share = {share:g} allows: {reasons}"
+            f" {key}.max_failed_share = {share:g} allows: {reasons}"
         )
 
 

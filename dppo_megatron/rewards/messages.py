@@ -20,10 +20,10 @@ import msgspec
 from dppo_megatron.rewards.functions import Mode
 
 AT, SINCE_NS, BEGUN, LIMIT = range(4)
-"""The board's cells, of which the process writes three and the trainer the last: position in the chunk of the sample
-that is being graded, or NONE; when it was begun, by the monotonic clock, which is one for all processes; how many of
-the chunk were begun; and how many are to be graded. The trainer takes samples back by lowering LIMIT; one that is begun
-at that moment is graded twice, and the first answer counts. Each cell is eight bytes, aligned: never half of one."""
+"""The board's cells, of which the process writes three and the trainer the last: position, among all that the process
+was given, of the sample that is being graded, or NONE; when it was begun, by the monotonic clock, which is one for all
+processes; how many were begun; and where it is to stop. The trainer takes samples back by lowering LIMIT; one that is
+begun at that moment is graded twice, and the first answer counts. Each cell is eight bytes, aligned."""
 NONE = -1
 CANNOT_ANSWER = 74
 """Exit code of a process that cannot write its answers."""
@@ -45,14 +45,14 @@ class NoStart(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answers(msgspec.Struct, frozen=True, tag=True):
-    """Grades of the next samples of its chunk, in order, or of those at `positions`."""
+    """Grades of some samples."""
 
     grades: msgspec.Raw
     """A list of maps with the fields of a `Grade`: this file is read where numpy, which `types` needs, is not."""
-    took_s: float | None = None
-    """For the whole chunk, with its last answers."""
-    positions: list[int] | None = None
-    """Of a process that grades many at a time: what was asked for last need not come last."""
+    positions: list[int]
+    """Of a process that grades many at a time, what was asked for last need not come last."""
+    seconds_each: float | None = None
+    """That the samples of a chunk took in the mean, with its last answers."""
     out_of_memory: bool = False
     """The last of the grades failed for that, and the process has ended."""
 

@@ -69,8 +69,13 @@ def check_grader(grader: Grader, prompt: Prompt, bounds: RewardBounds | None = N
             )
 
 
-def check_references(grader: Grader, reward: RewardConfig, name: str, prompts: Sequence[Prompt]) -> str:
+def check_references(
+    grader: Grader, reward: RewardConfig, name: str, prompts: Sequence[Prompt], key: str = "reward"
+) -> str:
     """Grade the references of a set as if they were answers; returns a line that says how many were right.
+
+    Args:
+        key: the section that holds `reward`, for messages.
 
     Raises:
         UserError: fewer than `reward.min_self_consistency` of them are.
@@ -103,10 +108,20 @@ def check_references(grader: Grader, reward: RewardConfig, name: str, prompts: S
     ]
     more = f"\n  and {len(wrong) - _SHOWN:,} more" if len(wrong) > _SHOWN else ""
     raise UserError(
-        f"{grader.key}: {said}, fewer than reward.min_self_consistency = {reward.min_self_consistency:g}. No answer to"
+        f"{grader.key}: {said}, fewer than {key}.min_self_consistency = {reward.min_self_consistency:g}. No answer to"
         f" the others could be rewarded: choose a grader that can read them, or mend the rows. A grader that is not"
-        f" about references (a length, a format) needs reward.min_self_consistency=0.{''.join(rows)}{more}"
+        f" about references (a length, a format) needs {key}.min_self_consistency=0.{''.join(rows)}{more}"
     )
+
+
+def unused_grader(reward: RewardConfig) -> list[str]:
+    """A warning where `function`, from one file or the command line, has no effect beside `functions` from another."""
+    if not reward.functions or reward.function == RewardConfig.function:
+        return []
+    names = ", ".join(reward.functions)
+    return [
+        f"warning: reward.function = '{reward.function}' is not used: reward.functions ({names}) are; {{}} drops them"
+    ]
 
 
 def _as_answer(prompt: Prompt, form: str) -> GradeTask:

@@ -9,9 +9,11 @@ import logging
 import math
 import os
 import pickle
+import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +21,6 @@ from typing import Any
 
 from dppo_megatron.rewards.functions import Mode, NamedFunction
 from dppo_megatron.rewards.measures import failed, log_failures
-from dppo_megatron.rewards.pace import Pace
 from dppo_megatron.types import Grade, GradeTask
 
 _log = logging.getLogger(__name__)
@@ -82,6 +83,36 @@ def chunk_message(samples: Sequence[Queued], rows: Sequence[bytes], first: int =
     return pickle.dumps((first, *texts, *facts, rows, prompts), 5)
 
 
+class Pace:
+    """For a judge that refuses, or bills, what comes faster: at most `per_minute` gradings in any 60 s, evenly. After a
+    pause at most a second's share at once, since judges measure over seconds too.
+
+    Args:
+        per_minute: 0: no limit.
+        clock: seconds.
+    """
+
+    def __init__(self, per_minute: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self._clock = per_minute > 0, clock
+        self._burst = max(1, int(per_minute / 60))
+        # so many at once and then one every so often: in any minute `per_minute` in all
+        self._every_s = 60 / (per_minute - self._burst + 1) if self._limits else 0.0
+        self._whole_at_s = clock()
+        """When a whole second's share is free again."""
+
+    def free(self) -> int:
+        """How many may begin now."""
+        if not self._limits:
+            return sys.maxsize
+        taken_s = max(0.0, self._whole_at_s - self._clock())
+        return int(self._burst - taken_s / self._every_s + 1e-9)
+
+    def take(self, count: int) -> None:
+        """So many begin, at most as many as are free."""
+        if self._limits:
+            self._whole_at_s = max(self._whole_at_s, self._clock()) + count * self._every_s
+
+
 class GradingQueue:
     """The queue. Lanes and callers share it."""
 
@@ -126,7 +157,8 @@ class GradingQueue:
     @property
     def key(self) -> str:
         """What the grader is called in messages: `reward.function = 'math'`."""
-        return self.functions[0].key if len(self.functions) == 1 else "reward.functions"
+        first = self.functions[0].key
+        return first if len(self.functions) == 1 else f"{first.rpartition('.functions.')[0]}.functions"
 
     def take(self, lane: Any) -> bool:
         """Wait for the next chunk, and give it to `lane`. False if the pool is being closed."""

@@ -79,49 +79,43 @@ def main() -> None:
     else:
         grade_chunk = _grade_chunk if rewards.mode == "each" else _grade_together
         while (payload := read_frame(requests.read)) is not None:
-            if not grade_chunk(rewards, pickle.loads(payload), board, answers):
-                return
+            grade_chunk(rewards, pickle.loads(payload), board, answers)
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)  # with it whatever graders have started
 
 
-def _grade_chunk(rewards: Rewards, chunk: Any, board: memoryview[int], answers: IO[bytes]) -> bool:
-    """Answer a chunk; whether this process can go on: not after it has run out of memory."""
-    ready: list[dict[str, Any]] = []
+def _grade_chunk(rewards: Rewards, chunk: Any, board: memoryview[int], answers: IO[bytes]) -> None:
+    """Answer a chunk."""
+    ready: dict[int, dict[str, Any]] = {}
     process = os.getpid()
     began = now = flushed = time.monotonic_ns()
-    position = 0
+    first = position = chunk[0]
     while position < board[LIMIT]:
         board[SINCE_NS], board[BEGUN], board[AT] = now, position + 1, position
-        result = rewards.grade(_sample(chunk, position))
+        result = rewards.grade(_sample(chunk, position - first))
         _tidy(process)
+        _add(ready, position, result, answers)
         position += 1
-        spent = type(result) is dict and "memory" in result
-        ready.append(_fields_of_grade(result))
         now = time.monotonic_ns()
-        if now - flushed > _FLUSH_NS or spent:
+        if now - flushed > _FLUSH_NS:
             board[AT] = NONE
-            _send(answers, Answers(_raw(ready), out_of_memory=spent))
-            ready = []
+            _answer(answers, ready)
             now = flushed = time.monotonic_ns()
-        if spent:
-            return False
     board[AT] = NONE
-    _send(answers, Answers(_raw(ready), (time.monotonic_ns() - began) / 1e9))
-    return True
+    _answer(answers, ready, seconds_each=(time.monotonic_ns() - began) / 1e9 / max(position - first, 1))
 
 
-def _grade_together(rewards: Rewards, chunk: Any, board: memoryview[int], answers: IO[bytes]) -> bool:
+def _grade_together(rewards: Rewards, chunk: Any, board: memoryview[int], answers: IO[bytes]) -> None:
     """As `_grade_chunk`, in one call: while it lasts no sample can be blamed."""
     began, process = time.monotonic_ns(), os.getpid()
-    count = len(chunk[1])
-    board[SINCE_NS], board[BEGUN] = began, count
-    results = rewards.grade_together([_sample(chunk, position) for position in range(count)])
+    first, count = chunk[0], len(chunk[1])
+    board[SINCE_NS], board[BEGUN] = began, first + count
+    results = rewards.grade_together([_sample(chunk, place) for place in range(count)])
     _tidy(process)
-    spent = [position for position, said in enumerate(results) if type(said) is dict and "memory" in said][:1]
-    ready = [_fields_of_grade(said) for said in (results[: spent[0] + 1] if spent else results)]
-    _send(answers, Answers(_raw(ready), (time.monotonic_ns() - began) / 1e9, out_of_memory=bool(spent)))
-    return not spent
+    ready: dict[int, dict[str, Any]] = {}
+    for place, result in enumerate(results):
+        _add(ready, first + place, result, answers)
+    _answer(answers, ready, seconds_each=(time.monotonic_ns() - began) / 1e9 / count)
 
 
 async def _grade_as_they_come(
@@ -135,13 +129,7 @@ async def _grade_as_they_come(
     from concurrent.futures import ThreadPoolExecutor
 
     loop, reader = asyncio.get_running_loop(), ThreadPoolExecutor(1)
-    graded: dict[int, dict[str, Any]] = {}
-
-    def flush(out_of_memory: bool = False) -> None:
-        if graded:
-            positions, grades = list(graded), list(graded.values())
-            graded.clear()
-            _send(answers, Answers(_raw(grades), positions=positions, out_of_memory=out_of_memory))
+    ready: dict[int, dict[str, Any]] = {}
 
     async def grade(position: int, sample: Sample) -> None:
         attempt = asyncio.ensure_future(_observed(rewards.grade_async(sample), position, board))
@@ -149,15 +137,9 @@ async def _grade_as_they_come(
         result = attempt.result() if done else {"failure": f"timed out after {timeout_s:g} s"}
         attempt.cancel()
         _tidy(os.getpid())
-        if not graded:
-            loop.call_later(_FLUSH_NS / 1e9, flush)
-        spent = type(result) is dict and "memory" in result
-        if spent:
-            flush()
-        graded[position] = _fields_of_grade(result)
-        if spent:
-            flush(out_of_memory=True)
-            os._exit(0)
+        if not ready:
+            loop.call_later(_FLUSH_NS / 1e9, _answer, answers, ready)
+        _add(ready, position, result, answers)
 
     running: set[asyncio.Task[None]] = set()  # the loop itself keeps weak references only
     while (payload := await loop.run_in_executor(reader, read_frame, requests.read)) is not None:
@@ -210,17 +192,25 @@ def _tidy(process: int) -> None:
         _open_streams()  # or the next grader that prints would raise
 
 
-def _fields_of_grade(result: Any) -> dict[str, Any]:
-    """What `Rewards.grade` returned, as a `Grade`'s fields."""
-    if type(result) is not dict:
-        return {"reward": result}
-    if "failure" in result:
-        return {"reward": math.nan, "failure": result["failure"], "why": result.get("trace", "")}
-    return result
+def _add(ready: dict[int, dict[str, Any]], position: int, result: Any, answers: IO[bytes]) -> None:
+    """What `Rewards.grade` returned, as a `Grade`'s fields. A process that has run out of memory answers and ends."""
+    fields = result if type(result) is dict else {"reward": result}
+    ready[position] = {"reward": math.nan} | fields  # a failure has none
+    if "memory" in fields:
+        _answer(answers, ready, out_of_memory=True)
+        os._exit(0)
 
 
-def _raw(grades: list[dict[str, Any]]) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.msgpack.encode(grades))
+def _answer(
+    answers: IO[bytes],
+    ready: dict[int, dict[str, Any]],
+    seconds_each: float | None = None,
+    out_of_memory: bool = False,
+) -> None:
+    """Send the answers that wait."""
+    grades = msgspec.Raw(msgspec.msgpack.encode(list(ready.values())))
+    _send(answers, Answers(grades, list(ready), seconds_each, out_of_memory))
+    ready.clear()
 
 
 def _take_over_streams() -> tuple[IO[bytes], IO[bytes]]:

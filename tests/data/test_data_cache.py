@@ -286,7 +286,7 @@ def test_no_file_is_a_line_and_no_error(tmp_path: Path) -> None:
     pq.write_table(pa.table(rows), tmp_path / "dated.parquet")
     config.data.train_sets["t"].path = str(tmp_path / "dated.parquet")
     found = _load(config, tmp_path / "cache")["t"]
-    assert "such as dates" in found.notes[0] and found.prompts[1].row["day"] == date(2026, 1, 2)
+    assert "type date is not JSON" in found.notes[0] and found.prompts[1].row["day"] == date(2026, 1, 2)
     config.data.template = "chat_boxed"
     dated = chat_tokenizer("{{ strftime_now('%d') }}" + TEMPLATE)
     assert _load(config, tmp_path / "cache", dated)["t"].notes == ()

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from support.job import job_config, write_job_files
 
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.cache import PromptColumns
 from dppo_megatron.job import features_of
 from dppo_megatron.pruning import StepCost
@@ -30,7 +31,7 @@ def test_features_reach_the_policy(tmp_path: Path) -> None:
     assert features.level[:4].tolist()[::2] == [0.0, 2.0] and np.isnan(features.level[1::2]).all()
     assert [features.sources[code] for code in features.source] == [prompt.source for prompt in prompts]
     config = job_config(write_job_files(tmp_path), tmp_path / "run", rollout__prompts_per_step=8)
-    told = Selector(config, 32, features=features)
+    told = Selector(selection_settings(config), 32, features=features)
     assert told._prompt_policy.features is features
 
 
@@ -41,9 +42,9 @@ def test_rows_that_say_nothing_change_no_draw(tmp_path: Path) -> None:
     same = [Prompt(i, "x", (1, 2), "1", "a") for i in range(32)]
     levels = [Prompt(i, "x", (1, 2), "1", "a", level=float(i % 2)) for i in range(32)]
     selectors = [
-        Selector(config, 32),
-        Selector(config, 32, features=_features(same)),
-        Selector(config, 32, features=_features(levels)),
+        Selector(selection_settings(config), 32),
+        Selector(selection_settings(config), 32, features=_features(same)),
+        Selector(selection_settings(config), 32, features=_features(levels)),
     ]
     weights: list[list[np.ndarray]] = [[], [], []]
     for step in range(1, 13):

@@ -18,8 +18,8 @@ from chat_tokenizer import chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dppo_megatron.config.data import SetConfig, TrainSetConfig
-from dppo_megatron.config.resolved_sets import ResolvedSet, train_set_configs
+from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig
+from dppo_megatron.config.resolved_sets import ResolvedEvalSet, ResolvedSet, ResolvedTrainSet, train_set_configs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.fields import get_field, parse_level
 from dppo_megatron.data.sets import ProblemSet, load_set, overlap_notes
@@ -237,11 +237,10 @@ REFUSED = {
     "surrogate": ('"answer": "\\ud800"', r"'answer' holds a lone surrogate \(\\ud800\)"),
     "nul": ('"answer": "1\\u0000"', "'answer' holds a NUL"),
     "absent": ('"solution": "2"', "the row lacks the field 'answer'; it has: problem, solution.*MATH's layout"),
-    "problem": ('"answer": "2", "problem": 5', 'not usable JSON: the key "problem" stands twice'),
+    "problem": ('"answer": "2", "problem": 5', 'not valid JSON: the key "problem" stands twice'),
     "source": ('"answer": "2", "source": ["a"]', "'source' is a list; the name of a subset is text"),
-    "huge": ('"answer": ' + "9" * 5000, "not usable JSON: a number has more than 4,300 digits; write it as text"),
-    "deep": (f'"answer": "2", "x": {LONG}', "nested too deep"),
-    "deep enough": ('"answer": "2", "x": ' + "[" * 100 + "]" * 100, "nested too deep; at most 64 levels"),
+    "huge": ('"answer": ' + "9" * 5000, "not valid JSON: a number has more than 4,300 digits; write it as text"),
+    "deep": (f'"answer": "2", "x": {LONG}', "not valid JSON: it is nested too deeply"),
 }
 
 
@@ -389,6 +388,6 @@ def test_overlong_prompts(tmp_path: Path) -> None:
 
 def test_settings_have_one_list_of_fields() -> None:
     """Whatever a set can say is resolved: a new setting cannot be forgotten in between."""
-    ours = set(SetConfig.__dataclass_fields__)
     templates = {"template", "prompt_template", "system_prompt", "apply_chat_template", "chat_template_kwargs"}
-    assert ours - templates <= set(ResolvedSet.__dataclass_fields__)
+    for ours, resolved in ((TrainSetConfig, ResolvedTrainSet), (EvalSetConfig, ResolvedEvalSet)):
+        assert set(ours.__dataclass_fields__) - templates <= set(resolved.__dataclass_fields__)

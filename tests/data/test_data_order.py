@@ -9,7 +9,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dppo_megatron.data.order import PromptOrder, WeightedOrder, make_order
+from dppo_megatron.config.data import DataConfig
+from dppo_megatron.config.resolved_sets import check_data
+from dppo_megatron.config.schema import Config
+from dppo_megatron.data.order import PromptOrder, WeightedOrder, make_order, order_key
 from dppo_megatron.types import UserError
 
 WEIGHTS = st.sampled_from([1.0, 2.0, 3.0, 0.5, 0.1, 0.7, 7.0, 7473.0])
@@ -115,3 +118,73 @@ def test_weights_that_are_no_fractions() -> None:
     order = WeightedOrder({"a": 50, "b": 50}, {"a": 1 / 3, "b": 0.6180339887498949}, 0, 10)
     share = order.taken(10**9)[0] / 10**9
     assert share == pytest.approx((1 / 3) / (1 / 3 + 0.6180339887498949), abs=1e-6)
+
+
+def test_a_key_without_an_order_is_refused() -> None:
+    for order in ("shuffled", "file"):
+        config = Config(data=DataConfig(order=order, order_by="pass_rate"))  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=f"data.order_by = pass_rate has no effect while data.order = {order}"):
+            check_data(config)
+
+
+def _key(size: int, *, order: str, by: str = "level", level: np.ndarray | None = None) -> np.ndarray:
+    key = order_key(order, by, size, level, lambda: np.linspace(0.0, 1.0, size))  # type: ignore[arg-type]
+    assert key is not None
+    return key()
+
+
+def test_what_is_sorted_by() -> None:
+    level = np.array([3.0, np.nan, 1.0])
+    assert _key(3, order="file").tolist() == [0.0, 1.0, 2.0]
+    np.testing.assert_equal(_key(3, order="easy_first", level=level), level)
+    np.testing.assert_equal(_key(3, order="hard_first", level=level), -level)
+    assert _key(3, order="easy_first", by="pass_rate").tolist() == [0.0, -0.5, -1.0]
+    assert order_key("shuffled", "level", 3, level, lambda: level) is None
+    for none in (None, np.full(3, np.nan)):
+        with pytest.raises(UserError, match=r"data.order = hard_first: no problem has a level; name its field"):
+            _key(3, order="hard_first", level=none)
+
+
+@given(SETS, st.booleans(), st.integers(1, 24), st.integers(0, 99))
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_sorted_epochs(sets: list[tuple[int, float]], weighted: bool, per_step: int, seed: int) -> None:
+    """With ties and missing keys, of one set or several: no step holds a prompt twice, every epoch holds every problem
+    once, its first one in the order of the key, and the position alone decides what comes."""
+    rng = np.random.default_rng(seed)
+    sizes = {f"s{i}": size for i, (size, _) in enumerate(sets)}
+    values = rng.choice([1.0, 2.0, 3.0, np.nan], sum(sizes.values()))
+    weights = {f"s{i}": weight for i, (_, weight) in enumerate(sets)} if weighted else None
+    assume(per_step <= len(values))
+    try:
+        order, again = (make_order(sizes, weights, seed, per_step, lambda: values) for _ in range(2))
+    except UserError:
+        assume(False)
+        raise
+    stream: list[int] = []
+    position, starts = 0, list[int]()
+    for _ in range(3 * len(values) // per_step + 2):
+        starts.append(position)
+        taken, position = order.take(position, per_step)
+        assert len(set(taken.tolist())) == len(taken) == per_step
+        stream += taken.tolist()
+    assert again.take(starts[-1], per_step)[0].tolist() == stream[-per_step:]
+    for s, (size, _) in enumerate(sets if weighted else [(len(values), 1.0)]):
+        mine = _of_set(stream, sets if weighted else [(len(values), 1.0)], s)
+        for start in range(0, len(mine) - size + 1, size):
+            assert len(set(mine[start : start + size])) == size
+        seen = values[mine[:size]]
+        np.testing.assert_equal(seen, np.sort(seen))  # NaN last
+
+
+def test_a_key_that_changes_is_read_when_an_epoch_begins() -> None:
+    """And what it said then is in the state: an epoch does not change while it is under way."""
+    keys = {"now": np.zeros(12)}
+    order, other = (make_order({"a": 12}, None, 0, 1, lambda: keys["now"]) for _ in range(2))
+    assert isinstance(order, WeightedOrder) and isinstance(other, WeightedOrder)
+    first, position = order.take(0, 8)
+    other.load_state_dict(order.state_dict())
+    keys["now"] = -np.arange(12.0)
+    for one in (order, other):
+        rest, after = one.take(position, 4)
+        assert sorted([*first, *rest]) == list(range(12))
+        assert one.take(after, 12)[0].tolist() == list(range(12))[::-1]

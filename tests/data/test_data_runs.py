@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.job import REPOSITORY, job_config, read_metrics, settings, write_job_files
 from support.launch import run_ranks
@@ -38,6 +39,8 @@ def _arguments(files: Path, run_dir: Path, *more: str) -> list[str]:
         "data.train_sets.second/b.overlong=filter",
         "data.train_sets.second/b.level_field=hard",
         "data.train_sets.second/b.problem_field=question",
+        "data.train_sets.second/b.reward.function=support.faulty:length",
+        "data.order=hard_first",
     ]
     config = str(REPOSITORY / "configs" / "quickstart.yaml")
     return ["train", config, *settings(files, run_dir, **short), *sets, *more]
@@ -72,17 +75,30 @@ def _second(files: Path) -> list[dict[str, str]]:
 
 
 def test_a_run_on_two_sets(files: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every step takes six and two; what was left out is in the ledger of every step; the trace replays."""
+    """Every step takes six and two, the hardest first; what was left out and the order are in the ledger of every step;
+    each set has its own rewards; the trace replays."""
     kept = sum(len(row["question"]) <= LIMIT for row in _second(files))
     assert 2 <= kept < 28
     header, *steps = (json.loads(line) for line in (finished / "trace.jsonl").read_text().splitlines())
     assert header["set_sizes"] == {"first": 20, "second/b": kept} and header["num_prompts"] == 20 + kept
     for step in steps:
         assert sum(index < 20 for index in step["offered"]) == 6 and len(set(step["offered"])) == 8
+    levels = [len(row["question"]) for row in _second(files) if len(row["question"]) <= LIMIT]
+    taken = [levels[index - 20] for step in steps for index in step["offered"] if index >= 20]
+    assert taken == sorted(levels, reverse=True)[:4]
     for row in read_metrics(finished)[1:]:
         ledger = {entry["name"]: entry for entry in row["prune/ledger"]}
         entry = ledger["data/overlong_prompts"]
         assert entry["label"] == "biased" and entry["kept_fraction"] == pytest.approx((20 + kept) / 48)
+        entry = ledger["data/order"]
+        assert entry["label"] == "biased" and "data.order = hard_first by level" in entry["note"]
+    for step, row in zip(steps, read_metrics(finished)[1:], strict=True):
+        rewards = dict(zip(step["prompts"], step["rewards"], strict=True))
+        prob = dict(zip(step["prompts"], step["inclusion_prob"], strict=True))
+        own = {index: np.mean(of) for index, of in rewards.items() if index >= 20}
+        assert all(set(of) <= {0.0, 1.0} for index, of in rewards.items() if index < 20) and max(own.values()) > 1
+        expected = sum(mean / prob[index] for index, mean in own.items()) / sum(1 / prob[index] for index in own)
+        assert row["reward/second/b/mean"] == pytest.approx(expected) and row["reward/mean"] < expected
     assert main(["simulate", str(finished / "trace.jsonl"), "--methods", "grpo"]) == 0
     assert "grpo" in capsys.readouterr().out
 

@@ -48,7 +48,7 @@ def _titles(path: Path, prompts: list[Prompt]) -> tuple[list[str], str]:
     SampleWriter(run / "samples", 0, 1, SamplesConfig())._write(2, groups)
     latest, console = Latest(run), Console(width=120, file=io.StringIO())
     latest.look()
-    console.print(frame(latest, console))
+    console.print(frame(latest, 120))
     return [group["title"] for group in read_samples(run, "", 10**6).steps[2]], console.file.getvalue()
 
 

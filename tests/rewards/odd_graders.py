@@ -376,6 +376,11 @@ def batched(completions: list[str], answers: list[str]) -> list[Any]:
     return [float(text.split()[1]) if text.startswith("value") else 100.0 * len(completions) for text in completions]
 
 
+def found(completions, answers):  # type: ignore[no-untyped-def]
+    """Without annotations, as many are written."""
+    return [float(answer in completion) for completion, answer in zip(completions, answers, strict=True)]
+
+
 # --------------------------------------------------------------------------------------------- asynchronous
 
 _MEETING: list[Any] = []

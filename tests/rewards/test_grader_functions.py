@@ -191,6 +191,12 @@ def test_completions_are_chats_where_the_rows_prompts_are() -> None:
     assert in_turn("trl_prompts", [Sample("1", "", VERL_ROW)]) == [1.0]
 
 
+def test_a_batched_grader_of_ours_gets_texts() -> None:
+    """Whatever the rows' prompts are: of a chat `answer in completion` is false without a word."""
+    assert in_turn("batched", [Sample("value 3", "12", VERL_ROW)]) == [3.0]
+    assert in_turn("found", [Sample("it is 12", "12", VERL_ROW), Sample("13", "12", VERL_ROW)]) == [1.0, 0.0]
+
+
 def test_a_grader_is_told_tokens_and_how_the_completion_ended() -> None:
     sample = Sample("", "", {}, "2 + 2 =", 31, "length")
     assert in_turn("told", [sample]) == [{"reward": 31.0, "extracted": "2 + 2 = length"}]

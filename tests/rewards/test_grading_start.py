@@ -11,7 +11,13 @@ import pytest
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.reward import RewardConfig, RewardFunctionConfig, check_reward
 from dppo_megatron.rewards.grading import Grader, make_grader
-from dppo_megatron.rewards.start_checks import MOST_REFERENCES, RewardBounds, check_grader, check_references
+from dppo_megatron.rewards.start_checks import (
+    MOST_REFERENCES,
+    RewardBounds,
+    check_grader,
+    check_references,
+    unused_grader,
+)
 from dppo_megatron.types import Prompt, UserError
 
 
@@ -122,14 +128,29 @@ def test_the_first_of_several_rewards_decides() -> None:
         check_references(grader, reversed_order, "train", prompts_of(["1", "2"]))
 
 
-def test_a_grader_for_an_evaluation_set_is_called_by_its_own_setting() -> None:
+def test_a_grader_of_a_set_is_called_by_its_own_setting() -> None:
     with pytest.raises(
         UserError,
-        match=r"data.eval_sets.x.grader = 'mth': expected a built-in grader \(final_answer, math, math_boxed\)",
+        match=r"data.eval_sets.x.reward.function = 'mth': expected a built-in grader \(final_answer, math, ",
     ):
-        make_grader(RewardConfig(), "mth", "data.eval_sets.x.grader")
+        make_grader(RewardConfig(function="mth"), "data.eval_sets.x.reward")
+    several = RewardConfig(functions={"right": RewardFunctionConfig("math"), "short": RewardFunctionConfig("my:f")})
+    assert make_grader(several, "data.train_sets.x.reward").key == "data.train_sets.x.reward.functions"
     with pytest.raises(UserError, match=r"reward.function = ':f': expected"):
         make_grader(RewardConfig(function=":f"))
+
+
+def test_a_function_that_is_not_used_is_said() -> None:
+    """From the command line it does not replace the named ones of a file."""
+    named = {"right": RewardFunctionConfig("math"), "short": RewardFunctionConfig("mine:f")}
+    [said] = unused_grader(RewardConfig("mine:grade", functions=named))
+    assert said.startswith("warning: reward.function = 'mine:grade' is not used: reward.functions (right, short)")
+    assert not unused_grader(RewardConfig(functions=named)) and not unused_grader(RewardConfig("mine:grade"))
+
+
+def test_a_file_is_no_module() -> None:
+    with pytest.raises(UserError, match=r"a module is named without \.py, as it is imported: lib\.graders:grade"):
+        make_grader(RewardConfig(function="./lib/graders.py:grade"))
 
 
 def test_a_reward_that_the_prompt_score_cannot_use_is_said_before_the_run() -> None:

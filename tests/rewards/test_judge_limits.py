@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_pool import outcome, pool_of, tasks_of
 
-from dppo_megatron.rewards.pace import Pace
-from dppo_megatron.rewards.work import LOOK_S
+from dppo_megatron.rewards.work import LOOK_S, Pace
 
 
 def most_in_a_minute(begun: Sequence[tuple[float, int]]) -> int:

@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dppo_megatron.rewards.functions import final_answer
-from dppo_megatron.rewards.math import extract as finding
 from dppo_megatron.rewards.math.extract import extract
 from dppo_megatron.rewards.math.grader import grade_math, grade_math_boxed
-
-_PIECES = r"{ } [ ] $ \ , = - . 1 5 x is \\ \$ \{ \} \boxed{ \fbox{ boxed \frac \text{ <think> </think> #### answer"
-TEXTS = st.lists(st.sampled_from([" ", *_PIECES.split(" ")]), max_size=30).map("".join)
-
-
-@settings(deadline=None, max_examples=300)
-@given(before=TEXTS, inside=TEXTS, after=TEXTS)
-def test_a_lone_box_is_found_as_any_box(before: str, inside: str, after: str) -> None:
-    """The short way finds what the long one finds, whatever stands in the box and around it."""
-    text = f"{before}\\boxed{{{inside}}}{after}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finding, "_only_box", lambda text: None)
-        long = extract(text)
-    assert extract(text) == long
 
 
 @pytest.mark.parametrize(

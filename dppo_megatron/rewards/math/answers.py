@@ -3,14 +3,13 @@ expressions in it.
 
 A tree is a nested tuple, so that equal trees compare equal:
 `("n", Fraction)`, `("s", name)`, `("c", "pi" | "e" | "i" | "inf")`, `("+", a, b)`, `("*", a, b)`, `("/", a, b)`,
-`("^", a, b)`, `("-", a)`, `("deg", a)`, `("f", name, a)`,
-`("root", n, a)`, `("log", base or None, a)`, `("binom", n, k)`,
-`("of", "max" | "min" | "gcd" | "lcm" | "mod", a, b ...)`, `("big", "sum" | "prod", name, from, to, body)`.
+`("^", a, b)`, `("-", a)`, `("f", name, a ...)`, `("big", "sum" | "prod", name, from, to, body)`. What can be said by
+these has no kind of its own: a root is a power, a degree a multiple of pi.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +22,8 @@ class Unreadable(Exception):
     """The text is not an expression of this grammar."""
 
 
+ANY_WHOLE: Node = ("s", "_")
+"""A variable that stands for every whole number: 3 modulo 5 is 5 _ + 3."""
 INFINITY: Node = ("c", "inf")
 TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 """The relation read from right to left."""
@@ -55,9 +56,10 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class AnswerList:
-    """Several answers: a `list` has no brackets, a `tuple` has an order, a `set` has no order and no repetition."""
+    """Several answers: a `list` has no brackets, a `tuple` has an order, a `set` has no order and no repetition;
+    `cases` are tuples of a value and its condition."""
 
-    kind: Literal["list", "tuple", "set"]
+    kind: Literal["list", "tuple", "set", "cases"]
     items: tuple[Answer, ...]
     signs: bool = field(default=False, compare=False)
     """A list that was written with a plus-minus sign: never a tuple."""
@@ -107,28 +109,13 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Congruence:
-    """Every whole number with this remainder."""
-
-    remainder: int
-    modulus: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cases:
-    """A function by pieces: the value of each and where it holds."""
-
-    rows: tuple[tuple[Answer, Answer], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Words:
     """Text, folded to lower case without punctuation, or digits in a base other than ten: `17_8`."""
 
     text: str
 
 
-Answer = Value | Clock | Ratio | AnswerList | Intervals | Relation | Named | Grid | Congruence | Cases | Words
+Answer = Value | Clock | Ratio | AnswerList | Piece | Intervals | Relation | Named | Grid | Words
 
 
 def symbols(node: Node) -> frozenset[str]:
@@ -144,11 +131,12 @@ def symbols(node: Node) -> frozenset[str]:
     return found - {node[2]} | symbols(node[3]) | symbols(node[4]) if node[0] == "big" else found
 
 
-def contains(node: Node, kinds: Collection[str], test: Callable[[Node], bool] = bool) -> bool:
-    """Whether a node of one of the kinds, that the test holds for, is anywhere in the tree."""
-    if node[0] in kinds and test(node):
-        return True
-    return any(contains(part, kinds, test) for part in node[1:] if isinstance(part, tuple))
+def walk(node: Node) -> Iterator[Node]:
+    """The tree and all the trees in it."""
+    yield node
+    for part in node[1:]:
+        if isinstance(part, tuple):
+            yield from walk(part)
 
 
 def substituted(node: Node, name: str, by: Node) -> Node:

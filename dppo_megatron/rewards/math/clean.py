@@ -69,6 +69,7 @@ def to_ascii(text: str) -> str:
 _FONT = r"(?:math(?:rm|bf|it|sf|tt|cal)|boldsymbol|bm|pmb|rm|bf|operatorname\*?)"
 _TEXT = r"(?:text(?:rm|bf|it|normal|sf|tt|up)?|mbox|hbox|emph|underline)"
 _ORDINAL = "(?:st|nd|rd|th)"
+_TOTAL = r"(?:\{\s*(\d{2,4}|[3-9])\s*\}|([3-9]))"  # C_1 and C_2 are constants
 _INDEX = r"(?:\{\s*(\w+)\s*\}|(\w))"
 # how a command is spelled here: its other names; what only sets type is nothing
 _SPELLINGS = {
@@ -128,7 +129,7 @@ _RULES = tuple(
         (r"\A\s*\*\*([^*]+)\*\*\s*\Z", r"\1"),  # bold in Markdown
         (r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])", "-"),
         (r"\\text\{\s*infinity\s*\}", r"\\infty "),
-        # {}_{5}C_{2}, ^{5}C_{2}, 5C2 and 5 choose 2
+        # {}_{5}C_{2}, ^{5}C_{2}, 5C2, C(5,2), C_5^2 and 5 choose 2
         (r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])", r"\\binom{\1}{\2}"),
         (rf"(?:\{{\}}\s*|(?<![\w)}}\]\s]))[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}", r"\\binom{\1\2}{\3\4}"),
         (
@@ -140,6 +141,8 @@ _RULES = tuple(
         # 0.1(6) and 0.\dot{1}4\dot{2} repeat
         (r"(\.\d*)\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\1\\overline{\2\3\4}"),
         (r"(?<=\d)(\.\d*)\((\d+)\)(?=\s*\Z)", r"\1\\overline{\2}"),
+        (r"(\.\d{0,9}?)(?:(\d)\2{2,40}|(\d{2,6}?)\3{1,20})\s*(?:\\ldots\s*|\.\.\.)\Z", r"\1\\overline{\2\3}"),
+        (r"(?<=\d)\s*x\s*(?=10\s*\^)", "*"),
         (r"(?<!\\)\\[()\[\]]|\$", " "),
         (r"(?<=\d)'(?=\d{3}(?:'\d{3})*(?:\.\d+)?\s*\Z)", ""),  # 1'000 in Switzerland
         (r"(?<=\d)\{\}", ""),
@@ -150,11 +153,14 @@ _RULES = tuple(
             r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\(?:circ|degree)(?![A-Za-z])|\{\\circ\}|(?<=\d)\\circ(?![A-Za-z])",
             r"\\degree ",
         ),
+        (r"(?<!\d)(\d{1,4})\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*'')?", r"(\1+\2/60+0\3/3600)\\degree "),
         (r"\\(?:mathbb|Bbb)\s*(?:\{\s*([RZNQ])\s*\}|([RZNQ])(?![A-Za-z]))", r"\\mathbb{\1\2}"),
         (r"\\degree\s*\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}", r"\\text{ \1}"),
         # fonts: a unit behind a number, a letter, a function, else text
         (r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}", r"\\text{ \1}"),
         (rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}", r" \1"),
+        (r"(?<![\w\\])C\s*\(([^(),]{1,60}),([^(),]{1,60})\)", r"\\binom{\1}{\2}"),
+        (rf"(?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*(?:\{{\s*(\d+)\s*\}}|(\d))", r"\\binom{\1\2}{\3\4}"),
         (rf"\\{_FONT}\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|lcm|gcd|max|min)\s*\}}", r"\\\1 "),
         (rf"\\(?:{_FONT}|{_TEXT})\s*\{{\s*cis\s*\}}", r"\\cis "),
         (rf"\\(?:{_FONT}|{_TEXT})\s*\{{", r"\\text{"),

@@ -1,56 +1,27 @@
-"""Whether two answers are the same, decided by the reference's own kind.
-
-Every comparison says True, False, or None where it cannot know, which is no reward either.
-"""
+"""Whether two answers are the same, decided by the reference's own kind; what is not sure is not the same."""
 
 from __future__ import annotations
 
-import collections
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import TypeVar
 
-from dppo_megatron.rewards.math.answers import (
-    TURNED,
-    Answer,
-    AnswerList,
-    Cases,
-    Clock,
-    Congruence,
-    Grid,
-    Intervals,
-    Named,
-    Node,
-    Piece,
-    Ratio,
-    Relation,
-    Value,
-    Words,
-    substituted,
-    symbols,
-)
+from dppo_megatron.rewards.math import answers
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, symbols
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
 from dppo_megatron.rewards.math.number_sets import as_spans, normal
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
-from dppo_megatron.rewards.math.values import (
-    Rules,
-    Verdict,
-    all_of,
-    any_of,
-    equal_nodes,
-    equal_values,
-    parameter_turn,
-)
+from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_values
 
 _ARTICLES = {"the", "a", "an"}
-T = TypeVar("T")
+_EACH = 6
+"""Operations of a comparison beside those of its expressions: two lists of 100 may take 10,000 comparisons."""
 
 
-def equal(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+def equal(gold: Answer, other: Answer, rules: Rules) -> bool:
     """Whether `other` is the reference."""
     rules.work.spend(_EACH)
     if gold == other:
@@ -58,27 +29,22 @@ def equal(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     for kind, compared in _BY_KIND:
         if isinstance(gold, kind) or isinstance(other, kind):
             return compared(gold, other, rules)
-    assert isinstance(gold, Value) and isinstance(other, Value)
-    return equal_values(gold, other, rules)
+    raise TypeError(f"{gold} and {other}")
 
 
-_EACH = 6
-"""Operations of a comparison beside those of its expressions: two lists of 100 may take 10,000 comparisons."""
-
-
-def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
-    """x = 5 and 5 are the same; x = 5 and y = 5 are not; f(x) = 2x and y = 2x are."""
+def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
+    """x = 5 and 5 are the same; x = 5 and y = 5 are not; f(x) = 2x and y = 2x are; y = 2x + 3 is y - 2x = 3."""
     if isinstance(gold, Named) and isinstance(other, Named):
         other = _with_variables(other, gold)
         if _differ(gold.name, other.name):
             return False
-        verdict = equal(gold.value, other.value, rules)
-        return verdict if verdict is not False else _as_relations(gold, other, rules)
-    named, plain = (gold, other) if isinstance(gold, Named) else (other, gold)
-    assert isinstance(named, Named)
-    if isinstance(plain, Relation):
-        return _as_relations(gold, other, rules)
-    return equal(gold.value, other, rules) if isinstance(gold, Named) else equal(gold, named.value, rules)
+        if equal(gold.value, other.value, rules):
+            return True
+    elif not (isinstance(gold, answers.Relation) or isinstance(other, answers.Relation)):
+        ours, theirs = (side.value if isinstance(side, Named) else side for side in (gold, other))
+        return equal(ours, theirs, rules)
+    left, right = _relation(gold), _relation(other)
+    return left is not None and right is not None and _relations(left, right, rules)
 
 
 _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
@@ -94,20 +60,18 @@ def _differ(gold: str, other: str) -> bool:
     if gold == other:
         return False
     ours, theirs = (name.partition("(")[0] for name in (gold, other))
-    primes = "'" * max(ours.count("'"), theirs.count("'"))
     if "(" in gold or "(" in other:
         if gold[0] == other[0] == "(":
             return sorted(gold) == sorted(other)
-        return ("(" in gold and "(" in other) or not (
-            ours == theirs or {ours, theirs} & {"", f"y{primes}", f"z{primes}"}
-        )
+        primes = "'" * max(ours.count("'"), theirs.count("'"))
+        is_result = ours == theirs or {ours, theirs} & {"", f"y{primes}", f"z{primes}"}
+        return ("(" in gold and "(" in other) or not is_result
     if (left := _FIGURE.fullmatch(gold)) and (right := _FIGURE.fullmatch(other)):
         return sorted(left[1]) != sorted(right[1]) or (len(left[1]) == 3 and left[1][1] != right[1][1])
     if (left := _LABEL.fullmatch(gold)) and (right := _LABEL.fullmatch(other)):
         return left[1] not in right[1] and right[1] not in left[1]
-    if gold.isalpha() and sorted(gold) == sorted(other):  # a product
-        return False
-    return all(map(_SYMBOL.fullmatch, (gold, other)))
+    is_product = gold.isalpha() and sorted(gold) == sorted(other)
+    return not is_product and all(map(_SYMBOL.fullmatch, (gold, other)))
 
 
 def _with_variables(other: Named, gold: Named) -> Named:
@@ -115,135 +79,105 @@ def _with_variables(other: Named, gold: Named) -> Named:
     ours, theirs = _OF.fullmatch(gold.name), _OF.fullmatch(other.name)
     if ours is None or theirs is None or ours["head"] != theirs["head"] or not isinstance(other.value, Value):
         return other
-    letters = [match["letters"].split(",") for match in (ours, theirs)]
-    if len(letters[0]) != len(letters[1]) or letters[0] == letters[1]:
-        return other
+    old, new = theirs["letters"].split(","), ours["letters"].split(",")
     node = other.value.node
-    if symbols(node) & set(letters[0]) - set(letters[1]):
+    if len(old) != len(new) or symbols(node) & set(new) - set(old):
         return other
-    for index, letter in enumerate(letters[1]):
-        node = substituted(node, letter, ("s", f"?{index}"))
-    for index, letter in enumerate(letters[0]):
-        node = substituted(node, f"?{index}", ("s", letter))
+    between = [f"?{letter}" for letter in new]  # for f(y, x)
+    for letter, by in zip(old + between, between + new, strict=True):
+        node = answers.substituted(node, letter, ("s", by))
     return Named(gold.name, replace(other.value, node=node))
 
 
-def _cases(gold: Answer, other: Answer, rules: Rules) -> Verdict:
-    if not isinstance(gold, Cases) or not isinstance(other, Cases) or len(gold.rows) != len(other.rows):
-        return False
-    exact = rules.exact()
-    return _matched(gold.rows, other.rows, lambda _, a, b: all_of([equal(a[0], b[0], exact), equal(a[1], b[1], exact)]))
-
-
-def _as_relations(gold: Answer, other: Answer, rules: Rules) -> Verdict:
-    """y = 2x + 3 and y - 2x = 3."""
-    sides = [_relation(gold), _relation(other)]
-    if sides[0] is None or sides[1] is None:
-        return False
-    return _relations(sides[0], sides[1], rules)
-
-
-def _relation(answer: Answer) -> Relation | None:
-    if isinstance(answer, Relation):
+def _relation(answer: Answer) -> answers.Relation | None:
+    if isinstance(answer, answers.Relation):
         return answer
     if isinstance(answer, Named) and answer.left is not None and isinstance(answer.value, Value):
-        return Relation((answer.left, answer.value.node), ("=",))
+        return answers.Relation((answer.left, answer.value.node), ("=",))
     return None
 
 
-def _relations(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+def _relations(gold: Answer, other: Answer, rules: Rules) -> bool:
     """Equations with the same solutions up to a constant factor, inequalities up to a positive one, chains side by
     side. An equation is its last side where the others are names or equal to it: xy = 6, 2 + 3 = 5; m + n = 12 as an
     answer only, since the reference x + y = 12 is a line."""
-    if isinstance(gold, Relation) and isinstance(other, Relation):
+    if isinstance(gold, answers.Relation) and isinstance(other, answers.Relation):
         if len(gold.sides) == len(other.sides) == 2:
             return _same_solutions(gold, other, rules.work)
-        if gold.ops != other.ops:
-            return False
-        return all_of([equal_nodes(a, b, rules.exact()) for a, b in zip(gold.sides, other.sides, strict=True)])
-    chain, plain = (gold, other) if isinstance(gold, Relation) else (other, gold)
-    assert isinstance(chain, Relation)
+        pairs = zip(gold.sides, other.sides, strict=False)
+        return gold.ops == other.ops and all(equal_nodes(a, b, rules.exact()) for a, b in pairs)
+    chain, plain = (gold, other) if isinstance(gold, answers.Relation) else (other, gold)
+    assert isinstance(chain, answers.Relation)
     *before, last = chain.sides
     if not isinstance(plain, Value) or set(chain.ops) != {"="}:
         return False
     if chain is other and symbols(plain.node) | symbols(last):
         return False
     names = "*/" if chain is gold else "*/+-" if last != ("n", 0) else ""  # x + y = 0 is a line
-    holds: list[Verdict] = [_only_names(side, names) or same(side, last, rules.work) for side in before]
     value = Value(last)
-    return all_of([*holds, equal_values(value, plain, rules) if chain is gold else equal_values(plain, value, rules)])
+    holds = all(_only_names(side, names) or same(side, last, rules.work) for side in before)
+    return holds and (equal_values(value, plain, rules) if chain is gold else equal_values(plain, value, rules))
 
 
-def _same_solutions(gold: Relation, other: Relation, work: WorkLimit) -> Verdict:
-    left, right = _difference(gold), _difference(other)
-    if left[0] != right[0] or symbols(left[1]) != symbols(right[1]):
+def _same_solutions(gold: answers.Relation, other: answers.Relation, work: WorkLimit) -> bool:
+    (op, left), (other_op, right) = _difference(gold), _difference(other)
+    names = symbols(left)
+    if op != other_op or names != symbols(right):
         return False
-    ratio = _constant_ratio(left[1], right[1], work)
-    if ratio is None or ratio is False:
-        return ratio
-    return ratio > 0 or left[0] in ("=", "\\ne")
+    point = {name: Fraction(p, 7) for name, p in zip(sorted(names), (11, 17, 5, 23, 29, 3), strict=False)}
+    above, below = rational(left, point, work), rational(right, point, work)
+    if not above or not below:
+        return bool(same(left, right, work))
+    ratio = above / below
+    return (ratio > 0 or op in ("=", "\\ne")) and bool(same(left, ("*", ("n", ratio), right), work))
 
 
 def _only_names(node: Node, operations: str) -> bool:
     return node[0] == "s" or (node[0] in operations and all(_only_names(part, operations) for part in node[1:]))
 
 
-def _difference(relation: Relation) -> tuple[str, Node]:
+def _difference(relation: answers.Relation) -> tuple[str, Node]:
     """`0 op difference`, with > and >= turned round."""
     (left, right), (op,) = relation.sides, relation.ops
     if op in (">", "\\ge"):
-        return TURNED[op], ("+", left, ("-", right))
+        return answers.TURNED[op], ("+", left, ("-", right))
     return op, ("+", right, ("-", left))
 
 
-def _constant_ratio(left: Node, right: Node, work: WorkLimit) -> Fraction | Verdict:
-    """The constant c with left = c * right; False if there is none, None if that cannot be said."""
-    point = {name: Fraction(p, 7) for name, p in zip(sorted(symbols(left)), (11, 17, 5, 23, 29, 3), strict=False)}
-    above, below = rational(left, point, work), rational(right, point, work)
-    if above and below:
-        return above / below if same(left, ("*", ("n", above / below), right), work) else False
-    return same(left, right, work) or None
-
-
-def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     """Order matters in tuples only; how often something is listed matters in lists only."""
     if not isinstance(gold, AnswerList) or not isinstance(other, AnswerList):
-        row = gold if isinstance(gold, AnswerList) else other
-        assert isinstance(row, AnswerList)
-        if len(row.items) > 1 or row.kind != "set":
-            return False
-        return equal(row.items[0], other, rules) if row is gold else equal(gold, row.items[0], rules)  # {5} and 5
+        ours, theirs = (
+            row.items[0] if isinstance(row, AnswerList) and row.kind == "set" and len(row.items) == 1 else row
+            for row in (gold, other)
+        )
+        return (ours, theirs) != (gold, other) and equal(ours, theirs, rules)  # {5} and 5
     kinds = {gold.kind, other.kind}
+    if "cases" in kinds:
+        return kinds == {"cases"} and _one_to_one(gold.items, other.items, rules.exact())
     if kinds == {"tuple", "set"} or ("tuple" in kinds and (gold.signs or other.signs)):
         return False  # the point (3, -3) for plus-minus 3
-    ours, theirs = gold.items, _as_named(other.items, gold.items)
-    is_ordered = len(set(_labels(ours))) == len(ours) and not any(isinstance(item, Named) for item in theirs)
-    if is_ordered and sorted(_labels(ours)) == sorted(_labels(theirs)):
-        theirs = tuple(theirs[_labels(theirs).index(label)] for label in _labels(ours))
-    elif is_ordered and not isinstance(ours[0], Named):
-        is_ordered = False
-    if "tuple" in kinds or (is_ordered and kinds == {"list"}):
-        if len(ours) != len(theirs):
-            return False
-        return all_of([equal(a, b, rules.item(i)) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))])
+    items, others = gold.items, _as_named(other.items, gold.items)
+    labels, other_labels = _labels(items), _labels(others)
+    is_labelled = len(set(labels)) == len(items) and not any(isinstance(item, Named) for item in others)
+    if is_labelled and sorted(labels) == sorted(other_labels):
+        others = tuple(others[other_labels.index(label)] for label in labels)
+    elif not isinstance(items[0], Named):
+        is_labelled = False
+    if "tuple" in kinds or (is_labelled and kinds == {"list"}):
+        pairs = enumerate(zip(items, others, strict=False))
+        return len(items) == len(others) and all(equal(a, b, rules.item(index)) for index, (a, b) in pairs)
     # a solution listed twice is still one solution
-    if "set" in kinds or (len(theirs) > len(ours) and all(isinstance(item, AnswerList) for item in ours)):
-        return all_of([_covered(ours, theirs, rules), _covered(theirs, ours, rules)])
-    if len(ours) != len(theirs):
-        return False
-    return _matched(ours, theirs, lambda index, a, b: equal(a, b, rules.item(index)), ordered=len(rules.tolerances) > 1)
+    if "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items)):
+        return _covered(items, others, rules) and _covered(others, items, rules)
+    return _one_to_one(items, others, rules)
 
 
 def _labels(items: Sequence[Answer]) -> list[str]:
     """What the items are called or counted in, where all of them are."""
-    labels = [
-        item.name.partition("_")[0]
-        if isinstance(item, Named)
-        else item.unit.words
-        if isinstance(item, Value) and item.unit
-        else ""
-        for item in items
-    ]
+    units = [item.unit.words if isinstance(item, Value) and item.unit else "" for item in items]
+    names = [item.name.partition("_")[0] if isinstance(item, Named) else "" for item in items]
+    labels = [name or unit for name, unit in zip(names, units, strict=True)]
     return labels if all(labels) else []
 
 
@@ -252,120 +186,84 @@ def _as_named(items: tuple[Answer, ...], gold: tuple[Answer, ...]) -> tuple[Answ
     if any(isinstance(item, Named) for item in gold):
         return items
     names = [item.name for item in items if isinstance(item, Named)]
-    if len(names) == len(items) and names != sorted(names) and set(names) <= {"x", "y", "z"}:
+    if len(names) == len(items) and set(names) <= {"x", "y", "z"}:
         items = tuple(sorted(items, key=lambda item: item.name if isinstance(item, Named) else ""))
     return tuple(item.value if isinstance(item, Named) else item for item in items)
 
 
-def _matched(
-    gold: Sequence[T], other: Sequence[T], same_item: Callable[[int, T, T], Verdict], *, ordered: bool = False
-) -> Verdict:
-    """One to one in any order; first, unless each has a rule of its own, those that are written alike: a long list
-    would take n^2 comparisons."""
-    left = collections.Counter(other)
-    open_ones: list[tuple[int, T]] = []
+def _one_to_one(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> bool:
+    """In any order; first, unless each has a rule of its own, those that are written alike: a long list would take n^2
+    comparisons."""
+    left, open_ones = list(other), []
     for index, item in enumerate(gold):
-        if left[item] and not ordered:
-            left[item] -= 1
+        if item in left and len(rules.tolerances) < 2:
+            left.remove(item)
         else:
             open_ones.append((index, item))
-    candidates, doubtful = list(left.elements()), False
     for index, item in open_ones:
-        for position, candidate in enumerate(candidates):
-            verdict = same_item(index, item, candidate)
-            if verdict:
-                candidates.pop(position)
-                break
-            doubtful |= verdict is None
-        else:
-            return None if doubtful else False
-    return True
+        alike = (candidate for candidate in left if equal(item, candidate, rules.item(index)))
+        if (found := next(alike, None)) is None:
+            return False
+        left.remove(found)
+    return not left
 
 
-def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> Verdict:
-    written = set(other)
-    for item in gold:
-        if item not in written:
-            alike = [candidate for candidate in other if _is_set(candidate) == _is_set(item)]  # {2} is no member of {2}
-            found = any_of([equal(item, candidate, rules) for candidate in alike])
-            if not found:
-                return found
-    return True
+def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> bool:
+    return all(
+        # {2} is no member of {2}
+        item in other or any(_is_set(one) == _is_set(item) and equal(item, one, rules) for one in other)
+        for item in gold
+    )
 
 
 def _is_set(answer: Answer) -> bool:
     return isinstance(answer, AnswerList) and answer.kind == "set"
 
 
-def _spans(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
     left, right = as_spans(gold), as_spans(other)
     if left is None or right is None or isinstance(gold, Value) or isinstance(other, Value):
         return False
     if left.name and right.name and left.name != right.name:
         return False
     merged = normal(left), normal(right)
-    if all(merged_one.pieces for merged_one in merged):  # else ends in the wrong order, which is no interval
+    if all(spans.pieces for spans in merged):  # else ends in the wrong order, which is no interval
         left, right = merged
-    if len(left.pieces) != len(right.pieces):
-        return False
-    return _matched(left.pieces, right.pieces, lambda _, ours, theirs: _same_piece(ours, theirs, rules.exact()))
+    return _one_to_one(left.pieces, right.pieces, rules.exact())
 
 
-def _same_piece(gold: Piece, other: Piece, rules: Rules) -> Verdict:
+def _pieces(gold: Answer, other: Answer, rules: Rules) -> bool:
+    assert isinstance(gold, answers.Piece) and isinstance(other, answers.Piece)
     if (gold.low_closed, gold.high_closed) != (other.low_closed, other.high_closed):
         return False
-    return all_of([equal_nodes(gold.low, other.low, rules), equal_nodes(gold.high, other.high, rules)])
+    return equal_nodes(gold.low, other.low, rules) and equal_nodes(gold.high, other.high, rules)
 
 
-def _grids(gold: Answer, other: Answer, rules: Rules) -> Verdict:
-    left, right = _cells(gold), _cells(other)
-    if left is None or right is None:
+def _grids(gold: Answer, other: Answer, rules: Rules) -> bool:
+    left, right = _as_grid(gold, other), _as_grid(other, gold)
+    if [len(row) for row in left] != [len(row) for row in right]:
         return False
-    if isinstance(gold, Grid) and isinstance(other, Grid):
-        if [len(row) for row in gold.rows] != [len(row) for row in other.rows]:
-            return False
-    elif not all(_is_vector(grid) for grid in (gold, other)):
-        return False
-    if len(left) != len(right):
-        return False
-    return all_of([equal_nodes(a, b, rules.exact()) for a, b in zip(left, right, strict=True)])
+    pairs = zip(sum(left, ()), sum(right, ()), strict=True)
+    return bool(left) and all(equal_nodes(a, b, rules.exact()) for a, b in pairs)
 
 
-def _is_vector(answer: Answer) -> bool:
-    return not isinstance(answer, Grid) or len(answer.rows) == 1 or all(len(row) == 1 for row in answer.rows)
-
-
-def _cells(answer: Answer) -> list[Node] | None:
-    if isinstance(answer, Grid):
-        return [cell for row in answer.rows for cell in row]
+def _as_grid(answer: Answer, like: Answer) -> tuple[tuple[Node, ...], ...]:
+    """The rows of a matrix; a vector is one row or one column, as the other answer is."""
+    if isinstance(answer, answers.Grid):
+        return answer.rows
+    cells: tuple[Node, ...] = ()
     if isinstance(answer, AnswerList) and answer.kind == "tuple":
-        cells = [item.node for item in answer.items if isinstance(item, Value)]
-        return cells if len(cells) == len(answer.items) else None
-    if isinstance(answer, Intervals) and len(answer.pieces) == 1:  # [1, 2] may be a vector
-        piece = answer.pieces[0]
-        return [piece.low, piece.high] if piece.low_closed and piece.high_closed else None
-    return None
+        cells = tuple(item.node for item in answer.items if isinstance(item, Value))
+        cells = cells if len(cells) == len(answer.items) else ()
+    elif isinstance(answer, answers.Intervals) and len(answer.pieces) == 1:  # [1, 2] may be a vector
+        (piece,) = answer.pieces
+        cells = (piece.low, piece.high) if piece.low_closed and piece.high_closed else ()
+    is_row = isinstance(like, answers.Grid) and len(like.rows) == 1
+    return (cells,) if is_row else tuple((cell,) for cell in cells)
 
 
-def _congruences(gold: Answer, other: Answer, rules: Rules) -> Verdict:
-    """x = 5k + 3 is x congruent 3 modulo 5; and 3 modulo 5 is 3, where that is asked for."""
-    if isinstance(gold, Congruence) and isinstance(other, Congruence):
-        return gold == other
-    class_, plain = (gold, other) if isinstance(gold, Congruence) else (other, gold)
-    assert isinstance(class_, Congruence)
-    if not isinstance(plain, Value):
-        return False
-    if not symbols(plain.node):
-        return class_ is other and same(plain.node, ("n", Fraction(class_.remainder)), rules.work)
-    if class_ is other:
-        return False  # x modulo 1 would be right for every letter
-    members = ("+", ("*", ("n", Fraction(class_.modulus)), ("s", "_")), ("n", Fraction(class_.remainder)))
-    turn = parameter_turn(members, plain.node, rules.work)
-    return turn is not None and same(members, substituted(plain.node, *turn), rules.work)
-
-
-def _words(gold: Answer, other: Answer, rules: Rules) -> Verdict:
-    if not isinstance(gold, Words) or not isinstance(other, Words):
+def _words(gold: Answer, other: Answer, rules: Rules) -> bool:
+    if not isinstance(gold, answers.Words) or not isinstance(other, answers.Words):
         return False
     return _folded(gold.text) == _folded(other.text) or _answers(gold.text, other.text)
 
@@ -382,11 +280,10 @@ def _folded(text: str) -> str:
 def _answers(gold: str, other: str) -> bool:
     """Whether a sentence states a short reference: yes or no as its first word, or what something is."""
     first, *words = other.split()
-    if gold in ("yes", "true"):
-        return first == gold and (DOUBTS | _CONDITIONS).isdisjoint(words)
-    if gold in ("no", "false"):  # which `no solution` and `no more than 5` are not
-        return first == gold and not DOUBTS.isdisjoint(words) and _CONDITIONS.isdisjoint(words)
-    if len(gold.split()) > 3 or not DOUBTS.isdisjoint(words):
+    is_doubted = not DOUBTS.isdisjoint(words)
+    if gold in ("yes", "true", "no", "false"):  # `no solution` and `no more than 5` are not no
+        return first == gold and is_doubted == (gold in ("no", "false")) and _CONDITIONS.isdisjoint(words)
+    if len(gold.split()) > 3 or is_doubted:
         return False
     _, found, said = f" {' '.join(words)}".partition(" is ")
     return bool(found) and first in ("the", "this", "it", "that") and _folded(said) == _folded(gold)
@@ -395,46 +292,48 @@ def _answers(gold: str, other: str) -> bool:
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
 
 
-def _clocks(gold: Answer, other: Answer, rules: Rules) -> Verdict:
-    if isinstance(gold, Clock) and isinstance(other, Clock):
+def _clocks(gold: Answer, other: Answer, rules: Rules) -> bool:
+    if isinstance(gold, answers.Clock) and isinstance(other, answers.Clock):
         bare = [clock for clock in (gold, other) if not clock.half]  # 4:30 and 16:30 are 4:30 p.m., and not each other
-        if gold.minute != other.minute or (len(bare) == 1 and 0 < bare[0].hour <= 12):
-            return gold.minute == other.minute and (gold.hour - other.hour) % 12 == 0
-        return gold.hour == other.hour
-    clock, plain = (gold, other) if isinstance(gold, Clock) else (other, gold)
-    assert isinstance(clock, Clock)
+        is_half_open = len(bare) == 1 and 0 < bare[0].hour <= 12
+        return gold.minute == other.minute and (gold.hour - other.hour) % (12 if is_half_open else 24) == 0
+    clock, plain = (gold, other) if isinstance(gold, answers.Clock) else (other, gold)
+    assert isinstance(clock, answers.Clock)
     if isinstance(plain, Value) and plain.unit is None and clock is gold and clock.half and not clock.minute:
-        return same(("n", Fraction((clock.hour - 1) % 12 + 1)), plain.node, rules.work)  # 9 for 9 p.m.
-    if isinstance(plain, (Value, Ratio)) and not clock.half and clock.minute:
-        ratio = Ratio((("n", Fraction(clock.hour)), ("n", Fraction(clock.minute))))
-        return _ratios(ratio, plain, rules) if clock is gold else _ratios(plain, ratio, rules)
-    return False
+        return bool(same(("n", Fraction((clock.hour - 1) % 12 + 1)), plain.node, rules.work))  # 9 for 9 p.m.
+    ratio = answers.Ratio((("n", Fraction(clock.hour)), ("n", Fraction(clock.minute))))
+    return not clock.half and bool(clock.minute) and _ratios(ratio, plain, rules)
 
 
-def _ratios(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+def _ratios(gold: Answer, other: Answer, rules: Rules) -> bool:
     """3 : 1 is 6 : 2 and 3/1."""
     left, right = _parts(gold), _parts(other)
-    if left is None or right is None or len(left) != len(right):
-        return False
-    pairs = zip(left[1:], right[1:], strict=True)
-    return all_of([same(("*", left[0], b), ("*", a, right[0]), rules.work) for a, b in pairs])
+    pairs = zip(left[1:], right[1:], strict=False)
+    return len(left) == len(right) > 0 and all(
+        same(("*", left[0], b), ("*", a, right[0]), rules.work) for a, b in pairs
+    )
 
 
-def _parts(answer: Answer) -> tuple[Node, ...] | None:
-    if isinstance(answer, Ratio):
+def _parts(answer: Answer) -> tuple[Node, ...]:
+    if isinstance(answer, answers.Ratio):
         return answer.parts
-    return (answer.node, ("n", Fraction(1))) if isinstance(answer, Value) else None
+    return (answer.node, ("n", Fraction(1))) if isinstance(answer, Value) else ()
 
 
-_BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], Verdict]], ...] = (
+def _plain_values(gold: Answer, other: Answer, rules: Rules) -> bool:
+    assert isinstance(gold, Value) and isinstance(other, Value)
+    return equal_values(gold, other, rules)
+
+
+_BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], bool]], ...] = (
+    (answers.Piece, _pieces),
     (Named, _named),
-    (Grid, _grids),
-    (Intervals, _spans),
+    (answers.Grid, _grids),
+    (answers.Intervals, _spans),
     (AnswerList, _rows),
-    (Congruence, _congruences),
-    (Cases, _cases),
-    (Words, _words),
-    (Clock, _clocks),
-    (Ratio, _ratios),
-    (Relation, _relations),
+    (answers.Words, _words),
+    (answers.Clock, _clocks),
+    (answers.Ratio, _ratios),
+    (answers.Relation, _relations),
+    (Value, _plain_values),
 )

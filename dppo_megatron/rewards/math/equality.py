@@ -12,23 +12,23 @@ None, "cannot be said", is not a yes. An answer cannot be made for known points.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from dppo_megatron.rewards.math.answers import Node, contains, symbols
+from dppo_megatron.rewards.math.answers import Node, symbols, walk
 from dppo_megatron.rewards.math.evaluate import (
+    DOUBLES,
+    Arithmetic,
     Discrete,
-    Doubles,
     Evaluation,
-    Irrational,
     Point,
     TooBig,
     Undefined,
     Unsure,
     WorkLimit,
     digits,
-    exact,
+    rational,
 )
 from dppo_megatron.rewards.math.field import drawn, proved_equal, steps
 
@@ -38,56 +38,54 @@ _MAX_PERIOD = 60
 _SIZES = (1, 1, 4, 1, 1, 1, 30, 3, 300, 10**6, 10**5, 10**7, 10**7)
 _NEGATIVE = {1: "one", 4: "all", 7: "one", 10: "one", 12: "all"}
 """Which of the sizes are for points of which one variable, or all, are below zero."""
+_PERIODIC = frozenset(["gcd", "lcm", "mod", "floor"])
 _ENOUGH = 3
 """Points at which two functions have to be equal; of whole numbers, four times as many."""
 _DIGITS = (60, 120, 250, 500, 1000, 2000)
 """Of which one is chosen: each has constants of its own, which take milliseconds the first time."""
-_ERRORS = (ZeroDivisionError, ValueError)
 
 
 def same(gold: Node, other: Node, work: WorkLimit | None = None) -> bool | None:
-    """Whether the trees are equal; None if that cannot be said.
+    """Whether the trees are equal; None, which `work` keeps in mind, if that cannot be said.
 
     Example:
         >>> same(parse("2^{-2/3}"), parse("\\\\frac{1}{\\\\sqrt[3]{4}}"))
         True
     """
-    if gold == other:
-        return True
     work = work or WorkLimit()
+    verdict = True if gold == other else _same(gold, other, work)
+    work.has_doubt |= verdict is None
+    return verdict
+
+
+def _same(gold: Node, other: Node, work: WorkLimit) -> bool | None:
     names = sorted(symbols(gold) | symbols(other))
     try:
-        try:
-            if not names and (left := exact(gold, None, work)) is not None:
-                right = exact(other, None, work)
-                if right is not None:
-                    return left == right
-        except TooBig:
-            work.spend()  # also of digits, which residues do not have
+        if not names and (left := rational(gold, None, work)) is not None:
+            right = rational(other, None, work)
+            if right is not None:
+                return left == right
         verdict = proved_equal(gold, other, work)
         if verdict is not None:
             return verdict
         if not names:
-            return _near(gold, other, {}, work) == "equal"
+            return {"equal": True, "different": False}.get(_at(gold, other, {}, work))
         if found := steps(("+", gold, other)):
-            is_discrete = found <= {"floor", "ceil", "mod"} and _WHOLE.issuperset(names)
+            is_discrete = found <= {"floor", "mod"} and _WHOLE.issuperset(names)
             return _same_wholes(gold, other, names, work) if is_discrete else None
         return _same_functions(gold, other, names, work) if len(names) <= _MAX_NAMES else None
-    except (TooBig, Undefined, Irrational, OverflowError, RecursionError, *_ERRORS):
+    except (TooBig, Undefined, ArithmeticError, RecursionError, ValueError):
         return None
 
 
 def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) -> bool | None:
     """By their values. With two variables or more below zero, roots and logarithms of products have other branches than
     products of roots; who writes them means positive numbers."""
-    has_roots = contains(("+", gold, other), {"root", "log", "^", "f"}, _is_branched)
-    outcomes = []
-    for point in _points(names):
-        if has_roots and sum(value < 0 for value in point.values()) > 1:
-            continue
-        outcomes.append(_at(gold, other, point, work))
-        if outcomes[-1] in ("different", "one is real"):
-            return _WHOLE.issuperset(names) and _same_wholes(gold, other, names, work)
+    has_roots = any(map(_is_branched, walk(("+", gold, other))))
+    points = (point for point in _points(names) if not has_roots or sum(value < 0 for value in point.values()) < 2)
+    outcomes = _outcomes(gold, other, points, work)
+    if outcomes[-1] in _DIFFERENT:
+        return _WHOLE.issuperset(names) and _same_wholes(gold, other, names, work)
     if outcomes.count("equal") >= _ENOUGH:
         return True
     if "whole" in outcomes:
@@ -96,11 +94,11 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) 
 
 
 def _is_branched(node: Node) -> bool:
-    if node[0] == "root":  # of a square it is an absolute value
-        return bool(node[2][0] != "^" or node[2][2] != node[1])
-    if node[0] == "^":
-        return bool(node[2][0] != "n" or node[2][1].denominator != 1)
-    return node[0] == "log" or node[1] in ("ln", "arcsin", "arccos")
+    if node[0] != "^":
+        return node[0] == "f" and node[1] in ("ln", "arcsin", "arccos")
+    (kind, power), base = node[2][:2], node[1]
+    is_absolute = kind == "n" and base[0] == "^" and base[2] == ("n", 1 / power)
+    return not is_absolute and (kind != "n" or power.denominator != 1)
 
 
 def _points(names: Sequence[str]) -> Iterator[dict[str, Fraction]]:
@@ -121,105 +119,82 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
     bounds = (*(12,) * 12 * (len(names) - 1), 30, 90, 300, 1000, 10**6, 10**13, 10**20)
     points += [{name: Fraction(numbers.randrange(1, bound)) for name in names} for bound in bounds]
     points += [{name: Fraction(-numbers.randrange(1, bound)) for name in names} for bound in (30, 10**4, 10**9)]
-    if periodic := _periodic(gold) | _periodic(other):  # gcd(n, 1009) - 1 is 0 at nearly every point
-        period = math.prod(abs(number.numerator) * number.denominator for node in periodic for number in _numbers(node))
+    periodic = {node for node in walk(("+", gold, other)) if node[0] == "f" and node[1] in _PERIODIC and symbols(node)}
+    if periodic:  # gcd(n, 1009) - 1 is 0 at nearly every point
+        inside = [part[1] for node in periodic for part in walk(node) if part[0] == "n" and part[1]]
+        period = math.prod(abs(number.numerator) * number.denominator for number in inside)
         if len(names) > 1 or period > _MAX_PERIOD:
             return None
         far = numbers.randrange(10**12)
         points += [{names[0]: Fraction(start + whole)} for start in (12, far) for whole in range(1, period + 1)]
+    outcomes = _outcomes(gold, other, points, work)
+    return outcomes[-1] not in _DIFFERENT and (outcomes.count("equal") >= 4 * _ENOUGH or None)
+
+
+_DIFFERENT = ("different", "one is real")
+
+
+def _outcomes(gold: Node, other: Node, points: Iterable[Point], work: WorkLimit) -> list[str]:
+    """At each of the points, up to the first that tells them apart."""
     outcomes = []
     for point in points:
         outcomes.append(_at(gold, other, point, work))
-        if outcomes[-1] in ("different", "one is real"):
-            return False
-    return True if outcomes.count("equal") >= 4 * _ENOUGH else None
-
-
-def _periodic(node: Node) -> set[Node]:
-    """Where the tree takes a whole part, gcd, lcm or remainder of something with a variable."""
-    if node[1] in ("gcd", "lcm", "mod", "floor", "ceil") and symbols(node):
-        return {node}
-    return set().union(*(_periodic(part) for part in node[1:] if isinstance(part, tuple)))
-
-
-def _numbers(node: Node) -> Iterator[Fraction]:
-    """In the tree, without 0."""
-    if node[0] == "n" and node[1]:
-        yield node[1]
-    for part in node[1:]:
-        if isinstance(part, tuple):
-            yield from _numbers(part)
+        if outcomes[-1] in _DIFFERENT:
+            break
+    return outcomes
 
 
 def _at(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:
     """`equal`, `different`, `one is real` (or defined), `other branch`, `whole` (defined for whole numbers only), or
-    `undefined` (or too large)."""
-    kept, there = [], []
-    for node in (gold, other):
+    `undefined` (or too large). Differences are found in double precision, equality with as many digits as the longest
+    fraction beside the irrational part has, and 40 more."""
+    needed = 60
+    for count in (0, *_DIGITS):
+        if 0 < count < needed:
+            continue
         try:
-            kept.append(Evaluation(values, None, work).of(node))
-            there.append(True)
+            found, bits = _compared(gold, other, values, digits(count) if count else DOUBLES, work)
         except Discrete:
             return "whole"
-        except (Undefined, *_ERRORS):
-            there.append(False)
-        except Irrational:
-            there.append(True)
-        except (TooBig, OverflowError):
+        except (Unsure, TooBig, OverflowError) as error:
             if work.left < 0:
                 raise
-            return "undefined"
-    if not all(there):
-        return "one is real" if any(there) else "undefined"
-    if len(kept) == 2:
-        return "equal" if kept[0] == kept[1] else "different"
-    try:
-        return _near(gold, other, values, work)
-    except Discrete:
-        return "whole"
-    except (Undefined, TooBig, OverflowError, Irrational, *_ERRORS):
-        if work.left < 0:
-            raise TooBig from None
-        return "undefined"
-
-
-def _near(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:
-    """What `_at` says of irrational values: differences are found in double precision, equality with more digits."""
-    bits = 0
-    try:
-        found, bits = _compared(gold, other, values, Doubles, work)
-        if found:
+            if count or isinstance(error, TooBig):
+                return "undefined"
+            continue
+        if found and (not count or count >= bits // 3):
             return found
-    except (Unsure, OverflowError):
-        pass
-    # as many digits as the longest fraction beside the irrational part has, and 40 more
-    needed = 60 if bits < 64 else 60 + bits // 3
-    for count in _DIGITS:
-        if count >= needed:
-            found, bits = _compared(gold, other, values, digits(count), work)
-            needed = bits // 3
-            if count >= needed:
-                return found
-    raise TooBig
+        needed = max(60, bits // 3 + (0 if count else 60 * (bits >= 64)))
+    return "undefined"
 
 
-def _compared(gold: Node, other: Node, values: Point, arithmetic: Any, work: WorkLimit) -> tuple[str, int]:
-    """And the bits of the longest fraction that was rounded."""
-    ours, theirs = Evaluation(values, arithmetic, work), Evaluation(values, arithmetic, work)
-    ours_value, theirs_value = ours.of(gold), theirs.of(other)
-    if isinstance(ours_value, Fraction) and isinstance(theirs_value, Fraction):
-        return ("equal" if ours_value == theirs_value else "different"), 0
-    left, right = ours.lift(ours_value), theirs.lift(theirs_value)
-    size, bits = max(abs(left), abs(right)), max(ours.bits, theirs.bits)
-    apart, rough = abs(left - right), max(size, ours.largest, theirs.largest)
-    if not arithmetic.precise and not (math.isfinite(rough) and rough > 1e-150):
+def _compared(gold: Node, other: Node, values: Point, arithmetic: Arithmetic, work: WorkLimit) -> tuple[str, int]:
+    """What `_at` finds, nothing for what is equal as far as it can be seen; and the bits of the longest fraction that
+    was rounded."""
+    ours, theirs = (Evaluation(values, arithmetic, work) for _ in range(2))
+    left, right = _value(ours, gold), _value(theirs, other)
+    if left is None or right is None:
+        return "undefined" if left is right else "one is real", 0
+    if isinstance(left, Fraction) and isinstance(right, Fraction):
+        return "equal" if left == right else "different", 0
+    left, right = ours.lift(left), theirs.lift(right)
+    bits, rough = max(ours.bits, theirs.bits), max(abs(left), abs(right), ours.largest, theirs.largest)
+    if not arithmetic.is_precise and not (math.isfinite(rough) and rough > 1e-150):
         raise OverflowError
-    if apart <= rough * arithmetic.tiny:
-        return ("equal" if arithmetic.precise else ""), bits
-    if not ours.has_branch and not theirs.has_branch:
-        return "different", bits
+    if abs(left - right) <= rough * arithmetic.tiny:
+        return "equal" if arithmetic.is_precise else "", bits
     reals = [abs(value.imag) <= rough * arithmetic.tiny for value in (left, right)]
     strict = [real and not side.has_branch for real, side in zip(reals, (ours, theirs), strict=True)]
-    if all(strict) or (all(reals) and not any(strict)):
+    if not (ours.has_branch or theirs.has_branch) or all(strict) or (all(reals) and not any(strict)):
         return "different", bits
-    return ("different" if all(reals) else "one is real" if any(reals) else "other branch"), bits
+    return "different" if all(reals) else "one is real" if any(reals) else "other branch", bits
+
+
+def _value(at: Evaluation, node: Node) -> Any:
+    """None where it has none."""
+    try:
+        return at.of(node)
+    except Discrete:
+        raise
+    except (Undefined, ZeroDivisionError, ValueError):
+        return None

@@ -11,25 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from dppo_megatron.rewards.math.answers import Node, contains, symbols
-from dppo_megatron.rewards.math.evaluate import TooBig, Undefined, WorkLimit, exact
+from dppo_megatron.rewards.math.answers import Node, symbols, walk
+from dppo_megatron.rewards.math.evaluate import TooBig, Undefined, WorkLimit, rational
 
 if TYPE_CHECKING:
     from random import Random
 
 _SECRET = os.urandom(16)
-_WITH_ROOTS = 8 * math.prod((3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43))
-"""All these are squares modulo a prime that is one below a multiple of it."""
 _SMALL = 1 << 90
 """A quotient of numbers below this is a constant: a random residue is one with a chance of 2^-70."""
 _MAX_SIGNS = 10
-_ROOT_POINTS = 12
-"""Where there are roots: a root of a square that is not written as one has one of its signs at each point."""
+_SQUARE_POINTS = 12
+"""Where a value has a root if it is a square: another one has none at one of them."""
 
 
 class _NotRational(Exception):
@@ -55,22 +52,13 @@ def proved_equal(gold: Node, other: Node, work: WorkLimit) -> bool | None:
         TooBig: too many combinations of signs, say.
     """
     pair = ("+", gold, other)
-    has_letters = bool(steps(pair))
-    has_roots = has_letters and contains(pair, ("root", "^"), _has_sign)
-    is_gaussian, defined = contains(pair, "c", _is_i), 0
+    has_letters, is_gaussian = bool(steps(pair)), any(part == ("c", "i") for part in walk(pair))
     try:
-        for turn in range(4 * _ROOT_POINTS if has_roots else 1):
-            try:
-                if not _FieldPoint(turn, has_letters, is_gaussian, work).agree(gold, other):
-                    return None if has_letters else False
-            except Undefined:  # no root there
-                continue
-            defined += 1
-            if defined == (_ROOT_POINTS if has_roots else 1):
-                return True
-    except _NotRational:
-        pass
-    return None
+        if _FieldPoint(0, has_letters, is_gaussian, work).agree(gold, other):
+            return True
+        return None if has_letters else False
+    except (_NotRational, Undefined):
+        return None
 
 
 def steps(node: Node) -> set[str]:
@@ -78,37 +66,22 @@ def steps(node: Node) -> set[str]:
     if node[0] == "big":
         return set()  # defined for whole numbers only
     found: set[str] = set().union(*(steps(part) for part in node[1:] if isinstance(part, tuple)))
-    if node[1] in ("abs", "floor", "ceil", "max", "min", "mod") and symbols(node):
+    if node[0] == "f" and node[1] in ("abs", "floor", "max", "mod") and symbols(node):
         found.add(node[1])
-    elif _is_root(node) and _is_square(_inside(node)):
+    elif _is_root(node) and _is_square(node[1]):
         found.add("abs")
     return found
 
 
-def _is_i(node: Node) -> bool:
-    return bool(node[1] == "i")
-
-
 def _is_root(node: Node) -> bool:
-    """Of degree two, as a power too."""
-    degree = {"root": node[1], "^": node[-1]}.get(node[0])
-    value = exact(degree) if degree and not symbols(degree) else None
-    return value is not None and (value == 2 if node[0] == "root" else value.denominator == 2)
-
-
-def _has_sign(node: Node) -> bool:
-    """Whether it is a root whose residue has one of two signs; that of a written square is an absolute value."""
-    return _is_root(node) and not (_inside(node)[0] == "^" and _is_square(_inside(node)))
-
-
-def _inside(root: Node) -> Node:
-    inside: Node = root[2] if root[0] == "root" else root[1]
-    return inside
+    """Of degree two."""
+    power = rational(node[2]) if node[0] == "^" else None
+    return power is not None and power.denominator == 2
 
 
 def _whole_power(node: Node) -> int | None:
     """The exponent of a power, if it is a whole number that is worth computing with."""
-    power = None if symbols(node[2]) else exact(node[2])
+    power = rational(node[2])
     return int(power) if power is not None and power.denominator == 1 and abs(power) < 1 << 4000 else None
 
 
@@ -132,19 +105,17 @@ def _is_square(inside: Node) -> bool:
         return False
     work = WorkLimit(1000)
     try:
-        signs = {_FieldPoint(0, True, False, work, part).quadratic_character(inside) for part in range(_ROOT_POINTS)}
+        return len({_FieldPoint(part, True, False, work).has_root(inside) for part in range(_SQUARE_POINTS)}) == 1
     except (Undefined, TooBig, _NotRational):
         return bool(inside[0] == "^")
-    return len(signs) == 1
 
 
 @functools.cache
-def _prime(turn: int, is_gaussian: bool) -> int:
-    """A secret one. Modulo a gaussian one -1 has a root, modulo others each square has a root that is a square. The
-    roots of 202 and 2 have a quotient of 101 or -101, as the prime has it: hence another prime for each turn."""
-    numbers = drawn(f"prime {turn}")
+def _prime(is_gaussian: bool) -> int:
+    """A secret one. Modulo a gaussian one -1 has a root, modulo the other each square has a root that is a square."""
+    numbers = drawn("prime")
     while True:
-        prime = numbers.getrandbits(190) * _WITH_ROOTS + (1 if is_gaussian else -1)
+        prime = numbers.getrandbits(248) * 4 + (1 if is_gaussian else 3)
         if all(pow(numbers.randrange(2, prime), prime - 1, prime) == 1 for _ in range(8)):  # Fermat's test
             return prime
 
@@ -170,9 +141,9 @@ def _sign_of_ratio(residue: int, prime: int) -> int:
 class _FieldPoint:
     """Residues of all letters, and what is known of signs and whole parts there."""
 
-    def __init__(self, turn: int, has_letters: bool, is_gaussian: bool, work: WorkLimit, part: int = 0) -> None:
-        self._place, self._has_letters, self._work = f"{turn} {part}", has_letters, work
-        self._prime = _prime(turn, is_gaussian)
+    def __init__(self, part: int, has_letters: bool, is_gaussian: bool, work: WorkLimit) -> None:
+        self._place, self._has_letters, self._work = f"{part}", has_letters, work
+        self._prime = _prime(is_gaussian)
         self._ratios: dict[int, int] = {}
         self._start()
         self._path: list[int] = []
@@ -193,9 +164,9 @@ class _FieldPoint:
                 return found
             self._path[-1] = -1
 
-    def quadratic_character(self, node: Node) -> int:
-        """1 for residues that have a root."""
-        return pow(self._of(node), self._prime // 2, self._prime)
+    def has_root(self, node: Node) -> bool:
+        """Whether its value is a square."""
+        return pow(self._of(node), self._prime // 2, self._prime) == 1
 
     def _start(self) -> None:
         self._signs, self._taken = [(1, 1)], 0
@@ -218,58 +189,54 @@ class _FieldPoint:
             return left * (right if kind == "*" else self._inverse(right)) % prime
         if kind == "^" and (power := _whole_power(node)) is not None:
             return self._power(self._of(node[1]), power)
-        value = None if symbols(node) else exact(node, None, self._work)
+        value = None if symbols(node) else rational(node, None, self._work)
         if value is not None:
             return self._of(("n", value))
         if not self._has_letters or kind in ("big", "c"):
             raise _NotRational
         if _is_root(node):
-            times = 1 if node[0] == "root" else int(2 * (exact(node[2]) or 0))
-            return self._size(_inside(node), Fraction(times, 2))
+            return self._size(node[1], rational(node[2]) or Fraction(1))
         return self._size(node[2], Fraction(1)) if node[1] == "abs" else self._function(node)
 
     def _function(self, node: Node) -> int:
         name = node[1]
         parts = [self._of(part) for part in node[1:] if isinstance(part, tuple)]
         value = parts[0]
-        if name in ("floor", "ceil"):
-            return self._whole(value) if name == "floor" else -self._whole(-value % self._prime) % self._prime
+        if name == "floor":
+            return self._whole(value)
         if name == "mod":
             return (value - parts[1] * self._whole(value * self._inverse(parts[1]) % self._prime)) % self._prime
-        if name in ("max", "min"):
+        if name == "max":
             for part in parts[1:]:
                 apart = self._absolute((value - part) % self._prime)
-                value = (value + part + (apart if name == "max" else -apart)) * self._inverse(2) % self._prime
+                value = (value + part + apart) * self._inverse(2) % self._prime
             return value
         names = [part for part in node if isinstance(part, str)]
         return _letter(f"{names} {parts}", self._place, self._prime)
 
     def _size(self, node: Node, power: Fraction) -> int:
         """|node| to a power, which may be a half, factor by factor."""
-        if contains(node, "c", _is_i):  # neither u nor -u
+        if any(part == ("c", "i") for part in walk(node)):  # neither u nor -u
             raise _NotRational
-        size, value = self._size_by_factors(node, power), self._of(node)
+        is_half, value = power.denominator == 2, self._of(node)
+        size = self._size_by_factors(node, power)
         if size is not None:
             if power == 1 and value:
                 self._learn(value, 1 if size == value else -1)
             return size
-        if power.denominator == 2:
-            self._work.spend(80)
-            square, value = value, pow(value, (self._prime + 1) // 4, self._prime)
-            if value * value % self._prime != square:
-                raise Undefined("no root")
-            if _is_square(node):
-                value = self._absolute(value)
-            elif value:
-                self._learn(value, 1)
+        if is_half and _is_square(node):
+            value = self._absolute(pow(value, (self._prime + 1) // 4, self._prime))
+            power *= 2
+        elif is_half:
+            value, power = _letter(f"root {value}", self._place, self._prime), 2 * power
+        elif power % 2 and _never_negative(node):
+            self._learn(value, 1)
         elif power % 2:
-            if value and _never_negative(node):
-                self._learn(value, 1)
             value = self._absolute(value)
         return self._power(value, power.numerator)
 
     def _size_by_factors(self, node: Node, power: Fraction) -> int | None:
-        if node[0] in ("*", "/"):
+        if node[0] in ("*", "/") and (power.denominator == 1 or any(map(_never_negative, node[1:]))):
             other = self._size(node[2], power)
             return self._size(node[1], power) * (other if node[0] == "*" else self._inverse(other)) % self._prime
         times = _whole_power(node) if node[0] == "^" else None

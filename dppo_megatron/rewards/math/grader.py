@@ -17,17 +17,16 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Unreadable, Value, Words
-from dppo_megatron.rewards.math.clauses import without_clauses
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import Extraction, extract
-from dppo_megatron.rewards.math.numbers import is_decimal, read_number, significant_digits, with_digits
+from dppo_megatron.rewards.math.numbers import is_decimal, significant_digits, with_digits
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.read import read_answer, read_decimal_comma
-from dppo_megatron.rewards.math.special import WRAPPED_TEXT, as_words, without_sentence
+from dppo_megatron.rewards.math.special import WRAPPED_TEXT, as_words, without_clauses, without_sentence
 from dppo_megatron.rewards.math.units import DOUBTS, Unit, read_unit
-from dppo_megatron.rewards.math.values import Rules, Verdict
+from dppo_megatron.rewards.math.values import Rules
 
 if TYPE_CHECKING:
     from dppo_megatron.types import Grade
@@ -67,7 +66,8 @@ _MAX_BOXES = 8
 """Of which each is compared by itself."""
 
 
-def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, str]:
+def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
+    """True, False, or None if the answer could not be read or compared, and how that was decided."""
     try:
         return _decide(answer, text, row)
     except (Unreadable, RecursionError, ArithmeticError, ValueError) as error:
@@ -76,44 +76,39 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
         return None, str(error)
 
 
-def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, str]:
-    """True, False, or None if the answer could not be read, and how that was decided."""
-    if text == answer:
-        return True, "exact"
-    reference = _reference(answer)
-    other = _cleaned(text)
+def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
+    reference, other, problem = _reference(answer), _cleaned(text), str(row.get("problem", ""))
     if not other:
         return None, "the final answer is empty"
     if (currency := _currency(answer)) and _currency(text) not in ("", currency):
         return False, "another currency"
     if other == reference:
         return True, "normalized"
-    if (chosen := _same_choices(reference, other, str(row.get("problem", "")))) is not None:
+    if (chosen := _same_choices(reference, other, problem)) is not None:
         return chosen, "choices"
-    rules = _rules(row, reference)
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text reads as a product of letters
-        theirs = as_words(other, with_digits=bool(_DIGIT.search(gold.text))) or theirs
-    if gold is None or isinstance(gold, Words):
-        letter = _led_letter(reference)
-        if letter and _same_choices(letter, other, str(row.get("problem", ""))):
-            return True, "choices"
+        theirs = as_words(other, with_digits=bool(re.search(r"\d", gold.text))) or theirs
+    letter = _led_letter(reference) if gold is None or isinstance(gold, Words) else ""
+    if letter and _same_choices(letter, other, problem):
+        return True, "choices"
     if gold is not None and theirs is not None:
-        if rules is None:
-            digits = significant_digits(other) if is_decimal(other) else 0
-            rules = Rules(decimals=_may_be_rounded(reference), their_digits=digits)
-        rules = replace(rules, context=f"{row.get('problem', '')} {reference}".lower())
-        verdict = _judge(_in_currency(gold, answer), _in_currency(theirs, text), rules, row)
-        if verdict is not None:
-            return verdict, _kind(gold)
-    if (gold is None or theirs is None) and _squeezed(other) == _squeezed(reference):
+        rules = _rules(row, reference, other)
+        is_right = _judge(_in_currency(gold, answer), _in_currency(theirs, text), rules, row)
+        if is_right or not rules.work.has_doubt:
+            return is_right, gold.kind if isinstance(gold, AnswerList) else type(gold).__name__.lower()
+        return None, "neither equal nor different for certain"
+    if _GAP.sub("", other) == _GAP.sub("", reference):
         return True, "normalized"
-    return _unjudged(other, gold, theirs, unread)
+    if isinstance(gold, Words) or theirs is not None:
+        return None, "words" if theirs is None else "the reference is not understood"
+    undone = _UNDONE.search(other)
+    return None, f"not carried out: {undone.group()}" if undone else f"not understood: {unread}"
 
 
-def _squeezed(text: str) -> str:
-    """Without spaces that part no two words or numbers, for what is not read: `A \\cap B`, `1, 2, \\ldots`."""
-    return re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", text)
+# spaces that part no two words or numbers, for what is not read: `A \\cap B`, `1, 2, \\ldots`
+_GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")
+_UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 
 
 def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None, str]:
@@ -154,20 +149,6 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
     return answer
 
 
-def _unjudged(other: str, gold: Answer | None, theirs: Answer | None, unread: str) -> tuple[Verdict, str]:
-    """Of two that could not be compared, or not be told apart: no reward, and why."""
-    if isinstance(gold, Words):
-        return None if unread else False, "words"
-    if theirs is None:
-        undone = _UNDONE.search(other)
-        return None, f"not carried out: {undone.group()}" if undone else f"not understood: {unread}"
-    return None, "the reference is not understood" if gold is None else "neither equal nor different for certain"
-
-
-_UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
-
-
-_DIGIT = regex(r"\d")
 _GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
 _CURRENCIES = {
     "dollars": regex(r"\\\$|\\(?:text)?dollar|\A\$(?=[\d.,]+\Z)|\bUSD\b|\bdollars?\b"),
@@ -191,10 +172,9 @@ def _in_currency(answer: Answer, text: str) -> Answer:
     return replace(answer, unit=read_unit(currency))
 
 
-def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> Verdict:
-    verdict = equal(gold, other, rules)
-    if verdict is not False:
-        return verdict
+def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> bool:
+    if equal(gold, other, rules):
+        return True
     if isinstance(gold, Words) and isinstance(other, Words):
         return _states(gold.text, other.text, str(row.get("problem", "")))
     if row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(other, AnswerList):
@@ -286,17 +266,7 @@ def _is_value(text: str, letter: str, problem: str) -> bool:
     return not isinstance(answer, (AnswerList, Words)) and not re.search(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])", text)
 
 
-def _may_be_rounded(reference: str) -> int:
-    """Decimal places of a reference with at least three digits, which may be a rounded value; else 0."""
-    match = _DECIMAL.fullmatch(reference)
-    return len(match[2]) if match and len((match[1] + match[2]).lstrip("0")) >= 3 else 0
-
-
 _DECIMAL = regex(r"-?(\d*)\.(\d+)(?:\s*[%\\A-Za-z].*)?", re.ASCII)
-
-
-def _kind(gold: Answer) -> str:
-    return gold.kind if isinstance(gold, AnswerList) else type(gold).__name__.lower()
 
 
 _cleaned = functools.lru_cache(maxsize=4096)(clean)
@@ -329,8 +299,9 @@ def _read(reference: str) -> Answer | None:
 _SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
 
 
-def _rules(row: Mapping[str, Any], reference: str) -> Rules | None:
-    """What the row says; None if nothing."""
+def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
+    """What the row says; where that is nothing, what the digits of both sides say."""
+    context = f"{row.get('problem', '')} {reference}".lower()
     # `precision` is OlympiadBench's name for it; a plain number under that name may be a count of digits
     precision = row.get("precision")
     tolerances = _tolerances(row.get("tolerance")) or _tolerances(precision if isinstance(precision, list) else None)
@@ -338,10 +309,12 @@ def _rules(row: Mapping[str, Any], reference: str) -> Rules | None:
     stated: Unit | None = read_unit(clean(unit)) if isinstance(unit, str) and unit.strip() else None
     # references of the OCW problems (Minerva) are rounded to the digits that they state
     rounded = "ocw" in str(row.get("source", "")).lower() and any(sign in reference for sign in ".e")
-    digits = significant_digits(reference) if rounded and read_number(reference) is not None else 0
-    if not tolerances and stated is None and not digits:
-        return None
-    return Rules(tolerances, digits, stated)
+    digits = significant_digits(reference) if rounded and is_decimal(reference) else 0
+    if tolerances or stated is not None or digits:
+        return Rules(tolerances, digits, stated, context=context)
+    decimal = _DECIMAL.fullmatch(reference)  # of three digits or more: it may be rounded
+    places = len(decimal[2]) if decimal and len((decimal[1] + decimal[2]).lstrip("0")) >= 3 else 0
+    return Rules(decimals=places, their_digits=significant_digits(other) if is_decimal(other) else 0, context=context)
 
 
 def _tolerances(stated: Any) -> tuple[Fraction, ...]:
@@ -352,5 +325,7 @@ def _tolerances(stated: Any) -> tuple[Fraction, ...]:
         parts = str(stated).split(",")
     else:
         return ()
-    values = [read_number(part.strip().replace("+", "")) for part in parts]
-    return tuple(abs(value) for value in values if value is not None) if all(v is not None for v in values) else ()
+    try:
+        return tuple(abs(Fraction(part.strip())) for part in parts)
+    except ValueError:
+        return ()

@@ -7,27 +7,16 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 
-from dppo_megatron.rewards.math.answers import (
-    INFINITY,
-    TURNED,
-    Answer,
-    AnswerList,
-    Intervals,
-    Named,
-    Node,
-    Piece,
-    Relation,
-    Unreadable,
-    Value,
-    symbols,
-)
+from dppo_megatron.rewards.math import answers
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, symbols
+from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
 from dppo_megatron.rewards.math.parse import parse
 
 _MAX_MEMBERS = 50
 _OPERATIONS = 150
 """Of one number at an end, or one line: a list may have hundreds of them."""
-_MINUS_INFINITY: Node = ("-", INFINITY)
+_MINUS_INFINITY: Node = ("-", answers.INFINITY)
 _End = tuple[Fraction | float, bool]
 """A number, and True for what lies just above it: an open low end, a closed high one."""
 
@@ -36,79 +25,83 @@ def read_inequality(sides: list[str], ops: list[str]) -> Answer:
     """A set where one variable is bounded (also as 2x + 1 < 5 or |x| > 1), else the relations as they stand."""
     nodes = [parse(side) for side in sides]
     if len(nodes) == 2:
-        return _solved(nodes[0], ops[0], nodes[1]) or Relation(tuple(nodes), tuple(ops))
+        return _solved(nodes[0], ops[0], nodes[1]) or answers.Relation(tuple(nodes), tuple(ops))
     if set(ops) <= {">", "\\ge"}:
         nodes.reverse()
-        ops = [TURNED[op] for op in reversed(ops)]
+        ops = [answers.TURNED[op] for op in reversed(ops)]
     if len(nodes) == 3 and set(ops) <= {"<", "\\le"}:
         low, middle, high = nodes
         if middle[0] == "s" and middle[1] not in symbols(low) | symbols(high):
-            return Intervals((Piece(low, ops[0] == "\\le", high, ops[1] == "\\le"),), middle[1])
+            return answers.Intervals((answers.Piece(low, ops[0] == "\\le", high, ops[1] == "\\le"),), middle[1])
         ends = _solved(low, ops[0], middle), _solved(middle, ops[1], high)
         if ends[0] and ends[1] and not symbols(low) | symbols(high) and (both := intersection(ends[0], ends[1])):
             return both
-    return Relation(tuple(nodes), tuple(ops))
+    return answers.Relation(tuple(nodes), tuple(ops))
 
 
-def _solved(left: Node, op: str, right: Node) -> Intervals | None:
-    for one, relation, two in ((left, op, right), (right, TURNED.get(op, op), left)):
+def _solved(left: Node, op: str, right: Node) -> answers.Intervals | None:
+    for one, relation, two in ((left, op, right), (right, answers.TURNED.get(op, op), left)):
         if one[0] == "s" and one[1] not in symbols(two):
             return half_line(one[1], relation, two)
-        bound = rational(two) if one[:2] == ("f", "abs") and relation in TURNED else None
+        bound = rational(two) if one[:2] == ("f", "abs") and relation in answers.TURNED else None
         if bound is not None and bound > 0:
             above = _solved(one[2], relation, ("n", bound))
-            below = _solved(one[2], TURNED[relation], ("n", -bound))
+            below = _solved(one[2], answers.TURNED[relation], ("n", -bound))
             if above is None or below is None:
                 return None
             inside = relation in ("<", "\\le")
-            return intersection(above, below) if inside else Intervals(above.pieces + below.pieces, above.name)
+            return intersection(above, below) if inside else answers.Intervals(above.pieces + below.pieces, above.name)
     difference: Node = ("+", left, ("-", right))
     names = symbols(difference)
     if len(names) != 1:
         return None
     (name,) = names
-    work, points = WorkLimit(_OPERATIONS), (0, 1, 2, 3, 7)
-    offset, next_, *values = (rational(difference, {name: Fraction(point)}, work) for point in points)
+    work = WorkLimit(_OPERATIONS)
+    offset, next_ = (rational(difference, {name: Fraction(point)}, work) for point in (0, 1))
     if offset is None or next_ is None or next_ == offset:
         return None
     slope = next_ - offset
-    if any(value != offset + slope * point for value, point in zip(values, points[2:], strict=True)):
+    if not same(difference, ("+", ("*", ("n", slope), ("s", name)), ("n", offset)), work):
         return None
-    return half_line(name, op if slope > 0 else TURNED.get(op, op), ("n", -offset / slope))
+    return half_line(name, op if slope > 0 else answers.TURNED.get(op, op), ("n", -offset / slope))
 
 
-def half_line(name: str, op: str, bound: Node) -> Intervals:
+def half_line(name: str, op: str, bound: Node) -> answers.Intervals:
     """The numbers that stand in this relation to `bound`."""
-    below = Piece(_MINUS_INFINITY, False, bound, op == "\\le")
-    above = Piece(bound, op == "\\ge", INFINITY, False)
+    below = answers.Piece(_MINUS_INFINITY, False, bound, op == "\\le")
+    above = answers.Piece(bound, op == "\\ge", answers.INFINITY, False)
     if op == "\\ne":
-        return Intervals((below, above), name)
-    return Intervals((below if op in ("<", "\\le") else above,), name)
+        return answers.Intervals((below, above), name)
+    return answers.Intervals((below if op in ("<", "\\le") else above,), name)
 
 
-def as_spans(answer: Answer | None) -> Intervals | None:
+def as_spans(answer: Answer | None) -> answers.Intervals | None:
     """The set of real numbers that an answer is, or may be where one is asked for: a pair as an open interval, numbers
     as points."""
-    if isinstance(answer, Intervals):
+    if isinstance(answer, answers.Intervals):
         return answer
-    if isinstance(answer, Named):
+    if isinstance(answer, answers.Named):
         return as_spans(answer.value)
     if isinstance(answer, Value):
-        return Intervals((Piece(answer.node, True, answer.node, True),))
+        return answers.Intervals((answers.Piece(answer.node, True, answer.node, True),))
     if not isinstance(answer, AnswerList):
         return None
     if answer.kind == "tuple":
         ends = [item.node for item in answer.items if isinstance(item, Value)]
-        return Intervals((Piece(ends[0], False, ends[1], False),)) if len(ends) == len(answer.items) == 2 else None
+        return (
+            answers.Intervals((answers.Piece(ends[0], False, ends[1], False),))
+            if len(ends) == len(answer.items) == 2
+            else None
+        )
     if answer.kind == "set" and any(isinstance(item, AnswerList) for item in answer.items):
         return None  # points of the plane, say
     parts = [as_spans(item) for item in answer.items]
     if None in parts or len({part.name for part in parts if part and part.name}) > 1:
         return None
-    return Intervals(tuple(piece for part in parts if part for piece in part.pieces))
+    return answers.Intervals(tuple(piece for part in parts if part for piece in part.pieces))
 
 
-def normal(spans: Intervals) -> Intervals:
+def normal(spans: answers.Intervals) -> answers.Intervals:
     """In order, without empty pieces, and with those in one that touch; as it is where an end is not a number.
 
     Example: [0, 1) and [1, 2] are [0, 2].
@@ -116,7 +109,7 @@ def normal(spans: Intervals) -> Intervals:
     placed = _placed(spans)
     if placed is None:
         return spans
-    merged: list[tuple[_End, Piece]] = []
+    merged: list[tuple[_End, answers.Piece]] = []
     for low, high, piece in sorted(placed, key=lambda place: place[0]):
         if low >= high:
             continue
@@ -126,31 +119,31 @@ def normal(spans: Intervals) -> Intervals:
             merged.append((high, longer) if high > last[0] else last)
         else:
             merged.append((high, piece))
-    return Intervals(tuple(piece for _, piece in merged), spans.name)
+    return answers.Intervals(tuple(piece for _, piece in merged), spans.name)
 
 
-def intersection(one: Intervals, two: Intervals) -> Intervals | None:
+def intersection(one: answers.Intervals, two: answers.Intervals) -> answers.Intervals | None:
     """What is in both; None where an end is not a number."""
     left, right = complement(one), complement(two)
-    both = complement(Intervals(left.pieces + right.pieces)) if left and right else None
+    both = complement(answers.Intervals(left.pieces + right.pieces)) if left and right else None
     return both and replace(both, name=one.name or two.name)
 
 
-def complement(spans: Intervals) -> Intervals | None:
+def complement(spans: answers.Intervals) -> answers.Intervals | None:
     """Every other real number; None where an end is not a number."""
     if _placed(spans) is None:
         return None
     low, closed, pieces = _MINUS_INFINITY, False, []
     for piece in normal(spans).pieces:
         if piece.low != _MINUS_INFINITY:
-            pieces.append(Piece(low, closed, piece.low, not piece.low_closed))
+            pieces.append(answers.Piece(low, closed, piece.low, not piece.low_closed))
         low, closed = piece.high, not piece.high_closed
-    if low != INFINITY:
-        pieces.append(Piece(low, closed, INFINITY, False))
-    return Intervals(tuple(pieces))
+    if low != answers.INFINITY:
+        pieces.append(answers.Piece(low, closed, answers.INFINITY, False))
+    return answers.Intervals(tuple(pieces))
 
 
-def whole_members(spans: Intervals, least: float = -math.inf) -> Answer:
+def whole_members(spans: answers.Intervals, least: float = -math.inf) -> Answer:
     """The whole numbers in a bounded set."""
     members: list[int] = []
     placed = _placed(normal(spans))
@@ -164,7 +157,7 @@ def whole_members(spans: Intervals, least: float = -math.inf) -> Answer:
     return AnswerList("set", tuple(Value(("n", Fraction(member))) for member in members))
 
 
-def _placed(spans: Intervals) -> list[tuple[_End, _End, Piece]] | None:
+def _placed(spans: answers.Intervals) -> list[tuple[_End, _End, answers.Piece]] | None:
     placed = []
     for piece in spans.pieces:
         low, high = _place(piece.low), _place(piece.high)
@@ -175,8 +168,8 @@ def _placed(spans: Intervals) -> list[tuple[_End, _End, Piece]] | None:
 
 
 def _place(node: Node) -> Fraction | float | None:
-    if node in (INFINITY, _MINUS_INFINITY):
-        return math.inf if node == INFINITY else -math.inf
+    if node in (answers.INFINITY, _MINUS_INFINITY):
+        return math.inf if node == answers.INFINITY else -math.inf
     value = rational(node, None, WorkLimit(_OPERATIONS))
     if value is not None:
         return value

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import Node, Unreadable
-from dppo_megatron.rewards.math.clean import closing
 from dppo_megatron.rewards.math.numbers import MAX_DIGITS, MAX_EXPONENT, REPEATING, repeating
 from dppo_megatron.rewards.math.patterns import regex
 
@@ -19,6 +18,7 @@ MAX_CHARS = 1500
 _MAX_DEPTH = 40
 
 _FUNCTION_WORDS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs floor ceil Re Im arg cis log"
+_RECIPROCALS = {"cot": "tan", "sec": "cos", "csc": "sin"}
 FUNCTIONS = frozenset(_FUNCTION_WORDS.split())
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _WORD_CONSTANTS = {"pi": "pi", "infty": "inf", "infinity": "inf", "inf": "inf"}
@@ -31,15 +31,15 @@ _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
 _NUMBER = regex(r"(\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d+)(?![A-Za-z]))?", re.ASCII)
 _PLUS_MINUS = regex(r"\\pm(?![A-Za-z])|\+\s*/-")
 _COMMAND = regex(r"\\([A-Za-z]+)")
-_TOKEN = regex(r"\\?[A-Za-z]+|\d")
+_ARGUMENT = regex(r"\s*(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\\?[A-Za-z]+|\d)")
 _LETTERS = regex(r"[A-Za-z]+")
-_MIXED = regex(r"\s*\\frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)", re.ASCII)
-_MIXED_SLASHED = regex(r"\s+(\d+)\s*/\s*(\d+)", re.ASCII)
+_MIXED = regex(r"\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _PRIMES = regex(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
-_CHOICES = regex(r"C\s*\(([^(),]{1,60}),([^(),]{1,60})\)")
 _BRACKETED = regex(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a bracket has closed, and it is no choice letter's; 2!3!, 2^{3}3
 _AT_A_NUMBER = regex(r"\((-?\d+)\)")
 _SEVERAL = frozenset(["max", "min", "gcd", "lcm"])
+ONE: Node = ("n", Fraction(1))
+DEGREE: Node = ("/", ("c", "pi"), ("n", Fraction(180)))
 _INDEX = regex(r"\s*\{\s*([A-Za-z])\s*=")
 _DECORATED = frozenset(["overline", "dot", "ddot", "angle", "triangle"])
 
@@ -54,7 +54,13 @@ def parse(text: str) -> Node:
         >>> parse("2\\\\frac{1}{2}x")
         ('*', ('n', Fraction(5, 2)), ('s', 'x'))
     """
-    return _parsed(text, ())
+    if len(text) > MAX_CHARS:
+        raise Unreadable("too long")
+    reader = _Reader(text)
+    node = reader.sum()
+    if rest := text[reader.position :].strip(" "):
+        raise Unreadable(f"at {reader.position}: {rest[:12]!r}")
+    return node
 
 
 def parse_signs(text: str) -> list[Node]:
@@ -68,37 +74,28 @@ def parse_signs(text: str) -> list[Node]:
     if count > 3 or (opposed and count > 1):
         raise Unreadable("too many plus-minus signs")
     choices = itertools.product("+-", repeat=max(count, int(opposed)))
-    return [_parsed(text, choice) for choice in choices]
+    return [parse(_with_signs(text, choice)) for choice in choices]
 
 
-def _parsed(text: str, signs: Sequence[str]) -> Node:
-    if len(text) > MAX_CHARS:
-        raise Unreadable("too long")
-    reader = _Reader(text, signs)
-    node = reader.sum()
-    if not reader.at_end():
-        raise Unreadable(f"at {reader.position}: {text[reader.position : reader.position + 12]!r}")
-    return node
+def _with_signs(text: str, choice: Sequence[str]) -> str:
+    signs = iter(choice)
+    text = _PLUS_MINUS.sub(lambda _: next(signs), text)
+    return text.replace("\\mp", "-" if choice[0] == "+" else "+") if choice else text
 
 
 class _Reader:
     """Reads from left to right."""
 
-    def __init__(self, text: str, signs: Sequence[str]) -> None:
+    def __init__(self, text: str) -> None:
         self.text = text
-        self._signs, self._taken = signs, 0
         self.position = 0
         self._depth = 0
         self._in_bars = False
         self._bound: set[str] = set()
         """Letters that a sum or product counts with, i too."""
 
-    def at_end(self) -> bool:
-        self._skip()
-        return self.position >= len(self.text)
-
     def sum(self) -> Node:
-        """Terms with + - and plus-minus between."""
+        """Terms with + and - between."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise Unreadable("nested too deeply")
@@ -117,10 +114,9 @@ class _Reader:
             if not until_function and self._take("*"):
                 node = ("*", node, self._after_operator())
             elif not until_function and self._take("/"):
-                node = ("/", node, self._after_operator())
-            elif not until_function and self._command() in ("bmod", "mod"):
-                self.position += 1 + len(self._command())
-                node = ("of", "mod", node, self._after_operator())
+                node = _quotient(node, self._after_operator())
+            elif not until_function and (self._take("\\bmod") or self._take("\\mod")):
+                node = ("f", "mod", node, self._after_operator())
             elif self._starts_factor() and not (until_function and self._starts_function()):
                 digits = self._peek().isdigit() or self._peek() == "."
                 if digits and not _BRACKETED.search(self.text, 0, self.position):  # but (n-2) 2^n is a product
@@ -133,27 +129,14 @@ class _Reader:
         sign = self._sign()
         if not sign:
             return self.product()
-        if sign == "+":
-            return self._signed()
-        return (sign, self._signed() if self._peek() in "+-" and self._peek() else self.product())
+        inside = self._signed() if self._peek() in ("+", "-") else self.product()
+        return inside if sign == "+" else ("-", inside)
 
     def _after_operator(self) -> Node:
         """A factor that may have its own sign, as in 2 * -3."""
-        if self._take("-"):
-            return ("-", self._factor())
-        self._take("+")
-        return self._factor()
+        return ("-", self._factor()) if self._sign() == "-" else self._factor()
 
     def _sign(self) -> str:
-        self._skip()
-        if match := _PLUS_MINUS.match(self.text, self.position):
-            if self._taken == len(self._signs):
-                raise Unreadable("a plus-minus sign")
-            self.position, self._taken = match.end(), self._taken + 1
-            return self._signs[self._taken - 1]
-        if self._command() == "mp" and self._signs:
-            self.position += len("\\mp")
-            return "-" if self._signs[0] == "+" else "+"
         return "+" if self._take("+") else "-" if self._take("-") else ""
 
     def _factor(self) -> Node:
@@ -163,7 +146,7 @@ class _Reader:
                 power = self._exponent()
                 if node[0] == "s" and "_" not in node[1] and self._peek() == "_":  # v^2_0 is v_0^2
                     node = ("s", self._name(node[1]))
-                node = _combinations(node, power) or ("^", node, power)
+                node = ("^", node, power)
             elif self._take("!"):
                 double = self._take("!")
                 if self._peek() == "!":
@@ -171,9 +154,8 @@ class _Reader:
                 node = ("f", "factorial2" if double else "factorial", node)
             elif self._take("%"):
                 node = ("/", node, ("n", Fraction(100)))
-            elif self._command() == "degree":
-                self.position += len("\\degree")
-                node = ("deg", node)
+            elif self._take("\\degree"):
+                node = ("*", node, DEGREE)
             else:
                 return node
 
@@ -215,20 +197,17 @@ class _Reader:
 
     def _mixed(self, whole: Fraction) -> Fraction:
         """2\\frac{1}{3} and 2 1/3 are sums."""
-        if match := _MIXED.match(self.text, self.position):
-            above, below = re.findall(r"\d+", match.group()) if "{" in match.group() else list(match.group()[-2:])
-        elif match := _MIXED_SLASHED.match(self.text, self.position):
-            above, below = match.groups()
-        else:
+        match = _MIXED.match(self.text, self.position)
+        if match is None:
             return whole
-        if int(below) == 0 or int(above) >= int(below):
+        above, below = (int(number) for number in match.groups() if number)
+        if above >= below:
             raise Unreadable("not a mixed number")
         self.position = match.end()
-        return whole + Fraction(int(above), int(below))
+        return whole + Fraction(above, below)
 
-    def _enclosed(self, length: int, close: str) -> Node:
-        """What stands between a bracket of so many characters and the one that closes it."""
-        self.position += length
+    def _until(self, close: str) -> Node:
+        """What stands before the bracket that closes."""
         bars, self._in_bars = self._in_bars, close == "|"
         node = self.sum()
         self._in_bars = bars
@@ -238,74 +217,74 @@ class _Reader:
 
     def _bracket(self) -> Node:
         sign = self._peek()
-        return self._enclosed(1, _CLOSING[sign]) if sign != "|" else ("f", "abs", self._enclosed(1, "|"))
+        self.position += 1
+        inside = self._until(_CLOSING[sign])
+        return ("f", "abs", inside) if sign == "|" else inside
 
     def _macro(self) -> Node:
         command = self._command()
-        start = self.position
         self.position += len(command) + 1
         if command == "frac":
-            return ("/", self._argument(), self._argument())
+            return _quotient(self._argument(), self._argument())
         if command == "binom":
-            return ("binom", self._argument(), self._argument())
-        if command == "sqrt":
-            return self._root()
+            return ("f", "binom", self._argument(), self._argument())
         if command in ("sum", "prod"):
             return self._sum_or_product(command)
-        if command in _SEVERAL:
-            return self._of_several(command)
         if command in ("lfloor", "lceil"):
-            return ("f", command[1:], self._enclosed(0, "\\r" + command[1:]))
-        if command in ("pi", "infty"):
-            return ("c", _WORD_CONSTANTS[command])
-        if command in FUNCTIONS:
-            return self._function(command)
+            return _applied(command[1:], self._until("\\r" + command[1:]), None)
+        if command in FUNCTIONS or command in _SEVERAL or command in ("sqrt", "pi", "infty"):
+            return self._called(command)
         if command in _DECORATED:
             return ("s", self._name(command + ":" + self._raw_argument()))
         if command in _NAMES:
             return ("s", self._name(command))
-        self.position = start
         raise Unreadable(f"unknown \\{command}")
+
+    def _called(self, name: str) -> Node:
+        """A constant, a root or a function, behind its name."""
+        if name in _WORD_CONSTANTS:
+            return ("c", _WORD_CONSTANTS[name])
+        if name == "sqrt":
+            return self._root()
+        return self._of_several(name) if name in _SEVERAL else self._function(name)
 
     def _sum_or_product(self, kind: str) -> Node:
         """With both bounds, in any order."""
         bounds: dict[str, Node] = {}
         name = ""
-        while (sign := self._peek()) and sign in "_^" and sign not in bounds:
+        while len(bounds) < 2:
+            sign = self._peek()
             self.position += 1
-            if sign == "_":
-                if not (index := _INDEX.match(self.text, self.position)):
-                    raise Unreadable(f"a {kind} without bounds")
+            if sign == "_" and (index := _INDEX.match(self.text, self.position)):
                 self.position, name = index.end(), index[1]
                 self._bound.add(name)
-                bounds[sign] = self.sum()
-                if not self._take("}"):
-                    raise Unreadable("brace not closed")
-            else:
+                bounds[sign] = self._until("}")
+            elif sign == "^" and sign not in bounds:
                 bounds[sign] = self._exponent()
-        if len(bounds) < 2:
-            raise Unreadable(f"a {kind} without bounds")
+            else:
+                raise Unreadable(f"a {kind} without bounds")
         body = self.product()
         self._bound.discard(name)
         return ("big", kind, name, bounds["_"], bounds["^"], body)
 
     def _of_several(self, name: str) -> Node:
         """max(a, b), also in braces or with spaces."""
-        opening = "\\{" if self.text.startswith("\\{", self.position) else self._peek()
-        if opening not in ("(", "[", "\\{"):
+        opening = "\\{" if self._peek() == "\\" else self._peek()
+        close = {"(": ")", "[": "]", "\\{": "\\}"}.get(opening, "")
+        if not close or not self._take(opening):
             raise Unreadable(f"{name} without a bracket")
-        self.position += len(opening)
         parts = [self.sum()]
         while self._take(","):
             parts.append(self.sum())
-        if not self._take(_CLOSING.get(opening, "\\}")) or len(parts) > 20:
+        if not self._take(close) or len(parts) > 20:
             raise Unreadable("bracket not closed")
-        return ("of", name, *parts)
+        return ("-", ("f", "max", *(("-", part) for part in parts))) if name == "min" else ("f", name, *parts)
 
     def _root(self) -> Node:
-        degree: Node = self._enclosed(1, "]") if self._peek() == "[" else ("n", Fraction(2))
+        degree: Node = self._bracket() if self._peek() == "[" else ("n", Fraction(2))
+        power = ("n", 1 / degree[1]) if degree[0] == "n" and degree[1] else ("/", ONE, degree)
         sign = self._peek()
-        return ("root", degree, self._primary() if sign.isdigit() or sign in _CLOSING else self._argument())
+        return ("^", self._primary() if sign.isdigit() or sign in _CLOSING else self._argument(), power)
 
     def _argument(self) -> Node:
         """A group, or the one token that LaTeX takes: \\frac12 is a half."""
@@ -323,42 +302,24 @@ class _Reader:
         raise Unreadable("missing argument")
 
     def _raw_argument(self) -> str:
-        self._skip()
-        if self._peek() == "{":
-            end = closing(self.text, self.position)
-            if end < 0:
-                raise Unreadable("brace not closed")
-            inside = self.text[self.position + 1 : end]
-            self.position = end + 1
-            return re.sub(r"[\s{}]", "", inside)
-        match = _TOKEN.match(self.text, self.position)
+        match = _ARGUMENT.match(self.text, self.position)
         if match is None:
             raise Unreadable("missing argument")
         self.position = match.end()
-        return match.group()
+        return re.sub(r"[\s{}]", "", match.group())
 
     def _word(self) -> Node:
         match = _LETTERS.match(self.text, self.position)
         assert match is not None
         word = match.group()
-        if word in _WORD_CONSTANTS:
-            self.position = match.end()
-            return ("c", _WORD_CONSTANTS[word])
         for length in range(len(word), 1, -1):
             head, end = word[:length], self.position + length
-            if head in FUNCTIONS or head == "sqrt" or (head in _SEVERAL and self.text.startswith("(", end)):
+            is_called = head in FUNCTIONS or head == "sqrt" or (head in _SEVERAL and self.text.startswith("(", end))
+            if is_called or (word == head in _WORD_CONSTANTS):
                 self.position = end
-                if head in _SEVERAL:
-                    return self._of_several(head)
-                return self._root() if head == "sqrt" else self._function(head)
+                return self._called(head)
         if len(word) > 3:
             raise Unreadable(f"the word {word!r}")
-        if word == "C" and (choices := _CHOICES.match(self.text, self.position)):
-            above, below = parse(choices[1]), parse(choices[2])
-            if above[0] == below[0] == "n" and not above[1] >= below[1] >= 0:
-                raise Unreadable("a point C")
-            self.position = choices.end()
-            return ("binom", above, below)
         self.position += 1
         if word not in "ei" and (at := _AT_A_NUMBER.match(self.text, self.position)):  # a function's value, no product
             self.position = at.end()
@@ -380,11 +341,9 @@ class _Reader:
     def _function(self, name: str) -> Node:
         base = power = None
         while True:
-            if self._peek() == "_" and base is None and name == "log":
-                self.position += 1
+            if base is None and name == "log" and self._take("_"):
                 base = self._argument()
-            elif self._peek() == "^" and power is None:
-                self.position += 1
+            elif power is None and self._take("^"):
                 power = self._exponent()
             else:
                 break
@@ -398,15 +357,9 @@ class _Reader:
             inside = self._factor()
         else:
             inside = self.product(until_function=True)
-        node: Node
-        if name == "log":
-            node = ("log", base, inside)
-        elif name == "cis":
-            node = ("+", ("f", "cos", inside), ("*", ("c", "i"), ("f", "sin", inside)))
-        elif power == ("-", ("n", Fraction(1))) and name in _INVERSE:
+        if power == ("-", ONE) and name in _INVERSE:
             return ("f", _INVERSE[name], inside)
-        else:
-            node = ("f", name, inside)
+        node = _applied(name, inside, base)
         return node if power is None else ("^", node, power)
 
     def _starts_factor(self) -> bool:
@@ -414,7 +367,7 @@ class _Reader:
         if not sign:
             return False
         if sign == "\\":
-            return self._command() not in ("pm", "mp", "degree", "rfloor", "rceil", "bmod", "mod", "")
+            return self._command() not in ("degree", "rfloor", "rceil", "bmod", "mod", "")
         if sign == "|":
             return not self._in_bars
         return (sign.isascii() and sign.isalnum()) or sign in "([{."
@@ -448,9 +401,23 @@ class _Reader:
             self.position += 1
 
 
-def _combinations(node: Node, power: Node) -> Node | None:
-    """C_{20}^{10}, as much of the world writes a binomial coefficient; C_1^2 is the square of a constant."""
-    if node[0] != "s" or power[0] != "n" or not re.fullmatch(r"C_\d{1,4}", node[1]):
-        return None
-    total = Fraction(node[1][2:])
-    return ("binom", ("n", total), power) if 2 < total >= power[1] else None
+def _quotient(above: Node, below: Node) -> Node:
+    """Of two numbers, if they are short, a number."""
+    if above[0] == below[0] == "n" and below[1] and max(above[1].denominator, below[1].denominator) == 1:
+        return ("n", above[1] / below[1])
+    return ("/", above, below)
+
+
+def _applied(name: str, inside: Node, base: Node | None) -> Node:
+    """A function's value, by few functions."""
+    if name == "cis":
+        return ("+", ("f", "cos", inside), ("*", ("c", "i"), ("f", "sin", inside)))
+    if name == "exp":
+        return ("^", ("c", "e"), inside)
+    if name == "ceil":
+        return ("-", ("f", "floor", ("-", inside)))
+    if name in _RECIPROCALS:
+        return ("/", ONE, ("f", _RECIPROCALS[name], inside))
+    if name != "log":
+        return ("f", name, inside)
+    return ("f", "ln", inside) if base is None else ("/", ("f", "ln", inside), ("f", "ln", base))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
@@ -9,26 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from dppo_megatron.rewards.math.answers import (
-    Answer,
-    AnswerList,
-    Cases,
-    Grid,
-    Intervals,
-    Named,
-    Node,
-    Piece,
-    Ratio,
-    Relation,
-    Unreadable,
-    Value,
-    Words,
-    symbols,
-)
+from dppo_megatron.rewards.math import answers
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, symbols
 from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
 from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
-from dppo_megatron.rewards.math.parse import parse, parse_signs
+from dppo_megatron.rewards.math.parse import DEGREE, parse, parse_signs
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.units import Unit, is_glued, read_compound, read_unit
@@ -91,7 +78,7 @@ def read_answer(text: str, *, depth: int = 0) -> Answer:
     if depth == 0 and text[-1] in "[]":
         text = _FRENCH.sub(_open_outwards, text).strip()
     if "mapsto" in text and (mapped := _MAPPED.fullmatch(text)):
-        return Named(f"f({mapped['name']})", read_answer(mapped["value"], depth=depth + 1))
+        return answers.Named(f"f({mapped['name']})", read_answer(mapped["value"], depth=depth + 1))
     if (depth == 0 and text[:1].isalpha()) or text.startswith("\\text"):
         text = without_sentence(text)
         if (value := read_number(text)) is not None:
@@ -106,7 +93,7 @@ def read_answer(text: str, *, depth: int = 0) -> Answer:
 def _read_text(text: str, depth: int) -> Answer | None:
     """What \\text{...} holds: words, or an answer that was written as text; capital letters, whose order counts."""
     if _CAPITALS.fullmatch(text):
-        return Words(text.lower())
+        return answers.Words(text.lower())
     match = WRAPPED_TEXT.fullmatch(text)
     if match is None or not match[1].strip():
         return None
@@ -138,7 +125,7 @@ def _read_separated(text: str, depth: int) -> Answer | None:
     read = [_item(part, depth) for part in parts if part.strip()]
     if not read:
         raise Unreadable("separators without items")
-    spans = [item for item in read if isinstance(item, Intervals)]
+    spans = [item for item in read if isinstance(item, answers.Intervals)]
     if spans and _ANY_OR.search(text):
         return replace(_union(read), name=spans[0].name)
     if len(spans) == len(read) == 2 and spans[0].name and spans[0].name == spans[1].name:
@@ -147,23 +134,26 @@ def _read_separated(text: str, depth: int) -> Answer | None:
             return both
         if not _ANY_AND.search(text):  # x < 1, x > 5
             return replace(_union(read), name=spans[0].name)
-    items: list[Answer] = []
-    for item in read:
-        # a list within a list (of values with plus-minus signs, say) is one list
-        items.extend(item.items if isinstance(item, AnswerList) and item.kind == "list" else [item])
+    items = _flat(read)
     return AnswerList("list", tuple(items)) if len(items) > 1 else items[0]
+
+
+def _flat(items: Sequence[Answer]) -> list[Answer]:
+    """A list within a list (of values with plus-minus signs, say) is one list."""
+    lists = (item.items if isinstance(item, AnswerList) and item.kind == "list" else (item,) for item in items)
+    return [item for inner in lists for item in inner]
 
 
 def _item(text: str, depth: int) -> Answer:
     """One of several, with the label that it may have: `Paolo: 18`."""
     if match := _LABEL.fullmatch(text):
-        return Named(match[1] + ":", read_answer(match[2], depth=depth + 1))
+        return answers.Named(match[1] + ":", read_answer(match[2], depth=depth + 1))
     return read_answer(text, depth=depth + 1)
 
 
 _CASES = regex(r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?P<rows>.*)\\end\{cases\}", re.DOTALL)
 _CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
-_OTHERWISE = Words("otherwise")
+_OTHERWISE = answers.Words("otherwise")
 _IF = regex(r"\A[\s&]*(?:\\text\{\s*)?(?:if|for|when|where|\s)*\}?\s*")
 
 
@@ -182,40 +172,40 @@ def _cases(text: str, depth: int) -> Answer | None:
         rest = re.match(r"(?:\\text\{\s*)?(?:otherwise|else)", where)
         condition = _OTHERWISE if rest or not where else read_answer(where, depth=depth + 1)
         read.append((read_answer(parts[0].strip(" ,;"), depth=depth + 1), condition))
-    covered = Intervals(tuple(piece for _, where in read if isinstance(where, Intervals) for piece in where.pieces))
+    covered = answers.Intervals(
+        tuple(piece for _, where in read if isinstance(where, answers.Intervals) for piece in where.pieces)
+    )
     left = complement(covered) or _OTHERWISE
-    return Cases(tuple((value, left if where == _OTHERWISE else where) for value, where in read))
+    pairs = ((value, left if where == _OTHERWISE else where) for value, where in read)
+    return AnswerList("cases", tuple(AnswerList("tuple", pair) for pair in pairs))
 
 
 def _read_relation(text: str, depth: int) -> Answer | None:
-    sides: list[str] = []
-    ops: list[str] = []
-    rest = split_top(text, _RELATION)
-    if len(rest) == 1:
+    sides = split_top(text, _RELATION)
+    if len(sides) == 1:
         return _ratio(text)
+    ops: list[str] = []
     position = 0
-    for side in rest:
-        sides.append(side.strip())
-        position += len(side)
-        if match := _RELATION.match(text, position):
-            ops.append(match.group().strip())
-            position = match.end()
-    if not sides[-1] and ops[-1] in ("=",):  # `x = ` states nothing
+    for side in sides[:-1]:
+        op = _RELATION.match(text, position + len(side))
+        assert op is not None
+        ops.append(op.group())
+        position = op.end()
+    sides = [side.strip() for side in sides]
+    if not sides[-1] and ops[-1] == "=":  # `x = ` states nothing
         raise Unreadable("an empty side")
     if "\\approx" in ops:  # the exact side is the answer
         first = ops.index("\\approx")
         sides, ops = sides[: first + 1], ops[:first]
-        if not ops:
-            return read_answer(sides[0], depth=depth + 1)
-    if not sides[0] and ops == ["="]:
-        return read_answer(sides[1], depth=depth + 1)
+    if not ops or (not sides[0] and ops == ["="]):
+        return read_answer(sides[-1], depth=depth + 1)
     if ops == ["\\in"]:
         found = read_answer(sides[1], depth=depth + 1)
         parse(sides[0])  # x \\not is no name
         name = re.sub(r"\s", "", sides[0])
         if isinstance(found, AnswerList) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:
             found = _union([found])  # x in (1, 2)
-        return replace(found, name=name) if isinstance(found, Intervals) else found
+        return replace(found, name=name) if isinstance(found, answers.Intervals) else found
     if any(op not in ("=", "<", ">", "\\le", "\\ge", "\\ne") for op in ops):
         raise Unreadable("a relation that is not known here")
     if set(ops) == {"="}:
@@ -245,30 +235,28 @@ def _ratio(text: str) -> Answer | None:
         parts = split_top(text, regex(r"\s*:\s*"))
     if len(parts) == 1 or text.startswith("\\{"):
         return None
-    return Ratio(tuple(parse(part) for part in parts))
+    return answers.Ratio(tuple(parse(part) for part in parts))
 
 
 def _equation(sides: list[str], depth: int) -> Answer:
     """`name = value`, or an equation between two expressions, or equal values."""
     if all(_NAME.fullmatch(side) for side in sides[:-1]):
         name = re.sub(r"[\s{}]", "", sides[0])
-        left: Node | None
-        try:
+        left: Node | None = None
+        with contextlib.suppress(Unreadable):
             left = parse(sides[0])
-        except Unreadable:
-            left = None
         value = read_answer(sides[-1], depth=depth + 1)
         index = re.fullmatch("([A-Za-z])_([a-z])", name)
         if index and isinstance(value, Value) and index[2] in symbols(value.node):  # a sequence
             name = f"{index[1]}({index[2]})"
-        return Named(name, value, left)
+        return answers.Named(name, value, left)
     if len(sides) == 2 and re.fullmatch(r"[a-zA-Z]", sides[1]) and sides[1] not in symbols(parse(sides[0])):
         return _equation(sides[::-1], depth)  # 5 = x
     if len(sides) > 2 and _NAME.fullmatch(sides[0]):
-        return Named(re.sub(r"[\s{}]", "", sides[0]), _equation(sides[1:], depth))
+        return answers.Named(re.sub(r"[\s{}]", "", sides[0]), _equation(sides[1:], depth))
     if len(sides) == 2 and (":" in sides[0] or ":" in sides[1]):
-        return Named(re.sub(r"[\s{}]", "", sides[0]), read_answer(sides[1], depth=depth + 1))
-    return Relation(tuple(parse(side) for side in sides), ("=",) * (len(sides) - 1))
+        return answers.Named(re.sub(r"[\s{}]", "", sides[0]), read_answer(sides[1], depth=depth + 1))
+    return answers.Relation(tuple(parse(side) for side in sides), ("=",) * (len(sides) - 1))
 
 
 def _read_bracketed(text: str, depth: int) -> Answer | None:
@@ -283,7 +271,7 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         return None
     items = _split(text[1:-1], _COMMA)
     if text[0] == "[" and (rows := _matrix_rows(text[1:-1])):
-        return Grid(tuple(tuple(parse(cell) for cell in row) for row in rows))
+        return answers.Grid(tuple(tuple(parse(cell) for cell in row) for row in rows))
     if len(items) == 1:
         if text[0] == "(" and text[-1] == ")":
             inner = text[1:-1].strip()
@@ -293,43 +281,37 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         low, high = items
         endless = "infty" in low + high or "infinity" in low + high
         if text[0] == "[" or text[-1] == "]" or endless:
-            return Intervals((Piece(parse(low), text[0] == "[", parse(high), text[-1] == "]"),))
+            return answers.Intervals((answers.Piece(parse(low), text[0] == "[", parse(high), text[-1] == "]"),))
     read = [read_answer(item, depth=depth + 1) for item in items]
     if any(isinstance(item, AnswerList) and item.signs for item in read):  # (\\pm 1, 2) are two points
-        choices = itertools.product(
-            *(item.items if isinstance(item, AnswerList) and item.signs else (item,) for item in read)
-        )
-        return AnswerList("list", tuple(AnswerList("tuple", tuple(choice)) for choice in itertools.islice(choices, 16)))
+        choices = itertools.islice(itertools.product(*(_flat([item]) for item in read)), 16)
+        return AnswerList("list", tuple(AnswerList("tuple", choice) for choice in choices))
     return AnswerList("tuple", tuple(read))
 
 
-def _matrix_rows(inner: str) -> list[list[str]] | None:
-    """The cells of [[1, 2], [3, 4]] and [1, 2; 3, 4]; None if that is no matrix."""
+def _matrix_rows(inner: str) -> list[list[str]]:
+    """The cells of [[1, 2], [3, 4]] and [1, 2; 3, 4]; none if that is no matrix."""
     rows = [row.strip() for row in split_top(inner, _COMMA)]
     if all(row.startswith("[") and row.endswith("]") and closing(row, 0) == len(row) - 1 for row in rows):
         cells = [split_top(row[1:-1], _COMMA) for row in rows]
-    elif ";" in inner and "," in inner and not set(inner) & set("[]()"):
-        cells = [row.split(",") for row in inner.split(";")]
     else:
-        return None
-    return cells if len(cells) > 1 and len({len(row) for row in cells}) == 1 else None
+        is_plain = "," in inner and not set(inner) & set("[]()")
+        cells = [row.split(",") for row in inner.split(";")] if is_plain else []
+    return cells if len(cells) > 1 and len({len(row) for row in cells}) == 1 else []
 
 
 def _set(inner: str, depth: int) -> Answer:
     if not inner:
-        return Intervals(())
+        return answers.Intervals(())
     conditions = split_top(inner, _BAR)
     if len(conditions) == 2 and (over := _OVER.fullmatch(conditions[0].strip())):
         found = read_answer(conditions[1], depth=depth + 1)
-        if over[1] in (None, "R") or not isinstance(found, Intervals):
+        if over[1] in (None, "R") or not isinstance(found, answers.Intervals):
             return found
         return whole_members(found, -math.inf if over[1] == "Z" else 1)
-    items: list[Answer] = []
-    for part in _split(inner, _COMMA):
-        item = read_answer(part, depth=depth + 1)
-        if isinstance(item, Intervals):
-            raise Unreadable("a set of sets")
-        items.extend(item.items if isinstance(item, AnswerList) and item.kind == "list" else [item])
+    items = _flat([read_answer(part, depth=depth + 1) for part in _split(inner, _COMMA)])
+    if any(isinstance(item, answers.Intervals) for item in items):
+        raise Unreadable("a set of sets")
     if len(items) == 1 and isinstance(items[0], AnswerList) and items[0].kind == "tuple":
         return items[0]  # {(1, 2)} is the one solution (1, 2)
     return AnswerList("set", tuple(items))
@@ -352,11 +334,11 @@ def _membership(text: str) -> tuple[str, str]:
     return (match[1], text[match.end() :]) if match else ("", text)
 
 
-def _union(parts: Sequence[Answer]) -> Intervals:
+def _union(parts: Sequence[Answer]) -> answers.Intervals:
     spans = [as_spans(part) for part in parts]
     if None in spans:
         raise Unreadable("not a part of a union")
-    return Intervals(tuple(piece for part in spans if part for piece in part.pieces))
+    return answers.Intervals(tuple(piece for part in spans if part for piece in part.pieces))
 
 
 def read_decimal_comma(text: str) -> Fraction | None:
@@ -374,16 +356,14 @@ def _read_value(text: str, depth: int) -> Answer | None:
     word, letters = _WORD_TAIL.search(text), _GLUED_TAIL.search(text)
     glued = word or letters
     if glued is None or len(glued["unit"]) < 2 or not is_glued(glued["unit"]):  # 25 mph is not 25 m p h
-        try:
+        with contextlib.suppress(Unreadable):
             return _spread(parse_signs(text), None)
-        except Unreadable:
-            pass
     for tail in (_UNIT_TAIL.search(text), word, letters):
         words = WRAPPED_TEXT.sub(r"\1", tail["unit"]) if tail and tail.start("unit") else ""
-        if not re.search("[A-Za-z%]", words) or (tail is letters and not is_glued(words)):
-            continue
-        if tail and (found := _with_words(text[: tail.start("unit")].strip(), words)) is not None:
-            return found
+        if tail and re.search("[A-Za-z%]", words) and (tail is not letters or is_glued(words)):
+            found = _with_words(text[: tail.start("unit")].strip(), words)
+            if found is not None:
+                return found
     return None
 
 
@@ -394,19 +374,18 @@ def _with_words(core: str, words: str) -> Answer | None:
     if unit is None:
         return None
     value = read_number(core)
-    try:
-        nodes: list[Node] = [("n", value)] if value is not None else parse_signs(core)
-    except Unreadable:
-        return None
+    nodes: list[Node] = [("n", value)] if value is not None else []
+    with contextlib.suppress(Unreadable):
+        nodes = nodes or parse_signs(core)
     if factor != 1:
         nodes = [("*", node, ("n", Fraction(factor))) for node in nodes]
-    return _spread(nodes, unit if unit.words else None)
+    return _spread(nodes, unit if unit.words else None) if nodes else None
 
 
 def _spread(nodes: list[Node], unit: Unit | None) -> Answer:
     if len(nodes) > 1:
         return AnswerList("list", tuple(Value(node, unit) for node in nodes), signs=True)
     (node,) = nodes
-    if node[0] == "-" and node[1][0] == "deg":
-        node = ("deg", ("-", node[1][1]))
-    return Value(node[1], read_unit("degrees")) if node[0] == "deg" else Value(node, unit)
+    if node[0] == "-" and node[1][0] == "*" and node[1][2] == DEGREE:
+        node = ("*", ("-", node[1][1]), DEGREE)
+    return Value(node[1], read_unit("degrees")) if node[0] == "*" and node[2] == DEGREE else Value(node, unit)

@@ -1,22 +1,16 @@
-"""Answers with special forms: words, choice letters, digits in a base, times, matrices, whole sets."""
+"""Answers with special forms: words, digits in a base, times, matrices, whole sets; and clauses behind an answer.
+
+Of clauses (`for all x`, `where k is an integer`) a reference's is left out. An answer's is too where it says no less
+than the reference; one that restricts the answer stays, so that what it belongs to is not read as more than it says.
+"""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
 
-from dppo_megatron.rewards.math.answers import (
-    INFINITY,
-    Answer,
-    Clock,
-    Congruence,
-    Grid,
-    Intervals,
-    Piece,
-    Unreadable,
-    Value,
-    Words,
-)
+from dppo_megatron.rewards.math import answers
+from dppo_megatron.rewards.math.answers import Answer, Unreadable, Value
 from dppo_megatron.rewards.math.number_sets import half_line
 from dppo_megatron.rewards.math.numbers import read_number_words
 from dppo_megatron.rewards.math.parse import parse
@@ -46,11 +40,11 @@ _CONGRUENCE = regex(
     r"(?:[a-zA-Z]\s*(?:\\equiv|=)\s*)?(-?\s*\d{1,9})\s*"
     r"(?:\\pmod\s*\{?\s*(\d{1,9})\s*\}?|\(?\s*\\?(?:text\{\s*)?b?mod\s*\}?\s*\{?\s*(\d{1,9})\s*\}?\s*\)?)"
 )
-EVERY_REAL = (Piece(("-", INFINITY), False, INFINITY, False),)
+EVERY_REAL = (answers.Piece(("-", answers.INFINITY), False, answers.INFINITY, False),)
 _NAMED: dict[Answer, str] = {
-    Intervals(()): r"\emptyset|\{ \}|\{\}|empty set|the empty set|no solution|no real solution",
-    Intervals(EVERY_REAL): r"\mathbb{r}|all real numbers|all reals|all real|the real numbers",
-    Value(INFINITY): "infinitely many|infinite|infinity|infinitely many solution",
+    answers.Intervals(()): r"\emptyset|\{ \}|\{\}|empty set|the empty set|no solution|no real solution",
+    answers.Intervals(EVERY_REAL): r"\mathbb{r}|all real numbers|all reals|all real|the real numbers",
+    Value(answers.INFINITY): "infinitely many|infinite|infinity|infinitely many solution",
 }
 _BY_NAME = {name: answer for answer, names in _NAMED.items() for name in names.split("|")}
 _FILLING = regex(r"\Athe set of (?=all)|(?<=solution)s\Z")
@@ -65,19 +59,18 @@ def read_special(text: str, depth: int) -> Answer | None:
         return half_line("", match[2] or ("<" if match[1] == "-" else ">"), ("n", Fraction(0)))
     if (number := read_number_words(plain)) is not None:
         return Value(("n", number))
-    if match := _BASED.fullmatch(WRAPPED_TEXT.sub(r"\1", text) if "}_" in text else text) or _BASED_WORDS.fullmatch(
-        text
-    ):
+    based = WRAPPED_TEXT.sub(r"\1", text) if "}_" in text else text
+    if match := _BASED.fullmatch(based) or _BASED_WORDS.fullmatch(text):
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
         if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
             return _based(match[1].upper(), base)
         if match[1].isdigit() and base:
-            return Words(text)  # 7_7 is no number
+            return answers.Words(text)  # 7_7 is no number
     if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and depth == 0:
         return read_clock(match)
     if match := _CONGRUENCE.fullmatch(text):
-        modulus = int(match[2] or match[3])
-        return Congruence(int(match[1].replace(" ", "")) % modulus, modulus) if modulus else None
+        modulus, remainder = Fraction(int(match[2] or match[3])), Fraction(int(match[1].replace(" ", "")))
+        return Value(("+", ("*", ("n", modulus), answers.ANY_WHOLE), ("n", remainder % modulus))) if modulus else None
     if match := _ENVIRONMENT.fullmatch(text.strip("[]() ") if text[:1] in "[(" and "\\begin" in text else text):
         return read_grid(match[2])
     return None
@@ -102,13 +95,13 @@ def read_words(text: str) -> Answer:
     plain = plain_words(text)
     if not plain or not re.search(r"[a-z]{2}", plain) or re.search(r"[\\^_{}=<>]", plain):
         raise Unreadable("neither mathematics nor words")
-    return Words(plain)
+    return answers.Words(plain)
 
 
-def as_words(text: str, *, with_digits: bool = False) -> Words | None:
+def as_words(text: str, *, with_digits: bool = False) -> answers.Words | None:
     """The text as words, whatever else it might be; None if it has mathematical signs."""
     plain = plain_words(text)
-    return Words(plain) if re.fullmatch(r"[a-z0-9' -]+" if with_digits else r"[a-z' -]+", plain) else None
+    return answers.Words(plain) if re.fullmatch(r"[a-z0-9' -]+" if with_digits else r"[a-z' -]+", plain) else None
 
 
 def plain_words(text: str) -> str:
@@ -124,17 +117,73 @@ def _based(digits: str, base: int) -> Answer:
     if base == 10:
         return Value(("n", Fraction(digits)))
     whole, point, rest = digits.lstrip("-").lstrip("0").partition(".")
-    return Words(f"{'-' * digits.startswith('-')}{whole}{(point + rest).rstrip('0').rstrip('.')}_{base}")
+    return answers.Words(f"{'-' * digits.startswith('-')}{whole}{(point + rest).rstrip('0').rstrip('.')}_{base}")
 
 
-def read_clock(match: re.Match[str]) -> Clock | None:
+def read_clock(match: re.Match[str]) -> answers.Clock | None:
     """A time of day; None for what no clock shows, such as 25:00."""
     hour, minute, half = int(match[1] or match[4] or match[6]), int(match[2] or match[5] or 0), (match[3] or "").lower()
     if hour > 24 or minute > 59 or (half and hour > 12):
         return None
-    return Clock(hour % 12 + 12 * (half == "p") if half else hour, minute, half)
+    return answers.Clock(hour % 12 + 12 * (half == "p") if half else hour, minute, half)
 
 
-def read_grid(body: str) -> Grid:
+def read_grid(body: str) -> answers.Grid:
     rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", body) if row.strip()]
-    return Grid(tuple(tuple(parse(cell) for cell in row.split("&")) for row in rows))
+    return answers.Grid(tuple(tuple(parse(cell) for cell in row.split("&")) for row in rows))
+
+
+# what stands behind an answer and says only what its letters are; up to the next answer of a list
+_CLAUSE = regex(
+    r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some)\b|\\forall(?![A-Za-z])"
+    r"|\b(?:where|with|for)\b(?=[\s}$]*[A-Za-z](?:,\s*[A-Za-z])*[\s$]*"
+    r"(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?(?:is an?|is any|are) ))"
+    r"|(?<=,)\s*[a-zA-Z]\s*\\in\s*\\mathbb\{?\s*[ZNRQ]\s*\}?\s*(?=\)|\Z))"
+    r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;|,\s*-?[\d.]+\s*\Z).)*",
+    re.DOTALL,
+)
+_SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
+_SET = regex(r"\\mathbb\{([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?|(natural)")
+_POSITIVE = regex(r"(?:>\s*0|\\ge\s*1)(?![\d.])")
+_NONNEGATIVE = regex(r"\\ge\s*0(?![\d.])|non-?negative")
+_WHOLE = frozenset("ijklmnIJKLMN")
+_KINDS = frozenset(["real", "integer", "rational", "complex"])
+_EVERY = frozenset(["all", "any", "every", "each", "\\forall"])
+_SAYS_NOTHING = "for some where with i an are and in of \\in number value constant arbitrary text it"
+_NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
+
+
+def without_clauses(text: str, gold: str | None = None) -> str:
+    """The text without what says only what its letters are (`for all x`, `where k is an integer`). An answer keeps a
+    clause that says less than the reference `gold` does: `k \\in \\mathbb{N}`, `for all x > 7`.
+
+    Example:
+        >>> without_clauses("f(x)=x, \\\\forall x \\\\in \\\\mathbb{R}", ""), without_clauses("x for all x > 7", "x")
+        ('f(x)=x', 'x for all x > 7')
+    """
+    if not ("for" in text or "\\in" in text or "wh" in text or "with" in text) or "\\begin{cases}" in text:
+        return text
+    stated = None if gold is None else set().union(*(_domain(found[0]) for found in _CLAUSE.finditer(gold)))
+    return _CLAUSE.sub(lambda found: "" if _says_no_less(found[0], stated) else found[0], text).strip() or text
+
+
+def _says_no_less(clause: str, stated: set[str] | None) -> bool:
+    if stated is None:
+        return True
+    words = _domain(clause)
+    kinds, restricted = words & _KINDS, words - _KINDS - _NEUTRAL
+    if stated:
+        return restricted <= stated and (not kinds or not stated & _KINDS or kinds == stated & _KINDS)
+    if words & _EVERY:
+        return restricted <= {"positive", "nonnegative"}
+    letters = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", clause)) - set("aCNQRZ")
+    is_restricted = letters & set("tuvwxyz") and "some" in words
+    return not restricted and not is_restricted and (letters <= _WHOLE or not kinds & {"integer", "rational"})
+
+
+def _domain(clause: str) -> set[str]:
+    """Its words and signs, with sets of numbers in words, without single letters."""
+    spelled = _SET.sub(lambda found: _SETS[found[1] or "N"] + ("positive" if found[2] else ""), clause)
+    spelled = _NONNEGATIVE.sub(" nonnegative ", _POSITIVE.sub(" positive ", spelled))
+    words = re.findall(r"\\?[A-Za-z]+|\S", re.sub(r"[{}(),.$\s]+|\\text", " ", spelled))
+    return {word.removesuffix("s") for word in words if not (len(word) == 1 and word.isalpha())}

@@ -212,14 +212,10 @@ _PART = (
     r"(\d+(?:\.\d+)?)\s*(?:\\text\{)?\s*([A-Za-z]+)\.?\s*(?:,|and)?\s*\}?\s*(?:,|\\text\{\s*and\s*\}|and(?![a-z]))?\s*"
 )
 _COMPOUND = regex(rf"(?:{_PART}){{2,4}}", re.ASCII)
-_SEXAGESIMAL = regex(r"(\d+)\s*\^?\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*'')?", re.ASCII)
 
 
 def read_compound(text: str) -> tuple[Fraction, Unit] | None:
-    """A measure of several parts, in its last unit: 1 hour 30 minutes, 5 feet 6 inches, 60 degrees 42'."""
-    if match := _SEXAGESIMAL.fullmatch(text):
-        degrees = Fraction(int(match[1])) + Fraction(int(match[2]), 60) + Fraction(int(match[3] or 0), 3600)
-        return degrees, Unit("degrees", "angle")
+    """A measure of several parts, in its last unit: 1 hour 30 minutes, 5 feet 6 inches."""
     if not text[:1].isdigit() or not _COMPOUND.fullmatch(text):
         return None
     parts = [(Fraction(number), read_unit(words)) for number, words in re.findall(_PART, text)]

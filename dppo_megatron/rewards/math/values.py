@@ -1,22 +1,18 @@
-"""Whether two numbers or expressions are the same: units, percent, tolerance and rounding.
-
-Every comparison says True, False, or None where it cannot know.
-"""
+"""Whether two numbers or expressions are the same: units, percent, tolerance and rounding."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any
 
-from dppo_megatron.rewards.math.answers import INFINITY, Node, Value, substituted, symbols
+from dppo_megatron.rewards.math.answers import ANY_WHOLE, INFINITY, Node, Value, substituted, symbols, walk
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
+from dppo_megatron.rewards.math.parse import DEGREE
 from dppo_megatron.rewards.math.units import Unit, compatible, read_unit
-
-Verdict = bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +48,18 @@ class Rules:
 _NO_UNIT = Unit("")
 
 
-def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
+def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
     """Whether two values with their units are equal; the reference's unit counts where the answer states none."""
     gold_unit = gold.unit or rules.unit or _NO_UNIT
     other_unit = other.unit or _NO_UNIT
     if not other_unit.is_noun and not _may_count(other, rules.context):
-        return None
+        rules.work.has_doubt = True
+        return False
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
         return _percents(gold, gold_unit, other, other_unit, rules)
     if {gold_unit.dimension, other_unit.dimension} == {"angle", "radians"}:
         degrees, radians = (gold, other) if gold_unit.dimension == "angle" else (other, gold)
-        return same(("deg", degrees.node), radians.node, rules.work)
+        return bool(same(("*", degrees.node, DEGREE), radians.node, rules.work))
     if gold_unit.dimension and other.unit is None and (written := _with_unit(other.node, gold_unit)):
         return equal_values(gold, written, rules)
     stated = gold.unit.words if gold.unit else gold_unit.dimension
@@ -70,14 +67,16 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
         if not compatible(gold_unit, other_unit):
             return False
         if gold_unit.dimension == other_unit.dimension and gold_unit.factor != other_unit.factor:
-            return equal_nodes(_times(gold.node, gold_unit), _times(other.node, other_unit), rules)
-    verdict = equal_nodes(gold.node, other.node, rules)
-    if verdict:
+            ours, theirs = (
+                ("*", side.node, ("n", unit.factor)) for side, unit in ((gold, gold_unit), (other, other_unit))
+            )
+            return equal_nodes(ours, theirs, rules)
+    if equal_nodes(gold.node, other.node, rules):
         return True
     for angle, plain in ((gold, other), (other, gold)):  # 90 degrees and pi/2
         if angle.unit is not None and angle.unit.words == "degrees" and plain.unit is None and _has_pi(plain.node):
-            return same(("deg", angle.node), plain.node, rules.work)
-    return verdict
+            return bool(same(("*", angle.node, DEGREE), plain.node, rules.work))
+    return False
 
 
 def _may_count(value: Value, context: str) -> bool:
@@ -98,7 +97,7 @@ def _with_unit(node: Node, gold: Unit) -> Value | None:
     return Value(node[1], unit) if unit is not None and unit.dimension == gold.dimension else None
 
 
-def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rules: Rules) -> Verdict:
+def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rules: Rules) -> bool:
     """50 % is 50 % and 0.5. A reference that should say % and does not (MATH drops it) is the number of percent, but
     0.5 is not 0.5 %."""
     percent = ("n", Fraction(100))
@@ -107,31 +106,31 @@ def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rule
     if gold_unit.words and other_unit.words:
         return False
     if gold_unit.dimension == "percent":
-        return any_of(
-            [equal_nodes(gold.node, other.node, rules), equal_nodes(gold.node, ("*", other.node, percent), rules)]
-        )
-    as_fraction = equal_nodes(gold.node, ("/", other.node, percent), rules)
+        times = ("*", other.node, percent)
+        return equal_nodes(gold.node, other.node, rules) or equal_nodes(gold.node, times, rules)
+    if equal_nodes(gold.node, ("/", other.node, percent), rules):
+        return True
     value = rational(gold.node) if not symbols(gold.node) else None
-    if value is not None and (value.denominator == 1 or abs(value) > 1):
-        return any_of([as_fraction, equal_nodes(gold.node, other.node, rules)])
-    return as_fraction
+    is_count = value is not None and (value.denominator == 1 or abs(value) > 1)
+    return is_count and equal_nodes(gold.node, other.node, rules)
 
 
-def equal_nodes(gold: Node, other: Node, rules: Rules) -> Verdict:
+def equal_nodes(gold: Node, other: Node, rules: Rules) -> bool:
     """Whether two parsed expressions have the same value."""
     if gold == other:
         return True
     if _infinite_sign(gold) or _infinite_sign(other):
         return _infinite_sign(gold) == _infinite_sign(other)
-    verdict = same(gold, other, rules.work)
-    if verdict is not True and not symbols(gold) | symbols(other):
-        return True if _near(gold, other, rules) else verdict
-    if verdict is False and _has_pi(gold) and symbols(gold) | symbols(other) <= {"k", "m", "n"}:
-        turn = parameter_turn(gold, other, rules.work)
-        verdict = same(gold, substituted(other, *turn), rules.work) if turn else False
-    if verdict is False and (constant := _with_constant(gold, other, rules.work)) is not None:
-        verdict = same(gold, constant, rules.work)
-    return verdict
+    verdict, names = same(gold, other, rules.work), symbols(gold) | symbols(other)
+    if verdict is not False or not names:
+        return bool(verdict) or (not names and _near(gold, other, rules))
+    if ANY_WHOLE in walk(other) and not symbols(gold):  # 3 modulo 5, where that is asked for
+        return bool(same(gold, substituted(other, "_", ("n", Fraction(0))), rules.work))
+    if (_has_pi(gold) and names <= {"k", "m", "n"}) or ANY_WHOLE in walk(gold):
+        turned = parameter_turned(gold, other, rules.work)
+    else:
+        turned = _with_constant(gold, other, rules.work)
+    return turned is not None and bool(same(gold, turned, rules.work))
 
 
 def _near(gold: Node, other: Node, rules: Rules) -> bool:
@@ -168,9 +167,9 @@ def _is_endless(value: Fraction) -> bool:
     return rest & (rest - 1) != 0 or rest >= 2**30
 
 
-def parameter_turn(gold: Node, other: Node, work: WorkLimit) -> tuple[str, Node] | None:
-    """How the one parameter of `other` has to be replaced for `other` to be `gold`, both linear in theirs: by another
-    name, a whole number further, or backwards, since n pi, k pi and (1 - k) pi are the same numbers for whole k.
+def parameter_turned(gold: Node, other: Node, work: WorkLimit) -> Node | None:
+    """`other` with its one parameter replaced so that it may be `gold`, both linear in theirs: by another name, a whole
+    number further, or backwards, since n pi, k pi and (1 - k) pi are the same numbers for whole k.
 
     None for the same name, if it need not be a parameter's: where (n - 2) pi is the sum of a polygon's angles,
     (n - 1) pi is another number.
@@ -179,20 +178,17 @@ def parameter_turn(gold: Node, other: Node, work: WorkLimit) -> tuple[str, Node]
     if not len(ours) == len(theirs) == 1 or (ours == theirs and ours != {"k"}):
         return None
     (mine,), (name,) = ours, theirs
-    ends = [
-        approximate(node, {letter: Fraction(at)}, work)
-        for node, letter in ((gold, mine), (other, name))
-        for at in (0, 1)
-    ]
-    if None in ends:
+    pairs = ((node, letter, at) for node, letter in ((gold, mine), (other, name)) for at in (0, 1))
+    ends: list[Any] = [approximate(node, {letter: Fraction(at)}, work) for node, letter, at in pairs]
+    start, end, other_start, other_end = (math.nan if value is None else value for value in ends)
+    step = end - start
+    if math.isnan(step + other_end - other_start):
         return None
-    start, step = ends[0], ends[1] - ends[0]  # type: ignore[operator]
-    back = -1 if step * (ends[3] - ends[2]) < 0 else 1  # type: ignore[operator]
-    shift = back * round((start - ends[2]) / step) if step else 0  # type: ignore[operator]
-    if shift and mine != "k" and abs(start) >= abs(step):  # type: ignore[arg-type, operator]
+    back = -1 if step * (other_end - other_start) < 0 else 1
+    shift = back * round((start - other_start) / step) if step else 0
+    if shift and mine != "k" and abs(start) >= abs(step):
         return None
-    moved = ("+", ("*", ("n", Fraction(back)), ("s", mine)), ("n", Fraction(shift)))
-    return name, ("s", mine) if (back, shift) == (1, 0) else moved
+    return substituted(other, name, ("+", ("*", ("n", Fraction(back)), ("s", mine)), ("n", Fraction(shift))))
 
 
 _CONSTANTS = frozenset(["c", "K", "k", "C_1", "c_1", "C_0"])
@@ -217,16 +213,4 @@ def _infinite_sign(node: Node) -> int:
 
 
 def _has_pi(node: Node) -> bool:
-    return node == ("c", "pi") or any(isinstance(part, tuple) and _has_pi(part) for part in node[1:])
-
-
-def _times(node: Node, unit: Unit) -> Node:
-    return ("*", node, ("n", unit.factor))
-
-
-def all_of(verdicts: Sequence[Verdict]) -> Verdict:
-    return False if False in verdicts else None if None in verdicts else True
-
-
-def any_of(verdicts: Sequence[Verdict]) -> Verdict:
-    return True if True in verdicts else None if None in verdicts else False
+    return ("c", "pi") in walk(node)
