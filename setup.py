@@ -1,6 +1,5 @@
-"""All metadata is in pyproject.toml. This file puts configs/, examples/ and the tables of other trainers' settings in
-docs/, which lie beside the package in a checkout, into it in a wheel: `dppo_megatron.config.paths` finds them in
-either place."""
+"""All metadata is in pyproject.toml. This file puts configs/, examples/ and the pages of docs/, which lie beside the
+package in a checkout, into it in a wheel: `dppo_megatron.config.paths` finds them in either place."""
 
 import shutil
 from pathlib import Path
@@ -25,8 +24,8 @@ class BuildWithConfigs(build_py):
             shutil.copytree(here / name, target, ignore=shutil.ignore_patterns("__pycache__", ".*"))
         docs = Path(self.build_lib) / "dppo_megatron" / "shipped" / "docs"
         docs.mkdir(parents=True, exist_ok=True)
-        for name in ("migrating.md", "other_names.txt"):
-            shutil.copy(here / "docs" / name, docs)
+        for page in (*(here / "docs").glob("*.md"), here / "docs" / "other_names.txt"):
+            shutil.copy(page, docs)
 
 
 setup(cmdclass={"build_py": BuildWithConfigs})

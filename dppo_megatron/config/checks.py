@@ -5,7 +5,6 @@ All of it runs before a process group or a model is made, so a mistake costs sec
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Literal
@@ -13,12 +12,12 @@ from typing import Literal
 from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.observe import check_observe
 from dppo_megatron.config.paths import check_model, check_writable, shown
-from dppo_megatron.config.pruning import prompts_multiplier
 from dppo_megatron.config.ranges import check_ranges
-from dppo_megatron.config.resolved_sets import check_data, longest_prompt_tokens
+from dppo_megatron.config.resolved_sets import check_data, longest_prompt_tokens, set_rewards
 from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config, OptimizerConfig
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.types import UserError
 
 Purpose = Literal["train", "plan", "evaluate", "grade"]
@@ -34,13 +33,16 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     if purpose != "grade":
         _check_files(config, purpose)
     check_rollout(config.rollout)
-    check_reward(config.reward)
+    if config.rollout.speculation.draft_path:
+        check_model(config.rollout.speculation.draft_path, "rollout.speculation.draft_path")
+    for key, reward in set_rewards(config).items():
+        check_reward(reward, key)
     check_objective(
         config.objective,
         prompts_per_step=config.rollout.prompts_per_step,
         max_completion_tokens=config.rollout.sampling.max_completion_tokens,
     )
-    check_selection(config)
+    selection_settings(config).check()
     if purpose == "train":
         check_observe(config.observe)
 
@@ -82,41 +84,6 @@ def check_run_dir(config: Config) -> None:
         )
 
 
-def planned_prompts(config: Config) -> int:
-    """Nominal prompts of a step: `rollout.prompts_per_step`, or floor of it / (1 - rate) with CPPO's allocation.
-
-    Example: 16 prompts at rate 0.95 plan 16 / 0.05 = 320, where floating point has 319.
-    """
-    return math.floor(config.rollout.prompts_per_step * prompts_multiplier(config.pruning.completion))
-
-
-def check_selection(config: Config) -> None:
-    """Raise `UserError` where sections contradict each other."""
-    planned, updates = planned_prompts(config), config.objective.updates_per_step
-    by_allocation = " by pruning.completion.allocation" if planned != config.rollout.prompts_per_step else ""
-    if updates < 1 or planned % updates:
-        raise UserError(
-            f"objective.updates_per_step = {updates}: the {planned} nominal prompts of a step{by_allocation} do not"
-            " divide by it, and mini-batches hold whole groups"
-        )
-
-
-def too_few_prompts(config: Config, num_prompts: int, where: str = "the prompt set") -> str:
-    """Why `num_prompts` are not enough; empty if they are.
-
-    A step that planned N prompts but found only P would still divide by N: a bias that no ledger label shows.
-    """
-    planned = planned_prompts(config)
-    if num_prompts >= planned:
-        return ""
-    nominal = config.rollout.prompts_per_step
-    how = "" if planned == nominal else f", of which pruning.completion.allocation makes {planned}"
-    return (
-        f"rollout.prompts_per_step = {nominal}{how}, but {where} holds only {num_prompts} problems: a step needs as"
-        " many different ones as it plans"
-    )
-
-
 def _check_optimizer(optimizer: OptimizerConfig) -> None:
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise UserError(
@@ -151,6 +118,17 @@ def _check_fewer_bits(config: Config) -> None:
 
 def _check_actor(config: Config) -> None:
     actor = config.actor
+    if actor.lora.rank and config.objective.kl.reference_path:
+        raise UserError(
+            "objective.kl.reference_path: with actor.lora the reference is the model without its adapters, or what SFT"
+            " made of them; leave it empty"
+        )
+    drafting = config.rollout.speculation.method
+    if actor.routing_replay == "engine" and drafting != "none":
+        raise UserError(
+            f"actor.routing_replay = engine with rollout.speculation.method = {drafting}: nobody has checked that the"
+            " experts of rejected drafts are left out; replay the actor's own with actor.routing_replay = actor"
+        )
     if actor.layout.virtual_pipeline > 1 and actor.layout.pipeline_parallel == 1:
         raise UserError(
             f"actor.layout.virtual_pipeline = {actor.layout.virtual_pipeline} needs pipeline_parallel above 1"
@@ -172,9 +150,8 @@ def _check_actor(config: Config) -> None:
             " use 1, or 0 (actor.offload then takes the optimizer to the host and back), or actor.offload = none"
         )
     if actor.fp8 == "off":
-        extra = {"fp8_bf16_layers": actor.fp8_bf16_layers, "fp8_param": actor.fp8_param}
-        for key, value in extra.items():
-            if value:
+        for key in ("fp8_bf16_layers", "fp8_param"):
+            if value := getattr(actor, key):
                 raise UserError(f"actor.{key} = {value} has no effect while actor.fp8 = off")
         return
     if actor.layer_spec == "local":

@@ -16,7 +16,7 @@ _FORM = re.compile(r"\s*(\S.*?)\s+(not in|in|==|=|!=|>=|<=|>|<)\s+(.*\S)\s*")
 _PART = re.compile(r"""\s*("[^"]*"|'[^']*'|[^,]*?)\s*(?:,|$)""")
 _QUOTED = re.compile(r"""^(['"])(.*)\1$""")
 _ORDER: dict[str, Callable[[Fraction, Fraction], bool]] = {">=": ge, "<=": le, ">": gt, "<": lt}
-_NUMBER = re.compile(r"[+-]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})(e[+-]?\d{1,3})?(/\d{1,30})?", re.IGNORECASE)
+_NUMBER = re.compile(r"[+-]?(\d{1,30}/0*[1-9]\d{0,30}|(\d{1,30}(\.\d{0,30})?|\.\d{1,30})(e[+-]?\d{1,3})?)", re.I)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,4 @@ def _number(value: Any) -> Fraction | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return Fraction(repr(value)) if math.isfinite(value) else None  # as it is written: 0.1 is 1/10
     text = value.strip() if isinstance(value, str) else ""
-    if not _NUMBER.fullmatch(text):
-        return None
-    number, _, divisor = text.partition("/")
-    return Fraction(number) / int(divisor or 1) if int(divisor or 1) else None
+    return Fraction(text) if _NUMBER.fullmatch(text) else None

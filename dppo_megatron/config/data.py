@@ -7,9 +7,13 @@ Every set, for training or evaluation, has the same settings and inherits from `
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from dppo_megatron.config.ranges import COUNT, FREE_AT_RESUME, ranged
+from dppo_megatron.config.reward import SetRewardConfig
+
+OrderName: TypeAlias = Literal["shuffled", "file", "easy_first", "hard_first"]
+OrderBy: TypeAlias = Literal["level", "pass_rate"]
 
 
 @dataclass
@@ -40,6 +44,8 @@ class SetConfig:
     chat_template_kwargs: dict[str, Any] | None = None
     max_prompt_tokens: int | None = ranged(None, "[1, 100000000]")
     overlong: Literal["error", "filter"] | None = None
+    reward: SetRewardConfig = field(default_factory=SetRewardConfig)
+    """Rewards of its own, in processes and with limits of their own; what it leaves out is as in `reward`."""
 
 
 @dataclass
@@ -59,8 +65,6 @@ class EvalSetConfig(SetConfig):
     top_p: float | None = ranged(None, "(0, 1]")
     top_k: int | None = ranged(None, "[0, 10000000]")
     max_completion_tokens: int | None = ranged(None, "[0, 100000000]")
-    grader: str | None = None
-    """Grader of this set, a built-in name or `module:function`; empty: as in training."""
 
 
 @dataclass
@@ -77,6 +81,13 @@ class DataConfig:
     mixing: Literal["concatenate", "weighted"] = "concatenate"
     """`concatenate`: an epoch is every problem of every set once. `weighted`: every step takes from each set in
     proportion to its weight, and each set has epochs of its own."""
+    order: OrderName = "shuffled"
+    """Of the problems of an epoch. `shuffled`: at random, anew in each. `file`: as they stand there. The others sort by
+    `order_by`, equals at random, and problems that say nothing come last. All but `shuffled` are a row of the bias
+    ledger; no problem is left out. With `weighted`, the order inside each set."""
+    order_by: OrderBy = "level"
+    """What makes a problem easy: its `level`, from `level_field`, or the model's mean reward on it (held to [0, 1]) as
+    known when the epoch begins. The first epoch of `pass_rate` is shuffled."""
     contamination: Literal["warn", "drop", "refuse"] = "warn"
     """What happens to training problems that are problems of an evaluation set, also written otherwise or with an
     instruction: a warning, left out of training, or an error."""

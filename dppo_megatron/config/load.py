@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -80,7 +80,7 @@ def config_from_values(values: Mapping[str, Any], where: str) -> Config:
 def config_values(config: Any) -> dict[str, Any]:
     """All settings of a `Config`, or of a section, as plain nested values, as files hold them: a path from the
     environment as its reference."""
-    return {item.name: _plain(getattr(config, item.name)) for item in fields(config)}
+    return cast(dict[str, Any], _escaped(asdict(config)))
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -103,13 +103,11 @@ def _given(values: Mapping[Any, Any], where: str, base: str = "") -> list[tuple[
     return [(source, node)] if node is not None else []
 
 
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return config_values(value)
+def _escaped(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _plain(entry) for name, entry in value.items()}
+        return {name: _escaped(entry) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_plain(entry) for entry in value]
+        return [_escaped(entry) for entry in value]
     return escaped(value) if isinstance(value, str) else value
 
 

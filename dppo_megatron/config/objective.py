@@ -34,14 +34,16 @@ class KLConfig:
 class CorrectionConfig:
     """A factor on the policy loss for rollouts whose log-probabilities are not the trainer's."""
 
-    level: Literal["none", "token", "sequence"] = "none"
-    """What the ratio old / behaviour is taken of: each token, or the whole completion (their product, which is exact
-    and varies more). `none`: no factor and no extra forward pass."""
+    level: Literal["none", "token", "cumulative", "sequence"] = "none"
+    """What the ratio old / behaviour is taken of: each token, the completion up to it (`cumulative`, CTPO, arXiv
+    2605.07331), or the whole completion (their product, which is exact and varies most). `none`: no factor and no extra
+    forward pass."""
     mode: Literal["truncate", "mask"] = "truncate"
     """`truncate`: min(ratio, max_ratio), truncated importance sampling. `mask`: the ratio inside
     [min_ratio, max_ratio], 0 outside (IcePop, arXiv 2510.18855)."""
     max_ratio: float = ranged(2.0, "(0, 1e9]")
-    """Largest ratio that counts in full."""
+    """Largest ratio that counts in full. With level=cumulative both bounds are to the power of the root of the token's
+    place, as the product's spread grows (CTPO has 1.05 and 0.975)."""
     min_ratio: float = ranged(0.0, "[0, 1e9]")
     """mode=mask: smallest ratio that counts; IcePop's range is [0.5, 5]."""
 
@@ -94,9 +96,10 @@ class ObjectiveConfig:
     """loss=clip: bound c > 1 of the dual clip for negative advantages (arXiv 1912.09729); 0 turns it off."""
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     """Trust region of loss=divergence_tv."""
-    advantage: Literal["group_std", "group_mean", "rloo", "reinforce_baseline"] = "group_std"
+    advantage: Literal["group_std", "group_mean", "rloo", "posterior_loo", "reinforce_baseline"] = "group_std"
     """`group_std`: (r - mean) / std of the group (GRPO). `group_mean`: r - mean (Dr.GRPO). `rloo`: r less the mean of
-    the others (arXiv 2402.14740). `reinforce_baseline`: r - mean, divided by the step's standard deviation
+    the others (arXiv 2402.14740). `posterior_loo`: that mean drawn towards what earlier visits of the prompt have seen,
+    for rewards in [0, 1]. `reinforce_baseline`: r - mean, divided by the step's standard deviation
     (REINFORCE++-baseline, 2501.03262)."""
     advantage_eps: float = ranged(1e-6, "[0, 1e6]")
     """Added to a standard deviation (population form)."""
@@ -130,6 +133,16 @@ def needs_old_logprobs(config: ObjectiveConfig) -> bool:
         return config.old_logprobs == "recompute"
     reads_them = bool(config.function) or config.loss != "divergence_tv"
     return reads_them and (config.updates_per_step > 1 or config.correction.level != "none")
+
+
+def is_exact_off_policy(config: ObjectiveConfig) -> bool:
+    """Whether the first update's expected gradient is the same whichever weights completions were sampled under: the
+    whole completion's ratio, without a bound that acts (ratios end at exp(20)), on a term that nothing but its own
+    completion divides, with a baseline of others."""
+    own = config.advantage in ("rloo", "group_mean") and config.normalization != "token_mean"
+    multiplied = not (config.function or config.kl.coef or config.entropy_coef or config.dual_clip)
+    correction = config.correction
+    return own and multiplied and correction.level == "sequence" and correction.max_ratio > 4.9e8
 
 
 def zero_advantage_slope(config: ObjectiveConfig) -> float:

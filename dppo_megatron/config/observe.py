@@ -13,13 +13,6 @@ from dppo_megatron.config.ranges import COUNT, SECONDS, ranged
 from dppo_megatron.types import UserError
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-_MODULE_AND_PACKAGE = {
-    "tensorboard": ("tensorboard", "tensorboard"),
-    "wandb": ("wandb", "wandb"),
-    "mlflow": ("mlflow", "mlflow-skinny"),
-    "trackio": ("trackio", "trackio"),
-}
-"""What is imported, and what is installed for it."""
 
 
 @dataclass
@@ -89,8 +82,8 @@ def check_observe(observe: ObserveConfig) -> None:
     if len(set(observe.trackers)) < len(observe.trackers):
         raise UserError(f"observe.trackers = {observe.trackers}: one is named twice")
     for name in observe.trackers:
-        module, package = _MODULE_AND_PACKAGE[name]
-        spec = importlib.util.find_spec(module)
+        package = "mlflow-skinny" if name == "mlflow" else name
+        spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # a directory ./wandb of earlier runs looks like a package without code
             raise UserError(
                 f"observe.trackers: {name} needs the package {package}, which is not installed;"

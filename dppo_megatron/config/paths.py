@@ -10,10 +10,11 @@ import difflib
 import json
 import os
 import re
+import stat
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dppo_megatron.config.references import escaped
 from dppo_megatron.texts import shortened
@@ -75,9 +76,7 @@ def _working_directory(where: str | Path) -> tuple[str, int]:
 
 def check_file(key: str, path: str) -> None:
     """Raise `UserError` unless there is a file that can be opened. `key` names the setting or option."""
-    check_file_or_directory(key, path)
-    if Path(path).is_dir():
-        raise UserError(f"{key} = '{shown(path)}': is a directory, not a file")
+    check_path(key, path, "file")
     try:
         with open(path, "rb"):
             pass
@@ -85,24 +84,24 @@ def check_file(key: str, path: str) -> None:
         raise UserError(f"{key} = '{shown(path)}': cannot be read: {error.strerror}") from None
 
 
-def check_file_or_directory(key: str, path: str) -> None:
-    """Raise `UserError` unless there is a file or a directory: a pipe can be read only once, and may never end."""
-    check_exists(key, path)
-    if not Path(path).is_file() and not Path(path).is_dir():
-        raise UserError(f"{key} = '{shown(path)}': is a device or a pipe, not a file")
-
-
-def check_directory(key: str, path: str) -> None:
-    """Raise `UserError` unless there is a directory."""
-    check_exists(key, path, "directory")
-    if not Path(path).is_dir():
-        raise UserError(f"{key} = '{shown(path)}': is a file, not a directory")
+def check_path(key: str, path: str, wanted: Literal["file", "directory", "either"]) -> None:
+    """Raise `UserError` unless there is what is wanted: a pipe can be read only once, and may never end."""
+    what, setting = "directory" if wanted == "directory" else "file", f"{key} = '{shown(path)}'"
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{setting}: no such {what} (working directory: {Path.cwd()})") from None
+    except (OSError, ValueError) as error:  # too long, not permitted, a NUL
+        raise UserError(f"{setting}: cannot be read: {_reason(error)}") from None
+    found = "directory" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device or a pipe"
+    if found not in ("file", "directory") or wanted not in (found, "either"):
+        raise UserError(f"{setting}: is a {found}, not a {what}")
 
 
 def check_model(path: str, key: str = "model.hf_path") -> None:
     """Raise `UserError` unless the setting names a directory; the message says where a model is to be had."""
     try:
-        check_directory(key, path)
+        check_path(key, path, "directory")
     except UserError as error:
         made = "; `dppo-megatron quickstart` makes this one, and trains on it" if "task_seed" in path else ""
         raise UserError(f"{error}{made}{how_to_download(path)}") from None
@@ -170,16 +169,6 @@ def shown(path: str | Path) -> str:
 def in_short(value: object, longest: int = 160) -> str:
     """`value` as Python writes it, on one line of ASCII or printable text, shortened in the middle."""
     return shortened(repr(value), longest)
-
-
-def check_exists(key: str, path: str, what: str = "file") -> None:
-    """Raise `UserError` unless there is something of this name."""
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{key} = '{shown(path)}': no such {what} (working directory: {Path.cwd()})") from None
-    except (OSError, ValueError) as error:  # too long, not permitted, a NUL
-        raise UserError(f"{key} = '{shown(path)}': cannot be read: {_reason(error)}") from None
 
 
 def _reason(error: Exception) -> str:

@@ -28,6 +28,7 @@ import yaml
 
 from dppo_megatron.config.data import DataConfig, SetConfig
 from dppo_megatron.config.paths import shipped
+from dppo_megatron.config.reward import RewardConfig, SetRewardConfig
 from dppo_megatron.config.schema import Config, EvalConfig
 from dppo_megatron.types import UserError
 
@@ -90,9 +91,14 @@ def find(key: str) -> list[Setting]:
 
     Example: `temperature` -> rollout.sampling.temperature, eval.temperature, data.eval_sets.<name>.temperature.
     """
-    asked = re.sub(r"^(data\.(?:train|eval)_sets|reward\.functions)\.[^.]+", r"\1.<name>", key.strip("."))
+    asked = _with_placeholders(key.strip("."))
     below = [one for one in all_settings() if one.key == asked or one.key.startswith(f"{asked}.")]
     return below or [one for one in all_settings() if asked and asked in one.key]
+
+
+def _with_placeholders(key: str) -> str:
+    """`data.train_sets.mine.path` -> `data.train_sets.<name>.path`."""
+    return re.sub(r"(^data\.(?:train|eval)_sets|(?:^|\.)reward\.functions)\.[^.]+", r"\1.<name>", key)
 
 
 def page_for(message: str) -> str:
@@ -102,7 +108,7 @@ def page_for(message: str) -> str:
     """
     by_key = {one.key: one for one in all_settings()}
     for word in re.findall(r"(?<![\w/.-])[a-z_]+(?:\.[a-z_0-9]+)+", message):  # a key is not part of a path
-        is_file = word.rpartition(".")[2] in _FILES
+        is_file, word = word.rpartition(".")[2] in _FILES, _with_placeholders(word)
         while word not in by_key and "." in word:  # data.eval_paths.math: the name is the user's
             word = word.rpartition(".")[0]
         if word in by_key and not (is_file and by_key[word].is_section and "." not in word):
@@ -118,7 +124,7 @@ def _walk(schema: type, prefix: str, page: str) -> Iterator[Setting]:
         explained = getattr(inside, "page", item.metadata.get("page", page))
         yield Setting(
             key=key,
-            kind="section" if is_dataclass(hint) else _kind(hint),
+            kind=_kind(hint),
             default="" if is_dataclass(hint) else _default(item),
             allowed=_allowed(item, hint),
             why=getattr(item.metadata.get("range"), "why", ""),
@@ -135,7 +141,8 @@ def meanings(schema: type) -> dict[str, str]:
     """The text under each field of a dataclass, its bases' included, in one line each. A set's settings that have none
     have that of the setting which they inherit."""
     found: dict[str, str] = {}
-    inherited = (DataConfig, EvalConfig) if issubclass(schema, SetConfig) else ()
+    general = {SetConfig: (DataConfig, EvalConfig), SetRewardConfig: (RewardConfig,)}
+    inherited = [of for kind, sections in general.items() if issubclass(schema, kind) for of in sections]
     for owner in (*inherited, *reversed(schema.__mro__)):
         if not is_dataclass(owner):
             continue
@@ -162,21 +169,20 @@ def _section(hint: Any) -> type | None:
     return cast(type, inside) if is_dataclass(inside) else None
 
 
+_TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text", Any: "value"}
+
+
 def _kind(hint: Any) -> str:
-    if get_origin(hint) in (Union, UnionType):
-        [inner] = [arm for arm in get_args(hint) if arm is not NoneType]
-        return f"{_kind(inner)} or null"
-    if get_origin(hint) is list:
-        return f"list of {_plural(get_args(hint)[0])}"
-    if get_origin(hint) is dict:
-        return f"mapping of names to {_plural(get_args(hint)[1])}"
-    if get_origin(hint) is Literal:
-        return "choice"
-    return {bool: "true or false", int: "whole number", float: "number", str: "text"}[hint]
-
-
-def _plural(hint: Any) -> str:
-    return {int: "whole numbers", float: "numbers", str: "texts", Any: "values"}.get(hint, "sections")
+    inside = [arm for arm in get_args(hint) if arm is not NoneType]
+    match get_origin(hint):
+        case None:
+            return _TYPES.get(hint, "section")
+        case form if form in (Union, UnionType):
+            return f"{_kind(inside[0])} or null"
+        case form if form is Literal:
+            return "choice"
+        case form:
+            return f"{'list of' if form is list else 'mapping of names to'} {_kind(inside[-1])}s"
 
 
 def _default(item: Field[Any]) -> str:

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from dppo_megatron.config.conditions import Condition
 from dppo_megatron.config.data import DataConfig, EvalSetConfig, SetConfig, TrainSetConfig
-from dppo_megatron.config.paths import check_file_or_directory
+from dppo_megatron.config.paths import check_path
 from dppo_megatron.config.ranges import check_choice
+from dppo_megatron.config.reward import RewardConfig, SetRewardConfig
 from dppo_megatron.config.schema import Config, EvalConfig
 from dppo_megatron.types import UserError
 
@@ -94,6 +95,8 @@ class ResolvedSet:
 class ResolvedTrainSet(ResolvedSet):
     weight: float
     """Relative share of a step, above 0; read where `data.mixing` is weighted."""
+    reward: SetRewardConfig
+    """As its entry has it; see `set_rewards`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +109,8 @@ class ResolvedEvalSet(ResolvedSet):
     top_k: int
     max_completion_tokens: int
     """Above 0: `rollout.sampling.max_completion_tokens` where no setting says another."""
-    grader: str
-    """Empty: as in training."""
+    reward: SetRewardConfig
+    """As its entry has it; see `set_rewards`."""
 
 
 R = TypeVar("R", bound=ResolvedSet)
@@ -132,16 +135,34 @@ def eval_set_configs(config: Config) -> dict[str, ResolvedEvalSet]:
         longest = defaults.max_completion_tokens if entry.max_completion_tokens is None else entry.max_completion_tokens
         longest = longest or config.rollout.sampling.max_completion_tokens
         # rows left out of a benchmark would change its score: only its own entry may say so
-        more = {"max_completion_tokens": longest, "grader": entry.grader or "", "where": entry.where or []}
+        more = {"max_completion_tokens": longest, "where": entry.where or []}
         sets[name] = _resolved(ResolvedEvalSet, key, entry, data, defaults, **more)
     return sets
+
+
+def set_rewards(config: Config) -> dict[str, RewardConfig]:
+    """Rewards by the section that they are in: `reward`, and for each set with rewards of its own
+    `data.train_sets.NAME.reward` or `data.eval_sets.NAME.reward`, with what it leaves out.
+
+    Raises:
+        UserError: a set has both `function` and `functions`.
+    """
+    sets: list[ResolvedTrainSet | ResolvedEvalSet] = [*train_set_configs(config).values()]
+    sets += eval_set_configs(config).values()
+    for one in sets:
+        if one.reward.function is not None and one.reward.functions:
+            both, names = f"{one.key}.reward.function", ", ".join(one.reward.functions)
+            raise UserError(f"{both} and {both}s ({names}) are both set; drop one ({both}s={{}} or {both}=null)")
+    own = {f"{one.key}.reward": one.reward.over(config.reward) for one in sets if one.reward != SetRewardConfig()}
+    return {"reward": config.reward} | own
 
 
 def train_set_weights(config: Config) -> dict[str, float] | None:
     """Weight of each training set; None where they are shuffled together."""
     if config.data.mixing == "concatenate":
         return None
-    return {name: one.weight for name, one in train_set_configs(config).items()}
+    unnamed = {"train": TrainSetConfig()} if config.data.train_path else {}
+    return {name: one.weight for name, one in (unnamed | config.data.train_sets).items()}
 
 
 def example_set_config(config: Config) -> ResolvedSet:
@@ -183,6 +204,11 @@ def check_data(config: Config, *, trains: bool = True) -> None:
     for section, entries in (("train_sets", data.train_sets), ("eval_sets", data.eval_sets)):
         for name, entry in entries.items():
             _check_layer(f"data.{section}.{name}", entry)
+    if data.order_by != "level" and data.order in ("shuffled", "file"):
+        raise UserError(
+            f"data.order_by = {data.order_by} has no effect while data.order = {data.order}; set data.order=easy_first"
+            " or hard_first"
+        )
     for name, entry in data.train_sets.items():
         if data.mixing != "weighted" and entry.weight != 1.0:
             raise UserError(
@@ -247,7 +273,7 @@ def _check_resolved(one: ResolvedSet) -> None:
             )
     if one.path.startswith("hub:"):
         return
-    check_file_or_directory(one.path_key, one.path)
+    check_path(one.path_key, one.path, "either")
     is_file = Path(one.path).is_file()
     for name, value in (("split", one.split), ("subset", one.subset)):
         if is_file and value:

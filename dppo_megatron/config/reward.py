@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 from dppo_megatron.config.ranges import SECONDS, ranged
 from dppo_megatron.types import UserError
@@ -19,6 +19,31 @@ class RewardFunctionConfig:
     """A built-in grader (math, math_boxed, final_answer) or `module:function`."""
     weight: float = ranged(1.0, "[-1e9, 1e9]")
     """The reward is the weighted sum over the named ones; 0: only a metric."""
+
+
+@dataclass
+class SetRewardConfig:
+    """Rewards of one set. Where a setting is null, that of the same name in `reward` holds, which also explains it. A
+    set that names functions has none of `reward`'s."""
+
+    page = "rewards.md"
+    function: str | None = None
+    functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)
+    correct_from: float | None = ranged(None, "[-1e9, 1e9]")
+    timeout_s: float | None = ranged(None, SECONDS)
+    processes: int | None = ranged(None, "[1, 1024]")
+    max_concurrent: int | None = ranged(None, "[1, 100000]")
+    max_per_minute: int | None = ranged(None, "[0, 1000000000]")
+    max_failures_in_a_row: int | None = ranged(None, "[0, 1000000000]")
+    memory_mb: int | None = ranged(None, "[0, 100000000]")
+    min_self_consistency: float | None = ranged(None, "[0, 1]")
+    max_failed_share: float | None = ranged(None, "[0, 1]")
+
+    def over(self, general: RewardConfig) -> RewardConfig:
+        """All settings of the set's rewards, those that it leaves out as `general` has them."""
+        named = {item.name: getattr(self, item.name) for item in fields(self)}
+        said = {name: value for name, value in named.items() if value is not None and value != {}}
+        return replace(general, **{"functions": {}} | said if "function" in said else said)
 
 
 @dataclass
@@ -42,8 +67,8 @@ class RewardConfig:
     """Gradings that an `async def` grader has open at a time in each process; also the most completions in a call of a
     grader that takes lists."""
     max_per_minute: int = ranged(0, "[0, 1000000000]", free_at_resume=True)
-    """Gradings of the whole job that begin in any minute, for a judge with such a limit; 0: no limit. Evaluation sets
-    with graders of their own have a limit of this each."""
+    """Gradings of the whole job that begin in any minute, for a judge with such a limit; 0: no limit. Sets with rewards
+    of their own have a limit of this each."""
     max_failures_in_a_row: int = ranged(0, "[0, 1000000000]", free_at_resume=True)
     """After so many failures in a row in a rank, what waits has failed too, ungraded: a judge that is down costs no
     hour of timeouts. What comes later is tried again. 0: never."""
@@ -54,25 +79,30 @@ class RewardConfig:
     """At start up to 2,000 references of each set are graded as if they were answers; if fewer than this share are
     right the run does not begin and rows are listed. 0: no check, for a grader that is not about references."""
     max_failed_share: float = ranged(0.1, "[0, 1]", free_at_resume=True)
-    """A step in which more than this share of the gradings failed, and more than one, stops the run with exit code 3.
-    0: a single one does. 1: never."""
+    """A step in which more than this share of the gradings failed, and more than one, stops the run with exit code 3;
+    completions that were never sampled to their end count too. 0: a single one does. 1: never."""
     cross_check: float = ranged(0.0, "[0, 1]", free_at_resume=True)
     """Share of rank 0's gradings that Math-Verify grades too, beside the training; that it disagrees is a metric, no
-    reward. For `function` math and math_boxed; math-verify must be installed."""
+    reward. For `function` math and math_boxed, and not in sets with rewards of their own; math-verify must be
+    installed."""
 
 
-def check_reward(reward: RewardConfig) -> None:
+def check_reward(reward: RewardConfig, key: str = "reward") -> None:
     """Raise `UserError` for clashing names and missing functions. Whether a function can be imported is found later,
-    when the grader processes start."""
+    when the grader processes start.
+
+    Args:
+        key: the section that holds the settings.
+    """
     if not reward.functions and not reward.function.strip():
-        raise UserError("reward.function = '': must not be empty; a built-in grader (math) or module:function")
-    if reward.cross_check and (reward.functions or reward.function not in ("math", "math_boxed")):
+        raise UserError(f"{key}.function = '': must not be empty; a built-in grader (math) or module:function")
+    if key == "reward" and reward.cross_check and (reward.functions or reward.function not in ("math", "math_boxed")):
         raise UserError(
             f"reward.cross_check = {reward.cross_check:g} compares the built-in graders math and math_boxed with"
             " Math-Verify; another reward needs reward.cross_check=0"
         )
     for name, item in reward.functions.items():
         if name in _TAKEN:
-            raise UserError(f"reward.functions.{name}: reward/{name} is another metric; choose another name")
+            raise UserError(f"{key}.functions.{name}: reward/{name} is another metric; choose another name")
         if not item.function:
-            raise UserError(f"reward.functions.{name}.function is not set: a built-in grader or module:function")
+            raise UserError(f"{key}.functions.{name}.function is not set: a built-in grader or module:function")

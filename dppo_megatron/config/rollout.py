@@ -34,6 +34,14 @@ _OWN_OPTIONS = (
     *("--master-port", "--dist-init-addr", "--nccl-init-addr", "--data-parallel-address", "-dpa", "--model"),
     *("--model-path", "--served-model-name", "--weight-transfer-config", "--tokenizer-worker-num"),
 )
+_DRAFT_OPTIONS = (
+    *("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens", "--speculative-algorithm"),
+    *("--speculative-adaptive-config", "--speculative-draft-model-path", "--speculative-num-steps"),
+    *("--speculative-eagle-topk", "--speculative-num-draft-tokens", "--speculative-ngram-max-bfs-breadth"),
+    *("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
+)
+_PIPELINE_OPTIONS = ("--pipeline-parallel-size", "-pp", "--pp-size")
+_REPLICA_OPTIONS = ("--data-parallel-size", "-dp", "--dp-size")
 _NOT_SHORT = ("--reasoning-parser", "--tokenizer")
 """Other options, whose names begin as one of those above does."""
 
@@ -85,6 +93,22 @@ class ServersConfig:
 
 
 @dataclass
+class SpeculationConfig:
+    free_at_resume = True
+    method: Literal["none", "ngram", "suffix", "eagle3"] = "none"
+    """How launched servers draft several tokens, which the model checks in one pass: `ngram`, what followed the same
+    tokens before; `suffix`, also in earlier completions; `eagle3`, the model at `draft_path`. The distribution that is
+    sampled from, and its log-probabilities, stay the policy's."""
+    draft_path: str = ""
+    """Directory of a drafter made for this model (eagle3). It is not trained: as the policy moves, it guesses worse."""
+    draft_tokens: int = ranged(4, "[1, 64]")
+    """Tokens drafted at a time while few sequences run."""
+    max_drafted: int = ranged(128, "[0, 1e6]")
+    """Drafted tokens that a server checks in one pass: with n sequences running each gets `draft_tokens`, but at most
+    this / n, and none above it, where drafts cost the time of tokens. 0: `draft_tokens` at any n."""
+
+
+@dataclass
 class SyncConfig:
     channel: Literal["auto", "disk", "gloo", "nccl", "ipc"] = field(default="auto", metadata=FREE_AT_RESUME)
     """How weights reach a server: `disk` is safetensors on a path that both can read, gloo and nccl a broadcast group
@@ -101,8 +125,9 @@ class SyncConfig:
     max_canary_logprob_diff: float = ranged(0.05, "(0, 1e6]", free_at_resume=True)
     """Largest mean |log-probability difference| of the canary; above it the run stops."""
     in_flight: Literal["finish", "abort", "continue"] = "finish"
-    """Requests in flight at a sync (async_steps=1): wait for them, abort and generate them again, or let them continue
-    with the new weights; every token's weights version is recorded."""
+    """Requests in flight at a sync (with async_steps): wait for them, and so for every straggler (async_steps=1 at
+    most); abort and generate them again; or let them continue with the new weights. Every token's weights version is
+    recorded."""
 
 
 @dataclass
@@ -115,7 +140,8 @@ class LimitsConfig:
     sync_timeout_s: float = ranged(600.0, SECONDS, free_at_resume=True)
     """A weight sync of one server must be done after this long; else the server is marked out."""
     request_timeout_s: float = ranged(3600.0, SECONDS, free_at_resume=True)
-    """A request older than this, counted from its first try, stops the run with its prompt and request id."""
+    """A request older than this, counted from its first try, is ended: completions of it that are not done are missing
+    from the step. One of an evaluation stops the run."""
     engine_wait_s: float = ranged(300.0, SECONDS, free_at_resume=True)
     """With every server gone the run waits this long for one to come back, then stops."""
     probe_every_s: float = ranged(5.0, SECONDS, free_at_resume=True)
@@ -123,8 +149,8 @@ class LimitsConfig:
     probe_timeout_s: float = ranged(20.0, SECONDS, free_at_resume=True)
     """A server that does not answer a health probe in this time is marked out and its requests go elsewhere."""
     finish_fraction: float = ranged(1.0, "(0, 1]")
-    """Below 1: once this share of a step's completions has finished, the rest is cut off where it is and counted as
-    `length`. A selection, so the step's bias ledger shows it. 1: wait for all."""
+    """Below 1: once this share of a step's completions has finished, the rest is ended and missing from the step. A
+    selection by length, so the step's bias ledger shows it. 1: wait for all."""
     logprob_diff_warning: float = ranged(0.5, "(0, 1e6]", free_at_resume=True)
     """A warning is printed when a step's mean |log-probability difference| between engine and actor is above this."""
 
@@ -138,67 +164,140 @@ class RolloutConfig:
     """Nominal prompts of a step, before any pruning: N of every denominator."""
     completions_per_prompt: int = ranged(8, "[2, 65536]", why="an advantage compares a group's completions")
     """Completions sampled for each selected prompt: the group size G."""
-    async_steps: int = ranged(0, "[0, 1]")
-    """1: the next step's completions are generated during this step's update, one policy behind. 0: never stale."""
+    async_steps: int = ranged(0, "[0, 8]")
+    """K: the next K steps' prompts wait behind this step's and fill what its last answers leave free, so that no
+    straggler holds the servers; tokens are at most K updates old. Colocated servers pause for every update. 0: never
+    stale."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """The distribution that completions are sampled from."""
     servers: ServersConfig = field(default_factory=ServersConfig)
     """Where the servers are, or how they are started; engine=hf has none."""
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    """Tokens drafted and checked instead of sampled one by one: faster while few sequences run."""
     sync: SyncConfig = field(default_factory=SyncConfig)
     """How weights reach the servers, and how their arrival is verified."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     """Concurrency and time limits."""
 
+    @property
+    def overlaps_update(self) -> bool:
+        """Whether it generates while the actor trains."""
+        return self.async_steps > 0 and not self.servers.colocate
+
 
 def check_rollout(config: RolloutConfig) -> None:
     """Raise `UserError` for the first setting of `rollout` that contradicts another."""
-    serves = config.engine != "hf"
-    servers = config.servers
-    for key, value in (
-        ("endpoints", servers.endpoints),
-        ("launch", servers.launch != "none"),
-        ("registry_dir", servers.registry_dir),
-    ):
-        if value and not serves:
-            raise UserError(f"rollout.servers.{key} is set, but rollout.engine = hf has no servers; use vllm or sglang")
+    serves, servers = config.engine != "hf", config.servers
+    sources = {"endpoints": servers.endpoints, "launch": servers.launch != "none", "registry_dir": servers.registry_dir}
+    given = [key for key, value in sources.items() if value]
+    if given and not serves:
+        raise UserError(
+            f"rollout.servers.{given[0]} is set, but rollout.engine = hf has no servers; use vllm or sglang"
+        )
     if not serves and config.async_steps:
-        raise UserError("rollout.async_steps = 1 needs servers: the embedded hf engine shares the actor's processors")
-    sources = (config.servers.endpoints, config.servers.launch == "local", config.servers.registry_dir)
-    if serves and sum(map(bool, sources)) != 1:
+        raise UserError(
+            f"rollout.async_steps = {config.async_steps} needs servers: the embedded hf engine shares the actor's"
+            " processors"
+        )
+    if serves and len(given) != 1:
         raise UserError(
             f"rollout.engine = {config.engine}: give the servers' addresses as"
             " rollout.servers.endpoints=[http://127.0.0.1:8000], let the trainer start them with"
             " rollout.servers.launch=local, or find those of `dppo-megatron serve` with"
             " rollout.servers.registry_dir=DIR, one of the three"
         )
-    if config.servers.colocate and config.servers.launch != "local":
+    if servers.colocate and servers.launch != "local":
         raise UserError(
-            "rollout.servers.colocate needs rollout.servers.launch = local: only this"
-            " machine's servers can share its GPUs"
+            "rollout.servers.colocate needs rollout.servers.launch = local: only this machine's servers can share its"
+            " GPUs"
         )
-    if config.servers.colocate and config.async_steps:
+    if servers.colocate and config.async_steps and config.sync.in_flight != "continue":
         raise UserError(
-            "rollout.async_steps = 1 generates during the update; with rollout.servers.colocate the servers sleep then"
+            f"rollout.async_steps = {config.async_steps} with rollout.servers.colocate: servers sleep during the update"
+            f" with requests under way, which rollout.sync.in_flight = {config.sync.in_flight} would end; set"
+            " rollout.sync.in_flight=continue"
         )
-    if config.servers.colocate and config.sync.channel == "nccl":
+    if config.async_steps > 1 and config.sync.in_flight == "finish":
+        raise UserError(
+            f"rollout.async_steps = {config.async_steps} streams over steps, but with rollout.sync.in_flight = finish"
+            " every weight sync waits for all of them and their stragglers; set rollout.sync.in_flight=continue"
+        )
+    if servers.colocate and config.sync.channel == "nccl":
         raise UserError(
             "rollout.sync.channel = nccl cannot reach a colocated server: NCCL has no groups with two members on one"
             " GPU; use ipc or disk"
         )
-    if config.sync.channel == "ipc" and config.servers.launch != "local":
+    if config.sync.channel == "ipc" and servers.launch != "local":
         raise UserError(
             "rollout.sync.channel = ipc needs rollout.servers.launch = local: servers must share this machine's memory"
         )
-    if config.servers.gpus and len(config.servers.gpus) != config.servers.count:
+    if servers.gpus and len(servers.gpus) != servers.count:
         raise UserError(
-            f"rollout.servers.gpus has {len(config.servers.gpus)} entries for rollout.servers.count ="
-            f" {config.servers.count}"
+            f"rollout.servers.gpus has {len(servers.gpus)} entries for rollout.servers.count = {servers.count}"
         )
     _check_keys(config)
-    for url in config.servers.endpoints:
+    _check_speculation(config)
+    for url in servers.endpoints:
         check_endpoint(url, config)
-    if len(set(config.servers.endpoints)) < len(config.servers.endpoints):
+    if len(set(servers.endpoints)) < len(servers.endpoints):
         raise UserError("rollout.servers.endpoints names a server twice")
+
+
+def _check_speculation(config: RolloutConfig) -> None:
+    """Refuse what the engine cannot draft, or would sample or report otherwise than without drafts."""
+    speculation, servers, sampling = config.speculation, config.servers, config.sampling
+    method = speculation.method
+    if bool(speculation.draft_path) != (method == "eagle3"):
+        raise UserError(
+            f"rollout.speculation.draft_path is {'set' if speculation.draft_path else 'empty'}, but"
+            f" rollout.speculation.method = {method}; only eagle3 has a drafter, and needs one"
+        )
+    if method == "none":
+        return
+    setting = f"rollout.speculation.method = {method}"
+    if servers.launch == "none" and not servers.registry_dir:
+        raise UserError(
+            f"{setting} is for launched servers (rollout.servers.launch=local, or `dppo-megatron serve`); those of"
+            " rollout.servers.endpoints draft as they were started, and the hf engine not at all"
+        )
+    if config.engine == "sglang" and method == "suffix":
+        raise UserError(f"{setting} is vLLM's; SGLang has ngram and eagle3")
+    if config.engine == "sglang" and (sampling.top_p < 1 or sampling.top_k):
+        raise UserError(
+            f"{setting}: with drafts SGLang's log-probabilities are those before rollout.sampling.top_p and top_k cut;"
+            " leave both at their defaults"
+        )
+    for options, why in (
+        (_DRAFT_OPTIONS, "which rollout.speculation chooses"),
+        (_PIPELINE_OPTIONS, "with which SGLang refuses drafts, and nobody has run vLLM's; split it by tensors"),
+        (
+            _REPLICA_OPTIONS if config.engine == "vllm" and speculation.max_drafted else (),
+            "with which vLLM drafts the same number at any concurrency: use rollout.servers.count, or"
+            " rollout.speculation.max_drafted=0",
+        ),
+    ):
+        if option := _named_option(servers.args, options):
+            raise UserError(f"{setting}: rollout.servers.args has {option}, {why}")
+
+
+def draft_lengths(config: RolloutConfig) -> list[tuple[int, int, int]]:
+    """How many tokens a server drafts for each of its running sequences.
+
+    Returns:
+        First and last number of sequences, and tokens of each; from 1 to `limits.max_concurrent_sequences`.
+
+    Example: draft_tokens=2, max_drafted=8: [(1, 4, 2), (5, 8, 1), (9, 512, 0)]
+    """
+    most, budget = config.limits.max_concurrent_sequences, config.speculation.max_drafted
+    if not budget:
+        return [(1, most, config.speculation.draft_tokens)]
+    found, first = [], 1
+    for tokens in range(min(config.speculation.draft_tokens, budget), -1, -1):
+        last = min(most, budget // tokens) if tokens else most
+        if last >= first:
+            found.append((first, last, tokens))
+            first = last + 1
+    return found
 
 
 def _check_keys(config: RolloutConfig) -> None:

@@ -127,12 +127,30 @@ class OptimizerConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters (arXiv 2106.09685) on linear layers, which alone are trained then. Off while `rank` is 0."""
+
+    rank: int = ranged(0, "[0, 4096]")
+    """Rows of an adapter's A and columns of its B; 0: every parameter is trained."""
+    alpha: float = ranged(32.0, "(0, 1e6]")
+    """The product of B and A is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or all-linear for
+    every one of them."""
+    experts: bool = False
+    """Adapters on the projections of each expert of a mixture too. With Transformer Engine experts then run one by one
+    instead of in one grouped product."""
+
+
+@dataclass
 class ActorConfig:
     page = "actor.md"
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """How the model is split over ranks; data parallelism takes the remaining factor of the world size."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer of the RL phase; SFT overrides the learning rate."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Train adapters in place of all parameters."""
     recompute: Literal["none", "selective", "full"] = field(default="none", metadata=FREE_AT_RESUME)
     """Activation recomputation: `full` recomputes every layer in the backward pass, `selective` only the parts of
     each layer that recompute_modules names."""
@@ -163,6 +181,10 @@ class ActorConfig:
     Blackwell chip. Run `dppo-megatron doctor --fp8-gate CONFIG` before a long job."""
     fp8_bf16_layers: int = ranged(0, "[0, 10000]")
     """This many first and as many last layers stay in bfloat16 (not with fp8=delayed)."""
+    routing_replay: Literal["off", "engine", "actor"] = "off"
+    """Of a mixture of experts: `engine` sends every trained token to the experts that it went to while it was sampled,
+    in the pass for old log-probabilities and in the update; `actor` to those of the actor's own pass before the first
+    update. See [actor.md](actor.md)."""
     megatron: dict[str, Any] = field(default_factory=dict, metadata={"free_at_resume": UNEVEN_STAGES})
     """Fields of Megatron's TransformerConfig by their own names, such as {moe_router_fusion: true, moe_permute_fusion:
     true}, checked against the installed version. What other settings decide is refused."""

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -221,7 +222,8 @@ class RunProgress:
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")  # these have no bars to redraw
+    has_bars = os.environ.get("TERM") not in ("dumb", "unknown")  # those cannot redraw any
+    return stream.isatty() and has_bars and find_spec("rich") is not None
 
 
 def _bars(stream: TextIO, *, transient: bool) -> Bars:

@@ -23,7 +23,6 @@ from dppo_megatron.observe.json_lines import OLD, JsonLines, move_to_old, rewind
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.observe.samples import SAMPLES, rewind_samples
-from dppo_megatron.observe.timeline import PROFILE, TIMELINE
 from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 
@@ -33,6 +32,8 @@ RECORDS = ("metrics.jsonl", _TRACE)
 FEATURES = "trace_prompts.npz"
 """What the rows of a large set say, beside the trace."""
 SUMMARY = "summary.json"
+TIMELINE, PROFILE = "timeline", "profile"
+"""Directories of `timeline.py`, whose torch a reader of names does without."""
 _PRODUCTS = (SAMPLES, TIMELINE, PROFILE, SUMMARY, "hf")
 """What else a run has written that begins again: it would be mixed with the new, or replaced."""
 _DIRECTORIES = ("checkpoints", SAMPLES, OLD, "prompts", TIMELINE, PROFILE, "trackers", "servers")

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ SAMPLES = "samples"
 """Name of the directory inside the run directory."""
 NAME = re.compile(r"steps_(\d+)-(\d+)\.rank(\d+)\.parquet")
 _INCOMPLETE = re.compile(r"\.steps_\d+-\d+\.rank\d+\.parquet(\.\d+)?\.new")
+_NONE: Mapping[str, float] = MappingProxyType({})
 _MERGE = 64
 """Steps in a merged file."""
 _QUEUE = 4
@@ -79,11 +81,16 @@ class SampleWriter:
 
     Args:
         directory: `samples/` of the run; created with the first file.
-        correct_from: reward.correct_from.
+        correct_from: of the rewards that `Prompt.graded_by` names; 1 where it has none.
     """
 
     def __init__(
-        self, directory: Path, rank: int, world_size: int, settings: SamplesConfig, correct_from: float = 1.0
+        self,
+        directory: Path,
+        rank: int,
+        world_size: int,
+        settings: SamplesConfig,
+        correct_from: Mapping[str, float] = _NONE,
     ) -> None:
         self._directory, self._rank, self._world_size, self._correct_from = directory, rank, world_size, correct_from
         self._log = show if rank else log  # of the other ranks only rank 0's log is printed
@@ -213,7 +220,7 @@ def rewind_samples(directory: Path, last_step: int, old: Path) -> list[str]:
     return said
 
 
-def to_table(step: int, groups: Sequence[RecordedGroup], correct_from: float = 1.0) -> Any:
+def to_table(step: int, groups: Sequence[RecordedGroup], correct_from: Mapping[str, float] = _NONE) -> Any:
     """A step's completions as a pyarrow table: one row each, in the order of the groups."""
     import pyarrow as pa
 
@@ -223,7 +230,11 @@ def to_table(step: int, groups: Sequence[RecordedGroup], correct_from: float = 1
     prompts = [one.group.selected for one, _ in rows]
     weights = [float(one.weights[index]) for one, index in rows]
     actor = [one.actor_logprobs.get(index) for one, index in rows]
-    correct = [None if one is None or one.failure else deciding_reward(one) >= correct_from for one in grades]
+    least = [correct_from.get(one.prompt.graded_by, 1.0) for one in prompts]
+    correct = [
+        None if grade is None or grade.failure else deciding_reward(grade) >= bound
+        for grade, bound in zip(grades, least, strict=True)
+    ]
     columns: dict[str, tuple[Any, Any]] = {
         "step": ([step] * len(rows), pa.int32()),
         "group": ([one.position for one, _ in rows], pa.int32()),

@@ -24,11 +24,10 @@ import torch
 from dppo_megatron.config.observe import ObserveConfig
 from dppo_megatron.distributed import clock_offset, rank, to_rank_zero
 from dppo_megatron.files import make_directory, replacing
+from dppo_megatron.observe.run_directory import PROFILE, TIMELINE
 from dppo_megatron.spans import Span, Spans
 from dppo_megatron.texts import log
 
-TIMELINE, PROFILE = "timeline", "profile"
-"""Directories, in that of the run."""
 PHASES = "phases"
 """The track of a step's phases."""
 _ORDER = (PHASES, "micro-batches", "pipeline", "weight sync")

@@ -1,8 +1,7 @@
 """The command line: finds the command, and reports mistakes in one line with the right exit code and the page in docs/.
 
-A message that names a setting is explained where that setting is. Other messages are about a file, an option or a
-machine: for those the package that raised it decides, and where that one serves all commands (the readers of
-settings and paths), the command does.
+A message that names a setting is explained where that setting is. Of others the package that raised it decides, and
+where that one serves all commands (the readers of settings and paths), the command does.
 
 Help and mistakes must not wait for torch and Megatron, so each command is imported when it is asked for, and
 imports what it needs when it runs.
@@ -14,6 +13,7 @@ import argparse
 import difflib
 import errno
 import os
+import re
 import select
 import sys
 import traceback
@@ -49,8 +49,9 @@ _COMMANDS = {  # in the order of --help; each is a module of `commands`
 
 _ABOUT = {
     "actor.md": "actor doctor platform",
+    "adapters.md": "adapters",
     "checkpoints.md": "checkpoint convert run weights",
-    "choosing.md": "compare simulate",
+    "choosing.md": "compare roulette simulate",
     "cluster.md": "distributed launcher_env serve",
     "configuration.md": "init job",
     "data.md": "data",
@@ -70,6 +71,10 @@ PAGES = {name: page for page, names in _ABOUT.items() for name in names.split()}
 """The page about a package or a command."""
 
 _PACKAGE = Path(__file__).parents[1]
+_OF_TRAIN = (
+    "aiohttp argcomplete megatron packaging plotly psutil pyarrow rich safetensors tokenizers torch transformers"
+)
+"""Modules that the extra `train` installs."""
 
 
 def main(argv: list[str] | None = None, display: Display = show_progress) -> int:
@@ -91,6 +96,14 @@ def main(argv: list[str] | None = None, display: Display = show_progress) -> int
     except UserError as error:
         say(f"error: {explained(error, argv[0])}")
         return 2
+    except ModuleNotFoundError as error:
+        if str(error.name) not in _OF_TRAIN.split():  # a part of one that is there is another mistake
+            raise
+        say(
+            f"error: dppo-megatron {argv[0]} needs {error.name}, which the base install does not have;"
+            " pip install 'dppo-megatron[train]' (see docs/libraries.md)"
+        )
+        return 2
     except RunAborted as stop:
         say(f"stopped: {stop}")
         return 3
@@ -102,8 +115,9 @@ def main(argv: list[str] | None = None, display: Display = show_progress) -> int
             raise
         return 141
     except OSError as error:
-        if not _output_is_full(error):
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT):  # files have a name
             raise
+        drop(sys.stdout)
         say(f"error: stdout cannot be written: {error.strerror}; some of the output is lost, what was done is done")
         return 2
 
@@ -114,9 +128,19 @@ def explained(error: UserError, command: str) -> str:
 
     message = str(error)
     if "docs/" in message:
-        return message
+        return _with_paths(message)
     page = page_for(message) or PAGES.get(_package(error)) or PAGES.get(command, "configuration.md")
-    return f"{message}{chr(10) if chr(10) in message else ' '}(see docs/{page})"
+    return _with_paths(f"{message}{chr(10) if chr(10) in message else ' '}(see docs/{page})")
+
+
+def _with_paths(message: str) -> str:
+    """In a checkout docs/ is where everybody looks for it; of a wheel's pages the message has the whole paths."""
+    from dppo_megatron.config.paths import shipped
+
+    docs = shipped("docs")
+    if docs.parent == _PACKAGE.parent:
+        return message
+    return re.sub(r"(?<![\w/.-])docs/(?=\w+\.md)", lambda _: f"{docs}/", message)  # not the end of a user's path
 
 
 def _package(error: UserError) -> str:
@@ -145,21 +169,6 @@ def _output_has_gone() -> bool:
     return True
 
 
-def _output_is_full(error: OSError) -> bool:
-    """Whether it was our own stdout that takes no more (a log on a full disk). If so, it is dropped.
-
-    Files of ours are named in their errors; stdout has no name, and what it still holds fails once more.
-    """
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None
-    try:
-        sys.stdout.flush()
-    except OSError:
-        is_full = True
-    if is_full:
-        drop(sys.stdout)
-    return is_full
-
-
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """As `parse_args`, but settings may come before and after options.
 
@@ -184,13 +193,15 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
 
 def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> str:
     """What may replace the first: a setting, an option of a similar name, or else any option."""
+    from dppo_megatron.config.reference import all_settings, other_name
+
     options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     name, given, value = unknown[0].lstrip("-").partition("=")
-    from dppo_megatron.config.reference import all_settings
-
     takes_settings = any(action.dest == "overrides" for action in parser._actions)
     if takes_settings and name in {one.key for one in all_settings()}:
         return f"a setting is given without dashes: {name}={value if given else (unknown[1:] or ['...'])[0]}"
+    if takes_settings and (said := other_name(name)):
+        return said
     if unknown[0].startswith("-") and (close := difflib.get_close_matches(f"--{name}", options, 1)):
         return f"did you mean {close[0]}?"
     return f"the options here are {', '.join(options)}{', and settings are given as key=value' * takes_settings}"
@@ -198,6 +209,8 @@ def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required: CONFIG"):
+            message = "arguments are required: CONFIG, a YAML file or a shipped one's name, such as quickstart"
         super().error(one_line(message, 2000))  # quotes what was typed, or what a shell made of a file's name
 
 
@@ -217,7 +230,7 @@ def program(wanted: Collection[str] = _COMMANDS) -> argparse.ArgumentParser:
         if name in wanted:
             module = import_module(f"dppo_megatron.workbench.commands.{'evaluate' if name == 'eval' else name}")
             module.add_options(command)
-            command.description = module.DESCRIPTION
+            command.description = getattr(module, "DESCRIPTION", module.__doc__)
             command.set_defaults(run=module.execute)
     return parser
 

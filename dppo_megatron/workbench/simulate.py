@@ -9,28 +9,43 @@ cannot know how another method would have changed the model: figures are for the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.order import Order
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import TokenCapacity
-from dppo_megatron.progress import Advance, counted, progress
+from dppo_megatron.progress import counted, progress
 from dppo_megatron.pruning.interface import StepCapacity, StepCost
 from dppo_megatron.pruning.policies import with_method
 from dppo_megatron.pruning.scores import floor_share
 from dppo_megatron.pruning.variance import StepVariance
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
+from dppo_megatron.selection.missing import NAME as MISSING
 from dppo_megatron.steps.rollout_cost import RolloutCost
-from dppo_megatron.types import FloatArray, IntArray, UserError
-from dppo_megatron.workbench.runs.trace import Trace
+from dppo_megatron.types import IntArray, UserError
+from dppo_megatron.workbench.columns import aligned
+from dppo_megatron.workbench.runs.trace import Trace, TracedStep
 
 _MOSTLY_ROLLOUT = 0.9
 """Share of a step above which completion pruning is said to be of no help: it gains less than a ninth."""
 _COLUMNS = ("rewards", "lengths", "logit_grad_norm")
+_HEAD: tuple[str, ...] = (
+    "method",
+    "label",
+    "prompts",
+    "generated",
+    "trained",
+    "gen. tok",
+    "train. tok",
+    "s/step",
+    "speed-up",
+)
+_HEAD += ("like for like", "one pair", "scale", "variance", "skipping", "imputed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +58,7 @@ class StepTimeModel:
     fixed_s: float
     """Per step, whatever is pruned: syncing, selecting, packing."""
     overlaps: bool = False
-    """Generation runs beside the rest (async_steps=1)."""
+    """Generation runs beside the rest (`RolloutConfig.overlaps_update`)."""
 
     def update_s(self, tokens: float) -> float:
         return self.update_s_per_1k_tokens * tokens / 1000
@@ -103,7 +118,7 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
     generated = np.array([step.rollouts.lengths.sum() for step in trace.steps]) / 1000
     trained = np.array([step.rollouts.lengths.ravel()[step.kept].sum() for step in trace.steps]) / 1000
     took = {name: np.array([step.seconds[name] for step in trace.steps]) for name in ("rollout", "update", "other")}
-    if overlaps := trace.config.rollout.async_steps > 0:
+    if overlaps := trace.config.rollout.overlaps_update:
         took["rollout"] += took["update"] + took["other"]
     costs = []
     for given, tokens, name in ((rollout_cost, generated, "rollout"), (update_cost, trained, "update")):
@@ -135,74 +150,40 @@ def simulate(
         capacity: what a step's micro-batches hold, for `fill_slack`; None: nothing is filled.
         order: of the prompts; None: the recorded run's.
     """
-    with progress(f"simulating {method}", len(trace.steps), "steps") as advance:
-        return _replay(trace, method, costs, capacity, order, advance)
-
-
-def capacity_of(trace: Trace) -> StepCapacity | None:
-    """Of the recorded run's micro-batches."""
-    layout = trace.config.actor.layout
-    ranks = max(trace.ranks, layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel)
-    return TokenCapacity.of(trace.config.packing, packing_layout(trace.config.actor, ranks))
-
-
-@dataclass
-class _Sums:
-    """Over the steps of a replay."""
-
-    counts: FloatArray = field(default_factory=lambda: np.zeros(5))
-    seconds: float = 0.0
-    idle: float = 0.0
-    nominal: float = 0.0
-    labels: set[str] = field(default_factory=lambda: {"exact"})
-    accounts: list[tuple[StepVariance, float, bool]] = field(default_factory=list)
-    """Of each step with a gradient: its account, the full batch's sum s^2, and whether prompts could be skipped."""
-
-    def mean(self, of: Callable[[StepVariance, float], float], *, skipping: bool = False) -> float:
-        values = [of(account, full) for account, full, skips in self.accounts if skips or not skipping]
-        return float(np.mean(values)) if values else 1.0
-
-
-def _replay(
-    trace: Trace,
-    method: str,
-    costs: StepTimeModel,
-    capacity: StepCapacity | None,
-    order: Order | None,
-    advance: Advance,
-) -> Prediction:
-    config = with_method(trace.config, method)
-    selector = Selector(config, trace.num_prompts, order, capacity, trace.set_sizes, trace.features)
+    settings = selection_settings(with_method(trace.config, method))
+    selector = Selector(settings, trace.num_prompts, order, capacity, trace.set_sizes, trace.features)
     selector.skip_to(trace.steps[0].step)  # a bounded trace has lost the first ones
-    outcomes, sums = _NearestRollouts(trace), _Sums()
-    for traced in counted(trace.steps, advance):
+    outcomes, labels, rows = _NearestRollouts(trace), {"exact"}, []
+    accounts: list[tuple[StepVariance, float, bool]] = []
+    # of each step with a gradient: its account, the full batch's sum s^2, and whether prompts could be skipped
+    for traced in _shown(trace, method):
         step = traced.step
-        rollouts = outcomes.of(selector.begin(step).prompt_index, step)
-        rollout_s = costs.rollout.of(float(rollouts.lengths.sum()))
-        while (more := selector.refill(rollouts.rewards, step)) is not None:
-            added = outcomes.of(more.prompt_index, step)
-            rollout_s += costs.rollout.of(float(added.lengths.sum()))
-            rollouts = _append(rollouts, added)
+        rollouts, rollout_s = _rolled_out(selector, outcomes, costs, step)
         decision = selector.finish(rollouts, step)
-        sums.labels.update(row.label for row in decision.ledger)
+        labels.update(row.label for row in decision.ledger if row.name != MISSING)  # the trace's, not the method's
         generated, trained = float(rollouts.lengths.sum()), float(rollouts.lengths.ravel()[decision.kept].sum())
         update_s = costs.update_s(trained)
-        sums.seconds += costs.step_s(rollout_s, update_s)
-        sums.counts += len(rollouts.rewards), rollouts.rewards.size, decision.kept.sum(), generated, trained
         everything = outcomes.of(decision.offered[: selector.prompts_per_step], step)
-        scores, account = selector.full_scores(everything), decision.variance
+        prior = None if decision.prior is None else decision.prior[: selector.prompts_per_step]
+        scores = selector.full_scores(everything, prior)
         if full := float(np.sum(np.square(scores))):
-            sums.accounts.append((account, full, bool((decision.prompts.inclusion_prob < 1).any())))
-        sums.idle += float(everything.lengths[scores == 0].sum())
-        sums.nominal += float(everything.lengths.sum())
+            accounts.append((decision.variance, full, bool((decision.prompts.inclusion_prob < 1).any())))
+        counts = len(rollouts.rewards), rollouts.rewards.size, decision.kept.sum(), generated, trained
+        idle = everything.lengths[scores == 0].sum(), everything.lengths.sum()
+        rows.append((*counts, costs.step_s(rollout_s, update_s), *idle))
         selector.feedback(StepCost(step, rollout_s, update_s, costs.fixed_s))
-    count, scale = len(trace.steps), sums.mean(lambda account, full: account.expected / full)
-    label, effect = max(sums.labels, key=("exact", "unbiased", "ratio", "biased").index), decision.effect
+
+    def mean(of: Callable[[StepVariance, float], float], *, skipping: bool = False) -> float:
+        values = [of(account, full) for account, full, skips in accounts if skips or not skipping]
+        return float(np.mean(values)) if values else 1.0
 
     def growth(account: StepVariance, full: float) -> float:
         return account.growth.realised if label != "biased" else account.kept / full / scale**2
 
-    prompts, completions, trained_on, tokens, tokens_trained = (sums.counts / count).tolist()
+    label, effect = max(labels, key=("exact", "unbiased", "ratio", "biased").index), decision.effect
+    scale = mean(lambda account, full: account.expected / full)
+    means = np.array(rows, dtype=np.float64).mean(axis=0).tolist()
+    prompts, completions, trained_on, tokens, tokens_trained, step_s, idle_tokens, nominal_tokens = means
     return Prediction(
         method=method,
         label=label,
@@ -211,15 +192,40 @@ def _replay(
         completions_trained=trained_on,
         tokens_generated=tokens,
         tokens_trained=tokens_trained,
-        step_s=sums.seconds / count,
+        step_s=step_s,
         scale=scale,
-        variance_ratio=sums.mean(growth) if scale else 1.0,
-        variance_skipping=sums.mean(growth, skipping=any(skips for *_, skips in sums.accounts)) if scale else 1.0,
-        predicted_variance=sums.mean(lambda account, _: account.growth.predicted),
+        variance_ratio=mean(growth) if scale else 1.0,
+        variance_skipping=mean(growth, skipping=any(skips for *_, skips in accounts)) if scale else 1.0,
+        predicted_variance=mean(lambda account, _: account.growth.predicted),
         imputed_share=outcomes.imputed / max(outcomes.asked, 1),
-        without_gradient=sums.idle / max(sums.nominal, 1.0),
+        without_gradient=idle_tokens / max(nominal_tokens, 1.0),
         prompt_effect=(effect.realised, effect.error, effect.uniform) if effect else None,
     )
+
+
+def _shown(trace: Trace, method: str) -> Iterator[TracedStep]:
+    with progress(f"simulating {method}", len(trace.steps), "steps") as advance:
+        yield from counted(trace.steps, advance)
+
+
+def _rolled_out(
+    selector: Selector, outcomes: _NearestRollouts, costs: StepTimeModel, step: int
+) -> tuple[Rollouts, float]:
+    """What a step generates, refills included, and in how many seconds."""
+    rollouts = outcomes.of(selector.begin(step).prompt_index, step)
+    rollout_s = costs.rollout.of(float(rollouts.lengths.sum()))
+    while (more := selector.refill(rollouts.rewards, step)) is not None:
+        added = outcomes.of(more.prompt_index, step)
+        rollout_s += costs.rollout.of(float(added.lengths.sum()))
+        rollouts = _append(rollouts, added)
+    return rollouts, rollout_s
+
+
+def capacity_of(trace: Trace) -> StepCapacity | None:
+    """Of the recorded run's micro-batches."""
+    layout = trace.config.actor.layout
+    ranks = max(trace.ranks, layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel)
+    return TokenCapacity.of(trace.config.packing, packing_layout(trace.config.actor, ranks))
 
 
 def like_for_like(one: Prediction, base: Prediction, noise: float = 0.0) -> tuple[float, float] | None:
@@ -268,27 +274,21 @@ def limits(predictions: list[Prediction], costs: StepTimeModel) -> list[str]:
 def table(predictions: list[Prediction], costs: StepTimeModel, noise: float | None = None) -> str:
     """A table to print; speed-up is in seconds a step against the first method. Below it, what limits the gain.
     `noise`: see `like_for_like`; None: not known."""
-    header = (
-        f"{'method':<18}{'label':<10} {'prompts':>8} {'generated':>10} {'trained':>8} {'gen. tok':>9}"
-        f" {'train. tok':>10} {'s/step':>7} {'speed-up':>9} {'like for like':>14} {'one pair':>11} {'scale':>6}"
-        f" {'variance':>9} {'skipping':>8} {'imputed':>8}"
-    )
-    lines = [
-        f"cost model: {1000 * costs.rollout.average:.3g} s for 1,000 generated tokens,"
-        f" {costs.update_s_per_1k_tokens:.3g} s for 1,000 trained tokens, {costs.fixed_s:.3g} s a step",
-        header,
-    ]
+    rows = [list(_HEAD)]
     for p in predictions:
         alike = like_for_like(p, predictions[0])
         pair = None if noise is None else like_for_like(p, predictions[0], noise)
         between, measured = ("-" if one is None else f"{one[0]:.2f}-{one[1]:.2f}x" for one in (alike, pair))
-        lines.append(
-            f"{p.method:<18}{p.label:<10} {p.prompts_generated:>8.1f} {p.completions_generated:>10.1f}"
-            f" {p.completions_trained:>8.1f} {p.tokens_generated:>9.0f} {p.tokens_trained:>10.0f} {p.step_s:>7.3f}"
-            f" {predictions[0].step_s / p.step_s:>8.2f}x {between:>14} {measured:>11} {p.scale:>6.2f}"
-            f" {p.variance_ratio:>9.2f} {p.variance_skipping:>8.2f} {p.imputed_share:>7.0%}"
-        )
-    return "\n".join([*lines, *limits(predictions, costs)])
+        counts = [f"{count:.1f}" for count in (p.prompts_generated, p.completions_generated, p.completions_trained)]
+        tokens = [f"{count:.0f}" for count in (p.tokens_generated, p.tokens_trained)]
+        times = [f"{p.step_s:.3f}", f"{predictions[0].step_s / p.step_s:.2f}x", between, measured]
+        noises = [f"{value:.2f}" for value in (p.scale, p.variance_ratio, p.variance_skipping)]
+        rows.append([p.method, p.label, *counts, *tokens, *times, *noises, f"{p.imputed_share:.0%}"])
+    model = (
+        f"cost model: {1000 * costs.rollout.average:.3g} s for 1,000 generated tokens,"
+        f" {costs.update_s_per_1k_tokens:.3g} s for 1,000 trained tokens, {costs.fixed_s:.3g} s a step"
+    )
+    return "\n".join([model, *aligned(rows, left=2), *limits(predictions, costs)])
 
 
 def as_json(predictions: list[Prediction], costs: StepTimeModel, noise: float | None = None) -> dict[str, object]:

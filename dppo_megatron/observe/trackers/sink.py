@@ -40,6 +40,8 @@ FAILURES = "failures.json"
 """In it: what each tracker has missed, by name; only where there was any."""
 _QUEUE = 64
 """Steps that may wait for a tool: a minute of second-long steps, while wandb logs in."""
+_COUNTING_S = 5.0
+"""For the thread of a killed process: milliseconds, but for a child of the tool that holds the pipe open."""
 _NO_STATISTICS = {
     "DO_NOT_TRACK": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -90,6 +92,7 @@ class _TrackerQueue:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+        self._thread.join(_COUNTING_S)  # counts what is left in the queue, now that its process has ended
 
     def _run(self) -> None:
         try:

@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-Need: TypeAlias = Literal["cuda", "transformer_engine", "two_gpus", "no_single_gpu", "tests", "server"]
+Need: TypeAlias = Literal["cuda", "transformer_engine", "two_gpus", "no_single_gpu", "tests", "benchmark", "server"]
 """`no_single_gpu`: two ranks share a CPU over gloo, but NCCL refuses two on one GPU."""
-OnCpu: TypeAlias = Literal["judged", "shown", ""]
-"""Whether a machine without CUDA measures it; `shown`: tiny, which shows that it runs and nothing about speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +22,9 @@ class Figure:
     least: float | None = None
     most: float | None = None
     of_prediction: bool = False
-    """The bounds are factors of the value that was predicted."""
+    """The bounds are factors of the value that was predicted; without one the figure is shown."""
     source: str = ""
     """Where the bound comes from."""
-    on_cpu: OnCpu = ""
-    predicted: float | None = None
-    """What is expected everywhere; else `plan` or the step itself has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,42 +46,31 @@ class Step:
 
 _FAR, _NORM = "mean |difference| of log-probabilities", "first grad_norm, relative difference"
 _EXACT = "sums in another order: a CPU against itself at other layouts differs by 4e-7"
-_HALF = "bfloat16 has 8 bits: a CPU's differs from its float32 by 2.5e-3, its third grad_norm by 3.5 %"
-_STALE = "bfloat16 in the engine; of weights that did not arrive it is above 0.5"
-_SPLIT = "the target for 4B at packs of 8,192"
+_HALF = "bfloat16 has 8 bits: a CPU's differs from its float32 by 2.6e-3, its third grad_norm by 2.2 %"
+_STALE = "bfloat16 in the engine; that the weights arrived, receipts prove"
 _ROUNDING = "rounding of a few per cent a layer"
 _EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-def _most(what: str, bound: float, source: str, on_cpu: OnCpu = "") -> Figure:
-    return Figure(what, most=bound, source=source, on_cpu=on_cpu, predicted=0.0)
+def _most(what: str, bound: float, source: str) -> Figure:
+    return Figure(what, most=bound, source=source)
 
 
-def _far(case: str, far: float, norm: float, source: str, on_cpu: OnCpu = "") -> dict[str, Figure]:
+def _far(case: str, far: float, norm: float, source: str) -> dict[str, Figure]:
     return {
-        f"{case}_before": _most(f"{case}: {_FAR}", far, source, on_cpu),
-        f"{case}_grad_norm": _most(f"{case}: {_NORM}", norm, source, on_cpu),
+        f"{case}_before": _most(f"{case}: {_FAR}", far, source),
+        f"{case}_grad_norm": _most(f"{case}: {_NORM}", norm, source),
     }
 
 
-def _parity(case: str, far: float, norm: float, source: str, on_cpu: OnCpu = "") -> dict[str, Figure]:
-    after = _most(f"{case}: the same after 3 updates", 3 * far, source, on_cpu)
-    return _far(case, far, norm, source, on_cpu) | {f"{case}_after": after}
-
-
-# fmt: off
-_TRIPS, _BYTE = "round trips of 3 through another process", "a wrong byte is a wrong weight"
-_IPC = {"right": Figure(_TRIPS, "", 3, source=_BYTE, on_cpu="judged", predicted=3)}
-_RUN = {
-    "steps": Figure("steps of a training run", "", 3, source="it runs", on_cpu="judged", predicted=3),
-    "mismatch": _most("its largest mismatch/logprob_abs_diff_mean", 0.05, _STALE, "judged"),
-    "train_sync_s": Figure("seconds of its last sync", "s", on_cpu="shown"),
-}
+def _parity(case: str, far: float, norm: float, source: str) -> dict[str, Figure]:
+    after = _most(f"{case}: the same after 3 updates", 3 * far, source)
+    return _far(case, far, norm, source) | {f"{case}_after": after}
 
 
 def _mfu(least: float) -> dict[str, Figure]:
     return {
-        "mfu": Figure("useful FLOPs over the bfloat16 peak", "", least, source=_SPLIT),
+        "mfu": Figure("useful FLOPs over the bfloat16 peak", "", least, source="the target for 4B at packs of 8,192"),
         "step_s": Figure("a step of 8 micro-batches", "s"),
         "peak_gib": Figure("peak of allocated memory", "GiB", most=130, source="an H200 has 140"),
     }
@@ -101,16 +85,23 @@ def _fp8(recipe: str, speed: float) -> dict[str, Figure]:
     }
 
 
+_IPC = {"right": Figure("round trips of 3 through another process", "", 3, source="a wrong byte is a wrong weight")}
+_RUN = {
+    "steps": Figure("steps of a training run", "", 3, source="it runs, and each sync has its receipts"),
+    "mismatch": _most("its largest mismatch/logprob_abs_diff_mean", 0.05, _STALE),
+    "sync_s": Figure("seconds of its last sync", "s"),
+}
+# fmt: off
 STEPS: tuple[Step, ...] = (
     Step("environment", "What is installed, and a matrix product", "basics.environment", 60, {
         "matmul": Figure("8192 x 8192 bfloat16 product", "TFLOP/s", 0.75, None, True, "else throttled or shared"),
-        "faults": _most("faults that `doctor` finds", 0, "each says what would be right", "shown"),
-        "fp8_recipes": Figure("FP8 recipes that run here", "", 1, None, True, "three from Hopper on", predicted=3),
+        "faults": _most("faults that `doctor` finds", 0, "each says what would be right"),
+        "fp8_recipes": Figure("FP8 recipes that run here", "", 3, source="three from Hopper on"),
     }),
     Step("ipc", "Memory of one process mapped by another", "basics.ipc", 40, _IPC),
     Step("ipc-expandable", "The same from expandable segments", "basics.ipc", 40, _IPC, ("cuda",), _EXPANDABLE),
     Step("parity", "Against stored float32 references of a CPU, local layers", "parity.against_references", 90,
-         _parity("float32 local", 1e-4, 1e-4, _EXACT, "judged") | _parity("bfloat16 local", 0.02, 0.03, _HALF),
+         _parity("float32 local", 1e-4, 1e-4, _EXACT) | _parity("bfloat16 local", 0.02, 0.03, _HALF),
          given=("local", "float32", "bfloat16")),
     Step("parity-te", "The same with Transformer Engine's layers", "parity.against_references", 60,
          _parity("bfloat16 te", 0.02, 0.03, _HALF), ("cuda", "transformer_engine"), given=("te", "bfloat16")),
@@ -119,51 +110,42 @@ STEPS: tuple[Step, ...] = (
         "passed": Figure("passed", "", 1, source="a check that ran nothing is red"),
         "skipped": Figure("skipped"),
     }, ("cuda", "tests")),
-    Step("servers", "A colocated server: sleep, two syncs, three steps of training", "jobs.servers", 300, {
+    Step("servers", "A colocated server that sleeps during updates: three steps", "jobs.three_steps", 300, _RUN | {
         "freed_share": Figure("memory of the card that sleep frees", "", 0.1, source="a server was given 0.3 of it"),
-        "first_diff": _most(f"first sync: {_FAR}", 0.05, _STALE, "judged"),
-        "second_diff": _most(f"second sync: {_FAR}", 0.05, _STALE, "judged"),
-        "sync_s": Figure("seconds of the second sync", "s", on_cpu="shown"),
-        "sync": Figure("device after a sync, without a trainer's actor", "GiB"),
-        "generate": Figure("device after generation, without a trainer's actor", "GiB"),
-    } | _RUN, ("server",)),
+    }, ("server",), given=("colocate",)),
     Step("mfu-4b-te", "A step of 4B, Transformer Engine's layers", "speed.utilization", 95,
-         _mfu(0.45), ("cuda", "transformer_engine"), _EXPANDABLE, given=("te",)),
+         _mfu(0.45), ("cuda", "transformer_engine", "benchmark"), _EXPANDABLE, given=("te",)),
     Step("mfu-4b-local", "A step of 4B, local layers", "speed.utilization", 95,
-         _mfu(0.38), ("cuda",), _EXPANDABLE, given=("local",)),
+         _mfu(0.38), ("cuda", "benchmark"), _EXPANDABLE, given=("local",)),
     Step("packed", "One batch of 0.6B packed, padded, and padded after sorting", "speed.packed", 70, {
-        f"over_{other}": Figure(f"packed over {other}", "x", 0.9, None, True, "slots, less a tenth", "shown")
+        f"over_{other}": Figure(f"packed over {other}", "x", 0.9, None, True, "slots, less a tenth")
         for other in ("padded", "sorted")
-    }, environment=_EXPANDABLE),
-    Step("memory", "Peak of each phase of 4B against `plan` (generation and sync: `servers`)", "speed.memory", 80, {
+    }, ("benchmark",), _EXPANDABLE),
+    Step("memory", "Peak of each phase of 4B against `plan`", "speed.memory", 80, {
         phase: Figure(f"{phase}, device", "GiB", 0.9, 1.1, True, "`plan` decides by it whether a job fits")
         for phase in ("log-probs", "backward", "step")
     } | {
         "left": _most("share that stays while servers have the card", 0.1, "servers need the room"),
-    }, ("cuda",), _EXPANDABLE),
+    }, ("cuda", "benchmark"), _EXPANDABLE),
     Step("job", "40 steps, killed at half, resumed", "jobs.killed_and_resumed", 190, {
-        "steps": Figure("steps on record", "", 1, None, True, "all of them", "judged"),
-        "repeated": Figure("steps done again after the kill", "", 1, source="or nothing was compared", on_cpu="judged"),
-        "kept": Figure("steps that the checkpoint kept", "", 1, None, True, "a resume, not a new start", "judged"),
-        "loss": _most("first of them: |loss difference|", 1e-3, "the same draws", "judged"),
-        "grad_norm": _most("first of them: grad_norm, relative difference", 0.03, _HALF, "judged"),
-        "mismatch": _most("largest mismatch/logprob_abs_diff_mean", 0.02, _HALF, "judged"),
+        "steps": Figure("steps on record", "", 1, None, True, "all of them"),
+        "repeated": Figure("steps done again after the kill", "", 1, source="or nothing was compared"),
+        "kept": Figure("steps that the checkpoint kept", "", 1, None, True, "a resume, not a new start"),
+        "loss": _most("first of them: |loss difference|", 1e-3, "the same draws"),
+        "grad_norm": _most("first of them: grad_norm, relative difference", 0.03, _HALF),
+        "mismatch": _most("largest mismatch/logprob_abs_diff_mean", 0.02, _HALF),
     }),
     Step("fp8", "FP8 on the gate, and its speed at 4B", "speed.fp8", 180,
-         _fp8("tensorwise", 1.2) | _fp8("blockwise", 1.1), ("cuda", "transformer_engine"), _EXPANDABLE),
+         _fp8("tensorwise", 1.2) | _fp8("blockwise", 1.1), ("cuda", "transformer_engine", "benchmark"), _EXPANDABLE),
     Step("mfu-0.6b", "A step of 0.6B at two lengths", "speed.lengths", 50, {
         f"mfu_{tokens}": Figure(f"useful FLOPs over the bfloat16 peak, {tokens} tokens") for tokens in (4096, 16384)
-    }, ("cuda",), _EXPANDABLE),
+    }, ("cuda", "benchmark"), _EXPANDABLE),
     Step("layouts", "Two ranks against one: DP, TP, PP, CP, EP", "parity.layouts", 120,
-         _far("dp2", 1e-4, 1e-4, _EXACT, "judged") | _far("tp2", 1e-4, 1e-4, _EXACT, "judged")
-         | _far("pp2", 1e-4, 1e-4, _EXACT, "judged") | _far("cp2", 1e-4, 1e-4, _EXACT, "judged")
-         | _far("ep2", 0.02, 0.05, "bfloat16 on CUDA, for Transformer Engine", "judged"),
+         _far("dp2", 1e-4, 1e-4, _EXACT) | _far("tp2", 1e-4, 1e-4, _EXACT) | _far("pp2", 1e-4, 1e-4, _EXACT)
+         | _far("cp2", 1e-4, 1e-4, _EXACT) | _far("ep2", 0.02, 0.05, "bfloat16 on CUDA, for Transformer Engine"),
          ("no_single_gpu",), {"OMP_NUM_THREADS": "1"}, ranks=2),
     Step("servers-nccl", "A server on the second GPU, weights by NCCL: three steps", "jobs.three_steps", 75,
-         _RUN, ("two_gpus", "server"),
-         given=({"rollout.servers.gpus": "['1']", "rollout.sync.channel": "nccl"},)),
+         _RUN, ("two_gpus", "server"), given=("nccl",)),
     Step("servers-dp", "One colocated server with a replica on each of two GPUs: three steps", "jobs.three_steps", 75,
-         _RUN, ("two_gpus", "server"),
-         given=({"rollout.servers.gpus": "['0,1']", "rollout.servers.colocate": "true"}, 2,
-                ("--data-parallel-size", "2"))),
+         _RUN, ("two_gpus", "server"), given=("replicas",)),
 )

@@ -10,7 +10,7 @@ import contextlib
 import html
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -19,11 +19,11 @@ from typing import Any, Literal, TypeAlias
 from dppo_megatron.files import write_text
 from dppo_megatron.texts import plain
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.accept.bars import STEPS, Figure, Step
+from dppo_megatron.workbench.accept.bars import STEPS, Figure
 from dppo_megatron.workbench.report.document import write_html
 
 Verdict: TypeAlias = Literal["pass", "fail", "shown", "not run"]
-FILE, PAGE = "accept.json", "accept.html"
+FILE, PAGE, FIGURES = "accept.json", "accept.html", "figures.jsonl"
 _CHIP: dict[Verdict, str] = {"pass": "good", "fail": "bad", "shown": "", "not run": "warn"}
 
 
@@ -53,6 +53,10 @@ class FigureRow:
     note: str
     source: str
 
+    def number(self, value: float | None) -> str:
+        """With its unit."""
+        return "-" if value is None else f"{value:.4g} {self.unit}".strip()
+
 
 @dataclass
 class Record:
@@ -63,29 +67,23 @@ class Record:
 
     def rows(self) -> list[FigureRow]:
         """Every figure of the table, in its order."""
-        return [self._row(step, name, figure) for step in STEPS for name, figure in step.figures.items()]
+        rows = []
+        for step in STEPS:
+            ran = self.steps.get(step.name, Ran("not run", "not asked for"))
+            for name, figure in step.figures.items():
+                found = ran.figures.get(name, {})
+                value, prediction, note = found.get("value"), found.get("prediction"), found.get("note", "")
+                verdict = _judged(figure, value, prediction)
+                if value is None:
+                    verdict, note = self._missing(ran, name, note)
+                known = (value, prediction, _bar(figure), verdict, note, figure.source)
+                rows.append(FigureRow(step.name, figure.what, figure.unit, *known))
+        return rows
 
-    def _row(self, step: Step, name: str, figure: Figure) -> FigureRow:
-        ran = self.steps.get(step.name, Ran("not run", "not asked for"))
-        found = ran.figures.get(name, {})
-        value, prediction = found.get("value"), found.get("prediction")
-        if prediction is None:
-            prediction = self.facts.get("predictions", {}).get(step.name, {}).get(name, figure.predicted)
-        verdict, note = _judged(figure, value, prediction, on_cpu=not self.facts.get("gpus")), found.get("note", "")
-        if value is None:
-            verdict, note = self._missing(ran, figure, note)
-        return FigureRow(
-            step.name, figure.what, figure.unit, value, prediction, _bar(figure), verdict, note, figure.source
-        )
-
-    def _missing(self, ran: Ran, figure: Figure, note: str) -> tuple[Verdict, str]:
-        if note:
-            return "not run", note
-        if ran.state == "begun":
-            return "not run", "interrupted; the same command goes on here"
-        if ran.state == "not run":
-            return "not run", ran.why
-        if not self.facts.get("gpus") and not figure.on_cpu and self.facts:
+    def _missing(self, ran: Ran, name: str, note: str) -> tuple[Verdict, str]:
+        if note or ran.state in ("begun", "not run"):
+            return "not run", note or ran.why or "interrupted; the same command goes on here"
+        if ran.state == "done" and name not in ran.figures and not self.facts.get("gpus"):
             return "not run", "no CUDA device"
         return "fail", ran.why or "the step ended without a number for it"
 
@@ -100,8 +98,7 @@ def read_record(directory: Path, options: dict[str, str]) -> Record:
     """The record in `directory`, or a new one. Raises UserError if it cannot be read, or is of another model."""
     try:
         values = json.loads((directory / FILE).read_text(encoding="utf-8"))
-        steps = {name: Ran(**ran) for name, ran in values["steps"].items()}
-        record = Record(options, values["facts"], steps)
+        record = Record(options, values["facts"], {name: Ran(**ran) for name, ran in values["steps"].items()})
         given = values["options"]["model"]
     except FileNotFoundError:
         return Record(options)
@@ -112,20 +109,19 @@ def read_record(directory: Path, options: dict[str, str]) -> Record:
     return record
 
 
-def read_figures(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_figures(directory: Path) -> dict[str, dict[str, Any]]:
     """What a step's process has written; a line that a kill has truncated is left out."""
+    path, found = directory / FIGURES, dict[str, dict[str, Any]]()
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             values = json.loads(line)
-            yield values.pop("figure"), values
+            found.setdefault(values.pop("figure"), {}).update(values)
+    return found
 
 
-def _judged(figure: Figure, value: float | None, prediction: float | None, *, on_cpu: bool) -> Verdict:
-    bounded = figure.least is not None or figure.most is not None
-    if value is None or not bounded or (on_cpu and figure.on_cpu != "judged"):
-        return "shown"
+def _judged(figure: Figure, value: float | None, prediction: float | None) -> Verdict:
     scale = prediction if figure.of_prediction else 1.0
-    if scale is None:
+    if value is None or scale is None or (figure.least is None and figure.most is None):
         return "shown"
     is_above = figure.least is None or value >= figure.least * scale
     is_below = figure.most is None or value <= figure.most * scale
@@ -144,31 +140,24 @@ def write_page(path: Path, record: Record) -> None:
     counts = Counter(row.verdict for row in rows)
     chips = " ".join(_chip(verdict, f"{counts[verdict]} {verdict}") for verdict in _CHIP)
     device = _text(record.facts.get("device", "not found out"))
-    of = "" if record.facts.get("gpus") else "<p class='lead'>Predictions of `plan` are for an H200.</p>"
-    parts = [f'<section><h2>Accept: {device}</h2>{of}<p class="row">{chips}</p></section>']
+    parts = [f'<section><h2>Accept: {device}</h2><p class="row">{chips}</p></section>']
+    figures = [_line("th", ("what", "measured", "predicted", "bar", "verdict", "note", "why this bar"))]
     for step in STEPS:
-        ran = record.steps.get(step.name)
-        took = f", {ran.seconds:.0f} s" if ran and ran.seconds else ""
-        own = [_row(row) for row in rows if row.step == step.name]
-        head = _line("th", ("what", "measured", "predicted", "bar", "verdict", "note", "why this bar"))
-        parts.append(
-            f'<section id="{step.name}"><h2>{_text(step.what)}</h2><p class="lead"><code>{step.name}</code>{took}</p>'
-            f'<div class="card scroll"><table class="figures">{head}{"".join(own)}</table></div></section>'
-        )
-    machine = "".join(_line("td", (_text(what), _text(found))) for what, found in record.facts.get("report", []))
-    parts.append(f'<section><h2>Machine</h2><div class="card scroll"><table>{machine}</table></div></section>')
+        seconds = record.steps[step.name].seconds if step.name in record.steps else 0.0
+        took = f"{step.name}, {seconds:.0f} s" if seconds else step.name
+        figures.append(f'<tr><th colspan="7">{_text(step.what)} ({took})</th></tr>')
+        figures += [_line("td", _cells(row)) for row in rows if row.step == step.name]
+    machine = [_line("td", map(_text, row)) for row in record.facts.get("report", [])]
+    for title, kind, lines in (("Figures", "figures", figures), ("Machine", "", machine)):
+        table = f'<table class="{kind}">{"".join(lines)}</table>'
+        parts.append(f'<section><h2>{title}</h2><div class="card scroll">{table}</div></section>')
     template = files("dppo_megatron.workbench.accept") / "assets" / "accept.html"
     write_html(path, template, "dppo-megatron accept", parts, [])
 
 
-def _row(row: FigureRow) -> str:
-    value, prediction = (_number(one, row.unit) for one in (row.value, row.prediction))
-    cells = (_text(row.what), value, prediction, _text(row.bar), _chip(row.verdict, row.verdict))
-    return _line("td", (*cells, _text(row.note), _text(row.source)))
-
-
-def _number(value: float | None, unit: str) -> str:
-    return "-" if value is None else _text(f"{value:.4g} {unit}".strip())
+def _cells(row: FigureRow) -> list[str]:
+    before = [row.what, row.number(row.value), row.number(row.prediction), row.bar]
+    return [*map(_text, before), _chip(row.verdict, row.verdict), _text(row.note), _text(row.source)]
 
 
 def _chip(verdict: Verdict, text: str) -> str:

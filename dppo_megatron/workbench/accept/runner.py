@@ -26,12 +26,14 @@ from dppo_megatron.files import remove_tree
 from dppo_megatron.observe.json_lines import finite
 from dppo_megatron.progress import progress
 from dppo_megatron.workbench.accept.bars import STEPS, Step
-from dppo_megatron.workbench.accept.record import Ran, Record, read_figures
+from dppo_megatron.workbench.accept.record import FIGURES, Ran, Record, read_figures
 
 HOURS = 0.5
 """Of all limits together."""
 _GRACE_S = 15.0
 """For a child that is asked to end: it stops its servers."""
+TESTS, BENCHMARK = "tests/test_gpu.py", "benchmarks/gpu/train_step.py"
+"""What steps need of a checkout."""
 CHILD = "dppo_megatron.workbench.accept.runner"
 ENVIRONMENT = "environment"
 """The step that finds the facts which the others depend on."""
@@ -50,80 +52,67 @@ def run_steps(
     deadline, scale = time.monotonic() + 3600 * hours, max(1.0, hours / HOURS)
     for step in STEPS:
         ran = record.steps.get(step.name)
-        if only and step.name not in (ENVIRONMENT, *only):
-            continue
-        if ran is not None and ran.state in ("done", "failed") and step.name not in again:
+        is_wanted = not only or step.name in (ENVIRONMENT, *only)
+        if not is_wanted or (ran and ran.state in ("done", "failed") and step.name not in again):
             continue
         limit_s, why = step.limit_s * scale, lacking(step, record)
         if not why and deadline - time.monotonic() < limit_s:
             why = f"no time left (needs {limit_s:.0f} s)"
-        if why:
-            record.steps[step.name] = Ran("not run", why)
-        else:
-            record.steps[step.name] = Ran("begun")
-            record.write(directory)
-            with progress(f"{step.name}: {step.what}, at most {limit_s:.0f} s"):
-                record.steps[step.name] = _run(step, directory, limit_s, record)
+        record.steps[step.name] = Ran("not run", why) if why else Ran("begun")
         record.write(directory)
+        if not why:
+            with progress(f"{step.name}: {step.what}, at most {limit_s:.0f} s"):
+                record.steps[step.name] = _run(step, directory / "steps" / step.name, limit_s, record)
+            record.write(directory)
 
 
 def lacking(step: Step, record: Record) -> str:
     """Why a step cannot run here; empty if it can."""
-    facts, options = record.facts, record.options
-    if step.name == ENVIRONMENT:
-        return ""
+    facts = record.facts
     if not facts:
-        return "the environment was not found out"
-    gpus = facts["gpus"]
+        return "" if step.name == ENVIRONMENT else "the environment was not found out"
+    gpus, has_pytest = facts["gpus"], importlib.util.find_spec("pytest")
     reasons = {
         "cuda": "" if gpus else "no CUDA device",
         "transformer_engine": facts["lacks_transformer_engine"],
         "two_gpus": "" if gpus > 1 else "one GPU" if gpus else "no CUDA device",
         "no_single_gpu": "one GPU" if gpus == 1 else "",
-        "tests": "" if tests_directory() else "the repository's tests, or pytest, are not here",
-        "server": ""
-        if options["server_python"]
-        else "no engine: --server-python names the Python of one that has vLLM or SGLang",
+        "tests": "" if repository(TESTS) and has_pytest else "the repository's tests, or pytest, are not here",
+        "benchmark": "" if repository(BENCHMARK) else "not in a checkout, whose benchmarks measure it",
+        "server": "" if record.options["server_python"] else "no engine: --server-python names a Python that has one",
     }
     return next(filter(None, (reasons[need] for need in step.needs)), "")
 
 
-def tests_directory() -> Path | None:
-    """The repository's tests, beside the package in a checkout."""
-    tests = Path(__file__).resolve().parents[3] / "tests"
-    return tests if (tests / "test_gpu.py").exists() and importlib.util.find_spec("pytest") else None
+def repository(file: str) -> Path | None:
+    """A file of the repository, in the checkout that this package is in or that is the working directory."""
+    roots = (Path(__file__).resolve().parents[3], Path.cwd())
+    return next((root / file for root in roots if (root / file).exists()), None)
 
 
-def _run(step: Step, directory: Path, limit_s: float, record: Record) -> Ran:
-    own = directory / "steps" / step.name
+def _run(step: Step, own: Path, limit_s: float, record: Record) -> Ran:
+    """Run a step, whose files are in `own`."""
     remove_tree(own)
     own.mkdir(parents=True)
     options = json.dumps(record.options | {"cuda": bool(record.facts.get("gpus"))})
-    allocator = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # only what the step itself sets
-    inherited = {name: value for name, value in package_environment().items() if name not in allocator}
-    # torchrun's processes do not inherit -P
+    # of the allocator's variables only what the step itself sets; torchrun's processes do not inherit -P
+    inherited = {name: value for name, value in package_environment().items() if not name.endswith("_ALLOC_CONF")}
     environment = inherited | step.environment | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     command = python_command(CHILD, step.name, str(own), options, ranks=step.ranks)
-    started = time.monotonic()
+    started, why = time.monotonic(), ""
     with (own / "log").open("wb") as log:
         child = subprocess.Popen(
             command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
         )
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(limit_s)
-            timed_out = child.poll() is None
+            if code := child.wait(limit_s):
+                why = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        except subprocess.TimeoutExpired:
+            why = f"no end within {limit_s:.0f} s"
         finally:
             _end(child)
-    seconds = time.monotonic() - started
-    found: dict[str, dict[str, Any]] = {}
-    for figure, values in read_figures(own / "figures.jsonl"):
-        (record.facts if figure == "facts" else found.setdefault(figure, {})).update(values)
-    code, why = child.returncode, ""
-    if timed_out:
-        why = f"no end within {limit_s:.0f} s"
-    elif code:
-        why = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    seconds, found = time.monotonic() - started, read_figures(own)
+    record.facts |= found.pop("facts", {})
     if why and (said := _last_words(own / "log")):
         why += f": {said}"
     return Ran("failed" if why else "done", why, seconds, found)
@@ -141,11 +130,9 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 def _last_words(log: Path) -> str:
     """The last line that speaks of an error, or the last one."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line or line.startswith(("error:", "stopped:"))]
-    ours = [
-        line for line in errors if "torch.distributed.elastic" not in line
-    ]  # torchrun only reports that a rank failed
-    return (ours or lines or [""])[-1][:300]
+    # torchrun only reports that a rank failed
+    errors = [line for line in lines if "Error" in line and "torch.distributed.elastic" not in line]
+    return (errors or lines or [""])[-1][:300]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +149,7 @@ class Sheet:
     server_python: str
 
     def note(self, figure: str, value: float | None, prediction: float | None = None, note: str = "") -> None:
-        """A figure of `bars.py`; without a value the note is the reason. `prediction` only where the table has none."""
+        """A figure of `bars.py`; without a value the note is the reason."""
         assert figure in self.step.figures, (self.step.name, figure)  # without a row it would be lost
         note = note if value is None or finite(float(value)) is not None else ""  # a NaN becomes null, and has failed
         self._write(figure, value=None if value is None else float(value), prediction=prediction, note=note)
@@ -172,7 +159,7 @@ class Sheet:
         self._write("facts", **facts)
 
     def _write(self, figure: str, **values: Any) -> None:
-        with (self.directory / "figures.jsonl").open("a", encoding="utf-8") as file:
+        with (self.directory / FIGURES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite({"figure": figure} | values), allow_nan=False) + "\n")
 
 
@@ -182,12 +169,7 @@ def measure(sheet: Sheet) -> None:
     getattr(importlib.import_module(f"dppo_megatron.workbench.accept.{module}"), function)(sheet, *sheet.step.given)
 
 
-def main(name: str, directory: str, options: str) -> None:
-    """Run the step `name` in this process. `options`: those of `Sheet`, as JSON."""
-    die_with_parent()  # a killed command leaves no measurement behind
-    (step,) = (step for step in STEPS if step.name == name)
-    measure(Sheet(step, Path(directory), **json.loads(options)))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    die_with_parent()  # a killed command leaves no measurement behind
+    [name, own, options] = sys.argv[1:]
+    measure(Sheet(next(step for step in STEPS if step.name == name), Path(own), **json.loads(options)))

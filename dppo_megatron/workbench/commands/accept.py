@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from dppo_megatron.config.paths import check_directory, check_file, check_writable
+from dppo_megatron.config.paths import check_file, check_path, check_writable
 from dppo_megatron.texts import show
 from dppo_megatron.types import RunAborted
 from dppo_megatron.workbench.accept.bars import STEPS
@@ -49,7 +49,7 @@ def execute(arguments: argparse.Namespace) -> int:
     check_number("--hours", arguments.hours, "(0, 100]")
     check_writable("--out", arguments.out, directory=True)
     if arguments.model:
-        check_directory("--model", arguments.model)
+        check_path("--model", arguments.model, "directory")
     if arguments.server_python:
         check_file("--server-python", arguments.server_python)
     out: Path = arguments.out.absolute()

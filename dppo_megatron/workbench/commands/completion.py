@@ -1,9 +1,10 @@
-"""Shell completion: commands, options, files, and the settings of the schema with their choices.
+"""Print a script that completes commands, options, files and settings in your shell. Once, at its start:
 
-    eval "$(dppo-megatron completion bash)"        # in ~/.bashrc; zsh the same; fish: ... | source
+  eval "$(dppo-megatron completion bash)"          # ~/.bashrc
+  eval "$(dppo-megatron completion zsh)"           # ~/.zshrc
+  dppo-megatron completion fish | source           # ~/.config/fish/config.fish
 
-The shell asks this program at each Tab, through argcomplete, so nothing has to be installed again when a setting is
-added. Hence the rule that building the parser imports neither torch nor Megatron.
+The shell asks this program at each Tab, so nothing has to be installed again when a setting is added.
 """
 
 from __future__ import annotations
@@ -15,19 +16,8 @@ from typing import Any
 from dppo_megatron.config.reference import all_keys, all_settings
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
 
-DESCRIPTION = """\
-Print a script that completes commands, options, files and settings in your shell. Once, at its start:
-
-  eval "$(dppo-megatron completion bash)"          # ~/.bashrc
-  eval "$(dppo-megatron completion zsh)"           # ~/.zshrc
-  dppo-megatron completion fish | source           # ~/.config/fish/config.fish
-"""
 _COMPINIT = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }"
 """A .zshrc without it has no `compdef`, and the script would fail at every start of the shell."""
-_METHODS: dict[str, Iterable[str]] = {
-    "pruning.prompt.method": PROMPT_POLICIES,
-    "pruning.completion.method": COMPLETION_POLICIES,
-}
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -49,10 +39,18 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
     for action in _actions(parser):
         if action.dest == "overrides":
-            action.completer = lambda prefix, **_: list(settings(prefix))  # type: ignore[attr-defined]
+            action.completer = lambda prefix, **_: list(settings(prefix))
         elif action.dest == "key":
-            action.completer = lambda prefix, **_: list(keys(prefix))  # type: ignore[attr-defined]
+            action.completer = lambda prefix, **_: [one.key for one in all_settings() if one.key.startswith(prefix)]
     argcomplete.autocomplete(parser, always_complete_options=False)
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[Any]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for inside in action.choices.values():
+                yield from _actions(inside)
 
 
 def settings(prefix: str) -> Iterator[str]:
@@ -68,27 +66,16 @@ def settings(prefix: str) -> Iterator[str]:
     yield from (f"{one}=" for one in all_keys() if one not in sections and one.startswith(key))
 
 
-def keys(prefix: str) -> Iterator[str]:
-    """Settings and sections that begin with `prefix`."""
-    return (one.key for one in all_settings() if one.key.startswith(prefix))
-
-
 def _choices(key: str) -> Iterable[str]:
-    if key in _METHODS:
-        return _METHODS[key]
-    for one in all_settings():
-        if one.key == key:
-            if one.kind == "true or false":
-                return ("true", "false")
-            if one.allowed.startswith("one of "):
-                return one.allowed.removeprefix("one of ").split(", ")
-    return ()
-
-
-def _actions(parser: argparse.ArgumentParser) -> Iterator[Any]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for inside in action.choices.values():
-                yield from _actions(inside)
-        else:
-            yield action
+    policies: dict[str, Iterable[str]] = {
+        "pruning.prompt.method": PROMPT_POLICIES,
+        "pruning.completion.method": COMPLETION_POLICIES,
+    }
+    if key in policies:
+        return policies[key]
+    setting = next((one for one in all_settings() if one.key == key), None)
+    if setting is None:
+        return ()
+    if setting.kind == "true or false":
+        return ("true", "false")
+    return setting.allowed.removeprefix("one of ").split(", ") if setting.allowed.startswith("one of ") else ()

@@ -1,4 +1,12 @@
-"""`dppo-megatron config [KEY]`: every setting, described by the schema itself."""
+"""Print every setting, or those of a section, or those with KEY in their name: type, default, range, meaning, the file
+that defines it, and the page that explains it.
+
+  dppo-megatron config
+  dppo-megatron config rollout.sampling
+  dppo-megatron config temperature
+
+How files and the command line are read is in docs/configuration.md.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +19,6 @@ from dppo_megatron.config.reference import Setting, all_settings, find, unknown_
 from dppo_megatron.config.schema import Config
 from dppo_megatron.texts import show
 
-DESCRIPTION = """\
-Print every setting, or those of a section, or those with KEY in their name: type, default, range, meaning, the file
-that defines it, and the page that explains it.
-
-  dppo-megatron config
-  dppo-megatron config rollout.sampling
-  dppo-megatron config temperature
-
-How files and the command line are read is in docs/configuration.md.
-"""
-
 
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("key", metavar="KEY", nargs="?", default="", help="a setting, a section, or a part of a name")
@@ -32,11 +29,11 @@ def execute(arguments: argparse.Namespace) -> int:
     if not chosen:
         raise unknown_key("config", arguments.key, [], Config)
     width = min(120, max(60, shutil.get_terminal_size((100, 0)).columns))
-    show(*"\n\n".join("\n".join(describe(one, width)) for one in chosen).split("\n"))
+    show(*"\n\n".join("\n".join(_described(one, width)) for one in chosen).split("\n"))
     return 0
 
 
-def describe(setting: Setting, width: int = 100) -> Iterator[str]:
+def _described(setting: Setting, width: int) -> Iterator[str]:
     """What there is to say about a setting, as lines of at most `width` characters where words allow it."""
     facts = [setting.kind] if setting.is_section else [setting.kind, f"default {setting.default}", setting.allowed]
     yield f"{setting.key}  ({', '.join(fact for fact in facts if fact)})"

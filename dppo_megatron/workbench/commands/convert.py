@@ -1,4 +1,10 @@
-"""`dppo-megatron convert to-megatron|to-hf`."""
+"""Convert between Hugging Face and Megatron distributed checkpoints, one tensor at a time (docs/checkpoints.md):
+
+  dppo-megatron convert to-megatron --hf Qwen3-8B --out qwen3-8b
+  dppo-megatron convert to-hf --checkpoint runs/x/checkpoints/step_000020 --out hf --dtype bf16
+
+A distributed checkpoint loads at any tensor, pipeline and expert parallel size.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +12,11 @@ import argparse
 import os
 from pathlib import Path
 
-from dppo_megatron.config.paths import check_directory, check_writable
-from dppo_megatron.progress import progress
+from dppo_megatron.config.paths import check_path, check_writable
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import check_number
-
-DESCRIPTION = """\
-Convert between Hugging Face and Megatron distributed checkpoints, one tensor at a time (docs/checkpoints.md):
-
-  dppo-megatron convert to-megatron --hf Qwen3-8B --out qwen3-8b
-  dppo-megatron convert to-hf --checkpoint runs/x/checkpoints/step_000020 --out hf --dtype bf16
-
-A distributed checkpoint loads at any tensor, pipeline and expert parallel size.
-"""
+from dppo_megatron.workbench.commands.terminal import loading
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -28,18 +25,15 @@ def add_options(command: argparse.ArgumentParser) -> None:
     to_megatron.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint")
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
         to_megatron.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"check {what}-parallel size N")
-    to_hf = directions.add_parser(
-        "to-hf", help="from a distributed checkpoint, converted or of a training run", allow_abbrev=False
-    )
+    to_hf = directions.add_parser("to-hf", help="from a distributed checkpoint or a run's", allow_abbrev=False)
     to_hf.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="distributed checkpoint")
     to_hf.add_argument("--hf", type=Path, metavar="DIR", help="config.json and tokenizer, if the checkpoint has none")
     to_hf.add_argument("--dtype", default="", metavar="T", help="fp32, bf16 or fp16 (default: as stored)")
     to_hf.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="size of a file (default: 5)")
+    ignored = "keys of config.json that change nothing computed"
     for direction in (to_megatron, to_hf):
         direction.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write; must not exist")
-        direction.add_argument(
-            "--ignore-config-keys", default="", metavar="A,B", help="keys of config.json that change nothing computed"
-        )
+        direction.add_argument("--ignore-config-keys", default="", metavar="A,B", help=ignored)
         direction.add_argument("--verify", action="store_true", help="read back, compare every tensor byte for byte")
         direction.set_defaults(run=execute)  # the parser that parses is this one (`cli.parse`)
 
@@ -49,32 +43,22 @@ def execute(arguments: argparse.Namespace) -> int:
         raise UserError(f"--out '{arguments.out}' exists already; remove it or choose another")
     check_writable("--out", arguments.out, directory=True)
     if arguments.direction == "to-hf":
-        check_directory("--checkpoint", str(arguments.checkpoint))
+        check_path("--checkpoint", str(arguments.checkpoint), "directory")
         check_number("--shard-gb", arguments.shard_gb, "(0, 1e6]")
     if arguments.hf is not None:
-        check_directory("--hf", str(arguments.hf))
+        check_path("--hf", str(arguments.hf), "directory")
+    with loading("libraries"):
+        from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
+    names = [name for name in arguments.ignore_config_keys.split(",") if name]
+    out, how = arguments.out, {"ignored": names, "verify": arguments.verify}
     try:
-        lines = _converted(arguments)
+        if arguments.direction == "to-megatron":
+            lines = hf_to_megatron(arguments.hf, out, arguments.tp, arguments.pp, arguments.ep, **how)
+        else:
+            how |= {name: getattr(arguments, name) for name in ("hf", "dtype", "shard_gb")}
+            lines = megatron_to_hf(arguments.checkpoint, out, **how)
     except UserError as error:  # messages name the setting; here it is an option
         said = str(error).replace("model.hf_path = ", "--hf ")
         raise UserError(said.replace("model.ignore_config_keys", "--ignore-config-keys")) from None
     show(*lines)
     return 0
-
-
-def _converted(arguments: argparse.Namespace) -> list[str]:
-    with progress("loading libraries"):
-        from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
-
-    ignored = [name for name in arguments.ignore_config_keys.split(",") if name]
-    how = {"ignored": ignored, "verify": arguments.verify}
-    if arguments.direction == "to-megatron":
-        return hf_to_megatron(arguments.hf, arguments.out, arguments.tp, arguments.pp, arguments.ep, **how)
-    return megatron_to_hf(
-        arguments.checkpoint,
-        arguments.out,
-        hf=arguments.hf,
-        dtype=arguments.dtype,
-        shard_gb=arguments.shard_gb,
-        **how,
-    )

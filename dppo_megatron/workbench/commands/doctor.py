@@ -28,7 +28,7 @@ from dppo_megatron.workbench.commands.parser import (
     read_config,
     write_json,
 )
-from dppo_megatron.workbench.commands.terminal import quiet_libraries
+from dppo_megatron.workbench.commands.terminal import loading, quiet_libraries
 
 if TYPE_CHECKING:  # it imports torch
     from dppo_megatron.workbench.doctor.machine import CheckRow
@@ -87,7 +87,7 @@ def _cluster(arguments: argparse.Namespace, config_path: str, settings: list[str
         check_comes_first(config_path)
         config = load_config(config_path, settings, writes_run=False, purpose="plan")
         check_world_size(config, launched_world_size())
-    with progress("loading libraries"):
+    with loading("libraries"):
         from dppo_megatron.workbench.doctor.cluster import check_cluster
     size, began = launched_world_size(), time.monotonic()
 
@@ -107,10 +107,10 @@ def _gate(arguments: argparse.Namespace) -> int:
     check_launcher_env()
     set_cuda_variables()
     config = read_config(arguments.fp8_gate, arguments.overrides, writes_run=False)
-    with progress("loading libraries"):
+    with loading("libraries"):
         from dppo_megatron.job import prepare_job
     job = prepare_job(config, launched_world_size())
-    with progress("loading Megatron"):
+    with loading("Megatron"):
         from dppo_megatron.actor.layout import build_layout, connect_groups, start_process_group, stop_process_group
         from dppo_megatron.workbench.doctor.fp8_gate import run_gate
     with progress("waiting for all ranks"):

@@ -1,21 +1,4 @@
-"""`dppo-megatron eval MODEL`."""
-
-from __future__ import annotations
-
-import argparse
-import time
-from collections.abc import Sequence
-from dataclasses import fields
-from pathlib import Path
-
-from dppo_megatron.config.schema import Config
-from dppo_megatron.progress import progress
-from dppo_megatron.texts import show
-from dppo_megatron.types import UserError
-from dppo_megatron.workbench.commands.parser import add_settings, config_file
-
-DESCRIPTION = """\
-Score a model on problem sets: avg@k, pass@k and maj@k with standard errors. MODEL is a Hugging Face directory, a run
+"""Score a model on problem sets: avg@k, pass@k and maj@k with standard errors. MODEL is a Hugging Face directory, a run
 directory (its hf/, or --step N), or one checkpoint of a run. No training data and no config is needed:
 
   dppo-megatron eval Qwen3-4B --sets six --data data/
@@ -40,30 +23,44 @@ Killed, it goes on when it is called again, and --rescore shows the scores so fa
   dppo-megatron eval --export lm-eval eval/Qwen3-4B --out exported/
 """
 
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.progress import progress
+from dppo_megatron.texts import show
+from dppo_megatron.types import UserError
+from dppo_megatron.workbench.commands.parser import add_settings, config_file
+from dppo_megatron.workbench.commands.terminal import loading
+
+_TO_BEGIN_S = 120.0
+"""How long `--follow` waits for a run that is started beside it, whose libraries and model load first."""
+_OTHER_USES = {  # in place of a MODEL: what is read, and what nothing else may be given of
+    "compare": ("reads two evaluations and nothing else", "models settings sets"),
+    "export": ("reads one evaluation and nothing else", "models settings sets"),
+    "rescore": ("reads the samples of an evaluation and nothing else", "models sets"),
+    "follow": ("evaluates every checkpoint of its run", "models step"),
+}
+
 
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", nargs="?", help="model, run, checkpoint, or YAML file")
     add_settings(command, "settings, as rollout.engine=vllm")
-    command.add_argument(
-        "--sets",
-        metavar="SET",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="presets (six) or sets of them (aime24,amc23), name=path, or a YAML file with sets; default: the run's",
-    )
+    sets = "presets (six) or sets of them (aime24,amc23), name=path, or a YAML file with sets; default: the run's"
+    command.add_argument("--sets", metavar="SET", nargs="+", action="extend", default=[], help=sets)
     command.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step, not its last model")
     command.add_argument("--data", type=Path, metavar="DIR", help="where the files of presets are")
     command.add_argument("--limit", type=int, default=0, metavar="N", help="the first N problems of each set; 0: all")
     command.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN/eval/, eval/MODEL)")
     command.add_argument("--follow", type=Path, metavar="RUN", help="evaluate a run's checkpoints as they are saved")
     command.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="paired bootstrap of B minus A")
-    command.add_argument(
-        "--export",
-        nargs=2,
-        metavar=("FORM", "EVAL"),
-        help="write an evaluation as lm-eval or lighteval would, to --out",
-    )
+    form = "write an evaluation as lm-eval or lighteval would, to --out"
+    command.add_argument("--export", nargs=2, metavar=("FORM", "EVAL"), help=form)
     command.add_argument("--rescore", type=Path, metavar="SAMPLES", help="grade an evaluation's samples again")
 
 
@@ -89,37 +86,28 @@ def execute(arguments: argparse.Namespace) -> int:
     models, settings = split_settings([*([arguments.model] if arguments.model else []), *arguments.overrides])
     models = [config_file(model) if model.endswith((".yaml", ".yml")) else model for model in models]
     settings += among_sets
-    if sum(map(bool, (arguments.compare, arguments.rescore, arguments.export, arguments.follow))) > 1:
-        raise UserError("--compare, --rescore, --export and --follow: give one of them")
-    if arguments.compare:
-        if unread := [*models, *settings, *sets]:
-            raise UserError(f"--compare reads two evaluations and nothing else; leave out {unread[0]}")
+    use = _other_use(arguments, {"models": models, "settings": settings, "sets": sets})
+    if use == "compare":
         from dppo_megatron.evaluation.bootstrap import compare_evaluations
 
         with progress("comparing the evaluations"):
             lines = compare_evaluations(*arguments.compare, out=arguments.out)
-    elif arguments.export:
-        if unread := [*models, *settings, *sets]:
-            raise UserError(f"--export reads one evaluation and nothing else; leave out {unread[0]}")
+    elif use == "export":
         from dppo_megatron.evaluation.export import export
 
         form, evaluation = arguments.export
         lines = export(form, evaluation, arguments.out)
-    elif arguments.rescore:
-        if unread := [*models, *sets]:
-            raise UserError(f"--rescore reads the samples of an evaluation and nothing else; leave out {unread[0]}")
-        with progress("loading libraries"):
+    elif use == "rescore":
+        with loading("libraries"):
             from dppo_megatron.evaluation.standalone import rescore
         lines = rescore(arguments.rescore, settings, arguments.out)
-    elif arguments.follow:
-        if unread := [*models, *(["--step"] if arguments.step is not None else [])]:
-            raise UserError(f"--follow evaluates every checkpoint of its run; leave out {unread[0]}")
+    elif use == "follow":
         lines = _follow(arguments, settings, sets)
     else:
         if len(models) != 1:
             found = f", not {len(models)}: {', '.join(models)}" if models else " (or --compare, --rescore)"
             raise UserError(f"give a model, a run directory or a config file to evaluate{found}")
-        with progress("loading libraries"):
+        with loading("libraries"):
             from dppo_megatron.evaluation.arguments import EvalArguments
             from dppo_megatron.evaluation.standalone import evaluate_model
         more = {name: getattr(arguments, name) for name in ("step", "data", "out", "limit")}
@@ -128,17 +116,35 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _other_use(arguments: argparse.Namespace, words: dict[str, list[str]]) -> str:
+    """Which option takes the place of MODEL; empty for none. Raises UserError for what it does not read."""
+    uses = [name for name in _OTHER_USES if getattr(arguments, name)]
+    if len(uses) > 1:
+        raise UserError("--compare, --rescore, --export and --follow: give one of them")
+    for use in uses:
+        reads, unread = _OTHER_USES[use]
+        given = words | {"step": ["--step"] * (arguments.step is not None)}
+        if found := [word for kind in unread.split() for word in given[kind]]:
+            raise UserError(f"--{use} {reads}; leave out {found[0]}")
+    return "".join(uses)
+
+
 def _follow(arguments: argparse.Namespace, settings: Sequence[str], sets: Sequence[str]) -> list[str]:
-    with progress("loading libraries"):
+    from dppo_megatron.observe.run_directory import read_identity
+    from dppo_megatron.workbench.runs.run_record import run_status
+
+    run: Path = arguments.follow
+    deadline = time.monotonic() + _TO_BEGIN_S
+    with progress(f"waiting for {run} to begin"):
+        while not (run / "config.yaml").is_file():
+            is_empty = run.parent.is_dir() and not (run.exists() and any(run.iterdir()))
+            if run_status(run) != "running" and (time.monotonic() > deadline or not is_empty):
+                begun = f"that has begun, or will in {_TO_BEGIN_S:.0f} s"
+                raise UserError(f"--follow '{run}': holds no config.yaml; name the run_dir of a run {begun}")
+            time.sleep(0.5)
+    with loading("libraries"):
         from dppo_megatron.evaluation.arguments import EvalArguments
         from dppo_megatron.evaluation.follow import follow
-        from dppo_megatron.observe.run_directory import read_identity
-        from dppo_megatron.workbench.runs.run_record import run_status
-    run: Path = arguments.follow
-    while not (run / "config.yaml").is_file():
-        if run_status(run) != "running":
-            raise UserError(f"--follow '{run}': holds no config.yaml; name the run_dir of a run that has begun")
-        time.sleep(0.5)  # it has taken its directory and is about to write it
     more = {name: getattr(arguments, name) for name in ("data", "out", "limit")}
     given = EvalArguments(str(run), settings, sets, follow=True, **more)
     return follow(given, read_identity(run), lambda: run_status(run))

@@ -1,4 +1,8 @@
-"""`dppo-megatron init DIR`: the shipped configs, to be changed."""
+"""Copy the shipped configs to DIR/configs/, where a file goes before the shipped one of its name:
+
+dppo-megatron init mine && cd mine
+dppo-megatron plan configs/h100/qwen3_8b_8gpus_dppo.yaml
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,6 @@ from pathlib import Path
 from dppo_megatron.config.paths import check_writable, shipped
 from dppo_megatron.texts import reason, show
 from dppo_megatron.types import UserError
-
-DESCRIPTION = """\
-Copy the shipped configs to DIR/configs/, where a file goes before the shipped one of its name:
-
-  dppo-megatron init mine && cd mine
-  dppo-megatron plan configs/h100/qwen3_8b_8gpus_dppo.yaml
-"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

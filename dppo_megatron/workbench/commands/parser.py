@@ -1,4 +1,4 @@
-"""What subcommands share: CONFIG with its settings, numbers with a range, Megatron's own fields."""
+"""What subcommands share: CONFIG with its settings, numbers with a range, --json, Megatron's own fields."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.paths import shipped_config, working_directory
 from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.schema import Config
-from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.commands.terminal import say
+from dppo_megatron.workbench.commands.terminal import loading, say
 
 if TYPE_CHECKING:  # it imports torch
     from dppo_megatron.platform.capabilities import Machine
@@ -65,6 +64,12 @@ def check_number(option: str, value: float | None, interval: str) -> None:
         raise UserError(f"{option} {value}: {allowed.wanted(value)}")
 
 
+def check_numbers(arguments: argparse.Namespace, **intervals: str) -> None:
+    """As `check_number`, of the options of these names."""
+    for name, interval in intervals.items():
+        check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), interval)
+
+
 def write_json(path: str, values: Any) -> None:
     """What `--json FILE` asks for, whose name has been checked."""
     if not (folder := Path(path).parent).exists():
@@ -88,7 +93,7 @@ def check_actor_settings(config: Config, world_size: int, machine: Machine, *, r
     actor = config.actor
     if not (actor.megatron or actor.ddp):
         return []
-    with progress("loading Megatron"):
+    with loading("Megatron"):
         import torch
 
         from dppo_megatron.actor.model import check_settings

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING
 
 from dppo_megatron.config.checks import Purpose
 from dppo_megatron.config.load import load_config, read_config
 from dppo_megatron.config.paths import check_writable, shipped
 from dppo_megatron.config.schema import Config
 from dppo_megatron.launcher_env import launched_world_size
-from dppo_megatron.progress import progress
 from dppo_megatron.pruning.policies import METHODS, parse_methods
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import add_config, check_actor_settings, check_number, write_json
+from dppo_megatron.workbench.commands.terminal import loading
 from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
-
-if TYPE_CHECKING:  # it imports torch
-    from dppo_megatron.platform.capabilities import Machine
 
 DESCRIPTION = """\
 Say what a job needs before anything is started: memory of a GPU and of its host in every phase, seconds of a step, and
@@ -38,20 +34,21 @@ for well-known models is here:
 Formulas, sources and checks: docs/plan.md.
 """
 _GPUS = 8
-_NUMBERS = {
-    "gpus": ("[1, 1000000]", f"GPUs of the trainer (default: those of torchrun, else {_GPUS})"),
-    "gpus_per_node": ("[1, 1024]", "GPUs of a node (default: 8)"),
-    "gpu_memory": ("(0, 100000]", "GiB of a GPU that programs see (default: 79.1, an H100 of 80 GB)"),
-    "host_memory": ("(0, 1000000]", "GiB of a node's memory (default: 1900)"),
-    "engine_gpus": ("[1, 1000000]", "GPUs behind rollout.servers.endpoints"),
-    "decode": ("(0, 1e9]", "tokens per second that one GPU generates"),
-    "mfu": ("(0, 1]", "useful FLOPs of an update over the chip's peak"),
-    "sync_gb_per_s": ("(0, 1e6]", "speed of a weight sync"),
-    "save_gb_per_s": ("(0, 1e6]", "speed of writing a checkpoint"),
-    "other_s": ("[0, 1e6]", "seconds of a step for grading, selection and packing"),
-    "completion_tokens": ("(0, 1e8]", "mean length of a completion (default: half of the longest)"),
-    "prompt_tokens": ("(0, 1e8]", "mean length of a prompt (default: 150)"),
+_NUMBERS: dict[str, tuple[str, str, int | None]] = {
+    "gpus": ("[1, 1000000]", f"GPUs of the trainer (default: those of torchrun, else {_GPUS})", None),
+    "gpus_per_node": ("[1, 1024]", "GPUs of a node (default: 8)", 8),
+    "gpu_memory": ("(0, 100000]", "GiB of a GPU that programs see (default: 79.1, an H100 of 80 GB)", None),
+    "host_memory": ("(0, 1000000]", "GiB of a node's memory (default: 1900)", 1900),
+    "engine_gpus": ("[1, 1000000]", "GPUs behind rollout.servers.endpoints", None),
+    "decode": ("(0, 1e9]", "tokens per second that one GPU generates", None),
+    "mfu": ("(0, 1]", "useful FLOPs of an update over the chip's peak", None),
+    "sync_gb_per_s": ("(0, 1e6]", "speed of a weight sync", None),
+    "save_gb_per_s": ("(0, 1e6]", "speed of writing a checkpoint", None),
+    "other_s": ("[0, 1e6]", "seconds of a step for grading, selection and packing", None),
+    "completion_tokens": ("(0, 1e8]", "mean length of a completion (default: half of the longest)", None),
+    "prompt_tokens": ("(0, 1e8]", "mean length of a prompt (default: 150)", None),
 }
+"""Range, help, default."""
 _SPEEDS = ("decode", "mfu", "sync_gb_per_s", "save_gb_per_s", "other_s")
 _COUNTS = ("gpus", "gpus_per_node", "engine_gpus")
 
@@ -59,9 +56,9 @@ _COUNTS = ("gpus", "gpus_per_node", "engine_gpus")
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--model", metavar="NAME", help="the published sizes of a model in place of model.hf_path")
-    for name, (_, what) in _NUMBERS.items():
+    for name, (_, what, default) in _NUMBERS.items():
         kind = int if name in _COUNTS else float
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=what)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=what, default=default)
     parser.add_argument("--gpu", choices=sorted(CHIPS), default="h100", help="kind of GPU (default: h100)")
     parser.add_argument(
         "--methods", default=",".join(METHODS), metavar="A,B,...", help="pruning methods (default: all)"
@@ -91,7 +88,7 @@ def dry_run(config: str, overrides: list[str], gpus: int | None) -> int:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    for name, (interval, _) in _NUMBERS.items():
+    for name, (interval, _, _) in _NUMBERS.items():
         check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), interval)
     methods = parse_methods(arguments.methods)
     if arguments.json is not None:
@@ -102,15 +99,18 @@ def execute(arguments: argparse.Namespace) -> int:
     site = _site(arguments)
     loaded = _load_job(config, site, arguments.gpu) if arguments.dry_run else []
     said: list[str] = []
-    with progress("loading libraries"):
+    with loading("libraries"):
         from dppo_megatron.job import check_settings
+        from dppo_megatron.platform.capabilities import Machine
         from dppo_megatron.weights.architecture import read_architecture
         from dppo_megatron.workbench.planning.plan import lines, make_plan
         from dppo_megatron.workbench.planning.timing import speeds_for
         from dppo_megatron.workbench.runs.trace import read_trace
-    architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
+    architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys).with_adapters(
+        config.actor.lora
+    )
     if not loaded:
-        machine = _assumed_machine(arguments.gpu)
+        machine = Machine(CHIPS[arguments.gpu].capability, "")
         said = check_actor_settings(config, site.gpus, machine, runs_here=False)
         check_settings(config, architecture, site.gpus, machine)
     plan = make_plan(
@@ -156,30 +156,24 @@ def _site(arguments: argparse.Namespace) -> Site:
     chip, launched = CHIPS[arguments.gpu], launched_world_size()
     return Site(
         gpus=arguments.gpus or (launched if launched > 1 else _GPUS),
-        gpus_per_node=arguments.gpus_per_node or 8,
+        gpus_per_node=arguments.gpus_per_node,
         gpu_memory=arguments.gpu_memory * GIB if arguments.gpu_memory else chip.memory_bytes,
         peak_flops=chip.peak_flops,
-        host_memory=(arguments.host_memory or 1900) * GIB,
+        host_memory=arguments.host_memory * GIB,
         engine_gpus=arguments.engine_gpus or 0,
         bandwidth=chip.bandwidth,
     )
 
 
-def _assumed_machine(gpu: str) -> Machine:
-    from dppo_megatron.platform.capabilities import Machine
-
-    return Machine(CHIPS[gpu].capability, "")
-
-
 def _load_job(config: Config, site: Site, gpu: str) -> list[str]:
     """Do what a run does before it starts; lines that say what was found, the first prompt at the end."""
-    with progress("loading libraries"):
+    with loading("libraries"):
         from dppo_megatron.job import prepare_job
-        from dppo_megatron.platform.capabilities import this_machine
+        from dppo_megatron.platform.capabilities import Machine, this_machine
     machine, note = this_machine(), []
     runs_here = machine.cuda_capability is not None
     if not runs_here:
-        machine = _assumed_machine(gpu)
+        machine = Machine(CHIPS[gpu].capability, "")
         note = [f"no CUDA device here: a machine of {gpu.upper()}s with Transformer Engine is assumed"]
     note += check_actor_settings(config, site.gpus, machine, runs_here=runs_here)
     job = prepare_job(config, site.gpus, machine=machine)

@@ -1,6 +1,8 @@
-"""`dppo-megatron quickstart`: makes the arithmetic task and its tiny model, trains, and writes the report.
+"""Write an arithmetic task and a tiny model into runs/task_seedSEED, train on it for a few minutes of CPU, and report:
 
-Each part is a separate command in a separate process, so a quickstart does what a user would do and nothing else.
+dppo-megatron quickstart
+dppo-megatron quickstart --nproc 4 --tp 2 --pp 2 --seed 1
+dppo-megatron quickstart steps=2 sft.steps=10       # any setting of configs/quickstart.yaml
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 from dppo_megatron.children import package_environment, python_command
@@ -16,27 +19,14 @@ from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.paths import check_writable, shipped
 from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.commands.parser import add_settings, check_number, config_file
-
-DESCRIPTION = """\
-Write an arithmetic task and a tiny model into runs/task_seedSEED, train on it for a few minutes of CPU, and report:
-
-  dppo-megatron quickstart
-  dppo-megatron quickstart --nproc 4 --tp 2 --pp 2 --seed 1
-  dppo-megatron quickstart steps=2 sft.steps=10       # any setting of configs/quickstart.yaml
-"""
+from dppo_megatron.workbench.commands.parser import add_settings, check_numbers, config_file
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     parser.add_argument("--config", metavar="CONFIG", type=config_file, help="YAML file (default: quickstart)")
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        default=Path("runs/quickstart"),
-        metavar="DIR",
-        help="where the run is written; a run that is there already is removed (default: runs/quickstart)",
-    )
+    run_dir = "where the run is written; a run that is there already is removed (default: runs/quickstart)"
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/quickstart"), metavar="DIR", help=run_dir)
     parser.add_argument("--task", type=Path, metavar="DIR", help="where the task is made (default: runs/task_seedSEED)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of task, model and run (default: 0)")
     for name, what in (("nproc", "processes"), ("tp", "tensor-parallel size"), ("pp", "pipeline stages")):
@@ -44,19 +34,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    for name, interval in (("seed", "[0, 1e9]"), ("nproc", "[1, 1024]"), ("tp", "[1, 1024]"), ("pp", "[1, 1024]")):
-        check_number(f"--{name}", getattr(arguments, name), interval)
+    check_numbers(arguments, seed="[0, 1e9]", nproc="[1, 1024]", tp="[1, 1024]", pp="[1, 1024]")
     task = arguments.task or Path("runs") / f"task_seed{arguments.seed}"
     run_dir: Path = arguments.run_dir
     if any(setting.startswith("run_dir=") for setting in arguments.overrides):
         raise UserError("run_dir=...: a quickstart has --run-dir DIR for that")
     check_writable("--run-dir", run_dir, directory=True)
-    if run_dir.exists() and any(run_dir.iterdir()):
-        _check_is_run(run_dir)
+    _check_is_run(run_dir)
+    if find_spec("megatron") is None:  # of the processes below, each of which would say so in its own way
+        raise ModuleNotFoundError(name="megatron")
     with progress(f"making {task}"):
-        code = _call("dppo_megatron.workbench.quickstart.make", "--out", str(task), "--seed", str(arguments.seed))
-    if code:
-        return code
+        from dppo_megatron.workbench.quickstart.make import Recipe, make_quickstart
+
+        make_quickstart(task, Recipe(arguments.seed))
     settings = {
         "run_dir": run_dir,
         "seed": arguments.seed,
@@ -72,16 +62,16 @@ def execute(arguments: argparse.Namespace) -> int:
     # before a run that may have taken an hour is removed
     check_world_size(load_config(config, given, writes_run=False), arguments.nproc)
     _remove(run_dir)
-    code = _call("dppo_megatron", "train", config, *given, ranks=arguments.nproc)
-    return code or _call("dppo_megatron", "report", str(run_dir))
+    code = _call("train", config, *given, ranks=arguments.nproc)
+    return code or _call("report", str(run_dir))
 
 
 def _check_is_run(directory: Path) -> None:
-    """Raise UserError unless it holds a run and may be removed: many a project has a config.yaml."""
+    """Raise UserError unless it is empty, or holds a run and may be removed: many a project has a config.yaml."""
     from dppo_megatron.observe.run_directory import read_identity
 
     try:
-        is_run = bool(read_identity(directory))
+        is_run = not directory.exists() or not any(directory.iterdir()) or bool(read_identity(directory))
     except UserError:
         is_run = False
     if not is_run:
@@ -103,9 +93,10 @@ def _remove(run_dir: Path) -> None:
         lock.release()
 
 
-def _call(module: str, *arguments: str, ranks: int = 1) -> int:
+def _call(*arguments: str, ranks: int = 1) -> int:
+    """Another command in a process of its own, as a user would start it."""
     environment = package_environment()
     if ranks > 1:
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}  # torchrun's processes do not inherit -P
-    code = subprocess.run(python_command(module, *arguments, ranks=ranks), env=environment).returncode
+    code = subprocess.run(python_command("dppo_megatron", *arguments, ranks=ranks), env=environment).returncode
     return code if code >= 0 else 128 - code  # ended by a signal, as a shell reports it

@@ -1,4 +1,11 @@
-"""`dppo-megatron report RUN [RUN ...]`."""
+"""Write one HTML file about one run or several, which needs no network: rewards, evaluations, where time and tokens go,
+what was pruned and what it cost, warnings, settings, and a browser for the samples:
+
+  dppo-megatron report runs/quickstart
+  dppo-megatron report runs/quickstart runs/quickstart_grpo --out both.html
+
+A run may be finished, running or crashed (docs/report.md).
+"""
 
 from __future__ import annotations
 
@@ -8,26 +15,18 @@ from pathlib import Path
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.progress import counted, progress
 from dppo_megatron.texts import show
-
-DESCRIPTION = """\
-Write one HTML file about one run or several, which needs no network: rewards, evaluations, where time and tokens go,
-what was pruned and what it cost, warnings, settings, and a browser for the samples:
-
-  dppo-megatron report runs/quickstart
-  dppo-megatron report runs/quickstart runs/quickstart_grpo --out both.html
-
-A run may be finished, running or crashed. One run's report is written to RUN/report.html, several runs' to
-./report.html (docs/report.md).
-"""
+from dppo_megatron.workbench.commands.terminal import loading
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory")
-    command.add_argument("--out", type=Path, metavar="FILE", help="where to write")
+    command.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write (default: RUN/report.html; of several: ./report.html)"
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    with progress("loading libraries"):
+    with loading("libraries"):
         from dppo_megatron.workbench.report.page import write_page
         from dppo_megatron.workbench.runs.run_record import read_run
     runs: list[Path] = arguments.runs

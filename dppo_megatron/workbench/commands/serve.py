@@ -1,15 +1,4 @@
-"""`dppo-megatron serve CONFIG`."""
-
-from __future__ import annotations
-
-import argparse
-
-from dppo_megatron.progress import progress
-from dppo_megatron.types import UserError
-from dppo_megatron.workbench.commands.parser import add_config, read_config
-
-DESCRIPTION = """\
-Start rollout servers on this machine for a trainer on another one, and keep them running until it is asked to end:
+"""Start rollout servers on this machine for a trainer on another one, and keep them running until it is asked to end:
 
   dppo-megatron serve CONFIG rollout.servers.registry_dir=DIR --host NAME      (on each inference node)
   dppo-megatron train CONFIG rollout.servers.registry_dir=DIR                  (on the training nodes)
@@ -19,22 +8,26 @@ nobody but you can read them. rollout.servers.count servers are started. More ma
 trainer runs: a new one gets the newest weights at the next weight sync, and requests after it (docs/cluster.md).
 """
 
+from __future__ import annotations
+
+import argparse
+
+from dppo_megatron.types import UserError
+from dppo_megatron.workbench.commands.parser import add_config, read_config
+from dppo_megatron.workbench.commands.terminal import loading
+
 
 def add_options(command: argparse.ArgumentParser) -> None:
     add_config(command, "the trainer's YAML file", "settings, the same as the trainer's")
-    command.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="NAME",
-        help="name or address of this machine as the trainer sees it; the servers listen there (default: loopback)",
-    )
+    listens = "name or address of this machine as the trainer sees it; the servers listen there (default: loopback)"
+    command.add_argument("--host", default="127.0.0.1", metavar="NAME", help=listens)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.config, arguments.overrides, writes_run=False)
     if not config.rollout.servers.registry_dir:
         raise UserError("serve writes addresses for a trainer: set rollout.servers.registry_dir=DIR, as for train")
-    with progress("loading libraries"):
+    with loading("libraries"):
         from dppo_megatron.rollout.serve import serve
     serve(config, arguments.host)
     return 0

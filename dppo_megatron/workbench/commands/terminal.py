@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TextIO
 
 from dppo_megatron.launcher_env import check_launcher_env, launched_rank
-from dppo_megatron.progress import Advance, unshown
+from dppo_megatron.progress import Advance, progress, unshown
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 
@@ -37,6 +39,20 @@ def show_progress(what: str, total: int, unit: str) -> AbstractContextManager[Ad
     from dppo_megatron.observe.progress_display import Progress
 
     return Progress(what, total, unit)
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Imports of some seconds, shown as progress, without Python's collector of garbage: it would walk through all that
+    modules hold, 1,400 times, 0.9 of the 6.7 CPU seconds of a rank's imports, and find next to nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with progress(f"loading {what}"):
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _speaks() -> bool:

@@ -1,18 +1,4 @@
-"""`dppo-megatron train CONFIG`."""
-
-from __future__ import annotations
-
-import argparse
-
-from dppo_megatron.launcher_env import check_launcher_env, launched_world_size, set_cuda_variables
-from dppo_megatron.progress import progress
-from dppo_megatron.types import UserError
-from dppo_megatron.workbench.commands.parser import add_config, check_actor_settings, read_config
-from dppo_megatron.workbench.commands.plan import add_dry_run, dry_run
-from dppo_megatron.workbench.commands.terminal import quiet_libraries, say
-
-DESCRIPTION = """\
-Train a model as CONFIG says. Settings can be changed on the command line by their dotted names:
+"""Train a model as CONFIG says. Settings can be changed on the command line by their dotted names:
 
   dppo-megatron train configs/quickstart.yaml seed=1 rollout.prompts_per_step=32
 
@@ -24,37 +10,43 @@ On several processes, with the same arguments:
 `dppo-megatron config` describes every setting, docs/run_directory.md what a run leaves in its directory.
 """
 
+from __future__ import annotations
+
+import argparse
+
+from dppo_megatron.launcher_env import check_launcher_env, launched_world_size, set_cuda_variables
+from dppo_megatron.types import UserError
+from dppo_megatron.workbench.commands.parser import add_config, check_actor_settings, read_config
+from dppo_megatron.workbench.commands.plan import add_dry_run, dry_run
+from dppo_megatron.workbench.commands.terminal import loading, quiet_libraries, say
+
 
 def add_options(command: argparse.ArgumentParser) -> None:
     add_config(command)
-    command.add_argument(
-        "--resume",
-        metavar="auto|never|DIR",
-        help="checkpoint.resume: resume the run in run_dir if there is one (default), never, or from a checkpoint",
-    )
+    resume = "checkpoint.resume: resume the run in run_dir if there is one (default), never, or from a checkpoint"
+    command.add_argument("--resume", metavar="auto|never|DIR", help=resume)
     add_dry_run(command)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     quiet_libraries()
-    resume = [f"checkpoint.resume={arguments.resume}"] if arguments.resume else []
+    overrides = arguments.overrides + ([f"checkpoint.resume={arguments.resume}"] if arguments.resume else [])
     if arguments.dry_run:
-        return dry_run(arguments.config, [*arguments.overrides, *resume], arguments.gpus)
+        return dry_run(arguments.config, overrides, arguments.gpus)
     if arguments.gpus is not None:
         raise UserError("--gpus belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
     check_launcher_env()
     set_cuda_variables()
-    config = read_config(arguments.config, [*arguments.overrides, *resume])
-    with progress("loading libraries"):
+    config = read_config(arguments.config, overrides)
+    with loading("libraries"):
         from dppo_megatron.job import prepare_job
         from dppo_megatron.platform.capabilities import this_machine
     size = launched_world_size()
     check_actor_settings(config, size, this_machine(), runs_here=True)
     job = prepare_job(config, size)
-    with progress("loading Megatron"):
+    with loading("Megatron"):
         from dppo_megatron.run import Run, Stopped
         from dppo_megatron.train import train
-
     try:
         with Run(job) as run:
             train(run)

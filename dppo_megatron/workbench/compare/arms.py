@@ -7,7 +7,9 @@ still shortens the run, half the prompts give the same in half the time, and a p
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -15,8 +17,9 @@ import msgspec
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning.policies import levels, method_overrides
+from dppo_megatron.texts import reason
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.runs.trace import decoded
+from dppo_megatron.workbench.runs.run_record import RunRecord, read_metrics
 
 BASELINE = "grpo"
 WITHOUT_ZEROS = "grpo_nonzero"
@@ -100,8 +103,8 @@ class Point:
     train_s: float
     train_cpu_s: float
     """Of the trainer's process."""
-    tokens_generated: int
-    tokens_trained: int
+    tokens_generated: float
+    tokens_trained: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,104 +130,67 @@ def read_method_run(arm: str, seed: int, run_dir: Path) -> MethodRun:
         UserError: a file that is missing or damaged, since a lost line would make the run look cheaper than it was; or
             no score at its start or its end, because every grading of an evaluation set failed.
     """
+    again = "remove this run's directory, and the same command runs it again"
     try:
-        curve, labels, solved, growth = _read_metrics(run_dir / "metrics.jsonl")
-        path = run_dir / "summary.json"
-        summary = decoded(_read(path), _SummaryFile, str(path))
+        run = read_metrics(run_dir)
+        phase_s = msgspec.convert(run.summary.get("phase_s"), dict[str, _Amount])
+        costs = {name: _totals(run, key) for name, key in _COLUMNS.items()}
+        solved = {step: msgspec.convert(one, _Solved) for step, one in run.solved.items()}
+        labels = {row["name"]: _worst(row["label"]) for row in run.ledger}
+        if run.notes or run.steps != list(range(run.steps[0], run.steps[-1] + 1)):
+            raise ValueError((run.notes or ["steps are missing"])[0])
+        if len({tuple(sorted((name, len(one)) for name, one in each.items())) for each in solved.values()}) > 1:
+            raise ValueError("its evaluations are not of the same problems")
     except UserError as error:
-        raise UserError(f"{error}; remove this run's directory, and the same command runs it again") from None
+        raise UserError(f"{error}; {again}") from None
+    except (ValueError, msgspec.ValidationError) as error:
+        raise UserError(f"{run_dir}: its record is damaged: {reason(error)}; {again}") from None
+    scores = [run.columns[key] for key in run.columns if key.startswith("eval/") and key.endswith("/pass@1")]
+    curve = list[Point]()
+    for at, step in enumerate(run.steps):
+        known = [column[at] for column in scores]
+        if step in solved and known and None not in known:  # null: every grading of a set failed
+            totals = {name: column[at] for name, column in costs.items()}
+            curve.append(Point(step, statistics.mean(one for one in known if one is not None), **totals))
+    if not curve or (curve[0].step, curve[-1].step) != (run.steps[0], run.steps[-1]):
+        raise UserError(
+            f"{run_dir}: every grading of an evaluation set failed at the start or the end of the run, so there is"
+            f" no score to compare by; mend the grader, then {again}"
+        )
+    growth = [one for one in run.columns.get("prune/realised_design_effect", []) if one is not None]
     variance = statistics.mean(growth) if growth else None
-    return MethodRun(arm, seed, curve, labels, _mean_of_last(solved), summary.phase_s, variance)
+    last = [solved[point.step] for point in curve[-LAST:]]
+    return MethodRun(arm, seed, curve, labels, _mean_of(last), phase_s, variance)
 
 
 _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
-_Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+_Solved: TypeAlias = dict[str, list[Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None]]
+_COLUMNS = {
+    "train_s": "time/step_s",
+    "train_cpu_s": "time/step_cpu_s",
+    "tokens_generated": "tokens/generated",
+    "tokens_trained": "tokens/trained",
+}
 
 
-class _MetricsRow(msgspec.Struct):
-    step: Annotated[int, msgspec.Meta(ge=0)]
-    problems: dict[str, list[_Share | None]] = msgspec.field(name="eval/problems", default_factory=dict)
+def _totals(run: RunRecord, key: str) -> list[Any]:
+    """Of a cost, up to each step. Raises ValueError where a step after 0 has none."""
+    column = run.columns.get(key, [None] * len(run.steps))
+    known = [value if step else 0.0 for step, value in zip(run.steps, column, strict=True)]
+    if None in known:
+        raise ValueError(f"a step has no {key}")
+    return list(accumulate(msgspec.convert(known, list[_Amount])))
 
 
-class _LedgerEntry(msgspec.Struct):
-    name: str
-    label: Literal["exact", "unbiased", "ratio", "biased"]
+def _worst(labels: list[str | None]) -> str:
+    """Raises ValueError for a label that is none."""
+    return max((one for one in labels if one is not None), key=_LABELS.index)
 
 
-class _StepRow(msgspec.Struct):
-    seconds: _Amount = msgspec.field(name="time/step_s")
-    cpu_seconds: _Amount = msgspec.field(name="time/step_cpu_s")
-    generated: _Amount = msgspec.field(name="tokens/generated")
-    trained: _Amount = msgspec.field(name="tokens/trained")
-    ledger: list[_LedgerEntry] = msgspec.field(name="prune/ledger")
-    growth: _Amount | None = msgspec.field(name="prune/realised_design_effect", default=None)
-
-
-class _SummaryFile(msgspec.Struct):
-    phase_s: dict[str, _Amount]
-
-
-def _read_metrics(path: Path) -> tuple[list[Point], dict[str, str], list[dict[str, list[float | None]]], list[float]]:
-    """The curve, the labels, what each evaluation has solved, and each step's growth of the variance."""
-    total = Point(0, 0.0, 0.0, 0.0, 0, 0)
-    curve, steps, labels, growth = list[Point](), list[int](), dict[str, str](), list[float]()
-    solved: list[dict[str, list[float | None]]] = []
-    for number, line in enumerate(_read(path).splitlines(), start=1):
-        where = f"{path}:{number}"
-        row = decoded(line, _MetricsRow, where)
-        if steps and row.step != steps[-1] + 1:
-            raise UserError(f"{where}: step {row.step} behind step {steps[-1]}")
-        steps.append(row.step)
-        if row.step:
-            step = decoded(line, _StepRow, where)
-            total = replace(
-                total,
-                train_s=total.train_s + step.seconds,
-                train_cpu_s=total.train_cpu_s + step.cpu_seconds,
-                tokens_generated=total.tokens_generated + int(step.generated),
-                tokens_trained=total.tokens_trained + int(step.trained),
-            )
-            if step.growth is not None:
-                growth.append(step.growth)
-            for entry in step.ledger:
-                labels[entry.name] = max(labels.get(entry.name, "exact"), entry.label, key=_LABELS.index)
-        scores = _scores(line, where)
-        if scores and None not in scores:  # null: every grading of a set failed
-            accuracy = statistics.mean(score for score in scores if score is not None)
-            curve.append(replace(total, step=row.step, accuracy=accuracy))
-            solved.append(row.problems)
-    if not curve or (curve[0].step, curve[-1].step) != (steps[0], steps[-1]):
-        raise UserError(
-            f"{path.parent}: every grading of an evaluation set failed at the start or the end of the run, so there is"
-            " no score to compare by; mend the grader"
-        )
-    if any({k: len(v) for k, v in one.items()} != {k: len(v) for k, v in solved[0].items()} for one in solved):
-        raise UserError(f"{path}: its evaluations are not of the same problems")
-    return curve, labels, solved, growth
-
-
-def _scores(line: bytes, where: str) -> list[float | None]:
-    """pass@1 of each set."""
-    row = decoded(line, dict[str, Any], where)
-    found = {key: value for key, value in row.items() if key.startswith("eval/") and key.endswith("/pass@1")}
-    try:
-        return list(msgspec.convert(found, dict[str, _Share | None]).values())
-    except msgspec.ValidationError as error:
-        raise UserError(f"{where}: pass@1: {error}") from None
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _mean_of_last(evaluations: list[dict[str, list[float | None]]]) -> dict[str, list[float | None]]:
-    """Of each problem over the last evaluations, those in which its grading failed left out."""
-    last = evaluations[-LAST:]
-    found: dict[str, list[float | None]] = {}
-    for name in last[-1] if last else {}:
-        columns = zip(*(one[name] for one in last), strict=True)
+def _mean_of(evaluations: Sequence[_Solved]) -> _Solved:
+    """Of each problem over some evaluations, those in which its grading failed left out."""
+    found: _Solved = {}
+    for name in evaluations[-1]:
+        columns = zip(*(one[name] for one in evaluations), strict=True)
         found[name] = [statistics.mean(known) if (known := [v for v in c if v is not None]) else None for c in columns]
     return found

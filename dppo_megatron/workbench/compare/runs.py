@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -42,47 +41,18 @@ _KEPT = "compare.json"
 """In a run's directory: its settings, data and start once it has finished; empty before."""
 _ERRORS = "stderr.txt"
 """In the directory of a run that crashed."""
-_STEP_LINE = re.compile(r"step +(\d+)/(\d+) ")
-_PROGRESS_LINE = re.compile(r"[A-Za-z][^:]*: \d+ of \d+ ")
+_OF_INTEREST = re.compile(r"step +\d+: .* pass@1 ")
+"""A run's line about an evaluation."""
+_PROGRESS = re.compile(r"step +\d+/\d+ |[A-Za-z][^:]*: \d+ of \d+ ")
 """`SFT: 40 of 700 steps, about 83 s left`"""
 _EVERY_S = 10.0
-"""Between two lines of a run in progress."""
+"""Between two lines of a run's progress."""
 Launch: TypeAlias = Callable[[Path, list[str], Callable[[str], None]], None]
 """Runs `dppo-megatron` for a run directory, with these arguments, and passes on every line that it prints."""
 
 
 class StoppedByGuard(RunAborted):
     """A run ended with exit code 3."""
-
-
-@dataclass
-class RunLog:
-    """Lines for the log: which run of how many, how far it is, what it scores. A display has the time that is left."""
-
-    total: int
-    advance: Advance
-    """Takes the number of runs that have ended."""
-    done: int = 0
-    _last: float = 0.0
-
-    def begin(self, name: str, *, kept: bool) -> None:
-        self.advance(self.done)
-        self.done += 1
-        self._say(f"{name}{': kept, it had finished with these settings' * kept}")
-
-    def line(self, name: str, line: str) -> None:
-        """A line of the run's own log: evaluations are passed on, steps now and then."""
-        step, is_due = _STEP_LINE.match(line), time.monotonic() - self._last >= _EVERY_S
-        if step and is_due:
-            self._say(f"{name}: step {step[1]} of {step[2]}")
-        elif _PROGRESS_LINE.match(line) and is_due:
-            self._say(f"{name}: {line.strip()}")
-        elif " pass@1 " in line and line.startswith("step "):
-            self._say(f"{name}: {' '.join(line.split())}")
-
-    def _say(self, said: str) -> None:
-        log(f"compare: {self.done}/{self.total} {said}")
-        self._last = time.monotonic()
 
 
 def run_all(
@@ -94,7 +64,6 @@ def run_all(
     seeds: int,
     out: Path,
     launch: Launch,
-    ended: list[MethodRun] | None = None,
     first_seed: int = 0,
     stops_are_left_out: bool = False,
 ) -> list[MethodRun]:
@@ -102,7 +71,6 @@ def run_all(
 
     Args:
         launch: how a run is started: `in_a_process`.
-        ended: gets each run when it has ended, so that they are not lost if this is interrupted.
         first_seed: those before it are left out; like `seeds` it counts from the config's seed on.
         stops_are_left_out: a run that a guard stops is logged and missing in what is returned.
 
@@ -118,10 +86,9 @@ def run_all(
         load_config(config_path, [*overrides, *arm.settings], writes_run=False)
     warm, shared = bool(config.sft.steps), shared_task(config)
     total = (seeds - first_seed) * (len(arms) + warm)
+    runs = list[MethodRun]()
     with progress("compare", total, "runs") as advance:
-        lines = RunLog(total, advance)
-        train = partial(_train, config_path, lines=lines, launch=launch)
-        runs = list[MethodRun]()
+        trainer = _Trainer(config_path, launch, total, advance)
         for offset in range(first_seed, seeds):
             seed = config.seed + offset
             home = out / f"seed{seed}"
@@ -130,24 +97,62 @@ def run_all(
                 settings += task_settings(config, seed, home / "task")
             start = ""
             if warm:
-                start = train([*settings, "steps=0"], home / "start")
+                start = trainer.train([*settings, "steps=0"], home / "start")
                 settings += [f"model.hf_path={home / 'start' / 'hf'}", "sft.steps=0"]
             first = offset % len(arms)
             for arm in [*arms[first:], *arms[:first]]:
                 run_dir = home / arm.directory
                 try:
-                    train([*settings, *arm.settings], run_dir, start=start)
+                    trainer.train([*settings, *arm.settings], run_dir, start=start)
+                    runs.append(read_method_run(arm.name, seed, run_dir))
                 except StoppedByGuard as stop:
                     if not stops_are_left_out:
                         raise
                     log(f"compare: stopped, and left out: {stop}")
-                    continue
-                runs.append(read_method_run(arm.name, seed, run_dir))
-                if ended is not None:
-                    ended.append(runs[-1])
         advance(total)
     names = [arm.name for arm in arms]
     return sorted(runs, key=lambda run: (names.index(run.arm), run.seed))
+
+
+@dataclass
+class _Trainer:
+    """Starts runs one by one, or keeps what is there, and logs which of how many it is and how far it has come."""
+
+    config_path: str
+    launch: Launch
+    total: int
+    advance: Advance
+    begun: int = 0
+    logged_at: float = 0.0
+
+    def train(self, settings: list[str], run_dir: Path, start: str = "") -> str:
+        """Returns what the run was a function of. `start` is that of the run it begins from."""
+        self.advance(self.begun)
+        self.begun += 1
+        name = f"{run_dir.parent.name} {run_dir.name}"
+        wanted = _identity(self.config_path, settings, start)
+        with suppress(OSError, UnicodeDecodeError):
+            if (run_dir / _KEPT).read_text(encoding="utf-8") == wanted:
+                self._log(f"{name}: kept, it had finished with these settings")
+                return wanted
+        self._log(name)
+        _make_room(run_dir)
+        arguments = ["train", self.config_path, *settings, f"run_dir={run_dir}"]
+        self.launch(run_dir, arguments, lambda line: self._pass_on(name, line))
+        if not (run_dir / "summary.json").exists():
+            # a signal ended it with a checkpoint: exit code 0, but it is half a run
+            raise RunAborted(f"{run_dir}: the run was stopped before its end; the same command runs it again")
+        write_text(run_dir / _KEPT, wanted)
+        return wanted
+
+    def _pass_on(self, name: str, line: str) -> None:
+        is_due = time.monotonic() - self.logged_at >= _EVERY_S
+        if _OF_INTEREST.match(line) or (_PROGRESS.match(line) and is_due):
+            self._log(f"{name}: {' '.join(line.split())}")
+
+    def _log(self, said: str) -> None:
+        log(f"compare: {self.begun}/{self.total} {said}")
+        self.logged_at = time.monotonic()
 
 
 def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None]) -> None:
@@ -166,26 +171,6 @@ def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None
         errors.seek(0)
         said = errors.read().decode(errors="replace")  # a library, or a path, may hold any bytes
     check_end(run_dir, process.returncode, said)
-
-
-def _train(config_path: str, settings: list[str], run_dir: Path, lines: RunLog, launch: Launch, start: str = "") -> str:
-    """Run it, or keep what is there; returns what it was a function of. `start` is that of the run it begins from."""
-    name = f"{run_dir.parent.name} {run_dir.name}"
-    wanted = _identity(config_path, settings, start)
-    kept = False
-    with suppress(OSError, UnicodeDecodeError):
-        kept = (run_dir / _KEPT).read_text(encoding="utf-8") == wanted
-    lines.begin(name, kept=kept)
-    if kept:
-        return wanted
-    _make_room(run_dir)
-    launch(run_dir, ["train", config_path, *settings, f"run_dir={run_dir}"], partial(lines.line, name))
-    if not (
-        run_dir / "summary.json"
-    ).exists():  # a signal ended it with a checkpoint: exit code 0, but it is half a run
-        raise RunAborted(f"{run_dir}: the run was stopped before its end; the same command runs it again")
-    write_text(run_dir / _KEPT, wanted)
-    return wanted
 
 
 def _make_room(run_dir: Path) -> None:

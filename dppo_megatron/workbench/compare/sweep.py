@@ -22,6 +22,7 @@ from typing import Any
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import RunAborted, UserError
+from dppo_megatron.workbench.columns import aligned
 from dppo_megatron.workbench.compare.arms import Arm, MethodRun, parse_arms
 from dppo_megatron.workbench.compare.verdict import smoothed_end
 
@@ -54,7 +55,7 @@ class RungRow:
 
 def parse_grid(given: Sequence[str], config: Config) -> dict[str, list[str]]:
     """The grid of `--sweep`, each `KEY=A,B`, or empty. Prompts a step, learning rate and schedule that are not given
-    have values around the config's. Raises UserError for what is no setting with values, or is given twice."""
+    have values around the config's. Raises UserError for what is no setting with values."""
     prompts, optimizer = config.rollout.prompts_per_step, config.actor.optimizer
     falling = "linear" if optimizer.lr_schedule == "constant" else optimizer.lr_schedule
     grid = {
@@ -62,18 +63,12 @@ def parse_grid(given: Sequence[str], config: Config) -> dict[str, list[str]]:
         RATE: [f"{factor * optimizer.learning_rate:.3g}" for factor in _RATE_FACTORS],
         SCHEDULE: ["constant", falling],
     }
-    seen = set[str]()
     for text in filter(None, given):
         key, _, listed = text.partition("=")
         values = [value.strip() for value in listed.split(",")]
         if not key or not all(map(_VALUE.fullmatch, values)):
             raise UserError(f"--sweep '{text}': expected a setting and its values, such as {RATE}=5e-4,1e-3")
-        if key in seen or len({_number(value) for value in values}) < len(values):
-            raise UserError(f"--sweep '{text}': the setting, or one of its values, is given twice")
-        if key == PROMPTS and not all(value.isdecimal() and int(value) > 0 for value in values):
-            raise UserError(f"--sweep '{text}': the prompts of a step are whole numbers from 1 on")
-        seen.add(key)
-        grid[key] = values
+        grid[key] = list({_number(value): value for value in values}.values())
     return grid
 
 
@@ -134,22 +129,13 @@ def _ranked(arms: Sequence[Arm], runs: Sequence[MethodRun], seeds: int, *, last:
 
 def rung_table(rows: Sequence[RungRow]) -> list[str]:
     """For people: what was compared on a rung, and which go on."""
-    width = max(len(row.arm.name) for row in rows) + 2
-    lines = [f"{'candidate':<{width}}{'steps':>6} {'end':>7}  of each seed"]
+    lines = [["candidate", "steps", "end", "of each seed"]]
     for row in rows:
-        ends = f"{100 * row.mean:>6.1f}%  " + ", ".join(f"{100 * end:.1f}" for end in row.ends.values())
-        told = "stopped by a guard" if row.was_stopped else f"{ends}{' *' * row.goes_on}"
-        lines.append(f"{row.arm.name:<{width}}{row.arm.steps:>6} {told}")
-    return [f"seeds: {max(len(row.ends) for row in rows)}; * goes on", *lines]
-
-
-def so_far(runs: Sequence[MethodRun]) -> list[str]:
-    """For people: what was finished when a comparison was ended from outside."""
-    ends: dict[str, list[str]] = {}
-    for run in runs:
-        ends.setdefault(run.arm, []).append(f"{100 * smoothed_end(run):.1f} % (seed {run.seed})")
-    lines = [f"{name}: {', '.join(of_seeds)}" for name, of_seeds in ends.items()]
-    return [f"ended early; {len(runs)} runs had finished, and the same command goes on from there:", *lines]
+        told = ", ".join(f"{100 * end:.1f}" for end in row.ends.values()) + " *" * row.goes_on
+        end = f"{100 * row.mean:.1f}%"
+        shown = ["", "stopped by a guard"] if row.was_stopped else [end, told]
+        lines.append([row.arm.name, str(row.arm.steps), *shown])
+    return [f"seeds: {max(len(row.ends) for row in rows)}; * goes on", *aligned(lines)]
 
 
 def best_lines(rows: Sequence[RungRow], grid: Grid) -> list[str]:

@@ -15,8 +15,9 @@ from typing import Any
 
 from dppo_megatron import __version__
 from dppo_megatron.files import write_text
+from dppo_megatron.workbench.columns import aligned
 from dppo_megatron.workbench.compare.arms import MethodRun
-from dppo_megatron.workbench.compare.verdict import BUDGETS, CLOCKS, MOST_CLOCK_SPREAD, SHARES, ArmVerdict, Verdict
+from dppo_megatron.workbench.compare.verdict import BUDGETS, MOST_CLOCK_SPREAD, SHARES, ArmVerdict, Verdict
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 
 _OWN = files("dppo_megatron.workbench.compare") / "assets"
@@ -25,18 +26,10 @@ _PACKAGES = ("torch", "megatron-core", "transformers", "numpy")
 
 def table(verdict: Verdict) -> str:
     """For people: medians over seeds, with 95 % intervals of the median in brackets."""
-    levels = [f"{share:.0%}" for share in SHARES]
-    budgets = [f"at 1/{round(1 / budget)}" for budget in BUDGETS]
-    width = max(len("method"), *(len(one.arm) for one in verdict.arms)) + 2
-    lines = [
-        *headline(verdict),
-        "",
-        f"{'method':<{width}}{'seeds':>6} {'end':>7} {'end - base':>28} {'CPU s':>7} {'RL s':>7}"
-        + "".join(f" {f'to {level}: CPU s':>20} {f'to {level}: s':>20}" for level in levels)
-        + "".join(f" {name:>7}" for name in budgets),
-    ]
-    lines += [_row(one, width) for one in verdict.arms]
-    return "\n".join([*lines, "", *legend(verdict)])
+    head = ["method", "seeds", "end", "end - base", "CPU s", "RL s"]
+    head += [f"to {share:.0%}: {unit}" for share in SHARES for unit in ("CPU s", "s")]
+    head += [f"at 1/{round(1 / budget)}" for budget in BUDGETS]
+    return "\n".join([*headline(verdict), "", *aligned([head, *map(_row, verdict.arms)]), "", *legend(verdict)])
 
 
 def headline(verdict: Verdict) -> list[str]:
@@ -72,10 +65,9 @@ def legend(verdict: Verdict) -> list[str]:
         if factor and factor.is_noise
     ]
     return [
-        "end: pass@1, mean of the last two evaluations. end - base: over the same problems, with its 95 % interval over"
-        " seeds and problems.",
+        "end: pass@1, mean of the last two evaluations. end - base: over the same problems (95 % interval).",
         "to 90 %, 95 %: base's own seconds to that share of its gain, over the method's; medians over seeds (95 %"
-        " interval over resampled seeds and the noise of their curves), curves smoothed over three evaluations.",
+        " interval), curves smoothed over three evaluations.",
         *([f"-: the error is larger than the effect, the interval holds 1: {'; '.join(noise)}."] if noise else []),
         *([missing] if left_out else []),
         "at 1/2, 1/3: pass@1 after that part of base's CPU seconds. CPU seconds are those of the trainer's process,"
@@ -96,17 +88,14 @@ def difference_text(one: ArmVerdict) -> str:
     return f"{100 * found.difference:+.1f} ({100 * found.low:+.1f} .. {100 * found.high:+.1f}){noise}"
 
 
-def _row(one: ArmVerdict, width: int) -> str:
-    cells = [
-        f"{one.arm:<{width}}{one.seeds:>6} {100 * one.end:>6.1f}% {difference_text(one):>28}"
-        f" {one.costs['train_cpu_s']:>7.1f} {one.costs['train_s']:>7.1f}"
+def _row(one: ArmVerdict) -> list[str]:
+    seconds = [f"{one.costs[clock]:.1f}" for clock in ("train_cpu_s", "train_s")]
+    factors = [one.factors[clock][str(share)] for share in SHARES for clock in ("train_cpu_s", "train_s")]
+    return [
+        *(one.arm, str(one.seeds), f"{100 * one.end:.1f}%", difference_text(one), *seconds),
+        *("-" if factor is None or factor.is_noise else factor.times() for factor in factors),
+        *(f"{100 * value:.1f}%" for value in one.at_budget_cpu.values()),
     ]
-    for share in SHARES:
-        for clock in reversed(CLOCKS):
-            factor = one.factors[clock][str(share)]
-            cells.append(f"{'-' if factor is None or factor.is_noise else factor.times():>20}")
-    cells += [f"{100 * value:>6.1f}%" for value in one.at_budget_cpu.values()]
-    return " ".join(cells)
 
 
 def about() -> dict[str, Any]:

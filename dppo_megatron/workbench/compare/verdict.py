@@ -4,18 +4,17 @@ The rules, chosen so that a sceptic would choose them:
 
 - The baseline is the best of the GRPO arms: the best end sets the gain, and the arm that is soonest at 95 % of it sets
   the seconds. `grpo_nonzero` is an arm like any other.
-- A factor is the baseline's own cost to a level over the arm's cost to the same level, on curves smoothed alike. It is
-  given for 90 and 95 % of the gain, by the clock and in CPU seconds; the latter hardly feel what else the machine does.
-- Where a noisy curve first touches a level is luck: the more evaluations, the earlier. So every curve is a moving mean
-  over three evaluations before anything is read from it, the baseline's too. (An isotonic fit
-  is raised by every peak: with 3 points of noise it errs 1.4 times as much, and is 9 to 17 % low to 95 % of the gain.)
+- A factor is the baseline's own cost to a level over the arm's, for 90 and 95 % of the gain, by the clock and in CPU
+  seconds; the latter hardly feel what else the machine does. Where the two differ in ratio between arms, it was busier
+  under some of them.
+- Where a noisy curve first touches a level is luck: the more evaluations, the earlier. So levels are read off a moving
+  mean over three evaluations, the baseline's too. (An isotonic fit is raised by every peak: with 3 points of noise it
+  errs 1.4 times as much, and is 9 to 17 % low to 95 % of the gain.)
 - A level is a seed's own: its start plus a share of the gain that the best baseline made on that seed.
 - A factor has the error of its seeds and that of its curves: near the end a curve is so flat that a point of noise
   moves a crossing by a fifth of the run. Noisy copies of every curve show how much, end and level included. A factor
   whose 95 % interval holds 1 has an error that is larger than its effect, and is not printed.
-- Where seconds by the clock and CPU seconds differ in ratio between arms, the machine was busier under some of them.
-- Ends are compared problem by problem. Seeds are resampled as well as problems, since runs differ by noise too; what
-  the interval cannot tell from 0 is within noise.
+- Ends are compared problem by problem. Seeds are resampled as well as problems, since runs differ by noise too.
 """
 
 from __future__ import annotations
@@ -132,11 +131,6 @@ def cost_to(curve: Curve, level: FloatArray | float) -> FloatArray:
     return np.where(above.any(axis=-1), cost, np.inf)
 
 
-def accuracy_at(curve: Curve, cost: float) -> float:
-    """The accuracy at `cost`, interpolated; a run that had ended by then stays at its last."""
-    return float(np.interp(cost, curve.cost, curve.accuracy))
-
-
 def median_over_seeds(values: Sequence[float] | Sequence[FloatArray]) -> Interval:
     """Median with its bootstrap interval: as many seeds drawn with replacement, again and again, and of n drawn seeds
     2 n / (n + 1) in the noise of one of their copies.
@@ -163,12 +157,13 @@ def pair_noise(run: MethodRun) -> float | None:
     """How far noise alone takes the measured speed-up of one pair of runs from its mean: half of its logarithm's 95 %
     interval, from the curve of the recorded `run`. None where that shows too little of a rise, or beyond `MOST_NOISE`.
 
-    Accuracy is taken as linear in the logarithm of the CPU seconds where a third of the gain and more was there: slope
-    S, variance sigma^2 of an evaluation about the line, k evaluations. A curve is read as a mean of three evaluations,
-    so it reaches a level sigma / (sqrt(3) S) sooner or later; an error of the level itself moves both runs alike. There
-    are also v, the relative spread of the seconds of a step from evaluation to evaluation, and `ASTRAY`:
+    With a line of slope S through the k accuracies from a third of the gain on, over the logarithm of the CPU seconds,
+    sigma^2 their variance about it, and v the relative spread of the seconds of a step from evaluation to evaluation:
 
         half^2 = 2 (t sigma)^2 / (3 S^2) + 2 x 1.96^2 (v^2 / k + ASTRAY^2),    t: Student's of k - 2
+
+    A curve is read as a mean of three, so it reaches a level sigma / (sqrt(3) S) sooner or later; an error of the level
+    itself moves both runs alike.
 
     Example: sigma 3 points, S 12 points for e times the seconds, k = 8: t is 2.45, so 0.50^2 + 0.42^2 = 0.65^2. A pair
     whose mean speed-up is 2 measures 1.04 to 3.83.
@@ -338,7 +333,9 @@ def _at_budgets(runs: dict[int, MethodRun], base: dict[int, MethodRun]) -> dict[
     curves = {seed: Curve.of(run, "train_cpu_s").smoothed() for seed, run in runs.items()}
     return {
         f"{budget:.2f}": statistics.median(
-            accuracy_at(curve, budget * base[seed].curve[-1].train_cpu_s) for seed, curve in curves.items()
+            # a run that had ended by then stays at its last
+            float(np.interp(budget * base[seed].curve[-1].train_cpu_s, curve.cost, curve.accuracy))
+            for seed, curve in curves.items()
         )
         for budget in BUDGETS
     }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,31 +25,25 @@ from dppo_megatron.config.schema import ActorConfig, Config
 from dppo_megatron.distributed import from_rank_zero
 from dppo_megatron.packing.alignment import PackingLayout, packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
-from dppo_megatron.randomness import generator
 from dppo_megatron.types import PackPlan, TrainSample
 from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.workbench.random_samples import SampleLengths, random_samples
 
 _SAMPLES = 24
-_DELAYED_WARMUPS = 2
-"""Passes that only fill the `delayed` recipe's history of maxima. Its scales are 1 at first, and gradients of 1e-5 to
-1e-4 lie at or below E5M2's smallest number, 1.5e-5: a first backward pass does not predict the second."""
+WARMUPS = {"delayed": 2}
+"""Passes before those that are measured, which only fill the recipe's history of maxima. Its scales are 1 at first, and
+gradients of 1e-5 to 1e-4 lie at or below E5M2's smallest number, 1.5e-5: a first backward pass does not predict the
+second."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tolerances:
-    """How far two computations of the same thing may be apart in one number format."""
-
-    logprob: float
-    """Mean absolute difference of log-probabilities."""
-    gradient: float
-    """Norm of the difference of all gradients over the norm."""
-
-
-PACKING_BOUNDS = {"float32": Tolerances(1e-4, 1e-4), "bfloat16": Tolerances(0.02, 0.05), "fp8": Tolerances(0.05, 0.25)}
-"""Packed against one by one. float32: sums in another order. bfloat16 keeps 8 bits, so a logit of 16 moves by 0.06 and
-averages out. FP8 scales are taken over other tensors when packed, on 3 or 2 bits of mantissa."""
-FORMAT_BOUNDS = Tolerances(0.1, 0.5)
+PACKING_BOUNDS = {"float32": (1e-4, 1e-4), "bfloat16": (0.02, 0.05), "fp8": (0.05, 0.25)}
+"""Packed against one by one: mean absolute difference of log-probabilities; norm of the difference of all gradients
+over their norm. float32: sums in another order. bfloat16 keeps 8 bits, so a logit of 16 moves by 0.06 and averages out.
+FP8 scales are taken over other tensors when packed, on 3 or 2 bits of mantissa."""
+FORMAT_BOUNDS = (0.1, 0.5)
 """FP8 against bfloat16: rounding of a few per cent a layer. A broken recipe is off by more than the values' size."""
+_Measured: TypeAlias = tuple[list[np.ndarray] | None, dict[str, Tensor]]
+"""Log-probabilities, on rank 0, and gradients by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +58,6 @@ class GateResult:
         return self.value <= self.bound
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    logprobs: list[np.ndarray] | None
-    gradients: dict[str, Tensor]
-
-
 def run_gate(
     config: Config, layout: Layout, architecture: Architecture, get_weight: Callable[[str], Tensor]
 ) -> list[GateResult]:
@@ -81,7 +70,9 @@ def run_gate(
     findings, reference = _compare_packing(config, plain, Actor(plain, *model, dtype=dtype), samples, name)
     if config.actor.fp8 != "off":
         more, measured = _compare_packing(config, fp8, Actor(fp8, *model, dtype=dtype), samples, "fp8")
-        findings += more + _differences(f"{config.actor.fp8} against bfloat16", measured, reference, FORMAT_BOUNDS)
+        findings += more
+        if measured and reference:
+            findings += _differences(f"{config.actor.fp8} against bfloat16", measured, reference, FORMAT_BOUNDS)
     return from_rank_zero(lambda: findings)
 
 
@@ -92,24 +83,23 @@ def unsafe_patterns(plan: PackPlan, samples: Sequence[TrainSample], layout: Pack
     own, and the token count on each rank is a multiple of the recipe's.
     """
     found = []
-    for rank, microbatches in enumerate(plan.microbatches):
-        for index, packed in enumerate(microbatches):
-            where = f"rank {rank}, micro-batch {index}"
-            for position, member in enumerate(packed.members):
-                true = packed.cu_seqlens[position + 1] - packed.cu_seqlens[position]
-                slot = packed.cu_seqlens_padded[position + 1] - packed.cu_seqlens_padded[position]
-                if true != samples[member].num_tokens:
-                    found.append(f"{where}: sample {samples[member].id} is described as {true} tokens long")
-                if slot - true >= layout.sequence_multiple:
-                    found.append(f"{where}: the slot of sample {samples[member].id} is grown by {slot - true} tokens")
-            if packed.num_tokens % layout.microbatch_multiple:
-                found.append(f"{where}: {packed.num_tokens} tokens are no multiple of {layout.microbatch_multiple}")
+    packs = [(rank, index, pack) for rank, own in enumerate(plan.microbatches) for index, pack in enumerate(own)]
+    for rank, index, pack in packs:
+        where = f"rank {rank}, micro-batch {index}"
+        sizes = zip(pack.members, np.diff(pack.cu_seqlens), np.diff(pack.cu_seqlens_padded), strict=False)
+        for member, true, slot in sizes:  # the remainder is a slot more
+            if true != samples[member].num_tokens:
+                found.append(f"{where}: sample {samples[member].id} is described as {true} tokens long")
+            if slot - true >= layout.sequence_multiple:
+                found.append(f"{where}: the slot of sample {samples[member].id} is grown by {slot - true} tokens")
+        if pack.num_tokens % layout.microbatch_multiple:
+            found.append(f"{where}: {pack.num_tokens} tokens are no multiple of {layout.microbatch_multiple}")
     return found
 
 
 def _compare_packing(
     config: Config, settings: ActorConfig, actor: Actor, samples: Sequence[TrainSample], number_format: str
-) -> tuple[list[GateResult], _Measured]:
+) -> tuple[list[GateResult], _Measured | None]:
     planner = packing_layout(settings, actor.layout.world_size)
     cap = config.packing.max_tokens_per_microbatch
     plans = [
@@ -120,15 +110,10 @@ def _compare_packing(
     what = f"{number_format}: packed against one by one"
     findings = [GateResult("; ".join([f"{number_format}: unsafe patterns in the plan", *unsafe[:3]]), len(unsafe), 0)]
     if unsafe:
-        return findings, _Measured(None, {})
-    warmups = warmups_of(settings.fp8)
+        return findings, None
+    warmups = WARMUPS.get(settings.fp8, 0)
     packed, alone = (_measure(actor, samples, plan, config.rollout.sampling.temperature, warmups) for plan in plans)
     return findings + _differences(what, packed, alone, PACKING_BOUNDS[number_format]), packed
-
-
-def warmups_of(recipe: str) -> int:
-    """Forward and backward passes before the measured ones."""
-    return _DELAYED_WARMUPS if recipe == "delayed" else 0
 
 
 def _measure(
@@ -138,37 +123,26 @@ def _measure(
         actor.accumulate(samples, plan, supervised(), temperature=temperature)
     logprobs = actor.logprobs(samples, plan, temperature=temperature)
     actor.accumulate(samples, plan, supervised(), temperature=temperature)
-    return _Measured(logprobs, {name: gradient.cpu() for name, gradient in actor.gradients()})
+    return logprobs, {name: gradient.cpu() for name, gradient in actor.gradients()}
 
 
-def _differences(what: str, mine: _Measured, theirs: _Measured, bounds: Tolerances) -> list[GateResult]:
-    gradient = math.sqrt(
-        sum(float((mine.gradients[name].double() - g.double()).square().sum()) for name, g in theirs.gradients.items())
-        / sum(float(g.double().square().sum()) for g in theirs.gradients.values())
-    )
+def _differences(what: str, mine: _Measured, theirs: _Measured, bounds: tuple[float, float]) -> list[GateResult]:
+    (my_logprobs, my_gradients), (logprobs, gradients) = mine, theirs
+    off = sum(float((my_gradients[name].double() - g.double()).square().sum()) for name, g in gradients.items())
+    gradient = math.sqrt(off / sum(float(g.double().square().sum()) for g in gradients.values()))
     logprob = 0.0
-    if mine.logprobs is not None and theirs.logprobs is not None:  # rank 0 holds them
-        logprob = float(np.abs(np.concatenate(mine.logprobs) - np.concatenate(theirs.logprobs)).mean())
+    if my_logprobs is not None and logprobs is not None:  # rank 0 holds them
+        logprob = float(np.abs(np.concatenate(my_logprobs) - np.concatenate(logprobs)).mean())
     return [
-        GateResult(f"{what}: log-probs, mean |difference|", logprob, bounds.logprob),
-        GateResult(f"{what}: gradients, relative difference", gradient, bounds.gradient),
+        GateResult(f"{what}: log-probs, mean |difference|", logprob, bounds[0]),
+        GateResult(f"{what}: gradients, relative difference", gradient, bounds[1]),
     ]
 
 
 def _samples(config: Config, architecture: Architecture) -> list[TrainSample]:
-    """Random tokens of log-normal lengths up to a quarter of the cap: no length is aligned to anything."""
-    rng = generator(config.seed, "fp8 gate")
-    longest = min(config.packing.max_tokens_per_microbatch // 4, architecture.max_positions, 4096) - 9
-    lengths = np.clip(rng.lognormal(math.log(max(longest / 4, 2)), 0.9, _SAMPLES), 1, max(longest, 1)).astype(int)
-    return [
-        TrainSample(
-            id=f"{index}:0",
-            token_ids=rng.integers(0, architecture.vocab_size, int(length) + 8),
-            num_prompt_tokens=8,
-            behaviour_logprobs=np.zeros(int(length), np.float32),
-            advantage=1.0,
-            weight=1.0,
-            denominator=float(lengths.sum()),
-        )
-        for index, length in enumerate(lengths)
-    ]
+    """Lengths up to a quarter of the cap, none aligned to anything; the denominator of a token mean."""
+    longest = max(min(config.packing.max_tokens_per_microbatch // 4, architecture.max_positions, 4096) - 9, 1)
+    lengths = SampleLengths(_SAMPLES, max(longest / 4, 2), 0.9, longest, (8, 8))
+    samples = random_samples(lengths, architecture.vocab_size, config.seed)
+    tokens = sum(one.num_completion_tokens for one in samples)
+    return [replace(one, denominator=float(tokens)) for one in samples]

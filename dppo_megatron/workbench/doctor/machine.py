@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,10 +27,11 @@ from dppo_megatron.actor.attention import find_kernel
 from dppo_megatron.actor.logprobs import choose_softmax
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import connect
-from dppo_megatron.platform.capabilities import Machine, this_machine, transformer_engine_warning
-from dppo_megatron.rollout.servers.connect import ipc_warning, make_servers
-from dppo_megatron.rollout.servers.in_engine import dppo_nccl
-from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
+from dppo_megatron.platform.capabilities import this_machine, transformer_engine_warning
+from dppo_megatron.rollout.servers.connect import ipc_warning
+from dppo_megatron.rollout.servers.in_engine import dppo_wire
+from dppo_megatron.rollout.servers.server_process import make_servers
+from dppo_megatron.rollout.sync.colocated import SharedBuffer
 
 Verdict = Literal["ok", "warning", "fault"]
 _PACKAGES = {
@@ -73,21 +75,24 @@ def report() -> list[tuple[str, str]]:
     """(what, finding) rows for people to read."""
     machine = this_machine()
     device = "cpu" if machine.cuda_capability is None else "cuda"
-    rows = [("python", python_platform.python_version())]
-    rows += [(name, _version(name, purpose)) for name, purpose in _PACKAGES.items()]
-    rows.append(("device", _device(machine)))
     spec, reason = machine.choose_layer_spec("auto", "off")
-    rows.append(("layers", f"{spec} ({reason})"))
-    rows.append(("attention", find_kernel(_HEAD_DIM)[1] if spec == "local" else "Transformer Engine's"))
-    rows.append(("norms", "torch's RMSNorm, one kernel on CUDA" if spec == "local" else "Transformer Engine's"))
-    rows.append(("optimizer", machine.adam()))
-    rows.append(("weight-gradients", machine.weight_gradients()))
-    rows.append(("fp8", _recipes(machine)))
-    rows.append(("log-probabilities", choose_softmax("auto", torch.device(device), torch.bfloat16)[1]))
-    rows.append(("environment", environment(os.environ, device)))
-    if warning := transformer_engine_warning():
-        rows.append(("warning", warning))
-    return rows
+    lacks = {recipe: machine.lacks_for_fp8(recipe) for recipe in _RECIPES}
+    available = ", ".join(recipe for recipe in _RECIPES if not lacks[recipe])
+    rows = [
+        ("python", python_platform.python_version()),
+        *((name, _version(name, purpose)) for name, purpose in _PACKAGES.items()),
+        ("device", _device() if device == "cuda" else "CPU: megatron-core runs on gloo, for tests and small models"),
+        ("layers", f"{spec} ({reason})"),
+        ("attention", find_kernel(_HEAD_DIM)[1] if spec == "local" else "Transformer Engine's"),
+        ("norms", "torch's RMSNorm, one kernel on CUDA" if spec == "local" else "Transformer Engine's"),
+        ("optimizer", machine.adam()),
+        ("weight-gradients", machine.weight_gradients()),
+        ("fp8", available or f"none: {lacks[_RECIPES[0]]}"),
+        ("log-probabilities", choose_softmax("auto", torch.device(device), torch.bfloat16)[1]),
+        ("environment", environment(os.environ, device)),
+        ("warning", transformer_engine_warning()),
+    ]
+    return [(what, said) for what, said in rows if said]
 
 
 def environment(variables: Mapping[str, str], device: str) -> str:
@@ -95,13 +100,10 @@ def environment(variables: Mapping[str, str], device: str) -> str:
     if device == "cpu":
         return "nothing to set on a CPU"
     connections = variables.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    said = ["CUDA_DEVICE_MAX_CONNECTIONS=1" + ("" if connections else " (set by the trainer)")]
+    said = f"CUDA_DEVICE_MAX_CONNECTIONS={connections or '1 (set by the trainer)'}"
     if connections not in ("", "1"):
-        said = [
-            f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: with tensor or context parallelism Megatron overlaps"
-            " communication only at 1"
-        ]
-    return "; ".join([*said, allocator_row(variables, device, colocated=None).said])
+        said += ": with tensor or context parallelism Megatron overlaps communication only at 1"
+    return f"{said}; {allocator_row(variables, device, colocated=None).said}"
 
 
 def allocator_row(variables: Mapping[str, str], device: str, colocated: bool | None) -> CheckRow:
@@ -124,20 +126,12 @@ def _version(package: str, purpose: str) -> str:
         return f"not installed ({purpose})"
 
 
-def _device(machine: Machine) -> str:
-    if machine.cuda_capability is None:
-        return "CPU: megatron-core runs on gloo, for tests and small models"
+def _device() -> str:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return (
         f"{torch.cuda.device_count()} x {properties.name}, sm_{properties.major}{properties.minor},"
         f" {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     )
-
-
-def _recipes(machine: Machine) -> str:
-    lacks = {recipe: machine.lacks_for_fp8(recipe) for recipe in _RECIPES}
-    available = [recipe for recipe in _RECIPES if not lacks[recipe]]
-    return ", ".join(available) if available else f"none: {lacks[_RECIPES[0]]}"
 
 
 def machine_rows(world_size: int, *, first_here: bool) -> list[CheckRow]:
@@ -153,11 +147,10 @@ def machine_rows(world_size: int, *, first_here: bool) -> list[CheckRow]:
 def files_row(hard: int, world_size: int) -> CheckRow:
     """`ulimit -Hn`, to which ranks raise their own; -1: none. gloo has a socket for each other rank."""
     needed, said = _OWN_FILES + world_size, f"{'unlimited' if hard < 0 else hard} open files (hard limit)"
-    if 0 <= hard < needed:
-        return CheckRow(
-            "ulimit -n", "fault", f"{said}, but a rank of {world_size} needs {needed}: raise it (ulimit -Hn)"
-        )
-    return CheckRow("ulimit -n", "ok", said)
+    if hard < 0 or hard >= needed:
+        return CheckRow("ulimit -n", "ok", said)
+    said += f", but a rank of {world_size} needs {needed}: raise it (ulimit -Hn)"
+    return CheckRow("ulimit -n", "fault", said)
 
 
 def locked_row(soft_bytes: int, has_infiniband: bool) -> CheckRow:
@@ -171,11 +164,11 @@ def locked_row(soft_bytes: int, has_infiniband: bool) -> CheckRow:
 
 def shm_row(free: int) -> CheckRow:
     """Bytes of shared memory for NCCL and the engines."""
+    said = f"{free >> 20:,} MiB free"
     if free >= _ENOUGH_SHM:
-        return CheckRow("/dev/shm", "ok", f"{free >> 20:,} MiB free")
-    said = "NCCL and vLLM (160 MiB a server) share memory there; remove what is left in it, or give more"
-    verdict: Verdict = "fault" if free < _DOCKERS_SHM else "warning"
-    return CheckRow("/dev/shm", verdict, f"{free >> 20:,} MiB free: {said} (Docker: --shm-size=16g)")
+        return CheckRow("/dev/shm", "ok", said)
+    said += ": NCCL and vLLM (160 MiB a server) share memory there; remove what is left in it, or give more (Docker:"
+    return CheckRow("/dev/shm", "fault" if free < _DOCKERS_SHM else "warning", f"{said} --shm-size=16g)")
 
 
 def _gpus() -> list[CheckRow]:
@@ -193,25 +186,23 @@ def gpu_rows(text: str) -> list[CheckRow]:
     """Clocks and ECC errors from what nvidia-smi prints for `_GPU_FIELDS`: a line a GPU, `[N/A]` for what it lacks."""
     cards = [line.split(", ") for line in text.splitlines()]
     speeds = ", ".join(f"{now} of {most}" for _, now, most, *_ in cards)
-    clocks, ecc = (
+    rows = [
         CheckRow("clocks", "ok", f"{speeds} MHz; none slowed down"),
         CheckRow("ECC", "ok", "no uncorrected error"),
-    )
+    ]
     bits = {index: int(reasons, 16) for index, _, _, reasons, _ in cards if reasons.startswith("0x")}
     slowed = {index: ", ".join(name for bit, name in _SLOWED.items() if bits[index] & bit) for index in bits}
-    if named := [f"GPU {index}: {reasons}" for index, reasons in slowed.items() if reasons]:
-        clocks = CheckRow(
-            "clocks", "warning", f"{'; '.join(named)}: look after cooling and power, or leave the node out"
-        )
-    if broken := [f"GPU {index}: {errors}" for index, *_, errors in cards if errors.isdigit() and int(errors)]:
-        said = f"uncorrected errors ({', '.join(broken)}): have the GPU reset, or leave the node out"
-        ecc = CheckRow("ECC", "fault", said)
-    return [clocks, ecc]
+    if named := "; ".join(f"GPU {index}: {reasons}" for index, reasons in slowed.items() if reasons):
+        rows[0] = CheckRow("clocks", "warning", f"{named}: look after cooling and power, or leave the node out")
+    if broken := ", ".join(f"GPU {index}: {errors}" for index, *_, errors in cards if errors.isdigit() and int(errors)):
+        said = f"uncorrected errors ({broken}): have the GPU reset, or leave the node out"
+        rows[1] = CheckRow("ECC", "fault", said)
+    return rows
 
 
-_IN_ENGINE = Path(dppo_nccl.__file__).parent
+_IN_ENGINE = Path(dppo_wire.__file__).parent
 _SHARED_BYTES = 1 << 16
-_COPIED_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
+_COPIED_BYTES = 256 << 20
 _REDUCED_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 _REPEATS = 5
 
@@ -219,9 +210,8 @@ _REPEATS = 5
 def server_rows(config: Config | None, device: torch.device, timeout_s: float) -> list[CheckRow]:
     """Start the servers' Python with a server's variables, have it map memory of this rank, compare both NCCLs."""
     if config is not None and config.rollout.servers.launch != "local":
-        return [
-            CheckRow("servers", "ok", "none is started here; running ones are compared when a job connects to them")
-        ]
+        said = "none is started here; running ones are compared when a job connects to them"
+        return [CheckRow("servers", "ok", said)]
     channel, is_shared, python, variables = "", False, sys.executable, dict(os.environ)
     if config is not None:
         channel, python = config.rollout.sync.channel, config.rollout.servers.python or python
@@ -246,7 +236,7 @@ def server_rows(config: Config | None, device: torch.device, timeout_s: float) -
         said = f"{python}: {answer.get('error') or 'other bytes came back'}{advice} (rollout.sync.channel)"
         shared = CheckRow(what, "fault" if is_shared else "warning", said)
     both = CheckRow("NCCL of both ends", "ok", answer["nccl"].get("version", "none in rollout.servers.python"))
-    if unlike := dppo_nccl.difference(answer["nccl"]):
+    if unlike := dppo_wire.nccl_difference(answer["nccl"]):
         said = f"{unlike}: make them equal, or choose another rollout.sync.channel than nccl"
         both = CheckRow("NCCL of both ends", "fault" if channel == "nccl" else "warning", said)
     return [shared, both]
@@ -264,17 +254,16 @@ def _ask(python: str, variables: dict[str, str], handle: str, timeout_s: float) 
 
 
 def copy_rows(device: torch.device) -> list[CheckRow]:
-    """GB/s of copies between pinned host memory and the device, all ranks at once, as an offload does them."""
-    size = _COPIED_BYTES[device.type]
-    host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    other = torch.zeros(size, dtype=torch.uint8, device=device)
-    to, back = _gb_s(lambda: other.copy_(host), size), _gb_s(lambda: host.copy_(other), size)
+    """GB/s of copies between pinned host memory and a GPU, all ranks at once, as an offload does them."""
     if device.type == "cpu":
-        return [CheckRow("memory copy", "ok", f"{to:.1f} GB/s; pinned memory is not measured: no GPU")]
-    return [
-        CheckRow("pinned memory to GPU", "ok", f"{to:.1f} GB/s, all ranks at once", to),
-        CheckRow("GPU to pinned memory", "ok", f"{back:.1f} GB/s, all ranks at once", back),
-    ]
+        return []
+    host = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    other = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    rows = []
+    for what, to, of in (("pinned memory to GPU", other, host), ("GPU to pinned memory", host, other)):
+        speed = _gb_s(partial(to.copy_, of), _COPIED_BYTES)
+        rows.append(CheckRow(what, "ok", f"{speed:.1f} GB/s, all ranks at once", speed))
+    return rows
 
 
 def reduce_row(name: str, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> CheckRow:

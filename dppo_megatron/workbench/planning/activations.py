@@ -64,15 +64,73 @@ class Pass:
         """One [tokens, H] tensor between layers."""
         return self.sharded * self.architecture.hidden_size * self.bytes_each
 
+    @property
+    def inner_elements(self) -> float:
+        """Elements between the products of a feed-forward layer on this rank, or of the experts of its tokens."""
+        experts = self.architecture.experts
+        if experts is None:
+            return self.local * self.architecture.ffn_size / self.degrees.tensor
+        return self.expert_rows * experts.ffn_size / self.degrees.expert_tensor
+
+    @property
+    def expert_rows(self) -> float:
+        """Tokens of this rank's experts, counted once for each that they visit."""
+        experts = self.architecture.experts
+        visits = experts.per_token * self.degrees.expert_tensor if experts else 0
+        return self.sharded * visits * (self.imbalance if self.degrees.expert > 1 else 1.0)
+
+
+_FREED = {
+    "core_attn": (
+        "normalizer of attention",
+        "gathered queries, keys, values",
+        "gathered output",
+        "rotated queries and keys",
+    ),
+    "mlp": ("output of fc1", "gate and up", "input of fc2"),
+    "moe": (
+        "router",
+        "input of the experts",
+        "output of the experts' fc1",
+        "gate, up and scaled",
+        "input of their fc2",
+        "shared experts",
+    ),
+    "moe_act": ("gate, up and scaled", "input of their fc2"),
+    "layernorm": (
+        *("input norm", "input norm, inverse root", "input of qkv"),
+        *("norm before fc1", "norm before fc1, inverse root", "input of fc1"),
+        *("norm before the router", "norm before the router, inverse root", "input of the router"),
+    ),
+}
+"""What recomputing a module frees. The experts' input is the router's."""
+_FREED_WITH_TE = _FREED | {
+    "mlp": (*_FREED["mlp"], "input of fc1", "norm before fc1, inverse root"),
+    "layernorm": ("input of the router", "norm before the router, inverse root"),
+}
+"""Transformer Engine's fc1 begins with the norm: only that of experts is a separate module."""
+
 
 def layer_saved(one: Pass) -> Saved:
-    """What one transformer layer keeps without recomputation."""
-    return {
-        **_norm(one, "input norm"),
-        "input of qkv": one.hidden_bytes,
-        **_attention(one),
-        **_norm(one, "norm before the MLP"),
-        **(_experts(one) if one.architecture.experts else _mlp(one)),
+    """What one transformer layer keeps without recomputation; the few dense ones of a mixture count like the others."""
+    saved = _norm(one, "input norm") | {"input of qkv": one.hidden_bytes} | _attention(one)
+    if one.architecture.gemma is not None:
+        saved |= _norm(one, "norm behind attention") | _norm(one, "norm behind fc2")
+    inner = one.inner_elements * one.bytes_each
+    experts = one.architecture.experts
+    if experts is None:
+        saved |= {**_norm(one, "norm before fc1"), "input of fc1": one.hidden_bytes, "output of fc1": 2 * inner}
+        return saved | {"gate and up": 0.0 if one.fused_swiglu else 2 * inner, "input of fc2": inner}
+    return saved | {
+        **_norm(one, "norm before the router"),
+        "input of the router": one.hidden_bytes,
+        "shared experts": 5 * one.local * experts.shared_ffn_size / one.degrees.tensor * one.bytes_each,
+        # probabilities float32 and a mask of all experts, and of the chosen ones index, score, weight, place
+        "router": one.sharded * (experts.count * 5 + experts.per_token * 24),
+        "input of the experts": one.expert_rows * one.architecture.hidden_size * one.bytes_each,
+        "output of the experts' fc1": 2 * inner,
+        "gate, up and scaled": 3 * inner,
+        "input of their fc2": inner,
     }
 
 
@@ -82,135 +140,65 @@ def layer_kept(one: Pass, actor: ActorConfig) -> Saved:
         return {"input of the layer": one.hidden_bytes}
     saved = layer_saved(one)
     if actor.recompute == "selective":
-        for module in actor.recompute_modules:
-            dropped = _dropped(one, module)
-            saved = {name: size for name, size in saved.items() if name not in dropped} | _kept_instead(one, module)
+        modules = actor.recompute_modules
+        for module in modules:
+            for name in (_FREED_WITH_TE if one.kernels == "te" else _FREED).get(module, ()):
+                saved.pop(name, None)
+        # inputs from which they are recomputed, where nothing else keeps them
+        if "core_attn" in modules:  # before rotation; values, and keys that have no norm, are views of qkv's output
+            queries, keys, qkv, copied = _heads(one)
+            own = (queries + keys) if one.architecture.qk_norm else copied
+            saved |= {"inputs of attention": own * one.bytes_each, "output of qkv": qkv * one.bytes_each}
+        if "layernorm" in modules and one.kernels != "te":
+            saved["inputs of the norms"] = 2 * one.hidden_bytes
     return saved
 
 
-_ATTENTION = (
-    "normalizer of attention",
-    "gathered queries, keys, values",
-    "gathered output",
-    "rotated queries and keys",
-)
-_EXPERTS = ("router", "input of the experts", "output of the experts' fc1", "gate, up and scaled", "input of fc2")
-_ROOTS = ("input norm, inverse root", "norm before the MLP, inverse root")
+def _heads(one: Pass) -> tuple[float, float, float, float]:
+    """Elements on this rank: queries; keys, or values; qkv's output, of which they are parts; queries that are no view
+    of it.
 
-
-def _dropped(one: Pass, module: str) -> tuple[str, ...]:
-    """Names of what recomputing `module` of a layer frees."""
-    fused_norms, experts = one.kernels == "te", one.architecture.experts is not None
-    if module == "core_attn":
-        return _ATTENTION
-    if module == "mlp" and not experts:
-        of_norm = ("input of fc1", _ROOTS[1]) if fused_norms else ()  # Transformer Engine's fc1 begins with the norm
-        return ("output of fc1", "gate and up", "input of fc2", *of_norm)
-    if module == "moe" and experts:
-        return _EXPERTS  # their input is the router's
-    if module == "moe_act" and experts:
-        return ("gate, up and scaled", "input of fc2")
-    if module == "layernorm" and fused_norms:  # only the experts' norm is a separate module
-        return ("input of the router", _ROOTS[1]) if experts else ()
-    if module == "layernorm":
-        return ("input norm", "norm before the MLP", "input of qkv", "input of fc1", "input of the router", *_ROOTS)
-    return ()
-
-
-def _kept_instead(one: Pass, module: str) -> Saved:
-    """The inputs from which `module` is recomputed, where nothing else keeps them."""
-    if module == "core_attn":  # before they are rotated; values, and keys that have no norm, are views of qkv's output
-        queries, keys = _elements(one)
-        own = (queries + keys) if one.architecture.qk_norm else _copied(one, queries, keys)
-        return {"inputs of attention": own * one.bytes_each, "output of qkv": _qkv(one) * one.bytes_each}
-    if module == "layernorm" and one.kernels != "te":
-        return {"inputs of the norms": 2 * one.hidden_bytes}
-    return {}
-
-
-def _elements(one: Pass) -> tuple[float, float]:
-    """Elements of a layer's queries, and of its keys or values, on this rank."""
-    a = one.architecture
-    heads, groups = a.num_heads / one.degrees.tensor, max(a.num_kv_heads / one.degrees.tensor, 1)
-    return one.local * heads * a.head_dim, one.local * groups * a.head_dim
-
-
-def _qkv(one: Pass) -> float:
-    """Elements of the output of qkv that attention takes its queries, keys and values from.
-
-    With fewer key-value heads than tensor-parallel ranks, Megatron gathers all of it on every rank.
+    With fewer key-value heads than tensor-parallel ranks, Megatron gathers all of the output on every rank. It lays it
+    out by groups: queries, keys, values of one, then of the next. So queries are views where there is one group, and
+    where each group has one head.
     """
-    a, (queries, keys) = one.architecture, _elements(one)
-    if a.num_kv_heads < one.degrees.tensor:
-        return one.local * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-    return queries + 2 * keys
-
-
-def _copied(one: Pass, queries: float, keys: float) -> float:
-    """Elements of the queries that are no view of qkv's output.
-
-    Megatron lays it out by groups: queries, keys, values of one, then of the next. So the queries are adjacent in it
-    where there is one group, and evenly spaced where each group has one head (as many key-value heads as heads).
-    """
-    together = keys <= one.local * one.architecture.head_dim or queries == keys
-    return 0.0 if together else queries
+    a, ranks = one.architecture, one.degrees.tensor
+    queries = one.local * a.num_heads / ranks * a.head_dim
+    keys = one.local * max(a.num_kv_heads / ranks, 1) * a.head_dim
+    whole = one.local * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    are_views = a.num_kv_heads <= ranks or queries == keys
+    return queries, keys, whole if a.num_kv_heads < ranks else queries + 2 * keys, 0.0 if are_views else queries
 
 
 def _norm(one: Pass, name: str) -> Saved:
-    size, rows = one.architecture.hidden_size, one.sharded
     copies = 2 * 4 if one.kernels == "cpu" else one.bytes_each
-    return {name: rows * size * copies, f"{name}, inverse root": rows * 4}
+    if one.kernels == "local" and one.architecture.gemma is not None:  # computed in float32
+        copies = 4
+    return {name: one.sharded * one.architecture.hidden_size * copies, f"{name}, inverse root": one.sharded * 4}
 
 
 def _attention(one: Pass) -> Saved:
-    a, each = one.architecture, one.bytes_each
-    heads, groups = a.num_heads / one.degrees.tensor, max(a.num_kv_heads / one.degrees.tensor, 1)
-    queries, keys = _elements(one)
-    copied = _copied(one, queries, keys)
-    saved: Saved = {"normalizer of attention": one.local * heads * 4 * one.padding}
-    on_cpu, gathers = one.kernels == "cpu", one.gathers
-    if not gathers or (a.qk_norm and each == 4):  # a view of it is kept: the values, or the keys before their norm
-        saved["output of qkv"] = _qkv(one) * each
+    a, each, (queries, keys, qkv, copied) = one.architecture, one.bytes_each, _heads(one)
+    saved: Saved = {"normalizer of attention": queries / a.head_dim * 4 * one.padding}
+    if a.latent is not None:  # before and after their norms
+        saved["compressed queries and keys"] = 2 * one.sharded * (a.latent.query_rank + a.latent.rank) * each
+    if not one.gathers or (a.qk_norm and each == 4):  # a view of it is kept: the values, or the keys before their norm
+        saved["output of qkv"] = qkv * each
     if a.qk_norm:
-        saved["inverse roots of heads"] = one.local * (heads + groups) * 4
-        if on_cpu:  # float32 copies before and after the division; in float32 that of the keys is the view above
+        saved["inverse roots of heads"] = (queries + keys) / a.head_dim * 4
+        if one.kernels == "cpu":  # float32 copies around the division; in float32 that of the keys is the view above
             saved["queries, before and after their norm"] = (queries + (copied if each == 4 else queries)) * 4
             saved["keys, before and after their norm"] = keys * 4 * (1 if each == 4 else 2)
         else:
             saved["queries before their norm"] = copied * each
-            if one.kernels == "te":
-                saved["keys before their norm"] = keys * each
-    if gathers:  # keys and values of all context-parallel ranks
+            saved["keys before their norm"] = keys * each if one.kernels == "te" else 0.0
+    if one.gathers:  # keys and values of all context-parallel ranks
         saved["gathered queries, keys, values"] = (queries + 2 * keys * one.degrees.context) * each * one.padding
         saved["gathered output"] = queries * each * one.padding
     else:
         saved["rotated queries and keys"] = (queries + keys) * each
     saved["output of attention"] = queries * each
     return saved
-
-
-def _mlp(one: Pass) -> Saved:
-    inner = one.local * one.architecture.ffn_size / one.degrees.tensor * one.bytes_each
-    saved = {"input of fc1": one.hidden_bytes, "output of fc1": 2 * inner, "input of fc2": inner}
-    return saved if one.fused_swiglu else saved | {"gate and up": 2 * inner}
-
-
-def _experts(one: Pass) -> Saved:
-    experts = one.architecture.experts
-    assert experts is not None
-    rows = one.sharded * experts.per_token * one.degrees.expert_tensor
-    if one.degrees.expert > 1:
-        rows *= one.imbalance
-    inner = rows * experts.ffn_size / one.degrees.expert_tensor * one.bytes_each
-    return {
-        "input of the router": one.hidden_bytes,
-        # probabilities float32 and a mask of all experts, and of the chosen ones index, score, weight, place
-        "router": one.sharded * (experts.count * 5 + experts.per_token * 24),
-        "input of the experts": rows * one.architecture.hidden_size * one.bytes_each,
-        "output of the experts' fc1": 2 * inner,
-        "gate, up and scaled": 3 * inner,
-        "input of fc2": inner,
-    }
 
 
 def in_flight(degrees: Degrees, stage: int, microbatches: int) -> float:
@@ -228,14 +216,10 @@ def in_flight(degrees: Degrees, stage: int, microbatches: int) -> float:
 def layer_backward(one: Pass) -> float:
     """Gradients that live beside the saved tensors while a layer's backward pass runs: those of both halves of fc1's
     output, of their product and of the residual."""
-    a = one.architecture
-    if a.experts:
-        rows = one.sharded * a.experts.per_token * one.degrees.expert_tensor
-        rows *= one.imbalance if one.degrees.expert > 1 else 1.0
-        inner = rows * (4 * a.experts.ffn_size / one.degrees.expert_tensor + a.hidden_size)
-    else:
-        inner = one.local * 4 * a.ffn_size / one.degrees.tensor
-    return inner * one.bytes_each + 2 * one.hidden_bytes
+    elements = one.inner_elements * 4
+    if one.architecture.experts:
+        elements += one.expert_rows * one.architecture.hidden_size
+    return elements * one.bytes_each + 2 * one.hidden_bytes
 
 
 def head_bytes(

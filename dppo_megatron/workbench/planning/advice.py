@@ -14,19 +14,27 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.workbench.planning.generation import Lengths
-from dppo_megatron.workbench.planning.memory import MemoryPlan, plan_memory
+from dppo_megatron.workbench.planning.memory import plan_memory
 from dppo_megatron.workbench.planning.site import GIB, Site
 from dppo_megatron.workbench.planning.timing import Speeds, Timing, plan_timing
 
-_LEAST = 0.5 * GIB
+_LEAST, _FASTER = 0.5 * GIB, 0.01
+"""Bytes of the largest phase, and share of a step: less is not worth a change."""
+_GPUS = "--gpus"
 _SHARE, _TENSOR, _DATA = "--gpu-memory-utilization", "--tensor-parallel-size", "--data-parallel-size"
-_CAP, _ARGS = "packing.max_tokens_per_microbatch", "rollout.servers.args"
-_FASTER = 0.01
-"""Of a step: less is not worth a change."""
+_CAP, _RECOMPUTE = "packing.max_tokens_per_microbatch", "actor.recompute"
 _FEWEST_TOKENS = 4096
-"""Micro-batches below this are not advised: products of fewer rows are slower, which the seconds here do not know."""
+"""Smaller micro-batches are not said to be faster: products of fewer rows are slower, which the seconds here do not
+know."""
 _Settings: TypeAlias = dict[str, Any]
-"""Values by key, such as `actor.recompute`."""
+"""Values by key; `--gpus`, and options that are in rollout.servers.args, begin with `--`."""
+_DEGREES = {
+    "tensor": "communication in every layer",
+    "pipeline": "idle stages at both ends of a step",
+    "context": "keys and values exchanged in every layer",
+    "expert": "tokens exchanged between more ranks",
+}
+"""Kinds of parallelism, and what more of one costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,110 +49,86 @@ class SettingAdvice:
     """Seconds of a step with it, of one that makes the job faster."""
 
 
-def advise(config: Config, architecture: Architecture, site: Site, mean_tokens: float) -> list[SettingAdvice]:
-    """Changes that lower the largest phase by half a GiB or more, the best first."""
-    now = plan_memory(config, architecture, site, mean_tokens).largest.total
-    tried = [(_written(settings), price, _changed(config, settings), site) for settings, price in _smaller(config)]
-    tried.append((f"--gpus {2 * site.gpus}", "twice the GPUs", config, replace(site, gpus=2 * site.gpus)))
-    found = []
-    for change, price, changed, there in tried:
-        memory = _planned(changed, architecture, there, mean_tokens)
-        if memory and now - memory.largest.total >= _LEAST:
-            found.append(SettingAdvice(change, memory.largest.total, price))
-    return sorted(found, key=lambda advice: advice.total)
-
-
-def advise_speed(
-    config: Config, architecture: Architecture, site: Site, lengths: Lengths, speeds: Speeds, now: Timing
-) -> list[SettingAdvice]:
-    """Changes with which the job fits and a step is a hundredth shorter or more, the best first."""
-    found: dict[str, SettingAdvice] = {}
-    for kind, settings in _faster(config):
-        if kind in found:  # the first of a kind that fits does least to the rest
-            continue
+def advise(
+    config: Config, architecture: Architecture, site: Site, lengths: Lengths, speeds: Speeds, now: Timing | None
+) -> tuple[list[SettingAdvice], list[SettingAdvice]]:
+    """Changes that lower the largest phase by half a GiB or more, and those with which the job fits and a step is a
+    hundredth shorter or more; the best first. `now`: of the job as it is, None where that is not known."""
+    total = plan_memory(config, architecture, site, lengths.sequence).largest.total
+    smaller: list[SettingAdvice] = []
+    faster: dict[str, SettingAdvice] = {}
+    for settings, price in _changes(config, site):
+        kind, change = next(iter(settings)), _written(settings)
+        there = replace(site, gpus=settings.get(_GPUS, site.gpus))
         changed = _changed(config, settings)
-        memory = _planned(changed, architecture, site, lengths.sequence)
-        if memory is None or memory.largest.total > site.gpu_memory:
+        try:
+            check_values(changed, "plan")
+            architecture.check_layout(changed.actor)
+            check_world_size(changed, there.gpus)
+            memory = plan_memory(changed, architecture, there, lengths.sequence)
+        except UserError:  # it contradicts another setting, or there is no such layout of this model on these GPUs
             continue
-        cost = None if _ARGS in settings else now.rollout
-        timing = plan_timing(changed, architecture, site, memory.engine, lengths, speeds, cost)
-        if timing and timing.step_s <= now.step_s * (1 - _FASTER):
-            found[kind] = SettingAdvice(_written(settings), memory.largest.total, step_s=timing.step_s)
-    return sorted(found.values(), key=lambda one: one.step_s)
-
-
-def _planned(config: Config, architecture: Architecture, site: Site, mean_tokens: float) -> MemoryPlan | None:
-    """None if it contradicts another setting, or there is no such layout of this model on these GPUs."""
-    try:
-        check_values(config, "plan")
-        architecture.check_layout(config.actor)
-        check_world_size(config, site.gpus)
-        return plan_memory(config, architecture, site, mean_tokens)
-    except UserError:
-        return None
+        if price and total - memory.largest.total >= _LEAST:
+            smaller.append(SettingAdvice(change, memory.largest.total, price))
+        fits = max(total, memory.largest.total) <= site.gpu_memory
+        # the first of a kind that fits does least to the rest
+        if now and fits and kind not in (*faster, _GPUS) and settings.get(_CAP, _FEWEST_TOKENS) >= _FEWEST_TOKENS:
+            cost = None if kind.startswith("--") else now.rollout
+            timing = plan_timing(changed, architecture, site, memory.engine, lengths, speeds, cost)
+            if timing and timing.step_s <= now.step_s * (1 - _FASTER):
+                faster[kind] = SettingAdvice(change, memory.largest.total, step_s=timing.step_s)
+    return sorted(smaller, key=lambda one: one.total), sorted(faster.values(), key=lambda one: one.step_s)
 
 
 def _changed(config: Config, settings: _Settings) -> Config:
     one = copy.deepcopy(config)
+    arguments = one.rollout.servers.args
     for key, value in settings.items():
-        *sections, name = key.split(".")
-        if key == _ARGS:
-            value = list(one.rollout.servers.args)
-            for flag, number in settings[key].items():
-                value[value.index(flag) + 1] = number
-        setattr(reduce(getattr, sections, one), name, value)
+        if key in arguments:
+            arguments[arguments.index(key) + 1] = str(value)
+        elif key != _GPUS:
+            *sections, name = key.split(".")
+            setattr(reduce(getattr, sections, one), name, value)
     return one
 
 
 def _written(settings: _Settings) -> str:
-    if _ARGS in settings:
-        return " ".join(f"{flag} {number}" for flag, number in settings[_ARGS].items()) + f" in {_ARGS}"
+    key = next(iter(settings))
+    if key.startswith("--"):
+        flags = " ".join(f"{flag} {value}" for flag, value in settings.items())
+        return flags if key == _GPUS else f"{flags} in rollout.servers.args"
     return " ".join(f"{key}={'true' if value is True else value}" for key, value in settings.items())
 
 
-def _faster(config: Config) -> Iterator[tuple[str, _Settings]]:
-    """(kind of change, settings), of a kind the fastest first."""
-    cap, args = config.packing.max_tokens_per_microbatch, config.rollout.servers.args
-    fewest = max(longest_sequence(config)[0], _FEWEST_TOKENS)
-    for mode in ("none", "selective")[: {"none": 0, "selective": 1, "full": 2}[config.actor.recompute]]:
-        yield "recompute", {"actor.recompute": mode}
-        for tokens in (cap // 2, cap // 4):
-            if tokens >= fewest:
-                yield "recompute", {"actor.recompute": mode, _CAP: tokens}
-    if cap // 2 >= fewest:
-        yield "cap", {_CAP: cap // 2}
-    for name in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
-        if size := getattr(config.actor.layout, name) // 2:
-            yield name, {f"actor.layout.{name}": size}
-    if _SHARE in args:
-        for more in (0.2, 0.1):
-            if (share := round(float(args[args.index(_SHARE) + 1]) + more, 2)) < 0.95:
-                yield "engine share", {_ARGS: {_SHARE: f"{share:g}"}}
-    if _TENSOR in args and _DATA in args and (tensor := int(args[args.index(_TENSOR) + 1])) > 1:
-        replicas = int(args[args.index(_DATA) + 1])
-        yield "engine layout", {_ARGS: {_TENSOR: str(tensor // 2), _DATA: str(2 * replicas)}}
-
-
-def _smaller(config: Config) -> Iterator[tuple[_Settings, str]]:
-    """(settings, what they cost)."""
+def _changes(config: Config, site: Site) -> Iterator[tuple[_Settings, str]]:
+    """(settings, what they cost), of those that begin with the same key the fastest first. Those without a price are
+    tried for their seconds only."""
     actor, cap, args = config.actor, config.packing.max_tokens_per_microbatch, config.rollout.servers.args
+    given = {flag: float(args[args.index(flag) + 1]) for flag in (_SHARE, _TENSOR, _DATA) if flag in args}
+    longest = longest_sequence(config)[0]
+    caps = [tokens for tokens in (cap // 2, cap // 4) if tokens >= longest]
+    for mode in ("none", "selective")[: {"none": 0, "selective": 1, "full": 2}[actor.recompute]]:
+        yield {_RECOMPUTE: mode}, ""
+        yield from (({_RECOMPUTE: mode, _CAP: tokens}, "") for tokens in caps)
     if actor.recompute != "full":
-        yield {"actor.recompute": "full"}, "a third more FLOPs"
-    if (smaller := max(longest_sequence(config)[0], cap // 2)) < cap:
-        yield {_CAP: smaller}, "more, smaller micro-batches"
+        yield {_RECOMPUTE: "full"}, "a third more FLOPs"
+    if longest < cap:
+        yield {_CAP: max(longest, cap // 2)}, "more, smaller micro-batches"
     if (chunk := actor.logprob_chunk_tokens // 2) >= 256:
         yield {"actor.logprob_chunk_tokens": chunk}, "smaller products in the output layer"
     if not actor.optimizer.distributed:
         yield {"actor.optimizer.distributed": True}, "nothing"
     elif actor.optimizer.cpu_offload < 1:
         yield {"actor.optimizer.cpu_offload": 1}, "an optimizer step on the host"
-    for name, price in (
-        ("tensor_parallel", "communication in every layer"),
-        ("pipeline_parallel", "idle stages at both ends of a step"),
-        ("context_parallel", "keys and values exchanged in every layer"),
-        ("expert_parallel", "tokens exchanged between more ranks"),
-    ):
-        yield {f"actor.layout.{name}": 2 * getattr(actor.layout, name)}, price
-    if config.rollout.servers.colocate and _SHARE in args:
-        lower = max(0.1, round(float(args[args.index(_SHARE) + 1]) - 0.1, 2))
-        yield {_ARGS: {_SHARE: f"{lower:g}"}}, "fewer sequences at a time"
+    for name, price in _DEGREES.items():
+        key, size = f"actor.layout.{name}_parallel", getattr(actor.layout, f"{name}_parallel")
+        yield {key: 2 * size}, price
+        if size > 1:
+            yield {key: size // 2}, ""
+    if share := given.get(_SHARE):
+        yield from (({_SHARE: f"{share + more:.2g}"}, "") for more in (0.2, 0.1) if share + more < 0.95)
+        if config.rollout.servers.colocate:
+            yield {_SHARE: f"{max(0.1, share - 0.1):.2g}"}, "fewer sequences at a time"
+    if _DATA in given and given.get(_TENSOR, 1) > 1:
+        yield {_TENSOR: int(given[_TENSOR]) // 2, _DATA: 2 * int(given[_DATA])}, ""
+    yield {_GPUS: 2 * site.gpus}, "twice the GPUs"

@@ -12,8 +12,10 @@ instead of integrating over a length distribution: what decides is which sequenc
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -24,14 +26,24 @@ from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.types import FloatArray, IntArray, UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.workbench.planning.shares import active_parameters, whole_model
-from dppo_megatron.workbench.planning.site import ENGINE_WORK_BYTES, Site
+from dppo_megatron.workbench.planning.site import ENGINE_WORK_BYTES, SLEEPING_BYTES, Site
 
-_TENSOR = ("--tensor-parallel-size", "-tp", "--tp-size", "--tp")
-_REPLICAS = ("--data-parallel-size", "-dp", "--dp-size", "--dp")
-_SHARE = ("--gpu-memory-utilization", "--mem-fraction-static")
-_CACHE = ("--kv-cache-dtype",)
-_QUANTIZATION = ("--quantization", "-q")
-_AT_A_TIME = ("--max-num-seqs", "--max-running-requests")
+BANDWIDTH_SHARE = 0.7
+"""Of the data sheet's bandwidth that decoding reaches; docs/plan.md says what it was fitted to."""
+FLOPS_SHARE = 0.5
+"""Of the data sheet's FLOPs in products of a few hundred rows. An assumption."""
+ITERATION_S = 0.004
+"""Scheduling, launching and sampling of one iteration, whatever its batch. An assumption."""
+SEQUENCE_S = 12e-6
+"""A running sequence's share of scheduling, sampling and detokenizing in an iteration. An assumption."""
+ALL_REDUCE_S = 15e-6
+"""One of the two all-reduces of a layer inside a replica. An assumption, for NVLink."""
+LINK_BYTES_S = 300e9
+"""Of NVLink in one direction, two thirds of the data sheet's 450 GB/s. An assumption."""
+EXPERTS_S = 100e-6
+"""Routing, sorting and the second launch of a layer of experts. Fitted likewise."""
+_EMBEDDED_LAYER_S = 5e-4
+"""A layer of the embedded engine, which launches each kernel from Python. An assumption."""
 DEFAULT_SHARE = 0.9
 """vLLM's and SGLang's own defaults are 0.85 to 0.92 by version and model; give it in rollout.servers.args."""
 _GROWTH = 1.5
@@ -40,7 +52,7 @@ _GROWTH = 1.5
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """One GPU that generates."""
+    """One replica of the model: bytes on each of its GPUs, and seconds of the parts of an iteration."""
 
     kind: str
     gpus: int
@@ -60,16 +72,22 @@ class EnginePlan:
     """Tokens of the longest sequence."""
     max_sequences: int
     """Completions that a replica is given at a time."""
-    expert_weights: float = 0.0
-    """Bytes of experts, part of `weights`."""
-    expert_split: int = 1
-    """Over how many GPUs a mixture's experts are split; of a dense model `tensor`."""
-    bytes_each: int = 2
-    """Of a parameter that is not quantized."""
-    weights_fp8: bool = False
-    """Products run in 8 bits."""
-    behind_one: int = 1
-    """Replicas behind one server whose balancer chooses one for each completion (vLLM)."""
+    behind_one: int
+    """Replicas behind one server whose balancer spreads the completions of a group over them (vLLM)."""
+    fixed_s: float
+    sequence_s: float
+    weights_s: float
+    """Reading what every token is multiplied by."""
+    experts_s: float
+    """Reading every expert; 0 for a dense model."""
+    missed: float
+    """Share of the experts that one token does not visit."""
+    together: int
+    """Replicas whose tokens meet in the same experts."""
+    token_s: float
+    """Multiplying one token."""
+    cached_s: float
+    """Reading one token's keys and values."""
 
     @property
     def replicas(self) -> int:
@@ -77,97 +95,112 @@ class EnginePlan:
         return max(1, self.gpus // self.tensor)
 
     @property
-    def sequences(self) -> float:
-        """Sequences of the longest length that a replica's cache holds."""
-        return self.cache / self.cache_per_token / self.longest
+    def max_cached(self) -> float:
+        """Tokens that a replica's cache holds."""
+        return self.cache / self.cache_per_token
+
+    @property
+    def context(self) -> float:
+        """Bytes that a sleeping server keeps; the embedded engine has none, and does not sleep."""
+        return 0.0 if self.kind == "hf" else SLEEPING_BYTES
+
+    def iteration_s(self, sequences: FloatArray, cached: FloatArray) -> FloatArray:
+        """Seconds of one iteration of `sequences` [n] whose contexts have `cached` [n] tokens together."""
+        touched = 1.0 - self.missed ** (sequences * self.together)
+        products = np.maximum(self.weights_s + self.experts_s * touched, sequences * self.token_s)
+        return self.fixed_s + sequences * self.sequence_s + products + cached * self.cached_s
 
 
 def plan_engine(config: Config, architecture: Architecture, site: Site, longest: int) -> EnginePlan:
     """The engine of `config`. Raises UserError for arguments that no server would take."""
-    rollout, each = config.rollout, 2 if config.model.dtype == "bfloat16" else 4
-    if rollout.engine == "hf":
-        return _embedded(config, architecture, site, longest, each)
-    arguments = rollout.servers.args
-    tensor, replicas = _count(arguments, _TENSOR), _count(arguments, _REPLICAS)
-    share = _number(arguments, _SHARE, DEFAULT_SHARE, "(0, 1]")
-    cached = 1 if (_value(arguments, _CACHE) or "").startswith("fp8") else each
-    named = [gpu for group in rollout.servers.gpus for gpu in group.split(",")]
-    on_node = len(named) or rollout.servers.count * tensor * replicas
-    launched = rollout.servers.launch == "local"
-    fp8 = (_value(arguments, _QUANTIZATION) or "").startswith("fp8")
-    split = tensor * (replicas if architecture.experts and rollout.engine == "vllm" else 1)
+    rollout, layers, experts = config.rollout, architecture.num_layers, architecture.experts
+    embedded, is_vllm = rollout.engine == "hf", rollout.engine == "vllm"
+    given = _read(() if embedded else rollout.servers.args)
+    tensor, is_fp8 = given.tensor, given.quantization.startswith("fp8")
+    each = 2 if config.model.dtype == "bfloat16" else 4
+    together, width = given.replicas if experts and is_vllm else 1, 1 if is_fp8 else each
     # quantization leaves embedding and output layer as they are
-    ends = (1 if architecture.tied_embeddings else 2) * architecture.vocab_size * architecture.hidden_size
-    width, experts = 1 if fp8 else each, whole_model(architecture, experts=True)
-    of_experts = experts * width / split
-    weights = (ends * each + (whole_model(architecture, experts=False) - ends) * width) / tensor + of_experts
+    rows = architecture.vocab_size * architecture.hidden_size
+    ends = rows if architecture.tied_embeddings else 2 * rows
+    of_experts = whole_model(architecture, experts=True) * width / (tensor * together)
+    dense = (ends * each + (whole_model(architecture, experts=False) - ends) * width) / tensor
+    cached = replace(architecture, latent=None) if embedded else architecture  # the embedded engine keeps them expanded
+    per_token = cache_per_token(cached, tensor, 1 if given.cache.startswith("fp8") else each)
     limit = rollout.limits.max_concurrent_sequences
-    budget = share * site.gpu_memory
+    if embedded:
+        gpus, fixed_s, sequence_s = site.gpus, _EMBEDDED_LAYER_S * layers, 0.0
+        limit = min(limit, -(-rollout.prompts_per_step * rollout.completions_per_prompt // gpus))
+        cache = _GROWTH * per_token * limit * longest
+        # logits, the same in float32, and their exponentials
+        budget = dense + of_experts + cache + limit * architecture.vocab_size * (each + 8)
+    else:
+        named = [gpu for group in rollout.servers.gpus for gpu in group.split(",")]
+        on_node = len(named) or rollout.servers.count * tensor * given.replicas
+        gpus = on_node * site.nodes if rollout.servers.launch == "local" else site.engine_gpus
+        limit, budget = min(limit, given.sequences or limit), given.share * site.gpu_memory
+        cache = max(0.0, budget - dense - of_experts - ENGINE_WORK_BYTES)
+        fixed_s, sequence_s = ITERATION_S + (2 * layers * ALL_REDUCE_S if tensor > 1 else 0.0), SEQUENCE_S
+    # a ring sends (t - 1) / t of the hidden state twice in each of two all-reduces
+    sequence_s += 2 * layers * architecture.hidden_size * each * 2 * (tensor - 1) / tensor / LINK_BYTES_S
+    bandwidth, peak = site.bandwidth * BANDWIDTH_SHARE, site.peak_flops * FLOPS_SHARE * (2 if is_fp8 else 1)
     return EnginePlan(
         kind=rollout.engine,
-        gpus=on_node * site.nodes if launched else site.engine_gpus,
+        gpus=gpus,
         tensor=tensor,
-        colocated=rollout.servers.colocate,
-        weights=weights,
-        cache=max(0.0, budget - weights - ENGINE_WORK_BYTES),
+        colocated=embedded or rollout.servers.colocate,
+        weights=dense + of_experts,
+        cache=cache,
         budget=budget,
-        cache_per_token=cache_per_token(architecture, tensor, cached),
+        cache_per_token=per_token,
         longest=longest,
-        max_sequences=min(limit, int(_number(arguments, _AT_A_TIME, limit, "[1, 1e6]"))),
-        expert_weights=of_experts,
-        expert_split=split,
-        bytes_each=each,
-        weights_fp8=fp8,
-        behind_one=replicas if rollout.engine == "vllm" else 1,
+        max_sequences=limit,
+        behind_one=given.replicas if is_vllm else 1,
+        fixed_s=fixed_s + (layers * EXPERTS_S if experts else 0.0),
+        sequence_s=sequence_s,
+        # of an input embedding only the rows of a batch are read
+        weights_s=(dense - (0 if architecture.tied_embeddings else rows * each / tensor)) / bandwidth,
+        experts_s=of_experts / bandwidth,
+        missed=1.0 - experts.per_token / experts.count if experts else 1.0,
+        together=together,
+        token_s=2.0 * active_parameters(architecture) / tensor / peak,
+        cached_s=per_token / bandwidth,
     )
 
 
 def cache_per_token(architecture: Architecture, tensor: int, bytes_each: int) -> float:
-    """Bytes of one token's keys and values on one of `tensor` GPUs; a head is never split, but copied."""
+    """Bytes of one token's keys and values on one of `tensor` GPUs; a head is never split, but copied. Servers keep
+    latent attention's compressed, on each GPU."""
+    if architecture.latent is not None:
+        return architecture.num_layers * (architecture.latent.rank + architecture.latent.turning_dim) * bytes_each
     heads = max(architecture.num_kv_heads / tensor, 1)
     return 2 * architecture.num_layers * heads * architecture.head_dim * bytes_each
 
 
-def _embedded(config: Config, architecture: Architecture, site: Site, longest: int, each: int) -> EnginePlan:
-    rollout = config.rollout
-    asked = -(-rollout.prompts_per_step * rollout.completions_per_prompt // site.gpus)
-    batch = min(asked, rollout.limits.max_concurrent_sequences)
-    per_token = cache_per_token(architecture, 1, each)
-    weights = float(whole_model(architecture) * each)
-    cache = _GROWTH * per_token * batch * longest
-    logits = batch * architecture.vocab_size * (each + 8)  # and in float32, and their exponentials
-    budget = weights + cache + logits
-    return EnginePlan("hf", site.gpus, 1, True, weights, cache, budget, per_token, longest, batch, bytes_each=each)
+_OPTIONS: dict[str, tuple[tuple[str, ...], type, Any, str]] = {
+    "tensor": (("--tensor-parallel-size", "-tp", "--tp-size", "--tp"), int, 1, "[1, 1024]"),
+    "replicas": (("--data-parallel-size", "-dp", "--dp-size", "--dp"), int, 1, "[1, 1024]"),
+    "share": (("--gpu-memory-utilization", "--mem-fraction-static"), float, DEFAULT_SHARE, "(0, 1]"),
+    "sequences": (("--max-num-seqs", "--max-running-requests"), int, None, "[1, 1e6]"),
+    "cache": (("--kv-cache-dtype",), str, "", ""),
+    "quantization": (("--quantization", "-q"), str, "", ""),
+}
+"""vLLM's and SGLang's names, type, default and range."""
 
 
-def _value(arguments: Sequence[str], names: Sequence[str]) -> str | None:
-    """The last value given to any of `names`, as `--name value` or `--name=value`."""
-    found = None
-    for place, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name in names:
-            found = value if equals else (arguments[place + 1] if place + 1 < len(arguments) else "")
-    return found
-
-
-def _count(arguments: Sequence[str], names: Sequence[str]) -> int:
-    number = _number(arguments, names, 1, "[1, 1024]")
-    if number != int(number):
-        raise UserError(f"rollout.servers.args: {names[0]} {number:g}: must be a whole number")
-    return int(number)
-
-
-def _number(arguments: Sequence[str], names: Sequence[str], default: float, interval: str) -> float:
-    text, allowed = _value(arguments, names), Range.parse(interval)
-    if text is None:
-        return default
+def _read(arguments: Sequence[str]) -> argparse.Namespace:
+    """What a plan needs of a server's command line."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, (flags, kind, default, _) in _OPTIONS.items():
+        parser.add_argument(*flags, dest=name, type=kind, default=default)
     try:
-        number = float(text)
-    except ValueError:
-        raise UserError(f"rollout.servers.args: {names[0]} {text!r} is not a number above 0") from None
-    if number not in allowed:
-        raise UserError(f"rollout.servers.args: {names[0]} {text}: {allowed.wanted(number)}")
-    return number
+        given = parser.parse_known_args(arguments)[0]
+    except argparse.ArgumentError as error:
+        raise UserError(f"rollout.servers.args: {error}") from None
+    for name, (flags, _, _, interval) in _OPTIONS.items():
+        value = getattr(given, name)
+        if interval and value is not None and value not in (allowed := Range.parse(interval)):
+            raise UserError(f"rollout.servers.args: {flags[0]} {value}: {allowed.wanted(value)}")
+    return given
 
 
 SPREAD = 0.6
@@ -209,22 +242,6 @@ def capped(shape: FloatArray, mean: float, cap: int) -> IntArray:
     return np.clip(np.round(shape * high), 1, cap).astype(np.int64)
 
 
-BANDWIDTH_SHARE = 0.7
-"""Of the data sheet's bandwidth that decoding reaches; docs/plan.md says what it was fitted to."""
-FLOPS_SHARE = 0.5
-"""Of the data sheet's FLOPs in products of a few hundred rows. An assumption."""
-ITERATION_S = 0.004
-"""Scheduling, launching and sampling of one iteration, whatever its batch. An assumption."""
-SEQUENCE_S = 12e-6
-"""A running sequence's share of scheduling, sampling and detokenizing in an iteration. An assumption."""
-ALL_REDUCE_S = 15e-6
-"""One of the two all-reduces of a layer inside a replica. An assumption, for NVLink."""
-LINK_BYTES_S = 300e9
-"""Of NVLink in one direction, two thirds of the data sheet's 450 GB/s. An assumption."""
-EXPERTS_S = 100e-6
-"""Routing, sorting and the second launch of a layer of experts. Fitted likewise."""
-_EMBEDDED_LAYER_S = 5e-4
-"""A layer of the embedded engine, which launches each kernel from Python. An assumption."""
 _STEPS = 48
 """Pieces into which the longest completion is divided; an iteration's seconds are taken as constant within one."""
 _ELEMENTS = 8192
@@ -238,68 +255,7 @@ ROOFLINE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """One replica: seconds of the parts of an iteration, and how much it holds."""
-
-    fixed_s: float
-    sequence_s: float
-    weights_s: float
-    """Reading what every token is multiplied by."""
-    experts_s: float
-    """Reading every expert; 0 for a dense model."""
-    missed: float
-    """Share of the experts that one token does not visit."""
-    together: int
-    """Replicas whose tokens meet in the same experts."""
-    token_s: float
-    """Multiplying one token."""
-    cached_s: float
-    """Reading one token's keys and values."""
-    max_sequences: int
-    """Completions that it is given at a time."""
-    max_cached: float
-    """Tokens that its cache holds."""
-    behind_one: int = 1
-    """Replicas behind one server, which spreads the completions of a group over them."""
-
-    def iteration_s(self, sequences: FloatArray, cached: FloatArray) -> FloatArray:
-        """Seconds of one iteration of `sequences` [n] whose contexts have `cached` [n] tokens together."""
-        touched = 1.0 - self.missed ** (sequences * self.together)
-        products = np.maximum(self.weights_s + self.experts_s * touched, sequences * self.token_s)
-        return self.fixed_s + sequences * self.sequence_s + products + cached * self.cached_s
-
-
-def replica_of(architecture: Architecture, site: Site, engine: EnginePlan) -> Replica:
-    """The roofline of one replica of a planned engine."""
-    bandwidth, experts = site.bandwidth * BANDWIDTH_SHARE, architecture.experts
-    layers, tensor = architecture.num_layers, engine.tensor
-    embedded = engine.kind == "hf"
-    fixed = _EMBEDDED_LAYER_S * layers if embedded else ITERATION_S
-    fixed += 2 * layers * ALL_REDUCE_S if tensor > 1 else 0.0
-    host = 0.0 if embedded else SEQUENCE_S
-    # a ring sends (t - 1) / t of the hidden state twice in each of two all-reduces
-    host += 2 * layers * architecture.hidden_size * engine.bytes_each * 2 * (tensor - 1) / tensor / LINK_BYTES_S
-    fixed += layers * EXPERTS_S if experts else 0.0
-    peak = site.peak_flops * FLOPS_SHARE * (2 if engine.weights_fp8 else 1)
-    # of an input embedding only the rows of a batch are read
-    rows = 0 if architecture.tied_embeddings else architecture.vocab_size * architecture.hidden_size
-    return Replica(
-        fixed_s=fixed,
-        sequence_s=host,
-        weights_s=(engine.weights - engine.expert_weights - rows * engine.bytes_each / tensor) / bandwidth,
-        experts_s=engine.expert_weights / bandwidth,
-        missed=1.0 - experts.per_token / experts.count if experts else 1.0,
-        together=engine.expert_split // tensor,
-        token_s=2.0 * active_parameters(architecture) / tensor / peak,
-        cached_s=engine.cache_per_token / bandwidth,
-        max_sequences=engine.max_sequences,
-        max_cached=engine.cache / engine.cache_per_token,
-        behind_one=engine.behind_one,
-    )
-
-
-def rollout_s(replica: Replica, lengths: IntArray, prompt_tokens: float, replicas: int) -> float:
+def rollout_s(engine: EnginePlan, lengths: IntArray, prompt_tokens: float, replicas: int) -> float:
     """Seconds until the last of the groups' completions, lengths [groups, G], has ended on `replicas` equal replicas.
 
     As the product sends them: a group is one request whose prompt is read once, groups go round the replicas, and a
@@ -308,11 +264,11 @@ def rollout_s(replica: Replica, lengths: IntArray, prompt_tokens: float, replica
     """
     if not len(lengths):
         return 0.0
-    reads = min(replica.behind_one, lengths.shape[1])
-    prefill_s = len(lengths) * reads / replicas * prompt_tokens * replica.token_s
-    if replica.behind_one > 1:
+    reads = min(engine.behind_one, lengths.shape[1])
+    prefill_s = len(lengths) * reads / replicas * prompt_tokens * engine.token_s
+    if engine.behind_one > 1:
         lengths = lengths.reshape(-1, 1)
-    room = max(replica.max_sequences // lengths.shape[1], 1)
+    room = max(engine.max_sequences // lengths.shape[1], 1)
     left = _assigned(lengths, replicas, room)
     clock, done = np.full(replicas, prefill_s), np.zeros_like(left)
     before = np.zeros((replicas, left[0].size), dtype=np.bool_)
@@ -321,13 +277,13 @@ def rollout_s(replica: Replica, lengths: IntArray, prompt_tokens: float, replica
         asked = np.cumsum(going.any(axis=2), axis=1) <= room
         running = (going & asked[:, :, None]).reshape(replicas, -1)
         context = np.where(running, prompt_tokens + done.reshape(running.shape) + piece / 2, 0.0)
-        running &= np.cumsum(context, axis=1) <= np.maximum(replica.max_cached, context.max(axis=1))[:, None]
+        running &= np.cumsum(context, axis=1) <= np.maximum(engine.max_cached, context.max(axis=1))[:, None]
         makes = np.where(running, np.minimum(left.reshape(running.shape), piece), 0.0)
         iterations = np.maximum(makes.max(axis=1), 1e-9)
         sequences, cached = makes.sum(axis=1) / iterations, (makes * context).sum(axis=1) / iterations
         # a sequence that waited for room in the cache has lost its keys and values: they are computed again
         back = np.where(running & ~before & (done.reshape(running.shape) > 0), context, 0.0).sum(axis=1)
-        spent = iterations * replica.iteration_s(sequences, cached) + back * replica.token_s
+        spent = iterations * engine.iteration_s(sequences, cached) + back * engine.token_s
         clock, before = clock + np.where(sequences > 0, spent, 0.0), running
         left, done = left - makes.reshape(left.shape), done + makes.reshape(left.shape)
     return float(clock.max())
@@ -348,9 +304,9 @@ def _assigned(lengths: IntArray, replicas: int, room: int) -> FloatArray:
     return held
 
 
-def rollout_cost(replica: Replica, replicas: int, lengths: Lengths, groups: int) -> RolloutCost:
+def rollout_cost(engine: EnginePlan, lengths: Lengths, groups: int) -> RolloutCost:
     """Seconds of a round of generation by its tokens, up to one and a half of a whole step of `groups` prompts."""
-    drawn = lengths.drawn
+    drawn, replicas = lengths.drawn, engine.replicas
     most = max(1, _ELEMENTS // (drawn.shape[1] * -(-groups // replicas)))
     simulated = min(replicas, most)
     random = generator(0, "roofline")
@@ -362,6 +318,6 @@ def rollout_cost(replica: Replica, replicas: int, lengths: Lengths, groups: int)
         for at, share in enumerate(_SHARES):
             chosen = drawn[places[: max(1, round(share * each))]]
             tokens[at] += float(chosen.sum()) * replicas / simulated / _DRAWS
-            seconds[at] += rollout_s(replica, chosen, lengths.prompt, simulated) / _DRAWS
+            seconds[at] += rollout_s(engine, chosen, lengths.prompt, simulated) / _DRAWS
     rising = np.diff(tokens, prepend=0.0) > 0  # shares of a few groups may be the same groups
     return RolloutCost((0.0, *tokens[rising].tolist()), (0.0, *np.maximum.accumulate(seconds)[rising].tolist()))

@@ -22,7 +22,6 @@ from dppo_megatron.config.schema import ActorConfig, Config
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.pipeline import split_layers
 from dppo_megatron.workbench.planning.activations import (
-    Kernels,
     Pass,
     head_bytes,
     in_flight,
@@ -32,13 +31,7 @@ from dppo_megatron.workbench.planning.activations import (
 )
 from dppo_megatron.workbench.planning.generation import EnginePlan, plan_engine
 from dppo_megatron.workbench.planning.shares import Degrees, Share, share_of
-from dppo_megatron.workbench.planning.site import (
-    CONTEXT_BYTES,
-    FRAGMENTATION,
-    PROCESS_HOST_BYTES,
-    SLEEPING_BYTES,
-    Site,
-)
+from dppo_megatron.workbench.planning.site import CONTEXT_BYTES, FRAGMENTATION, PROCESS_HOST_BYTES, Site
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HOST = "optimizer on the host"
@@ -81,11 +74,16 @@ def plan_memory(config: Config, architecture: Architecture, site: Site, mean_tok
     """Every phase of a checked config; `mean_tokens` is the mean length of a sequence, prompt included."""
     degrees = Degrees.of(config.actor.layout, site.gpus)
     engine = plan_engine(config, architecture, site, longest_sequence(config)[0])
-    stages = [_Stage(config, architecture, degrees, engine, stage, mean_tokens) for stage in range(degrees.pipeline)]
-    worst = [max(same, key=lambda phase: phase.total) for same in zip(*(one.phases() for one in stages), strict=True)]
-    assert tuple(phase.name for phase in worst) == PHASES
-    host = _host(config, site, engine, max(stages, key=lambda one: sum(one.state.values()) + one.on_host))
-    return MemoryPlan(tuple(worst), host, engine)
+    gpus, nodes = [], []
+    for stage, chunks in enumerate(split_layers(architecture.num_layers, config.actor)):
+        share = share_of(architecture, degrees, stage, sum(chunks))
+        state = state_bytes(share, degrees, config.actor, config.model.dtype)
+        working = _working(config, architecture, degrees, stage, sum(chunks), mean_tokens)
+        on_gpu = _on_gpu(config, architecture, engine, state, working)
+        gpus.append([Phase(name, parts, stage) for name, parts in on_gpu.items()])
+        nodes.append(_on_node(config, site, degrees, engine, share, state))
+    worst, host = ([max(same, key=lambda phase: phase.total) for same in zip(*of, strict=True)] for of in (gpus, nodes))
+    return MemoryPlan(tuple(worst), (host[0], host[1]), engine)
 
 
 def microbatches(config: Config, degrees: Degrees, mean_tokens: float) -> int:
@@ -98,30 +96,29 @@ def microbatches(config: Config, degrees: Degrees, mean_tokens: float) -> int:
 
 
 def state_bytes(share: Share, degrees: Degrees, actor: ActorConfig, dtype: str) -> dict[str, float]:
-    """Weights, gradients and optimizer state of a rank.
+    """Weights, gradients and optimizer state of a rank; the latter two of what is trained.
 
     Megatron's distributed optimizer shares 12 of the 18 bytes that a bfloat16 parameter takes, and lays parameters out
     in buffers in which each begins at a multiple of 64 elements.
 
     Example: 1e9 parameters in bfloat16 on 8 replicas: 2 + 4 + 12 / 8 = 7.5 GB.
     """
-    half, distributed = dtype == "bfloat16", actor.optimizer.distributed
-    padded = 64 if distributed else 1
-    numel = share.count(padded_to=padded)
-    optimizer = actor.optimizer
-    # Adam's two moments, and for bfloat16 a main parameter of more bits
-    each = 2 * _BYTES[optimizer.moments_dtype] + (_BYTES[optimizer.main_params_dtype] if half else 0)
-    sharing = {True: degrees.sharing_expert_state, False: degrees.sharing_state}
+    optimizer, trained = actor.optimizer, share.trained
+    padded = 64 if optimizer.distributed else 1
+    numel, frozen = trained.count(padded_to=padded), share.count() - trained.count()
     state = sum(
-        share.count(experts=of_experts, padded_to=padded) * each / (ranks if distributed else 1)
-        for of_experts, ranks in sharing.items()
+        trained.count(experts=experts, padded_to=padded)
+        * sum(_kinds(actor, dtype))
+        / _updaters(degrees, actor, experts)
+        for experts in (False, True)
     )
-    on_host, gradients = state * optimizer.cpu_offload, numel * _gradient_bytes(actor, dtype)
-    parts = {"weights": numel * (2 if half else 4), "gradients": gradients, "optimizer": state - on_host}
+    gradients = numel * _gradient_bytes(actor, dtype)
+    parts: dict[str, float] = {"weights": (numel + frozen) * _BYTES[dtype], "gradients": gradients}
+    parts |= {"optimizer": state * (1 - optimizer.cpu_offload), _HOST: state * optimizer.cpu_offload}
     if actor.fp8 != "off" and not actor.megatron.get("disable_parameter_transpose_cache", False):
         # Transformer Engine keeps each weight by rows and by columns from an update's first micro-batch on
         parts[_FP8] = 2 * sum(one.numel * one.count for one in share.tensors if one.is_linear)
-    return parts | {_HOST: on_host}
+    return parts
 
 
 def pinned(size: float) -> int:
@@ -135,23 +132,29 @@ def pinned(size: float) -> int:
 def host_copies(share: Share, degrees: Degrees, actor: ActorConfig, dtype: str) -> dict[str, float]:
     """Pinned bytes for a rank's optimizer state and weights while servers have the GPU (`actor/offload.py`): a block
     for each piece of a parameter that the rank updates and each of its states, and one for each buffer of weights."""
-    optimizer, half = actor.optimizer, dtype == "bfloat16"
-    kinds = [_BYTES[optimizer.moments_dtype]] * 2 + ([_BYTES[optimizer.main_params_dtype]] if half else [])
-    found = {"optimizer": 0.0, "weights": 0.0}
-    for of_experts, ranks in {True: degrees.sharing_expert_state, False: degrees.sharing_state}.items():
-        tensors = [one for one in share.tensors if one.is_expert == of_experts]
-        own = float(sum(one.numel * one.count for one in tensors))
-        if optimizer.distributed:
-            own /= ranks
-            found["weights"] += pinned(share.count(experts=of_experts, padded_to=64) * (2 if half else 4)) if own else 0
-        for one in tensors:
+    distributed, each = actor.optimizer.distributed, _BYTES[dtype]
+    buffers = [share.trained.count(experts=experts, padded_to=64) * each for experts in (False, True)]
+    state, weights = 0.0, sum(map(pinned, filter(None, buffers))) if distributed else 0
+    for one in share.tensors:
+        if not (one.is_trained and distributed):
+            weights += one.count * pinned(one.numel * each)
+        if one.is_trained:
+            ranks = _updaters(degrees, actor, one.is_expert)
+            own = share.trained.count(experts=one.is_expert) / ranks
             piece = min(one.numel, max(own, 1.0))
-            pieces = one.numel * one.count / (ranks if optimizer.distributed else 1) / piece
-            found["optimizer"] += pieces * sum(pinned(piece * each) for each in kinds)
-            if not optimizer.distributed:
-                found["weights"] += one.count * pinned(one.numel * (2 if half else 4))
-    on_gpu = 1.0 - optimizer.cpu_offload
-    return found | {"optimizer": found["optimizer"] * on_gpu}
+            state += one.numel * one.count / ranks / piece * sum(pinned(piece * kind) for kind in _kinds(actor, dtype))
+    return {"optimizer": state * (1.0 - actor.optimizer.cpu_offload), "weights": weights}
+
+
+def _kinds(actor: ActorConfig, dtype: str) -> list[int]:
+    """Bytes of an element of each state: Adam's two moments, and for bfloat16 a main parameter of more bits."""
+    optimizer = actor.optimizer
+    main = [_BYTES[optimizer.main_params_dtype]] if dtype == "bfloat16" else []
+    return [_BYTES[optimizer.moments_dtype]] * 2 + main
+
+
+def _updaters(degrees: Degrees, actor: ActorConfig, of_experts: bool) -> int:
+    return degrees.sharing_state(of_experts=of_experts) if actor.optimizer.distributed else 1
 
 
 def _gradient_bytes(actor: ActorConfig, dtype: str) -> int:
@@ -165,109 +168,88 @@ def leaves_for_servers(config: Config) -> tuple[str, ...]:
     return {"none": (), "optimizer": first}.get(how, (*first, "weights"))
 
 
-class _Stage:
-    """A GPU of one pipeline stage."""
-
-    def __init__(
-        self,
-        config: Config,
-        architecture: Architecture,
-        degrees: Degrees,
-        engine: EnginePlan,
-        stage: int,
-        mean_tokens: float,
-    ) -> None:
-        self._config, self._architecture, self._engine = config, architecture, engine
-        self._number, self._is_last = stage, stage == degrees.pipeline - 1
-        self._layers = sum(split_layers(architecture.num_layers, config.actor)[stage])
-        self._share = share_of(architecture, degrees, stage, self._layers)
-        whole = state_bytes(self._share, degrees, config.actor, config.model.dtype)
-        self.state = {part: size for part, size in whole.items() if part != _HOST}
-        self.on_host = whole[_HOST]
-        self.pinned = host_copies(self._share, degrees, config.actor, config.model.dtype)
-        kernels: Kernels = "local" if config.actor.layer_spec == "local" else "te"
-        packs = config.packing.mode != "none"
-        self._pass = Pass(
-            architecture,
-            degrees,
-            config.packing.max_tokens_per_microbatch if packs else longest_sequence(config)[0],
-            2 if config.model.dtype == "bfloat16" else 4,
-            kernels,
-            fused_swiglu=bool(config.actor.megatron.get("bias_activation_fusion", False)),
-        )
-        self._in_flight = in_flight(degrees, stage, microbatches(config, degrees, mean_tokens))
-
-    def phases(self) -> list[Phase]:
-        """In the order of a step."""
-        state, engine, away = self.state, self._engine, leaves_for_servers(self._config)
-        is_embedded = engine.kind == "hf"  # and does not sleep
-        asleep = {"engine": engine.weights if is_embedded else SLEEPING_BYTES} if engine.colocated else {}
-        held = engine.weights + (0 if is_embedded else SLEEPING_BYTES) if engine.colocated else 0.0
-        stays = {part: size for part, size in state.items() if part not in away}
-        scores = {"weights": state["weights"]} | stays
-        forth = scores | {part: size for part, size in state.items() if part == _FP8}
-        kept, layer, head = self._kept(), self._layer(), self._head
-        forward, backward = head(backward=False), head(backward=True)
-        rows = [
-            ("generate", stays | {"engine": engine.budget if engine.colocated else 0.0, "other": CONTEXT_BYTES}),
-            ("sync", scores | {"engine": held, "other": CONTEXT_BYTES + self._buckets()}),
-            ("log-probs", forth | self._working(0.0, layer[0], forward) | asleep),
-            ("forward", state | self._working(kept, layer[0], forward) | asleep),
-            ("backward", state | self._working(kept, layer[1], backward) | asleep),
-            ("step", state | {"other": CONTEXT_BYTES + self._main_gradients()} | asleep),
-            ("checkpoint", state | {"other": CONTEXT_BYTES} | asleep),
-        ]
-        return [Phase(name, parts, self._number) for name, parts in rows]
-
-    def _kept(self) -> float:
-        """Bytes that wait for their backward pass."""
-        ends = 2 * self._pass.hidden_bytes if self._is_last else 0.0  # the final norm
-        return (sum(layer_kept(self._pass, self._config.actor).values()) * self._layers + ends) * self._in_flight
-
-    def _layer(self) -> tuple[float, float]:
-        """Working set of one layer beside what is kept, (forward, backward)."""
-        whole = sum(layer_saved(self._pass).values())
-        again = whole - sum(layer_kept(self._pass, self._config.actor).values())
-        return whole / 2, max(again, 0.0) + layer_backward(self._pass)
-
-    def _head(self, *, backward: bool) -> tuple[float, float]:
-        if not self._is_last:
-            return 0.0, 0.0
-        chunk, entropy = self._config.actor.logprob_chunk_tokens, self._config.objective.entropy_coef > 0
-        fused = self._config.actor.logprob_kernel != "torch"
-        return head_bytes(self._pass, chunk, backward=backward, entropy=entropy, fused=fused)
-
-    def _working(self, kept: float, layer: float, head: tuple[float, float]) -> dict[str, float]:
-        """The output layer and the layers below it do not run at the same time: the larger of the two counts."""
-        logits, rest = head
+def _working(
+    config: Config, architecture: Architecture, degrees: Degrees, stage: int, layers: int, mean_tokens: float
+) -> dict[str, dict[str, float]]:
+    """Activations and logits of the three phases that compute."""
+    actor, is_last = config.actor, stage == degrees.pipeline - 1
+    one = Pass(
+        architecture,
+        degrees,
+        config.packing.max_tokens_per_microbatch if config.packing.mode != "none" else longest_sequence(config)[0],
+        _BYTES[config.model.dtype],
+        "local" if actor.layer_spec == "local" else "te",
+        fused_swiglu=bool(actor.megatron.get("bias_activation_fusion", False)),
+    )
+    saved, kept = sum(layer_saved(one).values()), sum(layer_kept(one, actor).values())
+    norm = 2 * one.hidden_bytes if is_last else 0.0  # the final one's
+    waiting = (kept * layers + norm) * in_flight(degrees, stage, microbatches(config, degrees, mean_tokens))
+    entropy, fused = config.objective.entropy_coef > 0, actor.logprob_kernel != "torch"
+    found = {}
+    for name, before, layer in (
+        ("log-probs", 0.0, saved / 2),
+        ("forward", waiting, saved / 2),
+        ("backward", waiting, max(saved - kept, 0.0) + layer_backward(one)),
+    ):
+        logits = rest = 0.0
+        if is_last:
+            is_backward = name == "backward"
+            logits, rest = head_bytes(
+                one, actor.logprob_chunk_tokens, backward=is_backward, entropy=entropy, fused=fused
+            )
+        # the output layer and the layers below it do not run at the same time: the larger of the two counts
         inside, logits = (rest, logits) if logits + rest > layer else (layer, 0.0)
-        held = {"activations": (kept + inside) * FRAGMENTATION, "logits": logits * FRAGMENTATION}
-        return held | {"other": CONTEXT_BYTES}
-
-    def _buckets(self) -> float:
-        """Two buffers in turn, and one whole tensor being gathered."""
-        largest = self._architecture.vocab_size * self._architecture.hidden_size * self._pass.bytes_each
-        bucket = self._config.rollout.sync.bucket_mb << 20
-        return 2 * max(bucket, largest) + largest
-
-    def _main_gradients(self) -> float:
-        """The optimizer adds in float32: gradients that were reduced in bfloat16 are copied, this rank's share."""
-        if _gradient_bytes(self._config.actor, self._config.model.dtype) == 4:
-            return 0.0
-        return (self.state["optimizer"] + self.on_host) / 3
+        found[name] = {"activations": (before + inside) * FRAGMENTATION, "logits": logits * FRAGMENTATION}
+    return found
 
 
-def _host(config: Config, site: Site, engine: EnginePlan, stage: _Stage) -> tuple[Phase, Phase]:
-    """A node whose ranks are all of the stage that holds most."""
-    ranks, away, state = site.ranks_per_node, leaves_for_servers(config), stage.state
+def _on_gpu(
+    config: Config,
+    architecture: Architecture,
+    engine: EnginePlan,
+    state: dict[str, float],
+    working: dict[str, dict[str, float]],
+) -> dict[str, dict[str, float]]:
+    """Parts of every phase, in the order of a step."""
+    training = {part: size for part, size in state.items() if part != _HOST}
+    stays = {part: size for part, size in training.items() if part not in leaves_for_servers(config)}
+    scores = {"weights": state["weights"]} | stays
+    # two buffers in turn, and one whole tensor being gathered
+    largest = architecture.vocab_size * architecture.hidden_size * _BYTES[config.model.dtype]
+    buckets = 2 * max(config.rollout.sync.bucket_mb << 20, largest) + largest
+    # the optimizer adds in float32: it copies this rank's share of gradients that were reduced in bfloat16
+    is_float32 = _gradient_bytes(config.actor, config.model.dtype) == 4
+    copied = 0.0 if is_float32 else (state["optimizer"] + state[_HOST]) / 3
+    phases = {
+        "generate": stays | {"engine": engine.budget},
+        "sync": scores | {"engine": engine.weights + engine.context, "other": buckets},
+        "log-probs": scores | {part: size for part, size in state.items() if part == _FP8} | working["log-probs"],
+        "forward": training | working["forward"],
+        "backward": training | working["backward"],
+        "step": training | {"other": copied},
+        "checkpoint": dict(training),
+    }
+    for parts in phases.values():
+        parts["other"] = parts.get("other", 0.0) + CONTEXT_BYTES
+        asleep = engine.context or engine.weights  # the embedded one does not sleep
+        parts["engine"] = parts.get("engine", asleep) if engine.colocated else 0.0
+    return phases
+
+
+def _on_node(
+    config: Config, site: Site, degrees: Degrees, engine: EnginePlan, share: Share, state: dict[str, float]
+) -> list[Phase]:
+    """A node whose ranks all hold this share: in every phase, and while a checkpoint is written."""
+    away, dtype = leaves_for_servers(config), config.model.dtype
+    copies = host_copies(share, degrees, config.actor, dtype)
     servers = engine.gpus // site.nodes if engine.kind != "hf" and config.rollout.servers.launch == "local" else 0
-    always: dict[str, float] = {"processes": (ranks + servers) * PROCESS_HOST_BYTES}
-    if config.objective.kl.coef > 0:
-        always["reference policy"] = ranks * state["weights"]
-    moved = stage.on_host + (stage.pinned["optimizer"] if "optimizer" in away else 0.0)
-    if moved:
-        always[_HOST] = ranks * moved
-    if "weights" in away:
-        always["weights on the host"] = ranks * stage.pinned["weights"]
-    written = {"copies for the checkpoint": ranks * (state["weights"] + state["optimizer"] + stage.on_host)}
-    return Phase(PHASES[0], always), Phase(PHASES[-1], always | written)
+    of_rank = {
+        "reference policy": share.trained.count() * _BYTES[dtype] if config.objective.kl.coef > 0 else 0.0,
+        _HOST: state[_HOST] + (copies["optimizer"] if "optimizer" in away else 0.0),
+        "weights on the host": copies["weights"] if "weights" in away else 0.0,
+        "copies for the checkpoint": state["weights"] + state["optimizer"] + state[_HOST],
+    }
+    parts: dict[str, float] = {"processes": (site.ranks_per_node + servers) * PROCESS_HOST_BYTES}
+    parts |= {name: site.ranks_per_node * size for name, size in of_rank.items() if size}
+    always = {name: size for name, size in parts.items() if name != "copies for the checkpoint"}
+    return [Phase(PHASES[0], always), Phase(PHASES[-1], parts)]

@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from dppo_megatron.config.checks import check_world_size, planned_prompts
+from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.resolved_sets import longest_prompt_tokens
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.workbench.planning.advice import SettingAdvice, advise, advise_speed
+from dppo_megatron.workbench.planning.advice import SettingAdvice, advise
 from dppo_megatron.workbench.planning.generation import ROOFLINE, SPREAD, Lengths, capped
 from dppo_megatron.workbench.planning.memory import PARTS, PHASES, MemoryPlan, Phase, plan_memory
-from dppo_megatron.workbench.planning.shares import active_parameters, whole_model
+from dppo_megatron.workbench.planning.shares import active_parameters, trained_parameters, whole_model
 from dppo_megatron.workbench.planning.site import CONTEXT_BYTES, ENGINE_WORK_BYTES, GIB, SLEEPING_BYTES, Site
-from dppo_megatron.workbench.planning.timing import Speeds, Timing, plan_timing
+from dppo_megatron.workbench.planning.timing import SOURCES, Speeds, Timing, plan_timing, speeds_for
 from dppo_megatron.workbench.runs.trace import Trace, TracedStep
 from dppo_megatron.workbench.simulate import Prediction, StepTimeModel, like_for_like, simulate
 
@@ -42,8 +43,7 @@ SKIPPED = (0.15, 0.3, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    parameters: int
-    active: int
+    architecture: Architecture
     site: Site
     lengths: Lengths
     memory: MemoryPlan
@@ -57,32 +57,23 @@ class Plan:
     @property
     def problems(self) -> list[str]:
         """Why it cannot fit, the largest phase first; empty if it does."""
-        site, engine, found = self.site, self.memory.engine, []
-        for phase in sorted(self.memory.phases, key=lambda phase: -phase.total):
-            if phase.total > site.gpu_memory:
-                found.append(
-                    f"{phase.name} needs {phase.total / GIB:.1f} GiB of a GPU's {site.gpu_memory / GIB:.1f}"
-                    f" (most of it {most(phase)})"
-                )
-        if engine.gpus and engine.sequences < 1:
+        site, engine = self.site, self.memory.engine
+        phases = sorted(self.memory.phases, key=lambda phase: -phase.total)
+        found = [_over(phase, site.gpu_memory, "a GPU's", 1) for phase in phases]
+        if engine.gpus and engine.max_cached < engine.longest:
             found.append(
                 f"the servers have {engine.cache / GIB:.1f} GiB for keys and values, less than the"
                 f" {engine.cache_per_token * engine.longest / GIB:.1f} of one sequence of {engine.longest} tokens"
             )
-        for phase in self.memory.host:
-            if phase.total > site.host_memory:
-                found.append(
-                    f"{phase.name} needs {phase.total / GIB:.0f} GiB of a node's {site.host_memory / GIB:.0f}"
-                    f" (most of it {most(phase)})"
-                )
-        return found
+        found += [_over(phase, site.host_memory, "a node's", 0) for phase in self.memory.host]
+        return [problem for problem in found if problem]
 
     def as_json(self) -> dict[str, Any]:
         """Every figure, in bytes and seconds."""
         timing, (always, checkpoint) = self.timing, self.memory.host
         nodes = dict.fromkeys(PHASES, always) | {checkpoint.name: checkpoint}
         return {
-            "parameters": self.parameters,
+            "parameters": whole_model(self.architecture),
             "gpus": self.site.gpus,
             "gpu_memory": self.site.gpu_memory,
             "fits": not self.problems,
@@ -98,13 +89,20 @@ class Plan:
         }
 
 
+def _over(phase: Phase, limit: float, whose: str, digits: int) -> str:
+    """Why a phase does not fit into `limit` bytes; empty if it does."""
+    if phase.total <= limit:
+        return ""
+    total, limit = phase.total / GIB, limit / GIB
+    return f"{phase.name} needs {total:.{digits}f} GiB of {whose} {limit:.{digits}f} (most of it {_most(phase)})"
+
+
 def _saved(timing: Timing) -> dict[str, float]:
     """Share of the seconds of generation by the share of prompts that is skipped."""
     return {str(share): timing.rollout.saved(timing.tokens_generated, share) for share in SKIPPED}
 
 
-def most(phase: Phase) -> str:
-    """The largest part's name."""
+def _most(phase: Phase) -> str:
     return max(phase.parts, key=phase.parts.__getitem__)
 
 
@@ -133,37 +131,28 @@ def make_plan(
     check_world_size(config, site.gpus)
     architecture.check_layout(config.actor)
     limit, longest_prompt = config.rollout.sampling.max_completion_tokens, longest_prompt_tokens(config)
-    if completion_tokens is not None and completion_tokens > limit:
-        raise UserError(
-            f"--completion-tokens {completion_tokens:g}: no mean can be above rollout.sampling.max_completion_tokens ="
-            f" {limit}"
-        )
-    if prompt_tokens is not None and prompt_tokens > longest_prompt:
-        raise UserError(f"--prompt-tokens {prompt_tokens:g}: no mean can be above max_prompt_tokens = {longest_prompt}")
+    for option, given, key, most in (
+        ("completion", completion_tokens, "rollout.sampling.max_completion_tokens", limit),
+        ("prompt", prompt_tokens, "max_prompt_tokens", longest_prompt),
+    ):
+        if given is not None and given > most:
+            raise UserError(f"--{option}-tokens {given:g}: no mean can be above {key} = {most}")
     if completion_tokens is None:
         recorded = [step.rollouts.lengths.mean() for step in trace.steps] if trace else [limit / 2]
         completion_tokens = min(float(sum(recorded) / len(recorded)), limit)
-    if prompt_tokens is None:
-        prompt_tokens = min(_PROMPT_TOKENS, longest_prompt)
+    prompt_tokens = min(_PROMPT_TOKENS, longest_prompt) if prompt_tokens is None else prompt_tokens
     lengths = Lengths.assumed(prompt_tokens, completion_tokens, limit, config.rollout.completions_per_prompt)
     if trace:
         drawn = capped(np.concatenate([step.rollouts.lengths for step in trace.steps]), completion_tokens, limit)
         lengths = Lengths(prompt_tokens, completion_tokens, drawn)
     memory = plan_memory(config, architecture, site, lengths.sequence)
     timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)
-    fits = memory.largest.total <= site.gpu_memory  # else there is nothing to make faster
-    faster = advise_speed(config, architecture, site, lengths, speeds, timing) if timing and fits else []
+    smaller, faster = advise(config, architecture, site, lengths, speeds, timing)
     predictions = predict(config, timing, lengths, methods, trace) if methods and timing else []
     return Plan(
-        parameters=whole_model(architecture),
-        active=active_parameters(architecture),
-        site=site,
-        lengths=lengths,
-        memory=memory,
-        timing=timing,
-        speeds=speeds,
+        *(architecture, site, lengths, memory, timing, speeds),
         predictions=tuple(predictions),
-        advice=tuple(advise(config, architecture, site, lengths.sequence)),
+        advice=tuple(smaller),
         faster=tuple(faster),
         has_trace=trace is not None,
     )
@@ -171,14 +160,16 @@ def make_plan(
 
 def lines(plan: Plan, name: str) -> list[str]:
     """The plan as it is printed; `name`: of its config."""
-    site = plan.site
-    mixture = "" if plan.active >= 0.8 * plan.parameters else f", {plan.active / 1e9:.2f}e9 of them for each token"
+    site, architecture = plan.site, plan.architecture
+    whole, trained, active = (
+        count(architecture) / 1e9 for count in (whole_model, trained_parameters, active_parameters)
+    )
+    adapters = "" if architecture.lora is None else f", {trained:.3f}e9 of adapters trained"
+    mixture = f", {active:.2f}e9 of them for each token" if architecture.experts else ""
     return [
-        f"{name}: {plan.parameters / 1e9:.2f}e9 parameters{mixture}; {site.gpus} GPUs of"
-        f" {site.gpu_memory / GIB:.1f} GiB, {site.ranks_per_node} a node",
-        *_gpu(plan),
-        *_engine(plan),
-        *_host(plan),
+        f"{name}: {whole:.2f}e9 parameters{mixture}{adapters}; {site.gpus} GPUs of {site.gpu_memory / GIB:.1f} GiB,"
+        f" {site.ranks_per_node} a node",
+        *_memory(plan),
         *_seconds(plan),
         *_savings(plan),
         *_assumed(plan),
@@ -186,27 +177,21 @@ def lines(plan: Plan, name: str) -> list[str]:
     ]
 
 
-def _gpu(plan: Plan) -> Iterator[str]:
+def _memory(plan: Plan) -> Iterator[str]:
     yield ""
-    parts = [part for part in PARTS if part != "fp8 copies" or any(part in p.parts for p in plan.memory.phases)]
+    phases, engine = plan.memory.phases, plan.memory.engine
+    parts = [part for part in PARTS if any(part in phase.parts for phase in phases)]
     yield f"{'GiB of a GPU':<14}" + "".join(f"{part:>12}" for part in parts) + f"{'total':>9}"
-    for phase in plan.memory.phases:
+    for phase in phases:
+        sizes = [phase.parts.get(part, 0.0) / GIB for part in parts]
+        cells = "".join(f"{f'{size:.1f}' if size else '-':>12}" for size in sizes)
+        stage = f"  (stage {phase.stage})" if any(p.stage for p in phases) else ""
         over = "  <- does not fit" if phase.total > plan.site.gpu_memory else ""
-        stage = f"  (stage {phase.stage})" if any(p.stage for p in plan.memory.phases) else ""
-        cells = "".join(f"{_gib(phase, part):>12}" for part in parts)
         yield f"{phase.name:<14}{cells}{phase.total / GIB:>9.1f}{stage}{over}"
     largest = plan.memory.largest
-    yield f"largest: {largest.name}, {largest.total / GIB:.1f} GiB, most of it {most(largest)}"
+    yield f"largest: {largest.name}, {largest.total / GIB:.1f} GiB, most of it {_most(largest)}"
     for one in plan.advice[:_ADVICE]:
         yield f"  {one.change}: {one.total / GIB:.1f} GiB; costs {one.price}"
-
-
-def _gib(phase: Phase, part: str) -> str:
-    return f"{phase.parts[part] / GIB:.1f}" if phase.parts.get(part) else "-"
-
-
-def _engine(plan: Plan) -> Iterator[str]:
-    engine = plan.memory.engine
     if engine.kind == "hf":
         yield "engine: hf, embedded in every rank"
     elif not engine.gpus:
@@ -215,16 +200,13 @@ def _engine(plan: Plan) -> Iterator[str]:
         where = "the trainer's GPUs" if engine.colocated else "GPUs of its own"
         yield (
             f"engine: {engine.kind} on {engine.gpus} of {where}, {engine.tensor} a replica: {engine.budget / GIB:.1f}"
-            f" GiB of each, {engine.weights / GIB:.1f} weights, {engine.cache / GIB:.1f} for"
-            f" {engine.cache / engine.cache_per_token:,.0f} tokens, {engine.sequences:.0f} of the longest sequences"
+            f" GiB of each, {engine.weights / GIB:.1f} weights, {engine.cache / GIB:.1f} for {engine.max_cached:,.0f}"
+            f" tokens, {engine.max_cached / engine.longest:.0f} of the longest sequences"
         )
-
-
-def _host(plan: Plan) -> Iterator[str]:
     for phase in plan.memory.host:
-        parts = ", ".join(f"{name} {size / GIB:.0f}" for name, size in phase.parts.items())
+        of_node = ", ".join(f"{name} {size / GIB:.0f}" for name, size in phase.parts.items())
         whole = f"{phase.total / GIB:.0f} of {plan.site.host_memory / GIB:.0f}"
-        yield f"GiB of a node's memory, {phase.name}: {whole} ({parts})"
+        yield f"GiB of a node's memory, {phase.name}: {whole} ({of_node})"
 
 
 def _seconds(plan: Plan) -> Iterator[str]:
@@ -260,13 +242,12 @@ def _savings(plan: Plan) -> Iterator[str]:
 
 def _assumed(plan: Plan) -> Iterator[str]:
     yield ""
-    units = {"decode": "tokens/s a GPU", "sync_gb_per_s": "GB/s", "save_gb_per_s": "GB/s", "other_s": "s"}
-    for item in fields(plan.speeds):
-        if (speed := getattr(plan.speeds, item.name)) is None:
+    usual = asdict(speeds_for(plan.architecture))
+    for name, value in asdict(plan.speeds).items():
+        if value is None:
             yield ROOFLINE
-            continue
-        what = item.name.partition("_")[0]
-        yield f"{what} {speed.value:g} {units.get(item.name, '')}: {speed.source}".replace(" : ", ": ")
+        else:
+            yield f"{name} {value:g}: {SOURCES[name] if value == usual[name] else 'given'}"
     yield (
         f"assumed: {CONTEXT_BYTES / GIB:.0f} GiB a process for CUDA and NCCL, {ENGINE_WORK_BYTES / GIB:.0f} for a"
         f" server's own work, {SLEEPING_BYTES / GIB:.0f} while it sleeps; 5 % of activations lost to fragments"
@@ -300,7 +281,7 @@ def made_up_trace(config: Config, lengths: Lengths) -> Trace:
     updates = small.objective.updates_per_step
     small.rollout.prompts_per_step = min(small.rollout.prompts_per_step, -(-_PROMPTS // updates) * updates)
     small.steps = _STEPS
-    planned, size = planned_prompts(small), small.rollout.completions_per_prompt
+    planned, size = selection_settings(small).planned_prompts, small.rollout.completions_per_prompt
     num_prompts = 4 * planned
     random = generator(0, "plan")
     solved = random.beta(0.5, 0.5, num_prompts)

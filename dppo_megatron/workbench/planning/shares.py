@@ -7,14 +7,26 @@ soon as it can be trained.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from dppo_megatron.config.schema import LayoutConfig
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.weights.mapping import EMBEDDING, OUTPUT, full_shape, stacked_axes, table
+from dppo_megatron.weights.mapping import (
+    EMBEDDING,
+    OUTPUT,
+    adapter_rows,
+    full_shape,
+    is_expert,
+    layer_of,
+    stacked_axes,
+    table,
+)
 
-_ON_EVERY_RANK = ("layer_norm_weight", "layernorm.weight", "router.weight")
+_ON_EVERY_RANK = (
+    *("layer_norm_weight", "layernorm.weight", "router.weight", "expert_bias"),
+    *("linear_q_down_proj.weight", "linear_kv_down_proj.weight"),
+)
 """Endings of the keys that tensor parallelism does not split."""
 
 
@@ -50,27 +62,28 @@ class Degrees:
         """Replicas of the model."""
         return self.gpus // (self.tensor * self.pipeline * self.context)
 
-    @property
-    def sharing_state(self) -> int:
-        """Ranks over which the distributed optimizer shares the state of what is no expert."""
-        return self.data * self.context
+    def sharing_state(self, *, of_experts: bool) -> int:
+        """Ranks over which the distributed optimizer shares the state of experts, or of the rest."""
+        return self.gpus // (self.pipeline * (self.expert * self.expert_tensor if of_experts else self.tensor))
 
-    @property
-    def sharing_expert_state(self) -> int:
-        """The same for experts."""
-        return self.gpus // (self.expert * self.expert_tensor * self.pipeline)
+
+ONE_GPU = Degrees(1, 1, 1, 1, 1, 1, 1, False)
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
     """Equal parameters of one rank."""
 
+    key: str
+    """In the table of weights."""
     numel: int
     """Elements of each."""
     count: int
     is_expert: bool
-    is_linear: bool = False
+    is_linear: bool
     """The weight of a product in a layer, which FP8 runs in 8 bits."""
+    is_trained: bool
+    """Has a gradient and optimizer state: with adapters only these have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +91,11 @@ class Share:
     """The parameters of one rank."""
 
     tensors: tuple[Tensors, ...]
+
+    @property
+    def trained(self) -> Share:
+        """Those of them that are trained."""
+        return Share(tuple(one for one in self.tensors if one.is_trained))
 
     def count(self, *, experts: bool | None = None, padded_to: int = 1) -> int:
         """Parameters: all, or only (no) experts, each tensor rounded up to `padded_to` elements.
@@ -90,47 +108,61 @@ class Share:
 
 def share_of(architecture: Architecture, degrees: Degrees, stage: int, layers: int | None = None) -> Share:
     """What a rank of pipeline stage `stage` holds; `layers`: those of the stage, None: an even share."""
-    if layers is None:
-        layers = architecture.num_layers // degrees.pipeline
+    layers = architecture.num_layers // degrees.pipeline if layers is None else layers
     return Share(tuple(_tensors(architecture, degrees, stage, layers)))
 
 
 def whole_model(architecture: Architecture, *, experts: bool | None = None) -> int:
-    """All parameters, or only (no) experts, a tied output layer counted once."""
-    return share_of(architecture, Degrees(1, 1, 1, 1, 1, 1, 1, False), 0).count(experts=experts)
+    """All parameters, or only (no) experts, a tied output layer counted once, adapters not."""
+    return share_of(replace(architecture, lora=None), ONE_GPU, 0).count(experts=experts)
+
+
+def trained_parameters(architecture: Architecture) -> int:
+    """Those of adapters, or all."""
+    return share_of(architecture, ONE_GPU, 0).trained.count()
 
 
 def active_parameters(architecture: Architecture) -> int:
     """Parameters that one token is multiplied by: no embedding, and of the experts those that it visits."""
     experts, total = architecture.experts, 0
-    for key in table(architecture):
-        if key == EMBEDDING and not architecture.tied_embeddings:
-            continue
-        axes = stacked_axes(key, architecture)
-        size = math.prod(full_shape(key, architecture)) * (architecture.num_layers if axes else 1)
-        total += size * (experts.per_token if experts and axes == 2 else 1)
+    for one in share_of(replace(architecture, lora=None), ONE_GPU, 0).tensors:
+        if one.key != EMBEDDING or architecture.tied_embeddings:
+            size = one.numel * one.count
+            total += size * experts.per_token // experts.count if experts and one.is_expert else size
     return total
 
 
+def _keys(architecture: Architecture, stage: int, layers: int, keys: Iterable[str]) -> Iterator[tuple[str, int | None]]:
+    """Each of `keys` with the number of the stage's layers that have it, None outside of layers. Where layers differ,
+    the first are dense and the last stands for the others."""
+    dense = min(architecture.experts.dense_layers, layers) if architecture.experts and stage == 0 else 0
+    last = architecture.num_layers - 1
+    for key in keys:
+        if not architecture.layers_differ or not layer_of(key, ()):
+            yield key, layers if stacked_axes(key, architecture) else None
+        elif layer_of(key, ()) in ((0,), (last,)):
+            yield key, dense if layer_of(key, ()) == (0,) else layers - dense
+
+
 def _tensors(architecture: Architecture, degrees: Degrees, stage: int, layers: int) -> Iterator[Tensors]:
-    last = stage == degrees.pipeline - 1
+    last, adapters = stage == degrees.pipeline - 1, adapter_rows(architecture)
     experts = architecture.experts.count // degrees.expert if architecture.experts else 0
-    for key in table(architecture):
-        numel = math.prod(full_shape(key, architecture))
-        split = 1 if key.endswith(_ON_EVERY_RANK) else degrees.tensor
-        axes = stacked_axes(key, architecture)
-        if key in (EMBEDDING, OUTPUT):
-            rows = architecture.padded_vocab_size(degrees.tensor)
-            numel = rows * architecture.hidden_size
-            # a tied output layer is a second copy where the last stage is not the first
-            here = stage == 0 or (last and architecture.tied_embeddings) if key == EMBEDDING else last
-            if here:
-                yield Tensors(numel // split, 1, False)
-        elif axes == 0:
-            if last:  # the final norm
-                yield Tensors(numel, 1, False)
-        elif axes == 1:
-            is_linear = len(full_shape(key, architecture)) > 1 and not key.endswith(_ON_EVERY_RANK)
-            yield Tensors(-(-numel // split), layers, False, is_linear)
+    for key, in_layers in _keys(architecture, stage, layers, (*table(architecture), *adapters)):
+        shape, of_expert = full_shape(key, architecture), is_expert(key)
+        numel, is_linear = math.prod(shape), False
+        split = degrees.expert_tensor if of_expert else degrees.tensor
+        if key in adapters:  # one half is split as its weight is, the other is on every rank (`actor/lora.py`)
+            by_rows = ".linear_proj." in key or ".linear_fc2." in key
+            split = split if key.endswith("_a") == by_rows else 1
+        elif key.endswith(_ON_EVERY_RANK) or in_layers is None:
+            split = degrees.tensor if key in (EMBEDDING, OUTPUT) else 1
         else:
-            yield Tensors(numel // degrees.expert_tensor, layers * experts, True, True)
+            is_linear = len(shape) > 1
+        count = int(last) if in_layers is None else in_layers * (experts if of_expert else 1)
+        if key in (EMBEDDING, OUTPUT):
+            numel = architecture.padded_vocab_size(degrees.tensor) * architecture.hidden_size
+        if key == EMBEDDING:  # a tied output layer is a second copy where the last stage is not the first
+            count = int(stage == 0 or (last and architecture.tied_embeddings))
+        if count:
+            is_trained = architecture.lora is None or key in adapters
+            yield Tensors(key, -(-numel // split), count, of_expert, is_linear, is_trained)

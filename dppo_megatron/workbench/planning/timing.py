@@ -10,7 +10,7 @@ checkpoint   bytes of the model and its optimizer / write speed, spread over the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,9 +19,9 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.steps.rollout_cost import RolloutCost, cost_model
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.pipeline import split_layers
-from dppo_megatron.workbench.planning.generation import LINK_BYTES_S, EnginePlan, Lengths, replica_of, rollout_cost
+from dppo_megatron.workbench.planning.generation import LINK_BYTES_S, EnginePlan, Lengths, rollout_cost
 from dppo_megatron.workbench.planning.memory import microbatches
-from dppo_megatron.workbench.planning.shares import Degrees, whole_model
+from dppo_megatron.workbench.planning.shares import Degrees, trained_parameters, whole_model
 from dppo_megatron.workbench.planning.site import Site
 
 _FITTED = "fitted to NeMo RL 0.5's published steps (docs/plan.md)"
@@ -35,37 +35,33 @@ _SENT_FORWARD = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """A number that time estimates rest on."""
-
-    value: float
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
 class Speeds:
-    decode: Speed | None
-    """Tokens per second that one GPU generates, over a whole rollout, its slow end included. None: the roofline's."""
-    mfu: Speed
+    """Numbers that time estimates rest on."""
+
+    mfu: float
     """Useful FLOPs of an update over the chip's peak, without recomputation and without what tensor parallelism
     sends."""
-    sync_gb_per_s: Speed
-    save_gb_per_s: Speed
-    other_s: Speed
+    decode: float | None = None
+    """Tokens per second that one GPU generates, over a whole rollout, its slow end included. None: the roofline's."""
+    sync_gb_per_s: float = 8.0
+    save_gb_per_s: float = 2.0
+    other_s: float = 8.0
     """A step's grading, selection and packing, and moving what sleeps off the GPU and back."""
+
+
+SOURCES = {
+    "mfu": _FITTED + "; `benchmarks/gpu/train_step.py mfu` measures",
+    "sync_gb_per_s": "published for verl with NCCL, 30B to 30 receivers (8.25 GB/s)",
+    "save_gb_per_s": "assumed, for all ranks together",
+    "other_s": _FITTED,
+}
+"""Of the usual speeds."""
 
 
 def speeds_for(architecture: Architecture, **given: float | None) -> Speeds:
     """The usual speeds, and those of `given` in their place (None: the usual one)."""
-    found: dict[str, Speed | None] = {
-        "decode": None,
-        "mfu": Speed(0.12 if architecture.experts else 0.50, _FITTED + "; `benchmarks/gpu/train_step.py mfu` measures"),
-        "sync_gb_per_s": Speed(8.0, "published for verl with NCCL, 30B to 30 receivers (8.25 GB/s)"),
-        "save_gb_per_s": Speed(2.0, "assumed, for all ranks together"),
-        "other_s": Speed(8.0, _FITTED),
-    }
-    found |= {name: Speed(value, "given") for name, value in given.items() if value is not None}
-    return Speeds(**found)  # type: ignore[arg-type]  # only decode may be None
+    usual = Speeds(mfu=0.12 if architecture.experts else 0.50)
+    return replace(usual, **{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +74,7 @@ class Timing:
     rollout: RolloutCost
     """Seconds of a round of generation by its tokens, whose value at `tokens_generated` is that of `generate`."""
     overlaps: bool
-    """Generation runs during the update (async_steps=1)."""
+    """Generation runs during the update (`RolloutConfig.overlaps_update`)."""
 
     @property
     def step_s(self) -> float:
@@ -101,31 +97,31 @@ def plan_timing(
     """Seconds of every phase; None where the number of generating GPUs is not known, or their cache holds less than one
     sequence: playing how they wait for each other takes 16 s, for a job that does not run. `cost` is of a round of
     generation; None: it is computed."""
-    if not engine.gpus or engine.sequences < 1:
+    if not engine.gpus or engine.max_cached < engine.longest:
         return None
     rollout, degrees = config.rollout, Degrees.of(config.actor.layout, site.gpus)
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt
     generated = sequences * lengths.completion
     if cost is None and speeds.decode is not None:
-        cost = RolloutCost.proportional(1000 / (speeds.decode.value * engine.gpus))
+        cost = RolloutCost.proportional(1000 / (speeds.decode * engine.gpus))
     elif cost is None:
-        replica = replica_of(architecture, site, engine)
-        cost = rollout_cost(replica, engine.replicas, lengths, rollout.prompts_per_step)
+        cost = rollout_cost(engine, lengths, rollout.prompts_per_step)
     forward_s, update_s = _training_s(config, architecture, site, degrees, lengths, speeds)
     passes = int(needs_old_logprobs(config.objective)) + int(config.objective.kl.coef > 0)
     parameters = whole_model(architecture)
     each = 2 if config.model.dtype == "bfloat16" else 4
     every = config.checkpoint.every_steps
+    # bfloat16 weights (2 bytes), and of what is trained float32 main parameters and moments (12)
+    saved = parameters * 2 + trained_parameters(architecture) * 12
     seconds = {
         "generate": cost.of(generated),
         "log-probs": passes * forward_s,
         "update": update_s,
-        "sync": parameters * each / (speeds.sync_gb_per_s.value * 1e9),
-        # bfloat16 weights (2 bytes) and float32 main parameters and moments (12)
-        "checkpoint": parameters * 14 / (speeds.save_gb_per_s.value * 1e9) / every if every else 0.0,
-        "other": speeds.other_s.value,
+        "sync": parameters * each / (speeds.sync_gb_per_s * 1e9),
+        "checkpoint": saved / (speeds.save_gb_per_s * 1e9) / every if every else 0.0,
+        "other": speeds.other_s,
     }
-    return Timing(seconds, generated, cost, config.rollout.async_steps > 0)
+    return Timing(seconds, generated, cost, config.rollout.overlaps_update)
 
 
 def _training_s(
@@ -134,7 +130,7 @@ def _training_s(
     """Seconds of one forward pass over a step's sequences, and of its updates."""
     sequences = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
     flops = float(cost_model(architecture).of(np.array([lengths.sequence]))[0]) * sequences
-    computing = flops / (site.peak_flops * speeds.mfu.value * (_FP8 if config.actor.fp8 != "off" else 1.0) * site.gpus)
+    computing = flops / (site.peak_flops * speeds.mfu * (_FP8 if config.actor.fp8 != "off" else 1.0) * site.gpus)
     tokens = sequences * lengths.sequence / (degrees.data * degrees.context)
     layers, split = architecture.num_layers / degrees.pipeline, (degrees.tensor - 1) / degrees.tensor
     sending = tokens * layers * architecture.hidden_size * 2 * split / LINK_BYTES_S
@@ -143,8 +139,11 @@ def _training_s(
     # every stage waits for the one with the most layers
     bubble *= max(map(sum, split_layers(architecture.num_layers, config.actor))) / layers
     forward_s = computing / 3 + _SENT_FORWARD * sending
-    again = _recomputed(config, architecture, lengths)
-    update_s = computing + again * computing / 3 + _SENT[config.actor.recompute] * sending
+    thirds = 3 + _recomputed(config, architecture, lengths)
+    if architecture.lora is not None:  # frozen weights have no gradient, attention has all of it
+        cost = cost_model(architecture)
+        thirds -= cost.linear / (cost.linear + cost.quadratic * lengths.sequence)
+    update_s = thirds * computing / 3 + _SENT[config.actor.recompute] * sending
     return forward_s * bubble, update_s * bubble
 
 
@@ -154,7 +153,7 @@ def _recomputed(config: Config, architecture: Architecture, lengths: Lengths) ->
     if actor.recompute != "selective":
         return 1.0 if actor.recompute == "full" else 0.0
     cost, tokens = cost_model(architecture), lengths.sequence
-    width = experts.ffn_size * experts.per_token if experts else architecture.ffn_size
+    width = experts.ffn_size * experts.per_token + experts.shared_ffn_size if experts else architecture.ffn_size
     parts = {  # three matrices, of 2 FLOPs forwards and 4 backwards for each element: 18
         "core_attn": cost.quadratic * tokens**2,
         "moe" if experts else "mlp": 18.0 * architecture.num_layers * architecture.hidden_size * width * tokens,

@@ -1,29 +1,22 @@
 """The quickstart's directory: a seeded arithmetic task, a tiny Qwen3 model, and in `task.json` how both were made.
 
 They are made, not downloaded, so that the quickstart needs no network after installation and every seed is another
-task and another model. `dppo-megatron compare` reads task.json to make the same for its other seeds. A second run with
-the same arguments changes nothing; a directory that holds anything else is left as it is, since a run may be reading
-it.
+task and another model; `dppo-megatron compare` makes the same for its other seeds.
 
-The quickstart needs a problem set on which reinforcement learning has real work to do, from its first step to its
-last. Chains of additions and subtractions give a dial for that (one more operation, one more chance to slip), every
-worked step can be checked by a reader, and a few characters are enough tokens. A real data set was the alternative, but
-no model that a CPU trains in minutes can read one.
+The problem set has to give reinforcement learning real work from its first step to its last. Chains of additions and
+subtractions have a dial for that (one more operation, one more chance to slip), every worked step can be checked by a
+reader, and a few characters are enough tokens. No model that a CPU trains in minutes can read a real data set.
 
-The demonstrations of SFT are a mixture: some work the chain out line by line, most state the result
-outright, as text found in the wild does, and the longer the chain the more of them do. A model trained on both mostly
-guesses; reinforcement learning teaches it to work in steps, the short chains first, and reliably. So groups without
-reward variance are spread as on real sets: a third at the start (always or never solved), six in ten at the end,
-while the accuracy still climbs. Every problem can be learned. An earlier version had products that were never
-demonstrated: a seventh of the problems only wasted rollouts, and the rest was solved by half of the run.
+The demonstrations of SFT are a mixture: some work the chain out line by line, most state the result outright, as text
+found in the wild does, and the longer the chain the more of them do. A model trained on both mostly guesses;
+reinforcement learning teaches it to work in steps, the short chains first, and reliably. So groups without reward
+variance are spread as on real sets: a third at the start (always or never solved), six in ten at the end, while the
+accuracy still climbs. Every problem can be learned: what was never demonstrated would only waste rollouts.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,7 +28,6 @@ import numpy as np
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.files import write_text
 from dppo_megatron.randomness import generator
-from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 
 _MAX_TOTAL = 30
@@ -205,59 +197,22 @@ def read_recipe(directory: Path) -> Recipe | None:
         return None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 done, 2 the user's mistake."""
-    args = _parse(argv)
+def make_quickstart(out: Path, recipe: Recipe) -> None:
+    """`write_quickstart` as a whole or not at all, unless all of it is there already. Raises UserError also if `out`
+    holds something else."""
+    check_writable("--task", out, directory=True)
+    if read_recipe(out) == recipe:  # task.json is written last: it is there when all is
+        return
+    if out.absolute() == Path.cwd() or (out.exists() and any(out.iterdir())):
+        raise UserError(f"--task {out}: holds something else than what seed {recipe.seed} makes; name another one")
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    try:
-        changed = _make(args.out, Recipe(args.seed, args.train, args.heldout, args.sft))
-    except UserError as error:
-        show(f"error: {error}", file=sys.stderr)
-        return 2
-    show(f"{args.out}: {'written' if changed else 'already up to date'}")
-    return 0
-
-
-def _make(out: Path, recipe: Recipe) -> bool:
-    """`write_quickstart` as a whole or not at all; False if all of it was there already. Raises UserError also if `out`
-    holds something else."""
-    check_writable("--out", out, directory=True)
-    if out.absolute() == Path.cwd():
-        raise UserError(f"--out {out}: is the working directory; name a directory of its own")
     parent = out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
-    if read_recipe(out) == recipe:  # task.json is written last: it is there when all is
-        return False
-    if out.exists() and any(out.iterdir()):
-        raise UserError(
-            f"--out {out}: holds something else than what --seed {recipe.seed} makes; choose another directory or"
-            " remove that one"
-        )
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=parent) as scratch:
         made = Path(scratch) / out.name
         write_quickstart(made, recipe)
         if out.exists():
             out.rmdir()
-        os.replace(made, out)
-    return True
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m dppo_megatron.workbench.quickstart.make", description="Write the quickstart's task and model."
-    )
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the problems and of the model (default: 0)")
-    parser.add_argument("--train", type=int, default=512, help="training problems (default: 512)")
-    parser.add_argument("--heldout", type=int, default=384, help="held-out problems (default: 384)")
-    parser.add_argument("--sft", type=int, default=16384, help="examples of SFT (default: 16384)")
-    args = parser.parse_args(argv)
-    if args.seed < 0:
-        parser.error(f"--seed {args.seed}: must not be negative")
-    return args
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        made.replace(out)

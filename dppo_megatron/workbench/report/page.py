@@ -18,10 +18,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from dppo_megatron.observe.samples import SAMPLES, SampleFile, sample_files, to_table
+from dppo_megatron.observe.samples import SAMPLES, SampleFile, sample_files
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 from dppo_megatron.workbench.report.findings import findings
-from dppo_megatron.workbench.runs.run_record import LEGEND, RunRecord, default_settings, read_rows, titles
+from dppo_megatron.workbench.runs.run_record import RunRecord, default_settings
+from dppo_megatron.workbench.runs.sample_rows import COLUMNS, LEGEND, read_rows, titles
 
 _SCRIPTS = ("data.js", "charts.js", "sections.js", "samples.js", "page.js")
 SAMPLE_BYTES = 12_000_000
@@ -55,28 +56,15 @@ def _name_apart(runs: Sequence[RunRecord]) -> None:
 
 
 def _data(run: RunRecord) -> dict[str, Any]:
-    return {
-        "name": run.name,
-        "path": str(run.path),
-        "status": run.status,
-        "steps": run.steps,
-        "columns": {key: [_short(value) for value in values] for key, values in run.columns.items()},
-        "ledger": run.ledger,
-        "summary": run.summary,
-        "settings": run.settings,
-        "findings": [asdict(one) for one in findings(run)],
-    }
+    shown = {name: getattr(run, name) for name in ("name", "status", "steps", "ledger", "summary", "settings")}
+    columns = {key: [_short(value) for value in values] for key, values in run.columns.items()}
+    return shown | {"path": str(run.path), "columns": columns, "findings": [asdict(one) for one in findings(run)]}
 
 
 def _sample_data(number: int, samples: Samples) -> list[str]:
     """One element per step, which the page parses when the step is opened."""
-    index = {
-        "steps": sorted(samples.steps),
-        "recorded_steps": samples.recorded_steps,
-        "groups_in_step": samples.groups_in_step,
-        "tokens": samples.tokens,
-        "note": samples.note,
-    }
+    named = ("recorded_steps", "groups_in_step", "tokens", "note")
+    index = {"steps": sorted(samples.steps)} | {name: getattr(samples, name) for name in named}
     parts = [script_data(f"samples-{number}", index)]
     return parts + [script_data(f"samples-{number}-{step}", groups) for step, groups in samples.steps.items()]
 
@@ -148,7 +136,7 @@ def _groups(files: list[SampleFile], step: int, unreadable: set[str]) -> tuple[l
         if not one.first <= step <= one.last:
             continue
         try:
-            rows = read_rows(one.path, to_table(0, []).schema.names, step)
+            rows = read_rows(one.path, COLUMNS, step)
         except FileNotFoundError:
             continue  # a run that goes on has merged it
         except (OSError, ValueError):

@@ -1,8 +1,7 @@
 """A run's files as far as they can be read, whether it has finished, is running or has crashed.
 
 Damaged lines are skipped and counted, and a missing file leaves its part empty: a person wants to see whatever there
-is. What the trainer resumes from and what figures are computed from is read strictly elsewhere (`trace.py`,
-`observe/json_lines.py`).
+is. Who computes figures refuses a record with such `notes` (`compare/arms.py`).
 
 metrics.jsonl is followed: each look reads what was added since the last one. A run of 10,000 steps has some 30 MB; read
 again every two seconds they would keep a core busy beside the trainer, and a look costs one `stat` and the new lines. A
@@ -17,7 +16,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +24,6 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import yaml
 
 from dppo_megatron.config.changes import flat
@@ -37,9 +33,7 @@ from dppo_megatron.evaluation.eval_samples import FOLLOWED
 from dppo_megatron.files import open_to_read
 from dppo_megatron.observe.json_lines import finite
 from dppo_megatron.observe.lock import FILE as LOCK
-from dppo_megatron.observe.samples import NAME, to_table
 from dppo_megatron.observe.trackers.sink import FAILURES, TRACKERS
-from dppo_megatron.texts import one_line
 from dppo_megatron.types import UserError
 
 _LARGEST = 1e308
@@ -63,17 +57,6 @@ _OF_THE_TRAINED = (
 )  # fmt: skip
 """Metrics of trained completions: 0 in a step without any (padding: 1), which is shown as missing. Some are null today,
 and entropy is of all that was rolled out."""
-_NEW = {"problem", "correct", "parts"}
-"""Columns that samples of older runs do not have."""
-_NULLABLE = {"extracted", "reward", "completion_prob", "actor_logprobs", *_NEW}
-_NULLABLE |= {"weights_version_first", "weights_version_last"}
-LEGEND = "■ trained on, □ pruned; green: right, red: grading failed"
-"""Of the squares that stand for completions, in the report and in `watch`."""
-_LONGEST_PROMPT = 100_000
-_INSTRUCTION = 30
-"""Characters that all prompts begin with, from which on they are an instruction and no question."""
-_NEVER_NEGATIVE = ("step", "group", "tokens", "token_ids")
-"""Columns of samples/."""
 _PARTS = ("label", "kept", "bias")
 _NUMBER = re.compile(r"\d[\d.e+-]*")
 _SIZE = re.compile(r"(; )?bias about \d[\d.e+-]* %$")
@@ -92,6 +75,8 @@ class RunRecord:
     """Metric -> its value in each of `steps`; None where it was not a number."""
     ledger: list[dict[str, Any]] = field(default_factory=list)
     """Rows of the bias ledger: name, notes, and in each step its label, kept fraction and estimated bias."""
+    solved: dict[int, Any] = field(default_factory=dict)
+    """Step of an evaluation -> `eval/problems` as it was read."""
     summary: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     """Dotted key -> value, as JSON."""
@@ -107,6 +92,8 @@ class RunRecord:
             if key not in self.columns:
                 self.columns[key] = [None] * len(self.steps)
             self.columns[key][-1] = value
+        if "eval/problems" in row:
+            self.solved[row["step"]] = row["eval/problems"]
         entries = row.get("prune/ledger")
         for entry in entries if isinstance(entries, list) else ():
             if isinstance(entry, dict) and isinstance(entry.get("name"), str):
@@ -160,8 +147,9 @@ class Follow:
         self._read_to, self._file_id, self._rest = 0, 0, b""
         self._damaged = 0
 
-    def look(self) -> RunRecord:
-        """Read what is new; returns the same record, longer."""
+    def look(self, *, to_the_end: bool = False) -> RunRecord:
+        """Read what is new; returns the same record, longer. `to_the_end`: the last line counts although it may lack
+        its newline, since nothing is being added."""
         try:
             with open_to_read(self._path / "metrics.jsonl") as file:
                 found = os.fstat(file.fileno())
@@ -176,16 +164,11 @@ class Follow:
         except OSError as error:  # else it is starting, or a file system hangs: what is known is shown, with its age
             if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP):
                 raise UserError(f"'{self._path / 'metrics.jsonl'}' cannot be read: {error.strerror}") from None
+        if to_the_end:
+            self._take(self._rest)  # else it was torn by a kill, which is no damage
         self._add_followed()
         self.record.status = run_status(self._path)
         self.record.notes = [f"metrics.jsonl: {self._damaged} damaged lines are left out"] if self._damaged else []
-        return self.record
-
-    def look_to_the_end(self) -> RunRecord:
-        """As `look`, of a run that nothing is added to: the last line may lack its newline."""
-        self.look()
-        self._take(self._rest)  # else it is being written, or was torn by a kill
-        self._add_followed()
         return self.record
 
     def _add_followed(self) -> None:
@@ -213,18 +196,24 @@ class Follow:
 
 def read_run(path: Path) -> RunRecord:
     """Raises UserError: no directory, or one without a metrics.jsonl that has a step."""
-    if path.is_dir() and not (path / "metrics.jsonl").is_file():
-        raise UserError(f"'{path}' holds no metrics.jsonl; name the run_dir of a run")
-    run = Follow(path).look_to_the_end()
-    if not run.steps:
-        raise UserError(f"'{path}/metrics.jsonl' holds no step yet")
+    run = read_metrics(path)
     with suppress(OSError):
         _add_trace(run, path / "trace.jsonl")
-    run.summary = _json(path / "summary.json", run.notes)
     run.settings = read_settings(path / "config.yaml", run.notes)
     for name, missed in _json(path / TRACKERS / FAILURES, run.notes).items():
         if isinstance(missed, dict):
             run.notes.append(f"tracker {name} has failed {missed.get('failures')} times, first: {missed.get('first')}")
+    return run
+
+
+def read_metrics(path: Path) -> RunRecord:
+    """metrics.jsonl and summary.json alone. Raises UserError as `read_run`."""
+    if path.is_dir() and not (path / "metrics.jsonl").is_file():
+        raise UserError(f"'{path}' holds no metrics.jsonl; name the run_dir of a run")
+    run = Follow(path).look(to_the_end=True)
+    if not run.steps:
+        raise UserError(f"'{path}/metrics.jsonl' holds no step yet")
+    run.summary = _json(path / "summary.json", run.notes)
     return run
 
 
@@ -262,19 +251,14 @@ def standard_error(rewards: list[list[float | None]], weight: list[float]) -> fl
 
     Example: two groups of means 0 and 1 with weight 1 -> mean 0.5, standard error 0.5.
     """
-    means, weights = [], []
-    for group, one in zip(rewards, weight, strict=False):
-        graded = [value for value in group if value is not None]
-        if graded:
-            means.append(sum(graded) / len(graded))
-            weights.append(one * len(graded))
-    if len(means) < 2:
+    graded = [[value for value in group if value is not None] for group in rewards]
+    known = [(sum(group) / len(group), one * len(group)) for group, one in zip(graded, weight, strict=False) if group]
+    if len(known) < 2:
         return None
-    mean, w = np.array(means), np.array(weights)
-    centre = float((w * mean).sum() / w.sum())
-    with np.errstate(over="ignore"):  # a damaged trace may hold 1e300
-        spread = float(np.sqrt((w**2 * (mean - centre) ** 2).sum()) / w.sum())
-    return finite_number(spread * math.sqrt(len(means) / (len(means) - 1)))
+    mean, w = np.array(known).T
+    with np.errstate(all="ignore"):  # a damaged trace may hold 1e300
+        spread = np.sqrt(np.square(w * (mean - (w * mean).sum() / w.sum())).sum()) / w.sum()
+    return finite_number(float(spread) * math.sqrt(len(mean) / (len(mean) - 1)))
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float | None]:
@@ -341,66 +325,3 @@ def _mapping(path: Path, parse: Callable[[str], Any], notes: list[str]) -> dict[
 
 def _as_json(values: dict[str, Any]) -> dict[str, str]:
     return {key: json.dumps(value, default=str) for key, value in flat(values).items()}
-
-
-def newest_sample_file(directory: Path) -> Path | None:
-    """The complete file with the latest step, of the lowest rank that has one; None where there is none."""
-    names = [match for path in directory.glob("steps_*") if (match := NAME.fullmatch(path.name))]
-    newest = max(names, key=lambda match: (int(match[2]), -int(match[3]), int(match[1])), default=None)
-    return directory / newest.string if newest else None
-
-
-def read_rows(path: Path, columns: Sequence[str], step: int | None = None) -> list[dict[str, Any]]:
-    """Rows of a sample file, of `columns` only.
-
-    Args:
-        step: whose rows; None: those of the file's last row group, which are of its last step.
-
-    Raises:
-        OSError: there is no such file (any more: the run merges them), or it may not be read.
-        ValueError: it is no parquet, or not as a run writes it: another column, type or null.
-    """
-    absent = dict.fromkeys(columns)
-    try:
-        with open_to_read(path) as source, pq.ParquetFile(source) as file:
-            groups = range(file.num_row_groups) if step is not None else range(file.num_row_groups)[-1:]
-            rows: list[dict[str, Any]] = []
-            for index in groups:
-                statistics = file.metadata.row_group(index).column(0).statistics
-                if step is not None and statistics is not None and not statistics.min <= step <= statistics.max:
-                    continue
-                held = [name for name in columns if name in file.schema_arrow.names or name not in _NEW]
-                table = file.read_row_group(index, columns=held)
-                _check_table(table, held)
-                rows += [absent | row for row in table.to_pylist() if step is None or row["step"] == step]
-    except (pa.ArrowException, ValueError, TypeError, LookupError, OverflowError) as error:
-        raise ValueError(f"{path.name}: {error}") from None
-    return rows
-
-
-def titles(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for each of a run's prompts: its problem, without a long instruction that all of them begin with.
-
-    Args:
-        rows: `problem` and `prompt` of each as in samples/; without a problem, as in older runs, the prompt is used.
-    """
-    asked = [one_line(row["problem"] or row["prompt"], _LONGEST_PROMPT) for row in rows]
-    low, high = min(asked, default=""), max(asked, default="")  # what these two begin with, all others do
-    differs = next((at for at, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), 0)
-    shared = low.rfind(" ", 0, differs)
-    return [f"...{one[shared:]}" if shared >= _INSTRUCTION else one for one in asked]
-
-
-def _check_table(table: Any, columns: Sequence[str]) -> None:
-    """Raise ValueError or KeyError unless its types, nulls and signs are those that a run writes."""
-    schema = to_table(0, []).schema
-    for name in columns:
-        column, wanted = table.column(name), schema.field(name).type  # KeyError if it lacks this one
-        if column.type != wanted:
-            raise ValueError(f"{name} is of type {column.type}")
-        is_list = pa.types.is_list(wanted)
-        flat = pc.list_flatten(column) if is_list else column
-        if (column.null_count and name not in _NULLABLE) or (is_list and flat.null_count):
-            raise ValueError(f"{name} holds nulls")
-        if name in _NEVER_NEGATIVE and len(flat) and pc.min(flat).as_py() < 0:
-            raise ValueError(f"{name} holds negative numbers")

@@ -10,11 +10,11 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from dppo_megatron.config.checks import too_few_prompts
 from dppo_megatron.config.load import config_from_values
 from dppo_megatron.config.paths import check_file, json_reason
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.observe.run_directory import FEATURES
 from dppo_megatron.progress import counted, progress
 from dppo_megatron.pruning.interface import PromptFeatures
@@ -78,9 +78,10 @@ def read_trace(path: str) -> Trace:
         group_size, steps = config.rollout.completions_per_prompt, list[TracedStep]()
         for number, line in enumerate(lines, start=2):
             row = decoded(line, _TraceLine, f"{path}:{number}")
-            if trouble := _trouble(row, head.num_prompts, group_size, steps[-1].step if steps else 0):
-                raise UserError(f"{path}:{number}: {trouble}")
-            steps.append(_step(row, group_size))
+            try:
+                steps.append(_step(row, head.num_prompts, group_size, steps[-1].step if steps else 0))
+            except ValueError as error:
+                raise UserError(f"{path}:{number}: {error}") from None
     if not any(len(step.prompt_index) for step in steps):
         raise UserError(f"trace '{path}': holds no {'outcomes' if steps else 'steps'}")
     return Trace(config, head.num_prompts, head.set_sizes, _features(head, path), steps, head.ranks)
@@ -88,6 +89,7 @@ def read_trace(path: str) -> Trace:
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _Some: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
+_Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
 _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
@@ -119,7 +121,7 @@ class _TraceLine(msgspec.Struct):
     step: _Some
     prompts: list[_Count]
     rewards: list[list[Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)] | None]]  # squares have to fit a float32
-    lengths: list[list[_Some]]  # a completion has its stop token at least
+    lengths: list[list[_Tokens]]
     logit_grad_norm: list[list[_Amount]]
     kept: list[_Count]
     seconds: _Seconds
@@ -131,65 +133,52 @@ def _read_config(head: _HeaderLine, path: str) -> Config:
         check_ranges(config)
     except UserError as error:
         raise UserError(f"trace '{path}': {error}") from None
-    if too_few := too_few_prompts(config, head.num_prompts, f"trace '{path}'"):
-        raise UserError(too_few)
+    if too_few := selection_settings(config).too_few_prompts(head.num_prompts, f"trace '{path}'"):
+        raise UserError(f"rollout.{too_few}")
     if head.set_sizes is not None and sum(head.set_sizes.values()) != head.num_prompts:
         raise UserError(f"{path}:1: set_sizes do not add up to num_prompts = {head.num_prompts}")
     return config
 
 
-def _trouble(row: _TraceLine, num_prompts: int, group_size: int, step_before: int) -> str:
-    """What the kinds of its fields cannot show; empty if nothing is wrong."""
-    if row.step <= step_before:
-        return f"step {row.step} stands behind step {step_before}"
-    if any(prompt >= num_prompts for prompt in row.prompts):
-        return f"prompts: there are only {num_prompts}"
-    for name in ("rewards", "lengths", "logit_grad_norm"):
-        groups = getattr(row, name)
-        if len(groups) != len(row.prompts) or any(len(group) != group_size for group in groups):
-            return f"{name}: must be {len(row.prompts)} groups of {group_size}"
-    if len(set(row.kept)) < len(row.kept) or any(one >= len(row.prompts) * group_size for one in row.kept):
-        return f"kept: must be different places among {len(row.prompts) * group_size} completions"
-    return ""
-
-
 def _features(head: _HeaderLine, path: str) -> PromptFeatures | None:
-    if head.features is None:
-        return None
-    where, arrays = f"{path}:1: features", dict[str, Any]()
-    if isinstance(head.features, _Features):
-        arrays = {name: np.array(values) for name, values in msgspec.structs.asdict(head.features).items()}
-    else:
-        where = str(Path(path).with_name(FEATURES))
-        try:
-            with np.load(where, allow_pickle=False) as file:
-                arrays = dict(file)
-        except Exception as error:  # what numpy raises for damaged files is of many types
-            reason = getattr(error, "strerror", "") or "it is damaged"
-            raise UserError(f"trace '{path}': {where}, which belongs to it, cannot be read: {reason}") from None
+    where, found = f"{path}:1: features", head.features
     try:
-        tokens, source = (np.asarray(arrays[name]).astype(np.int64) for name in ("prompt_tokens", "source"))
-        level = arrays["level"].astype(np.float64)  # None becomes NaN
-        sources = tuple(map(str, arrays["sources"].tolist()))
-    except (KeyError, ValueError, TypeError) as error:
-        raise UserError(f"{where}: not as a run writes them: {error}") from None
-    if not tokens.shape == level.shape == source.shape == (head.num_prompts,):
+        if isinstance(found, str):
+            where = str(Path(path).with_name(FEATURES))
+            with np.load(where, allow_pickle=False) as file:
+                found = msgspec.convert({name: array.tolist() for name, array in file.items()}, _Features)
+    except Exception as error:  # what numpy raises for damaged files is of many types
+        reason = getattr(error, "strerror", "") or "it is damaged"
+        raise UserError(f"trace '{path}': {where}, which belongs to it, cannot be read: {reason}") from None
+    if found is None:
+        return None
+    if {len(found.prompt_tokens), len(found.level), len(found.source)} != {head.num_prompts}:
         raise UserError(f"{where}: must be of {head.num_prompts} prompts")
-    if min(tokens.min(), source.min()) < 0 or source.max() >= len(sources):
-        raise UserError(f"{where}: there are only {len(sources)} sources, and nothing is negative")
-    return PromptFeatures(tokens, level, source, sources)
+    if max(found.source) >= len(found.sources):
+        raise UserError(f"{where}: there are only {len(found.sources)} sources")
+    level = np.array(found.level, dtype=np.float64)  # None becomes NaN
+    return PromptFeatures(np.array(found.prompt_tokens), level, np.array(found.source), tuple(found.sources))
 
 
-def _step(row: _TraceLine, group_size: int) -> TracedStep:
+def _step(row: _TraceLine, num_prompts: int, group_size: int, step_before: int) -> TracedStep:
+    """Raises ValueError for what the kinds of its fields cannot show."""
+    if row.step <= step_before:
+        raise ValueError(f"step {row.step} stands behind step {step_before}")
+    if any(prompt >= num_prompts for prompt in row.prompts):
+        raise ValueError(f"prompts: there are only {num_prompts}")
     shape = len(row.prompts), group_size
-    rewards: FloatArray = np.array(row.rewards, dtype=np.float64).reshape(shape)  # null becomes NaN
-    lengths = np.array(row.lengths, dtype=np.int64).reshape(shape)
-    kept = np.zeros(rewards.size, dtype=np.bool_)
-    kept[row.kept] = True
-    return TracedStep(
-        step=row.step,
-        prompt_index=np.array(row.prompts, dtype=np.int64),
-        rollouts=Rollouts(rewards, lengths, np.array(row.logit_grad_norm, dtype=np.float64).reshape(shape)),
-        kept=kept,
-        seconds=msgspec.structs.asdict(row.seconds),
-    )
+
+    def of_groups(name: str) -> FloatArray:
+        groups = getattr(row, name)
+        if len(groups) != shape[0] or any(len(group) != group_size for group in groups):
+            raise ValueError(f"{name}: must be {shape[0]} groups of {group_size}")
+        return np.array(groups, dtype=np.float64).reshape(shape)  # null becomes NaN
+
+    rollouts = Rollouts(of_groups("rewards"), of_groups("lengths").astype(np.int64), of_groups("logit_grad_norm"))
+    if (~np.isnan(rollouts.rewards) & (rollouts.lengths == 0)).any():
+        raise ValueError("lengths: a completion that has a reward has its stop token at least")
+    if len(set(row.kept)) < len(row.kept) or any(one >= rollouts.rewards.size for one in row.kept):
+        raise ValueError(f"kept: must be different places among {rollouts.rewards.size} completions")
+    kept = np.isin(np.arange(rollouts.rewards.size), row.kept)
+    seconds = msgspec.structs.asdict(row.seconds)
+    return TracedStep(row.step, np.array(row.prompts, dtype=np.int64), rollouts, kept, seconds)

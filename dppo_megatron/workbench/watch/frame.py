@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+import numpy as np
+from rich.cells import cell_len, set_cell_size
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -27,25 +27,14 @@ from dppo_megatron.observe.samples import SAMPLES
 from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth, read_health
 from dppo_megatron.texts import one_line
 from dppo_megatron.workbench.report.findings import findings
-from dppo_megatron.workbench.runs.run_record import (
-    LEGEND,
-    Follow,
-    RunRecord,
-    finite_number,
-    newest_sample_file,
-    read_rows,
-    read_settings,
-    titles,
-)
+from dppo_megatron.workbench.runs.run_record import Follow, RunRecord, finite_number, read_settings
+from dppo_megatron.workbench.runs.sample_rows import LEGEND, newest_sample_file, read_rows, titles
 
 _STATE = {"finished": "green", "running": "cyan", "stopped": "yellow", "crashed": "bold red"}
 _SERVER = {"live": "green", "stale": "yellow", "out": "bold red"}
 _LEVEL = {"bad": "bold red", "warning": "yellow", "note": "dim"}
 _PHASES = ("rollout", "reward", "select", "prune", "exchange", "update", "sync")
-_COLOURS = ("blue", "magenta", "bright_black", "yellow", "bright_black", "green", "cyan", "white")
 BLOCKS = "▁▂▃▄▅▆▇█"
-PLAIN = "_.-~=+*#"
-"""For a terminal that cannot show blocks."""
 _RECENT = 20
 """Steps that the time left and the split of the time are taken from."""
 _SAMPLE_COLUMNS = ("step", "group", "problem", "prompt", "text", "reward", "correct", "kept", "why", "tokens", "weight")
@@ -69,7 +58,7 @@ class Latest:
         """One group of the newest step with samples."""
         self.title = ""
         """Of its prompt."""
-        self._sample_file: Path | None = None
+        self._sample_file: tuple[Path, int] | None = None
 
     @property
     def record(self) -> RunRecord:
@@ -81,7 +70,7 @@ class Latest:
         if not record.settings:
             record.settings = read_settings(self._path / "config.yaml", [])
         newest = newest_sample_file(self._path / SAMPLES)
-        if newest is not None and newest != self._sample_file and (read := _read_samples(newest)):
+        if newest is not None and newest != self._sample_file and (read := _read_samples(*newest)):
             self.samples, self.title, self._sample_file = *read, newest
         return record
 
@@ -98,14 +87,14 @@ class Latest:
             return None
 
 
-def _read_samples(path: Path) -> tuple[list[dict[str, Any]], str] | None:
-    """The group of the file's last step whose rewards differ most, the first of equals; and its title.
+def _read_samples(path: Path, step: int) -> tuple[list[dict[str, Any]], str] | None:
+    """The group of the step whose rewards differ most, the first of equals; and its title.
 
     None if the file cannot be read: it may be merged into another one at this moment.
     """
     groups: dict[int, list[dict[str, Any]]] = {}
     with suppress(OSError, ValueError):
-        for row in read_rows(path, _SAMPLE_COLUMNS):
+        for row in read_rows(path, _SAMPLE_COLUMNS, step):
             groups.setdefault(row["group"], []).append(row)
     named = zip(groups.values(), titles([group[0] for group in groups.values()]), strict=True)
     return max(named, key=lambda one: _spread(one[0]), default=None)
@@ -116,18 +105,18 @@ def _spread(group: list[dict[str, Any]]) -> float:
     return statistics.pvariance(rewards) if rewards else 0.0
 
 
-def frame(latest: Latest, console: Console, members: int = 4) -> RenderableType:
-    """What `console` has room for and can show; of the group of samples so many `members`."""
+def frame(latest: Latest, width: int, members: int = 4) -> RenderableType:
+    """What there is to see, `width` cells wide; of the group of samples so many `members`."""
     record = latest.record
-    parts: list[RenderableType] = [_head(record, latest, console.width)]
+    parts: list[RenderableType] = [_head(record, latest, width)]
     if len(record.steps) > 1:
-        parts += [_curves(record, console), _time_split(record, console), _pruning(record)]
+        parts += [_curves(record, width), _time_split(record), _pruning(record)]
     parts += _evaluations(record)
     servers, age_s = latest.servers()
     if servers and record.status != "finished":
         parts.append(_servers(servers, age_s))
     if latest.samples:
-        parts.append(_samples(latest.samples, latest.title, console, members))
+        parts.append(_samples(latest.samples, latest.title, width, members))
     parts += _warnings(record)
     return Group(*parts)
 
@@ -162,38 +151,28 @@ def _head(record: RunRecord, latest: Latest, width: int) -> RenderableType:
     return Panel(inside, title=title, title_align="left", width=width)
 
 
-def _curves(record: RunRecord, console: Console) -> RenderableType:
+def _curves(record: RunRecord, width: int) -> RenderableType:
     table = Table(box=None, padding=(0, 1), show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(style="cyan", no_wrap=True)
-    for _ in range(2):
-        table.add_column(justify="right", no_wrap=True)
-    levels = PLAIN if console.options.ascii_only else BLOCKS
+    for style, justify in (("bold", "left"), ("cyan", "left"), ("", "right"), ("dim", "right")):
+        table.add_column(style=style, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for name, key, form in _CURVES:
         values = record.columns.get(key, [])
         present = [one for one in values if one is not None]
         if present:
             span = f"{format(min(present), form)} to {format(max(present), form)}"
-            drawn = sparkline(values, max(10, console.width - 48), levels)
-            table.add_row(name, drawn, format(present[-1], form), Text(span, style="dim"))
+            table.add_row(name, sparkline(values, max(10, width - 48)), format(present[-1], form), span)
     return table
 
 
-def _time_split(record: RunRecord, console: Console) -> RenderableType:
-    """Where the seconds of the last steps went, as a bar and in words."""
-    means = {name: _recent(record, f"time/{name}_s") for name in _PHASES}
-    whole = _recent(record, "time/step_s") or sum(value or 0.0 for value in means.values())
-    known = {name: value for name, value in means.items() if value and value >= 0.01 * whole}
-    rest = whole - sum(known.values())
-    known |= {"other": rest} if rest >= 0.01 * whole else {}
-    bar, legend, draws = Text(), Text(), console.color_system is not None and not console.options.ascii_only
-    lengths = widths(list(known.values()), max(20, console.width - 4))
-    for (name, value), length in zip(known.items(), lengths, strict=True):
-        colour = _COLOURS[_PHASES.index(name) if name in _PHASES else -1]
-        bar.append(("█" if draws else name[0]) * length, style=colour)
-        legend.append("■ " if draws else "", style=colour)
-        legend.append(f"{name} {value:.2f} s  ")
-    return Group(Text(f" time per step, mean of the last {_RECENT}", style="bold"), Text(" ") + bar, Text(" ") + legend)
+def _time_split(record: RunRecord) -> RenderableType:
+    """Where the seconds of the last steps went, in the mean."""
+    means = {name: _recent(record, f"time/{name}_s") or 0.0 for name in _PHASES}
+    whole = _recent(record, "time/step_s") or sum(means.values())
+    means["other"] = whole - sum(means.values())
+    parts = [
+        f"{name} {value:.2f} s ({value / whole:.0%})" for name, value in means.items() if value >= 0.01 * whole > 0
+    ]
+    return _indented(("time per step  ", "bold"), ", ".join(parts))
 
 
 def _pruning(record: RunRecord) -> RenderableType:
@@ -234,39 +213,33 @@ def _servers(servers: Sequence[ServerHealth], age_s: float) -> RenderableType:
     return table
 
 
-def _samples(group: list[dict[str, Any]], title: str, console: Console, count: int) -> RenderableType:
+def _samples(group: list[dict[str, Any]], title: str, width: int, count: int) -> RenderableType:
     """A prompt, its best completion, and then its worst ones: of each the end, where its answer is."""
     members = sorted(group, key=lambda one: -1e30 if one["reward"] is None else one["reward"], reverse=True)
     shown = [*members[:1], *members[:0:-1]][:count]
-    marks = str.maketrans("■□", "+-") if console.options.ascii_only else {}
     facts = []
     for one in shown:
         failed, right = one["reward"] is None, one["correct"]
         judged = "" if right is None else "right" if right else "wrong"
         verdict = "failed" if failed else f"{one['reward']:.2f} {judged}"
         weight = f"weight {one['weight']:.2f}" if one["kept"] else "pruned"
-        square = Text(("■" if one["kept"] else "□").translate(marks), "red" if failed else "green" if right else "")
+        square = ("■" if one["kept"] else "□", "red" if failed else "green" if right else "")
         said = f"{weight} ({_line(one['why'])}), {one['tokens']} tokens  "
         facts.append(Text.assemble(" ", square, f" {verdict:<11} ", (said, "dim")))
-    width = max(one.cell_len for one in facts)
-    head = Text.assemble((f" samples of step {group[0]['step']}  ", "bold"), (LEGEND.translate(marks), "dim"))
+    taken = max(one.cell_len for one in facts)
+    head = Text.assemble((f" samples of step {group[0]['step']}  ", "bold"), (LEGEND, "dim"))
     lines = [head, Text(f" {title}", "italic")]
     for one, fact in zip(shown, facts, strict=True):
-        fact.pad_right(width - fact.cell_len)
-        lines.append(fact + Text(_end(_line(one["text"] or ""), console.width - width - 1)))
+        fact.pad_right(taken - fact.cell_len)
+        lines.append(fact + Text(_end(_line(one["text"] or ""), width - taken - 1)))
     for line in lines:
-        line.no_wrap, line.overflow = True, "crop" if console.options.ascii_only else "ellipsis"
+        line.no_wrap, line.overflow = True, "ellipsis"
     return Group(*lines)
 
 
 def _end(text: str, room: int) -> str:
     """The last `room` cells of a text, with dots where it begins earlier."""
-    if cell_len(text) <= room:
-        return text
-    end = text[3 - room :] if room > 3 else ""
-    while cell_len(end) > room - 3 > 0:
-        end = end[1:]
-    return f"...{end}"
+    return text if cell_len(text) <= room else f"...{set_cell_size(text[::-1], max(0, room - 3))[::-1]}"
 
 
 def _warnings(record: RunRecord) -> Iterator[RenderableType]:
@@ -288,38 +261,18 @@ def _recent(record: RunRecord, key: str) -> float | None:
     return _mean(record.columns.get(key, [])[-_RECENT:])
 
 
-def sparkline(values: Sequence[float | None], width: int, levels: str = BLOCKS) -> str:
+def sparkline(values: Sequence[float | None], width: int) -> str:
     """A curve of at most `width` characters, each the mean of its part of `values`; a gap where a part has none.
 
     Example: [0, 1, 2, 3] at width 2 -> means 0.5 and 2.5, lowest and highest: "▁█".
     """
-    parts = [_mean(part) for part in _split(values, width)]
+    parts = [_mean(part) for part in np.array_split(np.array(values, dtype=object), min(width, len(values)) or 1)]
     present = [one for one in parts if one is not None]
-    if not present:
-        return ""
-    low, high = min(present), max(present)
-    span = high - low if high > low else 1.0
-    top = len(levels) - 1
-    return "".join(" " if one is None else levels[round((one - low) / span * top)] for one in parts)
+    low, high = min(present, default=0.0), max(present, default=0.0)
+    scale = (len(BLOCKS) - 1) / (high - low if high > low else 1.0)
+    return "".join(" " if one is None else BLOCKS[round((one - low) * scale)] for one in parts) if present else ""
 
 
-def widths(shares: Sequence[float], total: int) -> list[int]:
-    """Characters of a bar of `total` for each of the shares, whose ends are rounded.
-
-    Example: shares [1, 1, 2] over 10 -> [2, 3, 5].
-    """
-    whole = sum(shares)
-    ends = [round(total * end / whole) if whole else 0 for end in accumulate(shares, initial=0.0)]
-    return [end - start for start, end in pairwise(ends)]
-
-
-def _split(values: Sequence[float | None], count: int) -> list[Sequence[float | None]]:
-    if len(values) <= count:
-        return [values[i : i + 1] for i in range(len(values))]
-    ends = [round(i * len(values) / count) for i in range(count + 1)]
-    return [values[a:b] for a, b in pairwise(ends)]
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
+def _mean(values: Iterable[float | None]) -> float | None:
     present = [one for one in values if one is not None]
     return sum(present) / len(present) if present else None

@@ -68,12 +68,4 @@ function conditions() {
   return section("about", "Conditions", "", make("div", { class: "card scroll" }, make("table", {}, make("tbody", {}, ...rows.map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, String(value))))))));
 }
 
-const main = document.getElementById("main"), nav = document.getElementById("nav");
-for (const [id, name, build] of [["overview", "Overview", overview], ["speed-up", "Speed-up", speedUps], ["ends", "Final accuracy", ends], ["curves", "Curves", learning], ["time", "Time", split], ["about", "Conditions", conditions]]) {
-  nav.append(make("a", { href: `#${id}` }, name));
-  main.append(build());
-}
-function setTheme(theme) { state.theme = theme; document.documentElement.dataset.theme = theme; redraw(); }
-document.getElementById("theme").addEventListener("click", () => setTheme(state.theme === "dark" ? "light" : "dark"));
-addEventListener("beforeprint", drawAll);
-setTheme(state.theme);
+assemble([["overview", "Overview", overview], ["speed-up", "Speed-up", speedUps], ["ends", "Final accuracy", ends], ["curves", "Curves", learning], ["time", "Time", split], ["about", "Conditions", conditions]]);

@@ -37,6 +37,28 @@ function draw(chart, force = false) {
 function redraw() { for (const chart of charts) { chart.stale = true; if (chart.visible) draw(chart); } }
 function drawAll() { for (const chart of charts) draw(chart); }
 
+/** The page: its sections with their links, dark or light; printed, it is light and has all plots. */
+function assemble(sections, themed = () => {}) {
+  for (const [id, name, build] of sections) {
+    document.getElementById("nav").append(make("a", { href: `#${id}` }, name));
+    document.getElementById("main").append(build());
+  }
+  state.themed = themed;
+  setTheme(state.theme);
+  document.getElementById("theme").addEventListener("click", flip);
+  let before;
+  addEventListener("beforeprint", () => { before = state.theme; setTheme("light"); drawAll(); });
+  addEventListener("afterprint", () => setTheme(before));
+}
+function setTheme(theme) {
+  state.theme = theme;
+  document.documentElement.dataset.theme = theme;
+  for (const dot of document.querySelectorAll("[data-colour]")) dot.style.background = colour(Number(dot.dataset.colour));
+  redraw();
+  state.themed();
+}
+const flip = () => setTheme(state.theme === "dark" ? "light" : "dark");
+
 /** Lines of metrics over steps: runs differ by colour, metrics of one chart by dash (by colour where one run is shown). */
 function lines(keys) {
   const among = shown(), alone = among.length === 1, traces = [];

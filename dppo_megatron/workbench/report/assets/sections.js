@@ -13,6 +13,12 @@ function ofPolicy(prefix, names) {
   return ["", "kept/"].flatMap((kept) => Object.entries(names).map(([key, name]) => ({ key: `${kept}${prefix}${key}`, name: kept ? `${name}, kept` : name })));
 }
 
+/** Mean rewards of the sets that have rewards of their own. */
+function ofSets() {
+  const keys = runs.flatMap((run) => Object.keys(run.columns)).filter((key) => /^reward\/.+\/mean$/.test(key));
+  return [...new Set(keys)].map((key) => ({ key, name: key.slice(7, -5) }));
+}
+
 function overview() {
   const head = ["run", "state", "steps", "reward, last", "evaluation", "RL time", "generated", "trained", "s / step"];
   const rows = runs.map((run, place) => {
@@ -35,7 +41,7 @@ function overview() {
 
 function learning() {
   return section("learning", "Learning", "Bands and bars are one standard error: over groups for rewards, over problems for evaluations. Drag over a plot to zoom in, double-click to zoom out.", grid(
-    metric("Reward", "Mean of the generated groups, weighted by the prompts' inverse inclusion probabilities.", [{ key: "reward/mean", name: "mean", se: "reward/se" }]),
+    metric("Reward", "Mean of the generated groups, weighted by the prompts' inverse inclusion probabilities.", [{ key: "reward/mean", name: "mean", se: "reward/se" }, ...ofSets()]),
     // avg@n is pass@1; of the others, each set's largest number of samples
     ...[["Evaluation: pass@1", "Chance that one answer is right, over the set's problems.", /^pass@1$/], ["Evaluation: best of n", "pass@n: chance that one of n answers is right.", /^pass@(?!1$)\d+$/], ["Evaluation: vote of n", "maj@n: chance that the most common of n answers is right.", /^maj@\d+$/]]
       .map(([title, note, name]) => evaluated(name).length ? chartCard({ title, note, traces: () => scores(name), layout: { yaxis: { ticksuffix: " %" } } }) : null),

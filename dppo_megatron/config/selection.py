@@ -1,0 +1,113 @@
+"""What choosing a step's prompts and completions depends on, without the rest of a job: the settings of `Selector`.
+
+A trainer of another kind fills it in; this one derives it from its `Config`, here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dppo_megatron.config.data import OrderBy, OrderName
+from dppo_megatron.config.objective import ObjectiveConfig
+from dppo_megatron.config.pruning import PruningConfig, prompts_multiplier
+from dppo_megatron.config.ranges import COUNT, Range, check_ranges, ranged
+from dppo_megatron.config.resolved_sets import train_set_weights
+from dppo_megatron.config.schema import Config
+from dppo_megatron.types import UserError
+
+
+def _needed(interval: str) -> Any:
+    """A number without a default, and its range."""
+    return field(metadata={"range": Range.parse(interval)})
+
+
+@dataclass(kw_only=True)
+class SelectionSettings:
+    """Of a trainer that takes its optimizer steps on `prompts_per_step` x `completions_per_prompt` completions.
+
+    Example: `SelectionSettings(prompts_per_step=64, completions_per_prompt=8, total_steps=1000,
+    max_completion_tokens=4096)` is GRPO with both selections of DPPO at their default rates.
+    """
+
+    prompts_per_step: int = _needed("[1, 1000000]")
+    """Nominal prompts of a step, N: those that a step without pruning would roll out."""
+    completions_per_prompt: int = _needed("[2, 65536]")
+    """G, the size of a group."""
+    total_steps: int = _needed(COUNT)
+    """Steps of the whole run, those before a resume too. Nothing is pruned after `anneal_fraction` of them, nor in a
+    step beyond them."""
+    max_completion_tokens: int = _needed("[1, 100000000]")
+    """Longest completion. A divisor (normalization=constant), the first guess of a mean length (token_mean), and what a
+    truncated completion is known by."""
+    seed: int = ranged(0, "[0, 9223372036854775807]", why="it seeds 64-bit generators")
+    """Of the order of prompts and of every draw."""
+    async_steps: int = ranged(0, "[0, 8]")
+    """K: a step may begin while the K before it are open, so that feedback comes K steps later."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """Advantage, divisor (`normalization`), updates of a step, overlong completions, and the factors of the terms of
+    the loss that do not depend on the advantage. The policy loss itself is not read."""
+    pruning: PruningConfig = field(default_factory=PruningConfig)
+    """Both levels."""
+    set_weights: Mapping[str, float] | None = None
+    """Share of a step of each training set, by name; None: all prompts are shuffled together."""
+    may_end_early: bool = False
+    """The trainer may end completions before they are through (`rollout.limits.finish_fraction`): by their length,
+    which no weight makes up for."""
+    order: OrderName = "shuffled"
+    """Of the prompts of an epoch; all but `shuffled` are a row of the ledger."""
+    order_by: OrderBy = "level"
+    """What easy_first and hard_first sort by: the level in `PromptFeatures`, or the mean reward so far."""
+
+    @property
+    def planned_prompts(self) -> int:
+        """Nominal prompts of a step: `prompts_per_step`, or floor of it / (1 - rate) with CPPO's allocation.
+
+        Example: 16 prompts at rate 0.95 plan 16 / 0.05 = 320, where floating point has 319.
+        """
+        return math.floor(self.prompts_per_step * prompts_multiplier(self.pruning.completion))
+
+    def check(self) -> None:
+        """Raise `UserError` for a number out of its range, and where settings contradict each other."""
+        check_ranges(self)
+        planned, updates = self.planned_prompts, self.objective.updates_per_step
+        by_allocation = " by pruning.completion.allocation" if planned != self.prompts_per_step else ""
+        if planned % updates:
+            raise UserError(
+                f"objective.updates_per_step = {updates}: the {planned} nominal prompts of a step{by_allocation} do not"
+                " divide by it, and mini-batches hold whole groups"
+            )
+
+    def too_few_prompts(self, num_prompts: int, where: str = "the prompt set") -> str:
+        """Why `num_prompts` are not enough; empty if they are.
+
+        A step that planned N prompts but found only P would still divide by N: a bias that no ledger label shows.
+        """
+        planned, nominal = self.planned_prompts, self.prompts_per_step
+        if num_prompts >= planned:
+            return ""
+        how = "" if planned == nominal else f", of which pruning.completion.allocation makes {planned}"
+        return (
+            f"prompts_per_step = {nominal}{how}, but {where} holds only {num_prompts} problems: a step needs as many"
+            " different ones as it plans"
+        )
+
+
+def selection_settings(config: Config) -> SelectionSettings:
+    """Those of a job of this trainer; the sections are its own and not copies."""
+    return SelectionSettings(
+        prompts_per_step=config.rollout.prompts_per_step,
+        completions_per_prompt=config.rollout.completions_per_prompt,
+        total_steps=config.steps,
+        max_completion_tokens=config.rollout.sampling.max_completion_tokens,
+        seed=config.seed,
+        async_steps=config.rollout.async_steps,
+        objective=config.objective,
+        pruning=config.pruning,
+        set_weights=train_set_weights(config),
+        may_end_early=config.rollout.engine != "hf" and config.rollout.limits.finish_fraction < 1,
+        order=config.data.order,
+        order_by=config.data.order_by,
+    )

@@ -1,0 +1,435 @@
+"""What it would gain to stop completions early by chance and weight what goes on, from a recorded run.
+
+At a checkpoint t of a completion a guess u of its outcome y is made from what is known of its prompt and from t, and
+it goes on with probability c. The estimate of y is u where it stops, and u + (y - u) / c where it goes on. Seen from
+before the coin its mean is y, whatever u and c are, so the gradient is the full one's in expectation:
+
+    tokens up to t       advantage u, or u + (y - u) / c
+    tokens after t       advantage (y - u) / c
+
+Checkpoints follow each other by recursion. Without any stop (c = 1) the guesses are a baseline for each token. The
+guess is a logistic regression on the prompt's posterior and t over its remembered length, fitted to earlier steps only;
+a probe on the model's states would see more, and what one of a given quality would see is drawn from the outcome.
+
+The gradients of a completion's tokens are taken as orthogonal and of equal length, together its `logit_grad_norm`, so
+the variance is a sum over tokens of squared advantages. Completions are pruned under every estimator. Seconds are the
+trace's own, generation taking as long as its tokens, or as a roofline in which an iteration of n sequences takes
+1 + n / knee. How often to stop is chosen on the first half of the steps and judged on the second.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from dppo_megatron.progress import progress
+from dppo_megatron.pruning.designs import WaterFiller
+from dppo_megatron.pruning.history import PromptHistory
+from dppo_megatron.pruning.scores import budgeted_probabilities
+from dppo_megatron.randomness import generator
+from dppo_megatron.types import BoolArray, FloatArray, UserError
+from dppo_megatron.workbench.columns import aligned
+from dppo_megatron.workbench.runs.trace import Trace
+from dppo_megatron.workbench.simulate import StepTimeModel
+
+KNEE = 48.0
+"""Sequences with which an iteration takes twice as long as with none; of an 8B model on an H100, in the roofline of
+`plan`, 80 with contexts of 2k tokens and 22 with 8k."""
+WORTH = 1.15
+"""Gain by stopping itself from which it is worth building into the engines."""
+_PER_ENGINE = 256
+_MARKS = np.array([1, 2, 4, 8, 12, 16, 20, 24, 28]) / 32
+"""Checkpoints, as shares of the longest completion."""
+_PROBE_FULL = 0.25
+"""Share of the longest completion from which a probe is as good as it gets."""
+_PRICES, _FLOORS = (0.02, 0.06, 0.2, 0.6, 2.0), (0.1, 0.3)
+_GROWTH = 1.1
+"""Of the variance by pruning completions."""
+_LEAST_PROB = 0.05
+_WINDOW = 16
+"""Steps that the guesses are fitted to."""
+_LEAST_FIT = 50
+_DRAWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """One estimator, on the second half of the steps."""
+
+    name: str
+    variance: float
+    """Over that of RLOO with pruned completions; so are tokens and seconds."""
+    tokens_generated: float
+    tokens_trained: float
+    stopped_share: float
+    """Of its completions."""
+    by_tokens: float
+    """Variance x seconds of RLOO over its own."""
+    by_tokens_error: float
+    """Standard error, over steps."""
+    by_roofline: float
+    by_roofline_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimator:
+    name: str
+    posterior: bool = False
+    """The group's baseline is `posterior_loo`'s."""
+    guesses: bool = False
+    probe: float = 0.0
+    """d' of the probe; 0: none."""
+    price: float = 0.0
+    """Of a token to come, against the variance that it takes away; 0: nothing stops."""
+    floor: float = 1.0
+    """Least probability of going on to the end: without it a completion that has passed nine coins weighs 1,000 times
+    what it was, and a made-up run of short answers had 6 times the variance."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Completions [n] of a step, its groups one after another, and what was known of their prompts before it."""
+
+    size: int
+    rewards: FloatArray
+    lengths: FloatArray
+    energy: FloatArray
+    """Squared gradient norm of each of its tokens."""
+    alpha: FloatArray
+    beta: FloatArray
+    usual: FloatArray
+    """Remembered length."""
+    typical: float
+    """Length at which a token counts 1, where it is divided by its completion's; 0: it is not, and all count 1."""
+
+    @property
+    def own(self) -> FloatArray:
+        """[n] what a token counts."""
+        return self.typical / self.lengths if self.typical else np.ones(len(self.rewards))
+
+    def others(self, outcome: FloatArray) -> FloatArray:
+        """[n] mean of the outcome of the group's others."""
+        groups = outcome.reshape(-1, self.size)
+        mean: FloatArray = (groups.sum(axis=1, keepdims=True) - groups).ravel() / (self.size - 1)
+        return mean
+
+    def posterior(self, rewards: FloatArray) -> FloatArray:
+        """[n] the prompt's posterior mean, given the group's others."""
+        count = self.size - 1
+        mean: FloatArray = (self.alpha + count * self.others(rewards)) / (self.alpha + self.beta + count)
+        return mean
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """Of what still runs at one checkpoint."""
+
+    mark: float
+    """Tokens up to it."""
+    clear: float
+    """Share of its quality that a probe has there."""
+    value: FloatArray
+    """Weights of the logarithm of the odds of a reward."""
+    rest: FloatArray
+    """Of the logarithm of the tokens to come."""
+    scale: float
+    """What the mean of their exponential lacks."""
+
+    def of(self, step: _Step) -> tuple[FloatArray, FloatArray]:
+        """[n] log-odds, [n] tokens."""
+        seen = _features(step, self.mark)
+        return seen @ self.value, np.maximum(self.scale * np.exp(np.clip(seen @ self.rest, -20, 20)), 1.0)
+
+
+class _Totals(NamedTuple):
+    """Of a step, or of several, under one estimator."""
+
+    variance: float
+    generated: float
+    trained: float
+    stopped: float
+    """Share of the completions."""
+    span: float
+    """Length of the roofline's rollout, in iterations of one sequence."""
+
+
+_STOPPED = _Totals._fields.index("stopped")
+
+
+def judge_roulette(
+    trace: Trace, costs: StepTimeModel, probes: Sequence[float] = (1.0, 2.0), knee: float = KNEE
+) -> list[Gain]:
+    """RLOO, the posterior's baseline, then a token baseline and stopping with free guesses and with each probe.
+
+    Raises:
+        UserError: rewards outside [0, 1], or too few steps to learn guesses and to judge them.
+    """
+    steps = _steps(trace)
+    first = len(steps) // 4  # the guesses of these would rest on next to nothing
+    if sum(len(step.rewards) for step in steps[:first]) < _LEAST_FIT:
+        raise UserError(f"--roulette: {len(steps)} steps with whole groups are too few to learn guesses and judge them")
+    longest = max(float(step.lengths.max()) for step in steps)
+    known = [_learned(steps[max(at - _WINDOW, 0) : at], longest) for at in range(first, len(steps))]
+    pairs = list(zip(steps[first:], known, strict=True))
+    halves = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+
+    def played(one: _Estimator, half: int, draws: int) -> FloatArray:
+        """[draws, steps, totals]"""
+        seed, pairs = trace.config.seed, halves[half]
+        totals = [
+            _play(one, step, guesses, knee, generator(seed, "roulette", half, draw, at))
+            for draw in range(draws)
+            for at, (step, guesses) in enumerate(pairs)
+        ]
+        return np.array(totals).reshape(draws, len(pairs), -1)
+
+    plain = _Estimator("rloo")
+    estimators = [plain, replace(plain, name="posterior_loo", posterior=True)]
+    base = played(plain, 0, 1)
+    with progress("choosing when to stop", 1 + len(probes), "guesses") as advance:
+        for probe in (0.0, *probes):
+            said = f"a probe of d' {probe:g}" if probe else "free guesses"
+            tokens = _Estimator(f"token baseline, {said}", posterior=True, guesses=True, probe=probe)
+            tried = [replace(tokens, price=price, floor=floor) for price in _PRICES for floor in _FLOORS]
+            best = max(tried, key=lambda one: np.prod(_gains(base, played(one, 0, 2), costs)))
+            estimators += [tokens, replace(best, name=f"stopping, {said}")]
+            advance(1)
+    base = played(plain, 1, 1)
+    return [_judged(one.name, base, played(one, 1, _DRAWS), costs) for one in estimators]
+
+
+def _steps(trace: Trace) -> list[_Step]:
+    """Of whole groups."""
+    pruning, rollout = trace.config.pruning.prompt, trace.config.rollout
+    epoch = trace.num_prompts / rollout.prompts_per_step
+    history = PromptHistory(trace.num_prompts, prior=pruning.prior, discount=pruning.discount, steps_per_epoch=epoch)
+    by_length = trace.config.objective.normalization == "sequence_mean"
+    mean, found = rollout.sampling.max_completion_tokens / 2, list[_Step]()
+    for traced in trace.steps:
+        rewards, lengths = traced.rollouts.rewards, traced.rollouts.lengths
+        whole = ~np.isnan(rewards).any(axis=1)
+        ids, size = traced.prompt_index[whole], rewards.shape[1]
+        if ((rewards < 0) | (rewards > 1)).any():
+            raise UserError(
+                f"--roulette: step {traced.step} has rewards outside [0, 1], whose chance cannot be guessed"
+            )
+        if whole.any():
+            remembered = np.where(history.seen(ids), history.arrays["tokens"][ids], mean)
+            columns = *history.posterior(ids, traced.step - 1), np.maximum(remembered, 1.0)
+            energy = np.square(traced.rollouts.logit_grad_norm[whole]) / lengths[whole]
+            flat, typical = lengths[whole].ravel().astype(np.float64), float(lengths[whole].mean())
+            alpha, beta, usual = (np.repeat(column, size) for column in columns)
+            outcome = size, rewards[whole].ravel(), flat, energy.ravel()
+            found.append(_Step(*outcome, alpha, beta, usual, typical if by_length else 0.0))
+            mean = 0.9 * mean + 0.1 * typical if len(found) > 1 else typical
+        history.update(traced.prompt_index, rewards, lengths, step=traced.step - 1, second_moment=None)
+    return found
+
+
+def _features(step: _Step, mark: float) -> FloatArray:
+    odds, late = np.log(step.alpha / step.beta), np.log(mark / step.usual)
+    return np.stack([np.ones_like(odds), odds, late, late * late, odds * late], axis=1)
+
+
+def _learned(past: Sequence[_Step], longest: float) -> list[_Guess]:
+    """A guess for each checkpoint, from the completions of earlier steps that got there; where few did, that of before.
+
+    The first rests on the prior alone: as good as the posterior.
+    """
+    last = _Guess(0.0, 0.0, np.array([0.0, 1.0, 0.0, 0.0, 0.0]), np.zeros(5), 1.0)
+    guesses = []
+    for mark in np.unique(np.ceil(_MARKS * longest)).tolist():
+        there = [step.lengths > mark for step in past]
+        if sum(int(one.sum()) for one in there) >= _LEAST_FIT:
+            seen = np.concatenate([_features(step, mark)[one] for step, one in zip(past, there, strict=True)])
+            rewards = np.concatenate([step.rewards[one] for step, one in zip(past, there, strict=True)])
+            rest = np.concatenate([step.lengths[one] - mark for step, one in zip(past, there, strict=True)])
+            weights = np.linalg.lstsq(seen, np.log(rest), rcond=None)[0]
+            scale = float(rest.mean() / np.exp(np.clip(seen @ weights, -20, 20)).mean())
+            last = replace(last, value=_logistic(seen, rewards), rest=weights, scale=scale)
+        guesses.append(replace(last, mark=mark, clear=min(1.0, mark / longest / _PROBE_FULL)))
+    return guesses
+
+
+def _logistic(seen: FloatArray, rewards: FloatArray) -> FloatArray:
+    """Weights [features] of a logistic regression with a ridge of 1, by Newton's method."""
+    weights, ridge = np.zeros(seen.shape[1]), np.eye(seen.shape[1])
+    for _ in range(12):
+        chance = _chance(seen @ weights)
+        slope = (seen * (chance * (1 - chance))[:, None]).T @ seen + ridge
+        weights = weights - np.linalg.solve(slope, seen.T @ (chance - rewards) + weights)
+    return weights
+
+
+def _chance(odds: FloatArray) -> FloatArray:
+    return np.asarray(1.0 / (1.0 + np.exp(-np.clip(odds, -12, 12))))
+
+
+def _play(one: _Estimator, step: _Step, guesses: Sequence[_Guess], knee: float, random: np.random.Generator) -> _Totals:
+    """One step under one estimator, in one draw of its coins."""
+    generated, moment = _moments(one, step, guesses, random)
+    trained, growth = _pruned(moment, generated)
+    stopped, span = float((generated < step.lengths).mean()), _span(random.permutation(generated), knee)
+    return _Totals(float(moment.sum()) * growth, float(generated.sum()), trained, stopped, span)
+
+
+def _moments(
+    one: _Estimator, step: _Step, guesses: Sequence[_Guess], random: np.random.Generator
+) -> tuple[FloatArray, FloatArray]:
+    """[n] tokens that are generated, [n] squared gradient of what is trained on."""
+    own = step.own
+    generated, alive, stages = _coins(one, step, guesses, random)
+    rewards = _estimates(np.where(alive, step.rewards, 0.0), [stage.value for stage in stages], stages)[-1]
+    lengths = _estimates(np.where(alive, own, 0.0), [stage.scale for stage in stages], stages)[-1]
+    # as `posterior_advantages`: what moves the others' mean is not divided by a completion's own length
+    mean = step.others(rewards)
+    shift = (mean - step.posterior(rewards)) * step.others(lengths) if one.posterior else np.zeros(len(mean))
+    guessed = [(stage.value - mean) * stage.scale + shift for stage in stages]
+    seen = _estimates(np.where(alive, (step.rewards - mean) * own + shift, 0.0), guessed, stages)[::-1]
+    ends = [*(stage.mark for stage in stages), np.inf]
+    moment, weight = np.square(seen[0]) * np.minimum(generated, ends[0]), np.ones(len(mean))
+    for stage, end, guess, behind in zip(stages, ends[1:], guessed, seen[1:], strict=True):
+        weight = np.where(stage.on, weight / stage.going, weight)
+        tokens = np.where(stage.on, np.minimum(generated, end) - stage.mark, 0.0)
+        moment += np.square(weight * (behind - guess)) * tokens
+    return generated, moment * step.energy
+
+
+@dataclass(frozen=True, slots=True)
+class _StopPoint:
+    """One checkpoint of a step's completions [n]."""
+
+    mark: float
+    value: FloatArray
+    """Guess of the reward."""
+    scale: FloatArray
+    """Guess of what a token counts, 1 unless it is divided by the completion's length."""
+    going: FloatArray
+    """Probability of going on."""
+    reached: BoolArray
+    on: BoolArray
+    """It has got there and goes on."""
+
+
+def _coins(
+    one: _Estimator, step: _Step, guesses: Sequence[_Guess], random: np.random.Generator
+) -> tuple[FloatArray, BoolArray, list[_StopPoint]]:
+    """[n] tokens that are generated, [n] whether to the end, and each checkpoint."""
+    n, stages = len(step.rewards), []
+    generated, alive = step.lengths.copy(), np.ones(len(step.rewards), dtype=np.bool_)
+    left = np.ones(n)
+    signal = random.normal(size=n) + one.probe * (step.rewards - 0.5)
+    for guess in guesses if one.guesses else ():
+        mark, clear, (odds, rest) = guess.mark, guess.clear, guess.of(step)
+        sees = clear * signal + np.sqrt(1 - clear**2) * random.normal(size=n)
+        value = _chance(odds + clear * one.probe * sees)
+        scale = step.typical / (mark + rest) if step.typical else np.ones(n)
+        reached, going = alive & (step.lengths > mark), np.ones(n)
+        if one.price:
+            worth = value * (1 - value) * scale**2 * (mark + rest) / (one.price * rest)
+            going = np.where(reached, np.clip(np.sqrt(worth), np.minimum(one.floor / left, 1.0), 1.0), 1.0)
+        on = reached & (random.random(n) < going)
+        left = np.where(on, left * going, left)
+        generated = np.where(reached & ~on, mark, generated)
+        alive = alive & (on | ~reached)
+        stages.append(_StopPoint(mark, value, scale, going, reached, on))
+    return generated, alive, stages
+
+
+def _estimates(outcome: FloatArray, guesses: Sequence[FloatArray], stages: Sequence[_StopPoint]) -> list[FloatArray]:
+    """Of an outcome [n], known of those that go on to their end: itself, then as seen from before each checkpoint, the
+    last first. All have its mean."""
+    found = [outcome]
+    for stage, guess in zip(reversed(stages), reversed(guesses), strict=True):
+        corrected = guess + np.where(stage.on, (found[-1] - guess) / stage.going, 0.0)
+        found.append(np.where(stage.reached, corrected, found[-1]))
+    return found
+
+
+def _pruned(moment: FloatArray, tokens: FloatArray) -> tuple[float, float]:
+    """Tokens that are trained on, and growth of the variance, if completions are kept as `dppo` keeps them at a growth
+    of `_GROWTH`: with probability in proportion to the root of their moment over their tokens."""
+    live = moment > 0
+    if not live.any():
+        return 0.0, 1.0
+    moment, tokens = moment[live], tokens[live]
+
+    def growth(pi: FloatArray) -> float:
+        return float((moment / pi).sum() / moment.sum())
+
+    filler, least = WaterFiller(np.sqrt(moment / tokens), _LEAST_PROB, tokens), _LEAST_PROB * float(tokens.sum())
+    pi = budgeted_probabilities(filler, least, growth, max_design_effect=_GROWTH, whole=False)
+    return float((pi * tokens).sum()), growth(pi)
+
+
+def _span(lengths: FloatArray, knee: float) -> float:
+    """Of the engine that ends last, `_PER_ENGINE` of the lengths [n] each."""
+    spans = []
+    for at in range(0, len(lengths), _PER_ENGINE):
+        falling = np.sort(lengths[at : at + _PER_ENGINE])[::-1]
+        spans.append(float((falling - np.append(falling[1:], 0.0)) @ (1.0 + np.arange(1, len(falling) + 1) / knee)))
+    return max(spans)
+
+
+def _gains(base: FloatArray, ours: FloatArray, costs: StepTimeModel) -> tuple[float, float]:
+    """By tokens and by the roofline: variance x seconds of `base` over that of `ours`, both [draws, steps, totals]."""
+    plain, mine = (_Totals(*played.mean(axis=0).sum(axis=0).tolist()) for played in (base, ours))
+    generate_s, fixed_s = costs.rollout.average * plain.generated, costs.fixed_s * base.shape[1]
+
+    def gain(share: float) -> float:
+        """With a rollout that takes this share of the seconds."""
+        theirs = plain.variance * (generate_s + costs.update_s(plain.trained) + fixed_s)
+        return float(theirs / (mine.variance * (generate_s * share + costs.update_s(mine.trained) + fixed_s)))
+
+    return gain(mine.generated / plain.generated), gain(mine.span / plain.span)
+
+
+def _judged(name: str, base: FloatArray, ours: FloatArray, costs: StepTimeModel) -> Gain:
+    """With a jackknife over steps."""
+    count = base.shape[1]
+    left = np.array([_gains(np.delete(base, at, axis=1), np.delete(ours, at, axis=1), costs) for at in range(count)])
+    errors = np.sqrt((count - 1) / count * np.square(left - left.mean(axis=0)).sum(axis=0))
+    shares = (ours.mean(axis=(0, 1)) / base.mean(axis=(0, 1)).clip(1e-12))[:_STOPPED].tolist()
+    both = np.stack([_gains(base, ours, costs), errors], axis=1).ravel().tolist()
+    figures: list[float] = [*shares, float(ours[..., _STOPPED].mean()), *both]
+    return Gain(name, *figures)
+
+
+def roulette_table(gains: Sequence[Gain], costs: StepTimeModel, knee: float) -> str:
+    """To print, with what it says about the engines."""
+    update = costs.update_s_per_1k_tokens / 1000 / costs.rollout.average if costs.rollout.average else 0.0
+    rows = [["estimator", "variance", "generated", "trained", "stopped", "by tokens", "by roofline"]]
+    for one in gains:
+        shares = [f"{share:.2f}" for share in (one.variance, one.tokens_generated, one.tokens_trained)]
+        both = (one.by_tokens, one.by_tokens_error), (one.by_roofline, one.by_roofline_error)
+        shown = [f"{gain:.2f}x +- {error:.2f}" for gain, error in both]
+        rows.append([one.name, *shares, f"{one.stopped_share:.0%}", *shown])
+    head = (
+        f"over rloo with pruned completions, on the second half of the steps; a trained token costs {update:.2f} of a"
+        f" generated one, a roofline's iteration of n sequences 1 + n / {knee:g}"
+    )
+    return "\n".join([head, *aligned(rows), *_verdicts(gains)])
+
+
+def _verdicts(gains: Sequence[Gain]) -> list[str]:
+    """Of each estimator that stops, beside the one before it, which has the same guesses."""
+    lines = []
+    for tokens, stopping in itertools.pairwise(gains):
+        if stopping.name.startswith("stopping"):
+            own = stopping.by_tokens / tokens.by_tokens, stopping.by_roofline / tokens.by_roofline
+            said = "worth building" if min(own) >= WORTH else "not worth building"
+            lines.append(
+                f"{stopping.name}: {own[0]:.2f}x by tokens and {own[1]:.2f}x by the roofline over the same guesses"
+                f" without a stop, which need no engine; {said} into the engines (from {WORTH:g}x by both)"
+            )
+    return lines
+
+
+def roulette_json(gains: Sequence[Gain], costs: StepTimeModel, knee: float) -> dict[str, object]:
+    """The same figures for other programs."""
+    estimators = [asdict(one) for one in gains]
+    return {"costs": asdict(costs), "knee": knee, "estimators": estimators, "verdicts": _verdicts(gains)}

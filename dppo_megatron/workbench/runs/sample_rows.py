@@ -1,0 +1,64 @@
+"""samples/ of a run, as the report and `watch` read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dppo_megatron.files import open_to_read
+from dppo_megatron.observe.samples import NAME, to_table
+from dppo_megatron.texts import one_line
+
+LEGEND = "■ trained on, □ pruned; green: right, red: grading failed"
+"""Of the squares that stand for completions, in the report and in `watch`."""
+_SCHEMA = to_table(0, []).schema
+COLUMNS: list[str] = _SCHEMA.names
+_NULLABLE = {"extracted", "reward", "completion_prob", "actor_logprobs"}
+_NULLABLE |= {"weights_version_first", "weights_version_last"}
+_NULLABLE |= {"problem", "correct", "parts"}  # which samples of older runs do not have
+_LONGEST_PROMPT = 100_000
+_INSTRUCTION = 30
+"""Characters that all prompts begin with, from which on they are an instruction and no question."""
+
+
+def newest_sample_file(directory: Path) -> tuple[Path, int] | None:
+    """The complete file with the latest step, of the lowest rank that has one, and that step; None where there is
+    none."""
+    names = [match for path in directory.glob("steps_*") if (match := NAME.fullmatch(path.name))]
+    newest = max(names, key=lambda match: (int(match[2]), -int(match[3]), int(match[1])), default=None)
+    return (directory / newest.string, int(newest[2])) if newest else None
+
+
+def read_rows(path: Path, columns: Sequence[str], step: int) -> list[dict[str, Any]]:
+    """Rows of a step in a sample file, of `columns` only.
+
+    Raises:
+        OSError: there is no such file (any more: the run merges them), or it may not be read.
+        ValueError: it is no parquet, or a column has another type or nulls.
+    """
+    try:
+        with open_to_read(path) as source:
+            table = pq.read_table(source, schema=_SCHEMA, columns=list(columns), filters=[("step", "==", step)])
+    except (pa.ArrowException, ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    if unknown := [name for name in columns if name not in _NULLABLE and table.column(name).null_count]:
+        raise ValueError(f"{path.name}: {unknown[0]} is missing or holds nulls")
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
+
+
+def titles(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each of a run's prompts: its problem, without a long instruction that all of them begin with.
+
+    Args:
+        rows: `problem` and `prompt` of each as in samples/; without a problem, as in older runs, the prompt is used.
+    """
+    asked = [one_line(row["problem"] or row["prompt"], _LONGEST_PROMPT) for row in rows]
+    low, high = min(asked, default=""), max(asked, default="")  # what these two begin with, all others do
+    differs = next((at for at, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), 0)
+    shared = low.rfind(" ", 0, differs)
+    return [f"...{one[shared:]}" if shared >= _INSTRUCTION else one for one in asked]
