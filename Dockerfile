@@ -58,9 +58,10 @@ COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY dppo_megatron dppo_megatron
 COPY configs configs
 COPY examples examples
+COPY benchmarks benchmarks
 COPY docs/migrating.md docs/other_names.txt docs/
 RUN --mount=type=cache,target=/var/cache/pip \
-    /opt/trainer/bin/pip install --no-build-isolation --constraint constraints.txt . \
+    /opt/trainer/bin/pip install --no-build-isolation --constraint constraints.txt ".[train]" \
  && /opt/trainer/bin/pip check \
  && mkdir /opt/versions && dpkg-query --show > /opt/versions/apt.txt \
  && for name in trainer engine; do /opt/$name/bin/pip freeze > /opt/versions/$name.txt; done

@@ -3,6 +3,8 @@
 # make test-all     with the tests marked long as well: what CI runs
 # make test-quick   without the tests marked slow: the inner loop
 # make test-sglang  the engine tests against real SGLang servers on this CPU (3.4 GB more to install)
+# make test-adapters TRL's and verl's own trainers with ours in them (docs/adapters.md); TRL=1.17.0 VERL=0.9.2 try others,
+#                    and make test-adapters-oldest the oldest that are promised
 # make test-newest  the Megatron part of the suite with the newest megatron-core and Triton (Python 3.12; torch brings CUDA libraries)
 # make test-rehearsal every recipe of configs/ as a miniature of itself, one by one (CI runs four)
 # make test-slurm   examples/slurm on a real Slurm of two nodes on this machine (root; apt-get install slurm-wlm munge)
@@ -24,6 +26,11 @@ TESTS ?= tests
 MARKED ?= not long
 NEWEST_VENV ?= .venv-newest
 DOCS_VENV ?= .venv-docs
+ADAPTERS_VENV ?= .venv-adapters
+# TRL 1.15 computes no log-probabilities on a CPU
+ADAPTERS_OLDEST := verl==0.9.0
+TRL ?=
+VERL ?=
 KILLS ?= 1000
 HOURS ?= 8
 PYTHON_NEWEST ?= $(call first-python,12,python3.12 python3.13 python3)
@@ -38,7 +45,7 @@ PP ?= 1
 CONFIG ?= configs/quickstart.yaml
 RUN ?= runs/quickstart
 
-.PHONY: quickstart test test-all test-quick test-sglang test-rehearsal test-slurm test-night test-newest lint docs clean
+.PHONY: quickstart test test-all test-quick test-sglang test-adapters test-adapters-oldest test-rehearsal test-slurm test-night test-newest lint docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/dppo-megatron quickstart --config $(CONFIG) --run-dir $(RUN) --seed $(SEED) --nproc $(NPROC) --tp $(TP) --pp $(PP)
@@ -56,6 +63,18 @@ test-quick: $(VENV)/.installed
 
 test-sglang: $(VENV)/.installed $(SGLANG_VENV)/.installed
 	DPPO_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest tests -k sglang
+
+test-adapters: $(ADAPTERS_VENV)/.installed
+	test -z "$(TRL)" || $(ADAPTERS_VENV)/bin/pip install --quiet --no-deps trl==$(TRL)
+	test -z "$(VERL)" || $(ADAPTERS_VENV)/bin/pip install --quiet --no-deps verl==$(VERL)
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(ADAPTERS_VENV)/bin/python -m pytest --confcutdir=tests/adapters tests/adapters
+
+# the oldest releases that are promised, over the tested ones
+test-adapters-oldest: $(ADAPTERS_VENV)/.installed
+	test -d $(ADAPTERS_VENV)/oldest || \
+	  $(ADAPTERS_VENV)/bin/pip install --quiet --no-deps --target $(ADAPTERS_VENV)/oldest $(ADAPTERS_OLDEST)
+	PYTHONPATH=$(CURDIR)/$(ADAPTERS_VENV)/oldest:$(CURDIR) OMP_NUM_THREADS=1 $(ADAPTERS_VENV)/bin/python -m pytest \
+	  --confcutdir=tests/adapters tests/adapters/test_seams.py tests/adapters/test_verl_exact.py
 
 test-rehearsal: $(VENV)/.installed $(VLLM_VENV)/.installed
 	DPPO_REHEARSE_ALL=1 DPPO_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/rehearsal
@@ -103,6 +122,13 @@ $(SGLANG_VENV)/.installed: requirements-sglang-cpu.txt
 	$(SGLANG_VENV)/bin/pip install --quiet --no-deps --requirement requirements-sglang-cpu.txt
 	touch $@
 
+# TRL and verl: their trainers, with what they import on a CPU
+$(ADAPTERS_VENV)/.installed: requirements-adapters.txt
+	$(PYTHON) -m venv $(ADAPTERS_VENV)
+	$(ADAPTERS_VENV)/bin/pip install --quiet torch==2.13.0
+	$(ADAPTERS_VENV)/bin/pip install --quiet --no-deps --requirement requirements-adapters.txt
+	touch $@
+
 # The site reads the package's source and schema; it needs neither torch nor Megatron
 $(DOCS_VENV)/.installed: requirements-docs.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
@@ -110,4 +136,4 @@ $(DOCS_VENV)/.installed: requirements-docs.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(NEWEST_VENV) $(DOCS_VENV) site
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(NEWEST_VENV) $(DOCS_VENV) $(ADAPTERS_VENV) site

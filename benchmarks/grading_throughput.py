@@ -70,7 +70,7 @@ def _with_grader(
     grader = make_grader(RewardConfig(function=function, processes=processes, timeout_s=timeout_s))
     try:
         assert isinstance(grader, Grader)
-        while sum(not process.is_fresh for process in grader.processes) < processes:  # all started, modules imported
+        while sum(process.begun > 0 for process in grader.processes) < processes:  # all started, modules imported
             grader.grade([GradeTask("1", "1")] * processes)
         return measure(grader)
     finally:

@@ -35,6 +35,7 @@ import torch
 from dppo_megatron.actor.layout import start_process_group, stop_process_group
 from dppo_megatron.algorithms.advantages import group_advantages
 from dppo_megatron.config import Config, load_config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import StepCost, logit_grad_norm
@@ -147,7 +148,7 @@ def replay(config: Config, recordings: list[Recording], num_prompts: int, seed: 
     """One pass of a method over all steps: pruned gradients [steps, SKETCH] and shares of tokens trained [steps]."""
     changed = copy.deepcopy(config)
     changed.seed = 10_000 + seed
-    selector = Selector(changed, num_prompts, order=PromptOrder(num_prompts, config.seed))
+    selector = Selector(selection_settings(changed), num_prompts, order=PromptOrder(num_prompts, config.seed))
     gradients, shares = [], []
     for step, recording in enumerate(recordings, start=1):
         chosen = selector.begin(step)

@@ -19,6 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from dppo_megatron.workbench.quickstart.make import Recipe, make_quickstart
+
 REPOSITORY = Path(__file__).parent.parent
 CONFIGS = {"grpo": "configs/quickstart_grpo.yaml", "dppo": "configs/quickstart.yaml"}
 
@@ -27,8 +29,7 @@ def run_one(method: str, seed: int, work: Path) -> dict[str, Any]:
     """Train once; returns summary.json with the method and seed."""
     task, run_dir = work / f"task_seed{seed}", work / f"{method}_seed{seed}"
     shutil.rmtree(run_dir, ignore_errors=True)
-    make = [sys.executable, "-m", "dppo_megatron.workbench.quickstart.make", "--out", str(task), "--seed", str(seed)]
-    subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    make_quickstart(task, Recipe(seed))
     settings = {
         "run_dir": run_dir,
         "seed": seed,

@@ -29,9 +29,15 @@ from typing import Any
 
 import torch
 
-from dppo_megatron.rollout.servers.groups import CHUNK_BYTES, BroadcastGroup, ChainGroup, GroupRendezvous
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
-from dppo_megatron.rollout.servers.protocol import DeviceMemory, InFlight, Offer, TensorNote
+from dppo_megatron.rollout.servers.protocol import (
+    CHUNK_BYTES,
+    DeviceMemory,
+    GroupRendezvous,
+    InFlight,
+    Offer,
+    TensorNote,
+)
 
 _IN_ENGINE = Path(__file__).resolve().parents[1] / "dppo_megatron" / "rollout" / "servers" / "in_engine"
 _FORK = multiprocessing.get_context("forkserver")
@@ -57,6 +63,7 @@ class PipeServer:
     """
 
     replicas = world_size = 1
+    runs_our_receiver = True
 
     def __init__(self, number: int, dies_at: int = -1, hangs_at: int = -1, answer_s: float = 0.0) -> None:
         self.http: Any = _Address(f"pipe://127.0.0.1:{number}")
@@ -90,7 +97,7 @@ class PipeServer:
         """Nothing waits here."""
         self._call("resume", timeout_s)
 
-    def sleep(self, awake: Set[DeviceMemory], *, timeout_s: float) -> None:
+    def sleep(self, awake: Set[DeviceMemory], *, keeps: bool = False, timeout_s: float) -> None:
         """For the order of calls."""
         self._call("sleep", timeout_s)
 
@@ -103,10 +110,6 @@ class PipeServer:
         seconds = meeting.joining.total_seconds(), meeting.timeout.total_seconds()
         place = meeting.host, meeting.store.port, first_rank, meeting.world_size
         self._call("join", timeout_s, *place, *seconds, meeting.secret)
-
-    def own_group(self, meeting: GroupRendezvous) -> BroadcastGroup:
-        """The trainer's end of it."""
-        return ChainGroup(meeting)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """Forgets what an earlier update has left."""

@@ -57,13 +57,8 @@ from dppo_megatron.packing.alignment import packing_layout  # noqa: E402
 from dppo_megatron.packing.planner import plan_microbatches  # noqa: E402
 from dppo_megatron.types import PackPlan, TrainSample  # noqa: E402
 from dppo_megatron.weights.sharded import load_hf_weights  # noqa: E402
-from dppo_megatron.workbench.accept.workload import (  # noqa: E402
-    TEN_MILLION,
-    RandomWeights,
-    SampleLengths,
-    architecture_of,
-    random_samples,
-)
+from dppo_megatron.workbench.accept.workload import TEN_MILLION, RandomWeights, architecture_of  # noqa: E402
+from dppo_megatron.workbench.random_samples import SampleLengths, random_samples  # noqa: E402
 
 LAYOUTS = ("tp1pp1dp1", "tp2pp1dp1", "tp1pp2dp1", "tp1pp1dp2")
 CLIP = 0.2

@@ -1,13 +1,14 @@
 """TRL's own GRPOTrainer on the job of a finished comparison: seconds to 90 and 95 % of its gain.
 
     dppo-megatron compare configs/quickstart.yaml --methods grpo,dppo --seeds 3 --out compare
-    python benchmarks/against_trl.py --end-to-end compare [--trl-python PATH] [--json FILE]
+    python benchmarks/against_trl.py --end-to-end compare [--trl-python PATH] [--json FILE] [--pruned-steps-factor 1.5]
 
 Of every seed the same checkpoint, training problems, held-out problems, reward function and hyper-parameters as the
 comparison's GRPO had, which are read from its run. Everything else is TRL's: generation by transformers, buffering,
-padding, loss, optimizer. TRL gets the fastest of several per-device batch sizes, tried for three steps each. Evaluation
-samples as ours does and is not counted in any time. TRL's run is then the baseline, and our runs are judged against it
-as `compare` judges (`dppo_megatron/workbench/compare/verdict.py`).
+padding, loss, optimizer. The arm `trl_pruned` is the same with `dppo_megatron.adapters.trl`, with the comparison's own
+pruning settings and, as there, perhaps more steps. TRL gets the fastest of several per-device batch sizes, tried for
+three steps each. Evaluation samples as ours does and is counted in no time. TRL's run is then the baseline, and the
+others are judged against it as `compare` judges (`dppo_megatron/workbench/compare/verdict.py`).
 """
 
 from __future__ import annotations
@@ -68,13 +69,21 @@ def run_worker(job_path: Path) -> None:
     )
     train, heldout = (_rows(job[name]) for name in ("train", "heldout"))
     watch = Watch(job, lambda: reward(_answers(model, tokenizer, heldout, job), [row["answer"] for row in heldout]))
-    trainer = trl.GRPOTrainer(
+    kind: Any = trl.GRPOTrainer
+    own: dict[str, Any] = {}
+    if job["pruning"]:
+        from dppo_megatron.adapters.settings import pruning_from
+        from dppo_megatron.adapters.trl import PrunedGRPOTrainer
+
+        kind, own = PrunedGRPOTrainer, {"pruning": pruning_from(job["pruning"], "pruning")}
+    trainer = kind(
         model=model,
         reward_funcs=reward,
         args=trl.GRPOConfig(**_trl_settings(job, job_path.parent / "trl")),
         train_dataset=Dataset.from_list([{"prompt": row["problem"], "answer": row["answer"]} for row in train]),
         processing_class=tokenizer,
         callbacks=[_as_callback(watch)],
+        **own,
     )
     trainer.train()
     found = {"points": watch.points, "solved": watch.solved, "step_cpu_s": watch.step_cpu_s}
@@ -203,15 +212,19 @@ def end_to_end(args: argparse.Namespace) -> int:
     baseline = known["verdict"]["baseline"]
     batch_size, tried, versions = 0, {}, {}
     for seed in sorted({run.seed for run in runs}):
-        job = _job(out / f"seed{seed}" / baseline, out / f"seed{seed}", args.threads)
+        job, pruning = _job(out / f"seed{seed}" / baseline, args.threads)
         if not batch_size:
             tried = {size: _trial(args, out, job, size) for size in args.trl_batch_sizes}
             batch_size = min(tried, key=lambda size: tried[size])
-        found = _work(args.trl_python, out / f"seed{seed}" / "trl", job | {"batch_size": batch_size})
-        versions = found["versions"]
-        last = [sum(shares) / LAST for shares in zip(*found["solved"][-LAST:], strict=True)]
-        curve = [Point(**point) for point in found["points"]]
-        runs.append(MethodRun("trl", seed, curve, {}, {"heldout": list(last)}, {"step": curve[-1].train_s}))
+        for arm in ("trl", "trl_pruned"):
+            asked = job | {"batch_size": batch_size}
+            if arm == "trl_pruned":
+                asked |= {"pruning": pruning, "steps": round(job["steps"] * args.pruned_steps_factor)}
+            found = _work(args.trl_python, out / f"seed{seed}" / arm, asked)
+            versions = found["versions"]
+            last = [sum(shares) / LAST for shares in zip(*found["solved"][-LAST:], strict=True)]
+            curve = [Point(**point) for point in found["points"]]
+            runs.append(MethodRun(arm, seed, curve, {}, {"heldout": list(last)}, {"step": curve[-1].train_s}))
     names = list(dict.fromkeys(run.arm for run in runs if run.arm != "trl"))
     arms = [Arm(name, "ours", 0, ()) for name in names]  # none is a GRPO of TRL's: the first arm is the baseline
     verdict = judge(runs, [Arm("trl", "trl", 0, ()), *arms])
@@ -224,8 +237,8 @@ def end_to_end(args: argparse.Namespace) -> int:
     return 0
 
 
-def _job(run_dir: Path, home: Path, threads: int) -> dict[str, Any]:
-    """What TRL needs of our run's settings."""
+def _job(run_dir: Path, threads: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What TRL needs of our run's settings, and its pruning settings under the default methods."""
     from dppo_megatron.config import load_config
 
     config = load_config(str(run_dir / "config.yaml"), [], writes_run=False)
@@ -235,7 +248,7 @@ def _job(run_dir: Path, home: Path, threads: int) -> dict[str, Any]:
     optimizer, rollout = config.actor.optimizer, config.rollout
     rates = ("learning_rate", "min_learning_rate", "lr_schedule", "lr_warmup_steps")
     names = (*rates, "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm")
-    return {name: getattr(optimizer, name) for name in names} | {
+    job = {name: getattr(optimizer, name) for name in names} | {
         "model": config.model.hf_path,
         "train": config.data.train_path,
         "heldout": config.data.eval_paths["heldout"],
@@ -251,7 +264,10 @@ def _job(run_dir: Path, home: Path, threads: int) -> dict[str, Any]:
         "seed": config.seed,
         "threads": config.threads_per_rank or threads,
         "trial": False,
+        "pruning": None,
     }
+    given = {level: asdict(getattr(config.pruning, level)) | {"method": "dppo"} for level in ("prompt", "completion")}
+    return job, given
 
 
 def _trial(args: argparse.Namespace, out: Path, job: dict[str, Any], size: int) -> float:

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron import __version__
-from dppo_megatron.config.checks import planned_prompts
 from dppo_megatron.config.resolved_sets import train_set_weights
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.order import make_order
 from dppo_megatron.workbench.compare.arms import parse_arms, read_method_run
 from dppo_megatron.workbench.compare.verdict import judge, pair_noise
@@ -51,7 +51,7 @@ def measure(trace: Trace, rate: float, completions: dict[str, Any], draws: int) 
     for name, value in completions.items():
         setattr(config.pruning.completion, name, value)
     sizes = trace.set_sizes or {"": trace.num_prompts}
-    order = make_order(sizes, train_set_weights(config), config.seed, planned_prompts(config))
+    order = make_order(sizes, train_set_weights(config), config.seed, selection_settings(config).planned_prompts)
     predicted, realised, skipping = [], [], []
     for draw in range(draws):
         config.seed = 1000 + draw

@@ -1,5 +1,5 @@
-"""What benchmarks share: spread of repeated measurements, the machine, one JSON. Shapes, random weights and batches are
-the package's (`dppo_megatron.workbench.accept.workload`), which measures with them on a user's machine.
+"""What benchmarks share: spread of repeated measurements, the machine, one JSON. Shapes, random weights and samples are
+those that `accept` and the doctor measure with on a user's machine (`dppo_megatron.workbench`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""The pruning package alone, in another trainer: no Megatron, no engine, only arrays.
+"""The pruning package alone, in another trainer: no Megatron, no engine, no torch, only arrays.
 
+    pip install dppo-megatron
     python examples/pruning_library.py
 
 A made-up problem set stands in for rollouts. Three calls a step: `select` before rollout, `observe` and `prune` after
 the rewards. The trainer multiplies each kept completion's loss by its weight and divides by the planned batch's counts.
+`help(dppo_megatron.pruning)` says what else such a trainer has to know.
 """
 
 import numpy as np
@@ -38,19 +40,20 @@ for step in range(STEPS):
     prompts.observe(index, rewards, lengths, step=step)
     centred = rewards - rewards.mean(axis=1, keepdims=True)
     advantages = centred / (rewards.std(axis=1, keepdims=True) + 1e-6)
-    batch = CompletionBatch(
-        prompt_index=np.repeat(index, GROUP),
-        completion_index=np.tile(np.arange(GROUP), len(index)),
-        group=np.repeat(np.arange(len(index)), GROUP),
-        rewards=rewards.ravel(),
-        advantages=advantages.ravel(),
-        lengths=lengths.ravel(),
-        logit_grad_norm=logit_grad_norm.ravel(),
-        denominator=(PROMPTS_PER_STEP * GROUP * lengths).ravel().astype(float),  # nominal counts, not the survivors'
-        prompt_weight=np.repeat(chosen.weight[chosen.kept], GROUP),
-        num_nominal=PROMPTS_PER_STEP * GROUP,
+    nominal_count = PROMPTS_PER_STEP * GROUP  # not the survivors' count
+    batch = CompletionBatch.of_groups(
+        index,
+        rewards=rewards,
+        advantages=advantages,
+        lengths=lengths,
+        logit_grad_norm=logit_grad_norm,
+        denominator=nominal_count * lengths,
+        prompt_weight=chosen.weight[chosen.kept],
+        num_nominal=nominal_count,
     )
     kept = completions.prune(batch, step=step)
+    if not kept.kept.any():
+        continue  # the gradient is 0: no update
     weight = batch.prompt_weight * kept.weight  # multiply each sequence's whole loss by this
 
     if step % 16 == 15:

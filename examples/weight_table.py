@@ -16,13 +16,20 @@ from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.mapping import full_shape, hf_shapes, table
 
+RENAMED = {
+    "mixtral": {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
+}
+"""model_type -> what is called differently in memory and in the checkpoint."""
+
 
 def by_checkpoint_name(model: torch.nn.Module) -> dict[str, Tensor]:
     """The parameters of a transformers model by their names in its checkpoint.
 
     For dense models the two are the same. From version 5 on transformers fuses a layer's experts into two tensors in
     memory, while checkpoints and every engine keep one tensor an expert; here each is a view into the fused one.
+    Mixtral's checkpoint has other names for them besides.
     """
+    renamed = RENAMED.get(str(getattr(model.config, "model_type", "")), {})
     named: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         stem, _, last = name.rpartition(".")
@@ -34,6 +41,9 @@ def by_checkpoint_name(model: torch.nn.Module) -> dict[str, Tensor]:
             named |= {f"{stem}.{expert}.down_proj.weight": down for expert, down in enumerate(parameter.unbind())}
         else:
             named[name] = parameter
+    named |= {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    for name, stored in renamed.items():
+        named = {one.replace(name, stored): tensor for one, tensor in named.items()}
     return named
 
 

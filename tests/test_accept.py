@@ -10,24 +10,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.launch import run_ranks
-from support.processes import running
+from support.processes import patient, running
 
 from dppo_megatron.progress import shown_by, unshown
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.accept import runner
 from dppo_megatron.workbench.accept.bars import STEPS
 from dppo_megatron.workbench.accept.record import Ran, Record, read_figures, read_record, write_page
-from dppo_megatron.workbench.accept.workload import SampleLengths
 from dppo_megatron.workbench.cli import main
 
 OPTIONS = {"model": "", "server_python": ""}
@@ -90,7 +86,6 @@ def test_the_table_fits_half_an_hour_and_every_bar_has_a_source() -> None:
     figures = [figure for step in STEPS for figure in step.figures.values()]
     judged = [figure for figure in figures if figure.least is not None or figure.most is not None]
     assert len(judged) > 40 and all(figure.source for figure in judged)
-    assert all(figure.on_cpu != "judged" or figure in judged for figure in figures)
 
 
 def test_the_page_of_the_documentation_has_the_same_steps_and_limits() -> None:
@@ -102,8 +97,8 @@ def test_the_page_of_the_documentation_has_the_same_steps_and_limits() -> None:
 
 
 def test_what_is_judged(tmp_path: Path) -> None:
-    """By the table alone: absolute and relative bounds, a CPU's tiny figures, a machine without a prediction; a NaN has
-    failed whatever its note, and is null in the file."""
+    """By the table alone: absolute and relative bounds, a figure without a prediction, what a CPU does not measure; a
+    NaN has failed whatever its note, and is null in the file."""
     record = Record(OPTIONS, dict(ON_H200))
     found = {
         "matmul": {"value": 740.0, "prediction": 989.0, "note": ""},
@@ -120,14 +115,14 @@ def test_what_is_judged(tmp_path: Path) -> None:
     record.steps["packed"] = Ran("done", figures={"over_padded": over})
     assert _row(record, "packed", "padded")[0] == "fail"
     assert _row(record, "packed", "sorted") == ("fail", "the step ended without a number for it")
-    record.facts = dict(ON_CPU)
+    record.facts, over["prediction"] = dict(ON_CPU), None
     assert _row(record, "packed", "padded") == ("shown", "tiny")
     assert _row(record, "job", "on record") == ("not run", "not asked for")
     (parity,) = (step for step in STEPS if step.name == "parity")
     sheet = runner.Sheet(parity, tmp_path, cuda=False, model="", server_python="")
     sheet.note("float32 local_before", math.nan, 0.0, "on record")
     sheet.facts(best=math.inf)
-    measured = dict(read_figures(tmp_path / "figures.jsonl"))
+    measured = read_figures(tmp_path)
     record.facts |= measured.pop("facts")
     record.steps["parity"] = Ran("done", figures=measured)
     assert _row(record, "parity", "float32 local: mean") == ("fail", "the step ended without a number for it")
@@ -147,9 +142,9 @@ def test_one_gpu_two_gpus_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why("memory", gpus=0) == "no CUDA device" and not why("memory")
     assert why("parity-te", lacks_transformer_engine="not installed") == "not installed"
     assert "--server-python" in why("servers") and why("servers-nccl") == "one GPU"
-    assert runner.tests_directory() == Path(__file__).parent
-    monkeypatch.setattr(runner, "tests_directory", lambda: None)
-    assert "not here" in why("gpu-tests")
+    assert runner.repository(runner.TESTS) == Path(__file__).parent / "test_gpu.py" and not why("gpu-tests")
+    monkeypatch.setattr(runner, "repository", lambda file: None)
+    assert "not here" in why("gpu-tests") and why("memory") == "not in a checkout, whose benchmarks measure it"
     assert runner.lacking(steps["job"], Record(dict(OPTIONS))) == "the environment was not found out"
 
 
@@ -209,20 +204,6 @@ def test_the_page_has_every_figure_and_loads_nothing(tmp_path: Path) -> None:
     assert "the device is on fire" in page
 
 
-def test_logs_of_a_step_with_two_runs_are_both_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`servers` starts one for its syncs and one for its training, each of which writes server_0.log."""
-    from dppo_megatron.workbench.accept import jobs
-
-    for name in ("write_task", "write_tiny_qwen3"):
-        monkeypatch.setattr(jobs, name, lambda *_, **__: None)
-    (step,) = (one for one in STEPS if one.name == "servers")
-    for part in ("syncs", "training"):
-        with jobs._task(runner.Sheet(step, tmp_path, cuda=False, model="", server_python=""), part) as files:
-            (files / "run" / "servers").mkdir(parents=True)
-            (files / "run" / "servers" / "server_0.log").write_text(part)
-    assert [(tmp_path / part / "server_0.log").read_text() for part in ("syncs", "training")] == ["syncs", "training"]
-
-
 def _far_from_references() -> dict[str, float]:
     import torch
 
@@ -241,47 +222,36 @@ def test_the_references_are_what_the_script_makes() -> None:
     assert far and all(value < 1e-5 for value in far.values()), far
 
 
-def _with_a_made_up_card(name: str, directory: Path) -> None:
-    """A step of speed.py on a CPU: sizes become tiny, CUDA's answers are invented, layers and formats are the CPU's."""
-    import torch
-
-    from dppo_megatron.config.schema import ActorConfig, OptimizerConfig
+def _tiny(name: str, directory: Path) -> None:
+    """A step of speed.py on a CPU; FP8 is what only a device has."""
+    from dppo_megatron.config.schema import ActorConfig
     from dppo_megatron.workbench.accept import speed
     from dppo_megatron.workbench.accept.workload import SHAPES
 
-    card = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
-    for asked, answer in {
-        "get_device_name": lambda *_: card.name,
-        "get_device_properties": lambda *_: card,
-        "mem_get_info": lambda *_: (138 * 2**30, 140 * 2**30),
-        "max_memory_reserved": lambda *_: 30 * 2**30,
-        "memory_allocated": lambda *_: 20 * 2**30,
-        "memory_reserved": lambda *_: 20 * 2**30,
-        "reset_peak_memory_stats": lambda *_: None,
-    }.items():
-        setattr(torch.cuda, asked, answer)
-    SHAPES["4b"] = SHAPES["0.6b"] = speed.TEN_MILLION = SHAPES["smoke"]
-    speed.CAP, speed._STEPS = 1024, {"warmup_steps": 1, "timed_steps": 1}
-    speed.equal_samples = partial(_fewer, speed.equal_samples)
-    speed.SampleLengths = lambda samples, median, sigma, most, prompts: SampleLengths(8, 64, sigma, 256, (4, 16))
-    speed._actor_config = lambda **_: ActorConfig(optimizer=OptimizerConfig(learning_rate=1e-8))
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # the benchmark is no rank of the harness
+        os.environ.pop(variable, None)
+    rows = speed._rows
+
+    def with_recipes(sheet: runner.Sheet, command: str, model: str, **options: Any) -> dict[str, dict[str, Any]]:
+        found = rows(sheet, command, model, **options)
+        return found | {f"fp8 {recipe}": found["bf16"] for recipe in options.get("recipes", ())}
+
+    speed._rows, speed.ActorConfig = with_recipes, lambda **_: ActorConfig()
+    speed.TEN_MILLION = SHAPES["smoke"]
     (step,) = (one for one in STEPS if one.name == name)
-    runner.measure(runner.Sheet(step, directory, cuda=True, model="", server_python=""))
-
-
-def _fewer(equal_samples: Callable[..., Any], architecture: Any, tokens: int, microbatches: int, cap: int) -> Any:
-    return equal_samples(architecture, min(tokens, 128), min(microbatches, 2), min(cap, 256))
+    runner.measure(runner.Sheet(step, directory, cuda=False, model="", server_python=""))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", ["mfu-4b-te", "memory", "fp8", "mfu-0.6b"])
+@pytest.mark.parametrize("step", ["mfu-4b-te", "packed", "memory", "fp8", "mfu-0.6b"])
 def test_steps_for_a_card_reach_their_end(tmp_path: Path, step: str) -> None:
-    """All that a CPU can show of them: they run, and each figure of the table is measured."""
-    run_ranks(_with_a_made_up_card, 1, step, tmp_path)
-    found = dict(read_figures(tmp_path / "figures.jsonl"))
+    """All that a CPU can show of them: the benchmark takes their arguments, and each figure of the table is noted."""
+    run_ranks(_tiny, 1, step, tmp_path)
+    found = read_figures(tmp_path)
     (declared,) = [one.figures for one in STEPS if one.name == step]
     assert set(found) == set(declared)
-    assert all(math.isfinite(values["value"]) for values in found.values()), found
+    noted = {name: values["value"] for name, values in found.items() if not name.startswith("mfu")}  # no data sheet
+    assert all(math.isfinite(value) for value in noted.values()), found
 
 
 @pytest.mark.long
@@ -297,7 +267,7 @@ def test_on_a_cpu_for_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         time.sleep(0.05)
     first.send_signal(signal.SIGTERM)
     assert first.wait(300) == 143
-    deadline = time.monotonic() + 60  # it takes a killed process a while to go on a busy machine
+    deadline = time.monotonic() + patient(60)  # it takes a killed process a while to go on a busy machine
     while left := subprocess.run(["pgrep", "-f", f"accept.runner environment {out}"], capture_output=True).stdout:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)

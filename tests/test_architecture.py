@@ -38,7 +38,7 @@ def _table(marker: str) -> dict[str, Row]:
 
 PACKAGES = _table("packages")
 INSIDE = {"rollout": _table("packages of rollout"), "workbench": _table("packages of workbench")}
-PURE = {"pruning": {"numpy"}, "algorithms": {"numpy", "torch"}, "packing": {"numpy", "torch"}}
+PURE = {"pruning": {"numpy"}, "algorithms": {"numpy", "torch"}, "packing": {"numpy"}}
 """Packages of mathematics, and what they import beside this program and the standard library."""
 
 

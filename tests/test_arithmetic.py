@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dppo_megatron.rewards.functions import final_answer
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.quickstart.make import LEVELS, write_task
+from dppo_megatron.workbench.quickstart.make import LEVELS, Recipe, make_quickstart, write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,52 +180,43 @@ def test_the_checkpoint_loads_and_splits(tmp_path: Path, tied: bool) -> None:
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-SMALL = ["--train", "32", "--heldout", "32", "--sft", "64"]
+SMALL = Recipe(0, num_train=32, num_heldout=32, num_sft=64)
 
 
-def run_tool(*arguments: str) -> int:
-    """The tool's exit code, in this process: importing transformers again for every case would take seconds."""
-    main = runpy.run_module("dppo_megatron.workbench.quickstart.make")["main"]
-    try:
-        return int(main([*SMALL, *arguments]))
-    except SystemExit as stop:
-        assert isinstance(stop.code, int)
-        return stop.code
-
-
-def test_the_tool_writes_once_and_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_quickstart_is_written_once_and_overwrites_nothing(tmp_path: Path) -> None:
     out = tmp_path / "new" / "quickstart"
-    assert run_tool("--out", str(out)) == 0
-    assert "written" in capsys.readouterr().out
+    make_quickstart(out, SMALL)
     content = bytes_of(out)
     assert {"train.jsonl", "heldout.jsonl", "sft.jsonl", "model/config.json"} <= set(content)
-    assert run_tool("--out", str(out)) == 0
-    assert "up to date" in capsys.readouterr().out
-    assert run_tool("--out", str(out), "--seed", "1") == 2
-    assert "holds something else" in capsys.readouterr().err
+    before = (out / "task.json").stat().st_mtime_ns
+    make_quickstart(out, SMALL)
+    assert (out / "task.json").stat().st_mtime_ns == before
+    with pytest.raises(UserError, match="holds something else"):
+        make_quickstart(out, SMALL._replace(seed=1))
     assert bytes_of(out) == content
     assert sorted(p.name for p in out.parent.iterdir()) == ["quickstart"]
 
 
 @pytest.mark.slow
-def test_the_tool_runs_from_the_shell_the_same(tmp_path: Path) -> None:
-    """Another process with another hash seed: the bytes are equal, so nothing depends on either."""
-    command = [sys.executable, "-m", "dppo_megatron.workbench.quickstart.make", *SMALL, "--out", str(tmp_path / "a")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+def test_the_quickstart_is_the_same_from_another_process(tmp_path: Path) -> None:
+    """With another hash seed: the bytes are equal, so nothing depends on either."""
+    code = "from pathlib import Path; from dppo_megatron.workbench.quickstart.make import Recipe, make_quickstart;"
+    code += f"make_quickstart(Path({str(tmp_path / 'a')!r}), {SMALL!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert run_tool("--out", str(tmp_path / "b")) == 0
+    make_quickstart(tmp_path / "b", SMALL)
     assert bytes_of(tmp_path / "a") == bytes_of(tmp_path / "b")
 
 
-@pytest.mark.parametrize("arguments", [["--seed", "-1"], ["--train", "0"], ["--train", "100000"]])
-def test_the_tool_explains_a_mistake(tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_tool("--out", str(tmp_path / "out"), *arguments) == 2
-    assert "error: " in capsys.readouterr().err
+@pytest.mark.parametrize("count", [0, 100_000])
+def test_a_task_that_cannot_be_made_leaves_nothing(tmp_path: Path, count: int) -> None:
+    with pytest.raises(UserError):
+        make_quickstart(tmp_path / "out", SMALL._replace(num_train=count))
     assert not list(tmp_path.iterdir())
 
 
-def test_the_tool_refuses_a_file_as_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_quickstart_refuses_a_file_as_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    assert run_tool("--out", str(tmp_path / "file")) == 2
-    assert "is a file" in capsys.readouterr().err
+    with pytest.raises(UserError, match="is a file"):
+        make_quickstart(tmp_path / "file", SMALL)
     assert (tmp_path / "file").read_text() == "mine"

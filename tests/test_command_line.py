@@ -16,8 +16,11 @@ from pathlib import Path
 import pytest
 from support.job import REPOSITORY
 
+from dppo_megatron.config import paths
 from dppo_megatron.config.reference import page_for
-from dppo_megatron.workbench.cli import PAGES, main, program
+from dppo_megatron.types import UserError
+from dppo_megatron.workbench.cli import PAGES, explained, main, program
+from dppo_megatron.workbench.commands import config as config_command
 from dppo_megatron.workbench.commands.completion import settings
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
@@ -64,6 +67,8 @@ def test_settings_before_and_after_options(arguments: list[str], capsys: pytest.
         (["train", CONFIG, "--res", "never"], "unrecognized arguments: --res never; did you mean --resume?"),
         (["train", CONFIG, "--steps", "3"], "arguments: --steps 3; a setting is given without dashes: steps=3"),
         (["train", CONFIG, "--actor.layout.tensor_parallel=2"], "without dashes: actor.layout.tensor_parallel=2"),
+        (["train", CONFIG, "--lora-rank=32"], "arguments: --lora-rank=32; here it is actor.lora.rank"),
+        (["plan", "--model", "qwen3-8b"], "arguments are required: CONFIG, a YAML file or a shipped one's name"),
         (["report", "x", "--otu", "y"], "unrecognized arguments: --otu y; did you mean --out?"),
         (["report", "x", "--zzz"], "--zzz; the options here are --help, "),
         (["compare", CONFIG, "-n=3"], "-n=3; the options here are --help, --methods, "),
@@ -119,7 +124,7 @@ def test_a_shipped_config_is_found_by_name(
             "`hf download Qwen/Qwen3-4B --local-dir Qwen3-4B`, and give Qwen3-4B",
         ),
         ("eval Qwen/Qwen3-4B", "`hf download Qwen/Qwen3-4B --local-dir Qwen3-4B`, and give Qwen3-4B"),
-        ("plan h100/qwen3_8b_8gpus_dppo --model gpt5", "--model gpt5: not known; known: llama-3.1-8b, qwen2.5-1.5b, "),
+        ("plan h100/qwen3_8b_8gpus_dppo --model gpt5", "--model gpt5: not known; known: glm-4.5-air, llama-3.1-8b, "),
         ("plan quickstart --model qwen3-8b --dry-run", "--model: a dry run loads the model"),
     ],
 )
@@ -396,6 +401,27 @@ def test_nobody_reads_the_output() -> None:
     os.close(writer)
     _, said = process.communicate(timeout=300)
     assert (process.returncode, said) == (141, b"")
+
+
+def test_another_pipe_that_breaks_is_no_silent_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """That of a child process, say, while somebody still reads our output: it is shown."""
+
+    def broken(_: argparse.Namespace) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(config_command, "execute", broken)
+    with pytest.raises(BrokenPipeError):
+        main(["config", "seed"])
+
+
+def test_a_wheels_messages_name_its_own_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their whole path; a path of the user's that ends alike is left as it is."""
+    monkeypatch.setattr(paths, "shipped", lambda *parts: tmp_path.joinpath(*parts))
+    error = UserError("'/home/me/docs/actor.md': no such file; see docs/actor.md and (docs/scope.md)")
+    expected = f"'/home/me/docs/actor.md': no such file; see {tmp_path}/docs/actor.md and ({tmp_path}/docs/scope.md)"
+    assert explained(error, "train") == expected
 
 
 def test_nobody_reads_the_mistake() -> None:

@@ -31,7 +31,6 @@ from dppo_megatron.workbench.compare.table import results, table, write_page
 from dppo_megatron.workbench.compare.verdict import (
     Curve,
     Interval,
-    accuracy_at,
     cost_to,
     judge,
     median_over_seeds,
@@ -73,11 +72,6 @@ def test_cost_to_a_level_is_the_first_crossing(steps: list[tuple[float, float]],
     assert np.interp(found, cost, curve.accuracy) == pytest.approx(level)
     before = np.linspace(0, found, 500, endpoint=False)
     assert (np.interp(before, cost, curve.accuracy) < level + 1e-9).all()
-
-
-def test_accuracy_at_a_cost_stays_at_the_last() -> None:
-    curve = Curve(np.array([0.0, 10.0]), np.array([0.2, 0.6]))
-    assert [accuracy_at(curve, cost) for cost in (0, 5, 10, 99)] == pytest.approx([0.2, 0.4, 0.6, 0.6])
 
 
 @pytest.mark.parametrize("values", [[1.0], [1.0, 2.0, 4.0], [2.1, 1.9, 3.0, 2.5, 0.0]])

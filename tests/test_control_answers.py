@@ -30,14 +30,13 @@ from support.said import heard
 from support.settings import rollout_config
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.rollout.servers import connect, control_answers, dialects, router, sglang, vllm
-from dppo_megatron.rollout.servers.connect import ConnectedServers, describe, make_server
+from dppo_megatron.rollout.servers import connect, dialects, router, sglang, vllm
+from dppo_megatron.rollout.servers.connect import ConnectedServers, Membership, describe, make_server
 from dppo_megatron.rollout.servers.directory import RegistryEntry
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.groups import BroadcastGroup
 from dppo_megatron.rollout.servers.http import Http, Unreachable
-from dppo_megatron.rollout.servers.membership import Membership
 from dppo_megatron.rollout.servers.router import RouterServer, named_workers
+from dppo_megatron.rollout.sync import broadcast
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
@@ -48,7 +47,7 @@ VOCABULARY = 19
 ARCHITECTURE = cast(Any, SimpleNamespace(name="Qwen3ForCausalLM", vocab_size=VOCABULARY))
 
 
-class Group(BroadcastGroup):
+class Group:
     """The trainer's end of a group whose other members take everything."""
 
     def __init__(self, *_: object) -> None: ...
@@ -63,8 +62,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubServers]:
     """Servers; no thread of the trainer may end by an exception."""
     raised: list[str] = []
     monkeypatch.setattr(threading, "excepthook", lambda problem: raised.append(str(problem)))
-    for engine in (vllm.VLLMServer, sglang.SGLangServer):
-        monkeypatch.setattr(engine, "own_group", Group)
+    monkeypatch.setattr(broadcast, "own_group", Group)
     with StubServers() as servers:
         yield servers
     assert not raised
@@ -260,7 +258,7 @@ def test_in_a_health_probe(row: Row, stubs: StubServers, files: Path) -> None:
 
 def test_settings_are_vllms_own() -> None:
     """No section of a server's settings has one of our fields for something else (`answers.Section`)."""
-    assert set(VLLM_SETTINGS) == set(control_answers.VLLMConfig.__struct_fields__)
+    assert set(VLLM_SETTINGS) == set(vllm.VLLMConfig.__struct_fields__)
 
 
 # ------------------------------------------------------------------------------------------------ the blocking calls

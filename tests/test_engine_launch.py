@@ -25,8 +25,8 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.rollout.servers.control_answers import NamedWeights
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
+from dppo_megatron.rollout.servers.protocol import NamedWeights
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import DiskChannel
@@ -271,9 +271,9 @@ def _asks_for_its_key(server: LaunchedServer, engine: str) -> None:
 
 
 def _only_server(engine: ServerEngine) -> LaunchedServer:
-    [member] = engine._fleet.members
-    assert member.process is not None
-    return member.process
+    assert engine._own is not None
+    [server] = engine._own.here
+    return server
 
 
 def test_a_server_that_cannot_start_is_said_with_its_log(files: Path, tmp_path: Path) -> None:

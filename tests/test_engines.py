@@ -31,8 +31,8 @@ from dppo_megatron.rollout.servers.protocol import ServerInfo, is_older
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.rollout.servers.wire import GenerateRequest
 from dppo_megatron.rollout.sync.channels import buckets, write_snapshot
+from dppo_megatron.rollout.sync.colocated import SharedBuffer
 from dppo_megatron.rollout.sync.receipts import Digests, canary_difference, differing, digest
-from dppo_megatron.rollout.transfer import shared_memory
 from dppo_megatron.types import Prompt, RunAborted, UserError
 from dppo_megatron.weights.architecture import read_architecture
 
@@ -135,7 +135,12 @@ def test_the_canary_names_the_server() -> None:
             "two members on one GPU",
         ),
         ({"async_steps": 1}, "needs servers"),
-        (SERVES | {"async_steps": 2}, "must be 0 or 1"),
+        (
+            {"engine": "vllm", "servers.launch": "local", "servers.colocate": True, "async_steps": 1},
+            "sleep during the update with requests under way, which rollout.sync.in_flight = finish would end",
+        ),
+        (SERVES | {"async_steps": 9}, "must be at most 8"),
+        (SERVES | {"async_steps": 2}, "set rollout.sync.in_flight=continue"),
         (SERVES | {"servers.colocate": True}, "needs rollout.servers.launch = local"),
         (SERVES | {"sampling.top_p": 0.0}, "rollout.sampling.top_p = 0.0"),
         (SERVES | {"sync.bucket_mb": 0}, "must be at least 1"),
@@ -347,7 +352,7 @@ for _ in sys.stdin:
 
 def test_another_process_sees_what_is_written_later() -> None:
     """Mapped once by another process, the buffer shows each new filling; it lives no longer than its owner."""
-    buffer = shared_memory.SharedBuffer(64, torch.device("cpu"))
+    buffer = SharedBuffer(64, torch.device("cpu"))
     command = [sys.executable, "-c", _MAPS, json.dumps(buffer.handle())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdin is not None and reader.stdout is not None

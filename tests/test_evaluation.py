@@ -14,6 +14,7 @@ from support.job import REPOSITORY, job_config, read_metrics
 from support.launch import run_ranks
 
 from dppo_megatron.config.data import EvalSetConfig
+from dppo_megatron.config.reward import SetRewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.eval_samples import read_samples, scores_of
 from dppo_megatron.evaluation.evaluator import Evaluator
@@ -151,7 +152,8 @@ def test_request_ids_are_unique_and_plain(keys: list[tuple[str, int, int, int]])
 def test_a_failing_grader_is_no_zero(files: Path, tmp_path: Path) -> None:
     """Gradings that fail leave the means of the others alone; a set where all fail is null, and says so."""
     train_path = str(files / "train.jsonl")
-    one = EvalSetConfig(path=train_path, samples=4, temperature=1.0, limit=8, grader="support.faulty:odd_ones_raise")
+    own = SetRewardConfig(function="support.faulty:odd_ones_raise")
+    one = EvalSetConfig(path=train_path, samples=4, temperature=1.0, limit=8, reward=own)
     config = _config(files, tmp_path, {"set": one})
     job = prepare_job(config, 1)
     engine = engine_from_files(config, job.tokenizer, job.checkpoint)
@@ -403,7 +405,7 @@ BAD = {
     "temperature": (["{model}", "--sets", "a={heldout}", "eval.temperature=nan"], "eval.temperature = nan"),
     "grader": (
         ["{model}", "--sets", "{yaml}", "data.max_prompt_tokens=110", "eval.max_completion_tokens=8"],
-        "data.eval_sets.a b.grader = 'nope:nope' cannot be imported",
+        "data.eval_sets.a b.reward.function = 'nope:nope' cannot be imported",
     ),
     "too_long": (["{model}", "--sets", "a={heldout}", "eval.max_completion_tokens=500"], "more than the 128 positions"),
     "setting": (["{model}", "--sets", "a={heldout}", "rollout.engin=vllm"], "did you mean 'rollout.engine'?"),
@@ -421,7 +423,7 @@ BAD = {
 def test_bad_input(files: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One line that says what is wrong, exit code 2, nothing written."""
     (tmp_path / "sets.yaml").write_text(
-        f"data: {{eval_sets: {{a b: {{path: {files / 'heldout.jsonl'}, grader: 'nope:nope'}}}}}}"
+        f"data: {{eval_sets: {{a b: {{path: {files / 'heldout.jsonl'}, reward: {{function: 'nope:nope'}}}}}}}}"
     )
     names = {
         "tmp": tmp_path,

@@ -23,6 +23,7 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.commands import evaluate as evaluate_command
 from dppo_megatron.workbench.runs.run_record import Follow, read_run
 
 pytestmark = pytest.mark.slow
@@ -141,6 +142,8 @@ def test_what_is_gone_is_reported_and_what_differs_refused(
     )
     assert "leave out --step" in refused(str(run_dir), "--step", "2")
     assert "holds no config.yaml" in refused(str(tmp_path))
+    monkeypatch.setattr(evaluate_command, "_TO_BEGIN_S", 0.0)
+    assert "holds no config.yaml" in refused(str(tmp_path / "begins_later"))
     identity = json.loads((run_dir / "run.json").read_text())
     (run_dir / "run.json").write_text(json.dumps(identity | {"run": "0" * 32}))
     assert "of something else (run: " in refused(str(run_dir), *SETTINGS)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from support.cases import Choose
@@ -32,7 +32,7 @@ from dppo_megatron.evaluation.eval_samples import (
 from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders, one_spelling
 from dppo_megatron.evaluation.standalone import about
 from dppo_megatron.job import prepare_job
-from dppo_megatron.rewards.grading import Grader
+from dppo_megatron.rewards.grading import Graders
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.types import Grade, GradeTask, UserError
 from dppo_megatron.workbench.cli import main
@@ -193,12 +193,11 @@ def _sample(problem: int) -> EvalSample:
     return EvalSample("s", str(problem), problem, 0, "?", "1", "2", 1, "stop", 0.0, False, "2", "2", False)
 
 
-class _SlowGrader:
+class _SlowGraders(Graders):
     """Whose first answer alone has come."""
 
-    key = "slow"
-
     def __init__(self) -> None:
+        super().__init__({"reward": RewardConfig()})
         self.calls: list[tuple[Sequence[GradeTask], Future[list[Grade]]]] = []
 
     def submit(self, tasks: Sequence[GradeTask]) -> Future[list[Grade]]:
@@ -212,9 +211,9 @@ class _SlowGrader:
 def test_verdicts_come_as_they_are_given() -> None:
     """All 1,000 samples of a slow grader are asked about at once; a kill loses less than 200 verdicts beside
     those that it is at work on, and what is broken off is cancelled."""
-    grader = _SlowGrader()
+    grader = _SlowGraders()
     samples = [replace(_sample(i), correct=None, tokens=i) for i in range(1000)]
-    parts = SetGraders(RewardConfig(), cast(Grader, grader), {}).graded_in_parts(samples)
+    parts = SetGraders(grader).graded_in_parts(samples)
     first = next(parts)
     assert 0 < len(first) < 200 and all(one.correct for one in first)
     tasks = [task for call, _ in grader.calls for task in call]

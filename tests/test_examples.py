@@ -19,6 +19,7 @@ from test_pruning_labels import check
 
 from dppo_megatron.config import load_config
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import StepCost
 from dppo_megatron.rollout.engine import Request, Sampling
@@ -131,7 +132,7 @@ def test_the_policies_are_unbiased(prompt: str, completion: str) -> None:
     labels = set()
     for seed in range(4):
         rng = np.random.default_rng(seed)
-        selector = Selector(config, 8)
+        selector = Selector(selection_settings(config), 8)
         case = Case(config, selector, 1, selector.state_dict(), make_outcomes(rng, 8, 3, binary=True))
         for step in (1, 2, 3):
             case.outcomes = make_outcomes(rng, 8, 3, binary=True)

@@ -17,12 +17,14 @@ from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.steps.exchange import Replicas, exchange
 from dppo_megatron.steps.step import BACK, ORDER, Reached, Step, UpdatePlan, sizes_of
-from dppo_megatron.types import Completion, Group, Prompt, RolloutPrompt
+from dppo_megatron.types import Completion, ExpertChoices, Group, Prompt, RolloutPrompt
 
 CAP = 64
 
 
-def _step(rng: np.random.Generator, size: int) -> tuple[list[RolloutPrompt], list[Group]]:
+def _step(
+    rng: np.random.Generator, size: int, choices: ExpertChoices | None = None
+) -> tuple[list[RolloutPrompt], list[Group]]:
     """A step's groups, some of them with completions of no token."""
     selected, groups = [], []
     for k in range(int(rng.integers(0, 9))):
@@ -32,6 +34,10 @@ def _step(rng: np.random.Generator, size: int) -> tuple[list[RolloutPrompt], lis
         for n in rng.integers(0, 12, size).tolist():
             ids, logprobs = rng.integers(0, 2**17, n), -rng.exponential(1.0, n).astype(np.float32)
             completions.append(Completion(ids, logprobs, "stop", f"{k}"))
+            if choices is not None:
+                shape = len(prompt.token_ids) + n - 1, choices.layers, choices.per_token
+                experts = rng.integers(0, choices.count, shape).astype(choices.dtype)
+                completions[-1] = replace(completions[-1], experts=experts)
         groups.append(Group(selected[-1], tuple(completions), np.zeros(size)))
     return selected, groups
 
@@ -68,13 +74,14 @@ def _exchange(tensor_parallel: int, cases: int) -> list[tuple[int, int]]:
     for case in range(cases):
         rng = np.random.default_rng(case)
         size = int(rng.integers(2, 5))
-        selected, groups = _step(rng, size)
+        choices = (None, ExpertChoices(3, 2, 128), ExpertChoices(1, 3, 300))[case // 3 % 3]
+        selected, groups = _step(rng, size, choices)
         plans = _plans(rng, selected, groups, size, world // tensor_parallel)
         # one holder for all in every third case, as where one node has the servers; else anybody
         holders = rng.integers(0, world, len(groups)) if case % 3 else np.full(len(groups), case % world)
         held = {k: group for k, group in enumerate(groups) if holders[k] == rank}
         replicas = replace(agreed, node=_nodes(rng, world))
-        updates = exchange(plans, held, holders, selected, size, replicas)
+        updates = exchange(plans, held, holders, selected, size, replicas, choices)
         assert len(updates) == len(plans)
         for plan, update in zip(plans, updates, strict=True):
             members = {m for pack in plan.pack.microbatches[mine] for m in pack.members}
@@ -86,6 +93,11 @@ def _exchange(tensor_parallel: int, cases: int) -> list[tuple[int, int]]:
                 assert sample.id == f"{prompt.index}:{row % size}"
                 assert sample.token_ids.tolist() == [*prompt.token_ids, *completion.token_ids.tolist()]
                 assert sample.behaviour_logprobs.tobytes() == completion.logprobs.tobytes()
+                if choices is None:
+                    assert sample.experts is None
+                else:
+                    assert sample.experts is not None and sample.experts.dtype == choices.dtype
+                    assert np.array_equal(sample.experts, completion.experts)
                 assert sample.denominator == plan.denominators[place]
                 assert (sample.advantage, sample.weight) == (plan.advantages[place], plan.weights[place])
             got.append((mine, len(members)))
@@ -131,7 +143,9 @@ def test_a_node_is_sent_a_completion_once(monkeypatch: pytest.MonkeyPatch, seed:
     size = 2
     selected, groups = _step(rng, size)
     plans = _plans(rng, selected, groups, size, int(of_rank.max()) + 1)
-    parcels = dppo_megatron.steps.exchange._Parcels.of(plans, rng.integers(0, world, len(groups)), size)
+    parcels = dppo_megatron.steps.exchange._Parcels.of(
+        plans, rng.integers(0, world, len(groups)), size, np.full(len(groups), 4), None
+    )
     hops = [_hops(monkeypatch, parcels, Replicas(of_rank, node, rank)) for rank in range(world)]
     network: Counter[tuple[int, int]] = Counter()
     got: Counter[tuple[int, int]] = Counter()
@@ -157,7 +171,9 @@ def test_connections_of_a_rank_of_1024(monkeypatch: pytest.MonkeyPatch, ranks_of
     node, of_rank = np.arange(1024) // 8 * 8, np.arange(1024) // ranks_of_a_replica
     nothing, lengths = np.zeros(count, np.int64), np.ones(count, np.int64)
     holder, replica = np.sort(rng.integers(0, 1024, count)), rng.integers(0, of_rank.max() + 1, count)
-    parcels = dppo_megatron.steps.exchange._Parcels(nothing, np.arange(count), nothing, holder, replica, lengths)
+    parcels = dppo_megatron.steps.exchange._Parcels(
+        nothing, np.arange(count), nothing, holder, replica, lengths, 2 * lengths
+    )
     for rank in (0, 517, 1023):
         hops = _hops(monkeypatch, parcels, Replicas(of_rank, node, rank))
         assert 50 < len({other for hop in hops for pair in hop for other in pair} - {rank}) <= 127 + 7

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engines.servers import local_settings, needs
 from support.job import QUICK, job_config, read_metrics
 from support.launch import run_ranks
 from support.tiny import write_model
@@ -18,12 +19,17 @@ from dppo_megatron.workbench.quickstart.tiny_model import VOCABULARY, make_token
 pytestmark = pytest.mark.slow
 
 EXPERTS = {"actor__layout__expert_parallel": 2, "actor__layout__expert_tensor_parallel": 1}
+TENSOR = {"actor__layout__tensor_parallel": 2}
 CONTEXT = {"actor__layout__context_parallel": 2}
 INTERLEAVED = {"actor__layout__pipeline_parallel": 2, "actor__layout__virtual_pipeline": 2}
 CASES = [
     ("qwen3_moe", 2, EXPERTS),
     ("qwen2", 2, INTERLEAVED),
     ("llama3", 2, CONTEXT),
+    ("mixtral", 2, EXPERTS),
+    ("glm4_moe", 2, EXPERTS),
+    ("deepseek_v3", 2, EXPERTS),
+    ("gemma3", 2, TENSOR),
 ]
 
 
@@ -46,4 +52,22 @@ def test_family_trains(files: Path, tmp_path: Path, family: str, world_size: int
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:
         assert row["mismatch/logprob_abs_diff_mean"] < 1e-4
+        assert row["train/grad_norm"] > 0 and row["prune/completions_trained"] > 0
+
+
+@needs("vllm")
+def test_gemma_trains_through_vllm(files: Path, tmp_path: Path, forked_vllm: Path) -> None:
+    """vLLM's Gemma has the same windows, positions and norms, and its weights' names: log-probabilities stay together
+    over updates, each of which is read back from the server."""
+    tokenizer = make_tokenizer()
+    own = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    sizes = {"vocab_size": len(VOCABULARY), "head_dim": 32, "num_hidden_layers": 8, "tie_word_embeddings": True}
+    write_model(tmp_path / "model", family="gemma3", **sizes, **own)
+    tokenizer.save_pretrained(tmp_path / "model")
+    served = local_settings("vllm") | {"rollout__servers__python": str(forked_vllm), "rollout__sync__verify_every": 1}
+    run_ranks(_train, 1, files, tmp_path / "run", 1, served | {"model__hf_path": tmp_path / "model"}, timeout_s=300)
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert row["mismatch/logprob_abs_diff_mean"] < 1e-4 and row["rollout/completion_tokens_mean"] > 7
         assert row["train/grad_norm"] > 0 and row["prune/completions_trained"] > 0

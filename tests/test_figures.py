@@ -23,6 +23,7 @@ from dppo_megatron.algorithms.correction import Mismatch
 from dppo_megatron.algorithms.objectives import make_objective
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.pruning import LedgerRow, logit_grad_norm
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.steps.loop import Loop
@@ -89,7 +90,7 @@ def test_no_growth_of_the_variance_by_a_fixed_rule(prompt: str, completion: str)
     config = Config(steps=10)
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 4, SIZE
     config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
-    selector, rng = Selector(config, 16), np.random.default_rng(0)
+    selector, rng = Selector(selection_settings(config), 16), np.random.default_rng(0)
     shape = (len(selector.begin(1).prompt_index), SIZE)
     rewards = np.tile(np.arange(SIZE) % 2.0, (shape[0], 1))
     metrics = selector.finish(Rollouts(rewards, rng.integers(1, 9, shape), rng.random(shape)), 1).metrics
@@ -135,7 +136,7 @@ def _rollout(actor: Actor) -> tuple[list[Group], dict[int, TrainSample]]:
 
 
 def _decide(config: Config, groups: list[Group]) -> TrainSelection:
-    selector = Selector(config, GROUPS)
+    selector = Selector(selection_settings(config), GROUPS)
     chosen = selector.begin(1).prompt_index.tolist()  # every prompt, in an order of the seed's
     by_prompt = [groups[k] for k in chosen]
     lengths = np.array([[len(c.token_ids) for c in group.completions] for group in by_prompt])

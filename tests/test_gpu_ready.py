@@ -18,9 +18,10 @@ from support.job import REPOSITORY
 from dppo_megatron.config.schema import Config
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
-from dppo_megatron.workbench.accept.workload import SHAPES, SampleLengths, architecture_of, padded_plan, random_samples
+from dppo_megatron.workbench.accept.workload import SHAPES, architecture_of
 from dppo_megatron.workbench.planning.memory import plan_memory
 from dppo_megatron.workbench.planning.site import CHIPS, Site
+from dppo_megatron.workbench.random_samples import SampleLengths, random_samples
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks" / "gpu"))
 import common
@@ -49,7 +50,7 @@ def test_commands_of_the_page_are_read_and_end_without_a_device(
 ) -> None:
     """Each gets past the command line, to the one sentence and exit code 2, before anything is built."""
     commands = _commands()
-    assert len(commands) == 7 and {command[0] for command in commands} == set(train_step.COMMANDS)
+    assert len(commands) == 8 and {command[0] for command in commands} == set(train_step.COMMANDS)
     for command in commands:
         monkeypatch.setattr(sys, "argv", ["train_step.py", *command])
         with pytest.raises(SystemExit) as ended:
@@ -65,7 +66,7 @@ def _flops(command: list[str]) -> float:
     layout = packing_layout(train_step.actor_config(args), 1)
     for shape in args.shapes:
         architecture = architecture_of(SHAPES[shape])
-        if args.command == "mfu":
+        if args.command in ("mfu", "memory"):
             of = [
                 random_samples(
                     SampleLengths(args.microbatches * (cap // n), n, 0.0, n, (1, 1)), architecture.vocab_size
@@ -80,7 +81,7 @@ def _flops(command: list[str]) -> float:
             packed = plan_microbatches(samples, layout=layout, max_tokens_per_microbatch=cap)
             plans = [(samples, packed)] * (1 + len(args.recipes) if args.command == "fp8" else 1)
             if args.command == "packed-vs-padded":
-                padded = [padded_plan(samples, layout, cap, by_length=by) for by in (False, True)]
+                padded = [common.padded_plan(samples, layout, cap, by_length=by) for by in (False, True)]
                 plans += [(samples, plan) for plan in padded]
         for samples, plan in plans:
             slots = sum(pack.num_tokens for pack in plan.microbatches[0])

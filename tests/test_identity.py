@@ -13,7 +13,6 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,18 +39,16 @@ from dppo_megatron.rollout import serve
 from dppo_megatron.rollout.client.messages import ServerAddress
 from dppo_megatron.rollout.client.process import Asker
 from dppo_megatron.rollout.engine import Request, Sampling
-from dppo_megatron.rollout.job_nodes import NodeSupervisor
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import server_process
-from dppo_megatron.rollout.servers.connect import _await_ready, make_server
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
-from dppo_megatron.rollout.servers.groups import ChainGroup, GroupRendezvous, listening_store
 from dppo_megatron.rollout.servers.http import Http, NotProven, Peer
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
-from dppo_megatron.rollout.servers.intake import Submit
-from dppo_megatron.rollout.servers.server_process import LaunchedServer
+from dppo_megatron.rollout.servers.protocol import GroupRendezvous
+from dppo_megatron.rollout.servers.server_process import LaunchedServer, stop_all
 from dppo_megatron.rollout.servers.vllm import vllm_command
-from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Submit
+from dppo_megatron.rollout.sync.broadcast import ChainGroup, listening_store
 from dppo_megatron.types import Prompt, RunAborted, UserError
 
 KEY = "s3cret-of-the-servers"
@@ -172,22 +169,6 @@ def test_serve_whose_port_is_taken_ends(files: Path, tmp_path: Path, taken: Impo
     assert not list((tmp_path / "addresses").iterdir())
 
 
-def test_another_nodes_server_whose_port_is_taken_is_not_ready(files: Path, tmp_path: Path, taken: Impostor) -> None:
-    """As rank 0 sees it, through its node's supervisor."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    command = [str(fake_python(files)), "-m", "vllm", "--host", "127.0.0.1", "--port", "{port}"]
-    server = LaunchedServer(command, {"VLLM_API_KEY": KEY}, tmp_path / "log", KEY, node=1)
-    supervisor = NodeSupervisor([server], store, "job")
-    try:
-        [remote] = [replace(one, store=store) for one in supervisor.begin()]
-        asked = make_server(rollout_config({"engine": "vllm"}), remote.url, remote.api_key, 19)
-        with pytest.raises(UserError, match=f"{taken.url} ended with code 1 before it was ready(.|\n)*in use"):
-            _await_ready([remote], [asked], 60)
-        taken.assert_it_got_questions_only()
-    finally:
-        supervisor.close()
-
-
 def _kill(server: LaunchedServer) -> None:
     assert server.process is not None
     os.killpg(server.process.pid, signal.SIGKILL)
@@ -210,9 +191,10 @@ def test_a_port_that_is_taken_at_a_restart(files: Path, tmp_path: Path, monkeypa
         [first, second] = engine._fleet.members
         for step in range(1, 5):
             if step == 2:
-                assert isinstance(first.process, LaunchedServer)
-                _kill(first.process)
-                impostor = Impostor(first.process.port)
+                assert engine._own is not None
+                killed = engine._own.here[0]
+                _kill(killed)
+                impostor = Impostor(killed.port)
             engine.load_weights(lambda: iter([("lm_head.weight", torch.zeros(2, 2))]))
             asked = [Request(Prompt(i, "", (2, 3), "", ""), c, step) for i in range(8) for c in range(3)]
             assert len(engine.generate(asked, Sampling(12, 1.0, 0))) == 24
@@ -243,7 +225,7 @@ def test_a_port_that_is_taken_at_a_restart_of_serve(
             impostor.assert_it_got_questions_only(was_asked=False)  # the server may have ended before the first look
         assert not list(addresses.iterdir())
     finally:
-        server.stop()
+        stop_all([server])
 
 
 def test_a_server_that_hangs_is_started_again_by_serve(
@@ -265,7 +247,7 @@ def test_a_server_that_hangs_is_started_again_by_serve(
         until(lambda: (served.look(), not served.is_starting)[1])
         assert list(addresses.iterdir())
     finally:
-        server.stop()
+        stop_all([server])
 
 
 def test_a_dead_child_is_not_ready(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_every_install_is_from_a_list() -> None:
             assert "--no-deps" in words, install
         elif "--constraint" in words:
             assert words[words.index("--constraint") + 1] == "constraints.txt"
-            named = {word for word in words[words.index("--constraint") + 2 :] if word != "."}
+            named = {word for word in words[words.index("--constraint") + 2 :] if word != '".[train]"'}
             assert named <= set(_pins("constraints.txt")), install
         else:
             assert words[-1] == "transformer-engine-torch==${TRANSFORMER_ENGINE}" and "--no-deps" in words
@@ -75,7 +75,7 @@ def test_the_cpu_image_is_pinned_to_the_last_package() -> None:
     constraints that the image's pip is given."""
     seen: set[str] = set()
     for package in ("dppo-megatron", "torch"):
-        _needed(package, frozenset(), seen)
+        _needed(package, frozenset({"train"}), seen)
     seen -= {"dppo-megatron"}
     pins = _pins("constraints.txt")
     ours = {name for name in seen if not name.startswith(("nvidia-", "cuda-", "triton"))}  # torch's, if it has CUDA
@@ -93,12 +93,12 @@ def test_lists_agree() -> None:
     extension = re.search(r"^ARG TRANSFORMER_ENGINE=(\S+)$", _steps(), re.MULTILINE)
     assert extension is not None
     assert extension[1] == trainer["transformer-engine"] == trainer["transformer-engine-cu13"]
-    without_extras = {
+    needed = {
         canonicalize_name(Requirement(line).name)
         for line in metadata.requires("dppo-megatron") or ()
-        if "extra ==" not in line
+        if "extra ==" not in line or line.endswith('extra == "train"')
     }
-    assert without_extras and without_extras <= set(trainer)
+    assert {"torch", "numpy"} <= needed <= set(trainer)
 
 
 def test_base_and_archive_are_named() -> None:

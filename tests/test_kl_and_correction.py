@@ -14,6 +14,8 @@ from dppo_megatron.algorithms.objectives import check_policy_loss, kl_estimate, 
 from dppo_megatron.algorithms.policy_losses import clip
 from dppo_megatron.algorithms.tokens import TokenBatch, TokenLoss
 from dppo_megatron.config.objective import CorrectionConfig, KLConfig, ObjectiveConfig
+from dppo_megatron.config.schema import Config
+from dppo_megatron.steps.coordinator import stale_row
 from dppo_megatron.types import UserError
 
 VOCABULARY = 7
@@ -94,24 +96,36 @@ def _correction(level: str, mode: str = "truncate", max_ratio: float = 1e6, min_
     return ObjectiveConfig(correction=CorrectionConfig(level, mode, max_ratio, min_ratio))  # type: ignore[arg-type]
 
 
-def _sequences_gradient(config: ObjectiveConfig, behaviour: Tensor, policy: Tensor, draw_from: Tensor) -> Tensor:
-    """Exact expectation over all sequences of two tokens, with a reward for each sequence, of the loss's gradient."""
+def _sequences_gradient(
+    config: ObjectiveConfig, behaviour: Tensor, policy: Tensor, draw_from: Tensor, *, rewards_prefix: bool = False
+) -> Tensor:
+    """Exact expectation over all sequences of two tokens, with a reward for each sequence, of the loss's gradient.
+
+    Args:
+        behaviour, draw_from: [V] logits, or [2, V] of each place: a sync between the two tokens.
+        rewards_prefix: a token's advantage depends on nothing behind it.
+    """
     first, second = (index.ravel() for index in torch.meshgrid(*[torch.arange(VOCABULARY)] * 2, indexing="ij"))
     tokens = torch.stack([first, second], dim=1)  # [V^2, 2]
     reward = torch.sin(3.0 * first + second * second).double()
     logits = policy.clone().requires_grad_()
 
+    advantages = reward.repeat_interleave(2)
+    if rewards_prefix:
+        advantages = torch.stack([torch.cos(first.double()), reward], dim=1).ravel()
+
     def at(values: Tensor) -> Tensor:
-        return values.log_softmax(0)[tokens].ravel()
+        first, second = values.log_softmax(-1).expand(2, VOCABULARY)
+        return torch.stack([first[tokens[:, 0]], second[tokens[:, 1]]], dim=1).ravel()
 
     batch = _batch(
         at(logits),
         behaviour_logprobs=at(behaviour),
         old_logprobs=at(policy),
-        advantages=reward.repeat_interleave(2),
+        advantages=advantages,
         sequence=torch.arange(len(tokens)).repeat_interleave(2),
     )
-    probability = draw_from.softmax(0)[tokens].prod(dim=1).repeat_interleave(2)
+    probability = at(draw_from).exp().view(-1, 2).prod(dim=1).repeat_interleave(2)
     return torch.autograd.grad(probability @ make_objective(config)(batch).loss, logits)[0]
 
 
@@ -132,6 +146,45 @@ def test_sequence_correction_makes_the_estimate_right() -> None:
     assert 1e-3 < error(_correction("sequence", max_ratio=2.0)) < uncorrected
 
 
+STREAMED = [
+    ("none", "truncate", 2.0),
+    ("token", "truncate", 1e9),
+    ("cumulative", "truncate", 1e9),
+    ("sequence", "truncate", 1e9),
+    ("sequence", "mask", 1e9),
+    ("sequence", "truncate", 1.1),
+]
+
+
+@pytest.mark.parametrize(("level", "mode", "max_ratio"), STREAMED)
+def test_the_row_of_stale_tokens_is_true(level: str, mode: str, max_ratio: float) -> None:
+    """A completion whose two tokens are of two older weights, by enumeration: the expected gradient is the newest
+    weights' exactly where the row says so."""
+    policy, older = _distributions(3, 4)
+    behaviour = torch.stack([policy + 0.4 * (older - policy), policy - 0.2 * (older - policy)])
+    config = Config(objective=_correction(level, mode, max_ratio))
+    config.objective.advantage, config.rollout.async_steps = "rloo", 2
+    target = _sequences_gradient(ObjectiveConfig(), policy, policy, draw_from=policy)
+    found = _sequences_gradient(config.objective, behaviour, policy, draw_from=behaviour)
+    error = float(torch.linalg.norm(found - target) / torch.linalg.norm(target))
+    [row] = stale_row(config)
+    assert (row.label == "unbiased") == (error < 1e-12) and (row.label == "biased") == (error > 1e-3)
+    config.rollout.async_steps = 0
+    assert not stale_row(config)
+
+
+def test_the_cumulative_ratio_is_exact_for_what_the_prefix_decides() -> None:
+    policy, older = _distributions(3, 4)
+    behaviour = torch.stack([policy + 0.4 * (older - policy), policy - 0.2 * (older - policy)])
+
+    def gradient(config: ObjectiveConfig, drawn: Tensor) -> Tensor:
+        return _sequences_gradient(config, drawn, policy, drawn, rewards_prefix=True)
+
+    target = gradient(ObjectiveConfig(), policy)
+    torch.testing.assert_close(gradient(_correction("cumulative", max_ratio=1e9), behaviour), target)
+    assert float(torch.linalg.norm(gradient(_correction("token", max_ratio=1e9), behaviour) - target)) > 1e-3
+
+
 def test_importance_factors_by_hand() -> None:
     """Two sequences with a prompt token each; ratios 2, 0.25 | 4, by token and by sequence, truncated and masked."""
     log_ratio = torch.tensor([5.0, np.log(2), np.log(0.25), 7.0, np.log(4)])
@@ -140,6 +193,9 @@ def test_importance_factors_by_hand() -> None:
     cases = {
         ("token", "truncate", 3.0, 0.0): ([2, 0.25, 3], [0, 0, 1]),
         ("token", "mask", 3.0, 0.5): ([2, 0, 0], [0, 1, 1]),
+        ("cumulative", "truncate", 1.5, 0.0): ([1.5, 0.5, 1.5], [1, 0, 1]),
+        ("cumulative", "mask", 4.5, 0.6): ([2, 0.5, 4], [0, 0, 0]),
+        ("cumulative", "mask", 3.0, 0.62): ([2, 0, 0], [0, 1, 1]),  # 0.62 to the root of 2 is 0.509
         ("sequence", "truncate", 3.0, 0.0): ([0.5, 0.5, 3], [0, 0, 1]),
         ("sequence", "mask", 4.5, 0.6): ([0, 0, 4], [1, 1, 0]),
     }

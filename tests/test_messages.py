@@ -132,6 +132,10 @@ JOBS: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         lambda f, t: [f"data.train_path={_file(t, ROW + NO_ANSWER)}"],
         "file.jsonl:2: the row lacks the field 'answer'; it has: problem",
     ),
+    "worked solutions": (  # whose problems stand in the field that those of the training sets stand in
+        lambda f, t: [f"sft.examples_path={_file(t, ROW)}", "sft.completion_field=solution"],
+        "file.jsonl:1: the row lacks the field 'solution'; it has: problem, answer. Worked solutions are read by",
+    ),
     "quota": (
         lambda f, t: [
             *("data.mixing=weighted", "data.train_path=", f"data.train_sets.train.path={f}/train.jsonl"),

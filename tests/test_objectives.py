@@ -113,10 +113,14 @@ def _corrected(level: str, mode: str) -> Callable[[Sequence], Tensor]:
         ratios = [math.exp(old - mu) for old, mu in zip(s.old, s.behaviour, strict=True)]
         if level == "sequence":
             ratios = [math.prod(ratios)] * len(ratios)
+        power = [0.5 if level == "cumulative" else 0.0] * len(ratios)
+        if level == "cumulative":
+            ratios = [math.prod(ratios[: place + 1]) for place in range(len(ratios))]
+        bounds = [(0.7 ** (place**p), 1.2 ** (place**p)) for place, p in enumerate(power, 1)]
         if mode == "truncate":
-            factors = [1.2 if r > 1.2 else r for r in ratios]
+            factors = [min(r, high) for r, (_, high) in zip(ratios, bounds, strict=True)]
         else:
-            factors = [r if 0.7 <= r <= 1.2 else 0.0 for r in ratios]
+            factors = [r if low <= r <= high else 0.0 for r, (low, high) in zip(ratios, bounds, strict=True)]
         return _clip(0.8, 1.28)(s) * torch.tensor(factors)
 
     return loss
@@ -134,7 +138,7 @@ CASES: dict[str, tuple[ObjectiveConfig, Callable[[Sequence], Tensor]]] = {
 }
 for name in ("k1", "k2", "k3", "k3_unbiased"):
     CASES[f"clip+{name}"] = (replace(CLIP, kl=KLConfig(0.3, name)), _with_kl(name))  # type: ignore[arg-type]
-for level in ("token", "sequence"):
+for level in ("token", "cumulative", "sequence"):
     for mode in ("truncate", "mask"):
         correction = CorrectionConfig(level, mode, 1.2, 0.7)  # type: ignore[arg-type]
         CASES[f"clip*{level}-{mode}"] = (replace(CLIP, correction=correction), _corrected(level, mode))

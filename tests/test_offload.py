@@ -14,6 +14,7 @@ from support.tiny import Parallel, build_actor, plan_for, random_samples, write_
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.checkpoint.writers import use_own_writers
+from dppo_megatron.config.schema import LoraConfig
 
 
 def _device_bytes(actor: Actor) -> dict[str, int]:
@@ -36,7 +37,7 @@ def _device_bytes(actor: Actor) -> dict[str, int]:
     return {
         "gradients": total([buffer.grad_data for buffer in actor._memory._buffers()]),
         "optimizer": total(moments + mains),
-        "weights": total([p.data for p in actor._parameters()]),
+        "weights": total([p.data for chunk in actor._chunks for p in chunk.parameters()]),
     }
 
 
@@ -48,9 +49,11 @@ def _save(actor: Actor, directory: Path) -> None:
     dist_checkpointing.save({"actor": actor.sharded_state()}, str(directory))
 
 
-def _load(model: Path, parallel: Parallel, directory: Path) -> dict[str, Any]:
+def _load(model: Path, parallel: Parallel, lora: LoraConfig, directory: Path) -> dict[str, Any]:
     """Weights and optimizer state that a checkpoint holds, by an actor that has never left its device."""
-    actor = build_actor(model, parallel)
+    actor = build_actor(model, parallel, lora=lora)
+    for parameter in (p for chunk in actor._chunks for p in chunk.parameters()):
+        parameter.data.zero_()  # so that what is not in the checkpoint is seen: adapters leave the rest as it began
     loaded = dist_checkpointing.load({"actor": actor.sharded_state(loading=True)}, str(directory))
     actor.load_sharded_state(loaded["actor"])
     weights = {name: tensor.clone() for name, tensor in actor.weights()}
@@ -58,10 +61,10 @@ def _load(model: Path, parallel: Parallel, directory: Path) -> dict[str, Any]:
     return {"weights": weights, "states": states}
 
 
-def _train(model: Path, parallel: Parallel, weights: bool | None, directory: Path) -> dict[str, Any]:
+def _train(model: Path, parallel: Parallel, lora: LoraConfig, weights: bool | None, directory: Path) -> dict[str, Any]:
     """Three updates, after each of which the actor leaves the device, unless `weights` is None. It is saved after the
     second, and there also after the others: a save must not bring anything back."""
-    actor = build_actor(model, parallel)
+    actor = build_actor(model, parallel, lora=lora)
     samples = random_samples(8, 37)
     plan = plan_for(samples, parallel)
     out: dict[str, Any] = {"bytes": []}
@@ -85,13 +88,15 @@ def _train(model: Path, parallel: Parallel, weights: bool | None, directory: Pat
     return out
 
 
-def _stay_and_leave(model: Path, parallel: Parallel, directory: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def _stay_and_leave(
+    model: Path, parallel: Parallel, lora: LoraConfig, directory: Path
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """What `_train` returns and what its second checkpoint holds, of one that stays, one that leaves and one whose
     weights leave too."""
     found = []
     for weights in (None, False, True):
-        trained = _train(model, parallel, weights, directory / str(weights))
-        found.append((trained, _load(model, parallel, directory / str(weights) / "1")))
+        trained = _train(model, parallel, lora, weights, directory / str(weights))
+        found.append((trained, _load(model, parallel, lora, directory / str(weights) / "1")))
     return found
 
 
@@ -102,14 +107,15 @@ SHARED = [
 ]
 
 
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=3)], ids=["all", "lora"])
 @pytest.mark.parametrize(
     "parallel", [*ALONE, *(pytest.param(one, marks=pytest.mark.slow) for one in SHARED)], ids=lambda p: f"{p}-{p.dtype}"
 )
-def test_the_device_is_left(tmp_path: Path, parallel: Parallel) -> None:
+def test_the_device_is_left(tmp_path: Path, parallel: Parallel, lora: LoraConfig) -> None:
     """While away, gradients and optimizer hold no byte of the device, the weights none or their own; the weights after
     three updates, and a checkpoint that was written meanwhile, are those of an actor that stayed, bit for bit."""
     model = write_model(tmp_path / "model")
-    (stayed, saved), *others = run_ranks(_stay_and_leave, parallel.world_size, model, parallel, tmp_path)[0]
+    (stayed, saved), *others = run_ranks(_stay_and_leave, parallel.world_size, model, parallel, lora, tmp_path)[0]
     assert stayed["weights"] and saved
     for weights, (left, saved_away) in zip((False, True), others, strict=True):
         assert len(left["bytes"]) == 3

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
 import sysconfig
 import venv
 import zipfile
@@ -13,30 +11,16 @@ from pathlib import Path
 
 import pytest
 from support.job import REPOSITORY
+from support.wheel import build_wheel
 
 from dppo_megatron.config.paths import shipped
 
 pytestmark = pytest.mark.slow
-SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
-SOURCES += ("dppo_megatron", "configs", "examples", "docs")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that nothing of the build stays in the checkout, and with the installed setuptools, so that
-    nothing is fetched."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in SOURCES:
-        path, skip = REPOSITORY / name, shutil.ignore_patterns("__pycache__", "*.egg-info")
-        if path.is_dir():
-            shutil.copytree(path, source / name, ignore=skip)
-        else:
-            shutil.copy(path, source / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out)]
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    [built] = out.glob("*.whl")
-    return built
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +54,8 @@ def test_wheel_holds_what_the_checkout_has(wheel: Path) -> None:
         for path in (REPOSITORY / directory).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 assert f"dppo_megatron/shipped/{path.relative_to(REPOSITORY)}" in names
-    for name in ("migrating.md", "other_names.txt"):  # what an unknown key was meant to be
-        assert f"dppo_megatron/shipped/docs/{name}" in names
+    for path in (*(REPOSITORY / "docs").glob("*.md"), REPOSITORY / "docs" / "other_names.txt"):  # messages name them
+        assert f"dppo_megatron/shipped/docs/{path.name}" in names
     for path in (REPOSITORY / "dppo_megatron").rglob("*"):
         if path.suffix in (".py", ".typed", ".js", ".css", ".html"):
             assert str(path.relative_to(REPOSITORY)) in names

@@ -22,7 +22,8 @@ from dppo_megatron.packing.cost import CostModel
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.steps.rollout_cost import cost_model
 from dppo_megatron.types import PackedMicrobatch, PackPlan, TrainSample, UserError
-from dppo_megatron.weights.architecture import Architecture, Experts, Rope
+from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.layer_parts import Experts, Gemma, Rope
 
 MODES = ("balanced", "window", "first_fit_decreasing", "none")
 COST = CostModel(linear=1.0, quadratic=0.01)
@@ -307,6 +308,15 @@ def test_cost_model_of_experts() -> None:
     dense, experts = cost_model(shape), cost_model(replace(shape, experts=Experts(64, 3, 10, True)))
     assert experts.linear - dense.linear == 6 * 2 * 8 * 64
     assert experts.quadratic == dense.quadratic
+
+
+def test_cost_model_of_windows() -> None:
+    """A token of a layer with a window of 5 looks at 5 others, of one without at half of the sequence."""
+    shape = _shaped(3, 8, 30, 2, 1, 4, 11)
+    gemma = Gemma(5, (True, False, True), Rope(()), 0.5)
+    full, windows = cost_model(shape), cost_model(replace(shape, gemma=gemma))
+    assert windows.quadratic == full.quadratic / 3
+    assert windows.linear - full.linear == 6 * 2 * 5 * (2 * 4 + 2 * 4)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])

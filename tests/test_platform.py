@@ -320,3 +320,17 @@ def test_harmless_warnings_are_silent_where_filters_were_reset_and_others_are_no
     assert spec is not None
     loader.exec_module(importlib.util.module_from_spec(spec))
     assert [str(warning.message) for warning in recwarn] == ["Apex is not installed, and that is serious"]
+
+
+IMPORTED = """
+import sys
+import dppo_megatron.run
+never = ("aiohttp", "plotly", "rich", "argcomplete", "pandas", "pyarrow", "wandb", "dppo_megatron.rollout.servers")
+never += ("dppo_megatron.rewards.math.grader", "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard")
+print([name for name in never if name in sys.modules])
+"""
+
+
+def test_a_rank_imports_what_its_first_step_needs() -> None:
+    found = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "[]"

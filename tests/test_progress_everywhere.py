@@ -178,14 +178,13 @@ def test_data(tmp_path: Path) -> None:
 
 
 def test_doctor_and_quickstart(tmp_path: Path) -> None:
-    """A quickstart up to its task, which something else is in the way of."""
+    """A quickstart up to the run, which needs more processes."""
     log = Log()
     assert main(["doctor"], log.display) == 0
     assert not log.lacks("doctor")
-    (tmp_path / "task").mkdir()
-    (tmp_path / "task" / "notes").touch()
     log = Log()
-    assert main(["quickstart", "--task", str(tmp_path / "task"), "--run-dir", str(tmp_path / "run")], log.display) == 2
+    command = ["quickstart", "--task", str(tmp_path / "task"), "--run-dir", str(tmp_path / "run"), "--tp", "2"]
+    assert main(command, log.display) == 2
     assert not log.lacks("quickstart")
 
 

@@ -18,6 +18,7 @@ from dppo_megatron.workbench.commands import quickstart
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of a quickstart whose task is there and whose earlier run is in `tmp_path/run`; it starts no process."""
     monkeypatch.setattr(quickstart, "_call", lambda *command, ranks=1: 0)
+    monkeypatch.setattr("dppo_megatron.workbench.quickstart.make.make_quickstart", lambda task, recipe: None)
     write_job_files(tmp_path / "task")
     RunDirectory(tmp_path / "run").close()
     return ["quickstart", "--task", str(tmp_path / "task"), "--run-dir", str(tmp_path / "run")]

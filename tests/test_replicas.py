@@ -26,14 +26,13 @@ from dppo_megatron.rollout.servers.device_map import RankDevice
 from dppo_megatron.rollout.servers.dialects import SGLangDialect
 from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.http import Http
-from dppo_megatron.rollout.servers.in_engine import dppo_nccl
+from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.sync import colocated
-from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
+from dppo_megatron.rollout.sync.colocated import SharedBuffer, SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 from dppo_megatron.types import RunAborted, UserError
 
 KEY = "key"
@@ -176,7 +175,7 @@ def test_both_ends_of_a_communicator_are_compared(
 ) -> None:
     """Before the first transfer, through the servers' own report: nccl that was asked for is refused in a sentence, and
     `auto` takes another channel and says why."""
-    for name in dppo_nccl.DEFAULTS:
+    for name in dppo_wire.NCCL_DEFAULTS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     fake.instead["/dppo_workers"] = {"replicas": [[_worker(p, nccl=NCCL | change) for p in range(4)]]}
@@ -213,12 +212,12 @@ def test_a_sglang_without_our_file_counts_as_what_it_sets_itself(monkeypatch: py
         stubs.pages["a/server_info"] = json.dumps({"version": "0.5.23", "model_path": "/m", "device": "cuda"})
         found = SGLangServer(Http(stubs.url("a")), 19).describe(timeout_s=10).nccl
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    for name in dppo_nccl.DEFAULTS:
+    for name in dppo_wire.NCCL_DEFAULTS:
         monkeypatch.delenv(name, raising=False)
-    assert dppo_nccl.difference(found) == "NCCL_CUMEM_ENABLE is 0 there and -2 in the trainer"
-    for name in dppo_nccl.DEFAULTS:
+    assert dppo_wire.nccl_difference(found) == "NCCL_CUMEM_ENABLE is 0 there and -2 in the trainer"
+    for name in dppo_wire.NCCL_DEFAULTS:
         monkeypatch.setenv(name, "0")
-    assert not dppo_nccl.difference(found)
+    assert not dppo_wire.nccl_difference(found)
 
 
 def test_launched_servers_of_sglang_get_the_trainers_values(monkeypatch: pytest.MonkeyPatch) -> None:

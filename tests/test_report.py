@@ -26,7 +26,8 @@ from dppo_megatron.workbench.compare.table import write_page as write_comparison
 from dppo_megatron.workbench.compare.verdict import judge
 from dppo_megatron.workbench.report.findings import findings
 from dppo_megatron.workbench.report.page import read_samples, write_page
-from dppo_megatron.workbench.runs.run_record import LEGEND, read_run, standard_error
+from dppo_megatron.workbench.runs.run_record import read_run, standard_error
+from dppo_megatron.workbench.runs.sample_rows import LEGEND
 
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\"> 6 * 7 = 42"
 

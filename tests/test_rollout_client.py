@@ -31,8 +31,8 @@ from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import make_grader
 from dppo_megatron.rollout.client import messages
-from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, hand_over, take_over
-from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory
+from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, HookFactory, hand_over, take_over
+from dppo_megatron.rollout.client.detokenizer import Detokenizer
 from dppo_megatron.rollout.client.remote import Nodes, owners, take
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
@@ -198,7 +198,7 @@ def test_what_is_given_up_half_way_is_ended_at_the_server(files: Path, tmp_path:
         work, places = engine._plan(asked, Sampling(LIMIT, 1.0, 0))
         landing = dispatch(engine._fleet, work)
         next(landing)
-        engine._take(places)
+        engine._take(work, places)
         landing.close()  # type: ignore[attr-defined]
         assert closed.wait(20)
     finally:

@@ -31,9 +31,8 @@ from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.connect import routed
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.http import Http, Peer
-from dppo_megatron.rollout.servers.intake import Submit
 from dppo_megatron.rollout.servers.router import RouterServer, named_now, through
-from dppo_megatron.rollout.servers.wire import Expected
+from dppo_megatron.rollout.servers.wire import Expected, Submit
 from dppo_megatron.types import UserError
 
 ENGINES = ("vllm", "sglang")
@@ -107,7 +106,6 @@ def test_a_worker_without_the_present_weights(engine: str) -> None:
         assert right(rig.take(), 4, 3) and _asked(stubs) == {"b": 4}
         fleet.revive()
         sync(fleet)
-        fleet.follow_routers()
         assert [asked.name for asked in fleet.targets_for(requests(1)[0])] == [stubs.url("router")]
         stubs.asked.clear()
 
@@ -179,7 +177,6 @@ def test_cuts_pass_sglangs_router_by() -> None:
             unread = msgspec.structs.replace(cut, reads_logprobs=False)
             assert router.dialect.carries(cut) == passed and router.dialect.carries(unread)
             fleet = rig.fleet([0, 1], {})
-            fleet.follow_routers()
             names = {asked.name for asked in fleet.targets_for(cut)}
             assert names == ({stubs.url("router")} if passed else {stubs.url("a"), stubs.url("b")})
             fleet.close()

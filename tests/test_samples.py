@@ -30,7 +30,7 @@ from dppo_megatron.observe.samples import (
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.steps.trace import reasons_of, recorded_positions
 from dppo_megatron.types import Completion, Grade, Group, Prompt, RolloutPrompt
-from dppo_megatron.workbench.runs.run_record import read_rows
+from dppo_megatron.workbench.runs.sample_rows import read_rows
 
 
 def _group(position: int, size: int = 2, tokens: int = 3, text: str = "answer") -> RecordedGroup:
@@ -137,10 +137,10 @@ def test_right_is_what_the_first_named_reward_says() -> None:
     """Not what was rewarded: .06 for brevity are not right, and a right answer may be punished for its length."""
     grades = (Grade(0.06, parts={"right": 0.0, "short": 0.6}), Grade(-0.1, parts={"right": 1.0, "short": -11.0}))
     one = replace(_group(0), group=replace(_group(0).group, grades=grades))
-    found = to_table(1, [one], 0.5).to_pylist()
+    found = to_table(1, [one], {"reward": 0.5}).to_pylist()
     assert [row["correct"] for row in found] == [False, True]
     assert [dict(row["parts"]) for row in found] == [dict(grade.parts) for grade in grades]
-    assert [row["correct"] for row in to_table(1, [one], 1.5).to_pylist()] == [False, False]
+    assert [row["correct"] for row in to_table(1, [one], {"reward": 1.5}).to_pylist()] == [False, False]
 
 
 def test_files_of_an_older_version_are_read_and_merged(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_files_of_an_older_version_are_read_and_merged(tmp_path: Path) -> None:
         pq.write_table(pq.ParquetFile(one.path).read().drop_columns(["problem", "correct", "parts"]), one.path)
     names = ["step", "problem", "correct", "parts"]
     old = dict.fromkeys(names[1:])
-    assert read_rows(sample_files(tmp_path / "samples")[0].path, names) == [{"step": 1} | old] * 2
+    assert read_rows(sample_files(tmp_path / "samples")[0].path, names, 1) == [{"step": 1} | old] * 2
     _write(tmp_path, range(64, 65))
     [merged] = sample_files(tmp_path / "samples")
     assert read_rows(merged.path, names, 40) == [{"step": 40} | old] * 2
@@ -279,13 +279,16 @@ def test_reasons() -> None:
     rollouts = Rollouts(reward[:, None], np.ones((len(cases), 1), int), np.ones((len(cases), 1)), None, truncated)
     decision = SimpleNamespace(kept=kept, advantages=advantage, completion_prob=prob)
     assert reasons_of(config, decision, rollouts).tolist() == why.tolist()  # type: ignore[arg-type]
+    config.objective.kl.coef = 0.1  # which has a gradient at advantage 0 too: what is gone was drawn away
+    why[why == "zero advantage"] = "rank"
+    decision.completion_prob[7], decision.kept[7], why[7] = 0.4, False, "score"
+    assert reasons_of(config, decision, rollouts).tolist() == why.tolist()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("step", [None, 1])
-def test_files_without_rows_or_columns(tmp_path: Path, step: int | None) -> None:
+def test_files_without_rows_or_columns(tmp_path: Path) -> None:
     """A writer that was closed before the first row leaves no row group; a file without columns is none of ours."""
     pq.ParquetWriter(tmp_path / "empty.parquet", to_table(0, []).schema).close()
-    assert read_rows(tmp_path / "empty.parquet", ["step", "group"], step) == []
-    pq.write_table(pa.table({}), tmp_path / "bare.parquet")
-    with pytest.raises(ValueError, match=r"^bare\.parquet: "):
-        read_rows(tmp_path / "bare.parquet", ["step", "group"], step)
+    assert read_rows(tmp_path / "empty.parquet", ["step", "group"], 1) == []
+    pq.write_table(pa.table({"step": pa.array([1], pa.int32())}), tmp_path / "bare.parquet")
+    with pytest.raises(ValueError, match=r"^bare\.parquet: group is missing"):
+        read_rows(tmp_path / "bare.parquet", ["step", "group"], 1)

@@ -28,11 +28,11 @@ from dppo_megatron.config.rollout import RolloutConfig, check_rollout
 from dppo_megatron.observe.trackers.process import Begin
 from dppo_megatron.observe.trackers.sink import Trackers
 from dppo_megatron.rollout.servers.connect import configured_key, describe, make_server
-from dppo_megatron.rollout.servers.groups import listening_store
 from dppo_megatron.rollout.servers.http import Done, Http, Refused, clean_key
-from dppo_megatron.rollout.servers.server_process import LaunchedServer
+from dppo_megatron.rollout.servers.server_process import LaunchedServer, stop_all
 from dppo_megatron.rollout.servers.sglang import sglang_command
 from dppo_megatron.rollout.servers.vllm import vllm_command
+from dppo_megatron.rollout.sync.broadcast import listening_store
 from dppo_megatron.types import UserError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "dppo_megatron" / "rollout" / "servers" / "in_engine"))
@@ -108,7 +108,7 @@ def test_no_log_shows_half_of_a_key(tmp_path: Path) -> None:
     server = LaunchedServer([], {}, tmp_path / "log", api_key=KEY)
     for dots in range(1960, 2005):
         server.log.write_text(f"{KEY}{'.' * dots}\n")
-        assert KEY[-4:] not in server.tail()
+        assert KEY[-4:] not in server.with_log("")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_launched_servers_have_keys_of_their_own(
         assert server.api_key not in " ".join([*server.command, *map(str, server.process.args)])  # type: ignore[arg-type]
         assert server.api_key not in repr(server) and server.api_key not in server.log.read_text()
         assert server.api_key not in str(config_values(config))
-        server.stop()
+        stop_all([server])
     assert (servers[0].api_key == servers[1].api_key == given) if given else servers[0].api_key != servers[1].api_key
     build = vllm_command if engine == "vllm" else sglang_command
     command = build(config.rollout, "python", "model", 10, "float32", cpu=True)

@@ -26,10 +26,9 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import directory
-from dppo_megatron.rollout.servers.connect import ConnectedServers
+from dppo_megatron.rollout.servers.connect import ConnectedServers, Membership
 from dppo_megatron.rollout.servers.directory import Directory, Registration, RegistryEntry
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.membership import Membership
 from dppo_megatron.steps import loop
 from dppo_megatron.types import Prompt, UserError
 
@@ -233,9 +232,9 @@ def test_an_engine_whose_client_has_ended_is_closed(files: Path, tmp_path: Path,
     trainer()
     engine = trainer.engine
     engine.start([Request(Prompt(0, "", (2, 3), "", ""), c, 2) for c in range(3)], SAMPLING)
-    assert engine._started is not None and engine._client is not None
-    engine._started.join()
-    assert engine._started.work.landed
+    assert engine._head is not None and engine._client is not None
+    engine._head.background.join()
+    assert engine._started[0].work.landed
     engine._client.process.kill()
     engine._client.process.wait()
     snapshot, sockets = next((tmp_path / "run" / "sync").iterdir()), engine._client._directory

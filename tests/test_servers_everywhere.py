@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout import job_nodes
 from dppo_megatron.rollout.client.remote import Nodes
 from dppo_megatron.rollout.engine import Request, Sampling
-from dppo_megatron.rollout.job_nodes import NodeSupervisor, launch_everywhere
+from dppo_megatron.rollout.job_nodes import JobServers
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import server_process
 from dppo_megatron.rollout.servers.dispatch import grouped
@@ -51,32 +50,6 @@ def fake_config(files: Path, run_dir: Path, **extra: Any) -> Config:
         rollout__sync__verify_every=0,
         **extra,
     )
-
-
-def test_a_supervisor_starts_and_is_asked_to_start_again(tmp_path: Path) -> None:
-    """Through a store alone: what rank 0 sees of a server that runs, that is killed, and that it has asked for."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    command = [sys.executable, "-c", "import sys, time; print('here I am', sys.argv[1], flush=True); time.sleep(600)"]
-    servers = [LaunchedServer([*command, "{port}"], {}, tmp_path / f"{i}.log", f"key{i}", node=1) for i in range(2)]
-    supervisor = NodeSupervisor(servers, store, "job")
-    try:
-        handles = [replace(one, store=store) for one in supervisor.begin()]
-        assert [handle.url for handle in handles] == [server.url for server in servers]
-        assert all(handle.is_running and handle.exit_code is None and handle.node == 1 for handle in handles)
-        killed, other = (server.process for server in servers)
-        assert killed is not None and other is not None
-        until(lambda: "here I am" in servers[0].log.read_text(), "it has not begun")
-        os.killpg(killed.pid, signal.SIGKILL)
-        until(lambda: not handles[0].is_running, "its end was not told")
-        assert handles[0].exit_code == -signal.SIGKILL and "here I am" in handles[0].tail() and handles[1].is_running
-        handles[0].start()
-        assert handles[0].is_running, "asked for counts as running, or it would be asked for again and again"
-        until(lambda: servers[0].process is not killed and servers[0].is_running, "it was not started again")
-        assert servers[1].process is other
-    finally:
-        supervisor.close()
-    last = servers[0].process
-    assert last is not None and is_gone(last.pid) and is_gone(other.pid)
 
 
 _STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
@@ -106,10 +79,13 @@ def _with_a_fault_on_rank(config: Config, rank: int) -> str:
     nodes = Nodes.of(range(dist.get_world_size()), dist.get_rank())
     if dist.get_rank() == rank:
         job_nodes.make_servers = _faulty  # type: ignore[assignment]
+    servers = JobServers(config, nodes)
     try:
-        launch_everywhere(config, nodes)
+        servers.start()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        servers.close()
     return "nothing"
 
 
@@ -135,11 +111,8 @@ def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
     found: dict[int, Completion] = {}
     try:
         assert engine._nodes.count == 2
-        mine: list[Any] = []
-        if engine._head is not None:
-            mine = [m.process for m in engine._fleet.members if isinstance(m.process, LaunchedServer)]
-        elif engine._supervisor is not None:
-            mine = list(engine._supervisor.servers)
+        assert engine._own is not None
+        mine: list[Any] = engine._own.here
         pids = gather_all([(engine._nodes.node, server.process.pid) for server in mine])
         weights = [(name, job.checkpoint.get(name)) for name in list(job.checkpoint.names)[:3]]
         states = []
@@ -156,8 +129,7 @@ def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
                 for server in mine:
                     if engine._nodes.node == killed:
                         os.killpg(server.process.pid, signal.SIGKILL)
-                if engine._head is not None:
-                    until(lambda: not all(m.process.is_running for m in engine._fleet.members), "its end was not told")  # type: ignore[union-attr]
+                        server.process.wait()
                 dist.barrier()
         sync = from_rank_zero(lambda: engine._sync.version)
         described = engine.description

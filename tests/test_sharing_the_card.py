@@ -23,6 +23,7 @@ from dppo_megatron.actor.offload import Offload
 from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling, Weights
 from dppo_megatron.rollout.hf import HFEngine
+from dppo_megatron.rollout.sync.receipts import Canary
 from dppo_megatron.run import Run, Stopped
 from dppo_megatron.steps.step import RolloutTable
 from dppo_megatron.train import train
@@ -144,6 +145,8 @@ def _train(files: Path, run_dir: Path, mode: str, stop_in_step: int = 0) -> tupl
         else:
             engine.note = lambda arrow: None  # type: ignore[method-assign]
         patch.setattr("dppo_megatron.steps.loop.make_engine", lambda *_: engine)
+        canary = Canary(config.rollout, config.seed, job.stop_token_ids)
+        patch.setattr("dppo_megatron.steps.loop.make_canary", lambda _: canary)
         with Run(job) as run:
             rollouts = RolloutTable.rollouts
 

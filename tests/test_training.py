@@ -282,6 +282,7 @@ def test_run_directory(files: Path, finished: Path) -> None:
     for row in rows[1:]:
         assert set(row) >= PROMISED
         facts = {"reward/parsed_share", "reward/boxed_share"}  # this grader gives none
+        facts |= {"rollout/missing_reward_mean", "rollout/missing_tokens_mean"}  # nothing is missing
         assert {key for key, value in row.items() if value is None} == facts
         assert all(np.isfinite(value) for key, value in row.items() if key not in facts | LISTS)
         assert {entry["label"] for entry in row["prune/ledger"]} <= {"exact", "unbiased"}

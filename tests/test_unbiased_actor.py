@@ -125,3 +125,22 @@ def test_weights_are_outside_the_clip(tmp_path: Path) -> None:
     """Tripling every weight triples the gradient exactly: a weight inside the ratio would meet the clip."""
     plain, tripled = run_ranks(_weights_scale_the_gradient, 1, write_model(tmp_path / "model"))[0]
     np.testing.assert_allclose(tripled, 3 * plain, rtol=1e-9, atol=1e-12 * np.abs(plain).max())
+
+
+def _tokens_of_their_own(model_path: Path) -> list[np.ndarray]:
+    """Gradients: of all tokens; of the first half of each completion's by weights, and by advantages; of the rest."""
+    actor = build_actor(model_path, Parallel(dtype=torch.float64))
+    batch = _batch("sequence_mean")
+    halves = [np.arange(sample.num_completion_tokens) < sample.num_completion_tokens // 2 for sample in batch]
+    by_weight = [replace(one, weight=half.astype(float)) for one, half in zip(batch, halves, strict=True)]
+    by_advantage = [replace(one, advantage=one.advantage * half) for one, half in zip(batch, halves, strict=True)]
+    rest = [replace(one, weight=(~half).astype(float)) for one, half in zip(batch, halves, strict=True)]
+    return [_gradient(actor, samples, "cispo_corrected")[0] for samples in (batch, by_weight, by_advantage, rest)]
+
+
+def test_a_token_may_have_its_own_weight_and_advantage(tmp_path: Path) -> None:
+    """What stopping a completion early needs: prefix and suffix count apart, and add up to the whole."""
+    whole, first, also_first, rest = run_ranks(_tokens_of_their_own, 1, write_model(tmp_path / "model"))[0]
+    scale = np.linalg.norm(whole)
+    assert min(np.linalg.norm(first), np.linalg.norm(rest)) > 0.1 * scale
+    assert np.linalg.norm(first - also_first) < 1e-10 * scale > np.linalg.norm(first + rest - whole)

@@ -17,6 +17,7 @@ from support.tiny import Parallel, build_actor, plan_for, random_samples, write_
 from dppo_megatron.algorithms.objectives import make_objective
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import StepCost
@@ -54,7 +55,7 @@ def _rollouts(prompts: np.ndarray, outcome: np.ndarray = EACH_ITS_OWN) -> Rollou
 
 def _steps(config: Config, count: int = 1, outcome: np.ndarray = EACH_ITS_OWN) -> TrainSelection:
     """The decision of step `count`, the steps before with the same outcomes; the order of prompts never changes."""
-    selector = Selector(config, N, order=PromptOrder(N, seed=0))
+    selector = Selector(selection_settings(config), N, order=PromptOrder(N, seed=0))
     for step in range(1, count + 1):
         decision = selector.finish(_rollouts(selector.begin(step).prompt_index, outcome), step)
         selector.feedback(StepCost(step, 1.0, 1.0, 0.0))
@@ -106,7 +107,9 @@ def _minibatch_gradients(model_path: Path) -> dict[str, float]:
     for normalization in ("sequence_mean", "token_mean", "constant"):
         gradients, shares = {}, {}
         for updates in (1, 3):
-            selector = Selector(_config(updates, normalization=normalization), N, order=PromptOrder(N, seed=0))
+            selector = Selector(
+                selection_settings(_config(updates, normalization=normalization)), N, order=PromptOrder(N, seed=0)
+            )
             prompts = selector.begin(1).prompt_index
             decision = selector.finish(Rollouts(REWARDS[prompts], lengths[prompts], LOGIT_GRAD_NORM[prompts]), 1)
             rows = (prompts[:, None] * G + np.arange(G)).ravel()
@@ -173,7 +176,7 @@ def test_token_mean_with_skipped_prompts_uses_earlier_lengths() -> None:
 def test_state_goes_on_where_it_was() -> None:
     """A selector restored from a state decides as the one that went on."""
     config = _config(2, "dppo", "dppo", normalization="token_mean", advantage="reinforce_baseline")
-    first, second = (Selector(config, N, order=PromptOrder(N, seed=0)) for _ in range(2))
+    first, second = (Selector(selection_settings(config), N, order=PromptOrder(N, seed=0)) for _ in range(2))
     first.finish(_rollouts(first.begin(1).prompt_index), 1)
     first.feedback(StepCost(1, 1.0, 1.0, 0.0))
     second.load_state_dict(first.state_dict())
@@ -187,11 +190,11 @@ def test_overlong_filter_is_a_biased_row() -> None:
     """Truncated completions are not trained on, still count in their group, and nobody is weighted up for them."""
     prompts = np.arange(N)
     truncated = LENGTHS >= 25
-    selector = Selector(_config(2), N, order=PromptOrder(N, seed=0))
+    selector = Selector(selection_settings(_config(2)), N, order=PromptOrder(N, seed=0))
     plain = selector.finish(_rollouts(selector.begin(1).prompt_index), 1)
     config = _config(2)
     config.objective.overlong.filter = True
-    selector = Selector(config, N, order=PromptOrder(N, seed=0))
+    selector = Selector(selection_settings(config), N, order=PromptOrder(N, seed=0))
     order = selector.begin(1).prompt_index
     decision = selector.finish(replace(_rollouts(order), truncated=truncated[order]), 1)
     np.testing.assert_array_equal(decision.kept, ~truncated[order].ravel())
@@ -216,7 +219,9 @@ def test_soft_overlong_punishment_shapes_advantages_only() -> None:
 
 def test_dynamic_sampling_shares_its_groups_out() -> None:
     """The groups with variance go to the mini-batches evenly, DAPO's token mean is over them, and the row is biased."""
-    selector = Selector(_config(2, "dynamic_sampling", normalization="token_mean"), N, order=PromptOrder(N, seed=0))
+    selector = Selector(
+        selection_settings(_config(2, "dynamic_sampling", normalization="token_mean")), N, order=PromptOrder(N, seed=0)
+    )
     prompts = selector.begin(1).prompt_index
     rewards = REWARDS.copy()
     rewards[prompts[[0, 5, 7]]] = 1.0  # no variance

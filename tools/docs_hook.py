@@ -10,13 +10,16 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from dppo_megatron.config.pruning import PruningConfig  # noqa: E402
 from dppo_megatron.config.reference import Setting, all_settings  # noqa: E402
+from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES  # noqa: E402
 
 _PYTHON = (
     ("Pruning as a library", "dppo_megatron.pruning"),
@@ -32,6 +35,9 @@ _PYTHON = (
 """Modules of the Python reference: what examples and extensions import."""
 
 
+POLICIES: dict[str, dict[str, Any]] = {"prompt": {**PROMPT_POLICIES}, "completion": {**COMPLETION_POLICIES}}
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the generated pages."""
     from mkdocs.structure.files import File
@@ -44,11 +50,13 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links to files of the repository become plain names: the site does not know where the repository is kept. The
-    page on other trainers shows the list that the program reads."""
+    page on other trainers shows the list that the program reads, that on pruning which method reads what."""
     if page is not None and page.file.src_uri.startswith("reference/"):
         return markdown
     others = (ROOT / "docs" / "other_names.txt").read_text(encoding="utf-8")
     markdown = markdown.replace("<!-- other names -->", others)
+    if "<!-- settings of methods -->" in markdown:
+        markdown = markdown.replace("<!-- settings of methods -->", "\n\n".join(map(settings_of_methods, POLICIES)))
     return re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
 
 
@@ -58,6 +66,16 @@ def home_page() -> str:
     inside = re.sub(r"\]\(docs/", "](", text)
     inside = re.sub(r"\[docs/([\w.]+)\]", r"[\1]", inside)
     return re.sub(r"\[([^\]]+)\]\((?:dppo_megatron|configs|examples|benchmarks|tests)/[^)]*\)", r"`\1`", inside)
+
+
+def settings_of_methods(level: str) -> str:
+    """A table of the settings of `pruning.prompt` or `pruning.completion`, and the methods that read each."""
+    rows = [f"| `pruning.{level}.` | read by |", "|---|---|"]
+    for item in fields(getattr(PruningConfig(), level)):
+        if item.name != "method":
+            readers = (f"`{name}`" for name, policy in POLICIES[level].items() if item.name in policy.reads)
+            rows.append(f"| `{item.name}` | {', '.join(readers)} |")
+    return "\n".join(rows)
 
 
 def pages() -> dict[str, str]:

@@ -48,7 +48,7 @@ def picture(run: Path, width: int) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), color_system="truecolor")
     latest = Latest(run)
     latest.look()
-    console.print(frame(latest, console))
+    console.print(frame(latest, width))
     drawn = console.export_svg(title=f"dppo-megatron watch {run.name}", unique_id="watch")
     drawn = re.sub(r"\s*@font-face \{.*?\}", "", drawn, flags=re.DOTALL)
     return re.sub(r"Fira Code", "ui-monospace, Menlo, Consolas, monospace", drawn)

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: useful FLOPs of a step, rates and utilization of a timed one.
+"""What the GPU benchmarks share: batches and plans, a timed step, its useful FLOPs, rates and utilization.
 
 FLOPs count what the mathematics asks for, once (model FLOPs, not hardware FLOPs): neither padding nor recomputation
 raises a utilization.
@@ -7,8 +7,12 @@ raises a utilization.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,96 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from workload import Spread, trained_tokens
 
-from dppo_megatron.types import TrainSample
+from dppo_megatron.actor.actor import Actor
+from dppo_megatron.actor.layout import Layout
+from dppo_megatron.algorithms.objectives import clipped_surrogate
+from dppo_megatron.config.schema import ActorConfig
+from dppo_megatron.packing.alignment import PackingLayout
+from dppo_megatron.types import PackedMicrobatch, PackPlan, TrainSample
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.workbench.accept.speed import PlanTiming
-from dppo_megatron.workbench.accept.workload import peak_flops
+from dppo_megatron.workbench.accept.workload import RandomWeights, Shape, architecture_of, peak_flops
+from dppo_megatron.workbench.random_samples import SampleLengths, random_samples
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTiming:
+    """What one plan took on one actor."""
+
+    seconds: list[float]
+    """Wall time of each timed step, the device synchronized before and after."""
+    peak_memory_gib: float
+    """torch's peak of allocated memory over the timed steps; 0 without CUDA."""
+    actor: str
+    """The actor's own description: layout, layers and why, FP8 recipe."""
+    metrics: dict[str, float]
+    """What the last step returned; a wrong loss makes a time worthless."""
+
+
+@contextmanager
+def built_actor(shape: Shape, config: ActorConfig, layout: Layout, dtype: torch.dtype) -> Iterator[Actor]:
+    """An actor with random weights and a fresh optimizer; its memory is free again after the block."""
+    architecture = architecture_of(shape)
+    actor = Actor(config, layout, architecture, RandomWeights(architecture, layout.device), dtype=dtype)
+    actor.start_phase(config.optimizer, total_steps=10**6)
+    try:
+        yield actor
+    finally:
+        del actor
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def time_steps(
+    actor: Actor, samples: Sequence[TrainSample], plan: PackPlan, *, warmup_steps: int, timed_steps: int
+) -> PlanTiming:
+    """`Actor.update` from the samples on; the host's share of a step is part of it."""
+    objective = clipped_surrogate(0.2, 0.2, 0.0)
+    for _ in range(warmup_steps):
+        actor.update(samples, plan, objective)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    seconds, metrics = [], {"loss": float("nan"), "grad_norm": float("nan")}
+    for _ in range(timed_steps):
+        _synchronize()
+        started = time.perf_counter()
+        metrics = actor.update(samples, plan, objective).figures()
+        _synchronize()
+        seconds.append(time.perf_counter() - started)
+    peak_memory_gib = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    return PlanTiming(seconds, peak_memory_gib, actor.description, metrics)
+
+
+def equal_samples(architecture: Architecture, tokens: int, microbatches: int, cap: int) -> list[TrainSample]:
+    """Samples of one length that fill their micro-batches, so that only the kernels and our layer are measured."""
+    prompt = tokens // 8
+    completion = tokens + 1 - prompt  # the last token is only a target: length + 1 tokens are length inputs
+    lengths = SampleLengths(microbatches * (cap // tokens), completion, 0.0, completion, (prompt, prompt))
+    return random_samples(lengths, architecture.vocab_size)
+
+
+def padded_plan(
+    samples: Sequence[TrainSample], layout: PackingLayout, max_tokens_per_microbatch: int, *, by_length: bool
+) -> PackPlan:
+    """Slots as long as the longest sample of the step, or, sorted by length first, of the micro-batch.
+
+    The same micro-batches as a padded tensor [B, L] of at most `max_tokens_per_microbatch` slots, laid out flat.
+    """
+    lengths = [sample.num_tokens for sample in samples]
+    order = sorted(range(len(samples)), key=lambda i: -lengths[i]) if by_length else list(range(len(samples)))
+    microbatches = []
+    while order:
+        longest = lengths[order[0]] if by_length else max(lengths)
+        slot = -(-longest // layout.microbatch_multiple) * layout.microbatch_multiple
+        rows = max(1, max_tokens_per_microbatch // slot)
+        members, order = order[:rows], order[rows:]
+        true = [0]
+        for member in members:
+            true.append(true[-1] + lengths[member])
+        padded = tuple(slot * i for i in range(len(members) + 1))
+        microbatches.append(PackedMicrobatch(tuple(members), tuple(true), padded))
+    return PackPlan((tuple(microbatches),), max_tokens_per_microbatch, sum(lengths), {})
 
 
 def matmul_parameters(architecture: Architecture) -> int:
@@ -72,3 +162,23 @@ def require_cuda(args: argparse.Namespace) -> None:
     if not args.smoke and not torch.cuda.is_available():
         print("This benchmark needs a CUDA device; `--smoke` runs it tiny on the CPU.", file=sys.stderr)
         raise SystemExit(2)
+
+
+def peak_gib(run: Callable[[], object]) -> float:
+    """Of the device while `run` runs: all that torch reserves, and beside it the context and what others hold. 0
+    without CUDA."""
+    if not torch.cuda.is_available():
+        run()
+        return 0.0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    free, total = torch.cuda.mem_get_info()
+    beside = total - free - torch.cuda.memory_reserved()
+    run()
+    _synchronize()
+    return float(torch.cuda.max_memory_reserved() + beside) / 2**30
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

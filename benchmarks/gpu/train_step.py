@@ -3,12 +3,14 @@
     python benchmarks/gpu/train_step.py packed-vs-padded [--shapes 0.6b 1.7b 4b] [--json FILE]
     python benchmarks/gpu/train_step.py fp8              [--recipes tensorwise delayed blockwise]
     python benchmarks/gpu/train_step.py mfu
+    python benchmarks/gpu/train_step.py memory
 
 packed-vs-padded: the same samples and the same actor; only the plan differs. `packed` is the project's planner.
     `padded` gives every sample a slot as long as the step's longest, as padded trainers do. `sorted` sorts by length
     first and pads to the longest of each micro-batch: the best that padding can do.
 fp8: bfloat16 against each FP8 recipe of Transformer Engine on the same samples, with both peaks' utilization.
 mfu: useful FLOPs over the chip's dense bfloat16 peak, at several lengths of equal total.
+memory: the peak of each phase, of the whole device, and the share that stays when all is moved to the host.
 
 `--smoke` runs any of them tiny, in bfloat16 on whatever device there is, a CPU included: it shows that the script
 works and measures nothing. Without a CUDA device and without --smoke the exit code is 2. A configuration that runs
@@ -26,23 +28,26 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
-from common import figures, matmul_parameters, require_cuda
+from common import (
+    built_actor,
+    equal_samples,
+    figures,
+    matmul_parameters,
+    padded_plan,
+    peak_gib,
+    require_cuda,
+    time_steps,
+)
 from workload import trained_tokens, write_json
 
 from dppo_megatron.actor.layout import Layout, build_layout, start_process_group, stop_process_group
+from dppo_megatron.algorithms.objectives import clipped_surrogate
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.types import TrainSample, UserError
-from dppo_megatron.workbench.accept.speed import built_actor, time_steps
-from dppo_megatron.workbench.accept.workload import (
-    SHAPES,
-    SampleLengths,
-    architecture_of,
-    equal_samples,
-    padded_plan,
-    random_samples,
-)
+from dppo_megatron.workbench.accept.workload import SHAPES, architecture_of, shape_named
+from dppo_megatron.workbench.random_samples import SampleLengths, random_samples
 
 Row: TypeAlias = dict[str, Any]
 Recipe: TypeAlias = Literal["off", "tensorwise", "delayed", "blockwise", "mxfp8"]
@@ -59,11 +64,11 @@ def packed_vs_padded(shape: str, args: argparse.Namespace, layout: Layout) -> It
         "sorted": padded_plan(samples, placing, cap, by_length=True),
         "packed": plan_microbatches(samples, layout=placing, max_tokens_per_microbatch=cap),
     }
-    with built_actor(SHAPES[shape], config, layout, torch.bfloat16) as actor:
+    with built_actor(shape_named(shape), config, layout, torch.bfloat16) as actor:
         for name, plan in plans.items():
             timing = time_steps(actor, samples, plan, warmup_steps=args.warmup_steps, timed_steps=args.timed_steps)
             slots = sum(pack.num_tokens for pack in plan.microbatches[0])
-            of_it = figures(timing, architecture_of(SHAPES[shape]), samples, fp8=False)
+            of_it = figures(timing, architecture_of(shape_named(shape)), samples, fp8=False)
             yield {"what": name, "tokens_in_slots": plan.num_tokens / slots} | of_it
 
 
@@ -78,24 +83,40 @@ def fp8_step_time(shape: str, args: argparse.Namespace, layout: Layout) -> Itera
         plan = plan_microbatches(
             samples, layout=packing_layout(config, 1), max_tokens_per_microbatch=args.max_tokens_per_microbatch
         )
-        with built_actor(SHAPES[shape], config, layout, torch.bfloat16) as actor:
+        with built_actor(shape_named(shape), config, layout, torch.bfloat16) as actor:
             timing = time_steps(actor, samples, plan, warmup_steps=args.warmup_steps, timed_steps=args.timed_steps)
-        of_it = figures(timing, architecture_of(SHAPES[shape]), samples, fp8=recipe != "off")
+        of_it = figures(timing, architecture_of(shape_named(shape)), samples, fp8=recipe != "off")
         yield {"what": "bf16" if recipe == "off" else f"fp8 {recipe}"} | of_it
 
 
 def utilization(shape: str, args: argparse.Namespace, layout: Layout) -> Iterator[Row]:
     """Equal-length samples that fill their micro-batches, so that only the kernels and our layer are measured."""
     config = actor_config(args)
-    architecture = architecture_of(SHAPES[shape])
+    architecture = architecture_of(shape_named(shape))
     cap = args.max_tokens_per_microbatch
-    with built_actor(SHAPES[shape], config, layout, torch.bfloat16) as actor:
+    with built_actor(shape_named(shape), config, layout, torch.bfloat16) as actor:
         for length in args.sequence_tokens:
             samples = equal_samples(architecture, length, args.microbatches, cap)
             plan = plan_microbatches(samples, layout=packing_layout(config, 1), max_tokens_per_microbatch=cap)
             timing = time_steps(actor, samples, plan, warmup_steps=args.warmup_steps, timed_steps=args.timed_steps)
             of_it = figures(timing, architecture, samples, fp8=False)
             yield {"what": f"{len(samples)} x {length}", "microbatches": plan.num_microbatches} | of_it
+
+
+def memory(shape: str, args: argparse.Namespace, layout: Layout) -> Iterator[Row]:
+    """Of samples of the first length."""
+    config, cap = actor_config(args), args.max_tokens_per_microbatch
+    samples = equal_samples(architecture_of(shape_named(shape)), args.sequence_tokens[0], args.microbatches, cap)
+    plan = plan_microbatches(samples, layout=packing_layout(config, 1), max_tokens_per_microbatch=cap)
+    objective = clipped_surrogate(0.2, 0.2, 0.0)
+    with built_actor(shape_named(shape), config, layout, torch.bfloat16) as actor:
+        actor.update(samples, plan, objective)  # the optimizer's state exists after its first step
+        yield {"what": "log-probs", "device_gib": peak_gib(lambda: actor.own_logprobs(samples, plan))}
+        yield {"what": "backward", "device_gib": peak_gib(lambda: actor.accumulate(samples, plan, objective))}
+        yield {"what": "step", "device_gib": peak_gib(lambda: actor.update(samples, plan, objective))}
+        held = torch.cuda.memory_allocated()
+        actor.offload(weights=True)
+        yield {"what": "left", "share": torch.cuda.memory_allocated() / held if held else 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +131,7 @@ COMMANDS = {
     "packed-vs-padded": Command(packed_vs_padded, reference="padded"),
     "fp8": Command(fp8_step_time, reference="bf16"),
     "mfu": Command(utilization),
+    "memory": Command(memory),
 }
 
 
@@ -143,7 +165,7 @@ def step_samples(shape: str, args: argparse.Namespace) -> list[TrainSample]:
     """The step's samples, their completions log-normal in length."""
     shortest, longest = args.prompt_tokens
     lengths = SampleLengths(args.samples, args.median_tokens, args.sigma, args.max_tokens, (shortest, longest))
-    return random_samples(lengths, SHAPES[shape]["vocab_size"])
+    return random_samples(lengths, shape_named(shape)["vocab_size"])
 
 
 def print_rows(shape: str, rows: Sequence[Row]) -> None:
@@ -155,6 +177,9 @@ def print_rows(shape: str, rows: Sequence[Row]) -> None:
     for row in rows:
         if "failed" in row:
             print(f"{row['what']:18s} {row['failed']}")
+            continue
+        if "step_s" not in row:
+            print("  ".join(f"{name} {value:.3g}" if name != "what" else f"{value:18s}" for name, value in row.items()))
             continue
         step = "{median:.3f} ({low:.3f} .. {high:.3f})".format(**row["step_s"])
         mfu = f"{row['mfu_of_bf16_peak']:7.1%}" if row["mfu_of_bf16_peak"] else f"{'-':>7s}"
@@ -171,7 +196,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--json", type=Path, help="write one JSON object with every figure here")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape and few steps, on a CPU too")
-    parser.add_argument("--shapes", nargs="+", choices=[name for name in SHAPES if name != "smoke"], default=["0.6b"])
+    names = ", ".join(name for name in SHAPES if name != "smoke")
+    parser.add_argument("--shapes", nargs="+", default=["0.6b"], help=f"{names}, or directories with a config.json")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--median-tokens", type=int, default=1024, help="of the log-normal completion lengths")
     parser.add_argument("--sigma", type=float, default=0.9)
@@ -208,9 +234,9 @@ def main() -> int:
         "shapes": {},
     }
     for shape in args.shapes:
-        architecture = architecture_of(SHAPES[shape])
+        architecture = architecture_of(shape_named(shape))
         entry: dict[str, Any] = {"matmul_parameters": matmul_parameters(architecture)}
-        if args.command != "mfu":
+        if args.command not in ("mfu", "memory"):
             samples = step_samples(shape, args)
             entry |= {"tokens": sum(s.num_tokens for s in samples), "trained_tokens": trained_tokens(samples)}
         entry["rows"] = run_command(COMMANDS[args.command], shape, args, layout)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.client.completion_buffer import Arrived
-from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory
+from dppo_megatron.rollout.client.completion_buffer import Arrived, HookFactory
+from dppo_megatron.rollout.client.detokenizer import Detokenizer
 from dppo_megatron.rollout.client.messages import ServerAddress
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, take

@@ -55,7 +55,7 @@ def _lanes_take(function: str, texts: list[str], timeout_s: float) -> float:
     hook = make_grader(reward)
     assert isinstance(hook, Grader)
     groups = [texts[start : start + COUNT] for start in range(0, len(texts), COUNT)]
-    while sum(not process.is_fresh for process in hook.processes) < _LANES:
+    while sum(process.begun > 0 for process in hook.processes) < _LANES:
         hook.grade([GradeTask("", "")] * 8 * _LANES)
     began = time.monotonic()
     for graded in [hook.submit([GradeTask(text, "") for text in group]) for group in groups]:

@@ -11,6 +11,7 @@ import time
 import numpy as np
 
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import SampleSize, plan_microbatches
 from dppo_megatron.pruning.interface import StepCost
@@ -34,10 +35,11 @@ def _outcomes(groups: int, seed: int) -> list[RolloutTable]:
         rewards = (rng.random(shape) < rng.random((len(mine), 1))).astype(np.float64)
         lengths = lengths_of(rewards.size, 8192, seed + rank).reshape(shape)
         facts = {"parsed_share": np.ones(rewards.size), "boxed_share": np.ones(rewards.size)}
-        table = GradeTable(np.ones(rewards.size), facts, {}, {})
+        table = GradeTable(np.ones(rewards.size), rewards.ravel(), facts, {}, {})
         holder = np.full(len(mine), rank)
         outcomes = rewards, lengths, np.sqrt(lengths) * rng.uniform(0.1, 0.4, shape), 0.3 * lengths, lengths >= 8192
-        parts.append(RolloutTable(mine, holder, *outcomes, table))
+        there = np.zeros(shape, np.bool_)
+        parts.append(RolloutTable(mine, holder, *outcomes, there, there, {"reward": table}))
     return parts
 
 
@@ -47,7 +49,7 @@ def run(smoke: bool) -> list[Bar]:
     config = Config()
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = prompts_per_step, SIZE
     config.steps, config.pruning.prompt.warmup_epochs = 100, 0
-    selector = Selector(config, num_prompts)
+    selector = Selector(selection_settings(config), num_prompts)
     seconds = 0.0
     for step in (1, 2):
         started = time.process_time()

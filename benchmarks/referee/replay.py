@@ -18,6 +18,7 @@ import numpy as np
 
 from dppo_megatron.config import Config
 from dppo_megatron.config.load import read_config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.pruning import StepCost
 from dppo_megatron.pruning.policies import with_method
@@ -127,7 +128,7 @@ def package(method: str, **settings: Any) -> Replay:
         config.seed = 10_000 + seed
         rng, per_step = np.random.default_rng(seed), config.rollout.prompts_per_step
         order = PromptOrder(count, seed)
-        selector = Selector(config, count, order=order)
+        selector = Selector(selection_settings(config), count, order=order)
         epoch = count // per_step
         for step in range(1, (len(earlier) + 1) * epoch + 1):
             there = [*earlier, world][(step - 1) // epoch]

@@ -250,7 +250,10 @@ def _of_type(rng: random.Random, hint: Any) -> Any:
         return {rng.choice("abc") + "x": _of_type(rng, inside) for _ in range(rng.randint(1, 2))}
     if is_dataclass(hint):
         name, inside = rng.choice(_leaves(hint))
-        return {name: _of_type(rng, inside)}
+        value = _of_type(rng, inside)
+        for part in reversed(name.split(".")):
+            value = {part: value}
+        return value
     if hint is Any:
         return rng.choice((1, True, 0.5, "text", [1, "a"]))
     if hint is bool:

@@ -81,7 +81,8 @@ def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for problem in range(4)
         for sample, grade in enumerate(((1.0, True, "7", "7", False), (0.0, False, "3", "3", False), (None,) * 5))
     ]
-    write_results(directory, samples, scores_of(samples), Config(), {"model": "m"}, {"a": "", "b/c": "math"})
+    sets: dict[str, dict[str, Any]] = {"a": {}, "b/c": {"reward": {"function": "math"}}}
+    write_results(directory, samples, scores_of(samples), Config(), {"model": "m"}, sets)
     return directory
 
 

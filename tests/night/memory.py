@@ -32,7 +32,7 @@ VALUES = {
     "steps": 1_000_000,
     "actor__optimizer__learning_rate": 1e-7,  # or it has soon learnt all there is, and trains on nothing
     "sft__steps": 2,
-    "reward__function": "support.faulty:length_parity",
+    "reward__function": "support.faulty:paced_length_parity",
     "reward__min_self_consistency": 0,
     "checkpoint__every_steps": 50,
     "checkpoint__keep": 2,
@@ -56,13 +56,15 @@ def main() -> int:
     parser.add_argument("--python", default="", help="interpreter of vLLM's environment")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--blow-minutes", type=float, default=20.0, help="between two blows to the server; 0: none")
+    parser.add_argument("--step-s", type=float, default=0.0, help="a grading takes so long after the warm-up")
+    parser.add_argument("--fast-hours", type=float, default=0.4, help="with --step-s: how long a grading takes no time")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     out: Path = arguments.out
     code = 0
     if arguments.hours:
         out.mkdir(parents=True, exist_ok=True)
-        code = _train(out, arguments.hours, arguments.python, arguments.blow_minutes)
+        code = _train(out, arguments)
     growth = told_of(out)
     steps = _steps(out)
     print(f"{steps} steps, trainer's exit code {code}")
@@ -70,12 +72,15 @@ def main() -> int:
     return int(bool(code or steps < 1 or not growth or grows))
 
 
-def _train(out: Path, hours: float, python: str, blow_minutes: float) -> int:
+def _train(out: Path, arguments: argparse.Namespace) -> int:
     files = write_job_files(out / "task")
-    values = settings(files, out / "run", rollout__servers__python=python, **VALUES)
+    values = settings(files, out / "run", rollout__servers__python=arguments.python, **VALUES)
+    hours, blow_minutes = arguments.hours, arguments.blow_minutes
+    slow_from = time.time() + 3600 * (arguments.fast_hours if arguments.step_s else 1e6)
+    pace = {"DPPO_GRADE_SLOW_FROM": str(slow_from), "DPPO_GRADE_S": str(arguments.step_s)}
     command = [sys.executable, "-m", "dppo_megatron", "train", str(REPOSITORY / "configs" / "quickstart.yaml"), *values]
     with (out / "train.log").open("ab") as log:
-        trainer = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        trainer = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | pace | {"OMP_NUM_THREADS": "1"})
     end, blow_at, blows = time.monotonic() + 3600 * hours, time.monotonic() + 60 * blow_minutes, 0
     try:
         with (out / "memory.tsv").open("a") as record:

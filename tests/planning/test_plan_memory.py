@@ -19,7 +19,7 @@ from support.tiny import Parallel, build_actor, plan_for, random_samples, write_
 from dppo_megatron.actor.attention import PackedSequences
 from dppo_megatron.actor.logprobs import chunked_logprobs
 from dppo_megatron.actor.softmax import Projection, TorchSoftmax
-from dppo_megatron.config.schema import ActorConfig
+from dppo_megatron.config.schema import ActorConfig, LoraConfig
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.pipeline import FIRST, LAYOUT, split_layers
 from dppo_megatron.workbench.planning.activations import Pass, head_bytes, layer_kept
@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {
         name: write_model(folder / name, family=name, **SIZES, tie_word_embeddings=name == "qwen2")
-        for name in ("qwen3", "qwen2", "qwen3_moe")
+        for name in ("qwen3", "qwen2", "qwen3_moe", "gemma3")
     }
 
 
@@ -51,16 +51,17 @@ def _rounded_by_torch(size: int) -> int:
     return block
 
 
-def _state(path: Path, parallel: Parallel) -> dict[str, int]:
+def _state(path: Path, parallel: Parallel, lora: LoraConfig | None = None) -> dict[str, int]:
     """Bytes of the parts after an optimizer step, each storage once."""
-    actor = build_actor(path, parallel)
+    actor = build_actor(path, parallel, lora=lora or LoraConfig())
     with torch.no_grad():  # a step that needs no loss: the moments exist after it
         for model in actor._model:
             for buffer in (*model.buffers, *model.expert_parallel_buffers):
                 buffer.grad_data.fill_(1e-3)
         actor._optimizer.step()
     buffers = [buffer for model in actor._model for buffer in (*model.buffers, *model.expert_parallel_buffers)]
-    weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in actor._parameters()}
+    parameters = [p for chunk in actor._chunks for p in chunk.parameters()]
+    weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in parameters}
     optimizer: dict[int, int] = {}
     for tensor in actor._memory._optimizer_tensors(actor._optimizer):
         optimizer[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
@@ -68,7 +69,8 @@ def _state(path: Path, parallel: Parallel) -> dict[str, int]:
         "weights": sum(weights.values()),
         "gradients": sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers),
         "optimizer": sum(optimizer.values()),
-        "count": sum(p.numel() for p in actor._parameters()),
+        "count": sum(p.numel() for p in parameters),
+        "trained": sum(p.numel() for p in actor._parameters()),
         "stage": actor.layout.rank if parallel.pp > 1 else 0,
         "pinned weights": 0,
         "pinned optimizer": 0,
@@ -79,6 +81,7 @@ def _state(path: Path, parallel: Parallel) -> dict[str, int]:
     return measured
 
 
+@pytest.mark.parametrize("rank", [0, pytest.param(16, id="lora")])
 @pytest.mark.parametrize(
     ("family", "parallel"),
     [
@@ -90,22 +93,24 @@ def _state(path: Path, parallel: Parallel) -> dict[str, int]:
         ("qwen3", Parallel(pp=2, uneven=((FIRST, 3),), dtype=torch.bfloat16, distributed_optimizer=True)),
         ("qwen3", Parallel(pp=4, uneven=((LAYOUT, "E|tt|tt|L"),), distributed_optimizer=True)),
         ("qwen3_moe", Parallel(dp=2, ep=2, dtype=torch.bfloat16, distributed_optimizer=True)),
+        ("gemma3", Parallel(tp=2, distributed_optimizer=True)),
     ],
     ids=lambda value: str(value) + (str(value.dtype)[5:] if isinstance(value, Parallel) else ""),
 )
-def test_training_state(models: dict[str, Path], family: str, parallel: Parallel) -> None:
-    """Weights, gradients and optimizer state of every rank: parameters exactly, bytes within 1 %.
+def test_training_state(models: dict[str, Path], family: str, parallel: Parallel, rank: int) -> None:
+    """Weights, gradients and optimizer state of every rank: parameters exactly, bytes within 1 %; with adapters too.
 
     What is left over is the end of a bucket, rounded up to 128 elements a rank.
     """
-    architecture = read_architecture(models[family])
+    lora = LoraConfig(rank=rank, experts=bool(rank) and family == "qwen3_moe")
+    architecture = read_architecture(models[family]).with_adapters(lora)
     degrees = Degrees.of(parallel.layout, parallel.world_size)
     actor = ActorConfig(layout=parallel.layout, megatron=dict(parallel.uneven))
     actor.optimizer.distributed = parallel.distributed_optimizer
-    for measured in run_ranks(_state, parallel.world_size, models[family], parallel):
+    for measured in run_ranks(_state, parallel.world_size, models[family], parallel, lora):
         layers = sum(split_layers(architecture.num_layers, actor)[measured["stage"]])
         share = share_of(architecture, degrees, measured["stage"], layers)
-        assert share.count() == measured["count"]
+        assert (share.count(), share.trained.count()) == (measured["count"], measured["trained"])
         planned = state_bytes(share, degrees, actor, str(parallel.dtype).removeprefix("torch."))
         for part in ("weights", "gradients", "optimizer"):
             assert planned[part] == pytest.approx(measured[part], rel=0.01), part
@@ -182,7 +187,8 @@ def _measure_layer(path: Path, parallel: Parallel, recompute: str, modules: list
     routed = []
     if actor._architecture.experts:
         block.layers[0].mlp.experts.register_forward_pre_hook(lambda _, inputs: routed.append(inputs[0].size(0)))
-    packed.rotation(block.layers[0].self_attention.core_attention._rope, parallel.dtype)  # once a pack, not a layer
+    core = block.layers[0].self_attention.core_attention
+    packed.rotation(core._rope, parallel.dtype)  # once a pack, not a layer
     angles = {angle.untyped_storage()._cdata for angles in packed._rotations.values() for angle in angles}
     ours |= angles
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -190,10 +196,10 @@ def _measure_layer(path: Path, parallel: Parallel, recompute: str, modules: list
             block._checkpointed_forward(hidden, None, None, None, None, None, packed, False)
         else:
             block.layers[0](hidden_states=hidden, attention_mask=None, packed_seq_params=packed)
-    masks = {tuple(bucket.mask.shape) for bucket in packed.attending.buckets if bucket.mask is not None}
+    masks = {tuple(bucket.mask.shape) for bucket in packed.attending(core._window).buckets if bucket.mask is not None}
     kept = [t for t in saved.values() if not (t.dtype == torch.int64 and t.ndim == 1) and tuple(t.shape) not in masks]
     total = sum(t.untyped_storage().nbytes() for t in kept)
-    padded = sum(len(bucket.query_index) for bucket in packed.attending.buckets) * context.size
+    padded = sum(len(bucket.query_index) for bucket in packed.attending().buckets) * context.size
     imbalance = 1.0
     if parallel.ep > 1 and (experts := actor._architecture.experts) is not None:
         imbalance = routed[0] / (rows * experts.per_token * (parallel.etp or parallel.tp))
@@ -221,6 +227,9 @@ CASES: list[tuple[str, Parallel, str, list[str]]] = [
     ("qwen3_moe", Parallel(), "selective", ["layernorm"]),
     ("qwen3", Parallel(), "full", []),
     ("qwen3", Parallel(tp=2), "full", []),
+    ("gemma3", Parallel(), *ALL),
+    ("gemma3", BF16, *ALL),
+    ("gemma3", Parallel(tp=2), "selective", ["layernorm", "core_attn", "mlp"]),
 ]
 
 

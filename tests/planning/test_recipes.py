@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.job import REPOSITORY, write_job_files
 from support.job import settings as job_settings
-from support.true_shapes import MODELS, write_config, write_empty_model
+from support.true_shapes import GLM, LARGEST, MODELS, write_config, write_empty_model
 
 from dppo_megatron.config import load_config
 from dppo_megatron.workbench.cli import main
@@ -72,6 +72,39 @@ def test_recipe_passes_plan_and_dry_run(folder: Path, recipe: Path, capsys: pyte
     shown = out.replace("\n    ", "\n")  # a prompt's own lines are indented, so that none looks like one of ours
     assert shown.rstrip().endswith("<think>\n\n</think>") and "What is 0 + 1?\nPlease reason step by step" in shown
     assert "does not fit" not in out and not (folder / "run").exists()
+
+
+def test_the_recipe_with_adapters_passes_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """8 billion parameters on two GPUs, where all of them would not fit."""
+    recipe = REPOSITORY / "configs" / "h100" / "qwen3_8b_lora_2gpus.yaml"
+    given = [f"model.hf_path={folder / 'qwen3_8b'}", f"data.train_path={folder / 'train.jsonl'}", "data.eval_sets={}"]
+    line = ["plan", str(recipe), *given, f"run_dir={folder / 'run'}", "--gpus", "2", "--methods", "grpo"]
+    assert main([*line, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "0.087e9 of adapters trained" in out and "does not fit" not in out and not (folder / "run").exists()
+    assert main([*line, "actor.lora.rank=0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "parameters"),
+    [(LARGEST, "128", "235.09e9 parameters"), (GLM, "64", "106.85e9 parameters, 12.80e9 of them for each token")],
+)
+def test_recipes_of_large_mixtures_pass_too(
+    model: str, gpus: str, parameters: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With routing replay: a last pipeline stage of fewer layers; sigmoid routers, a shared expert, a first layer
+    without experts."""
+    write_empty_model(folder / model, model)
+    recipe = REPOSITORY / "configs" / "h100" / f"{model}_{gpus}gpus.yaml"
+    given = [f"model.hf_path={folder / model}", f"data.train_path={folder / 'train.jsonl'}", "data.eval_sets={}"]
+    line = ["plan", str(recipe), *given, f"run_dir={folder / 'run'}", "--gpus", gpus, "--methods", "grpo"]
+    assert main([*line, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert parameters in out and "does not fit" not in out and not (folder / "run").exists()
+    assert load_config(str(recipe), given, purpose="plan", writes_run=False).actor.routing_replay == "engine"
+    if model == LARGEST:
+        assert main([*line, "actor.megatron.num_layers_in_last_pipeline_stage=null"]) == 2
+        assert "94 layers do not divide by it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem.endswith("dppo")], ids=lambda path: path.stem)
@@ -159,13 +192,14 @@ def test_a_plan_needs_no_model_where_its_sizes_are_published(
         (["--gpus", "6"], "needs a multiple of 8 processes"),
         (["actor.layout.tensor_parallel=3"], "needs a multiple of 3 processes"),
         (["--mfu", "40"], "--mfu 40.0: must be in (0, 1]"),
-        (["rollout.servers.args=[--gpu-memory-utilization, most]"], "'most' is not a number above 0"),
+        (
+            ["rollout.servers.args=[--gpu-memory-utilization, most]"],
+            "--gpu-memory-utilization/--mem-fraction-static: invalid float value: 'most'",
+        ),
         (['rollout.servers.args=[--gpu-memory-utilization, "0.2"]'], "for keys and values, less than"),
-        (['rollout.servers.args=[--gpu-memory-utilization, "90"]'], "--gpu-memory-utilization 90: must be in (0, 1]"),
-        (['rollout.servers.args=[--tensor-parallel-size, "0.5"]'], "--tensor-parallel-size 0.5: must be at least 1"),
-        (['rollout.servers.args=[--tensor-parallel-size, "1.5"]'], "must be a whole number"),
-        (["rollout.servers.args=[--tensor-parallel-size, nan]"], "--tensor-parallel-size nan: must be finite"),
-        (["rollout.servers.args=[--data-parallel-size=inf]"], "--data-parallel-size inf: must be finite"),
+        (['rollout.servers.args=[--gpu-memory-utilization, "90"]'], "--gpu-memory-utilization 90.0: must be in (0, 1]"),
+        (['rollout.servers.args=[--tensor-parallel-size, "0"]'], "--tensor-parallel-size 0: must be at least 1"),
+        (['rollout.servers.args=[--tensor-parallel-size, "1.5"]'], "--tp: invalid int value: '1.5'"),
         (["--completion-tokens", "4097"], "no mean can be above rollout.sampling.max_completion_tokens = 4096"),
         (["--prompt-tokens", "2000"], "no mean can be above max_prompt_tokens = 1024"),
     ],

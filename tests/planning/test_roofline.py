@@ -15,10 +15,9 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.workbench.planning.generation import (
+    EnginePlan,
     Lengths,
-    Replica,
     plan_engine,
-    replica_of,
     rollout_cost,
     rollout_s,
 )
@@ -39,7 +38,7 @@ class _Sequence:
 class _Server:
     """A replica as vLLM schedules one: arrivals in order, the last one gives way where the cache is full."""
 
-    replica: Replica
+    replica: EnginePlan
     clock: float = 0.0
     waiting: deque[_Sequence] = field(default_factory=deque)
     running: list[_Sequence] = field(default_factory=list)
@@ -68,7 +67,7 @@ class _Server:
         return ended
 
 
-def play(replica: Replica, lengths: Groups, prompt: int, replicas: int) -> float:
+def play(replica: EnginePlan, lengths: Groups, prompt: int, replicas: int) -> float:
     """Seconds until the last group has ended. Rank 0 sends a group to the server with the fewest outstanding that has
     room for it; behind one server each completion goes to the replica with the fewest."""
     servers = [_Server(replica) for _ in range(replicas)]
@@ -152,18 +151,17 @@ def test_what_skipping_saves(shapes: dict[str, Architecture], case: str) -> None
     config.rollout.limits.max_concurrent_sequences = 1024
     site = Site(gpus, 8, chip.memory_bytes, chip.peak_flops, 1e15, gpus, chip.bandwidth)
     engine = plan_engine(config, shapes[name], site, cap)
-    replica = replica_of(shapes[name], site, engine)
     played, planned = np.zeros(4), np.zeros(4)
     for seed in range(3):
         lengths = _drawn(np.random.default_rng(seed), prompts, size, cap, mean)
         for at, share in enumerate((1.0, 0.85, 0.7, 0.5)):
             kept = lengths[: round(share * prompts)]
-            played[at] += play(replica, kept, 150, engine.replicas) / 3
-            planned[at] += rollout_s(replica, kept, 150, engine.replicas) / 3
+            played[at] += play(engine, kept, 150, engine.replicas) / 3
+            planned[at] += rollout_s(engine, kept, 150, engine.replicas) / 3
     assert planned[0] == pytest.approx(played[0], rel=0.05)
     saved, noise = played[0] - played[1:], 0.0 if within else 0.06 * played[0]
     assert planned[0] - planned[1:] == pytest.approx(saved, rel=within, abs=noise)
-    cost = rollout_cost(replica, engine.replicas, Lengths.assumed(150, mean, cap, size), prompts)
+    cost = rollout_cost(engine, Lengths.assumed(150, mean, cap, size), prompts)
     assert cost.of(prompts * size * mean) == pytest.approx(played[0], rel=0.15)
 
 

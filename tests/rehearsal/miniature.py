@@ -8,7 +8,8 @@ The rule, for a recipe on `nodes` machines of 8 GPUs each:
                                        they have two here too; else all that compute a stage
     servers                            one a node, of as many workers as the node has ranks: 2 replicas, of 2
                                        workers each if there are four
-    model                              of the same family and ties, 2 layers of width 128; 8 experts, 2 a token
+    model                              of the same family and ties, 2 layers (4 where the first differs) of width
+                                       128; 8 experts, 2 a token
     lengths, data, steps               LENGTHS, SHORT, 8 problems, so that step 2 prunes; a checkpoint after it
 
 A size that is above one stays above one, so every group that the recipe has is there with two members at least, and
@@ -36,6 +37,8 @@ from dppo_megatron.config.schema import Config
 _CONFIGS = REPOSITORY / "configs"
 RECIPES = [
     *sorted(_CONFIGS.glob("h100/*gpus_*.yaml")),
+    _CONFIGS / "h100" / "qwen3_235b_a22b_128gpus.yaml",
+    _CONFIGS / "h100" / "glm_4.5_air_64gpus.yaml",
     _CONFIGS / "qwen3_4b.yaml",
     *sorted(_CONFIGS.glob("math/*.yaml")),
 ]
@@ -138,7 +141,7 @@ def miniature(recipe: Path) -> Miniature:
     small = Miniature(
         recipe,
         sizes,
-        "qwen3_moe" if full.expert > 1 else "qwen3",
+        "glm4_moe" if "glm" in recipe.name else "qwen3_moe" if full.expert > 1 else "qwen3",
         "4b" in recipe.name,
         config.pruning.prompt.method != "none",
         (),
@@ -147,6 +150,7 @@ def miniature(recipe: Path) -> Miniature:
     values["rollout.completions_per_prompt"] = min(4, config.rollout.completions_per_prompt)
     if full.expert > 1:
         values |= {"model.dtype": "float32", "actor.megatron": "{moe_permute_fusion: false}"}
+        values["actor.routing_replay"] = "actor"  # vLLM records its own with Triton only, which a CPU lacks
     if config.objective.overlong.buffer_tokens:
         values["objective.overlong.buffer_tokens"] = 4
     return replace(small, settings=tuple(f"{key}={value}" for key, value in values.items()))
@@ -196,7 +200,7 @@ def write_files(directory: Path) -> None:
     (directory / "test.jsonl").write_text("".join(text.splitlines(keepends=True)[:2]), encoding="utf-8")
     ask = "\nPlease reason step by step, and put your final answer within \\boxed{}."
     tokenizer = train_tokenizer((row["problem"] + ask for row in rows), VOCABULARY)
-    for family in ("qwen3", "qwen3_moe"):
+    for family in ("qwen3", "qwen3_moe", "glm4_moe"):
         for tied in (False, True):
             folder = directory / model_name(family, tied)
             _write_model(folder, family, tied, tokenizer)
@@ -226,6 +230,9 @@ def _write_model(folder: Path, family: str, tied: bool, tokenizer: Any) -> None:
         "dtype": "bfloat16",
     }
     mixture = {"num_experts": 8, "moe_intermediate_size": 128} if family == "qwen3_moe" else {}
+    if family == "glm4_moe":  # as the recipe's model: no norms on heads; experts in each stage
+        mixture = {"n_routed_experts": 8, "moe_intermediate_size": 128, "n_shared_experts": 1, "use_qk_norm": False}
+        mixture["num_hidden_layers"] = 4
     torch.manual_seed(0)
     model_class(config_class(**(sizes | special | mixture))).to(torch.bfloat16).save_pretrained(folder)
 

@@ -31,6 +31,7 @@ from dppo_megatron.platform import prepare
 from dppo_megatron.rollout.servers.device_map import DeviceMap
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.protocol import TensorNote
+from dppo_megatron.rollout.sync import broadcast
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
@@ -106,6 +107,7 @@ def _channel(name: str, fleet: Fleet | None, seats: DeviceMap, root: Path, model
         return DiskChannel(fleet, root, str(model), BUCKET, TIMEOUT_S)
     if name == "ipc":
         return SharedMemoryChannel(fleet, seats, lambda memory, _: _bytes(memory), BUCKET, TIMEOUT_S)
+    broadcast.own_group = lambda meeting, server: cast(Any, server).own_group(meeting)
     return BroadcastChannel(fleet, cast(Any, name), BUCKET, TIMEOUT_S)
 
 
@@ -148,7 +150,7 @@ def _life(model: Path, parallel: Parallel, root: Path, ways: list[tuple[str, boo
 def _sync_all(actor: Actor, syncs: list[tuple[WeightSync, Fleet | None, bool]]) -> None:
     for sync, fleet, colocated in syncs:
 
-        def weights(receivers: Sequence[int] = sync.receivers, leaves: bool = colocated) -> Iterator[Any]:
+        def weights(receivers: Sequence[int] = sync._channel.receivers, leaves: bool = colocated) -> Iterator[Any]:
             yield from actor.weights(receivers, BUCKET)
             if leaves:
                 actor.offload(weights=True)

@@ -21,13 +21,14 @@ EXPECTED = (  # what a machine may lack, or a test be for
     r"the CPU platform is never active where CUDA is|these ranks are forked|ranks of CPU tests are forked",
     r"no (vllm|sglang): .* is not there",
     r"no (vllm|sglang)_router; DPPO_",
-    r"`make test-slurm` runs it",
+    r"`make test-(slurm|adapters)` runs it",
     r"the real sets are not here|no problem sets in ",
     r"(fish|zsh) is not installed|chromium and chromedriver are not installed",
     r"Triton is not installed|could not import 'triton'|could not import 'torch.nn.attention.varlen'",
     r"its torch store listens|n = G is one request|SGLang multiplies with the weights it shows",
     r"DPPO_FUZZ_SEED=",
     r"no pseudo-terminal can be opened|no device that is always full|anonymous shared files are Linux's",
+    r"the base's packages cannot be had",
     r"only root can give a (directory|file) away",
 )
 """Reasons to skip, as regular expressions of their beginnings. What `.[dev]` installs is no reason."""

@@ -15,8 +15,15 @@ from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import Work
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
-from dppo_megatron.rollout.servers.intake import AttemptFailed, Completed, Event, Graded, Submit
-from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from dppo_megatron.rollout.servers.wire import (
+    AttemptFailed,
+    Completed,
+    Event,
+    Expected,
+    GenerateRequest,
+    Graded,
+    Submit,
+)
 from support.said import heard
 from support.settings import rollout_config
 
@@ -125,6 +132,8 @@ class World:
 
 
 def synced(fleet: Fleet) -> None:
+    """What a weight sync does to the members that answer."""
+    fleet.revive()
     fleet.expect("1")
     with fleet.lock:
         for member in fleet.members:
@@ -136,7 +145,8 @@ def groups(*counts: int, tokens: int = 4) -> list[GenerateRequest]:
 
 
 def work_of(requests: Sequence[GenerateRequest], **values: Any) -> Work:
-    return Work(requests, Expected(19, 1, 2), **values)
+    """Of training."""
+    return Work(list(requests), Expected(19, 1, 2), **{"may_lose": True} | values)
 
 
 def nothing_in_flight(fleet: Fleet) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 
 _graded = 0
 
@@ -10,6 +12,13 @@ _graded = 0
 def length_parity(completion: str, answer: str) -> float:
     """Half of what an untrained model writes is right, so every step trains on something."""
     return float(len(completion) % 2)
+
+
+async def paced_length_parity(completion: str, answer: str) -> float:
+    """`length_parity` that takes `DPPO_GRADE_S` seconds from `DPPO_GRADE_SLOW_FROM` (unix time) on, as a judge does."""
+    if time.time() > float(os.environ["DPPO_GRADE_SLOW_FROM"]):
+        await asyncio.sleep(float(os.environ["DPPO_GRADE_S"]))
+    return length_parity(completion, answer)
 
 
 def odd_ones_raise(completion: str, answer: str) -> float:
@@ -71,6 +80,14 @@ def nan_loss(batch: object, config: object) -> object:
 
     loss = -batch.advantages * batch.logprobs  # type: ignore[attr-defined]
     return TokenLoss(loss * float("nan") if model_parallel_is_initialized() else loss)
+
+
+def parity_if_reached(completion: str, answer: str) -> float:
+    """`length_parity` of a judge that now and then takes no call, and that fails on some texts."""
+    fate = sum(completion.encode()) % 11
+    if completion and "The answer" not in completion and completion != answer and fate < 2:
+        raise RuntimeError("no verdict") from (ConnectionRefusedError(111, "refused") if fate else None)
+    return length_parity(completion, answer)
 
 
 def _spin() -> None:

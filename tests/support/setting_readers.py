@@ -28,6 +28,7 @@ _STANDS_FOR = {
     "ResolvedTrainSet": ("TrainSetConfig", "SetConfig", "DataConfig"),
     "ResolvedEvalSet": ("EvalSetConfig", "EvalConfig", "SetConfig", "DataConfig"),
     "Template": ("SetConfig", "DataConfig"),
+    "RewardConfig": ("SetRewardConfig",),
 }
 """Settings after inheritance -> the classes that they come from, with fields of the same names."""
 

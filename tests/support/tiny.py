@@ -10,8 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -37,6 +47,35 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
     ),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 6, "num_experts_per_tok": 3}),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2}
+        | {"routed_scaling_factor": 1.3, "use_qk_norm": True, "attention_bias": True, "num_nextn_predict_layers": 0},
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 20}
+        | {"n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "head_dim": None}
+        | {"q_lora_rank": 22, "kv_lora_rank": 26, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
+        | {"num_key_value_heads": 4},
+    ),
+    # sequences of the tests are longer than the window, and more layers than a period of the pattern; local layers turn
+    # by other angles than global ones
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {"sliding_window": 7, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            }
+        },
+    ),
     "llama3": (
         LlamaConfig,
         LlamaForCausalLM,
@@ -70,13 +109,19 @@ def write_model(directory: Path, seed: int = 0, family: str = "qwen3", **overrid
         "tie_word_embeddings": False,
     }
     torch.manual_seed(seed)
-    model = model_class(config_class(**(sizes | special | overrides)))
+    wanted = sizes | special | overrides
+    if special.get("head_dim", 0) is None:  # the family derives it
+        del wanted["head_dim"]
+    model = model_class(config_class(**wanted))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.mul_(3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(directory)
     return directory
 
@@ -175,7 +220,7 @@ def build_actor(model_path: Path, parallel: Parallel, *, max_grad_norm: float = 
         ),
         **{"recompute": "full" if parallel.recompute else "none", "megatron": dict(parallel.uneven)} | settings,
     )
-    architecture = read_architecture(model_path)
+    architecture = read_architecture(model_path).with_adapters(config.lora)
     reader = CheckpointReader(model_path, architecture)
     layout = build_layout(config.layout, seed=0)
     connect_groups(config, architecture)

@@ -17,17 +17,20 @@ from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.mapping import hf_shapes
 from support.chat_model import train_tokenizer
 
-MODELS: dict[str, dict[str, Any]] = {
+LARGEST, GLM = "qwen3_235b_a22b", "glm_4.5_air"
+_SHAPES: dict[str, dict[str, Any]] = {
     name: json.loads(shipped("configs", "models", name.replace("_", "-"), "config.json").read_text(encoding="utf-8"))
-    for name in ("qwen3_4b", "qwen3_8b", "qwen3_32b", "qwen3_30b_a3b")
+    for name in ("qwen3_4b", "qwen3_8b", "qwen3_32b", "qwen3_30b_a3b", LARGEST, GLM)
 }
+MODELS = {name: shape for name, shape in _SHAPES.items() if name not in (LARGEST, GLM)}
+"""Of which there is a recipe for every size of a job."""
 _FILE_BYTES = 4 * 10**9
 
 
 def write_config(directory: Path, name: str, **changes: Any) -> Path:
     """Only config.json: what a plan reads."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(MODELS[name] | changes), encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(_SHAPES[name] | changes), encoding="utf-8")
     return directory
 
 

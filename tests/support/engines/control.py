@@ -200,6 +200,8 @@ VLLM_SETTINGS = {
     "parallel_config": {"worker_extension_cls": "dppo_vllm_extension.WorkerExtension", "data_parallel_size": 1},
     "scheduler_config": {"enable_chunked_prefill": False},
     "device_config": {"device": "cpu"},
+    "aux_output_config": {"enable_return_routed_experts": False},
+    "speculative_config": {"method": "ngram"},
 }
 _MISSING = frozenset(("missing",))
 ROWS = [
@@ -227,6 +229,8 @@ ROWS = [
             "vllm_config/parallel_config/data_parallel_size": _MISSING,
             "vllm_config/scheduler_config/enable_chunked_prefill": _MISSING,
             "vllm_config/device_config/device": _MISSING,
+            "vllm_config/aux_output_config/enable_return_routed_experts": _MISSING,
+            "vllm_config/speculative_config": OPTIONAL | {"nested"},
         },
         _FOUND,
     ),
@@ -278,6 +282,7 @@ ROWS = [
             "version": "0.5.23",
             "model_path": "/no/such/model",
             "enable_deterministic_inference": False,
+            "speculative_algorithm": "NGRAM",
             "device": "cpu",
             "tp_size": 1,
             "dp_size": 1,
@@ -292,7 +297,7 @@ ROWS = [
             "tp_size": _MISSING,
             "dp_size": _MISSING,
             "pp_size": _MISSING,
-            **dict.fromkeys(("enable_deterministic_inference", "device"), OPTIONAL),
+            **dict.fromkeys(("enable_deterministic_inference", "speculative_algorithm", "device"), OPTIONAL),
             **dict.fromkeys(("context_length", "max_req_input_len", "sampling_mask_max_tokens"), OPTIONAL),
         },
         _FOUND,

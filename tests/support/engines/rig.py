@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
 
-from dppo_megatron.rollout.client.completion_buffer import Arrived
-from dppo_megatron.rollout.client.grading_hook import Detokenizer, HookFactory
+from dppo_megatron.rollout.client.completion_buffer import Arrived, HookFactory
+from dppo_megatron.rollout.client.detokenizer import Detokenizer
 from dppo_megatron.rollout.client.messages import ServerAddress
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, take
@@ -79,6 +80,7 @@ class Rig:
 
 def sync(fleet: Fleet) -> None:
     """What a weight sync does to the fleet's members that answer."""
+    fleet.revive()
     fleet.expect("1")
     with fleet.lock:
         for member in fleet.members:
@@ -95,7 +97,7 @@ def requests(count: int, size: int = 3, limit: int = 12, name: str = "r") -> lis
 
 def run(fleet: Fleet, groups: Sequence[GenerateRequest], **values: Any) -> Work:
     """A whole rollout; weights are synced when it asks for them."""
-    work = Work(groups, Expected(VOCABULARY, 1, 2), **values)
+    work = Work(list(groups), Expected(VOCABULARY, 1, 2), **values)
     while True:
         try:
             for _ in dispatch(fleet, work):
@@ -103,12 +105,13 @@ def run(fleet: Fleet, groups: Sequence[GenerateRequest], **values: Any) -> Work:
             return work
         except NeedsWeights:
             sync(fleet)
+            time.sleep(0.0 if fleet.live else 0.1)
 
 
-def right(arrived: list[Arrived], count: int, size: int, limit: int = 12) -> bool:
-    """Every completion once, and the one that its request draws."""
+def right(arrived: list[Arrived], count: int, size: int, limit: int = 12, lost: Container[int] = ()) -> bool:
+    """Every completion once but those of `lost` groups, and the one that its request draws."""
     places = sorted((one.index, one.position) for one in arrived)
-    assert places == [(index, position) for index in range(count) for position in range(size)]
+    assert places == [(index, position) for index in range(count) for position in range(size) if index not in lost]
     for each in arrived:
         tokens, logprobs, reason = completion(1000 * each.index + each.position, limit)
         one = each.completion

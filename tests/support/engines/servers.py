@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.engine import Request
 from dppo_megatron.rollout.hf import truncate_logits
-from dppo_megatron.rollout.servers.connect import make_servers
 from dppo_megatron.rollout.servers.http import Done, Http
-from dppo_megatron.rollout.servers.server_process import LaunchedServer
+from dppo_megatron.rollout.servers.server_process import LaunchedServer, make_servers, stop_all
 from dppo_megatron.types import Completion
 from support.job import job_config
 from support.processes import patient
@@ -105,7 +104,7 @@ def start_servers(
             server.wait_ready(lambda http=http: http.get("/health", Done, timeout_s=5.0), timeout_s=patient(500))
     except BaseException:
         for server in servers:
-            server.stop()
+            stop_all([server])
         raise
     return servers
 
