@@ -138,6 +138,8 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         policy_loss = load_function("objective.function", config.objective.function)
         check_policy_loss(policy_loss, config.objective)
     graders, notes = _check_grading(config, train_sets, eval_sets, world_size)
+    if trains and config.sft.examples_path and not config.sft.steps:
+        notes.append("warning: sft.steps = 0: there is no warm start, and sft.examples_path is not read")
     if trains and not (config.steps or config.sft.steps):
         notes.append("warning: steps = 0 and sft.steps = 0: nothing is trained; the model is only evaluated and saved")
     return Job(

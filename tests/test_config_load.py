@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from dppo_megatron.config.load import config_from_values, config_values, read_co
 from dppo_megatron.config.paths import import_as_in
 from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.schema import Config
+from dppo_megatron.observe.run_directory import RunDirectory
 from dppo_megatron.types import UserError
 
 
@@ -345,6 +347,21 @@ reward: {function: 'mine_of_that_run:grade'}
         assert check_changes(there, config_values(here), str(run)) == []
         (run / "run.json").write_text(json.dumps({"working_dir": "/gone"}))
         assert read_config("run/config.yaml", []).data.train_path == "/gone/a/t.jsonl"
+
+    def test_a_run_that_was_moved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With all it read, its paths lead to the new place; alone, to where everything still is."""
+        home, run = tmp_path / "p", tmp_path / "p" / "runs" / "one"
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("data: {train_path: t.jsonl}\n")
+        monkeypatch.chdir(home)
+        RunDirectory(run).close()
+        monkeypatch.chdir(tmp_path)
+        shutil.copytree(run, tmp_path / "flat")
+        for at in (run, tmp_path / "flat"):
+            assert read_config(str(at / "config.yaml"), []).data.train_path == f"{home}/t.jsonl"
+        home.rename(tmp_path / "q")
+        moved = read_config(str(tmp_path / "q" / "runs" / "one" / "config.yaml"), [])
+        assert moved.data.train_path == f"{tmp_path}/q/t.jsonl"
 
     @pytest.mark.parametrize("identity", ["", "[]", "{}", '{"working_dir": 3}', '{"working_dir": ".."'])
     def test_a_damaged_record_is_none(self, tmp_path: Path, identity: str) -> None:

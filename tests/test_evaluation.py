@@ -244,7 +244,7 @@ def test_a_model_alone(files: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     }
     assert all(scores["problems"] == 2 for scores in results["scores"].values())
     said = capsys.readouterr()
-    assert "my/set: 2 problems, the first: " in said.out
+    assert "evaluation set 'my/set': 2 problems" in said.out and "first prompt: " in said.out
     answers = (out / "samples.jsonl").read_text().splitlines()
     assert len(answers) == 2 * (4 + 16 + 32 + 32 + 4 + 4 + 3 + 2 + 1)
     assert {path.name for path in out.iterdir()} == {"results.json", "samples.jsonl"}

@@ -68,7 +68,10 @@ def _working_directory(where: str | Path) -> tuple[str, int]:
         path = Path(where).resolve(strict=True)
         run = next(one for one in (path, *path.parents[:3]) if (one / "run.json").is_file())
         with open(run / "run.json", encoding="utf-8") as file:
-            base, owner = os.path.normpath(run / json.load(file)["working_dir"]), os.fstat(file.fileno()).st_uid
+            began, owner = json.load(file), os.fstat(file.fileno()).st_uid
+        base, inside = os.path.normpath(run / began["working_dir"]), Path(began.get("directory", "..")).parts
+        if inside and inside[0] != ".." and run.parts[-len(inside) :] == inside:  # both may have been moved together
+            base = str(run.parents[len(inside) - 1])
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, StopIteration):
         return "", -1
     return "" if base == str(Path.cwd().resolve()) else base, owner

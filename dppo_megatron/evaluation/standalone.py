@@ -81,7 +81,8 @@ class EngineAndGraders:
 
     Args:
         directory: for servers' logs and the weights on their way.
-        said: lines to print before the first prompt of each set; a wrong template costs more points than a wrong model.
+        said: lines to print before what is odd about the sets and the first prompt of each; a wrong template costs more
+            points than a wrong model.
 
     Raises:
         UserError: as `prepare_job`, or there is no set.
@@ -92,8 +93,7 @@ class EngineAndGraders:
             raise UserError("there is no set to evaluate on: give --sets, or data.eval_sets in the config")
         self.job = prepare_job(config, world_size=1, trains=False)
         self.job.config.run_dir = str(directory)
-        prompts = self.job.eval_prompts.items()
-        show(*said, *(f"{name}: {len(of)} problems, the first: {of[0].text!r}" for name, of in prompts))
+        show(*said, *self.job.data_report, *self.job.notes)
         self.evaluator = Evaluator(self.job)
         self._engine: Engine | None = None
 

@@ -207,9 +207,9 @@ def read_identity(path: Path) -> str:
 
 def _begin_identity(path: Path) -> str:
     run, here = uuid.uuid4().hex, Path.cwd().resolve()
-    # what relative paths in its files are relative to; as a relative one itself, so that both may be moved together
-    base = os.path.relpath(here, path.resolve()) if here in path.resolve().parents else str(here)
-    began = {"format": _FORMAT, "run": run, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "working_dir": base}
+    # what relative paths in its files are relative to, and where in it the run is: both may be moved together
+    places = {"working_dir": str(here), "directory": os.path.relpath(path.resolve(), here)}
+    began = {"format": _FORMAT, "run": run, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **places}
     write_text(path / IDENTITY, json.dumps(began, indent=1) + "\n", durable=True)
     return run
 

@@ -13,10 +13,11 @@ function ofPolicy(prefix, names) {
   return ["", "kept/"].flatMap((kept) => Object.entries(names).map(([key, name]) => ({ key: `${kept}${prefix}${key}`, name: kept ? `${name}, kept` : name })));
 }
 
-/** Mean rewards of the sets that have rewards of their own. */
-function ofSets() {
-  const keys = runs.flatMap((run) => Object.keys(run.columns)).filter((key) => /^reward\/.+\/mean$/.test(key));
-  return [...new Set(keys)].map((key) => ({ key, name: key.slice(7, -5) }));
+/** Mean rewards of the sets that have rewards of their own, and of the named rewards before their weights. */
+function rewardParts() {
+  const sets = runs.flatMap((run) => Object.keys(run.columns)).filter((key) => /^reward\/.+\/mean$/.test(key));
+  const named = runs.flatMap((run) => Object.keys(run.settings)).map((key) => /^reward\.functions\.(.+)\.function$/.exec(key)).filter(Boolean);
+  return [...[...new Set(sets)].map((key) => ({ key, name: key.slice(7, -5) })), ...[...new Set(named.map((found) => found[1]))].map((name) => ({ key: `reward/${name}`, name }))];
 }
 
 function overview() {
@@ -41,7 +42,7 @@ function overview() {
 
 function learning() {
   return section("learning", "Learning", "Bands and bars are one standard error: over groups for rewards, over problems for evaluations. Drag over a plot to zoom in, double-click to zoom out.", grid(
-    metric("Reward", "Mean of the generated groups, weighted by the prompts' inverse inclusion probabilities.", [{ key: "reward/mean", name: "mean", se: "reward/se" }, ...ofSets()]),
+    metric("Reward", "Mean of the generated groups, weighted by the prompts' inverse inclusion probabilities.", [{ key: "reward/mean", name: "mean", se: "reward/se" }, ...rewardParts()]),
     // avg@n is pass@1; of the others, each set's largest number of samples
     ...[["Evaluation: pass@1", "Chance that one answer is right, over the set's problems.", /^pass@1$/], ["Evaluation: best of n", "pass@n: chance that one of n answers is right.", /^pass@(?!1$)\d+$/], ["Evaluation: vote of n", "maj@n: chance that the most common of n answers is right.", /^maj@\d+$/]]
       .map(([title, note, name]) => evaluated(name).length ? chartCard({ title, note, traces: () => scores(name), layout: { yaxis: { ticksuffix: " %" } } }) : null),
@@ -111,7 +112,7 @@ function warnings() {
 function settings() {
   const keys = [...new Set([...Object.keys(report.defaults), ...runs.flatMap((run) => Object.keys(run.settings))])];
   const differs = (key) => new Set(runs.map((run) => run.settings[key])).size > 1;
-  const changed = (key) => runs.some((run) => run.settings[key] !== undefined && run.settings[key] !== report.defaults[key]);
+  const changed = (key) => runs.some((run) => run.settings[key] !== undefined && run.settings[key] !== (report.defaults[key] ?? "null"));
   const body = make("tbody", {}), search = make("input", { type: "search", placeholder: "filter settings", class: "grow", "aria-label": "Filter settings" });
   const which = make("select", { "aria-label": "Which settings" }, ...[runs.length > 1 ? ["differs", "that differ between the runs"] : null, ["changed", "that differ from the defaults"], ["all", "all"]].filter(Boolean).map(([value, text]) => make("option", { value }, text)));
   const fill = () => {
