@@ -94,5 +94,4 @@ def _outcomes(data: Any, mask: torch.Tensor) -> np.ndarray:
     tokens = mask.sum(1).clamp(min=1)
     advantage = (own.square().sum(1) / tokens).sqrt() * own.sum(1).sign().where(own.sum(1) != 0, 1.0)
     free = torch.expm1(data["generation_logprobs"][:, 1:].clamp(max=0)) * mask
-    found: np.ndarray = torch.stack([mask.sum(1), free.square().sum(1).sqrt(), advantage]).double().numpy()
-    return found
+    return np.asarray(torch.stack([mask.sum(1), free.square().sum(1).sqrt(), advantage]).double())

@@ -26,6 +26,9 @@ INDEX = "dppo_index"
 STATE = "dppo_selection.pt"
 """The selection's state, in a checkpoint's folder."""
 _LENGTH_DECAY = 0.9
+_PREDICTED_TOKENS = LedgerRow(
+    "denominator/tokens", 1.0, "ratio", "skipped prompts have no tokens: the mean of earlier steps stands for theirs"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,7 @@ class StepPruner:
         logit_grad_norm: FloatArray,
         advantages: FloatArray,
         step: int,
+        predicts_tokens: bool = False,
     ) -> Kept:
         """Which completions [K, G] to train on; `chosen` must be of this step. Learns from them.
 
@@ -163,6 +167,7 @@ class StepPruner:
             lengths: tokens that are trained on; 0 where the trainer masks the whole completion.
             logit_grad_norm: `pruning.logit_grad_norm` of each; only steers the variance.
             advantages: the trainer's own. A completion with 0 is never kept.
+            predicts_tokens: the trainer will divide by `expected_tokens` if prompts may be skipped.
 
         Example: 2 prompts of 4, one without reward variance: of the other's 4 completions a rate of 0.5 keeps 2 or
         more, whose weights have mean 1 over the draws; the first prompt's carry no gradient and go for free.
@@ -184,8 +189,10 @@ class StepPruner:
         self._learn(chosen, batch, step)
         rows = np.flatnonzero(chosen_rows.kept)
         ledger = chosen.selection.ledger + chosen_rows.ledger
+        ledger += (_PREDICTED_TOKENS,) * (predicts_tokens and chosen.may_skip)
         metrics = step_metrics(chosen.selection, batch, chosen_rows)
-        return Kept(rows, (batch.prompt_weight * chosen_rows.weight)[rows], ledger, metrics | shares(ledger))
+        metrics |= {f"ledger/{row.name}/{row.label}": row.kept_fraction for row in ledger}
+        return Kept(rows, (batch.prompt_weight * chosen_rows.weight)[rows], ledger, metrics)
 
     def _learn(self, chosen: Chosen, batch: CompletionBatch, step: int) -> None:
         kept, shape = chosen.selection.kept, (len(chosen.index), -1)
@@ -200,8 +207,7 @@ class StepPruner:
             inclusion_prob=chosen.selection.inclusion_prob[kept],
             planned_prob=chosen.selection.planned[kept],
         )
-        total = float(batch.prompt_weight.sum())
-        if total > 0:
+        if (total := float(batch.prompt_weight.sum())) > 0:
             mean, old = float(batch.prompt_weight @ batch.lengths) / total, self.mean_length
             self.mean_length = _LENGTH_DECAY * old + (1 - _LENGTH_DECAY) * mean if old else mean
 
@@ -237,15 +243,4 @@ def load_state(folder: Path) -> dict[str, Any]:
 
     if not (folder / STATE).exists():
         raise UserError(f"{folder / STATE}: not there; the checkpoint is of a run without this pruning")
-    state: dict[str, Any] = recursively_apply(torch.Tensor.numpy, torch.load(folder / STATE, weights_only=True))
-    return state
-
-
-PREDICTED_TOKENS = LedgerRow(
-    "denominator/tokens", 1.0, "ratio", "skipped prompts have no tokens: the mean of earlier steps stands for theirs"
-)
-
-
-def shares(ledger: tuple[LedgerRow, ...]) -> dict[str, float]:
-    """The ledger for loggers that know numbers only: `ledger/prompt/dppo/unbiased` -> 0.7."""
-    return {f"ledger/{row.name}/{row.label}": row.kept_fraction for row in ledger}
+    return dict(recursively_apply(torch.Tensor.numpy, torch.load(folder / STATE, weights_only=True)))

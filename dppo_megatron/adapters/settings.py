@@ -13,20 +13,14 @@ from typing import Any
 from dppo_megatron.config.pruning import PruningConfig, check_choice
 
 
-def pruning_from(given: Mapping[str, Any], where: str) -> PruningConfig:
+def pruning_from(given: Mapping[str, Any], where: str, section: Any = None) -> Any:
     """Both levels from another trainer's settings, `{"prompt": {"rate": 0.3}}`. UserError: a name that is not there."""
-    made = PruningConfig()
-    _fill(made, given, where)
-    return made
-
-
-def _fill(section: Any, given: Mapping[str, Any], where: str) -> None:
+    made = section or PruningConfig()
     for name, value in given.items():
-        check_choice(where, name, [item.name for item in fields(section)])
-        if is_dataclass(inside := getattr(section, name)):
-            _fill(inside, value, f"{where}.{name}")
-        else:
-            setattr(section, name, value)
+        check_choice(where, name, [item.name for item in fields(made)])
+        inside = getattr(made, name)
+        setattr(made, name, pruning_from(value, f"{where}.{name}", inside) if is_dataclass(inside) else value)
+    return made
 
 
 TRL_DIVISORS = {"grpo": "rows, lengths", "sapo": "rows, lengths", "dr_grpo": "rows", "luspo": "rows"} | dict.fromkeys(

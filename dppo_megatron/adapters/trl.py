@@ -13,19 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from transformers.trainer import TRAINER_STATE_NAME, TrainerState
 from trl import GRPOTrainer
 
-from dppo_megatron.adapters.pruner import INDEX, PREDICTED_TOKENS, Kept, StepPruner, load_state, save_state, shares
+from dppo_megatron.adapters.pruner import INDEX, Kept, StepPruner, load_state, save_state
 from dppo_megatron.adapters.settings import TRL_DIVISORS, trl_refusals
-from dppo_megatron.adapters.trl_order import EpochsInOrder, by_length
+from dppo_megatron.adapters.trl_batches import GenerationInRounds, by_length
 from dppo_megatron.config.pruning import PruningConfig
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.types import UserError
 
-_Trainer: Any = object  # what the mixin is mixed into
 
-
-class PrunedGRPOMixin(_Trainer):  # type: ignore[misc]
+class PrunedGRPOMixin(GenerationInRounds):
     """For a subclass of `trl.GRPOTrainer` of your own: `class Mine(PrunedGRPOMixin, YourTrainer)`.
 
     Args:
@@ -69,7 +68,8 @@ class PrunedGRPOMixin(_Trainer):  # type: ignore[misc]
         return self._pruner
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        return EpochsInOrder(super()._get_train_sampler(dataset), self)
+        self._sampler = super()._get_train_sampler(dataset)
+        return self._sampler
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.model.training:
@@ -81,17 +81,14 @@ class PrunedGRPOMixin(_Trainer):  # type: ignore[misc]
         mine = np.split((groups[:, None] * size + np.arange(size)).ravel(), ranks)[self.accelerator.process_index]
         rows = [{name: value for name, value in offered[i].items() if name != INDEX} for i in mine]
         out = super()._generate_and_score_completions(rows)
-        if "num_images" in out:
-            raise UserError("prompts with images: their rows cannot be dropped")
-        kept = self.pruner.finish(chosen, *self._outcomes(out, (len(chosen.index), size)), step=step)
-        self.ledger, scale = kept.ledger, 1.0
+        outcomes, by_tokens = self._outcomes(out, (len(chosen.index), size)), TRL_DIVISORS[self.loss_type] == "tokens"
+        kept = self.pruner.finish(chosen, *outcomes, step=step, predicts_tokens=by_tokens)
+        self.ledger = kept.ledger
         each = max(1, math.ceil(len(kept.rows) / (self.args.steps_per_generation * ranks)))  # rows of a micro-batch
-        if "rows" in TRL_DIVISORS[self.loss_type]:  # TRL divides by the rows of a micro-batch that are left
-            scale = each / self.args.per_device_train_batch_size
-        elif chosen.may_skip:
+        scale = 1.0 if by_tokens else each / self.args.per_device_train_batch_size  # TRL divides by the rows left
+        if by_tokens and chosen.may_skip:
             out["num_items_in_batch"] = torch.full_like(out["num_items_in_batch"], tokens)
-            self.ledger += (PREDICTED_TOKENS,)
-        for name, value in (kept.metrics | shares(self.ledger)).items():
+        for name, value in kept.metrics.items():
             self._metrics["train"][name].append(value)
         return self._dropped(out, kept, each, scale)
 
@@ -144,6 +141,9 @@ class PrunedGRPOMixin(_Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         self._pruner, self._resume_from = None, checkpoint
+        if checkpoint and self._sampler.shuffle:  # its generator is in no checkpoint: draw the epochs before again
+            for _ in range(int(TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).epoch)):
+                torch.randperm(self._sampler.num_samples, generator=self._sampler.generator)
 
 
 class PrunedGRPOTrainer(PrunedGRPOMixin, GRPOTrainer):  # type: ignore[misc]

@@ -20,7 +20,7 @@ from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 from verl.utils import tensordict_utils
 from verl.workers.utils.padding import response_to_nested
 
-from dppo_megatron.adapters.pruner import INDEX, PREDICTED_TOKENS, StepPruner, load_state, save_state, shares
+from dppo_megatron.adapters.pruner import INDEX, StepPruner, load_state, save_state
 from dppo_megatron.adapters.settings import pruning_from, verl_refusals
 from dppo_megatron.types import FloatArray, RunAborted, UserError
 
@@ -81,12 +81,12 @@ class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
             raise RunAborted(f"rollout: {len(batch)} completions; pruning needs {size} of each of {count} prompts")
         rewards, lengths, norm, advantages = self._outcomes(batch)[:, order[: count * size]].reshape(4, count, size)
         predicted, step = self.pruner.expected_tokens(self.config.data.max_response_length), self.global_steps - 1
-        kept = self.pruner.finish(self.chosen, rewards, lengths.astype(np.int64), norm, advantages, step)
-        ledger, scale = kept.ledger, 1.0
-        if self.mode == "token-mean":  # verl divides by the tokens that are left
+        by_tokens, scale = self.mode == "token-mean", 1.0
+        counts = lengths.astype(np.int64)
+        kept = self.pruner.finish(self.chosen, rewards, counts, norm, advantages, step, predicts_tokens=by_tokens)
+        if by_tokens:  # verl divides by the tokens that are left
             scale = lengths.ravel()[kept.rows].sum() / (predicted if self.chosen.may_skip else lengths.sum())
-            ledger += (PREDICTED_TOKENS,) * self.chosen.may_skip
-        metrics |= kept.metrics | shares(ledger)
+        metrics |= kept.metrics
         stay = [batch.keys[order[row]] for row in kept.rows] or batch.keys[:1]
         weighted = scale * kept.weight * advantages.ravel()[kept.rows]
         self.coefficients = dict(zip(stay, weighted.tolist(), strict=False))
@@ -108,8 +108,7 @@ class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
         free = torch.expm1(padded["rollout_log_probs"]) * mask if "rollout_log_probs" in padded else mask
         advantages = of_tokens[torch.arange(len(mask)), mask.argmax(1)]
         columns = padded["rm_scores"].sum(1), mask.sum(1), free.square().sum(1).sqrt(), advantages
-        found: FloatArray = torch.stack([column.double() for column in columns]).numpy()
-        return found
+        return np.asarray(torch.stack([column.double() for column in columns]))
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_advantage(batch, metrics)  # corrections too; its advantages are of what is left

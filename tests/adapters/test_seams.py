@@ -18,6 +18,7 @@ from dppo_megatron.adapters.settings import TRL_DIVISORS, VERL_BY_SEQUENCE, VERL
 
 TRL_METHODS = {
     "_generate_and_score_completions": ["inputs"],
+    "_generate_single_turn": ["prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"],
     "_calculate_rewards": ["inputs", "prompts", "completions", "completion_ids_list"],
     "_get_train_sampler": ["dataset"],
     "_prepare_inputs": ["generation_batch"],

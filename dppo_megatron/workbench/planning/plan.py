@@ -161,11 +161,12 @@ def make_plan(
 def lines(plan: Plan, name: str) -> list[str]:
     """The plan as it is printed; `name`: of its config."""
     site, architecture = plan.site, plan.architecture
-    whole, trained, active = (
+    whole, active = (
         f"{found / 1e9:.2f}e9" if (found := count(architecture)) >= 1e7 else f"{found:,}"
-        for count in (whole_model, trained_parameters, active_parameters)
+        for count in (whole_model, active_parameters)
     )
-    adapters = "" if architecture.lora is None else f", {trained} of adapters trained"
+    trained = trained_parameters(architecture) / 1e9
+    adapters = "" if architecture.lora is None else f", {trained:.3f}e9 of adapters trained"
     mixture = f", {active} of them for each token" if architecture.experts else ""
     return [
         f"{name}: {whole} parameters{mixture}{adapters}; {site.gpus} GPUs of {site.gpu_memory / GIB:.1f} GiB,"
