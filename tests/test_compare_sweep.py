@@ -276,3 +276,21 @@ def test_a_grid_that_is_none(
 def test_methods_have_no_prompts_of_their_own_in_a_sweep(swept: Callable[..., tuple[int, list[str]]]) -> None:
     assert swept("--sweep", "--methods", "grpo@16,dppo") == (2, [])
     assert swept("--sweep", "--methods", "grop") == (2, [])
+
+
+def test_what_a_sweep_found_is_compared_on_other_seeds(
+    swept: Callable[..., tuple[int, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best of each method, and nothing else, with its own settings."""
+    assert swept(*SMALL, "--seeds", "2")[0] == 0
+    best = str(tmp_path / "best.json")
+    (tmp_path / "out").joinpath("sweep.json").rename(best)
+    code, started = swept("--tuned", best, "--seeds", "2", "seed=50")
+    assert code == 0
+    assert {one for one in started if not one.endswith("start")} == {
+        f"seed{seed} {method}@8,1e-3,linear" for seed in (50, 51) for method in ("grpo", "dppo")
+    }
+    capsys.readouterr()
+    for options in (("--tuned", best, "--sweep"), ("--tuned", best, "--methods", "dppo"), ("--tuned", CONFIG)):
+        assert swept(*options) == (2, [])
+        assert "--tuned" in capsys.readouterr().err

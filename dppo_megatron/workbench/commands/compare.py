@@ -14,7 +14,9 @@ and report.html.
   dppo-megatron compare configs/quickstart.yaml --seeds 4 --sweep actor.optimizer.learning_rate=5e-4,7e-4,1e-3
 
 All candidates run on one seed, the better half on a second, its better half on two more. The table is then of the best
-of each, and sweep.json has every rung.
+of each, and sweep.json has every rung. They were chosen on these seeds, which flatters them; on others:
+
+  dppo-megatron compare configs/quickstart.yaml seed=100 --seeds 10 --tuned compare/sweep.json --out judged
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from dppo_megatron.config.paths import check_writable
 from dppo_megatron.progress import progress
 from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.texts import logged, show
+from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import add_config, check_numbers, read_config
 from dppo_megatron.workbench.commands.terminal import loading
 
@@ -45,6 +48,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--steps-factor", type=float, default=1.0, metavar="F", help=factor)
     sweep = "tune each method first, as above"
     command.add_argument("--sweep", action="append", nargs="?", const="", metavar="KEY=A,B", help=sweep)
+    tuned = "the methods and settings that a sweep found best, instead of --methods"
+    command.add_argument("--tuned", type=Path, metavar="SWEEP.json", help=tuned)
     command.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
 
 
@@ -60,7 +65,9 @@ def execute(arguments: argparse.Namespace) -> int:
     factor, swept = arguments.steps_factor, arguments.sweep is not None
     grid = sweep.parse_grid(arguments.sweep, config) if swept else {}
     methods = arguments.methods or (_SWEPT if swept else _METHODS)
-    arms = compared.parse_arms(methods, config, factor)
+    if arguments.tuned and (swept or arguments.methods):
+        raise UserError("--tuned names methods and settings by itself: leave out --methods and --sweep")
+    arms = sweep.best_of(arguments.tuned) if arguments.tuned else compared.parse_arms(methods, config, factor)
     if swept:
         arms = sweep.candidates(methods, grid, config, factor)
     out: Path = arguments.out
@@ -83,7 +90,7 @@ def execute(arguments: argparse.Namespace) -> int:
                 show(*sweep.rung_table(rows), "")
             arms = [row.arm for row in rungs[-1] if row.goes_on]
             show(*sweep.best_lines(rungs[-1], grid), "")
-            notes.append("The settings were chosen on these seeds, which flatters them: compare on others (seed=N).")
+            notes.append("Chosen on these seeds, which flatters the settings: compare on others (seed=N, --tuned).")
         else:
             runs = run(arms, seeds=arguments.seeds)
     with progress("comparing"):

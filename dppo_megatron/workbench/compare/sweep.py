@@ -18,9 +18,13 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
 
 from dppo_megatron.config.schema import Config
+from dppo_megatron.texts import reason
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.columns import aligned
 from dppo_megatron.workbench.compare.arms import Arm, MethodRun, parse_arms
@@ -156,6 +160,19 @@ def sweep_results(rungs: Sequence[Sequence[RungRow]], grid: Grid) -> dict[str, A
     """For sweep.json."""
     best = {row.arm.method: row.arm.settings for row in rungs[-1] if row.goes_on}
     return {"grid": grid, "rungs": [[asdict(row) for row in rows] for rows in rungs], "best": best}
+
+
+def best_of(path: Path) -> list[Arm]:
+    """The best of each method in a sweep.json, their settings in their names. Raises UserError if it cannot be read."""
+    try:
+        rungs = msgspec.json.decode(path.read_bytes(), type=_Rungs).rungs
+    except (OSError, msgspec.DecodeError) as error:
+        raise UserError(f"--tuned {path}: is no sweep.json of compare --sweep: {reason(error)}") from None
+    return [row.arm for row in rungs[-1] if row.goes_on]
+
+
+class _Rungs(msgspec.Struct):
+    rungs: Annotated[list[list[RungRow]], msgspec.Meta(min_length=1)]
 
 
 def _number(text: str) -> float | str:
