@@ -25,6 +25,7 @@ from dppo_megatron.actor.layout import start_process_group, stop_process_group
 from dppo_megatron.checkpoint.origin import changes_since, find_origin
 from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
 from dppo_megatron.config.changes import config_values, fingerprint
+from dppo_megatron.config.paths import with_paths
 from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.data.summary import check_data, write_first_prompts
@@ -109,7 +110,7 @@ class Run:
         self._begun = False
         """Whether there is a state to save: the RL steps have begun, or a checkpoint was loaded."""
         changes += self._origin.data_changes if self._origin else ()
-        log(*job.notes)
+        log(*map(with_paths, job.notes))
         log(*(f"changed since the run began: {line}" for line in changes))
         log(self.loop.actor.description)
         self._trackers = self._start_trackers()

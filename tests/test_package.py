@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sysconfig
 import venv
@@ -70,7 +71,14 @@ def test_what_is_shipped_is_found_in_an_empty_directory(python: Path, tmp_path: 
     assert "assumed: the published sizes of Qwen/Qwen3-8B" in done.stdout
     refused = _run(python, tmp_path, "train", "quickstart", "critic.optim.lr=1")
     assert refused.returncode == 2 and "not supported: a critic" in refused.stderr
+    told = _run(python, tmp_path, "config", "data.train_path").stdout + _run(python, tmp_path, "plan", "-h").stdout
+    told += _run(python, tmp_path, "train", "quickstart", "--load-in-4bit").stderr
+    pages = re.findall(r"[^\s()]*docs/\w+\.md", told)
+    assert len(pages) >= 3 and all(Path(page).is_file() for page in pages), pages
+    load = "from dppo_megatron.config.plugins import load_function as f; f('k', 'examples.custom_grader:brevity')"
+    assert "`dppo-megatron init DIR` copies" in _python(python, tmp_path, "-c", load).stderr
     assert _run(python, tmp_path, "init", ".").returncode == 0
+    assert _python(python, tmp_path, "-c", load).returncode == 0
     refused = _run(python, tmp_path, "eval", "configs/quickstart.yaml", "--sets", "six")
     assert "CONFIG: configs/quickstart.yaml of this directory" in refused.stderr
     assert "--sets six: the set 'math500' needs 'math500/test.jsonl', which is not there" in refused.stderr

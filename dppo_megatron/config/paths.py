@@ -32,6 +32,14 @@ def shipped(*parts: str) -> Path:
     return checkout if checkout.exists() else _PACKAGE.joinpath("shipped", *parts)
 
 
+def with_paths(text: str) -> str:
+    """In a checkout docs/ is where everybody looks for it; of a wheel's pages a message has the whole paths."""
+    docs = shipped("docs")
+    if docs.parent == _PACKAGE.parent:
+        return text
+    return re.sub(r"(?<![\w/.-])docs/(?=\w+\.md)", lambda _: f"{docs}/", text)  # not the end of a user's path
+
+
 def shipped_config(name: str) -> Path | None:
     """The shipped config of this name: `h100/qwen3_8b_8gpus_dppo`, `quickstart.yaml`, `configs/quickstart.yaml`."""
     plain = Path(name.removeprefix("configs/").removesuffix(".yaml") + ".yaml")

@@ -16,6 +16,7 @@ from typing import Any
 
 from dppo_megatron import __version__
 from dppo_megatron.config.load import load_config
+from dppo_megatron.config.paths import with_paths
 from dppo_megatron.config.resolved_sets import eval_set_configs, set_rewards
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
@@ -93,7 +94,7 @@ class EngineAndGraders:
             raise UserError("there is no set to evaluate on: give --sets, or data.eval_sets in the config")
         self.job = prepare_job(config, world_size=1, trains=False)
         self.job.config.run_dir = str(directory)
-        show(*said, *self.job.data_report, *self.job.notes)
+        show(*said, *self.job.data_report, *map(with_paths, self.job.notes))
         self.evaluator = Evaluator(self.job)
         self._engine: Engine | None = None
 

@@ -13,7 +13,6 @@ import argparse
 import difflib
 import errno
 import os
-import re
 import select
 import sys
 import traceback
@@ -124,23 +123,14 @@ def main(argv: list[str] | None = None, display: Display = show_progress) -> int
 
 def explained(error: UserError, command: str) -> str:
     """The message, and the page that explains it unless it names one itself."""
+    from dppo_megatron.config.paths import with_paths
     from dppo_megatron.config.reference import page_for
 
     message = str(error)
     if "docs/" in message:
-        return _with_paths(message)
+        return with_paths(message)
     page = page_for(message) or PAGES.get(_package(error)) or PAGES.get(command, "configuration.md")
-    return _with_paths(f"{message}{chr(10) if chr(10) in message else ' '}(see docs/{page})")
-
-
-def _with_paths(message: str) -> str:
-    """In a checkout docs/ is where everybody looks for it; of a wheel's pages the message has the whole paths."""
-    from dppo_megatron.config.paths import shipped
-
-    docs = shipped("docs")
-    if docs.parent == _PACKAGE.parent:
-        return message
-    return re.sub(r"(?<![\w/.-])docs/(?=\w+\.md)", lambda _: f"{docs}/", message)  # not the end of a user's path
+    return with_paths(f"{message}{chr(10) if chr(10) in message else ' '}(see docs/{page})")
 
 
 def _package(error: UserError) -> str:
@@ -202,16 +192,25 @@ def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> str:
         return f"a setting is given without dashes: {name}={value if given else (unknown[1:] or ['...'])[0]}"
     if takes_settings and (said := other_name(name)):
         return said
-    if unknown[0].startswith("-") and (close := difflib.get_close_matches(f"--{name}", options, 1)):
+    if unknown[0].startswith("-") and (close := difflib.get_close_matches(f"--{name}", options, 1, 0.7)):
         return f"did you mean {close[0]}?"
     return f"the options here are {', '.join(options)}{', and settings are given as key=value' * takes_settings}"
 
 
 class _Parser(argparse.ArgumentParser):
+    def format_help(self) -> str:
+        from dppo_megatron.config.paths import with_paths
+
+        return with_paths(super().format_help())
+
     def error(self, message: str) -> NoReturn:
         if message.startswith("the following arguments are required: CONFIG"):
             message = "arguments are required: CONFIG, a YAML file or a shipped one's name, such as quickstart"
-        super().error(one_line(message, 2000))  # quotes what was typed, or what a shell made of a file's name
+        from dppo_megatron.config.paths import with_paths
+
+        super().error(
+            one_line(with_paths(message), 2000)
+        )  # quotes what was typed, or what a shell made of a file's name
 
 
 def program(wanted: Collection[str] = _COMMANDS) -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
+from dppo_megatron.config.paths import with_paths
 from dppo_megatron.config.reference import Setting, all_settings, find, unknown_key
 from dppo_megatron.config.schema import Config
 from dppo_megatron.texts import show
@@ -39,4 +40,4 @@ def _described(setting: Setting, width: int) -> Iterator[str]:
     yield f"{setting.key}  ({', '.join(fact for fact in facts if fact)})"
     meaning = setting.meaning + (f" ({setting.why})" if setting.why else "")
     yield from textwrap.wrap(meaning, width, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
-    yield f"    defined in {setting.file}; see docs/{setting.page}"
+    yield f"    defined in {setting.file}; see {with_paths(f'docs/{setting.page}')}"

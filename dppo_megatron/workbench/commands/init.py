@@ -1,4 +1,5 @@
-"""Copy the shipped configs to DIR/configs/, where a file goes before the shipped one of its name:
+"""Copy the shipped configs and examples to DIR/configs/ and DIR/examples/; a config there goes before the shipped one
+of its name, and code is found from DIR as `examples.custom_grader:last_number`:
 
 dppo-megatron init mine && cd mine
 dppo-megatron plan configs/h100/qwen3_8b_8gpus_dppo.yaml
@@ -17,18 +18,23 @@ from dppo_megatron.types import UserError
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("dir", metavar="DIR", type=Path, help="where to write; may exist, but not DIR/configs")
+    command.add_argument(
+        "dir", metavar="DIR", type=Path, help="where to write; configs/ and examples/ must not be there yet"
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    target: Path = arguments.dir / "configs"
-    check_writable("DIR", target, directory=True)
-    if os.path.lexists(target):
-        raise UserError(f"DIR: '{target}' exists already; name another directory")
-    try:
-        shutil.copytree(shipped("configs"), target)
-    except OSError as error:  # a full disk
-        shutil.rmtree(target, ignore_errors=True)
-        raise UserError(f"DIR: '{target}' cannot be written: {reason(error)}") from None
-    show(f"{target}: {sum(1 for _ in target.rglob('*.yaml'))} configs")
+    targets = {name: Path(arguments.dir / name) for name in ("configs", "examples")}
+    for target in targets.values():
+        check_writable("DIR", target, directory=True)
+        if os.path.lexists(target):
+            raise UserError(f"DIR: '{target}' exists already; name another directory")
+    for name, target in targets.items():
+        try:
+            shutil.copytree(shipped(name), target, ignore=shutil.ignore_patterns("__pycache__"))
+        except OSError as error:  # a full disk
+            for begun in targets.values():
+                shutil.rmtree(begun, ignore_errors=True)
+            raise UserError(f"DIR: '{target}' cannot be written: {reason(error)}") from None
+    show(*(f"{target}: {sum(path.is_file() for path in target.rglob('*'))} files" for target in targets.values()))
     return 0

@@ -11,7 +11,7 @@ import os
 
 from dppo_megatron.config.checks import Purpose
 from dppo_megatron.config.load import load_config, read_config
-from dppo_megatron.config.paths import check_writable, shipped
+from dppo_megatron.config.paths import check_writable, shipped, with_paths
 from dppo_megatron.config.schema import Config
 from dppo_megatron.launcher_env import launched_world_size
 from dppo_megatron.pruning.policies import METHODS, parse_methods
@@ -125,7 +125,7 @@ def execute(arguments: argparse.Namespace) -> int:
     )
     is_told = arguments.gpus or launched_world_size() > 1
     assumed = [] if is_told else [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
-    show(*assumed, *published, *said, *lines(plan, arguments.config), *loaded)
+    show(*map(with_paths, (*assumed, *published, *said, *lines(plan, arguments.config), *loaded)))
     if arguments.json is not None:
         write_json(arguments.json, plan.as_json())
     if plan.problems:
