@@ -152,6 +152,8 @@ def _graded_together(calling: Calling, samples: Sequence[Sample]) -> list[Any]:
         return [_graded(calling, sample) for sample in samples]
     try:
         return _listed(calling.call(samples), len(samples))
+    except _WrongCountError as error:  # alone it might return one, and be believed
+        return [_failure(error) for _ in samples]
     except BaseException as error:
         if len(samples) == 1:
             return [_failure(error)]
@@ -170,13 +172,17 @@ async def _graded_async(calling: Calling, sample: Sample) -> Any:
         return _failure(error)
 
 
+class _WrongCountError(GradingFailed):
+    pass
+
+
 def _listed(results: Any, count: int) -> list[Any]:
     """Raises GradingFailed: these are not `count` results, or one is no result."""
     rows = results.tolist() if callable(getattr(results, "tolist", None)) else results
     if not isinstance(rows, (list, tuple)):
         raise GradingFailed(f"returned {_shown(results)}, not a list of {count}")
     if len(rows) != count:
-        raise GradingFailed(f"returned a list of {len(rows)} for {count} completions")
+        raise _WrongCountError(f"returned a list of {len(rows)} for {count} completions")
     return [dict(_NOT_JUDGED) if one is None else one if _is_float(one) else _fields(one) for one in rows]
 
 

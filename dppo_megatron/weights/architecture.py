@@ -257,7 +257,8 @@ def read_architecture(
     """
     path = Path(hf_path) / "config.json"
     if not os.path.exists(path):  # unlike Path.exists, no error for a name that is too long
-        raise UserError(f"{given_as} '{hf_path}': holds no config.json, so it is no Hugging Face checkpoint")
+        of_run = f"; '{hf_path}/hf' is one" if os.path.exists(path.parent / "hf" / "config.json") else ""
+        raise UserError(f"{given_as} '{hf_path}': holds no config.json, so it is no Hugging Face checkpoint{of_run}")
     raw = read_object(path)
     family = _family(raw, path)
     model_type = MODEL_TYPES[family]

@@ -222,7 +222,7 @@ def test_a_list_that_does_not_fit_is_a_failure() -> None:
     (said,) = in_turn("trl_column", [Sample("", "", {"unit": 1})])
     assert said["failure"] == "asks for the column 'difficulty', and the rows have: unit"
     two = in_turn("too_few", [Sample("", "", {}), Sample("", "", {})])
-    assert [one["failure"] for one in two] == ["returned a list of 0 for 1 completions"] * 2
+    assert [one["failure"] for one in two] == ["returned a list of 1 for 2 completions"] * 2
 
 
 def test_a_failure_in_a_list_is_that_of_one_sample() -> None:
