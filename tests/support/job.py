@@ -75,6 +75,8 @@ def settings(files: Path, run_dir: Path, **extra: Any) -> list[str]:
         "rollout.prompts_per_step": 16,
         "rollout.sampling.max_completion_tokens": 16,
         "actor.optimizer.lr_warmup_steps": 1,
+        "actor.optimizer.lr_schedule": "constant",  # else runs of other lengths would be other runs
+        "actor.optimizer.min_learning_rate": 0.0,
         # three steps make an epoch here: without these two, nothing would be pruned before the run ends
         "pruning.prompt.warmup_epochs": 0.34,
         "pruning.prompt.anneal_fraction": 1.0,
