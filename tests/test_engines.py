@@ -111,6 +111,20 @@ def test_digests_join_as_engines_do() -> None:
     assert differing(sent, empty) == ([], 0), "a packed layer shows no bytes"
 
 
+@pytest.mark.parametrize("part", ["mlp", "mlp.shared_expert", "mlp.shared_experts"])
+def test_digests_of_gate_and_up_are_of_both(part: str) -> None:
+    """Dense layers and the experts that every token visits; the gate of these (Qwen2-MoE) stands alone."""
+    gate, up, one = (torch.randn(shape) for shape in ((4, 3), (4, 3), (1, 3)))
+    digests = Digests()
+    stream = [(f"model.layers.0.{part}.{name}_proj.weight", t) for name, t in (("gate", gate), ("up", up))]
+    stream.append(("model.layers.0.mlp.shared_expert_gate.weight", one))
+    for _ in digests.tee(iter(stream)):
+        pass
+    joined = {f"model.layers.0.{part}.gate_up_proj.weight": digest(torch.cat([gate, up]))}
+    alone = {"model.layers.0.mlp.shared_expert_gate.weight": digest(one)}
+    assert differing(digests.result(), joined | alone) == ([], 2)
+
+
 def test_the_canary_names_the_server() -> None:
     """Its bound is on the mean of each server alone; NaN is above every bound."""
     actor = [np.zeros(4), np.zeros(4)]

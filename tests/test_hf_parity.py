@@ -46,6 +46,10 @@ CASES: dict[str, tuple[dict[str, Any], list[Parallel]]] = {
         {"family": "deepseek_v3", "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
         [ONE, Parallel(tp=2, pp=2)],
     ),
+    "qwen1.5_moe": (
+        {"family": "qwen2_moe"},
+        [ONE, Parallel(tp=2, pp=2, ep=2, etp=1), Parallel(pp=2, vpp=2), Parallel(cp=2, ep=2)],
+    ),
     "mistral": ({"family": "mistral", "head_dim": 10, "hidden_size": 70}, [ONE, FOUR]),
     "mixtral": ({"family": "mixtral", "intermediate_size": 36}, [ONE, Parallel(tp=2, pp=2, ep=2, etp=1)]),
     "gemma": (

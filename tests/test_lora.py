@@ -49,6 +49,7 @@ MODELS: dict[str, tuple[dict[str, Any], LoraConfig]] = {
     "moe_whole": ({"family": "qwen3_moe"}, LoraConfig()),
     "gemma": ({"family": "gemma3", **ODD}, LoraConfig(rank=3, alpha=4.0)),
     "glm_attention": ({"family": "glm4_moe", "num_experts_per_tok": 6}, LoraConfig(rank=2)),  # no choice that may flip
+    "qwen1.5_attention": ({"family": "qwen2_moe", "num_experts_per_tok": 6}, LoraConfig(rank=2)),
 }
 ONE = Parallel()
 CASES = [
@@ -68,6 +69,7 @@ CASES = [
     ("moe", Parallel(tp=2, ep=2, etp=1, pp=2)),
     ("moe_attention", Parallel(tp=2, ep=2, etp=1)),
     ("glm_attention", Parallel(tp=2, ep=2, etp=1)),
+    ("qwen1.5_attention", Parallel(tp=2, ep=2, etp=1)),
     ("gemma", ONE),
     ("gemma", Parallel(tp=2, pp=2, recompute=True)),
 ]
@@ -258,6 +260,7 @@ def test_refused(models: dict[str, Path], name: str, lora: LoraConfig, said: str
     ("family", "why"),
     [
         ("mixtral", "true: not of MixtralForCausalLM, whose experts go by other names"),
+        ("qwen2_moe", "true: not of Qwen2MoeForCausalLM: dense layers and shared experts have the same names"),
         ("glm4_moe", "true: not of Glm4MoeForCausalLM: dense layers and shared experts have the same names"),
     ],
 )

@@ -122,6 +122,8 @@ class _FeedForward:
     """[E] float32, of sigmoid routers."""
     shared: _FeedForward | None = None
     """Of the experts that every token visits."""
+    shared_gate: Tensor | None = None
+    """[1, hidden] (Qwen2-MoE)."""
     post_norm: Tensor | None = None
     """[hidden] of the norm behind it (Gemma)."""
 
@@ -344,7 +346,10 @@ class Decoder:
         chosen, share = _route(x, weights.router, weights.bias, experts)
         visited.append(chosen)
         if weights.shared is not None:
-            residual = torch.addmm(residual, _gated(x, weights.shared.gate_up), weights.shared.down.t())
+            inner = _gated(x, weights.shared.gate_up)
+            if weights.shared_gate is not None:  # a number a token: before the product or behind it
+                inner = inner * F.linear(x, weights.shared_gate).sigmoid()
+            residual = torch.addmm(residual, inner, weights.shared.down.t())
         order = chosen.flatten().argsort(stable=True)  # (token, expert) pairs, those of an expert together
         counts = chosen.flatten().bincount(minlength=experts.count).tolist()
         for expert, pairs in enumerate(order.split(counts)):  # type: ignore[no-untyped-call]
@@ -415,8 +420,10 @@ class Decoder:
         if bias is not None:
             self.named[name + CORRECTION_BIAS] = bias
         router = self._new(name + "gate.weight", experts.count, a.hidden_size)
-        shared = self._dense(name + "shared_experts.", experts.shared_ffn_size) if experts.shared_ffn_size else None
-        return _FeedForward(gate_up, down, router, bias, shared)
+        theirs = name + experts.shared_module
+        shared = self._dense(theirs + ".", experts.shared_ffn_size) if experts.shared_ffn_size else None
+        shared_gate = self._new(theirs + "_gate.weight", 1, a.hidden_size) if experts.shared_gate else None
+        return _FeedForward(gate_up, down, router, bias, shared, shared_gate)
 
     def _joined(self, parts: dict[str, int], *columns: int) -> Tensor:
         """One tensor of all rows; each name is a view of its rows."""

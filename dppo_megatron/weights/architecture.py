@@ -82,7 +82,7 @@ class Architecture:
     qk_norm: bool
     """RMS norm on each head's queries and keys (Qwen3, GLM, Gemma)."""
     qkv_bias: bool
-    """Bias on the query, key and value projections (Qwen2.5, GLM)."""
+    """Bias on the query, key and value projections (Qwen2, GLM)."""
     experts: Experts | None = None
     latent: Latent | None = None
     gemma: Gemma | None = None
@@ -109,7 +109,7 @@ class Architecture:
             raise UserError(f"actor.lora.experts = true: {self.name} has no experts; leave it at false")
         if config.experts and self.experts and not set(self.experts.projections) <= set(PROJECTIONS):
             raise UserError(f"actor.lora.experts = true: not of {self.name}, whose experts go by other names in PEFT")
-        if config.experts and self.experts and self.experts.is_sigmoid:
+        if config.experts and self.experts and self.experts.shared_ffn_size:
             raise UserError(
                 f"actor.lora.experts = true: not of {self.name}: dense layers and shared experts have the same names"
             )
@@ -282,7 +282,7 @@ def read_architecture(
         norm_eps=values["rms_norm_eps"],
         tied_embeddings=values["tie_word_embeddings"],
         qk_norm=family in (QWEN3, QWEN3_MOE, GEMMA3) or values.get("use_qk_norm", False),
-        qkv_bias=family == QWEN2 or values.get("attention_bias", False),
+        qkv_bias=family == QWEN2 or values.get("qkv_bias", values.get("attention_bias", False)),
         experts=read_experts(values, family, path) if "num_experts_per_tok" in values else None,
         latent=latent,
         gemma=read_gemma(values, config, ropes, path) if family == GEMMA3 else None,

@@ -18,13 +18,14 @@ from dppo_megatron.types import UserError
 from dppo_megatron.weights.json_files import plain, shown
 
 LLAMA, QWEN2, QWEN3, QWEN3_MOE = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
-MISTRAL, MIXTRAL = "MistralForCausalLM", "MixtralForCausalLM"
+QWEN2_MOE, MISTRAL, MIXTRAL = "Qwen2MoeForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"
 GLM4_MOE, DEEPSEEK = "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM"
 GEMMA3 = "Gemma3ForCausalLM"
 MODEL_TYPES = {
     QWEN3: "qwen3",
     QWEN3_MOE: "qwen3_moe",
     QWEN2: "qwen2",
+    QWEN2_MOE: "qwen2_moe",
     LLAMA: "llama",
     MISTRAL: "mistral",
     MIXTRAL: "mixtral",
@@ -42,7 +43,8 @@ SIGMOID = frozenset({GLM4_MOE, DEEPSEEK})
 """Mixtures as DeepSeek-V3 has them: routers that score by sigmoid, shared experts, the first layers dense."""
 PARTIAL = frozenset({GLM4_MOE})
 """Only a part of each head's dimensions rotates."""
-_MOE = frozenset({QWEN3_MOE, MIXTRAL}) | SIGMOID
+_QWEN2_MOE = frozenset({QWEN2_MOE})
+_MOE = _QWEN2_MOE | SIGMOID | {QWEN3_MOE, MIXTRAL}
 
 
 class Accepted(NamedTuple):
@@ -107,11 +109,14 @@ READ = (
     Key(("max_position_embeddings",), _size(1, _POSITIVE)),
     Key(("rms_norm_eps",), _number(1e-30, 0.1), optional=True),
     Key(("tie_word_embeddings",), _one_of(False, True), optional=True),
-    Key(("num_experts", "num_local_experts"), _size(1, 4096), "one thing under two names", _MOE - SIGMOID),
-    Key(("n_routed_experts", "num_local_experts"), _size(1, 4096), "one thing under two names", SIGMOID),
+    Key(("num_experts", "num_local_experts"), _size(1, 4096), "one thing, two names", _MOE - SIGMOID - _QWEN2_MOE),
+    Key(("num_experts",), _size(1, 4096), "", _QWEN2_MOE),
+    Key(("shared_expert_intermediate_size",), _size(1, 2**24), "", _QWEN2_MOE),
+    Key(("qkv_bias",), _one_of(False, True), "", _QWEN2_MOE, optional=True),
+    Key(("n_routed_experts", "num_local_experts"), _size(1, 4096), "one thing, two names", SIGMOID),
     Key(("num_experts_per_tok",), _size(1, 4096), "1 only without norm_topk_prob", _MOE),
     Key(("moe_intermediate_size",), _size(1, 2**24), "", _MOE - {MIXTRAL}),
-    Key(("norm_topk_prob",), _one_of(False, True), "", frozenset({QWEN3_MOE}), optional=True),
+    Key(("norm_topk_prob",), _one_of(False, True), "", _QWEN2_MOE | {QWEN3_MOE}, optional=True),
     Key(("n_shared_experts",), _size(1, 4096), "", SIGMOID, optional=True),
     Key(("first_k_dense_replace",), _size(0, 4096), "", SIGMOID, optional=True),
     Key(("routed_scaling_factor",), _number(1e-3, 1e3), "", SIGMOID, optional=True),

@@ -124,8 +124,10 @@ def _mixture(a: Architecture, experts: Experts) -> Rows:
     if experts.is_sigmoid:
         rows[_LAYERS + EXPERT_BIAS] = (experts.count,), (theirs + CORRECTION_BIAS,)
     if experts.shared_ffn_size:
-        shared = theirs + "shared_experts."
-        rows |= _feed_forward(a, "mlp.shared_experts.", shared, experts.shared_ffn_size, PROJECTIONS[4:])
+        shared = theirs + experts.shared_module
+        rows |= _feed_forward(a, "mlp.shared_experts.", shared + ".", experts.shared_ffn_size, PROJECTIONS[4:])
+        if experts.shared_gate:
+            rows[_LAYERS + "mlp.shared_experts.gate_weight"] = (1, hidden), (shared + "_gate.weight",)
     each = theirs + "experts.{expert}."
     return rows | _feed_forward(a, "mlp.experts.experts.", each, experts.ffn_size, experts.projections)
 

@@ -55,8 +55,11 @@ def same_as_transformers(architecture: Architecture, directory: Path) -> None:
             assert gate.routed_scaling_factor == experts.scale
             groups = gate.num_group if gate.topk_group < gate.num_group else 1
             assert (groups, gate.topk_group if groups > 1 else 1) == (experts.groups, experts.groups_per_token)
-            shared = layer.mlp.shared_experts.gate_proj.weight.shape
-            assert shared == (experts.shared_ffn_size, architecture.hidden_size)
+        assert hasattr(layer.mlp, "shared_expert_gate") == experts.shared_gate
+        shared = getattr(layer.mlp, experts.shared_module, None)
+        assert (shared is not None) == (experts.shared_ffn_size > 0)
+        if shared is not None:
+            assert shared.gate_proj.weight.shape == (experts.shared_ffn_size, architecture.hidden_size)
         assert (gate.num_experts, gate.top_k, normalizes) == (
             experts.count,
             experts.per_token,
