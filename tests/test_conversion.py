@@ -40,6 +40,7 @@ LAYOUTS = {
     "mistral": [Parallel(pp=2)],
     "mixtral": [Parallel(dp=2, pp=2, ep=2)],
     "deepseek_v3": [Parallel(dp=2, pp=2, ep=2), Parallel(tp=2, etp=2)],
+    "glm4": [Parallel(tp=2, pp=2), Parallel(pp=4)],
     "glm4_moe": [Parallel(dp=2, pp=2, ep=2), Parallel(tp=2, etp=2)],
     "gemma3": [Parallel(tp=2, pp=2), Parallel(pp=4)],
 }

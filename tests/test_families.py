@@ -28,6 +28,7 @@ CASES = [
     ("llama3", 2, CONTEXT),
     ("qwen2_moe", 2, EXPERTS | {"actor__routing_replay": "engine"}),
     ("mixtral", 2, EXPERTS | {"actor__routing_replay": "actor"}),
+    ("glm4", 2, TENSOR),
     ("glm4_moe", 2, EXPERTS),
     ("deepseek_v3", 2, EXPERTS),
     ("gemma3", 2, TENSOR),
@@ -58,6 +59,7 @@ def test_family_trains(files: Path, tmp_path: Path, family: str, world_size: int
 
 SERVED: dict[str, dict[str, Any]] = {
     "gemma3": {"head_dim": 32, "num_hidden_layers": 8},
+    "glm4": {"head_dim": 32},
     "qwen2_moe": {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "moe_intermediate_size": 32}
     | {"shared_expert_intermediate_size": 96},
 }
@@ -67,8 +69,8 @@ SERVED: dict[str, dict[str, Any]] = {
 @needs("vllm")
 @pytest.mark.parametrize("family", SERVED)
 def test_family_trains_through_vllm(files: Path, tmp_path: Path, forked_vllm: Path, family: str) -> None:
-    """vLLM's Gemma has the same windows, positions and norms, its Qwen2-MoE the gate on the shared expert, both their
-    weights' names: log-probabilities stay together over updates, each of which is read back from the server."""
+    """vLLM's Gemma and GLM-4 have the same windows, positions and norms, its Qwen2-MoE the gate on the shared expert:
+    log-probabilities stay together over updates, each of which is read back from the server."""
     tokenizer = make_tokenizer()
     own = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     sizes = SERVED[family] | {"vocab_size": len(VOCABULARY), "tie_word_embeddings": True}

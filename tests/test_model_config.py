@@ -28,6 +28,7 @@ from dppo_megatron.weights.config_keys import (
     DEEPSEEK,
     FIXED,
     GEMMA3,
+    GLM4,
     GLM4_MOE,
     LEFT,
     LLAMA,
@@ -45,7 +46,7 @@ from dppo_megatron.workbench.cli import main
 
 ARCHITECTURE = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "qwen2": QWEN2, "llama3": LLAMA}
 ARCHITECTURE |= {"mistral": MISTRAL, "mixtral": MIXTRAL, "glm4_moe": GLM4_MOE, "deepseek_v3": DEEPSEEK}
-ARCHITECTURE |= {"gemma3": GEMMA3, "qwen2_moe": QWEN2_MOE}
+ARCHITECTURE |= {"gemma3": GEMMA3, "qwen2_moe": QWEN2_MOE, "glm4": GLM4}
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +179,7 @@ NEIGHBOURS = (
     "cohere",
     "glm4_moe_lite",
 )
-NEIGHBOURS += ("olmoe", "qwen3_next", "gpt_oss", "glm4", "deepseek_v2")
+NEIGHBOURS += ("olmoe", "qwen3_next", "gpt_oss", "glm", "deepseek_v2")
 
 
 @pytest.mark.parametrize("model_type", NEIGHBOURS)
@@ -438,6 +439,7 @@ ACCEPTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "default_groups_moe": ("qwen3_moe", {"num_attention_heads": 8}, ("num_key_value_heads",)),
     "local_experts": ("qwen3_moe", {"num_local_experts": 4}, ("num_experts",)),
     "null_head_dim": ("mixtral", {"head_dim": None}, ()),
+    "glm_4_no_biases": ("glm4", {"attention_bias": False}, ()),
     "no_biases": ("qwen2_moe", {"qkv_bias": False}, ()),
     "default_biases": ("qwen2_moe", {}, ("qkv_bias", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step")),
     "normalized": ("qwen2_moe", {"norm_topk_prob": True}, ()),
@@ -526,6 +528,14 @@ HUB = {
         "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": false, "torch_dtype":
         "bfloat16", "transformers_version": "4.39.0.dev0", "use_cache": true, "use_sliding_window": false, "vocab_size":
         151936}
+    """,
+    "GLM-Z1-9B-0414": """
+        {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": true, "attention_dropout": 0.0,
+        "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 13696, "max_position_embeddings": 32768, "num_attention_heads":
+        32, "num_hidden_layers": 4, "num_key_value_heads": 2, "pad_token_id": 151329, "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+        "transformers_version": "4.52.0.dev0", "use_cache": true, "vocab_size": 151552}
     """,
     "Qwen2-57B-A14B-Instruct": """
         {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "attention_dropout": 0.0, "bos_token_id":

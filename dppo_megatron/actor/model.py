@@ -341,13 +341,15 @@ def _local_spec(
         if has_experts:  # a separate norm in Transformer Engine's spec, so its key must not be part of fc1 here
             del keys["pre_mlp_layernorm."]
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = ModuleSpec(module=PackedAttention, params={"rope": rope})
+        attention.core_attention = ModuleSpec(
+            module=PackedAttention, params={"rope": rope, "side_by_side": architecture.is_glm4}
+        )
         if architecture.latent is not None:
             layer.submodules.self_attention.module = LatentAttention
             attention.q_layernorm = attention.kv_layernorm = RMSNorm
         elif architecture.qk_norm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if architecture.gemma is not None:
+        if architecture.norms_behind:
             _norm_residuals(layer.submodules, RMSNorm, config)
         return layer
 
@@ -375,10 +377,12 @@ def _te_spec(
         if architecture.latent is not None:
             layer.submodules.self_attention.module = LatentAttention
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = ModuleSpec(module=TransformerEngineAttention, params={"rope": rope})
+        attention.core_attention = ModuleSpec(
+            module=TransformerEngineAttention, params={"rope": rope, "side_by_side": architecture.is_glm4}
+        )
         if architecture.lora is not None:
             _separate_norms(layer.submodules, has_experts)
-        if architecture.gemma is not None:
+        if architecture.norms_behind:
             _norm_residuals(layer.submodules, TENorm, config)
         return layer
 

@@ -125,7 +125,7 @@ class _FeedForward:
     shared_gate: Tensor | None = None
     """[1, hidden] (Qwen2-MoE)."""
     post_norm: Tensor | None = None
-    """[hidden] of the norm behind it (Gemma)."""
+    """[hidden] of the norm behind it (Gemma, GLM-4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class _DecoderLayer:
     """Before the feed-forward part."""
     feed_forward: _FeedForward
     post_norm: Tensor | None
-    """Behind the attention (Gemma)."""
+    """Behind the attention (Gemma, GLM-4)."""
     window: int | None
 
 
@@ -263,6 +263,9 @@ class Decoder:
         heads, values = qkv.split([a.num_heads + a.num_kv_heads, a.num_kv_heads], 1)  # type: ignore[no-untyped-call]
         if layer.qk_norm is not None:
             heads = self._normed(heads, layer.qk_norm)
+        if a.is_glm4:  # pairs that turn lie side by side
+            size = 2 * len(a.rope.frequencies)
+            heads = torch.cat([halves(heads[..., :size]), heads[..., size:]], -1)
         if a.gemma is not None:  # attention divides by the root of the head's size
             heads[:, : a.num_heads] *= a.gemma.softmax_scale * a.head_dim**0.5
         return heads, values
@@ -373,16 +376,16 @@ class Decoder:
             qk_norm=norm,
             out=self._new(attention + "o_proj.weight", a.hidden_size, a.num_heads * a.value_dim),
             middle_norm=self._new(f"{name}{middle}_layernorm.weight", a.hidden_size),
-            post_norm=self._new(name + "post_attention_layernorm.weight", a.hidden_size) if a.gemma else None,
+            post_norm=self._behind(name, 0),
             window=a.window_of(index),
             feed_forward=self._mixture(f"{name}{a.experts.module}.", a.experts)
             if a.experts and a.has_experts(index)
-            else self._dense(
-                name + "mlp.",
-                a.ffn_size,
-                self._new(name + "post_feedforward_layernorm.weight", a.hidden_size) if a.gemma else None,
-            ),
+            else self._dense(name + "mlp.", a.ffn_size, self._behind(name, 1)),
         )
+
+    def _behind(self, name: str, half: int) -> Tensor | None:
+        a = self._architecture
+        return self._new(f"{name}{a.norms_behind[half]}_layernorm.weight", a.hidden_size) if a.norms_behind else None
 
     def _qkv(self, name: str, what: str, *columns: int) -> Tensor:
         a = self._architecture
@@ -406,6 +409,8 @@ class Decoder:
     def _dense(self, name: str, ffn: int, post_norm: Tensor | None = None) -> _FeedForward:
         hidden = self._architecture.hidden_size
         parts = {name + "gate_proj.weight": ffn, name + "up_proj.weight": ffn}
+        if self._architecture.is_glm4:
+            parts = {name + "gate_up_proj.weight": 2 * ffn}
         down = self._new(name + "down_proj.weight", hidden, ffn)
         return _FeedForward(self._joined(parts, hidden), down, post_norm=post_norm)
 

@@ -22,6 +22,7 @@ from dppo_megatron.types import ExpertChoices, UserError
 from dppo_megatron.weights.config_keys import (
     FULL,
     GEMMA3,
+    GLM4,
     MODEL_TYPES,
     QWEN2,
     QWEN3,
@@ -61,6 +62,7 @@ class Lora:
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What an adapter can be on; the last three are the experts' in a mixture."""
 _OF_EXPERTS = PROJECTIONS[4:]
+_NORMS_BEHIND = {GEMMA3: ("post_attention", "post_feedforward"), GLM4: ("post_self_attn", "post_mlp")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,10 @@ class Architecture:
     experts: Experts | None = None
     latent: Latent | None = None
     gemma: Gemma | None = None
+    norms_behind: tuple[str, ...] = ()
+    """The checkpoint's names of the norms behind attention and feed-forward (Gemma, GLM-4)."""
+    is_glm4: bool = False
+    """Gate and up are one tensor of the checkpoint, and pairs that turn lie side by side."""
     lora: Lora | None = None
     """Adapters that are trained beside the checkpoint's weights."""
     prediction_layers: int = 0
@@ -105,6 +111,8 @@ class Architecture:
         said = f"actor.lora.targets = [{', '.join(config.targets)}]"
         if unknown := sorted(set(given) - set(PROJECTIONS)):
             raise UserError(f"{said}: {unknown[0]}: must be among {', '.join(PROJECTIONS)}, or all-linear")
+        if self.is_glm4 and {"gate_proj", "up_proj"} & set(given):
+            raise UserError(f"{said}: gate_proj and up_proj are one tensor of {self.name}; name other projections")
         if config.experts and self.experts is None:
             raise UserError(f"actor.lora.experts = true: {self.name} has no experts; leave it at false")
         if config.experts and self.experts and not set(self.experts.projections) <= set(PROJECTIONS):
@@ -286,6 +294,8 @@ def read_architecture(
         experts=read_experts(values, family, path) if "num_experts_per_tok" in values else None,
         latent=latent,
         gemma=read_gemma(values, config, ropes, path) if family == GEMMA3 else None,
+        norms_behind=_NORMS_BEHIND.get(family, ()),
+        is_glm4=family == GLM4,
         prediction_layers=values.get("num_nextn_predict_layers", 0),
     )
 

@@ -19,7 +19,7 @@ from dppo_megatron.weights.json_files import plain, shown
 
 LLAMA, QWEN2, QWEN3, QWEN3_MOE = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 QWEN2_MOE, MISTRAL, MIXTRAL = "Qwen2MoeForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"
-GLM4_MOE, DEEPSEEK = "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM"
+GLM4, GLM4_MOE, DEEPSEEK = "Glm4ForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM"
 GEMMA3 = "Gemma3ForCausalLM"
 MODEL_TYPES = {
     QWEN3: "qwen3",
@@ -29,6 +29,7 @@ MODEL_TYPES = {
     LLAMA: "llama",
     MISTRAL: "mistral",
     MIXTRAL: "mixtral",
+    GLM4: "glm4",
     GLM4_MOE: "glm4_moe",
     DEEPSEEK: "deepseek_v3",
     GEMMA3: "gemma3_text",
@@ -41,7 +42,7 @@ _LATENT = frozenset({DEEPSEEK})
 _GEMMA = frozenset({GEMMA3})
 SIGMOID = frozenset({GLM4_MOE, DEEPSEEK})
 """Mixtures as DeepSeek-V3 has them: routers that score by sigmoid, shared experts, the first layers dense."""
-PARTIAL = frozenset({GLM4_MOE})
+PARTIAL = frozenset({GLM4, GLM4_MOE})
 """Only a part of each head's dimensions rotates."""
 _QWEN2_MOE = frozenset({QWEN2_MOE})
 _MOE = _QWEN2_MOE | SIGMOID | {QWEN3_MOE, MIXTRAL}
@@ -123,7 +124,7 @@ READ = (
     Key(("n_group",), _size(1, 4096), "", SIGMOID, optional=True),
     Key(("topk_group",), _size(1, 4096), "", SIGMOID, optional=True),
     Key(("num_nextn_predict_layers", "num_mtp_layers"), _size(0, 64), "", SIGMOID, optional=True),
-    Key(("attention_bias",), _one_of(False, True), "", frozenset({GLM4_MOE}), optional=True),
+    Key(("attention_bias",), _one_of(False, True), "", PARTIAL, optional=True),
     Key(("use_qk_norm",), _one_of(False, True), "", frozenset({GLM4_MOE}), optional=True),
     # transformers' default is a window of 4096, so a file without the key has one
     Key(("sliding_window",), _one_of(None), "no windows", frozenset({MISTRAL}), optional=True),
@@ -147,7 +148,7 @@ FIXED = (
     Key(("rope_local_base_freq",), _number(1.0, 1e30), "with rope_parameters", _GEMMA),
     Key(("cache_implementation",), _one_of(None, "hybrid"), "attention", _GEMMA),
     Key(("activation",), _one_of("silu", "swiglu"), "Falcon3's name for it", nullable=True),
-    Key(("attention_bias",), _NO, "no biases", _ALL - {QWEN2, GLM4_MOE}),
+    Key(("attention_bias",), _NO, "no biases", _ALL - PARTIAL - {QWEN2}),
     Key(("attention_bias", "qkv_bias"), _YES, "Qwen2 has these biases always", frozenset({QWEN2})),
     Key(("mlp_bias",), _NO, "no biases"),
     Key(

@@ -126,10 +126,8 @@ def read_experts(values: Mapping[str, Any], family: str, path: Path) -> Experts:
             " (every weight would be 1, and the router would not learn)"
         )
     if family == MIXTRAL:
-        names = "block_sparse_moe", ("w1", "w3", "w2")
-        module, projections = names
         one = Experts(count, per_token, values["intermediate_size"], normalized)
-        return replace(one, module=module, projections=projections)
+        return replace(one, module="block_sparse_moe", projections=("w1", "w3", "w2"))
     one = Experts(count, per_token, values["moe_intermediate_size"], normalized)
     if family == QWEN2_MOE:
         size = values["shared_expert_intermediate_size"]

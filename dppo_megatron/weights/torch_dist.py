@@ -83,10 +83,7 @@ def open_checkpoint(
 
 
 def write_torch_dist(
-    directory: Path,
-    architecture: Architecture,
-    dtypes: Mapping[str, torch.dtype],
-    read: Callable[[str, Place], Tensor],
+    directory: Path, architecture: Architecture, dtypes: Mapping[str, torch.dtype], read: Callable[[str, Place], Tensor]
 ) -> None:
     """Write the model's weights into the existing `directory`, one file a layer; one tensor is held at a time.
 

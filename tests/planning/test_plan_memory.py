@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {
         name: write_model(folder / name, family=name, **SIZES, tie_word_embeddings=name == "qwen2")
-        for name in ("qwen3", "qwen2", "qwen3_moe", "qwen2_moe", "gemma3")
+        for name in ("qwen3", "qwen2", "qwen3_moe", "qwen2_moe", "glm4", "gemma3")
     }
 
 
@@ -230,6 +230,8 @@ CASES: list[tuple[str, Parallel, str, list[str]]] = [
     ("qwen3_moe", Parallel(), "selective", ["layernorm"]),
     ("qwen3", Parallel(), "full", []),
     ("qwen3", Parallel(tp=2), "full", []),
+    ("glm4", Parallel(), *ALL),
+    ("glm4", Parallel(tp=2), "selective", ["layernorm", "core_attn", "mlp"]),
     ("gemma3", Parallel(), *ALL),
     ("gemma3", BF16, *ALL),
     ("gemma3", Parallel(tp=2), "selective", ["layernorm", "core_attn", "mlp"]),

@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -57,6 +59,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 6, "num_experts_per_tok": 3}),
+    "glm4": (Glm4Config, Glm4ForCausalLM, {"pad_token_id": None, "eos_token_id": 1}),
     "glm4_moe": (
         Glm4MoeConfig,
         Glm4MoeForCausalLM,

@@ -68,7 +68,8 @@ def same_as_transformers(architecture: Architecture, directory: Path) -> None:
         assert layer.mlp.experts.down_proj.shape[-2:] == (architecture.hidden_size, experts.ffn_size)
     if not architecture.has_experts(0):
         first = model.model.layers[0].mlp
-        assert first.gate_proj.weight.shape == (architecture.ffn_size, architecture.hidden_size)
+        gate, ffn = (first.gate_up_proj, 2) if architecture.is_glm4 else (first.gate_proj, 1)
+        assert gate.weight.shape == (ffn * architecture.ffn_size, architecture.hidden_size)
     rotary = type(model.model.rotary_emb)(config=config)  # not on the meta device
     for index, kind in enumerate(config.layer_types if gemma else [""]):
         rope, prefix = architecture.rope_of(index), kind and f"{kind}_"
