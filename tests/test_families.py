@@ -67,7 +67,9 @@ SERVED: dict[str, dict[str, Any]] = {
 
 
 @needs("vllm")
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.long] * (family != "gemma3")) for family in SERVED]
+)
 def test_family_trains_through_vllm(files: Path, tmp_path: Path, forked_vllm: Path, family: str) -> None:
     """vLLM's Gemma and GLM-4 have the same windows, positions and norms, its Qwen2-MoE the gate on the shared expert:
     log-probabilities stay together over updates, each of which is read back from the server."""
