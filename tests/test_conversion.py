@@ -36,9 +36,11 @@ LAYOUTS = {
     "qwen3_moe": [Parallel(dp=2, pp=2, ep=2), Parallel(tp=2, etp=2)],
     "qwen2": [Parallel(tp=2, pp=2)],
     "llama3": [Parallel(tp=4)],
+    "qwen2_moe": [Parallel(dp=2, pp=2, ep=2), Parallel(tp=2, etp=2)],
     "mistral": [Parallel(pp=2)],
     "mixtral": [Parallel(dp=2, pp=2, ep=2)],
     "deepseek_v3": [Parallel(dp=2, pp=2, ep=2), Parallel(tp=2, etp=2)],
+    "glm4": [Parallel(tp=2, pp=2), Parallel(pp=4)],
     "glm4_moe": [Parallel(dp=2, pp=2, ep=2), Parallel(tp=2, etp=2)],
     "gemma3": [Parallel(tp=2, pp=2), Parallel(pp=4)],
 }

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from support.engines.servers import PYTHON, needs, stand_ins
 from support.job import job_config, write_job_files
 from support.settings import rollout_config
+from support.tiny import write_model
 
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.rollout import check_rollout
@@ -109,6 +111,20 @@ def test_digests_join_as_engines_do() -> None:
     assert differing(sent, first_digits) == (["model.norm.weight"], 3)
     empty = dict.fromkeys(held, digest(torch.zeros(0)))
     assert differing(sent, empty) == ([], 0), "a packed layer shows no bytes"
+
+
+@pytest.mark.parametrize("part", ["mlp", "mlp.shared_expert", "mlp.shared_experts"])
+def test_digests_of_gate_and_up_are_of_both(part: str) -> None:
+    """Dense layers and the experts that every token visits; the gate of these (Qwen2-MoE) stands alone."""
+    gate, up, one = (torch.randn(shape) for shape in ((4, 3), (4, 3), (1, 3)))
+    digests = Digests()
+    stream = [(f"model.layers.0.{part}.{name}_proj.weight", t) for name, t in (("gate", gate), ("up", up))]
+    stream.append(("model.layers.0.mlp.shared_expert_gate.weight", one))
+    for _ in digests.tee(iter(stream)):
+        pass
+    joined = {f"model.layers.0.{part}.gate_up_proj.weight": digest(torch.cat([gate, up]))}
+    alone = {"model.layers.0.mlp.shared_expert_gate.weight": digest(one)}
+    assert differing(digests.result(), joined | alone) == ([], 2)
 
 
 def test_the_canary_names_the_server() -> None:
@@ -229,6 +245,17 @@ def test_another_model_behind_the_address(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message) as error:
             check_server("http://x", ServerInfo(**fields), config, architecture)
         assert str(error.value).startswith("http://x")
+
+
+def test_a_server_that_returns_no_experts_is_refused(tmp_path: Path) -> None:
+    """Before the actor is built, where the run would replay them; the message has both ways out."""
+    config = job_config(write_job_files(tmp_path), tmp_path / "run", actor__routing_replay="engine")
+    architecture = read_architecture(write_model(tmp_path / "moe", family="qwen3_moe", vocab_size=19))
+    good = ServerInfo("0.32.0", "m", 256, "Qwen3MoeForCausalLM", 19, ("disk",), 1, True, returns_experts=True)
+    check_server("http://x", good, config, architecture)
+    without = replace(good, returns_experts=False)
+    with pytest.raises(UserError, match=r"--enable-return-routed-experts.*replay.*with actor\.routing_replay = actor"):
+        check_server("http://x", without, config, architecture)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ CASES = [
     ("qwen3_moe", 2, EXPERTS),
     ("qwen2", 2, INTERLEAVED),
     ("llama3", 2, CONTEXT),
-    ("mixtral", 2, EXPERTS),
+    ("qwen2_moe", 2, EXPERTS | {"actor__routing_replay": "engine"}),
+    ("mixtral", 2, EXPERTS | {"actor__routing_replay": "actor"}),
+    ("glm4", 2, TENSOR),
     ("glm4_moe", 2, EXPERTS),
     ("deepseek_v3", 2, EXPERTS),
     ("gemma3", 2, TENSOR),
@@ -55,14 +57,26 @@ def test_family_trains(files: Path, tmp_path: Path, family: str, world_size: int
         assert row["train/grad_norm"] > 0 and row["prune/completions_trained"] > 0
 
 
+SERVED: dict[str, dict[str, Any]] = {
+    "gemma3": {"head_dim": 32, "num_hidden_layers": 8},
+    "glm4": {"head_dim": 32},
+    "qwen2_moe": {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "moe_intermediate_size": 32}
+    | {"shared_expert_intermediate_size": 96},
+}
+"""Sizes that vLLM's kernels on a CPU take."""
+
+
 @needs("vllm")
-def test_gemma_trains_through_vllm(files: Path, tmp_path: Path, forked_vllm: Path) -> None:
-    """vLLM's Gemma has the same windows, positions and norms, and its weights' names: log-probabilities stay together
-    over updates, each of which is read back from the server."""
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.long] * (family != "gemma3")) for family in SERVED]
+)
+def test_family_trains_through_vllm(files: Path, tmp_path: Path, forked_vllm: Path, family: str) -> None:
+    """vLLM's Gemma and GLM-4 have the same windows, positions and norms, its Qwen2-MoE the gate on the shared expert:
+    log-probabilities stay together over updates, each of which is read back from the server."""
     tokenizer = make_tokenizer()
     own = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    sizes = {"vocab_size": len(VOCABULARY), "head_dim": 32, "num_hidden_layers": 8, "tie_word_embeddings": True}
-    write_model(tmp_path / "model", family="gemma3", **sizes, **own)
+    sizes = SERVED[family] | {"vocab_size": len(VOCABULARY), "tie_word_embeddings": True}
+    write_model(tmp_path / "model", family=family, **sizes, **own)
     tokenizer.save_pretrained(tmp_path / "model")
     served = local_settings("vllm") | {"rollout__servers__python": str(forked_vllm), "rollout__sync__verify_every": 1}
     run_ranks(_train, 1, files, tmp_path / "run", 1, served | {"model__hf_path": tmp_path / "model"}, timeout_s=300)

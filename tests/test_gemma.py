@@ -1,4 +1,5 @@
-"""Gemma 3: log-probabilities and gradients are transformers' at every layout, and its windows end where theirs do.
+"""Gemma 3 and GLM-4, which has norms behind attention and feed-forward too: log-probabilities and gradients are
+transformers' at every layout, and Gemma's windows end where theirs do.
 
 Gradients in float64, but for the norms, which transformers computes in float32 whatever the model's type.
 """
@@ -29,6 +30,8 @@ from dppo_megatron.weights.layer_parts import Gemma
 # nothing is a power of two; no padding token, for whose row of the embedding transformers drops the gradient
 SIZES = {"family": "gemma3", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "hidden_size": 42}
 SIZES |= {"intermediate_size": 66, "num_hidden_layers": 8, "tie_word_embeddings": True, "pad_token_id": None}
+GLM4 = {"family": "glm4", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12, "hidden_size": 42}
+GLM4 |= {"intermediate_size": 66, "num_hidden_layers": 6}
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 LAYOUTS = [
     Parallel(**DOUBLE),
@@ -47,6 +50,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(path: Path) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
+    return _expected(path)
+
+
+def _expected(path: Path) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
     """transformers' log-probabilities and gradient of the weighted loss, one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     found = []
@@ -70,7 +77,25 @@ def _measure(path: Path, parallel: Parallel) -> tuple[Any, dict[str, torch.Tenso
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_equals_transformers(path: Path, expected: Any, parallel: Parallel) -> None:
     """Log-probabilities within 1e-5, the gradient of each parameter within 1e-5 of its norm."""
-    logprobs, gradients = run_ranks(_measure, parallel.world_size, path, parallel)[0]
+    _check_equal(run_ranks(_measure, parallel.world_size, path, parallel)[0], expected)
+
+
+@pytest.fixture(scope="module")
+def glm_4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A model, and transformers' values."""
+    path = write_model(tmp_path_factory.mktemp("glm"), **GLM4)
+    return path, _expected(path)
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_glm_4_equals_transformers(glm_4: tuple[Path, Any], parallel: Parallel) -> None:
+    """The same bounds."""
+    path, theirs = glm_4
+    _check_equal(run_ranks(_measure, parallel.world_size, path, parallel)[0], theirs)
+
+
+def _check_equal(found: Any, expected: Any) -> None:
+    logprobs, gradients = found
     for mine, theirs in zip(logprobs, expected[0], strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
     assert gradients.keys() == expected[1].keys()

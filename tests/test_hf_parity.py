@@ -40,11 +40,20 @@ CASES: dict[str, tuple[dict[str, Any], list[Parallel]]] = {
     "qwen2.5": ({"family": "qwen2", "tie_word_embeddings": True}, [ONE, FOUR]),
     "llama3": ({"family": "llama3"}, [ONE, Parallel(cp=2)]),
     "moe": ({"family": "qwen3_moe"}, [ONE, Parallel(tp=2, pp=2, ep=2, etp=1), Parallel(tp=2, ep=2, etp=1)]),
+    "glm_4": (
+        {"family": "glm4", "num_attention_heads": 6, "head_dim": 12, "hidden_size": 42, "intermediate_size": 66}
+        | {"partial_rotary_factor": 1 / 3},
+        [ONE, FOUR, Parallel(tp=2, sequence_parallel=False), Parallel(pp=2, vpp=2), Parallel(cp=2)],
+    ),
     "glm": ({"family": "glm4_moe"}, [ONE, Parallel(tp=2, pp=2, ep=2, etp=1), Parallel(cp=2)]),
     "deepseek": ({"family": "deepseek_v3"}, [ONE, Parallel(tp=2, pp=2, ep=2, etp=1), Parallel(cp=2)]),
     "moonlight": (
         {"family": "deepseek_v3", "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
         [ONE, Parallel(tp=2, pp=2)],
+    ),
+    "qwen1.5_moe": (
+        {"family": "qwen2_moe"},
+        [ONE, Parallel(tp=2, pp=2, ep=2, etp=1), Parallel(pp=2, vpp=2), Parallel(cp=2, ep=2)],
     ),
     "mistral": ({"family": "mistral", "head_dim": 10, "hidden_size": 70}, [ONE, FOUR]),
     "mixtral": ({"family": "mixtral", "intermediate_size": 36}, [ONE, Parallel(tp=2, pp=2, ep=2, etp=1)]),

@@ -47,8 +47,13 @@ MODELS: dict[str, tuple[dict[str, Any], LoraConfig]] = {
     ),
     "moe_attention": ({"family": "qwen3_moe"}, LoraConfig(rank=2)),
     "moe_whole": ({"family": "qwen3_moe"}, LoraConfig()),
+    "glm_4": (
+        {"family": "glm4", **ODD, "head_dim": 12},
+        LoraConfig(rank=3, targets=["q_proj", "v_proj", "o_proj", "down_proj"]),
+    ),
     "gemma": ({"family": "gemma3", **ODD}, LoraConfig(rank=3, alpha=4.0)),
     "glm_attention": ({"family": "glm4_moe", "num_experts_per_tok": 6}, LoraConfig(rank=2)),  # no choice that may flip
+    "qwen1.5_attention": ({"family": "qwen2_moe", "num_experts_per_tok": 6}, LoraConfig(rank=2)),
 }
 ONE = Parallel()
 CASES = [
@@ -68,6 +73,8 @@ CASES = [
     ("moe", Parallel(tp=2, ep=2, etp=1, pp=2)),
     ("moe_attention", Parallel(tp=2, ep=2, etp=1)),
     ("glm_attention", Parallel(tp=2, ep=2, etp=1)),
+    ("glm_4", Parallel(tp=2)),
+    ("qwen1.5_attention", Parallel(tp=2, ep=2, etp=1)),
     ("gemma", ONE),
     ("gemma", Parallel(tp=2, pp=2, recompute=True)),
 ]
@@ -245,6 +252,7 @@ def test_equals_peft_to_1e_6(models: dict[str, Path], tmp_path: Path, name: str,
         ("qwen3", LoraConfig(rank=2, experts=True), "actor.lora.experts = true: Qwen3ForCausalLM has no experts"),
         ("moe", LoraConfig(rank=2, targets=["up_proj"]), "up_proj is the experts' in this model; set actor.lora.ex"),
         ("moe", LoraConfig(rank=2, targets=["up_proj"], experts=True), "are one tensor in transformers; name both"),
+        ("glm_4", LoraConfig(rank=2), "gate_proj and up_proj are one tensor of Glm4ForCausalLM; name other"),
         ("moe", LoraConfig(rank=2, targets=[]), "names no projection; use all-linear"),
     ],
 )
@@ -258,6 +266,7 @@ def test_refused(models: dict[str, Path], name: str, lora: LoraConfig, said: str
     ("family", "why"),
     [
         ("mixtral", "true: not of MixtralForCausalLM, whose experts go by other names"),
+        ("qwen2_moe", "true: not of Qwen2MoeForCausalLM: dense layers and shared experts have the same names"),
         ("glm4_moe", "true: not of Glm4MoeForCausalLM: dense layers and shared experts have the same names"),
     ],
 )

@@ -180,6 +180,12 @@ def test_usual_keys_are_answered(trainer: str) -> None:
         ("use_lora", "here it is actor.lora.rank"),
         ("lora_target_preset", "here it is actor.lora.targets"),
         ("+reward_model.overlong_buffer.enable", "here it is objective.overlong"),
+        (
+            "model.provider",
+            "no setting here: names, shapes and layers are tables of this program, for Qwen3, Qwen3-MoE",
+        ),
+        ("actor_rollout_ref.actor.megatron.vanilla_mbridge", "no setting here: names, shapes and layers are tables"),
+        ("--megatron-to-hf-mode", "no setting here: names, shapes and layers are tables of this program"),
         ("actor_rollout_ref.model.use_shm", "no setting here: models and data are read where they lie"),
         ("sync_ref_model", "not supported: a reference that moves"),
         ("top_entropy_quantile", "not supported: this term of the loss: objective.function"),

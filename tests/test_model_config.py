@@ -28,6 +28,7 @@ from dppo_megatron.weights.config_keys import (
     DEEPSEEK,
     FIXED,
     GEMMA3,
+    GLM4,
     GLM4_MOE,
     LEFT,
     LLAMA,
@@ -35,6 +36,7 @@ from dppo_megatron.weights.config_keys import (
     MIXTRAL,
     MODEL_TYPES,
     QWEN2,
+    QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
     READ,
@@ -44,7 +46,7 @@ from dppo_megatron.workbench.cli import main
 
 ARCHITECTURE = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "qwen2": QWEN2, "llama3": LLAMA}
 ARCHITECTURE |= {"mistral": MISTRAL, "mixtral": MIXTRAL, "glm4_moe": GLM4_MOE, "deepseek_v3": DEEPSEEK}
-ARCHITECTURE |= {"gemma3": GEMMA3}
+ARCHITECTURE |= {"gemma3": GEMMA3, "qwen2_moe": QWEN2_MOE, "glm4": GLM4}
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +179,7 @@ NEIGHBOURS = (
     "cohere",
     "glm4_moe_lite",
 )
-NEIGHBOURS += ("qwen2_moe", "qwen3_next", "gpt_oss", "glm4", "deepseek_v2")
+NEIGHBOURS += ("olmoe", "qwen3_next", "gpt_oss", "glm", "deepseek_v2")
 
 
 @pytest.mark.parametrize("model_type", NEIGHBOURS)
@@ -314,6 +316,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "pad": ("qwen3", {"pad_token_id": 37}, "pad_token_id = 37: must be a row of the 37"),
     "sparse_step": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
     "dense_layers": ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
+    "sparse_step_qwen2": ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+    "dense_layers_qwen2": ("qwen2_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
+    "other_name_qwen2": ("qwen2_moe", {"num_local_experts": 6}, "num_local_experts = 6 is not supported"),
+    "no_shared_expert": ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size = 0"),
+    "window_qwen2": ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window = true is not supported"),
     "router_loss": ("qwen3_moe", {"output_router_logits": True}, "output_router_logits = true"),
     "top_1": ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 with norm_topk_prob = true"),
     "top_1_mixtral": ("mixtral", {"num_experts_per_tok": 1}, "= 1 with MixtralForCausalLM is not supported"),
@@ -432,6 +439,11 @@ ACCEPTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "default_groups_moe": ("qwen3_moe", {"num_attention_heads": 8}, ("num_key_value_heads",)),
     "local_experts": ("qwen3_moe", {"num_local_experts": 4}, ("num_experts",)),
     "null_head_dim": ("mixtral", {"head_dim": None}, ()),
+    "glm_4_no_biases": ("glm4", {"attention_bias": False}, ()),
+    "no_biases": ("qwen2_moe", {"qkv_bias": False}, ()),
+    "default_biases": ("qwen2_moe", {}, ("qkv_bias", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step")),
+    "normalized": ("qwen2_moe", {"norm_topk_prob": True}, ()),
+    "top_1_qwen2": ("qwen2_moe", {"num_experts_per_tok": 1}, ()),
     "top_1_raw": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, ()),
     "generation_keys": (
         "qwen3",
@@ -505,6 +517,36 @@ HUB = {
         "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null,
         "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
         "use_sliding_window": false, "vocab_size": 151936}
+    """,
+    "Qwen1.5-MoE-A2.7B": """
+        {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "attention_dropout": 0.0, "bos_token_id":
+        151643, "decoder_sparse_step": 1, "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 5632, "max_position_embeddings": 8192, "max_window_layers": 21,
+        "moe_intermediate_size": 1408, "norm_topk_prob": false, "num_attention_heads": 16, "num_experts": 60,
+        "num_experts_per_tok": 4, "num_hidden_layers": 4, "num_key_value_heads": 16, "output_router_logits": false,
+        "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": false, "torch_dtype":
+        "bfloat16", "transformers_version": "4.39.0.dev0", "use_cache": true, "use_sliding_window": false, "vocab_size":
+        151936}
+    """,
+    "GLM-Z1-9B-0414": """
+        {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": true, "attention_dropout": 0.0,
+        "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 13696, "max_position_embeddings": 32768, "num_attention_heads":
+        32, "num_hidden_layers": 4, "num_key_value_heads": 2, "pad_token_id": 151329, "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+        "transformers_version": "4.52.0.dev0", "use_cache": true, "vocab_size": 151552}
+    """,
+    "Qwen2-57B-A14B-Instruct": """
+        {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "attention_dropout": 0.0, "bos_token_id":
+        151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 3584,
+        "initializer_range": 0.02, "intermediate_size": 18944, "max_position_embeddings": 32768, "max_window_layers":
+        28, "mlp_only_layers": [], "moe_intermediate_size": 2560, "norm_topk_prob": false, "num_attention_heads": 28,
+        "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 4, "num_key_value_heads": 4,
+        "output_router_logits": false, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 20480, "sliding_window": 65536, "tie_word_embeddings": false, "torch_dtype":
+        "bfloat16", "transformers_version": "4.40.1", "use_cache": true, "use_sliding_window": false, "vocab_size":
+        151936}
     """,
     "Qwen3-8B, saved by transformers 5": """
         {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": false, "attention_dropout":

@@ -114,8 +114,10 @@ def _force(model: torch.nn.Module, experts: np.ndarray) -> None:
             is_sigmoid = hasattr(gate, "e_score_correction_bias")
             shares = logits.float().sigmoid() if is_sigmoid else F.softmax(logits, dtype=torch.float, dim=-1)
             shares = shares.gather(1, own)
+            if getattr(gate, "norm_topk_prob", True):
+                shares = shares / shares.sum(-1, keepdim=True)
             scale = gate.routed_scaling_factor if is_sigmoid else 1.0
-            return logits, (scale * shares / shares.sum(-1, keepdim=True)).to(logits.dtype), own
+            return logits, (scale * shares).to(logits.dtype), own
 
         gate.forward = forward
 
@@ -175,7 +177,7 @@ RENAMED = {"mixtral": ((".mlp.", ".block_sparse_moe."), ("gate_proj", "w1"), ("u
 
 
 @pytest.mark.parametrize("parallel", [LAYOUTS[1], LAYOUTS[3]], ids=str)
-@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3"])
 def test_other_mixtures_equal_transformers_with_the_same_experts(
     tmp_path: Path, family: str, parallel: Parallel
 ) -> None:
@@ -227,7 +229,7 @@ def _sample_of(prompt: Prompt, completion: Completion) -> TrainSample:
     return TrainSample("", ids, len(prompt.token_ids), completion.logprobs, 1.0, 1.0, 1.0, experts=completion.experts)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3"])
 def test_the_embedded_engine_gives_the_experts_that_transformers_chooses(tmp_path: Path, family: str) -> None:
     """Of each token of prompt and completion but the last, in prompts of different lengths and completions that end
     early; float32, so a choice between nearly equal experts may differ: at most one in 500. Layers without experts

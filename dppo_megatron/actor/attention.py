@@ -263,8 +263,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormedResidual(torch.nn.Module):
-    """Adds a half of a layer, normed, to the residual stream: Gemma's norms, in Megatron's place for bias and dropout,
-    the only one of its layer behind attention and feed-forward.
+    """Adds a half of a layer, normed, to the residual stream: Gemma's norms and GLM-4's, in Megatron's place for bias
+    and dropout, the only one of its layer behind attention and feed-forward.
 
     Args:
         norm: Transformer Engine's class or `RMSNorm`.

@@ -57,11 +57,7 @@ Samples: TypeAlias = Sequence[TrainSample] | Mapping[int, TrainSample]
 
 
 def build_microbatch(
-    samples: Samples,
-    packed: PackedMicrobatch,
-    *,
-    device: torch.device,
-    context: ContextShare | None = None,
+    samples: Samples, packed: PackedMicrobatch, *, device: torch.device, context: ContextShare | None = None
 ) -> Microbatch:
     """Lay `samples[i] for i in packed.members` into their slots; the rest of the slots is padding without loss.
 

@@ -190,6 +190,8 @@ def _experts(architecture: Architecture, config: ActorConfig, spec: LayerSpec) -
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
         "moe_ffn_hidden_size": experts.ffn_size,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
+        "moe_shared_expert_gate": experts.shared_gate,
         "moe_router_pre_softmax": not experts.normalize_weights,
         "moe_router_score_function": "sigmoid" if experts.is_sigmoid else "softmax",
         "moe_router_dtype": "fp32",
@@ -231,7 +233,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def _like_deepseek(num_layers: int, experts: Experts) -> dict[str, Any]:
-    """Fields for sigmoid routers, shared experts and dense layers."""
+    """Fields for sigmoid routers and dense layers."""
     is_limited = experts.groups > 1
     return {
         # fixed in RL: it balances the load over pre-training's data, and engines have no call to change it
@@ -240,7 +242,6 @@ def _like_deepseek(num_layers: int, experts: Experts) -> dict[str, Any]:
         "moe_router_num_groups": experts.groups if is_limited else None,
         "moe_router_group_topk": experts.groups_per_token if is_limited else None,
         "moe_router_topk_scaling_factor": experts.scale,
-        "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
         # as a list it gives each layer keys of its own in the sharded state dict
         "moe_layer_freq": [int(n >= experts.dense_layers) for n in range(num_layers)] if experts.dense_layers else 1,
     }
@@ -340,13 +341,15 @@ def _local_spec(
         if has_experts:  # a separate norm in Transformer Engine's spec, so its key must not be part of fc1 here
             del keys["pre_mlp_layernorm."]
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = ModuleSpec(module=PackedAttention, params={"rope": rope})
+        attention.core_attention = ModuleSpec(
+            module=PackedAttention, params={"rope": rope, "side_by_side": architecture.is_glm4}
+        )
         if architecture.latent is not None:
             layer.submodules.self_attention.module = LatentAttention
             attention.q_layernorm = attention.kv_layernorm = RMSNorm
         elif architecture.qk_norm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if architecture.gemma is not None:
+        if architecture.norms_behind:
             _norm_residuals(layer.submodules, RMSNorm, config)
         return layer
 
@@ -374,10 +377,12 @@ def _te_spec(
         if architecture.latent is not None:
             layer.submodules.self_attention.module = LatentAttention
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = ModuleSpec(module=TransformerEngineAttention, params={"rope": rope})
+        attention.core_attention = ModuleSpec(
+            module=TransformerEngineAttention, params={"rope": rope, "side_by_side": architecture.is_glm4}
+        )
         if architecture.lora is not None:
             _separate_norms(layer.submodules, has_experts)
-        if architecture.gemma is not None:
+        if architecture.norms_behind:
             _norm_residuals(layer.submodules, TENorm, config)
         return layer
 

@@ -35,7 +35,7 @@ DECIDED = _by_name(
         " qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base"
         " rotary_percent rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale"
         " mscale_all_dim moe_shared_expert_intermediate_size moe_router_topk_scaling_factor moe_router_num_groups"
-        " moe_router_group_topk moe_router_enable_expert_bias",
+        " moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_gate",
         "model.dtype": "params_dtype bf16 fp16 pipeline_dtype",
         "actor.layout": "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size"
         " context_parallel_size sequence_parallel expert_model_parallel_size expert_tensor_parallel_size"
@@ -83,7 +83,6 @@ REFUSED = _by_name(
         " activation_func_clamp_value moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size",
         _NO_LAYERS: "mtp_* dsa_* linear_* mamba_* use_mamba_mem_eff_path is_hybrid_model heterogeneous_block_specs"
         " hetereogenous_dist_checkpoint experimental_attention_variant* use_fused_weighted_squared_relu",
-        "no model family here has a gate on shared experts": "moe_shared_expert_gate",
         "it runs them on a CUDA stream of their own, which no test here could": "moe_shared_expert_overlap"
         " use_grouped_gemm_for_shared_expert",
         "weights are loaded from the checkpoint, so how they are first drawn has no effect": "init_method_std"

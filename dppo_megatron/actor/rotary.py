@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dppo_megatron.actor.layout import to_device
-from dppo_megatron.weights.layer_parts import Rope
+from dppo_megatron.weights.layer_parts import Rope, halves
 
 
 class Rotation(NamedTuple):
@@ -70,14 +70,18 @@ class Rotating:
     The pack is Megatron's `packed_seq_params`; its `rotation(rope, dtype)` is computed once for all layers.
     """
 
-    def __init__(self, *args: Any, rope: Rope, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rope: Rope, side_by_side: bool = False, **kwargs: Any) -> None:
+        """`side_by_side`: so lie the pairs that turn; else in two halves."""
         super().__init__(*args, **kwargs)
-        self._rope = rope
+        self._rope, self._side_by_side = rope, side_by_side
 
     def forward(self, query: Tensor, key: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
         """Rotate query [T, H, D] and key [T, K, D] of this rank's tokens; pass everything else on to the attention."""
         assert packed_seq_params is not None, "the actor always packs"
         rotation = packed_seq_params.rotation(self._rope, query.dtype)
+        if self._side_by_side:  # in any order of the dimensions, queries and keys have one product
+            size = 2 * len(self._rope.frequencies)
+            query, key = (torch.cat([halves(one[..., :size]), one[..., size:]], -1) for one in (query, key))
         query, key = rotate(query, rotation), rotate(key, rotation)
         out: Tensor = super().forward(query, key, *args, packed_seq_params=packed_seq_params, **kwargs)  # type: ignore[misc]
         return out

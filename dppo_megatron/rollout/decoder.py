@@ -122,8 +122,10 @@ class _FeedForward:
     """[E] float32, of sigmoid routers."""
     shared: _FeedForward | None = None
     """Of the experts that every token visits."""
+    shared_gate: Tensor | None = None
+    """[1, hidden] (Qwen2-MoE)."""
     post_norm: Tensor | None = None
-    """[hidden] of the norm behind it (Gemma)."""
+    """[hidden] of the norm behind it (Gemma, GLM-4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ class _DecoderLayer:
     """Before the feed-forward part."""
     feed_forward: _FeedForward
     post_norm: Tensor | None
-    """Behind the attention (Gemma)."""
+    """Behind the attention (Gemma, GLM-4)."""
     window: int | None
 
 
@@ -261,6 +263,9 @@ class Decoder:
         heads, values = qkv.split([a.num_heads + a.num_kv_heads, a.num_kv_heads], 1)  # type: ignore[no-untyped-call]
         if layer.qk_norm is not None:
             heads = self._normed(heads, layer.qk_norm)
+        if a.is_glm4:  # pairs that turn lie side by side
+            size = 2 * len(a.rope.frequencies)
+            heads = torch.cat([halves(heads[..., :size]), heads[..., size:]], -1)
         if a.gemma is not None:  # attention divides by the root of the head's size
             heads[:, : a.num_heads] *= a.gemma.softmax_scale * a.head_dim**0.5
         return heads, values
@@ -344,7 +349,10 @@ class Decoder:
         chosen, share = _route(x, weights.router, weights.bias, experts)
         visited.append(chosen)
         if weights.shared is not None:
-            residual = torch.addmm(residual, _gated(x, weights.shared.gate_up), weights.shared.down.t())
+            inner = _gated(x, weights.shared.gate_up)
+            if weights.shared_gate is not None:  # a number a token: before the product or behind it
+                inner = inner * F.linear(x, weights.shared_gate).sigmoid()
+            residual = torch.addmm(residual, inner, weights.shared.down.t())
         order = chosen.flatten().argsort(stable=True)  # (token, expert) pairs, those of an expert together
         counts = chosen.flatten().bincount(minlength=experts.count).tolist()
         for expert, pairs in enumerate(order.split(counts)):  # type: ignore[no-untyped-call]
@@ -368,16 +376,16 @@ class Decoder:
             qk_norm=norm,
             out=self._new(attention + "o_proj.weight", a.hidden_size, a.num_heads * a.value_dim),
             middle_norm=self._new(f"{name}{middle}_layernorm.weight", a.hidden_size),
-            post_norm=self._new(name + "post_attention_layernorm.weight", a.hidden_size) if a.gemma else None,
+            post_norm=self._behind(name, 0),
             window=a.window_of(index),
             feed_forward=self._mixture(f"{name}{a.experts.module}.", a.experts)
             if a.experts and a.has_experts(index)
-            else self._dense(
-                name + "mlp.",
-                a.ffn_size,
-                self._new(name + "post_feedforward_layernorm.weight", a.hidden_size) if a.gemma else None,
-            ),
+            else self._dense(name + "mlp.", a.ffn_size, self._behind(name, 1)),
         )
+
+    def _behind(self, name: str, half: int) -> Tensor | None:
+        a = self._architecture
+        return self._new(f"{name}{a.norms_behind[half]}_layernorm.weight", a.hidden_size) if a.norms_behind else None
 
     def _qkv(self, name: str, what: str, *columns: int) -> Tensor:
         a = self._architecture
@@ -401,6 +409,8 @@ class Decoder:
     def _dense(self, name: str, ffn: int, post_norm: Tensor | None = None) -> _FeedForward:
         hidden = self._architecture.hidden_size
         parts = {name + "gate_proj.weight": ffn, name + "up_proj.weight": ffn}
+        if self._architecture.is_glm4:
+            parts = {name + "gate_up_proj.weight": 2 * ffn}
         down = self._new(name + "down_proj.weight", hidden, ffn)
         return _FeedForward(self._joined(parts, hidden), down, post_norm=post_norm)
 
@@ -415,8 +425,10 @@ class Decoder:
         if bias is not None:
             self.named[name + CORRECTION_BIAS] = bias
         router = self._new(name + "gate.weight", experts.count, a.hidden_size)
-        shared = self._dense(name + "shared_experts.", experts.shared_ffn_size) if experts.shared_ffn_size else None
-        return _FeedForward(gate_up, down, router, bias, shared)
+        theirs = name + experts.shared_module
+        shared = self._dense(theirs + ".", experts.shared_ffn_size) if experts.shared_ffn_size else None
+        shared_gate = self._new(theirs + "_gate.weight", 1, a.hidden_size) if experts.shared_gate else None
+        return _FeedForward(gate_up, down, router, bias, shared, shared_gate)
 
     def _joined(self, parts: dict[str, int], *columns: int) -> Tensor:
         """One tensor of all rows; each name is a view of its rows."""

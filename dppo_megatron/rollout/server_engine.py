@@ -37,15 +37,7 @@ from dppo_megatron.rollout.client.completion_buffer import HookFactory, completi
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
 from dppo_megatron.rollout.client.messages import ServerAddress
 from dppo_megatron.rollout.client.process import Setup
-from dppo_megatron.rollout.client.remote import (
-    ClientRendezvous,
-    Clients,
-    Listener,
-    NodeClient,
-    Nodes,
-    owners,
-    take,
-)
+from dppo_megatron.rollout.client.remote import ClientRendezvous, Clients, Listener, NodeClient, Nodes, owners, take
 from dppo_megatron.rollout.engine import Engine, Request, RolloutStats, Sampling, Weights
 from dppo_megatron.rollout.job_nodes import JobServers
 from dppo_megatron.rollout.servers.connect import ChannelName, ConnectedServers, Launched, Membership, connect

@@ -37,9 +37,9 @@ def cost_model(architecture: Architecture) -> CostModel:
         projections = queries + keys + hidden_size * values
     dense = layers if experts is None else experts.dense_layers
     feed_forward = dense * 3 * hidden_size * architecture.ffn_size
-    if experts is not None:  # a token visits its own, the shared ones and the router, which has a row for each
+    if experts is not None:  # a token visits its own, the shared ones and their gate, and the router's rows
         visited = experts.ffn_size * experts.per_token + experts.shared_ffn_size
-        feed_forward += (layers - dense) * hidden_size * (3 * visited + experts.count)
+        feed_forward += (layers - dense) * hidden_size * (3 * visited + experts.count + experts.shared_gate)
     multiply_adds = layers * projections + feed_forward + hidden_size * architecture.vocab_size
     multiply_adds += sum(windows) * (heads + values)
     # Scores and their product with the values: two multiply-adds for each pair, head and dimension, half of them

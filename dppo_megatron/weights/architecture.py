@@ -22,6 +22,7 @@ from dppo_megatron.types import ExpertChoices, UserError
 from dppo_megatron.weights.config_keys import (
     FULL,
     GEMMA3,
+    GLM4,
     MODEL_TYPES,
     QWEN2,
     QWEN3,
@@ -61,6 +62,7 @@ class Lora:
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What an adapter can be on; the last three are the experts' in a mixture."""
 _OF_EXPERTS = PROJECTIONS[4:]
+_NORMS_BEHIND = {GEMMA3: ("post_attention", "post_feedforward"), GLM4: ("post_self_attn", "post_mlp")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,14 @@ class Architecture:
     qk_norm: bool
     """RMS norm on each head's queries and keys (Qwen3, GLM, Gemma)."""
     qkv_bias: bool
-    """Bias on the query, key and value projections (Qwen2.5, GLM)."""
+    """Bias on the query, key and value projections (Qwen2, GLM)."""
     experts: Experts | None = None
     latent: Latent | None = None
     gemma: Gemma | None = None
+    norms_behind: tuple[str, ...] = ()
+    """The checkpoint's names of the norms behind attention and feed-forward (Gemma, GLM-4)."""
+    is_glm4: bool = False
+    """Gate and up are one tensor of the checkpoint, and pairs that turn lie side by side."""
     lora: Lora | None = None
     """Adapters that are trained beside the checkpoint's weights."""
     prediction_layers: int = 0
@@ -105,11 +111,13 @@ class Architecture:
         said = f"actor.lora.targets = [{', '.join(config.targets)}]"
         if unknown := sorted(set(given) - set(PROJECTIONS)):
             raise UserError(f"{said}: {unknown[0]}: must be among {', '.join(PROJECTIONS)}, or all-linear")
+        if self.is_glm4 and {"gate_proj", "up_proj"} & set(given):
+            raise UserError(f"{said}: gate_proj and up_proj are one tensor of {self.name}; name other projections")
         if config.experts and self.experts is None:
             raise UserError(f"actor.lora.experts = true: {self.name} has no experts; leave it at false")
         if config.experts and self.experts and not set(self.experts.projections) <= set(PROJECTIONS):
             raise UserError(f"actor.lora.experts = true: not of {self.name}, whose experts go by other names in PEFT")
-        if config.experts and self.experts and self.experts.is_sigmoid:
+        if config.experts and self.experts and self.experts.shared_ffn_size:
             raise UserError(
                 f"actor.lora.experts = true: not of {self.name}: dense layers and shared experts have the same names"
             )
@@ -283,10 +291,12 @@ def read_architecture(
         norm_eps=values["rms_norm_eps"],
         tied_embeddings=values["tie_word_embeddings"],
         qk_norm=family in (QWEN3, QWEN3_MOE, GEMMA3) or values.get("use_qk_norm", False),
-        qkv_bias=family == QWEN2 or values.get("attention_bias", False),
+        qkv_bias=family == QWEN2 or values.get("qkv_bias", values.get("attention_bias", False)),
         experts=read_experts(values, family, path) if "num_experts_per_tok" in values else None,
         latent=latent,
         gemma=read_gemma(values, config, ropes, path) if family == GEMMA3 else None,
+        norms_behind=_NORMS_BEHIND.get(family, ()),
+        is_glm4=family == GLM4,
         prediction_layers=values.get("num_nextn_predict_layers", 0),
     )
 

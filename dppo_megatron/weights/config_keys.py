@@ -18,16 +18,18 @@ from dppo_megatron.types import UserError
 from dppo_megatron.weights.json_files import plain, shown
 
 LLAMA, QWEN2, QWEN3, QWEN3_MOE = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
-MISTRAL, MIXTRAL = "MistralForCausalLM", "MixtralForCausalLM"
-GLM4_MOE, DEEPSEEK = "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM"
+QWEN2_MOE, MISTRAL, MIXTRAL = "Qwen2MoeForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"
+GLM4, GLM4_MOE, DEEPSEEK = "Glm4ForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM"
 GEMMA3 = "Gemma3ForCausalLM"
 MODEL_TYPES = {
     QWEN3: "qwen3",
     QWEN3_MOE: "qwen3_moe",
     QWEN2: "qwen2",
+    QWEN2_MOE: "qwen2_moe",
     LLAMA: "llama",
     MISTRAL: "mistral",
     MIXTRAL: "mixtral",
+    GLM4: "glm4",
     GLM4_MOE: "glm4_moe",
     DEEPSEEK: "deepseek_v3",
     GEMMA3: "gemma3_text",
@@ -40,9 +42,10 @@ _LATENT = frozenset({DEEPSEEK})
 _GEMMA = frozenset({GEMMA3})
 SIGMOID = frozenset({GLM4_MOE, DEEPSEEK})
 """Mixtures as DeepSeek-V3 has them: routers that score by sigmoid, shared experts, the first layers dense."""
-PARTIAL = frozenset({GLM4_MOE})
+PARTIAL = frozenset({GLM4, GLM4_MOE})
 """Only a part of each head's dimensions rotates."""
-_MOE = frozenset({QWEN3_MOE, MIXTRAL}) | SIGMOID
+_QWEN2_MOE = frozenset({QWEN2_MOE})
+_MOE = _QWEN2_MOE | SIGMOID | {QWEN3_MOE, MIXTRAL}
 
 
 class Accepted(NamedTuple):
@@ -107,18 +110,21 @@ READ = (
     Key(("max_position_embeddings",), _size(1, _POSITIVE)),
     Key(("rms_norm_eps",), _number(1e-30, 0.1), optional=True),
     Key(("tie_word_embeddings",), _one_of(False, True), optional=True),
-    Key(("num_experts", "num_local_experts"), _size(1, 4096), "one thing under two names", _MOE - SIGMOID),
-    Key(("n_routed_experts", "num_local_experts"), _size(1, 4096), "one thing under two names", SIGMOID),
+    Key(("num_experts", "num_local_experts"), _size(1, 4096), "one thing, two names", _MOE - SIGMOID - _QWEN2_MOE),
+    Key(("num_experts",), _size(1, 4096), "", _QWEN2_MOE),
+    Key(("shared_expert_intermediate_size",), _size(1, 2**24), "", _QWEN2_MOE),
+    Key(("qkv_bias",), _one_of(False, True), "", _QWEN2_MOE, optional=True),
+    Key(("n_routed_experts", "num_local_experts"), _size(1, 4096), "one thing, two names", SIGMOID),
     Key(("num_experts_per_tok",), _size(1, 4096), "1 only without norm_topk_prob", _MOE),
     Key(("moe_intermediate_size",), _size(1, 2**24), "", _MOE - {MIXTRAL}),
-    Key(("norm_topk_prob",), _one_of(False, True), "", frozenset({QWEN3_MOE}), optional=True),
+    Key(("norm_topk_prob",), _one_of(False, True), "", _QWEN2_MOE | {QWEN3_MOE}, optional=True),
     Key(("n_shared_experts",), _size(1, 4096), "", SIGMOID, optional=True),
     Key(("first_k_dense_replace",), _size(0, 4096), "", SIGMOID, optional=True),
     Key(("routed_scaling_factor",), _number(1e-3, 1e3), "", SIGMOID, optional=True),
     Key(("n_group",), _size(1, 4096), "", SIGMOID, optional=True),
     Key(("topk_group",), _size(1, 4096), "", SIGMOID, optional=True),
     Key(("num_nextn_predict_layers", "num_mtp_layers"), _size(0, 64), "", SIGMOID, optional=True),
-    Key(("attention_bias",), _one_of(False, True), "", frozenset({GLM4_MOE}), optional=True),
+    Key(("attention_bias",), _one_of(False, True), "", PARTIAL, optional=True),
     Key(("use_qk_norm",), _one_of(False, True), "", frozenset({GLM4_MOE}), optional=True),
     # transformers' default is a window of 4096, so a file without the key has one
     Key(("sliding_window",), _one_of(None), "no windows", frozenset({MISTRAL}), optional=True),
@@ -142,7 +148,7 @@ FIXED = (
     Key(("rope_local_base_freq",), _number(1.0, 1e30), "with rope_parameters", _GEMMA),
     Key(("cache_implementation",), _one_of(None, "hybrid"), "attention", _GEMMA),
     Key(("activation",), _one_of("silu", "swiglu"), "Falcon3's name for it", nullable=True),
-    Key(("attention_bias",), _NO, "no biases", _ALL - {QWEN2, GLM4_MOE}),
+    Key(("attention_bias",), _NO, "no biases", _ALL - PARTIAL - {QWEN2}),
     Key(("attention_bias", "qkv_bias"), _YES, "Qwen2 has these biases always", frozenset({QWEN2})),
     Key(("mlp_bias",), _NO, "no biases"),
     Key(

@@ -44,12 +44,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 """Largest size of a written file, as in transformers; only a single larger tensor exceeds it."""
 
 _NOT_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class WeightReader(Protocol):

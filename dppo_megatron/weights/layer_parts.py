@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dppo_megatron.types import UserError
-from dppo_megatron.weights.config_keys import FULL, MIXTRAL, QWEN3_MOE, SIGMOID, SLIDING
+from dppo_megatron.weights.config_keys import FULL, MIXTRAL, QWEN2_MOE, SIGMOID, SLIDING
 from dppo_megatron.weights.json_files import shown
 
 
@@ -41,6 +41,9 @@ class Experts:
     groups_per_token: int = 1
     shared_ffn_size: int = 0
     """Of the experts that every token visits, as one."""
+    shared_module: str = "shared_experts"
+    shared_gate: bool = False
+    """What they put out is multiplied by a sigmoid of one number a token (Qwen2-MoE)."""
     dense_layers: int = 0
     """Layers before the first that has experts."""
     module: str = "mlp"
@@ -110,24 +113,25 @@ def read_experts(values: Mapping[str, Any], family: str, path: Path) -> Experts:
     """From the values of `config_keys.READ`. Raises `UserError` for a mixture that Megatron-core's router cannot be."""
     name = "n_routed_experts" if family in SIGMOID else "num_experts"
     count, per_token = values[name], values["num_experts_per_tok"]
-    normalized = values["norm_topk_prob"] if family == QWEN3_MOE else True
+    normalized = values.get("norm_topk_prob", True)
     matrices = values["num_hidden_layers"] * count
     if matrices > _MOST_EXPERTS:
         raise UserError(f"{path}: num_hidden_layers x {name} = {matrices}: at most {_MOST_EXPERTS} are supported")
     if per_token > count:
         raise UserError(f"{path}: num_experts_per_tok = {per_token} is more than {name} = {count}")
     if per_token == 1 and normalized:
+        said = "norm_topk_prob = true" if "norm_topk_prob" in values else family
         raise UserError(
-            f"{path}: num_experts_per_tok = 1 with {'norm_topk_prob = true' if family == QWEN3_MOE else family} is not"
-            " supported: Megatron-core's router has no such mode (every weight would be 1, and the router would not"
-            " learn)"
+            f"{path}: num_experts_per_tok = 1 with {said} is not supported: Megatron-core's router has no such mode"
+            " (every weight would be 1, and the router would not learn)"
         )
     if family == MIXTRAL:
-        names = "block_sparse_moe", ("w1", "w3", "w2")
-        module, projections = names
         one = Experts(count, per_token, values["intermediate_size"], normalized)
-        return replace(one, module=module, projections=projections)
+        return replace(one, module="block_sparse_moe", projections=("w1", "w3", "w2"))
     one = Experts(count, per_token, values["moe_intermediate_size"], normalized)
+    if family == QWEN2_MOE:
+        size = values["shared_expert_intermediate_size"]
+        return replace(one, shared_ffn_size=size, shared_module="shared_expert", shared_gate=True)
     return _like_deepseek(one, values, path) if family in SIGMOID else one
 
 

@@ -22,6 +22,7 @@ from dppo_megatron.weights.architecture import PROJECTIONS, Architecture, Lora
 from dppo_megatron.weights.layer_parts import Experts, Latent
 
 Shape: TypeAlias = tuple[int, ...]
+Rows: TypeAlias = dict[str, tuple[Shape, tuple[str, ...]]]
 Place: TypeAlias = tuple[int, ...]
 """Which copy of a key: () outside the layers, (layer,), or (layer, expert); where layers differ, () or (expert,)."""
 
@@ -37,9 +38,6 @@ POST_ATTENTION, POST_MLP = "post_self_attn_layernorm.", "post_mlp_layernorm."
 """Norms behind the two halves of a layer, by the names that later versions of Megatron have for them."""
 PADDED_TO_VOCAB = (EMBEDDING, OUTPUT)
 """Keys whose dimension 0 is the vocabulary, padded to a multiple of the tensor-parallel size."""
-
-
-Rows: TypeAlias = dict[str, tuple[Shape, tuple[str, ...]]]
 
 
 @functools.cache
@@ -107,12 +105,11 @@ def _latent_attention(a: Architecture, latent: Latent) -> Rows:
 
 
 def _dense(a: Architecture) -> Rows:
-    norms = {"mlp.linear_fc1.layer_norm_weight": "post_attention"}
-    if a.gemma is not None:
-        norms = {"mlp.linear_fc1.layer_norm_weight": "pre_feedforward"}
-        norms |= {POST_ATTENTION + "weight": "post_attention", POST_MLP + "weight": "post_feedforward"}
+    norms = {"mlp.linear_fc1.layer_norm_weight": "pre_feedforward" if a.gemma else "post_attention"}
+    norms |= zip((POST_ATTENTION + "weight", POST_MLP + "weight"), a.norms_behind, strict=False)
     rows: Rows = {_LAYERS + key: ((a.hidden_size,), (f"{_HF}{name}_layernorm.weight",)) for key, name in norms.items()}
-    return rows | _feed_forward(a, "mlp.", _HF + "mlp.", a.ffn_size, PROJECTIONS[4:])
+    names = ("gate_up_proj", "down_proj") if a.is_glm4 else PROJECTIONS[4:]
+    return rows | _feed_forward(a, "mlp.", _HF + "mlp.", a.ffn_size, names)
 
 
 def _mixture(a: Architecture, experts: Experts) -> Rows:
@@ -124,16 +121,18 @@ def _mixture(a: Architecture, experts: Experts) -> Rows:
     if experts.is_sigmoid:
         rows[_LAYERS + EXPERT_BIAS] = (experts.count,), (theirs + CORRECTION_BIAS,)
     if experts.shared_ffn_size:
-        shared = theirs + "shared_experts."
-        rows |= _feed_forward(a, "mlp.shared_experts.", shared, experts.shared_ffn_size, PROJECTIONS[4:])
+        shared = theirs + experts.shared_module
+        rows |= _feed_forward(a, "mlp.shared_experts.", shared + ".", experts.shared_ffn_size, PROJECTIONS[4:])
+        if experts.shared_gate:
+            rows[_LAYERS + "mlp.shared_experts.gate_weight"] = (1, hidden), (shared + "_gate.weight",)
     each = theirs + "experts.{expert}."
     return rows | _feed_forward(a, "mlp.experts.experts.", each, experts.ffn_size, experts.projections)
 
 
 def _feed_forward(a: Architecture, ours: str, theirs: str, ffn: int, names: Sequence[str]) -> Rows:
-    gate, up, down = (f"{theirs}{name}.weight" for name in names)
+    *gate_up, down = (f"{theirs}{name}.weight" for name in names)
     return {
-        f"{_LAYERS}{ours}linear_fc1.weight": ((2 * ffn, a.hidden_size), (gate, up)),
+        f"{_LAYERS}{ours}linear_fc1.weight": ((2 * ffn, a.hidden_size), tuple(gate_up)),
         f"{_LAYERS}{ours}linear_fc2.weight": ((a.hidden_size, ffn), (down,)),
     }
 

@@ -175,7 +175,6 @@ class Catalogue:
                 count[layer] += 1
         # a layer's experts in turns over their holders, so that all of these send in each bucket
         self._order = sorted(self.parts, key=lambda item: (layer_of(*item), turns[item], *item))
-
         self._numel = {block.key: math.prod(block.shape) for block in self.blocks}
 
     def buckets(self, max_numel: int) -> list[list[Item]]:

@@ -28,14 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dppo_megatron.config.load import config_from_values
@@ -90,10 +83,7 @@ def open_checkpoint(
 
 
 def write_torch_dist(
-    directory: Path,
-    architecture: Architecture,
-    dtypes: Mapping[str, torch.dtype],
-    read: Callable[[str, Place], Tensor],
+    directory: Path, architecture: Architecture, dtypes: Mapping[str, torch.dtype], read: Callable[[str, Place], Tensor]
 ) -> None:
     """Write the model's weights into the existing `directory`, one file a layer; one tensor is held at a time.
 

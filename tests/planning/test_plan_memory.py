@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {
         name: write_model(folder / name, family=name, **SIZES, tie_word_embeddings=name == "qwen2")
-        for name in ("qwen3", "qwen2", "qwen3_moe", "gemma3")
+        for name in ("qwen3", "qwen2", "qwen3_moe", "qwen2_moe", "glm4", "gemma3")
     }
 
 
@@ -93,6 +93,7 @@ def _state(path: Path, parallel: Parallel, lora: LoraConfig | None = None) -> di
         ("qwen3", Parallel(pp=2, uneven=((FIRST, 3),), dtype=torch.bfloat16, distributed_optimizer=True)),
         ("qwen3", Parallel(pp=4, uneven=((LAYOUT, "E|tt|tt|L"),), distributed_optimizer=True)),
         ("qwen3_moe", Parallel(dp=2, ep=2, dtype=torch.bfloat16, distributed_optimizer=True)),
+        ("qwen2_moe", Parallel(tp=2, ep=2, etp=1, distributed_optimizer=True)),
         ("gemma3", Parallel(tp=2, distributed_optimizer=True)),
     ],
     ids=lambda value: str(value) + (str(value.dtype)[5:] if isinstance(value, Parallel) else ""),
@@ -222,11 +223,15 @@ CASES: list[tuple[str, Parallel, str, list[str]]] = [
     ("qwen3", BF16, "selective", ["mlp"]),
     ("qwen3", BF16, "selective", ["layernorm"]),
     ("qwen3", Parallel(), "selective", ["layernorm", "core_attn", "mlp"]),
+    ("qwen2_moe", Parallel(), *ALL),
+    ("qwen2_moe", Parallel(tp=2), *ALL),
     ("qwen3_moe", Parallel(), "selective", ["moe"]),
     ("qwen3_moe", Parallel(tp=2), "selective", ["core_attn", "moe"]),
     ("qwen3_moe", Parallel(), "selective", ["layernorm"]),
     ("qwen3", Parallel(), "full", []),
     ("qwen3", Parallel(tp=2), "full", []),
+    ("glm4", Parallel(), *ALL),
+    ("glm4", Parallel(tp=2), "selective", ["layernorm", "core_attn", "mlp"]),
     ("gemma3", Parallel(), *ALL),
     ("gemma3", BF16, *ALL),
     ("gemma3", Parallel(tp=2), "selective", ["layernorm", "core_attn", "mlp"]),

@@ -40,7 +40,7 @@ CARDS = {
     "llama-3.1-8b": 8.03, "qwen2.5-1.5b": 1.54, "qwen2.5-7b": 7.61, "qwen2.5-32b": 32.5, "qwen3-0.6b": 0.6,
     "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,
     "qwen3-8b-64k": 8.2, "qwen3-235b-a22b": 235.0, "glm-4.5-air": 106.0,
-    "moonlight-16b-a3b": 16.0,
+    "moonlight-16b-a3b": 16.0, "qwen1.5-moe-a2.7b": 14.3, "qwen2-57b-a14b": 57.41,
 }  # fmt: skip
 """Billions of parameters, as rounded on the models' cards."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.job import REPOSITORY, write_job_files
 from support.job import settings as job_settings
-from support.true_shapes import GLM, LARGEST, MODELS, write_config, write_empty_model
+from support.true_shapes import GLM, LARGEST, LONG, MODELS, write_config, write_empty_model
 
 from dppo_megatron.config import load_config
 from dppo_megatron.workbench.cli import main
@@ -105,6 +105,19 @@ def test_recipes_of_large_mixtures_pass_too(
     if model == LARGEST:
         assert main([*line, "actor.megatron.num_layers_in_last_pipeline_stage=null"]) == 2
         assert "94 layers do not divide by it" in capsys.readouterr().err
+
+
+def test_the_recipe_of_64k_tokens_passes_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """YaRN and context parallelism; without YaRN its completions are beyond the model's positions."""
+    write_empty_model(folder / LONG, LONG)
+    recipe = REPOSITORY / "configs" / "math" / f"{LONG}_32gpus.yaml"
+    given = [f"data.train_path={folder / 'train.jsonl'}", "data.eval_sets={}", f"run_dir={folder / 'run'}"]
+    line = ["plan", str(recipe), *given, "--gpus", "32", "--methods", "grpo", "--dry-run"]
+    assert main([*line, f"model.hf_path={folder / LONG}"]) == 0
+    out = capsys.readouterr().out
+    assert "8.19e9 parameters" in out and "does not fit" not in out and not (folder / "run").exists()
+    assert main([*line, f"model.hf_path={folder / 'qwen3_8b'}"]) == 2
+    assert "63488" in (said := capsys.readouterr().err) and "40960" in said
 
 
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem.endswith("dppo")], ids=lambda path: path.stem)

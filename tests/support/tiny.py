@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -24,6 +26,8 @@ from transformers import (
     MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -47,8 +51,15 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
     ),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": False}
+        | {"shared_expert_intermediate_size": 28},
+    ),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 6, "num_experts_per_tok": 3}),
+    "glm4": (Glm4Config, Glm4ForCausalLM, {"pad_token_id": None, "eos_token_id": 1}),
     "glm4_moe": (
         Glm4MoeConfig,
         Glm4MoeForCausalLM,

@@ -55,8 +55,11 @@ def same_as_transformers(architecture: Architecture, directory: Path) -> None:
             assert gate.routed_scaling_factor == experts.scale
             groups = gate.num_group if gate.topk_group < gate.num_group else 1
             assert (groups, gate.topk_group if groups > 1 else 1) == (experts.groups, experts.groups_per_token)
-            shared = layer.mlp.shared_experts.gate_proj.weight.shape
-            assert shared == (experts.shared_ffn_size, architecture.hidden_size)
+        assert hasattr(layer.mlp, "shared_expert_gate") == experts.shared_gate
+        shared = getattr(layer.mlp, experts.shared_module, None)
+        assert (shared is not None) == (experts.shared_ffn_size > 0)
+        if shared is not None:
+            assert shared.gate_proj.weight.shape == (experts.shared_ffn_size, architecture.hidden_size)
         assert (gate.num_experts, gate.top_k, normalizes) == (
             experts.count,
             experts.per_token,
@@ -65,7 +68,8 @@ def same_as_transformers(architecture: Architecture, directory: Path) -> None:
         assert layer.mlp.experts.down_proj.shape[-2:] == (architecture.hidden_size, experts.ffn_size)
     if not architecture.has_experts(0):
         first = model.model.layers[0].mlp
-        assert first.gate_proj.weight.shape == (architecture.ffn_size, architecture.hidden_size)
+        gate, ffn = (first.gate_up_proj, 2) if architecture.is_glm4 else (first.gate_proj, 1)
+        assert gate.weight.shape == (ffn * architecture.ffn_size, architecture.hidden_size)
     rotary = type(model.model.rotary_emb)(config=config)  # not on the meta device
     for index, kind in enumerate(config.layer_types if gemma else [""]):
         rope, prefix = architecture.rope_of(index), kind and f"{kind}_"

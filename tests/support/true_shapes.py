@@ -17,12 +17,12 @@ from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.mapping import hf_shapes
 from support.chat_model import train_tokenizer
 
-LARGEST, GLM = "qwen3_235b_a22b", "glm_4.5_air"
+LARGEST, GLM, LONG = "qwen3_235b_a22b", "glm_4.5_air", "qwen3_8b_64k"
 _SHAPES: dict[str, dict[str, Any]] = {
     name: json.loads(shipped("configs", "models", name.replace("_", "-"), "config.json").read_text(encoding="utf-8"))
-    for name in ("qwen3_4b", "qwen3_8b", "qwen3_32b", "qwen3_30b_a3b", LARGEST, GLM)
+    for name in ("qwen3_4b", "qwen3_8b", "qwen3_32b", "qwen3_30b_a3b", LARGEST, GLM, LONG)
 }
-MODELS = {name: shape for name, shape in _SHAPES.items() if name not in (LARGEST, GLM)}
+MODELS = {name: shape for name, shape in _SHAPES.items() if name not in (LARGEST, GLM, LONG)}
 """Of which there is a recipe for every size of a job."""
 _FILE_BYTES = 4 * 10**9
 

@@ -42,7 +42,7 @@ Score: TypeAlias = Callable[[Prompt, Sequence[Completion]], Sequence[npt.NDArray
 """Log-probabilities [num_tokens] of each completion under the actor's present weights; collective."""
 _JOINED = (
     (re.compile(r"(.*self_attn\.)([qkv])_proj\.(weight|bias)"), r"\1qkv_proj.\3", 3),
-    (re.compile(r"(.*mlp\.)(gate|up)_proj\.(weight)"), r"\1gate_up_proj.\3", 2),
+    (re.compile(r"(.*mlp\.(?:shared_experts?\.)?)(gate|up)_proj\.(weight)"), r"\1gate_up_proj.\3", 2),
 )
 _PER_TOKEN = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64

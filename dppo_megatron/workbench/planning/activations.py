@@ -114,7 +114,7 @@ _FREED_WITH_TE = _FREED | {
 def layer_saved(one: Pass) -> Saved:
     """What one transformer layer keeps without recomputation; the few dense ones of a mixture count like the others."""
     saved = _norm(one, "input norm") | {"input of qkv": one.hidden_bytes} | _attention(one)
-    if one.architecture.gemma is not None:
+    if one.architecture.norms_behind:
         saved |= _norm(one, "norm behind attention") | _norm(one, "norm behind fc2")
     inner = one.inner_elements * one.bytes_each
     experts = one.architecture.experts
@@ -124,7 +124,8 @@ def layer_saved(one: Pass) -> Saved:
     return saved | {
         **_norm(one, "norm before the router"),
         "input of the router": one.hidden_bytes,
-        "shared experts": 5 * one.local * experts.shared_ffn_size / one.degrees.tensor * one.bytes_each,
+        "shared experts": 5 * one.local * experts.shared_ffn_size / one.degrees.tensor * one.bytes_each
+        + (one.hidden_bytes if experts.shared_gate else 0),
         # probabilities float32 and a mask of all experts, and of the chosen ones index, score, weight, place
         "router": one.sharded * (experts.count * 5 + experts.per_token * 24),
         "input of the experts": one.expert_rows * one.architecture.hidden_size * one.bytes_each,

@@ -24,7 +24,7 @@ from dppo_megatron.weights.mapping import (
 )
 
 _ON_EVERY_RANK = (
-    *("layer_norm_weight", "layernorm.weight", "router.weight", "expert_bias"),
+    *("layer_norm_weight", "layernorm.weight", "router.weight", "expert_bias", "gate_weight"),
     *("linear_q_down_proj.weight", "linear_kv_down_proj.weight"),
 )
 """Endings of the keys that tensor parallelism does not split."""
