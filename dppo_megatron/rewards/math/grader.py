@@ -23,7 +23,7 @@ from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import Extraction, extract
 from dppo_megatron.rewards.math.numbers import is_decimal, significant_digits, with_digits
 from dppo_megatron.rewards.math.patterns import regex
-from dppo_megatron.rewards.math.read import read_answer, read_decimal_comma
+from dppo_megatron.rewards.math.read import read_answer
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, as_words, without_clauses, without_sentence
 from dppo_megatron.rewards.math.units import DOUBTS, Unit, read_unit
 from dppo_megatron.rewards.math.values import Rules
@@ -137,8 +137,8 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
     may state what it leaves out (`x \\ne 0`)."""
     if count == 1 and isinstance(answer, AnswerList) and answer.kind != "list":
         return answer
-    if count == 1 and for_decimal and (value := read_decimal_comma(text)) is not None:
-        return Value(("n", value))
+    if count == 1 and for_decimal and re.fullmatch(r"-?\d+,\d+", text, re.ASCII):
+        return read_answer(text.replace(",", "."))
     for spelled in (text.replace(",", ", "), _GROUPED.sub(lambda number: number.group().replace(",", ""), text)):
         read = _read(spelled) if _GROUPED.search(text) else None
         if read is not None and _count(read) == count:
