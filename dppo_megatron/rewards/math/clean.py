@@ -195,6 +195,7 @@ _RULES = tuple(
 
 
 _MAX_ITEMS = 100
+_REPEATING = regex(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}(?!\s*\d)", re.ASCII)
 _PLAIN = regex(r"(?!.*\.\.\.)[\d.,-]*", re.ASCII)  # three dots are an ellipsis
 
 
@@ -213,8 +214,15 @@ def clean(text: str) -> str:
             text = pattern.sub(replacement, text)
         for written, spelled in zip(_WRITTEN[::2], _WRITTEN[1::2], strict=True):
             text = text.replace(written, spelled + " " if spelled[1:].isalpha() else spelled)
-        text = re.sub(r"\\text\{\s*\}", " ", " ".join(text.split()))
+        text = _REPEATING.sub(_as_fraction, re.sub(r"\\text\{\s*\}", " ", " ".join(text.split())))
     return _without_paint(text)
+
+
+def _as_fraction(repeating: re.Match[str]) -> str:
+    """1/6 for 0.1666..."""
+    whole, fixed, again = repeating.groups()
+    above = int(whole + fixed + again) - int(whole + fixed or 0)
+    return f"\\frac{{{above}}}{{{'9' * len(again) + '0' * len(fixed)}}}"
 
 
 def _without_paint(text: str) -> str:

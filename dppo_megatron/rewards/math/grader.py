@@ -78,11 +78,9 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | Non
 
 def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
     reference, other, problem = _reference(answer), _cleaned(text), str(row.get("problem", ""))
-    if not other:
-        return None, "the final answer is empty"
     if (currency := _currency(answer)) and _currency(text) not in ("", currency):
         return False, "another currency"
-    if other == reference:
+    if other == reference != "":
         return True, "normalized"
     if (chosen := _same_choices(reference, other, problem)) is not None:
         return chosen, "choices"
@@ -115,11 +113,7 @@ def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None
     """The reference, the answer, and why the answer could not be read. A comma is a separator where the other of the
     two is a row."""
     other, reference = without_clauses(other, reference), without_clauses(reference)
-    gold, theirs, unread = _read(reference), None, ""
-    try:
-        theirs = read_answer(with_digits(other))
-    except (Unreadable, RecursionError, ValueError) as error:
-        unread = str(error)
+    (gold, _), (theirs, unread) = _read(reference), _read(other)
     if gold is not None and theirs is not None and _count(gold) != _count(theirs):
         theirs = _respelled(other, theirs, _count(gold), is_decimal(reference))
         if _count(gold) != _count(theirs):
@@ -138,9 +132,9 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
     if count == 1 and isinstance(answer, AnswerList) and answer.kind != "list":
         return answer
     if count == 1 and for_decimal and re.fullmatch(r"-?\d+,\d+", text, re.ASCII):
-        return read_answer(text.replace(",", "."))
+        return _read(text.replace(",", "."))[0] or answer
     for spelled in (text.replace(",", ", "), _GROUPED.sub(lambda number: number.group().replace(",", ""), text)):
-        read = _read(spelled) if _GROUPED.search(text) else None
+        read = _read(spelled)[0] if _GROUPED.search(text) else None
         if read is not None and _count(read) == count:
             return read
     if isinstance(answer, AnswerList) and count == 1 and len(answer.items) == 2 and "\\ne" in text:
@@ -259,11 +253,9 @@ def _several(text: str) -> str | None:
 def _is_value(text: str, letter: str, problem: str) -> bool:
     if re.search(rf"(?<![A-Za-z]){letter}\s*[).:}}][\s}}$]*{re.escape(text)}", problem):
         return True
-    try:
-        answer = read_answer(text)
-    except (Unreadable, RecursionError, ValueError):
-        return False
-    return not isinstance(answer, (AnswerList, Words)) and not re.search(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])", text)
+    answer, _ = _read(text)
+    has_others = re.search(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])", text)
+    return not (answer is None or isinstance(answer, (AnswerList, Words)) or has_others)
 
 
 _DECIMAL = regex(r"-?(\d*)\.(\d+)(?:\s*[%\\A-Za-z].*)?", re.ASCII)
@@ -287,13 +279,14 @@ _STATED_REFERENCE = regex(r"[Ff]inal answer is \$([^$]+)\$")
 
 
 @functools.lru_cache(maxsize=4096)
-def _read(reference: str) -> Answer | None:
-    if reference.lower() in _SHORT_WORDS:  # else a product of letters
-        return Words(reference.lower())
+def _read(text: str) -> tuple[Answer | None, str]:
+    """What the text states, or why that cannot be said."""
+    if text.lower() in _SHORT_WORDS:  # else a product of letters
+        return Words(text.lower()), ""
     try:
-        return read_answer(reference)
-    except (Unreadable, RecursionError, ValueError):
-        return None
+        return read_answer(with_digits(text)), ""
+    except (Unreadable, RecursionError, ValueError) as error:
+        return None, str(error)
 
 
 _SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
@@ -319,13 +312,8 @@ def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
 
 def _tolerances(stated: Any) -> tuple[Fraction, ...]:
     """From 0.1, "1e-1" or "1e-2,1e-3"; anything else is none."""
-    if isinstance(stated, (list, tuple)):
-        parts = [str(part) for part in stated]
-    elif isinstance(stated, (int, float, str)) and not isinstance(stated, bool):
-        parts = str(stated).split(",")
-    else:
-        return ()
+    parts = stated if isinstance(stated, (list, tuple)) else str(stated).split(",")
     try:
-        return tuple(abs(Fraction(part.strip())) for part in parts)
+        return tuple(abs(Fraction(str(part).strip())) for part in parts)
     except ValueError:
         return ()

@@ -24,11 +24,11 @@ _End = tuple[Fraction | float, bool]
 def read_inequality(sides: list[str], ops: list[str]) -> Answer:
     """A set where one variable is bounded (also as 2x + 1 < 5 or |x| > 1), else the relations as they stand."""
     nodes = [parse(side) for side in sides]
-    if len(nodes) == 2:
-        return _solved(nodes[0], ops[0], nodes[1]) or answers.Relation(tuple(nodes), tuple(ops))
     if set(ops) <= {">", "\\ge"}:
         nodes.reverse()
         ops = [answers.TURNED[op] for op in reversed(ops)]
+    if len(nodes) == 2:
+        return _solved(nodes[0], ops[0], nodes[1]) or answers.Relation(tuple(nodes), tuple(ops))
     if len(nodes) == 3 and set(ops) <= {"<", "\\le"}:
         low, middle, high = nodes
         if middle[0] == "s" and middle[1] not in symbols(low) | symbols(high):
@@ -88,17 +88,15 @@ def as_spans(answer: Answer | None) -> answers.Intervals | None:
         return None
     if answer.kind == "tuple":
         ends = [item.node for item in answer.items if isinstance(item, Value)]
-        return (
-            answers.Intervals((answers.Piece(ends[0], False, ends[1], False),))
-            if len(ends) == len(answer.items) == 2
-            else None
-        )
+        if not len(ends) == len(answer.items) == 2:
+            return None
+        return answers.Intervals((answers.Piece(ends[0], False, ends[1], False),))
     if answer.kind == "set" and any(isinstance(item, AnswerList) for item in answer.items):
         return None  # points of the plane, say
-    parts = [as_spans(item) for item in answer.items]
-    if None in parts or len({part.name for part in parts if part and part.name}) > 1:
+    parts = [part for part in map(as_spans, answer.items) if part is not None]
+    if len(parts) < len(answer.items) or len({part.name for part in parts if part.name}) > 1:
         return None
-    return answers.Intervals(tuple(piece for part in parts if part for piece in part.pieces))
+    return answers.Intervals(tuple(piece for part in parts for piece in part.pieces))
 
 
 def normal(spans: answers.Intervals) -> answers.Intervals:
@@ -170,8 +168,5 @@ def _placed(spans: answers.Intervals) -> list[tuple[_End, _End, answers.Piece]] 
 def _place(node: Node) -> Fraction | float | None:
     if node in (answers.INFINITY, _MINUS_INFINITY):
         return math.inf if node == answers.INFINITY else -math.inf
-    value = rational(node, None, WorkLimit(_OPERATIONS))
-    if value is not None:
-        return value
     near = approximate(node, None, WorkLimit(_OPERATIONS))
     return None if near is None else round(near, 12)  # two spellings of one number are one place

@@ -57,8 +57,6 @@ def read_special(text: str, depth: int) -> Answer | None:
         return named
     if match := _HALF_LINE.fullmatch(text):
         return half_line("", match[2] or ("<" if match[1] == "-" else ">"), ("n", Fraction(0)))
-    if (number := read_number_words(plain)) is not None:
-        return Value(("n", number))
     based = WRAPPED_TEXT.sub(r"\1", text) if "}_" in text else text
     if match := _BASED.fullmatch(based) or _BASED_WORDS.fullmatch(text):
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
