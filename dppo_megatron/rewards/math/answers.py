@@ -48,18 +48,11 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """a : b : ..."""
-
-    parts: tuple[Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class AnswerList:
     """Several answers: a `list` has no brackets, a `tuple` has an order, a `set` has no order and no repetition;
-    `cases` are tuples of a value and its condition."""
+    `cases` are tuples of a value and its condition; a `ratio` of three parts or more is what they are to the first."""
 
-    kind: Literal["list", "tuple", "set", "cases"]
+    kind: Literal["list", "tuple", "set", "cases", "ratio"]
     items: tuple[Answer, ...]
     signs: bool = field(default=False, compare=False)
     """A list that was written with a plus-minus sign: never a tuple."""
@@ -115,7 +108,7 @@ class Words:
     text: str
 
 
-Answer = Value | Clock | Ratio | AnswerList | Piece | Intervals | Relation | Named | Grid | Words
+Answer = Value | Clock | AnswerList | Piece | Intervals | Relation | Named | Grid | Words
 
 
 def symbols(node: Node) -> frozenset[str]:

@@ -146,8 +146,10 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         )
         return (ours, theirs) != (gold, other) and equal(ours, theirs, rules)  # {5} and 5
     kinds = {gold.kind, other.kind}
-    if "cases" in kinds:
-        return kinds == {"cases"} and _one_to_one(gold.items, other.items, rules.exact())
+    if kinds & {"cases", "ratio"}:
+        if len(kinds) > 1:
+            return False
+        rules = rules.exact()
     if kinds == {"tuple", "set"} or ("tuple" in kinds and (gold.signs or other.signs)):
         return False  # the point (3, -3) for plus-minus 3
     items, others = gold.items, _as_named(other.items, gold.items)
@@ -157,7 +159,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         others = tuple(others[other_labels.index(label)] for label in labels)
     elif not isinstance(items[0], Named):
         is_labelled = False
-    if "tuple" in kinds or (is_labelled and kinds == {"list"}):
+    if kinds & {"tuple", "ratio"} or (is_labelled and kinds == {"list"}):
         pairs = enumerate(zip(items, others, strict=False))
         return len(items) == len(others) and all(equal(a, b, rules.item(index)) for index, (a, b) in pairs)
     # a solution listed twice is still one solution
@@ -294,23 +296,8 @@ def _clocks(gold: Answer, other: Answer, rules: Rules) -> bool:
     assert isinstance(clock, answers.Clock)
     if isinstance(plain, Value) and plain.unit is None and clock is gold and clock.half and not clock.minute:
         return bool(same(("n", Fraction((clock.hour - 1) % 12 + 1)), plain.node, rules.work))  # 9 for 9 p.m.
-    ratio = answers.Ratio((("n", Fraction(clock.hour)), ("n", Fraction(clock.minute))))
-    return not clock.half and bool(clock.minute) and _ratios(ratio, plain, rules)
-
-
-def _ratios(gold: Answer, other: Answer, rules: Rules) -> bool:
-    """3 : 1 is 6 : 2 and 3/1."""
-    left, right = _parts(gold), _parts(other)
-    pairs = zip(left[1:], right[1:], strict=False)
-    return len(left) == len(right) > 0 and all(
-        same(("*", left[0], b), ("*", a, right[0]), rules.work) for a, b in pairs
-    )
-
-
-def _parts(answer: Answer) -> tuple[Node, ...]:
-    if isinstance(answer, answers.Ratio):
-        return answer.parts
-    return (answer.node, ("n", Fraction(1))) if isinstance(answer, Value) else ()
+    ratio = ("/", ("n", Fraction(clock.hour)), ("n", Fraction(clock.minute)))
+    return not clock.half and bool(clock.minute) and equal(Value(ratio), plain, rules)
 
 
 _BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], bool]], ...] = (
@@ -321,6 +308,5 @@ _BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], bool]], ...] = (
     (AnswerList, _rows),
     (answers.Words, _words),
     (answers.Clock, _clocks),
-    (answers.Ratio, _ratios),
     (answers.Relation, _relations),
 )

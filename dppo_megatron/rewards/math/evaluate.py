@@ -35,7 +35,7 @@ class Undefined(Exception):
     """Division by zero, an infinite value, or a function outside its domain."""
 
 
-class Discrete(Undefined):
+class Discrete(Exception):
     """Defined for whole numbers only, such as a sum up to n."""
 
 
@@ -110,7 +110,7 @@ def approximate(node: Node, values: Point | None = None, work: WorkLimit | None 
 def _value(node: Node, values: Point | None, work: WorkLimit | None) -> Any:
     try:
         return Evaluation(values or {}, DOUBLES, work or WorkLimit(_ALONE)).of(node)
-    except (TooBig, Undefined, Unsure, RecursionError, ArithmeticError, ValueError):
+    except (TooBig, Undefined, Discrete, Unsure, RecursionError, ArithmeticError, ValueError):
         return None
 
 

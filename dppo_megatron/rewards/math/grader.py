@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -87,9 +87,6 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text reads as a product of letters
         theirs = as_words(other, with_digits=bool(re.search(r"\d", gold.text))) or theirs
-    letter = _led_letter(reference) if gold is None or isinstance(gold, Words) else ""
-    if letter and _same_choices(letter, other, problem):
-        return True, "choices"
     if gold is not None and theirs is not None:
         rules = _rules(row, reference, other)
         is_right = _judge(_in_currency(gold, answer), _in_currency(theirs, text), rules, row)
@@ -201,6 +198,7 @@ def _states(gold: str, other: str, problem: str) -> bool:
 
 
 _CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
+# as NuminaMath has them: \textbf{(C)}\ 15
 _CHOICE_WITH_VALUE = regex(
     r"\(?([A-J])\s*(?:\)\s*(?:[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*\d)(?!.*\([A-J]\)).*"
 )
@@ -218,7 +216,7 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
         (True, True, False)
     """
     gold, theirs = (without_sentence(WRAPPED_TEXT.sub(r"\1", text).strip()) for text in (reference, other))
-    if letter := re.fullmatch(r"\(?\s*([A-Z])\s*\)?[.:]?", gold):
+    if letter := re.fullmatch(r"\(?\s*([A-Z])\s*\)?[.:]?", gold) or _CHOICE_WITH_VALUE.fullmatch(gold):
         led = _CHOICE.fullmatch(theirs)
         if led is None or led[1].upper() != letter[1]:
             return None
@@ -234,13 +232,6 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
     if (named := _several(theirs)) is not None:
         return sorted(named) == sorted(letters)
     return False if re.search(r"\bor\b", theirs) else None
-
-
-def _led_letter(reference: str) -> str:
-    """The letter of a reference, cleaned, that is a choice with its value, such as NuminaMath's `\\textbf{(C)}\\ 15`;
-    else empty. For what reads as nothing else: `(C) x` is a product."""
-    led = _CHOICE_WITH_VALUE.fullmatch(WRAPPED_TEXT.sub(r"\1", reference).strip())
-    return led[1] if led else ""
 
 
 def _several(text: str) -> str | None:
@@ -267,11 +258,8 @@ _cleaned = functools.lru_cache(maxsize=4096)(clean)
 @functools.lru_cache(maxsize=4096)
 def _reference(answer: str) -> str:
     """The reference in one spelling; where it is a whole solution, its final answer."""
-    parts: Sequence[str] = ()
-    if "\\boxed" in answer or "####" in answer:
-        parts = extract(answer, strict=True).parts
-    elif len(answer) > 200:
-        parts = _STATED_REFERENCE.findall(answer)[-1:]
+    is_marked = "\\boxed" in answer or "####" in answer
+    parts = extract(answer, strict=True).parts if is_marked else _STATED_REFERENCE.findall(answer)[-1:]
     return clean(", ".join(parts) or answer)
 
 

@@ -201,7 +201,10 @@ def _ratio(text: str) -> Answer | None:
         parts = split_top(text, regex(r"\s*:\s*"))
     if len(parts) == 1 or text.startswith("\\{"):
         return None
-    return answers.Ratio(tuple(parse(part) for part in parts))
+    first, *others = map(parse, parts)
+    if len(others) == 1:
+        return Value(("/", first, others[0]))
+    return AnswerList("ratio", tuple(Value(("/", part, first)) for part in others))
 
 
 def _equation(sides: list[str], depth: int) -> Answer:

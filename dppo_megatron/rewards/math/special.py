@@ -62,8 +62,6 @@ def read_special(text: str, depth: int) -> Answer | None:
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
         if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
             return _based(match[1].upper(), base)
-        if match[1].isdigit() and base:
-            return answers.Words(text)  # 7_7 is no number
     if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and depth == 0:
         return read_clock(match)
     if match := _CONGRUENCE.fullmatch(text):
@@ -103,8 +101,6 @@ def as_words(text: str, *, with_digits: bool = False) -> answers.Words | None:
 
 
 def plain_words(text: str) -> str:
-    if len(text) > 600:
-        return ""
     text = WRAPPED_TEXT.sub(r"\1", text) if "text" in text else text
     return " ".join(re.sub(r"[.,;:!\"'`“”]", " ", text).lower().split())
 
