@@ -94,9 +94,10 @@ def as_spans(answer: Answer | None) -> answers.Intervals | None:
     if answer.kind == "set" and any(isinstance(item, AnswerList) for item in answer.items):
         return None  # points of the plane, say
     parts = [part for part in map(as_spans, answer.items) if part is not None]
-    if len(parts) < len(answer.items) or len({part.name for part in parts if part.name}) > 1:
+    names = {part.name for part in parts if part.name}
+    if len(parts) < len(answer.items) or len(names) > 1:
         return None
-    return answers.Intervals(tuple(piece for part in parts for piece in part.pieces))
+    return answers.Intervals(tuple(piece for part in parts for piece in part.pieces), *names)
 
 
 def normal(spans: answers.Intervals) -> answers.Intervals:

@@ -17,7 +17,7 @@ from dppo_megatron.rewards.math.number_sets import as_spans, complement, interse
 from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
 from dppo_megatron.rewards.math.parse import DEGREE, parse, parse_signs
 from dppo_megatron.rewards.math.patterns import regex
-from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_special, read_words, without_sentence
+from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_grid, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.units import Unit, is_glued, read_compound, read_unit
 
 _SEPARATOR = regex(
@@ -31,6 +31,7 @@ _IN = regex(r"\\in(?![A-Za-z])")
 _UNION = regex(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*U\s*(?=[(\[])")
 _WITHOUT = regex(r"\\setminus(?![A-Za-z])")
 _COMMA = regex(r"[,;]")
+_ROWS = regex(r"\[\s*\[|\[[^\[\]();]*,[^\[\]();]*;[^\[\]()]*\]\Z")
 _BAR = regex(r"\||:")
 _UNIT_TAIL = regex(
     r"(?<![\s{(^_])\s*(?P<unit>(?:\\text\{[^{}]*\}|/)(?:\\text\{[^{}]*\}|[\s/*]|/\s*[a-z](?![A-Za-z])|\^\s*\{?\s*-?\d\s*\}?)*)$"
@@ -95,7 +96,7 @@ def _read_list(text: str, depth: int) -> Answer | None:
         raise Unreadable("separators without items")
     spans = [item for item in read if isinstance(item, answers.Intervals)]
     if spans and _ANY_OR.search(text):
-        return replace(_union(read), name=spans[0].name)
+        return _union(read)
     if len(spans) == len(read) == 2 and spans[0].name and spans[0].name == spans[1].name:
         both = intersection(spans[0], spans[1])
         if both is not None and (both.pieces or _ANY_AND.search(text)):  # x > 1 and x < 5
@@ -234,8 +235,10 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
     if text[0] not in "([" or closing(text) < len(text) - 1:
         return None
     items = split_top(text[1:-1], _COMMA)
-    if text[0] == "[" and (rows := _matrix_rows(text[1:-1])):
-        return answers.Grid(tuple(tuple(parse(cell) for cell in row) for row in rows))
+    if _ROWS.match(text):
+        grid = read_grid(text.strip("[] "))
+        if len(grid.rows) > 1 and len(set(map(len, grid.rows))) == 1:
+            return grid
     if len(items) == 1:
         if text[0] == "(" and text[-1] == ")":
             inner = text[1:-1].strip()
@@ -251,17 +254,6 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         choices = itertools.islice(itertools.product(*(_flat([item]) for item in read)), 16)
         return AnswerList("list", tuple(AnswerList("tuple", choice) for choice in choices))
     return AnswerList("tuple", tuple(read))
-
-
-def _matrix_rows(inner: str) -> list[list[str]]:
-    """The cells of [[1, 2], [3, 4]] and [1, 2; 3, 4]; none if that is no matrix."""
-    rows = [row.strip() for row in split_top(inner, _COMMA)]
-    if all(row.startswith("[") and closing(row) == len(row) - 1 for row in rows):
-        cells = [split_top(row[1:-1], _COMMA) for row in rows]
-    else:
-        is_plain = "," in inner and not set(inner) & set("[]()")
-        cells = [row.split(",") for row in inner.split(";")] if is_plain else []
-    return cells if len(cells) > 1 and len({len(row) for row in cells}) == 1 else []
 
 
 def _set(inner: str, depth: int) -> Answer:
@@ -282,10 +274,10 @@ def _set(inner: str, depth: int) -> Answer:
 
 
 def _union(parts: Sequence[Answer]) -> answers.Intervals:
-    spans = [as_spans(part) for part in parts]
-    if None in spans:
+    spans = as_spans(AnswerList("list", tuple(parts)))
+    if spans is None:
         raise Unreadable("not a part of a union")
-    return answers.Intervals(tuple(piece for part in spans if part for piece in part.pieces))
+    return spans
 
 
 def _read_value(text: str, depth: int) -> Answer | None:

@@ -123,8 +123,11 @@ def read_clock(match: re.Match[str]) -> answers.Clock | None:
 
 
 def read_grid(body: str) -> answers.Grid:
-    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", body) if row.strip()]
-    return answers.Grid(tuple(tuple(parse(cell) for cell in row.split("&")) for row in rows))
+    """The rows of a matrix as LaTeX has them, or of 1, 2], [3, 4 and 1, 2; 3, 4."""
+    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\]\s*,\s*\[|;", body) if row.strip()]
+    return answers.Grid(
+        tuple(tuple(map(parse, row.split("&" if "&" in body or "\\\\" in body else ","))) for row in rows)
+    )
 
 
 # what stands behind an answer and says only what its letters are; up to the next answer of a list
