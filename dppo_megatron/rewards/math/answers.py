@@ -9,7 +9,7 @@ these has no kind of its own: a root is a power, a degree a multiple of pi.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -132,10 +132,10 @@ def walk(node: Node) -> Iterator[Node]:
             yield from walk(part)
 
 
-def substituted(node: Node, name: str, by: Node) -> Node:
-    """The tree with another tree for one of its variables."""
-    if node == ("s", name):
-        return by
-    if node[0] == "big" and node[2] == name:
-        return node
-    return (node[0], *(substituted(part, name, by) if isinstance(part, tuple) else part for part in node[1:]))
+def substituted(node: Node, by: Mapping[str, Node]) -> Node:
+    """The tree with other trees for some of its variables, all at once."""
+    if node[0] == "s":
+        return by.get(node[1], node)
+    if node[0] == "big":
+        by = {name: tree for name, tree in by.items() if name != node[2]}
+    return (node[0], *(substituted(part, by) if isinstance(part, tuple) else part for part in node[1:]))

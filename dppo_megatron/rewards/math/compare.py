@@ -81,12 +81,9 @@ def _with_variables(other: Named, gold: Named) -> Named:
     if ours is None or theirs is None or ours["head"] != theirs["head"] or not isinstance(other.value, Value):
         return other
     old, new = theirs["letters"].split(","), ours["letters"].split(",")
-    node = other.value.node
-    if len(old) != len(new) or symbols(node) & set(new) - set(old):
+    if len(old) != len(new) or symbols(other.value.node) & set(new) - set(old):
         return other
-    between = [f"?{letter}" for letter in new]  # for f(y, x)
-    for letter, by in zip(old + between, between + new, strict=True):
-        node = answers.substituted(node, letter, ("s", by))
+    node = answers.substituted(other.value.node, {letter: ("s", by) for letter, by in zip(old, new, strict=True)})
     return Named(gold.name, replace(other.value, node=node))
 
 

@@ -80,7 +80,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
     reference, other, problem = _reference(answer), _cleaned(text), str(row.get("problem", ""))
     if (currency := _currency(answer)) and _currency(text) not in ("", currency):
         return False, "another currency"
-    if other == reference != "":
+    if _GAP.sub("", other) == _GAP.sub("", reference) != "":
         return True, "normalized"
     if (chosen := _same_choices(reference, other, problem)) is not None:
         return chosen, "choices"
@@ -93,15 +93,13 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         if is_right or not rules.work.has_doubt:
             return is_right, gold.kind if isinstance(gold, AnswerList) else type(gold).__name__.lower()
         return None, "neither equal nor different for certain"
-    if _GAP.sub("", other) == _GAP.sub("", reference):
-        return True, "normalized"
     if isinstance(gold, Words) or theirs is not None:
         return None, "words" if theirs is None else "the reference is not understood"
     undone = _UNDONE.search(other)
     return None, f"not carried out: {undone.group()}" if undone else f"not understood: {unread}"
 
 
-# spaces that part no two words or numbers, for what is not read: `A \\cap B`, `1, 2, \\ldots`
+# spaces that part no two words or numbers
 _GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")
 _UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 

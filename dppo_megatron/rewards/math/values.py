@@ -121,7 +121,7 @@ def equal_nodes(gold: Node, other: Node, rules: Rules) -> bool:
     if verdict is not False or not names:
         return bool(verdict) or (not names and _near(gold, other, rules))
     if ANY_WHOLE in walk(other) and not symbols(gold):  # 3 modulo 5, where that is asked for
-        return bool(same(gold, substituted(other, "_", ("n", Fraction(0))), rules.work))
+        return bool(same(gold, substituted(other, {"_": ("n", Fraction(0))}), rules.work))
     if (_has_pi(gold) and names <= {"k", "m", "n"}) or ANY_WHOLE in walk(gold):
         turned = parameter_turned(gold, other, rules.work)
     else:
@@ -184,7 +184,7 @@ def parameter_turned(gold: Node, other: Node, work: WorkLimit) -> Node | None:
     shift = back * round((start - other_start) / step) if step else 0
     if shift and mine != "k" and abs(start) >= abs(step):
         return None
-    return substituted(other, name, ("+", ("*", ("n", Fraction(back)), ("s", mine)), ("n", Fraction(shift))))
+    return substituted(other, {name: ("+", ("*", ("n", Fraction(back)), ("s", mine)), ("n", Fraction(shift)))})
 
 
 _CONSTANTS = frozenset(["c", "K", "k", "C_1", "c_1", "C_0"])
@@ -199,8 +199,8 @@ def _with_constant(gold: Node, other: Node, work: WorkLimit) -> Node | None:
     if ours - theirs != {"C"} or len(added) != 1 or not added <= _CONSTANTS or not ours & _VARIABLES:
         return None
     one, constant = ("n", Fraction(1)), ("s", "C")
-    if added == {"c"} or same(("+", gold, one), substituted(gold, "C", ("+", constant, one)), work):
-        return substituted(other, next(iter(added)), constant)
+    if added == {"c"} or same(("+", gold, one), substituted(gold, {"C": ("+", constant, one)}), work):
+        return substituted(other, dict.fromkeys(added, constant))
     return None
 
 
