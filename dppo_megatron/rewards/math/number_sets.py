@@ -105,20 +105,9 @@ def normal(spans: answers.Intervals) -> answers.Intervals:
 
     Example: [0, 1) and [1, 2] are [0, 2].
     """
-    placed = _placed(spans)
-    if placed is None:
-        return spans
-    merged: list[tuple[_End, answers.Piece]] = []
-    for low, high, piece in sorted(placed, key=lambda place: place[0]):
-        if low >= high:
-            continue
-        if merged and merged[-1][0] >= low:
-            last = merged.pop()
-            longer = replace(last[1], high=piece.high, high_closed=piece.high_closed)
-            merged.append((high, longer) if high > last[0] else last)
-        else:
-            merged.append((high, piece))
-    return answers.Intervals(tuple(piece for _, piece in merged), spans.name)
+    rest = complement(spans)
+    both = rest and complement(rest)
+    return replace(both, name=spans.name) if both else spans
 
 
 def intersection(one: answers.Intervals, two: answers.Intervals) -> answers.Intervals | None:
@@ -129,14 +118,17 @@ def intersection(one: answers.Intervals, two: answers.Intervals) -> answers.Inte
 
 
 def complement(spans: answers.Intervals) -> answers.Intervals | None:
-    """Every other real number; None where an end is not a number."""
-    if _placed(spans) is None:
+    """Every other real number, in order; None where an end is not a number."""
+    placed = _placed(spans)
+    if placed is None:
         return None
     low, closed, pieces = _MINUS_INFINITY, False, []
-    for piece in normal(spans).pieces:
-        if piece.low != _MINUS_INFINITY:
+    reached: _End = (-math.inf, True)
+    for start, end, piece in sorted(placed, key=lambda place: place[0]):
+        if reached < start < end:
             pieces.append(answers.Piece(low, closed, piece.low, not piece.low_closed))
-        low, closed = piece.high, not piece.high_closed
+        if max(start, reached) < end:
+            low, closed, reached = piece.high, not piece.high_closed, end
     if low != answers.INFINITY:
         pieces.append(answers.Piece(low, closed, answers.INFINITY, False))
     return answers.Intervals(tuple(pieces))
