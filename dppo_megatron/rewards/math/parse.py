@@ -200,7 +200,8 @@ class _Reader:
         return ("f", "abs", inside) if sign == "|" else inside
 
     def _command(self, name: str) -> Node:
-        self.position += len(name) + 1
+        """What is behind the name of a constant, a function, a letter."""
+        self.position = self.text.index(name, self.position) + len(name)
         if name in ("frac", "binom"):
             above, below = self._argument(), self._argument()
             return _quotient(above, below) if name == "frac" else ("f", name, above, below)
@@ -208,21 +209,19 @@ class _Reader:
             return self._sum_or_product(name)
         if name in ("lfloor", "lceil"):
             return _applied(name[1:], self._until("\\r" + name[1:]), None)
-        if name in FUNCTIONS or name in _SEVERAL or name in ("sqrt", "pi", "infty"):
-            return self._called(name)
+        if name in _WORD_CONSTANTS:
+            return ("c", _WORD_CONSTANTS[name])
+        if name == "sqrt":
+            return self._root()
+        if name in _SEVERAL:
+            return self._of_several(name)
+        if name in FUNCTIONS:
+            return self._function(name)
         if name in _DECORATED:
             return ("s", self._name(name + ":" + self._raw_argument()))
         if name in _NAMES:
             return ("s", self._name(name))
         raise Unreadable(f"unknown \\{name}")
-
-    def _called(self, name: str) -> Node:
-        """A constant, a root or a function, behind its name."""
-        if name in _WORD_CONSTANTS:
-            return ("c", _WORD_CONSTANTS[name])
-        if name == "sqrt":
-            return self._root()
-        return self._of_several(name) if name in _SEVERAL else self._function(name)
 
     def _sum_or_product(self, kind: str) -> Node:
         """With both bounds, in any order."""
@@ -283,8 +282,7 @@ class _Reader:
             head, end = word[:length], self.position + length
             is_called = head in FUNCTIONS or head == "sqrt" or (head in _SEVERAL and self.text.startswith("(", end))
             if is_called or (word == head in _WORD_CONSTANTS):
-                self.position = end
-                return self._called(head)
+                return self._command(head)
         if len(word) > 3:
             raise Unreadable(f"the word {word!r}")
         self.position += 1
