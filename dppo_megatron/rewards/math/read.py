@@ -34,10 +34,7 @@ _COMMA = regex(r"[,;]")
 _ROWS = regex(r"\[\s*\[|\[[^\[\]();]*,[^\[\]();]*;[^\[\]()]*\]\Z")
 _BAR = regex(r"\||:")
 _UNIT_TAIL = regex(
-    r"(?<![\s{(^_])\s*(?P<unit>(?:\\text\{[^{}]*\}|/)(?:\\text\{[^{}]*\}|[\s/*]|/\s*[a-z](?![A-Za-z])|\^\s*\{?\s*-?\d\s*\}?)*)$"
-)
-_PERCENT_TAIL = regex(
-    r"\s*(?:%|\\text\{\s*(?:%|percent|per cent|pct)\s*\}|(?<=[\d)}\s])(?:percent|per cent|pct))\s*$", re.IGNORECASE
+    r"(?<![\s{(^_])\s*(?P<unit>(?:\\text\{[^{}]*\}|[/%])(?:\\text\{[^{}]*\}|[\s/*]|/\s*[a-z](?![A-Za-z])|\^\s*\{?\s*-?\d\s*\}?)*)$"
 )
 _WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
 _GLUED_TAIL = regex(r"(?<=[\d}])(?P<unit>[A-Za-z]+(?:\^\s*\{?\s*[23]\s*\}?)?)$")
@@ -132,9 +129,7 @@ def _read_cases(text: str, depth: int) -> Answer | None:
         rest = re.match(r"(?:\\text\{\s*)?(?:otherwise|else)", where)
         condition = _OTHERWISE if rest or not where else read_answer(where, depth + 1)
         read.append((read_answer(parts[0].strip(" ,;"), depth + 1), condition))
-    covered = answers.Intervals(
-        tuple(piece for _, where in read if isinstance(where, answers.Intervals) for piece in where.pieces)
-    )
+    covered = _union([where for _, where in read if isinstance(where, answers.Intervals)])
     left = complement(covered) or _OTHERWISE
     pairs = ((value, left if where == _OTHERWISE else where) for value, where in read)
     return AnswerList("cases", tuple(AnswerList("tuple", pair) for pair in pairs))
@@ -240,10 +235,9 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         if len(grid.rows) > 1 and len(set(map(len, grid.rows))) == 1:
             return grid
     if len(items) == 1:
-        if text[0] == "(" and text[-1] == ")":
-            inner = text[1:-1].strip()
-            return read_answer(inner, depth + 1) if "(" in inner[:1] or "=" in inner else None
-        return None
+        inner = text[1:-1].strip()
+        is_answer = text[0] == "(" and text[-1] == ")" and ("(" in inner[:1] or "=" in inner)
+        return read_answer(inner, depth + 1) if is_answer else None
     if len(items) == 2:
         low, high = items
         endless = "infty" in low + high or "infinity" in low + high
@@ -284,12 +278,9 @@ def _read_value(text: str, depth: int) -> Answer | None:
     """An expression with or without a unit; several where it has plus-minus signs."""
     if compound := read_compound(text):
         return Value(("n", compound[0]), compound[1])
-    if percent := _PERCENT_TAIL.search(text):
-        core = text[: percent.start()].strip()
-        return _with_words(core, "percent") if core else None
     word, letters = _WORD_TAIL.search(text), _GLUED_TAIL.search(text)
-    glued = word or letters
-    if glued is None or len(glued["unit"]) < 2 or not is_glued(glued["unit"]):  # 25 mph is not 25 m p h
+    glued = (word or letters or {"unit": ""})["unit"]
+    if text[-1] != "%" and not (len(glued) > 1 and is_glued(glued)):  # 25 mph is not 25 m p h
         with contextlib.suppress(Unreadable):
             return _spread(parse_signs(text), None)
     for tail in (_UNIT_TAIL.search(text), word, letters):
