@@ -8,6 +8,7 @@ comparison. Regular expressions without nested repetition: linear in the answer'
 from __future__ import annotations
 
 import bisect
+import functools
 import operator
 import re
 import unicodedata
@@ -23,7 +24,7 @@ _SIGNS = r"""
 ∑ \sum ∏ \prod ∫ \int ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil
 ≡ \equiv △ \triangle
 """.split()  # noqa: SIM905
-_UNICODE = {
+_SPELLED = {
     **dict.fromkeys("\u2212\u2013\u2014\u2012\ufe63\u2010\u2011", "-"),
     **dict.fromkeys("×∗·⋅∙•", "*"),
     **dict.fromkeys("÷∕\u2044", "/"),
@@ -35,12 +36,13 @@ _UNICODE = {
     **{sign: spelling + " " for sign, spelling in zip(_SIGNS[::2], _SIGNS[1::2], strict=True)},
 }
 _GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega"
-_UNICODE.update(zip("αβγδεζηθικλμνξρστφχψω", (f"\\{name} " for name in _GREEK.split()), strict=True))
-_POWERS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", strict=True))
-_INDICES = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_SPELLED.update(zip("αβγδεζηθικλμνξρστφχψω", (f"\\{name} " for name in _GREEK.split()), strict=True))
+_UNICODE = str.maketrans(_SPELLED)
+_plain = functools.partial(unicodedata.normalize, "NFKC")  # full-width forms, letters of mathematical alphabets, spaces
+_FRACTION = regex("[\u00bc-\u00be\u2150-\u215e\u2189]")
 _CIRCLED = regex("[\u2460-\u2468]+")
-_RUN_OF_POWERS = regex("[" + "".join(_POWERS) + "]+")
-_RUN_OF_INDICES = regex("[" + "".join(_INDICES) + "]+")
+_RUN_OF_POWERS = regex("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
+_RUN_OF_INDICES = regex("[₀-₉]+")
 
 
 def to_ascii(text: str) -> str:
@@ -53,23 +55,12 @@ def to_ascii(text: str) -> str:
     """
     if text.isascii():
         return text
-    text = _RUN_OF_POWERS.sub(lambda run: "^{" + "".join(_POWERS[sign] for sign in run.group()) + "}", text)
-    text = _RUN_OF_INDICES.sub(lambda run: "_{" + "".join(_INDICES[sign] for sign in run.group()) + "}", text)
-    text = _CIRCLED.sub(lambda run: ",".join(str(ord(sign) - 0x245F) for sign in run.group()), text)
-    out = []
-    for sign in text:
-        plain = unicodedata.normalize("NFKC", sign)  # full-width forms, letters of mathematical alphabets, spaces
-        if sign in _UNICODE:
-            out.append(_UNICODE[sign])
-        elif unicodedata.category(sign) == "Cf":
-            continue  # zero-width spaces and joiners, byte order marks, direction marks
-        elif (digit := unicodedata.decimal(sign, None)) is not None:
-            out.append(str(digit))
-        elif "\u2044" in plain:
-            out.append("\\frac{{{}}}{{{}}}".format(*plain.split("\u2044")))
-        else:
-            out.append(plain)
-    return "".join(out)
+    text = _RUN_OF_POWERS.sub(lambda run: f"^{{{_plain(run.group())}}}", text)
+    text = _RUN_OF_INDICES.sub(lambda run: f"_{{{_plain(run.group())}}}", text)
+    text = _CIRCLED.sub(lambda run: ",".join(_plain(run.group())), text)
+    text = _FRACTION.sub(lambda sign: "\\frac{{{}}}{{{}}}".format(*_plain(sign.group()).split("\u2044")), text)
+    text = re.sub(r"\d", lambda digit: str(int(digit.group())), _plain(text.translate(_UNICODE)))
+    return "".join(sign for sign in text if unicodedata.category(sign) != "Cf")
 
 
 _FONT = r"(?:math(?:rm|bf|it|sf|tt|cal)|boldsymbol|bm|pmb|rm|bf|operatorname\*?)"

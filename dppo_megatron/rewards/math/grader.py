@@ -128,7 +128,10 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
         return answer
     if count == 1 and for_decimal and re.fullmatch(r"-?\d+,\d+", text, re.ASCII):
         return _read(text.replace(",", "."))[0] or answer
-    for spelled in (text.replace(",", ", "), _GROUPED.sub(lambda number: number.group().replace(",", ""), text)):
+    for spelled in (
+        re.sub(r",(?!0\d)", ", ", text),
+        _GROUPED.sub(lambda number: number.group().replace(",", ""), text),
+    ):
         read = _read(spelled)[0] if _GROUPED.search(text) else None
         if read is not None and _count(read) == count:
             return read
