@@ -39,12 +39,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A time of day; the hour up to 24 where the half is stated."""
+    """A time of day, in minutes; of the half that is stated if one is."""
 
-    hour: int
-    minute: int
-    half: str
-    """`a`, `p` or nothing."""
+    minutes: int
+    has_half: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,8 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | Non
 
 def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
     reference, other, problem = _reference(answer), _cleaned(text), str(row.get("problem", ""))
-    if (currency := _currency(answer)) and _currency(text) not in ("", currency):
+    currencies = _currency(answer), _currency(text)
+    if all(currencies) and len(set(currencies)) > 1:
         return False, "another currency"
     if _GAP.sub("", other) == _GAP.sub("", reference) != "":
         return True, "normalized"
@@ -89,7 +90,11 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         theirs = as_words(other, with_digits=bool(re.search(r"\d", gold.text))) or theirs
     if gold is not None and theirs is not None:
         rules = _rules(row, reference, other)
-        is_right = _judge(_in_currency(gold, answer), _in_currency(theirs, text), rules, row)
+        gold, theirs = (  # with the sign that `clean` leaves out: $75 is not 75 cents
+            replace(side, unit=read_unit(name)) if name and isinstance(side, Value) and side.unit is None else side
+            for side, name in zip((gold, theirs), currencies, strict=True)
+        )
+        is_right = _judge(gold, theirs, rules, row)
         if is_right or not rules.work.has_doubt:
             return is_right, gold.kind if isinstance(gold, AnswerList) else type(gold).__name__.lower()
         return None, "neither equal nor different for certain"
@@ -157,13 +162,6 @@ def _currency(text: str) -> str:
     return found[0] if len(found) == 1 else ""
 
 
-def _in_currency(answer: Answer, text: str) -> Answer:
-    """With the sign that `clean` leaves out: $75 is not 75 cents."""
-    if not isinstance(answer, Value) or answer.unit or not (currency := _currency(text)):
-        return answer
-    return replace(answer, unit=read_unit(currency))
-
-
 def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> bool:
     if equal(gold, other, rules):
         return True
@@ -226,9 +224,8 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
             return None
         return not led["value"] or _is_value(led["value"], letter[1], problem)
     letters = _several(gold)
-    if letters is None or not (gold.isupper() or "and" in gold):  # (a, b) is a point
-        return None
-    if letters == gold and gold != "".join(sorted(gold)):  # BAD is a word
+    is_word = letters == gold != "".join(sorted(gold))  # BAD
+    if letters is None or is_word or not (gold.isupper() or "and" in gold):  # (a, b) is a point
         return None
     if (named := _several(theirs)) is not None:
         return sorted(named) == sorted(letters)

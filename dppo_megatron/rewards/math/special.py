@@ -119,7 +119,7 @@ def read_clock(match: re.Match[str]) -> answers.Clock | None:
     hour, minute, half = int(match[1] or match[4] or match[6]), int(match[2] or match[5] or 0), (match[3] or "").lower()
     if hour > 24 or minute > 59 or (half and hour > 12):
         return None
-    return answers.Clock(hour % 12 + 12 * (half == "p") if half else hour, minute, half)
+    return answers.Clock((hour % 12 + 12 * (half == "p") if half else hour) * 60 + minute, bool(half))
 
 
 def read_grid(body: str) -> answers.Grid:
