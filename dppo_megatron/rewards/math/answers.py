@@ -9,7 +9,7 @@ these has no kind of its own: a root is a power, a degree a multiple of pi.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,27 +39,18 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A time of day; the hour up to 24 where the half is stated."""
+    """A time of day, in minutes; of the half that is stated if one is."""
 
-    hour: int
-    minute: int
-    half: str
-    """`a`, `p` or nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """a : b : ..."""
-
-    parts: tuple[Node, ...]
+    minutes: int
+    has_half: bool
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerList:
     """Several answers: a `list` has no brackets, a `tuple` has an order, a `set` has no order and no repetition;
-    `cases` are tuples of a value and its condition."""
+    `cases` are tuples of a value and its condition; a `ratio` of three parts or more is what they are to the first."""
 
-    kind: Literal["list", "tuple", "set", "cases"]
+    kind: Literal["list", "tuple", "set", "cases", "ratio"]
     items: tuple[Answer, ...]
     signs: bool = field(default=False, compare=False)
     """A list that was written with a plus-minus sign: never a tuple."""
@@ -115,7 +106,7 @@ class Words:
     text: str
 
 
-Answer = Value | Clock | Ratio | AnswerList | Piece | Intervals | Relation | Named | Grid | Words
+Answer = Value | Clock | AnswerList | Piece | Intervals | Relation | Named | Grid | Words
 
 
 def symbols(node: Node) -> frozenset[str]:
@@ -139,10 +130,10 @@ def walk(node: Node) -> Iterator[Node]:
             yield from walk(part)
 
 
-def substituted(node: Node, name: str, by: Node) -> Node:
-    """The tree with another tree for one of its variables."""
-    if node == ("s", name):
-        return by
-    if node[0] == "big" and node[2] == name:
-        return node
-    return (node[0], *(substituted(part, name, by) if isinstance(part, tuple) else part for part in node[1:]))
+def substituted(node: Node, by: Mapping[str, Node]) -> Node:
+    """The tree with other trees for some of its variables, all at once."""
+    if node[0] == "s":
+        return by.get(node[1], node)
+    if node[0] == "big":
+        by = {name: tree for name, tree in by.items() if name != node[2]}
+    return (node[0], *(substituted(part, by) if isinstance(part, tuple) else part for part in node[1:]))

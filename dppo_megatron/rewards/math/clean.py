@@ -7,34 +7,42 @@ comparison. Regular expressions without nested repetition: linear in the answer'
 
 from __future__ import annotations
 
+import bisect
+import functools
+import operator
 import re
 import unicodedata
+from collections.abc import Iterator
 
+from dppo_megatron.rewards.math.answers import Unreadable
 from dppo_megatron.rewards.math.patterns import regex
 
 # signs in pairs: what is read, and what it is spelled as
 _SIGNS = r"""
 √ \sqrt ∛ \sqrt[3] ∜ \sqrt[4] π \pi ∞ \infty ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ≈ \approx ∪ \cup ∩ \cap ∈ \in ± \pm ∓ \mp
-∅ \emptyset ℝ \mathbb{R} ℤ \mathbb{Z} ° ^\degree º ^\degree ⟨ \langle ⟩ \rangle ∠ \angle ∖ \setminus … \ldots ∀ \forall
+∅ \emptyset ℝ \mathbb{R} ℤ \mathbb{Z} ° ^\degree º ^\degree ∠ \angle ∖ \setminus … \ldots ∀ \forall
 ∑ \sum ∏ \prod ∫ \int ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil
 ≡ \equiv △ \triangle
 """.split()  # noqa: SIM905
-_UNICODE = {
+_SPELLED = {
     **dict.fromkeys("\u2212\u2013\u2014\u2012\ufe63\u2010\u2011", "-"),
     **dict.fromkeys("×∗·⋅∙•", "*"),
     **dict.fromkeys("÷∕\u2044", "/"),
+    "⟨": "(",
+    "⟩": ")",
     **dict.fromkeys("′’‘`", "'"),
     **dict.fromkeys("“”", '"'),
     "″": "''",
     **{sign: spelling + " " for sign, spelling in zip(_SIGNS[::2], _SIGNS[1::2], strict=True)},
 }
 _GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega"
-_UNICODE.update(zip("αβγδεζηθικλμνξρστφχψω", (f"\\{name} " for name in _GREEK.split()), strict=True))
-_POWERS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", strict=True))
-_INDICES = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_SPELLED.update(zip("αβγδεζηθικλμνξρστφχψω", (f"\\{name} " for name in _GREEK.split()), strict=True))
+_UNICODE = str.maketrans(_SPELLED)
+_plain = functools.partial(unicodedata.normalize, "NFKC")  # full-width forms, letters of mathematical alphabets, spaces
+_FRACTION = regex("[\u00bc-\u00be\u2150-\u215e\u2189]")
 _CIRCLED = regex("[\u2460-\u2468]+")
-_RUN_OF_POWERS = regex("[" + "".join(_POWERS) + "]+")
-_RUN_OF_INDICES = regex("[" + "".join(_INDICES) + "]+")
+_RUN_OF_POWERS = regex("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
+_RUN_OF_INDICES = regex("[₀-₉]+")
 
 
 def to_ascii(text: str) -> str:
@@ -47,23 +55,12 @@ def to_ascii(text: str) -> str:
     """
     if text.isascii():
         return text
-    text = _RUN_OF_POWERS.sub(lambda run: "^{" + "".join(_POWERS[sign] for sign in run.group()) + "}", text)
-    text = _RUN_OF_INDICES.sub(lambda run: "_{" + "".join(_INDICES[sign] for sign in run.group()) + "}", text)
-    text = _CIRCLED.sub(lambda run: ",".join(str(ord(sign) - 0x245F) for sign in run.group()), text)
-    out = []
-    for sign in text:
-        plain = unicodedata.normalize("NFKC", sign)  # full-width forms, letters of mathematical alphabets, spaces
-        if sign in _UNICODE:
-            out.append(_UNICODE[sign])
-        elif unicodedata.category(sign) == "Cf":
-            continue  # zero-width spaces and joiners, byte order marks, direction marks
-        elif (digit := unicodedata.decimal(sign, None)) is not None:
-            out.append(str(digit))
-        elif "\u2044" in plain:
-            out.append("\\frac{{{}}}{{{}}}".format(*plain.split("\u2044")))
-        else:
-            out.append(plain)
-    return "".join(out)
+    text = _RUN_OF_POWERS.sub(lambda run: f"^{{{_plain(run.group())}}}", text)
+    text = _RUN_OF_INDICES.sub(lambda run: f"_{{{_plain(run.group())}}}", text)
+    text = _CIRCLED.sub(lambda run: ",".join(_plain(run.group())), text)
+    text = _FRACTION.sub(lambda sign: "\\frac{{{}}}{{{}}}".format(*_plain(sign.group()).split("\u2044")), text)
+    text = re.sub(r"\d", lambda digit: str(int(digit.group())), _plain(text.translate(_UNICODE)))
+    return "".join(sign for sign in text if unicodedata.category(sign) != "Cf")
 
 
 _FONT = r"(?:math(?:rm|bf|it|sf|tt|cal)|boldsymbol|bm|pmb|rm|bf|operatorname\*?)"
@@ -103,6 +100,8 @@ _SPELLINGS = {
     "\\overline ": "vec hat widehat tilde bar overrightarrow overleftarrow",
     " i": "imath",
     " T": "top",
+    "(": "langle",
+    ")": "rangle",
 }
 _MACROS = {name: spelling for spelling, names in _SPELLINGS.items() for name in names.split()}
 _MACROS |= {f"var{name}": f"\\{name} " for name in ("epsilon", "theta", "phi", "rho", "pi", "sigma", "kappa")}
@@ -176,10 +175,18 @@ _RULES = tuple(
         ),
         (r"\\text\{([^{},;]+?)\s+(and|or)\s*\}", r"\\text{\1} \\text{ \2 }"),
         (r"\.(?=\s*[\])]\s*$)", ""),
+        (r"\A(\(.*\))\s*\^\s*\{?\s*T\s*\}?\Z", r"\1"),  # a column
+        (
+            r"(?s)\A(?:[A-Za-z]\s*:\s*)?(?:[^:\n]{1,80}?\\(?:to|rightarrow)(?![A-Za-z])[^:\n]{1,80}?[,;:]?\s*)?"
+            r"([a-z])\s*\\mapsto(?![A-Za-z])(.+)\Z",
+            r"f(\1)=\2",
+        ),
     )
 )
 
 
+_MAX_ITEMS = 100
+_REPEATING = regex(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}(?!\s*\d)", re.ASCII)
 _PLAIN = regex(r"(?!.*\.\.\.)[\d.,-]*", re.ASCII)  # three dots are an ellipsis
 
 
@@ -198,8 +205,15 @@ def clean(text: str) -> str:
             text = pattern.sub(replacement, text)
         for written, spelled in zip(_WRITTEN[::2], _WRITTEN[1::2], strict=True):
             text = text.replace(written, spelled + " " if spelled[1:].isalpha() else spelled)
-        text = re.sub(r"\\text\{\s*\}", " ", " ".join(text.split()))
+        text = _REPEATING.sub(_as_fraction, re.sub(r"\\text\{\s*\}", " ", " ".join(text.split())))
     return _without_paint(text)
+
+
+def _as_fraction(repeating: re.Match[str]) -> str:
+    """1/6 for 0.1666..."""
+    whole, fixed, again = repeating.groups()
+    above = int(whole + fixed + again) - int(whole + fixed or 0)
+    return f"\\frac{{{above}}}{{{'9' * len(again) + '0' * len(fixed)}}}"
 
 
 def _without_paint(text: str) -> str:
@@ -209,7 +223,7 @@ def _without_paint(text: str) -> str:
         if shorter.endswith((".", ",", ";", ":")) and not re.search(r"\b[ap]\.\s?m\.$", shorter, re.IGNORECASE):
             shorter = shorter[:-1]
         shorter = shorter.rstrip("\\")
-        if shorter.startswith("{") and shorter.endswith("}") and closing(shorter, 0) == len(shorter) - 1:
+        if shorter.startswith("{") and closing(shorter) == len(shorter) - 1:
             shorter = shorter[1:-1]
         if shorter == text:
             break
@@ -217,30 +231,30 @@ def _without_paint(text: str) -> str:
     return text
 
 
-_BRACKET = regex(r"\\.|[{}()\[\]]", re.DOTALL)
-_PAIRS = {"{": ({"{"}, {"}"}), "\\{": ({"\\{"}, {"\\}"}), "(": ({"(", "["}, {")", "]"})}
+_BRACKET = regex(
+    r"(?P<opens>[(\[{]|\\(?:begin|lfloor|lceil|\{))|(?P<closes>[)\]}]|\\(?:end|rfloor|rceil|\}))|\\.", re.DOTALL
+)
 
 
-def closing(text: str, start: int) -> int:
-    """Where the bracket at `start` is closed, -1 if it is not; braces, `\\{` and round or square brackets each count
-    by themselves."""
-    opens, closes = _PAIRS["(" if text[start] == "[" else "\\{" if text[start] == "\\" else text[start]]
+def _levels(text: str, start: int = 0, shapes: str = "") -> Iterator[tuple[int, int]]:
+    """Behind each bracket, how deep the text is nested, and where that is. Brackets count by nesting: `[0,1)` is one
+    pair; where `shapes` are named, these alone count."""
     depth = 0
     for bracket in _BRACKET.finditer(text, start):
-        depth += (bracket.group() in opens) - (bracket.group() in closes)
-        if not depth:
-            return bracket.start()
-    return -1
+        if not shapes or bracket.group() in shapes:
+            depth += bool(bracket["opens"]) - bool(bracket["closes"])
+            yield depth, bracket.end()
 
 
-_OPENS = regex(r"[(\[{]|\\(?:begin|langle|lfloor|lceil|\{)")
-_CLOSES = regex(r"[)\]}]|\\(?:end|rangle|rfloor|rceil|\})")
+def closing(text: str, start: int = 0) -> int:
+    """Where the bracket at `start` is closed, -1 if it is not; a brace is by a brace alone."""
+    levels = _levels(text, start, "{}" if text[start] == "{" else "")
+    return next((end - 1 for depth, end in levels if depth < 1), -1)
 
 
-def split_top(text: str, separators: re.Pattern[str]) -> list[str]:
-    """The text cut at separators that stand in no bracket of any kind and no environment.
-
-    Brackets count by nesting, not by shape: `[0,1)` is one pair. Where they do not balance, nothing is cut.
+def split_top(text: str, separators: re.Pattern[str], *, keep: bool = False) -> list[str]:
+    """The text cut at separators that stand in no bracket of any kind and no environment, with these between the parts
+    if they are to be kept. Where brackets do not balance, nothing is cut.
 
     Example:
         >>> split_top("(1,2), [3,4)", re.compile(","))
@@ -248,16 +262,14 @@ def split_top(text: str, separators: re.Pattern[str]) -> list[str]:
     """
     if not separators.search(text):
         return [text]
-    parts: list[str] = []
-    depth = begin = index = 0
-    while index < len(text):
-        if depth == 0 and (found := separators.match(text, index)) and found.end() > index:
-            parts.append(text[begin:index])
-            begin = index = found.end()
-            continue
-        if text[index] in "\\()[]{}":
-            depth += bool(_OPENS.match(text, index)) - bool(_CLOSES.match(text, index))
-            if depth < 0:
-                return [text]
-        index += 2 if text[index] == "\\" else 1
-    return [*parts, text[begin:]] if depth == 0 else [text]
+    levels = [(0, 0), *_levels(text)]
+    if levels[-1][0] or min(levels)[0] < 0:
+        return [text]
+    parts, begin = [], 0
+    for found in separators.finditer(text):
+        if not levels[bisect.bisect(levels, found.start(), key=operator.itemgetter(1)) - 1][0]:
+            parts += [text[begin : found.start()], found.group()] if keep else [text[begin : found.start()]]
+            begin = found.end()
+    if len(parts) >= _MAX_ITEMS * (1 + keep):
+        raise Unreadable("too many items")
+    return [*parts, text[begin:]]

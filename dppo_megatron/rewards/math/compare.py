@@ -29,7 +29,8 @@ def equal(gold: Answer, other: Answer, rules: Rules) -> bool:
     for kind, compared in _BY_KIND:
         if isinstance(gold, kind) or isinstance(other, kind):
             return compared(gold, other, rules)
-    raise TypeError(f"{gold} and {other}")
+    assert isinstance(gold, Value) and isinstance(other, Value)
+    return equal_values(gold, other, rules)
 
 
 def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
@@ -80,12 +81,9 @@ def _with_variables(other: Named, gold: Named) -> Named:
     if ours is None or theirs is None or ours["head"] != theirs["head"] or not isinstance(other.value, Value):
         return other
     old, new = theirs["letters"].split(","), ours["letters"].split(",")
-    node = other.value.node
-    if len(old) != len(new) or symbols(node) & set(new) - set(old):
+    if len(old) != len(new) or symbols(other.value.node) & set(new) - set(old):
         return other
-    between = [f"?{letter}" for letter in new]  # for f(y, x)
-    for letter, by in zip(old + between, between + new, strict=True):
-        node = answers.substituted(node, letter, ("s", by))
+    node = answers.substituted(other.value.node, {letter: ("s", by) for letter, by in zip(old, new, strict=True)})
     return Named(gold.name, replace(other.value, node=node))
 
 
@@ -120,9 +118,9 @@ def _relations(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 
 def _same_solutions(gold: answers.Relation, other: answers.Relation, work: WorkLimit) -> bool:
-    (op, left), (other_op, right) = _difference(gold), _difference(other)
-    names = symbols(left)
-    if op != other_op or names != symbols(right):
+    left, right = (("+", two, ("-", one)) for one, two in (gold.sides, other.sides))
+    names, op = symbols(left), gold.ops[0]
+    if other.ops[0] != op or names != symbols(right):
         return False
     point = {name: Fraction(p, 7) for name, p in zip(sorted(names), (11, 17, 5, 23, 29, 3), strict=False)}
     above, below = rational(left, point, work), rational(right, point, work)
@@ -136,14 +134,6 @@ def _only_names(node: Node, operations: str) -> bool:
     return node[0] == "s" or (node[0] in operations and all(_only_names(part, operations) for part in node[1:]))
 
 
-def _difference(relation: answers.Relation) -> tuple[str, Node]:
-    """`0 op difference`, with > and >= turned round."""
-    (left, right), (op,) = relation.sides, relation.ops
-    if op in (">", "\\ge"):
-        return answers.TURNED[op], ("+", left, ("-", right))
-    return op, ("+", right, ("-", left))
-
-
 def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     """Order matters in tuples only; how often something is listed matters in lists only."""
     if not isinstance(gold, AnswerList) or not isinstance(other, AnswerList):
@@ -153,8 +143,10 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         )
         return (ours, theirs) != (gold, other) and equal(ours, theirs, rules)  # {5} and 5
     kinds = {gold.kind, other.kind}
-    if "cases" in kinds:
-        return kinds == {"cases"} and _one_to_one(gold.items, other.items, rules.exact())
+    if kinds & {"cases", "ratio"}:
+        if len(kinds) > 1:
+            return False
+        rules = rules.exact()
     if kinds == {"tuple", "set"} or ("tuple" in kinds and (gold.signs or other.signs)):
         return False  # the point (3, -3) for plus-minus 3
     items, others = gold.items, _as_named(other.items, gold.items)
@@ -164,7 +156,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         others = tuple(others[other_labels.index(label)] for label in labels)
     elif not isinstance(items[0], Named):
         is_labelled = False
-    if "tuple" in kinds or (is_labelled and kinds == {"list"}):
+    if kinds & {"tuple", "ratio"} or (is_labelled and kinds == {"list"}):
         pairs = enumerate(zip(items, others, strict=False))
         return len(items) == len(others) and all(equal(a, b, rules.item(index)) for index, (a, b) in pairs)
     # a solution listed twice is still one solution
@@ -294,35 +286,16 @@ _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "som
 
 def _clocks(gold: Answer, other: Answer, rules: Rules) -> bool:
     if isinstance(gold, answers.Clock) and isinstance(other, answers.Clock):
-        bare = [clock for clock in (gold, other) if not clock.half]  # 4:30 and 16:30 are 4:30 p.m., and not each other
-        is_half_open = len(bare) == 1 and 0 < bare[0].hour <= 12
-        return gold.minute == other.minute and (gold.hour - other.hour) % (12 if is_half_open else 24) == 0
+        bare = [clock for clock in (gold, other) if not clock.has_half]  # 4:30 and 16:30 are 4:30 p.m., not each other
+        is_half_open = len(bare) == 1 and 60 <= bare[0].minutes < 780
+        return (gold.minutes - other.minutes) % (720 if is_half_open else 1440) == 0
     clock, plain = (gold, other) if isinstance(gold, answers.Clock) else (other, gold)
     assert isinstance(clock, answers.Clock)
-    if isinstance(plain, Value) and plain.unit is None and clock is gold and clock.half and not clock.minute:
-        return bool(same(("n", Fraction((clock.hour - 1) % 12 + 1)), plain.node, rules.work))  # 9 for 9 p.m.
-    ratio = answers.Ratio((("n", Fraction(clock.hour)), ("n", Fraction(clock.minute))))
-    return not clock.half and bool(clock.minute) and _ratios(ratio, plain, rules)
-
-
-def _ratios(gold: Answer, other: Answer, rules: Rules) -> bool:
-    """3 : 1 is 6 : 2 and 3/1."""
-    left, right = _parts(gold), _parts(other)
-    pairs = zip(left[1:], right[1:], strict=False)
-    return len(left) == len(right) > 0 and all(
-        same(("*", left[0], b), ("*", a, right[0]), rules.work) for a, b in pairs
-    )
-
-
-def _parts(answer: Answer) -> tuple[Node, ...]:
-    if isinstance(answer, answers.Ratio):
-        return answer.parts
-    return (answer.node, ("n", Fraction(1))) if isinstance(answer, Value) else ()
-
-
-def _plain_values(gold: Answer, other: Answer, rules: Rules) -> bool:
-    assert isinstance(gold, Value) and isinstance(other, Value)
-    return equal_values(gold, other, rules)
+    hour, minute = (Fraction(part) for part in divmod(clock.minutes, 60))
+    if isinstance(plain, Value) and plain.unit is None and clock is gold and clock.has_half and not minute:
+        return bool(same(("n", (hour - 1) % 12 + 1), plain.node, rules.work))  # 9 for 9 p.m.
+    ratio = Value(("/", ("n", hour), ("n", minute)))
+    return not clock.has_half and minute > 0 and equal(ratio, plain, rules)
 
 
 _BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], bool]], ...] = (
@@ -333,7 +306,5 @@ _BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], bool]], ...] = (
     (AnswerList, _rows),
     (answers.Words, _words),
     (answers.Clock, _clocks),
-    (answers.Ratio, _ratios),
     (answers.Relation, _relations),
-    (Value, _plain_values),
 )

@@ -194,7 +194,5 @@ def _value(at: Evaluation, node: Node) -> Any:
     """None where it has none."""
     try:
         return at.of(node)
-    except Discrete:
-        raise
     except (Undefined, ZeroDivisionError, ValueError):
         return None

@@ -35,7 +35,7 @@ class Undefined(Exception):
     """Division by zero, an infinite value, or a function outside its domain."""
 
 
-class Discrete(Undefined):
+class Discrete(Exception):
     """Defined for whole numbers only, such as a sum up to n."""
 
 
@@ -110,7 +110,7 @@ def approximate(node: Node, values: Point | None = None, work: WorkLimit | None 
 def _value(node: Node, values: Point | None, work: WorkLimit | None) -> Any:
     try:
         return Evaluation(values or {}, DOUBLES, work or WorkLimit(_ALONE)).of(node)
-    except (TooBig, Undefined, Unsure, RecursionError, ArithmeticError, ValueError):
+    except (TooBig, Undefined, Discrete, Unsure, RecursionError, ArithmeticError, ValueError):
         return None
 
 
@@ -146,7 +146,9 @@ class Evaluation:
         if kind == "^":
             return self._power(node[1], self.of(node[2]))
         if kind == "c":
-            return self._constant(node[1])
+            if node[1] == "inf":
+                raise Undefined("infinite")
+            return self.arithmetic.i if node[1] == "i" else +getattr(self.arithmetic.functions, node[1])
         return self._function(node[1], [self.of(part) for part in node[2:]]) if kind == "f" else self._big(node)
 
     def lift(self, value: Any) -> Any:
@@ -158,8 +160,6 @@ class Evaluation:
 
     def _operation(self, kind: str, left: Any, right: Any) -> Any:
         if isinstance(left, Fraction) and isinstance(right, Fraction):
-            if kind == "/" and not right:
-                raise Undefined("division by zero")
             return self._fits(left + right if kind == "+" else left * right if kind == "*" else left / right)
         left, right = self.lift(left), self.lift(right)
         if kind == "+":
@@ -177,11 +177,6 @@ class Evaluation:
         if bits > 512:
             self.work.spend(bits // (4096 if value.denominator == 1 else 256))
         return value
-
-    def _constant(self, name: str) -> Any:
-        if name == "inf":
-            raise Undefined("infinite")
-        return self.arithmetic.i if name == "i" else +getattr(self.arithmetic.functions, name)
 
     def _power(self, base: Node, power: Any) -> Any:
         if base != ("c", "e"):
@@ -212,12 +207,10 @@ class Evaluation:
         return self._exp(self.lift(power) * self._ln(base))
 
     def _whole_power(self, base: Fraction, power: int) -> Fraction:
-        if base in (0, 1, -1):
-            if base == 0 and power <= 0:
-                raise Undefined("0 to the power 0 or less")
-            return base if power % 2 else abs(base)
+        if not base and power <= 0:
+            raise Undefined("0 to the power 0 or less")
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-        if bits * abs(power) > _MAX_BITS:
+        if (bits - 1) * abs(power) > _MAX_BITS:  # a power of 1 is short
             raise TooBig
         return self._fits(base**power)
 
@@ -255,8 +248,6 @@ class Evaluation:
             sum(value.numerator.bit_length() + value.denominator.bit_length() for value in values) ** 2 >> 21
         )
         if name == "mod":
-            if not values[1]:
-                raise Undefined("division by zero")
             return values[0] % values[1]
         if name == "binom" and values[0].denominator != 1 and values[1] in range(100):
             return math.prod((values[0] - index) / (index + 1) for index in range(int(values[1])))

@@ -89,32 +89,19 @@ def extract(text: str, *, strict: bool = False) -> Extraction:
         >>> extract("so \\\\boxed{3} and then \\\\boxed{4").why
         'the last box is not closed'
     """
-    text = _without_thoughts(text)
+    # outside `<think>`; templates that prefill it leave only its end in the completion
+    text = text.rpartition("</think>")[2].partition("<think>")[0]
     if (found := _from_boxes(text)) is not None:
         return found
     if "<answer>" in text:
-        start = text.rfind("<answer>") + len("<answer>")
-        end = text.find("</answer>", start)
-        if end < 0:
-            return Extraction((), "", "the last <answer> is not closed")
-        return _found(text[start:end], "tag")
-    if "####" in text:
-        hashes = _HASHES.findall(text)
-        if hashes:
-            return _found(hashes[-1].strip().strip("*"), "####")
+        inside, end, _ = text.rpartition("<answer>")[2].partition("</answer>")
+        return _found(inside, "tag") if end else Extraction((), "", "the last <answer> is not closed")
+    if hashes := _HASHES.findall(text):
+        return _found(hashes[-1].strip().strip("*"), "####")
     if strict:
         return Extraction((), "", "no final answer")
     tail = _END_OF_TURN.sub("", text[-2000:])  # what is stated earlier than this is not the end of the completion
     return _stated(tail) or _last_equation(tail) or Extraction((), "", "no final answer")
-
-
-def _without_thoughts(text: str) -> str:
-    """What stands outside `<think>`; templates that prefill `<think>` leave only its end in the completion."""
-    end = text.rfind("</think>")
-    if end >= 0:
-        text = text[end + len("</think>") :]
-    start = text.find("<think>")
-    return text if start < 0 else text[:start]
 
 
 def _found(answer: str, mark: str) -> Extraction:
@@ -187,9 +174,7 @@ def _joined(text: str, boxes: list[tuple[int, int, int]]) -> Extraction:
 
 def _stated(tail: str) -> Extraction | None:
     """`The answer is x.` with nothing of substance behind it."""
-    last = None
-    for last in _STATED.finditer(tail):  # noqa: B007
-        pass
+    *_, last = (None, *_STATED.finditer(tail))
     if last is None:
         return None
     if _DOUBTED.search(tail, max(0, last.start() - 100), last.start()):
@@ -224,9 +209,7 @@ def _last_equation(tail: str) -> Extraction | None:
     found = end and _LAST_EQUATION.search(tail[: end.start()].rstrip(" \n."))
     if not found:
         return None
-    start = 0
-    for start in (match.end() for match in _SENTENCE_BEGIN.finditer(tail, 0, found.start())):  # noqa: B007
-        pass
+    *_, start = (0, *(match.end() for match in _SENTENCE_BEGIN.finditer(tail, 0, found.start())))
     sides = tail[start : found.start("value")].split("=")[:-1]
     names = [name[0] for side in sides if (name := _LAST_NAME.search(side))]
     if _NOT_A_RESULT.search(tail, start) or found["value"].strip(" $") == "0" or len(set(names)) < len(names):

@@ -57,7 +57,7 @@ def proved_equal(gold: Node, other: Node, work: WorkLimit) -> bool | None:
         if _FieldPoint(0, has_letters, is_gaussian, work).agree(gold, other):
             return True
         return None if has_letters else False
-    except (_NotRational, Undefined):
+    except (_NotRational, Undefined, ValueError):  # 0 has no inverse
         return None
 
 
@@ -106,7 +106,7 @@ def _is_square(inside: Node) -> bool:
     work = WorkLimit(1000)
     try:
         return len({_FieldPoint(part, True, False, work).has_root(inside) for part in range(_SQUARE_POINTS)}) == 1
-    except (Undefined, TooBig, _NotRational):
+    except (Undefined, TooBig, _NotRational, ValueError):
         return bool(inside[0] == "^")
 
 
@@ -177,7 +177,7 @@ class _FieldPoint:
         kind, prime = node[0], self._prime
         if kind == "n":
             number: Fraction = node[1]
-            return number.numerator * self._inverse(number.denominator) % prime
+            return number.numerator * pow(number.denominator, -1, prime) % prime
         if kind == "s" or (kind == "c" and node[1] != "inf"):
             return _letter(f"{'constant ' * (kind == 'c')}{node[1]}", self._place, self._prime)
         if kind == "-":
@@ -186,7 +186,7 @@ class _FieldPoint:
             left, right = self._of(node[1]), self._of(node[2])
             if kind == "+":
                 return (left + right) % prime
-            return left * (right if kind == "*" else self._inverse(right)) % prime
+            return left * (right if kind == "*" else pow(right, -1, prime)) % prime
         if kind == "^" and (power := _whole_power(node)) is not None:
             return self._power(self._of(node[1]), power)
         value = None if symbols(node) else rational(node, None, self._work)
@@ -205,11 +205,11 @@ class _FieldPoint:
         if name == "floor":
             return self._whole(value)
         if name == "mod":
-            return (value - parts[1] * self._whole(value * self._inverse(parts[1]) % self._prime)) % self._prime
+            return (value - parts[1] * self._whole(value * pow(parts[1], -1, self._prime) % self._prime)) % self._prime
         if name == "max":
             for part in parts[1:]:
                 apart = self._absolute((value - part) % self._prime)
-                value = (value + part + apart) * self._inverse(2) % self._prime
+                value = (value + part + apart) * pow(2, -1, self._prime) % self._prime
             return value
         names = [part for part in node if isinstance(part, str)]
         return _letter(f"{names} {parts}", self._place, self._prime)
@@ -238,14 +238,14 @@ class _FieldPoint:
     def _size_by_factors(self, node: Node, power: Fraction) -> int | None:
         if node[0] in ("*", "/") and (power.denominator == 1 or any(map(_never_negative, node[1:]))):
             other = self._size(node[2], power)
-            return self._size(node[1], power) * (other if node[0] == "*" else self._inverse(other)) % self._prime
+            return self._size(node[1], power) * (other if node[0] == "*" else pow(other, -1, self._prime)) % self._prime
         times = _whole_power(node) if node[0] == "^" else None
         return None if times is None else self._size(node[1], power * times)
 
     def _power(self, base: int, power: int) -> int:
         if not base and power <= 0:
             raise Undefined("0 to the power 0 or less")
-        return pow(base if power > 0 else self._inverse(base), abs(power) % (self._prime - 1), self._prime)
+        return pow(base if power > 0 else pow(base, -1, self._prime), abs(power) % (self._prime - 1), self._prime)
 
     def _absolute(self, value: int) -> int:
         if not value:
@@ -271,7 +271,7 @@ class _FieldPoint:
         """0 if it is not known."""
         for known, sign in self._signs:
             self._work.spend(4)
-            ratio = value * self._inverse(known) % self._prime
+            ratio = value * pow(known, -1, self._prime) % self._prime
             if ratio not in self._ratios:
                 self._work.spend(30)
                 self._ratios[ratio] = _sign_of_ratio(ratio, self._prime)
@@ -289,8 +289,3 @@ class _FieldPoint:
         whole = _letter(f"floor {value}", self._place, self._prime)
         self._wholes += [(value, whole), (whole, whole)]
         return whole
-
-    def _inverse(self, value: int) -> int:
-        if not value % self._prime:
-            raise Undefined("division by zero")
-        return pow(value, -1, self._prime)

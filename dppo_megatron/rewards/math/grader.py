@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import Extraction, extract
 from dppo_megatron.rewards.math.numbers import is_decimal, significant_digits, with_digits
 from dppo_megatron.rewards.math.patterns import regex
-from dppo_megatron.rewards.math.read import read_answer, read_decimal_comma
+from dppo_megatron.rewards.math.read import read_answer
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, as_words, without_clauses, without_sentence
 from dppo_megatron.rewards.math.units import DOUBTS, Unit, read_unit
 from dppo_megatron.rewards.math.values import Rules
@@ -78,35 +78,33 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | Non
 
 def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
     reference, other, problem = _reference(answer), _cleaned(text), str(row.get("problem", ""))
-    if not other:
-        return None, "the final answer is empty"
-    if (currency := _currency(answer)) and _currency(text) not in ("", currency):
+    currencies = _currency(answer), _currency(text)
+    if all(currencies) and len(set(currencies)) > 1:
         return False, "another currency"
-    if other == reference:
+    if _GAP.sub("", other) == _GAP.sub("", reference) != "":
         return True, "normalized"
     if (chosen := _same_choices(reference, other, problem)) is not None:
         return chosen, "choices"
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text reads as a product of letters
         theirs = as_words(other, with_digits=bool(re.search(r"\d", gold.text))) or theirs
-    letter = _led_letter(reference) if gold is None or isinstance(gold, Words) else ""
-    if letter and _same_choices(letter, other, problem):
-        return True, "choices"
     if gold is not None and theirs is not None:
         rules = _rules(row, reference, other)
-        is_right = _judge(_in_currency(gold, answer), _in_currency(theirs, text), rules, row)
+        gold, theirs = (  # with the sign that `clean` leaves out: $75 is not 75 cents
+            replace(side, unit=read_unit(name)) if name and isinstance(side, Value) and side.unit is None else side
+            for side, name in zip((gold, theirs), currencies, strict=True)
+        )
+        is_right = _judge(gold, theirs, rules, row)
         if is_right or not rules.work.has_doubt:
             return is_right, gold.kind if isinstance(gold, AnswerList) else type(gold).__name__.lower()
         return None, "neither equal nor different for certain"
-    if _GAP.sub("", other) == _GAP.sub("", reference):
-        return True, "normalized"
     if isinstance(gold, Words) or theirs is not None:
         return None, "words" if theirs is None else "the reference is not understood"
     undone = _UNDONE.search(other)
     return None, f"not carried out: {undone.group()}" if undone else f"not understood: {unread}"
 
 
-# spaces that part no two words or numbers, for what is not read: `A \\cap B`, `1, 2, \\ldots`
+# spaces that part no two words or numbers
 _GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")
 _UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 
@@ -115,11 +113,7 @@ def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None
     """The reference, the answer, and why the answer could not be read. A comma is a separator where the other of the
     two is a row."""
     other, reference = without_clauses(other, reference), without_clauses(reference)
-    gold, theirs, unread = _read(reference), None, ""
-    try:
-        theirs = read_answer(with_digits(other))
-    except (Unreadable, RecursionError, ValueError) as error:
-        unread = str(error)
+    (gold, _), (theirs, unread) = _read(reference), _read(other)
     if gold is not None and theirs is not None and _count(gold) != _count(theirs):
         theirs = _respelled(other, theirs, _count(gold), is_decimal(reference))
         if _count(gold) != _count(theirs):
@@ -137,10 +131,13 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
     may state what it leaves out (`x \\ne 0`)."""
     if count == 1 and isinstance(answer, AnswerList) and answer.kind != "list":
         return answer
-    if count == 1 and for_decimal and (value := read_decimal_comma(text)) is not None:
-        return Value(("n", value))
-    for spelled in (text.replace(",", ", "), _GROUPED.sub(lambda number: number.group().replace(",", ""), text)):
-        read = _read(spelled) if _GROUPED.search(text) else None
+    if count == 1 and for_decimal and re.fullmatch(r"-?\d+,\d+", text, re.ASCII):
+        return _read(text.replace(",", "."))[0] or answer
+    for spelled in (
+        re.sub(r",(?!0\d)", ", ", text),
+        _GROUPED.sub(lambda number: number.group().replace(",", ""), text),
+    ):
+        read = _read(spelled)[0] if _GROUPED.search(text) else None
         if read is not None and _count(read) == count:
             return read
     if isinstance(answer, AnswerList) and count == 1 and len(answer.items) == 2 and "\\ne" in text:
@@ -163,13 +160,6 @@ def _currency(text: str) -> str:
     """The one currency that a text names; nothing where it names none or several."""
     found = [name for name, sign in _CURRENCIES.items() if sign.search(text)]
     return found[0] if len(found) == 1 else ""
-
-
-def _in_currency(answer: Answer, text: str) -> Answer:
-    """With the sign that `clean` leaves out: $75 is not 75 cents."""
-    if not isinstance(answer, Value) or answer.unit or not (currency := _currency(text)):
-        return answer
-    return replace(answer, unit=read_unit(currency))
 
 
 def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> bool:
@@ -207,6 +197,7 @@ def _states(gold: str, other: str, problem: str) -> bool:
 
 
 _CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
+# as NuminaMath has them: \textbf{(C)}\ 15
 _CHOICE_WITH_VALUE = regex(
     r"\(?([A-J])\s*(?:\)\s*(?:[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*\d)(?!.*\([A-J]\)).*"
 )
@@ -224,7 +215,7 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
         (True, True, False)
     """
     gold, theirs = (without_sentence(WRAPPED_TEXT.sub(r"\1", text).strip()) for text in (reference, other))
-    if letter := re.fullmatch(r"\(?\s*([A-Z])\s*\)?[.:]?", gold):
+    if letter := re.fullmatch(r"\(?\s*([A-Z])\s*\)?[.:]?", gold) or _CHOICE_WITH_VALUE.fullmatch(gold):
         led = _CHOICE.fullmatch(theirs)
         if led is None or led[1].upper() != letter[1]:
             return None
@@ -233,20 +224,12 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
             return None
         return not led["value"] or _is_value(led["value"], letter[1], problem)
     letters = _several(gold)
-    if letters is None or not (gold.isupper() or "and" in gold):  # (a, b) is a point
-        return None
-    if letters == gold and gold != "".join(sorted(gold)):  # BAD is a word
+    is_word = letters == gold != "".join(sorted(gold))  # BAD
+    if letters is None or is_word or not (gold.isupper() or "and" in gold):  # (a, b) is a point
         return None
     if (named := _several(theirs)) is not None:
         return sorted(named) == sorted(letters)
     return False if re.search(r"\bor\b", theirs) else None
-
-
-def _led_letter(reference: str) -> str:
-    """The letter of a reference, cleaned, that is a choice with its value, such as NuminaMath's `\\textbf{(C)}\\ 15`;
-    else empty. For what reads as nothing else: `(C) x` is a product."""
-    led = _CHOICE_WITH_VALUE.fullmatch(WRAPPED_TEXT.sub(r"\1", reference).strip())
-    return led[1] if led else ""
 
 
 def _several(text: str) -> str | None:
@@ -259,11 +242,9 @@ def _several(text: str) -> str | None:
 def _is_value(text: str, letter: str, problem: str) -> bool:
     if re.search(rf"(?<![A-Za-z]){letter}\s*[).:}}][\s}}$]*{re.escape(text)}", problem):
         return True
-    try:
-        answer = read_answer(text)
-    except (Unreadable, RecursionError, ValueError):
-        return False
-    return not isinstance(answer, (AnswerList, Words)) and not re.search(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])", text)
+    answer, _ = _read(text)
+    has_others = re.search(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])", text)
+    return not (answer is None or isinstance(answer, (AnswerList, Words)) or has_others)
 
 
 _DECIMAL = regex(r"-?(\d*)\.(\d+)(?:\s*[%\\A-Za-z].*)?", re.ASCII)
@@ -275,11 +256,8 @@ _cleaned = functools.lru_cache(maxsize=4096)(clean)
 @functools.lru_cache(maxsize=4096)
 def _reference(answer: str) -> str:
     """The reference in one spelling; where it is a whole solution, its final answer."""
-    parts: Sequence[str] = ()
-    if "\\boxed" in answer or "####" in answer:
-        parts = extract(answer, strict=True).parts
-    elif len(answer) > 200:
-        parts = _STATED_REFERENCE.findall(answer)[-1:]
+    is_marked = "\\boxed" in answer or "####" in answer
+    parts = extract(answer, strict=True).parts if is_marked else _STATED_REFERENCE.findall(answer)[-1:]
     return clean(", ".join(parts) or answer)
 
 
@@ -287,13 +265,14 @@ _STATED_REFERENCE = regex(r"[Ff]inal answer is \$([^$]+)\$")
 
 
 @functools.lru_cache(maxsize=4096)
-def _read(reference: str) -> Answer | None:
-    if reference.lower() in _SHORT_WORDS:  # else a product of letters
-        return Words(reference.lower())
+def _read(text: str) -> tuple[Answer | None, str]:
+    """What the text states, or why that cannot be said."""
+    if text.lower() in _SHORT_WORDS:  # else a product of letters
+        return Words(text.lower()), ""
     try:
-        return read_answer(reference)
-    except (Unreadable, RecursionError, ValueError):
-        return None
+        return read_answer(with_digits(text)), ""
+    except (Unreadable, RecursionError, ValueError) as error:
+        return None, str(error)
 
 
 _SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
@@ -319,13 +298,8 @@ def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
 
 def _tolerances(stated: Any) -> tuple[Fraction, ...]:
     """From 0.1, "1e-1" or "1e-2,1e-3"; anything else is none."""
-    if isinstance(stated, (list, tuple)):
-        parts = [str(part) for part in stated]
-    elif isinstance(stated, (int, float, str)) and not isinstance(stated, bool):
-        parts = str(stated).split(",")
-    else:
-        return ()
+    parts = stated if isinstance(stated, (list, tuple)) else str(stated).split(",")
     try:
-        return tuple(abs(Fraction(part.strip())) for part in parts)
+        return tuple(abs(Fraction(str(part).strip())) for part in parts)
     except ValueError:
         return ()

@@ -24,11 +24,11 @@ _End = tuple[Fraction | float, bool]
 def read_inequality(sides: list[str], ops: list[str]) -> Answer:
     """A set where one variable is bounded (also as 2x + 1 < 5 or |x| > 1), else the relations as they stand."""
     nodes = [parse(side) for side in sides]
-    if len(nodes) == 2:
-        return _solved(nodes[0], ops[0], nodes[1]) or answers.Relation(tuple(nodes), tuple(ops))
     if set(ops) <= {">", "\\ge"}:
         nodes.reverse()
         ops = [answers.TURNED[op] for op in reversed(ops)]
+    if len(nodes) == 2:
+        return _solved(nodes[0], ops[0], nodes[1]) or answers.Relation(tuple(nodes), tuple(ops))
     if len(nodes) == 3 and set(ops) <= {"<", "\\le"}:
         low, middle, high = nodes
         if middle[0] == "s" and middle[1] not in symbols(low) | symbols(high):
@@ -88,17 +88,16 @@ def as_spans(answer: Answer | None) -> answers.Intervals | None:
         return None
     if answer.kind == "tuple":
         ends = [item.node for item in answer.items if isinstance(item, Value)]
-        return (
-            answers.Intervals((answers.Piece(ends[0], False, ends[1], False),))
-            if len(ends) == len(answer.items) == 2
-            else None
-        )
+        if not len(ends) == len(answer.items) == 2:
+            return None
+        return answers.Intervals((answers.Piece(ends[0], False, ends[1], False),))
     if answer.kind == "set" and any(isinstance(item, AnswerList) for item in answer.items):
         return None  # points of the plane, say
-    parts = [as_spans(item) for item in answer.items]
-    if None in parts or len({part.name for part in parts if part and part.name}) > 1:
+    parts = [part for part in map(as_spans, answer.items) if part is not None]
+    names = {part.name for part in parts if part.name}
+    if len(parts) < len(answer.items) or len(names) > 1:
         return None
-    return answers.Intervals(tuple(piece for part in parts if part for piece in part.pieces))
+    return answers.Intervals(tuple(piece for part in parts for piece in part.pieces), *names)
 
 
 def normal(spans: answers.Intervals) -> answers.Intervals:
@@ -106,20 +105,9 @@ def normal(spans: answers.Intervals) -> answers.Intervals:
 
     Example: [0, 1) and [1, 2] are [0, 2].
     """
-    placed = _placed(spans)
-    if placed is None:
-        return spans
-    merged: list[tuple[_End, answers.Piece]] = []
-    for low, high, piece in sorted(placed, key=lambda place: place[0]):
-        if low >= high:
-            continue
-        if merged and merged[-1][0] >= low:
-            last = merged.pop()
-            longer = replace(last[1], high=piece.high, high_closed=piece.high_closed)
-            merged.append((high, longer) if high > last[0] else last)
-        else:
-            merged.append((high, piece))
-    return answers.Intervals(tuple(piece for _, piece in merged), spans.name)
+    rest = complement(spans)
+    both = rest and complement(rest)
+    return replace(both, name=spans.name) if both else spans
 
 
 def intersection(one: answers.Intervals, two: answers.Intervals) -> answers.Intervals | None:
@@ -130,14 +118,17 @@ def intersection(one: answers.Intervals, two: answers.Intervals) -> answers.Inte
 
 
 def complement(spans: answers.Intervals) -> answers.Intervals | None:
-    """Every other real number; None where an end is not a number."""
-    if _placed(spans) is None:
+    """Every other real number, in order; None where an end is not a number."""
+    placed = _placed(spans)
+    if placed is None:
         return None
     low, closed, pieces = _MINUS_INFINITY, False, []
-    for piece in normal(spans).pieces:
-        if piece.low != _MINUS_INFINITY:
+    reached: _End = (-math.inf, True)
+    for start, end, piece in sorted(placed, key=lambda place: place[0]):
+        if reached < start < end:
             pieces.append(answers.Piece(low, closed, piece.low, not piece.low_closed))
-        low, closed = piece.high, not piece.high_closed
+        if max(start, reached) < end:
+            low, closed, reached = piece.high, not piece.high_closed, end
     if low != answers.INFINITY:
         pieces.append(answers.Piece(low, closed, answers.INFINITY, False))
     return answers.Intervals(tuple(pieces))
@@ -170,8 +161,5 @@ def _placed(spans: answers.Intervals) -> list[tuple[_End, _End, answers.Piece]] 
 def _place(node: Node) -> Fraction | float | None:
     if node in (answers.INFINITY, _MINUS_INFINITY):
         return math.inf if node == answers.INFINITY else -math.inf
-    value = rational(node, None, WorkLimit(_OPERATIONS))
-    if value is not None:
-        return value
     near = approximate(node, None, WorkLimit(_OPERATIONS))
     return None if near is None else round(near, 12)  # two spellings of one number are one place

@@ -23,9 +23,6 @@ _DECIMAL = regex(
 )
 _SPACED = regex(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 _DOTTED = regex(r"[+-]?[1-9]\d{0,2}(?:(?:\.\d{3}){2,}|(?:\.\d{3})+,\d+)", re.ASCII)
-REPEATING = regex(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}", re.ASCII)
-"""0.1\\overline{6}, without a sign."""
-
 
 _UP_TO_NINETEEN = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
@@ -63,18 +60,6 @@ def read_number(text: str) -> Fraction | None:
     elif _DOTTED.fullmatch(text):
         text = text.replace(".", "").replace(",", ".")
     return Fraction(text.replace(",", "").rstrip(".")) if _PLAIN.fullmatch(text) else None
-
-
-def repeating(match: re.Match[str]) -> Fraction:
-    """The value of what `REPEATING` has matched.
-
-    Example:
-        >>> repeating(REPEATING.fullmatch("0.1\\\\overline{6}"))
-        Fraction(1, 6)
-    """
-    whole, fixed, again = match.groups()
-    nines = 10 ** len(again) - 1
-    return Fraction(int(whole or 0)) + Fraction(int(fixed or 0) * nines + int(again), nines * 10 ** len(fixed))
 
 
 def is_decimal(text: str) -> bool:

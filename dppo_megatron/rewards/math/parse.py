@@ -5,13 +5,14 @@ What is not understood raises `Unreadable`: a wrong guess would be a wrong rewar
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import Node, Unreadable
-from dppo_megatron.rewards.math.numbers import MAX_DIGITS, MAX_EXPONENT, REPEATING, repeating
+from dppo_megatron.rewards.math.numbers import MAX_DIGITS, MAX_EXPONENT
 from dppo_megatron.rewards.math.patterns import regex
 
 MAX_CHARS = 1500
@@ -30,9 +31,8 @@ _NAMES = frozenset(_NAME_WORDS.split())
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
 _NUMBER = regex(r"(\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d+)(?![A-Za-z]))?", re.ASCII)
 _PLUS_MINUS = regex(r"\\pm(?![A-Za-z])|\+\s*/-")
-_COMMAND = regex(r"\\([A-Za-z]+)")
+_TOKEN = regex(r"\\?[A-Za-z]+|.", re.DOTALL)
 _ARGUMENT = regex(r"\s*(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\\?[A-Za-z]+|\d)")
-_LETTERS = regex(r"[A-Za-z]+")
 _MIXED = regex(r"\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _PRIMES = regex(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
 _BRACKETED = regex(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a bracket has closed, and it is no choice letter's; 2!3!, 2^{3}3
@@ -70,17 +70,15 @@ def parse_signs(text: str) -> list[Node]:
         >>> len(parse_signs("1 \\pm \\sqrt{19}"))
         2
     """
-    count, opposed = len(_PLUS_MINUS.findall(text)), "\\mp" in text
-    if count > 3 or (opposed and count > 1):
+    first, *others = _PLUS_MINUS.split(text)
+    opposed = "\\mp" in text
+    if len(others) > 3 or (opposed and len(others) > 1):
         raise Unreadable("too many plus-minus signs")
-    choices = itertools.product("+-", repeat=max(count, int(opposed)))
-    return [parse(_with_signs(text, choice)) for choice in choices]
-
-
-def _with_signs(text: str, choice: Sequence[str]) -> str:
-    signs = iter(choice)
-    text = _PLUS_MINUS.sub(lambda _: next(signs), text)
-    return text.replace("\\mp", "-" if choice[0] == "+" else "+") if choice else text
+    trees = []
+    for signs in itertools.product("+-", repeat=max(len(others), int(opposed))):
+        spelled = first + "".join(sign + part for sign, part in zip(signs, others, strict=False))
+        trees.append(parse(spelled.replace("\\mp", "-" if signs[0] == "+" else "+") if opposed else spelled))
+    return trees
 
 
 class _Reader:
@@ -99,7 +97,7 @@ class _Reader:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise Unreadable("nested too deeply")
-        node = self._signed()
+        node = self._signed(self.product)
         while sign := self._sign():
             term = self.product()
             node = ("+", node, term if sign == "+" else (sign, term))
@@ -112,29 +110,25 @@ class _Reader:
         while True:
             # the argument of a function without brackets ends before * and /: \cos t \cdot x
             if not until_function and self._take("*"):
-                node = ("*", node, self._after_operator())
+                node = ("*", node, self._signed(self._factor))
             elif not until_function and self._take("/"):
-                node = _quotient(node, self._after_operator())
+                node = _quotient(node, self._signed(self._factor))
             elif not until_function and (self._take("\\bmod") or self._take("\\mod")):
-                node = ("f", "mod", node, self._after_operator())
+                node = ("f", "mod", node, self._signed(self._factor))
             elif self._starts_factor() and not (until_function and self._starts_function()):
-                digits = self._peek().isdigit() or self._peek() == "."
+                digits = self._peek()[0] in "0123456789."
                 if digits and not _BRACKETED.search(self.text, 0, self.position):  # but (n-2) 2^n is a product
                     raise Unreadable("a number behind a factor")
                 node = ("*", node, self._factor())
             else:
                 return node
 
-    def _signed(self) -> Node:
+    def _signed(self, read: Callable[[], Node]) -> Node:
+        """What is read, with the signs before it."""
         sign = self._sign()
         if not sign:
-            return self.product()
-        inside = self._signed() if self._peek() in ("+", "-") else self.product()
-        return inside if sign == "+" else ("-", inside)
-
-    def _after_operator(self) -> Node:
-        """A factor that may have its own sign, as in 2 * -3."""
-        return ("-", self._factor()) if self._sign() == "-" else self._factor()
+            return read()
+        return self._signed(read) if sign == "+" else ("-", self._signed(read))
 
     def _sign(self) -> str:
         return "+" if self._take("+") else "-" if self._take("-") else ""
@@ -143,7 +137,7 @@ class _Reader:
         node = self._primary()
         while True:
             if self._take("^"):
-                power = self._exponent()
+                power = self._signed(self._primary)
                 if node[0] == "s" and "_" not in node[1] and self._peek() == "_":  # v^2_0 is v_0^2
                     node = ("s", self._name(node[1]))
                 node = ("^", node, power)
@@ -159,41 +153,25 @@ class _Reader:
             else:
                 return node
 
-    def _exponent(self) -> Node:
-        if self._take("-"):
-            return ("-", self._primary())
-        return self._primary()
-
     def _primary(self) -> Node:
-        sign = self._peek()
-        if sign.isdigit() or sign == ".":
+        token = self._peek()
+        if token[:1].isdigit() or token == ".":
             return self._number()
-        if sign in _CLOSING:
+        if token in _CLOSING:
             return self._bracket()
-        if sign == "\\":
-            return self._macro()
-        if sign.isascii() and sign.isalpha():
-            return self._word()
-        raise Unreadable(f"unexpected {sign!r}")
+        if token[:1] == "\\":
+            return self._command(token[1:])
+        if token.isascii() and token.isalpha():
+            return self._word(token)
+        raise Unreadable(f"unexpected {token!r}")
 
     def _number(self) -> Node:
-        if match := REPEATING.match(self.text, self.position):
-            if len(match.group()) > MAX_DIGITS:
-                raise Unreadable("too many digits")
-            self.position = match.end()
-            if self._peek().isdigit():
-                raise Unreadable("digits behind repeating ones")
-            return ("n", repeating(match))
         match = _NUMBER.match(self.text, self.position)
-        if match is None or len(match.group()) > MAX_DIGITS:
-            raise Unreadable("not a number")
+        if match is None or len(match.group()) > MAX_DIGITS or abs(int(match[2] or 0)) > MAX_EXPONENT:
+            raise Unreadable("not a number, or too long")
         self.position = match.end()
-        value = Fraction(match[1].replace(",", ""))
-        if match[2]:
-            if abs(int(match[2])) > MAX_EXPONENT:
-                raise Unreadable("exponent out of range")
-            return ("n", value * Fraction(10) ** int(match[2]))
-        return ("n", self._mixed(value) if "." not in match[1] else value)
+        value = Fraction(match[1].replace(",", "")) * Fraction(10) ** int(match[2] or 0)
+        return ("n", value if match[2] or "." in match[1] else self._mixed(value))
 
     def _mixed(self, whole: Fraction) -> Fraction:
         """2\\frac{1}{3} and 2 1/3 are sums."""
@@ -221,32 +199,29 @@ class _Reader:
         inside = self._until(_CLOSING[sign])
         return ("f", "abs", inside) if sign == "|" else inside
 
-    def _macro(self) -> Node:
-        command = self._command()
-        self.position += len(command) + 1
-        if command == "frac":
-            return _quotient(self._argument(), self._argument())
-        if command == "binom":
-            return ("f", "binom", self._argument(), self._argument())
-        if command in ("sum", "prod"):
-            return self._sum_or_product(command)
-        if command in ("lfloor", "lceil"):
-            return _applied(command[1:], self._until("\\r" + command[1:]), None)
-        if command in FUNCTIONS or command in _SEVERAL or command in ("sqrt", "pi", "infty"):
-            return self._called(command)
-        if command in _DECORATED:
-            return ("s", self._name(command + ":" + self._raw_argument()))
-        if command in _NAMES:
-            return ("s", self._name(command))
-        raise Unreadable(f"unknown \\{command}")
-
-    def _called(self, name: str) -> Node:
-        """A constant, a root or a function, behind its name."""
+    def _command(self, name: str) -> Node:
+        """What is behind the name of a constant, a function, a letter."""
+        self.position = self.text.index(name, self.position) + len(name)
+        if name in ("frac", "binom"):
+            above, below = self._argument(), self._argument()
+            return _quotient(above, below) if name == "frac" else ("f", name, above, below)
+        if name in ("sum", "prod"):
+            return self._sum_or_product(name)
+        if name in ("lfloor", "lceil"):
+            return _applied(name[1:], self._until("\\r" + name[1:]), None)
         if name in _WORD_CONSTANTS:
             return ("c", _WORD_CONSTANTS[name])
         if name == "sqrt":
             return self._root()
-        return self._of_several(name) if name in _SEVERAL else self._function(name)
+        if name in _SEVERAL:
+            return self._of_several(name)
+        if name in FUNCTIONS:
+            return self._function(name)
+        if name in _DECORATED:
+            return ("s", self._name(name + ":" + self._raw_argument()))
+        if name in _NAMES:
+            return ("s", self._name(name))
+        raise Unreadable(f"unknown \\{name}")
 
     def _sum_or_product(self, kind: str) -> Node:
         """With both bounds, in any order."""
@@ -260,7 +235,7 @@ class _Reader:
                 self._bound.add(name)
                 bounds[sign] = self._until("}")
             elif sign == "^" and sign not in bounds:
-                bounds[sign] = self._exponent()
+                bounds[sign] = self._signed(self._primary)
             else:
                 raise Unreadable(f"a {kind} without bounds")
         body = self.product()
@@ -269,36 +244,30 @@ class _Reader:
 
     def _of_several(self, name: str) -> Node:
         """max(a, b), also in braces or with spaces."""
-        opening = "\\{" if self._peek() == "\\" else self._peek()
-        close = {"(": ")", "[": "]", "\\{": "\\}"}.get(opening, "")
-        if not close or not self._take(opening):
-            raise Unreadable(f"{name} without a bracket")
-        parts = [self.sum()]
+        opening = next((sign for sign in ("(", "[", "\\{") if self._take(sign)), "")
+        parts = [self.sum()] if opening else []
         while self._take(","):
             parts.append(self.sum())
-        if not self._take(close) or len(parts) > 20:
-            raise Unreadable("bracket not closed")
+        if not self._take({"(": ")", "[": "]", "\\{": "\\}"}.get(opening, "?")) or len(parts) > 20:
+            raise Unreadable(f"{name} of what?")
         return ("-", ("f", "max", *(("-", part) for part in parts))) if name == "min" else ("f", name, *parts)
 
     def _root(self) -> Node:
         degree: Node = self._bracket() if self._peek() == "[" else ("n", Fraction(2))
         power = ("n", 1 / degree[1]) if degree[0] == "n" and degree[1] else ("/", ONE, degree)
-        sign = self._peek()
-        return ("^", self._primary() if sign.isdigit() or sign in _CLOSING else self._argument(), power)
+        is_plain = self._peek()[:1].isdigit() or self._peek() in _CLOSING
+        return ("^", self._primary() if is_plain else self._argument(), power)
 
     def _argument(self) -> Node:
         """A group, or the one token that LaTeX takes: \\frac12 is a half."""
-        sign = self._peek()
-        if sign == "{":
-            return self._bracket()
-        if sign.isdigit():
-            self.position += 1
-            return ("n", Fraction(int(sign)))
-        if sign == "\\":
-            return self._macro()
-        if sign.isascii() and sign.isalpha():
-            self.position += 1
-            return self._letter(sign, sign)
+        token = self._peek()
+        if token == "{" or token[:1] == "\\":
+            return self._primary()
+        self.position += 1
+        if token.isdigit():
+            return ("n", Fraction(int(token)))
+        if token.isascii() and token.isalpha():
+            return self._letter(token[0], token[0])
         raise Unreadable("missing argument")
 
     def _raw_argument(self) -> str:
@@ -308,16 +277,12 @@ class _Reader:
         self.position = match.end()
         return re.sub(r"[\s{}]", "", match.group())
 
-    def _word(self) -> Node:
-        match = _LETTERS.match(self.text, self.position)
-        assert match is not None
-        word = match.group()
+    def _word(self, word: str) -> Node:
         for length in range(len(word), 1, -1):
             head, end = word[:length], self.position + length
             is_called = head in FUNCTIONS or head == "sqrt" or (head in _SEVERAL and self.text.startswith("(", end))
             if is_called or (word == head in _WORD_CONSTANTS):
-                self.position = end
-                return self._called(head)
+                return self._command(head)
         if len(word) > 3:
             raise Unreadable(f"the word {word!r}")
         self.position += 1
@@ -344,50 +309,36 @@ class _Reader:
             if base is None and name == "log" and self._take("_"):
                 base = self._argument()
             elif power is None and self._take("^"):
-                power = self._exponent()
+                power = self._signed(self._primary)
             else:
                 break
-        sign = self._peek()
-        if sign in _CLOSING and sign != "|":
+        if self._peek() in ("(", "[", "{"):
             inside = self._bracket()
-        elif sign == "-":
-            self.position += 1
-            inside = ("-", self.product(until_function=True))
         elif self._starts_function():
             inside = self._factor()
         else:
-            inside = self.product(until_function=True)
+            inside = self._signed(functools.partial(self.product, until_function=True))
         if power == ("-", ONE) and name in _INVERSE:
             return ("f", _INVERSE[name], inside)
         node = _applied(name, inside, base)
         return node if power is None else ("^", node, power)
 
     def _starts_factor(self) -> bool:
-        sign = self._peek()
-        if not sign:
-            return False
-        if sign == "\\":
-            return self._command() not in ("degree", "rfloor", "rceil", "bmod", "mod", "")
-        if sign == "|":
+        token = self._peek()
+        if token[:1] == "\\":
+            return token[1:] not in ("degree", "rfloor", "rceil", "bmod", "mod", "")
+        if token == "|":
             return not self._in_bars
-        return (sign.isascii() and sign.isalnum()) or sign in "([{."
+        return token != "" and ((token.isascii() and token.isalnum()) or token in "([{.")
 
     def _starts_function(self) -> bool:
-        command = self._command()
-        if not command:
-            match = _LETTERS.match(self.text, self.position)
-            command = match.group() if match else ""
-        return command in FUNCTIONS
-
-    def _command(self) -> str:
-        if self._peek() != "\\":
-            return ""
-        match = _COMMAND.match(self.text, self.position)
-        return match[1] if match else ""
+        return self._peek().removeprefix("\\") in FUNCTIONS
 
     def _peek(self) -> str:
+        """The next sign, command or run of letters; empty at the end."""
         self._skip()
-        return self.text[self.position : self.position + 1]
+        match = _TOKEN.match(self.text, self.position)
+        return match.group() if match else ""
 
     def _take(self, sign: str) -> bool:
         self._skip()

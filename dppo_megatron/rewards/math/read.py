@@ -17,73 +17,53 @@ from dppo_megatron.rewards.math.number_sets import as_spans, complement, interse
 from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
 from dppo_megatron.rewards.math.parse import DEGREE, parse, parse_signs
 from dppo_megatron.rewards.math.patterns import regex
-from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_special, read_words, without_sentence
+from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_grid, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.units import Unit, is_glued, read_compound, read_unit
 
-_MAX_ITEMS = 100
 _SEPARATOR = regex(
     r"\s*[,;]\s*(?:\\text\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))?|\s+(?:and|or)\s+|(?<=[)\]])(?:and|or)(?=[(\[])"
     r"|\s*\\text\{\s*,?\s*(?:and|or)\s*\}\s*|\s*\\(?:lor|vee)(?![A-Za-z])\s*"
 )
 _ANY_OR = regex(r"\bor\b|\\(?:lor|vee)(?![A-Za-z])")
 _ANY_AND = regex(r"\band\b|\\(?:land|wedge)(?![A-Za-z])")
-_RELATION = regex(r"\\(?:le|ge|ne|approx|in|to|equiv|sim|simeq|Rightarrow|implies|subset)(?![A-Za-z])|[<>=]")
+_RELATION = regex(r"\\(?:le|ge|ne|approx|to|equiv|sim|simeq|Rightarrow|implies|subset)(?![A-Za-z])|[<>=]")
+_IN = regex(r"\\in(?![A-Za-z])")
 _UNION = regex(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*U\s*(?=[(\[])")
+_WITHOUT = regex(r"\\setminus(?![A-Za-z])")
 _COMMA = regex(r"[,;]")
+_ROWS = regex(r"\[\s*\[|\[[^\[\]();]*,[^\[\]();]*;[^\[\]()]*\]\Z")
 _BAR = regex(r"\||:")
 _UNIT_TAIL = regex(
-    r"(?<![\s{(^_])\s*(?P<unit>(?:\\text\{[^{}]*\}|/)(?:\\text\{[^{}]*\}|[\s/*]|/\s*[a-z](?![A-Za-z])|\^\s*\{?\s*-?\d\s*\}?)*)$"
-)
-_PERCENT_TAIL = regex(
-    r"\s*(?:%|\\text\{\s*(?:%|percent|per cent|pct)\s*\}|(?<=[\d)}\s])(?:percent|per cent|pct))\s*$", re.IGNORECASE
+    r"(?<![\s{(^_])\s*(?P<unit>(?:\\text\{[^{}]*\}|[/%])(?:\\text\{[^{}]*\}|[\s/*]|/\s*[a-z](?![A-Za-z])|\^\s*\{?\s*-?\d\s*\}?)*)$"
 )
 _WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
 _GLUED_TAIL = regex(r"(?<=[\d}])(?P<unit>[A-Za-z]+(?:\^\s*\{?\s*[23]\s*\}?)?)$")
-_LABEL = regex(r"\s*(?:\\text\{\s*)?([A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)", re.DOTALL)
-_CAPITALS = regex("[A-Z]{3,}")
+_LABEL = regex(r"(?:\\text\{\s*)?([A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)", re.DOTALL)
 _WORD = regex("[A-Z][a-z]+")
-_FRENCH = regex(r"(?P<lead>\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)(?P<body>\s*[\[\]][^\[\]()]{1,200}[\[\]])")
-_MAPPED = regex(
-    r"(?:[A-Za-z]\s*:\s*)?(?:[^:\n]{1,80}?\\(?:to|rightarrow)(?![A-Za-z])[^:\n]{1,80}?[,;:]?\s*)?"
-    r"(?P<name>[a-z])\s*\\mapsto(?![A-Za-z])(?P<value>.+)",
-    re.DOTALL,
+# ]1, 2[ is (1, 2)
+_FRENCH = regex(
+    r"(\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)\s*([\[\]])([^\[\]()]{1,200}[,;][^\[\]()]{1,200})([\[\]])"
 )
 
 
-def _open_outwards(found: re.Match[str]) -> str:
-    """]1, 2[ is (1, 2)."""
-    body = found["body"].strip()
-    if not re.search(r"[,;]", body) or (body[0], body[-1]) == ("[", "]"):
-        return found.group()
-    return found["lead"] + " " + ("(" if body[0] == "]" else "[") + body[1:-1] + (")" if body[-1] == "[" else "]")
-
-
-def read_answer(text: str, *, depth: int = 0) -> Answer:
+def read_answer(text: str, depth: int = 0) -> Answer:
     """The answer that a text, as `clean` gives it, states within `depth` brackets. Raises Unreadable where it is of no
     kind that is known here."""
-    if depth > 6 or not text.strip():
-        raise Unreadable("nested too deeply" if text.strip() else "empty")
     text = text.strip()
-    if depth:
-        text = text.rstrip(".")
-    value = read_number(text) if depth == 0 or "," not in text else None
-    if text.startswith("\\approx"):
-        return read_answer(text[len("\\approx") :], depth=depth + 1)
-    if value is not None:
-        return Value(("n", value))
-    if text[0] == "(" and "^" in text:
-        text = re.sub(r"\)\s*\^\s*\{?\s*T\s*\}?\Z", ")", text)  # a column
-    if "\\begin{cases}" in text and (pieces := _cases(text, depth)):
-        return pieces
-    if depth == 0 and text[-1] in "[]":
-        text = _FRENCH.sub(_open_outwards, text).strip()
-    if "mapsto" in text and (mapped := _MAPPED.fullmatch(text)):
-        return answers.Named(f"f({mapped['name']})", read_answer(mapped["value"], depth=depth + 1))
-    if (depth == 0 and text[:1].isalpha()) or text.startswith("\\text"):
+    if depth > 6 or not text:
+        raise Unreadable("nested too deeply" if text else "empty")
+    if depth and (label := _LABEL.fullmatch(text)):
+        return answers.Named(label[1] + ":", read_answer(label[2], depth + 1))
+    if (depth == 0 and text[0].isalpha()) or text.startswith("\\text"):
         text = without_sentence(text)
-        if (value := read_number(text)) is not None:
-            return Value(("n", value))
-    for reader in (read_special, _read_text, _read_separated, _read_relation, _read_bracketed, _read_value):
+    if (depth == 0 or "," not in text) and (value := read_number(text)) is not None:
+        return Value(("n", value))
+    if depth == 0 and text[-1] in "[]":
+        opened = {"]": "(", "[": "["}, {"]": "]", "[": ")"}
+        text = _FRENCH.sub(
+            lambda found: f"{found[1]} {opened[0][found[2]]}{found[3]}{opened[1][found[4]]}", text
+        ).strip()
+    for reader in _READERS:
         found = reader(text, depth)
         if found is not None:
             return found
@@ -92,48 +72,32 @@ def read_answer(text: str, *, depth: int = 0) -> Answer:
 
 def _read_text(text: str, depth: int) -> Answer | None:
     """What \\text{...} holds: words, or an answer that was written as text; capital letters, whose order counts."""
-    if _CAPITALS.fullmatch(text):
+    if re.fullmatch("[A-Z]{3,}", text):
         return answers.Words(text.lower())
     match = WRAPPED_TEXT.fullmatch(text)
-    if match is None or not match[1].strip():
-        return None
-    inner = match[1].strip()
+    inner = match[1].strip() if match else ""
     names = _SEPARATOR.split(inner)
     if len(names) > 1 and all(map(_WORD.fullmatch, names)):
         return AnswerList("list", tuple(map(read_words, names)))
-    if re.search(r",|;|\b(?:and|or)\b|^\(?[A-Za-z]\)?$", inner) or inner[0].isdigit() or inner[0] in "-.":
-        return read_answer(inner, depth=depth + 1)
-    return read_words(text)
+    is_answer = re.search(r",|;|\b(?:and|or)\b|^\(?[A-Za-z]\)?$|^[\d.-]", inner)
+    return read_answer(inner, depth + 1) if is_answer else None
 
 
-def _split(text: str, separators: re.Pattern[str]) -> list[str]:
-    parts = split_top(text, separators)
-    if len(parts) > _MAX_ITEMS:
-        raise Unreadable("too many items")
-    return parts
-
-
-def _read_separated(text: str, depth: int) -> Answer | None:
-    """Comma lists and unions."""
-    unions = _split(text, _UNION)
-    if len(unions) > 1:
-        name, unions[0] = _membership(unions[0])
-        return replace(_union([read_answer(part, depth=depth + 1) for part in unions]), name=name)
-    parts = _split(text, _SEPARATOR)
+def _read_list(text: str, depth: int) -> Answer | None:
+    """Several answers, or conditions that hold together."""
+    parts = split_top(text, _SEPARATOR)
     if len(parts) == 1:
         return None
-    read = [_item(part, depth) for part in parts if part.strip()]
+    read = [read_answer(part, depth + 1) for part in parts if part.strip()]
     if not read:
         raise Unreadable("separators without items")
     spans = [item for item in read if isinstance(item, answers.Intervals)]
     if spans and _ANY_OR.search(text):
-        return replace(_union(read), name=spans[0].name)
+        return _union(read)
     if len(spans) == len(read) == 2 and spans[0].name and spans[0].name == spans[1].name:
         both = intersection(spans[0], spans[1])
         if both is not None and (both.pieces or _ANY_AND.search(text)):  # x > 1 and x < 5
             return both
-        if not _ANY_AND.search(text):  # x < 1, x > 5
-            return replace(_union(read), name=spans[0].name)
     items = _flat(read)
     return AnswerList("list", tuple(items)) if len(items) > 1 else items[0]
 
@@ -144,68 +108,66 @@ def _flat(items: Sequence[Answer]) -> list[Answer]:
     return [item for inner in lists for item in inner]
 
 
-def _item(text: str, depth: int) -> Answer:
-    """One of several, with the label that it may have: `Paolo: 18`."""
-    if match := _LABEL.fullmatch(text):
-        return answers.Named(match[1] + ":", read_answer(match[2], depth=depth + 1))
-    return read_answer(text, depth=depth + 1)
-
-
 _CASES = regex(r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?P<rows>.*)\\end\{cases\}", re.DOTALL)
 _CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
 _OTHERWISE = answers.Words("otherwise")
 _IF = regex(r"\A[\s&]*(?:\\text\{\s*)?(?:if|for|when|where|\s)*\}?\s*")
 
 
-def _cases(text: str, depth: int) -> Answer | None:
+def _read_cases(text: str, depth: int) -> Answer | None:
     """Pieces of a function with their conditions; of equations without conditions a list."""
     match = _CASES.fullmatch(text)
     if match is None:
         return None
     rows = [row.strip(" .,;") for row in match["rows"].split("\\\\") if row.strip()]
     if not any(_CONDITION.search(row) for row in rows):
-        return read_answer(", ".join(rows), depth=depth + 1)
+        return read_answer(", ".join(rows), depth + 1)
     read: list[tuple[Answer, Answer]] = []
     for row in rows:
         parts = _CONDITION.split(row, maxsplit=1)
         where = _IF.sub("", parts[1]).strip(" .,;") if len(parts) > 1 else ""
         rest = re.match(r"(?:\\text\{\s*)?(?:otherwise|else)", where)
-        condition = _OTHERWISE if rest or not where else read_answer(where, depth=depth + 1)
-        read.append((read_answer(parts[0].strip(" ,;"), depth=depth + 1), condition))
-    covered = answers.Intervals(
-        tuple(piece for _, where in read if isinstance(where, answers.Intervals) for piece in where.pieces)
-    )
+        condition = _OTHERWISE if rest or not where else read_answer(where, depth + 1)
+        read.append((read_answer(parts[0].strip(" ,;"), depth + 1), condition))
+    covered = _union([where for _, where in read if isinstance(where, answers.Intervals)])
     left = complement(covered) or _OTHERWISE
     pairs = ((value, left if where == _OTHERWISE else where) for value, where in read)
     return AnswerList("cases", tuple(AnswerList("tuple", pair) for pair in pairs))
 
 
-def _read_relation(text: str, depth: int) -> Answer | None:
-    sides = split_top(text, _RELATION)
-    if len(sides) == 1:
-        return _ratio(text)
-    ops: list[str] = []
-    position = 0
-    for side in sides[:-1]:
-        op = _RELATION.match(text, position + len(side))
-        assert op is not None
-        ops.append(op.group())
-        position = op.end()
-    sides = [side.strip() for side in sides]
-    if not sides[-1] and ops[-1] == "=":  # `x = ` states nothing
-        raise Unreadable("an empty side")
-    if "\\approx" in ops:  # the exact side is the answer
-        first = ops.index("\\approx")
-        sides, ops = sides[: first + 1], ops[:first]
-    if not ops or (not sides[0] and ops == ["="]):
-        return read_answer(sides[-1], depth=depth + 1)
-    if ops == ["\\in"]:
-        found = read_answer(sides[1], depth=depth + 1)
-        parse(sides[0])  # x \\not is no name
-        name = re.sub(r"\s", "", sides[0])
+def _read_sets(text: str, depth: int) -> Answer | None:
+    """A member of a set, unions, and a set of reals without others or some points."""
+    name, *sets = split_top(text, _IN)
+    if len(sets) == 1:
+        found = read_answer(sets[0], depth + 1)
+        parse(name)  # x \\not is no name
+        name = re.sub(r"\s", "", name)
         if isinstance(found, AnswerList) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:
             found = _union([found])  # x in (1, 2)
         return replace(found, name=name) if isinstance(found, answers.Intervals) else found
+    parts = split_top(text, _UNION)
+    if len(parts) > 1:
+        return _union([read_answer(part, depth + 1) for part in parts])
+    whole, *removed = split_top(text, _WITHOUT)
+    if not removed:
+        return None
+    rest = complement(_union([read_answer(part, depth + 1) for part in removed]))
+    left = rest and intersection(_union([read_answer(whole, depth + 1)]), rest)
+    if left is None:
+        raise Unreadable("a difference of sets")
+    return left
+
+
+def _read_relation(text: str, depth: int) -> Answer | None:
+    parts = [part.strip() for part in split_top(text, _RELATION, keep=True)]
+    sides, ops = parts[::2], parts[1::2]
+    if not ops:
+        return _ratio(text)
+    if "\\approx" in ops and sides[0]:  # the exact side is the answer
+        first = ops.index("\\approx")
+        sides, ops = sides[: first + 1], ops[:first]
+    if not ops or (not sides[0] and ops in (["="], ["\\approx"])):
+        return read_answer(sides[-1], depth + 1)
     if any(op not in ("=", "<", ">", "\\le", "\\ge", "\\ne") for op in ops):
         raise Unreadable("a relation that is not known here")
     if set(ops) == {"="}:
@@ -235,7 +197,10 @@ def _ratio(text: str) -> Answer | None:
         parts = split_top(text, regex(r"\s*:\s*"))
     if len(parts) == 1 or text.startswith("\\{"):
         return None
-    return answers.Ratio(tuple(parse(part) for part in parts))
+    first, *others = map(parse, parts)
+    if len(others) == 1:
+        return Value(("/", first, others[0]))
+    return AnswerList("ratio", tuple(Value(("/", part, first)) for part in others))
 
 
 def _equation(sides: list[str], depth: int) -> Answer:
@@ -245,7 +210,7 @@ def _equation(sides: list[str], depth: int) -> Answer:
         left: Node | None = None
         with contextlib.suppress(Unreadable):
             left = parse(sides[0])
-        value = read_answer(sides[-1], depth=depth + 1)
+        value = read_answer(sides[-1], depth + 1)
         index = re.fullmatch("([A-Za-z])_([a-z])", name)
         if index and isinstance(value, Value) and index[2] in symbols(value.node):  # a sequence
             name = f"{index[1]}({index[2]})"
@@ -255,49 +220,34 @@ def _equation(sides: list[str], depth: int) -> Answer:
     if len(sides) > 2 and _NAME.fullmatch(sides[0]):
         return answers.Named(re.sub(r"[\s{}]", "", sides[0]), _equation(sides[1:], depth))
     if len(sides) == 2 and (":" in sides[0] or ":" in sides[1]):
-        return answers.Named(re.sub(r"[\s{}]", "", sides[0]), read_answer(sides[1], depth=depth + 1))
+        return answers.Named(re.sub(r"[\s{}]", "", sides[0]), read_answer(sides[1], depth + 1))
     return answers.Relation(tuple(parse(side) for side in sides), ("=",) * (len(sides) - 1))
 
 
 def _read_bracketed(text: str, depth: int) -> Answer | None:
-    if text.startswith("\\{") and text.endswith("\\}") and closing(text, 0) == len(text) - 2:
+    if text.startswith("\\{") and closing(text) == len(text) - 1:
         return _set(text[2:-2].strip(), depth)
-    if text.startswith("\\langle") and text.endswith("\\rangle"):
-        items = split_top(text[7:-7], _COMMA)
-        return AnswerList("tuple", tuple(read_answer(item, depth=depth + 1) for item in items))
-    if "\\setminus" in text:
-        return _without_points(text, depth)
-    if not text or text[0] not in "([" or text[-1] not in ")]" or closing(text, 0) < len(text) - 1:
+    if text[0] not in "([" or closing(text) < len(text) - 1:
         return None
-    items = _split(text[1:-1], _COMMA)
-    if text[0] == "[" and (rows := _matrix_rows(text[1:-1])):
-        return answers.Grid(tuple(tuple(parse(cell) for cell in row) for row in rows))
+    items = split_top(text[1:-1], _COMMA)
+    if _ROWS.match(text):
+        grid = read_grid(text.strip("[] "))
+        if len(grid.rows) > 1 and len(set(map(len, grid.rows))) == 1:
+            return grid
     if len(items) == 1:
-        if text[0] == "(" and text[-1] == ")":
-            inner = text[1:-1].strip()
-            return read_answer(inner, depth=depth + 1) if "(" in inner[:1] or "=" in inner else None
-        return None
+        inner = text[1:-1].strip()
+        is_answer = text[0] == "(" and text[-1] == ")" and ("(" in inner[:1] or "=" in inner)
+        return read_answer(inner, depth + 1) if is_answer else None
     if len(items) == 2:
         low, high = items
         endless = "infty" in low + high or "infinity" in low + high
         if text[0] == "[" or text[-1] == "]" or endless:
             return answers.Intervals((answers.Piece(parse(low), text[0] == "[", parse(high), text[-1] == "]"),))
-    read = [read_answer(item, depth=depth + 1) for item in items]
+    read = [read_answer(item, depth + 1) for item in items]
     if any(isinstance(item, AnswerList) and item.signs for item in read):  # (\\pm 1, 2) are two points
         choices = itertools.islice(itertools.product(*(_flat([item]) for item in read)), 16)
         return AnswerList("list", tuple(AnswerList("tuple", choice) for choice in choices))
     return AnswerList("tuple", tuple(read))
-
-
-def _matrix_rows(inner: str) -> list[list[str]]:
-    """The cells of [[1, 2], [3, 4]] and [1, 2; 3, 4]; none if that is no matrix."""
-    rows = [row.strip() for row in split_top(inner, _COMMA)]
-    if all(row.startswith("[") and row.endswith("]") and closing(row, 0) == len(row) - 1 for row in rows):
-        cells = [split_top(row[1:-1], _COMMA) for row in rows]
-    else:
-        is_plain = "," in inner and not set(inner) & set("[]()")
-        cells = [row.split(",") for row in inner.split(";")] if is_plain else []
-    return cells if len(cells) > 1 and len({len(row) for row in cells}) == 1 else []
 
 
 def _set(inner: str, depth: int) -> Answer:
@@ -305,11 +255,11 @@ def _set(inner: str, depth: int) -> Answer:
         return answers.Intervals(())
     conditions = split_top(inner, _BAR)
     if len(conditions) == 2 and (over := _OVER.fullmatch(conditions[0].strip())):
-        found = read_answer(conditions[1], depth=depth + 1)
+        found = read_answer(conditions[1], depth + 1)
         if over[1] in (None, "R") or not isinstance(found, answers.Intervals):
             return found
         return whole_members(found, -math.inf if over[1] == "Z" else 1)
-    items = _flat([read_answer(part, depth=depth + 1) for part in _split(inner, _COMMA)])
+    items = _flat([read_answer(part, depth + 1) for part in split_top(inner, _COMMA)])
     if any(isinstance(item, answers.Intervals) for item in items):
         raise Unreadable("a set of sets")
     if len(items) == 1 and isinstance(items[0], AnswerList) and items[0].kind == "tuple":
@@ -317,45 +267,20 @@ def _set(inner: str, depth: int) -> Answer:
     return AnswerList("set", tuple(items))
 
 
-def _without_points(text: str, depth: int) -> Answer:
-    """A set of reals without a set or some points."""
-    whole, _, points = text.partition("\\setminus")
-    name, whole = _membership(whole)
-    removed = complement(_union([read_answer(points, depth=depth + 1)]))
-    left = removed and intersection(replace(_union([read_answer(whole, depth=depth + 1)]), name=name), removed)
-    if left is None:
-        raise Unreadable("a difference of sets")
-    return left
-
-
-def _membership(text: str) -> tuple[str, str]:
-    """The variable and the set of `x \\in ...`."""
-    match = re.match(r"\s*([^\s\\()\[\]{}]+)\s*\\in(?![A-Za-z])", text)
-    return (match[1], text[match.end() :]) if match else ("", text)
-
-
 def _union(parts: Sequence[Answer]) -> answers.Intervals:
-    spans = [as_spans(part) for part in parts]
-    if None in spans:
+    spans = as_spans(AnswerList("list", tuple(parts)))
+    if spans is None:
         raise Unreadable("not a part of a union")
-    return answers.Intervals(tuple(piece for part in spans if part for piece in part.pieces))
-
-
-def read_decimal_comma(text: str) -> Fraction | None:
-    """1000,99 as much of Europe writes it; for references that are decimals."""
-    return read_number(text.replace(",", ".")) if re.fullmatch(r"-?\d+,\d+", text, re.ASCII) else None
+    return spans
 
 
 def _read_value(text: str, depth: int) -> Answer | None:
     """An expression with or without a unit; several where it has plus-minus signs."""
     if compound := read_compound(text):
         return Value(("n", compound[0]), compound[1])
-    if percent := _PERCENT_TAIL.search(text):
-        core = text[: percent.start()].strip()
-        return _with_words(core, "percent") if core else None
     word, letters = _WORD_TAIL.search(text), _GLUED_TAIL.search(text)
-    glued = word or letters
-    if glued is None or len(glued["unit"]) < 2 or not is_glued(glued["unit"]):  # 25 mph is not 25 m p h
+    glued = (word or letters or {"unit": ""})["unit"]
+    if text[-1] != "%" and not (len(glued) > 1 and is_glued(glued)):  # 25 mph is not 25 m p h
         with contextlib.suppress(Unreadable):
             return _spread(parse_signs(text), None)
     for tail in (_UNIT_TAIL.search(text), word, letters):
@@ -389,3 +314,6 @@ def _spread(nodes: list[Node], unit: Unit | None) -> Answer:
     if node[0] == "-" and node[1][0] == "*" and node[1][2] == DEGREE:
         node = ("*", ("-", node[1][1]), DEGREE)
     return Value(node[1], read_unit("degrees")) if node[0] == "*" and node[2] == DEGREE else Value(node, unit)
+
+
+_READERS = (_read_cases, read_special, _read_text, _read_list, _read_sets, _read_relation, _read_bracketed, _read_value)

@@ -57,15 +57,11 @@ def read_special(text: str, depth: int) -> Answer | None:
         return named
     if match := _HALF_LINE.fullmatch(text):
         return half_line("", match[2] or ("<" if match[1] == "-" else ">"), ("n", Fraction(0)))
-    if (number := read_number_words(plain)) is not None:
-        return Value(("n", number))
     based = WRAPPED_TEXT.sub(r"\1", text) if "}_" in text else text
     if match := _BASED.fullmatch(based) or _BASED_WORDS.fullmatch(text):
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
         if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
             return _based(match[1].upper(), base)
-        if match[1].isdigit() and base:
-            return answers.Words(text)  # 7_7 is no number
     if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and depth == 0:
         return read_clock(match)
     if match := _CONGRUENCE.fullmatch(text):
@@ -105,8 +101,6 @@ def as_words(text: str, *, with_digits: bool = False) -> answers.Words | None:
 
 
 def plain_words(text: str) -> str:
-    if len(text) > 600:
-        return ""
     text = WRAPPED_TEXT.sub(r"\1", text) if "text" in text else text
     return " ".join(re.sub(r"[.,;:!\"'`“”]", " ", text).lower().split())
 
@@ -125,12 +119,15 @@ def read_clock(match: re.Match[str]) -> answers.Clock | None:
     hour, minute, half = int(match[1] or match[4] or match[6]), int(match[2] or match[5] or 0), (match[3] or "").lower()
     if hour > 24 or minute > 59 or (half and hour > 12):
         return None
-    return answers.Clock(hour % 12 + 12 * (half == "p") if half else hour, minute, half)
+    return answers.Clock((hour % 12 + 12 * (half == "p") if half else hour) * 60 + minute, bool(half))
 
 
 def read_grid(body: str) -> answers.Grid:
-    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", body) if row.strip()]
-    return answers.Grid(tuple(tuple(parse(cell) for cell in row.split("&")) for row in rows))
+    """The rows of a matrix as LaTeX has them, or of 1, 2], [3, 4 and 1, 2; 3, 4."""
+    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\]\s*,\s*\[|;", body) if row.strip()]
+    return answers.Grid(
+        tuple(tuple(map(parse, row.split("&" if "&" in body or "\\\\" in body else ","))) for row in rows)
+    )
 
 
 # what stands behind an answer and says only what its letters are; up to the next answer of a list

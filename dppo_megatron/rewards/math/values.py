@@ -57,9 +57,10 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
         return False
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
         return _percents(gold, gold_unit, other, other_unit, rules)
-    if {gold_unit.dimension, other_unit.dimension} == {"angle", "radians"}:
-        degrees, radians = (gold, other) if gold_unit.dimension == "angle" else (other, gold)
-        return bool(same(("*", degrees.node, DEGREE), radians.node, rules.work))
+    for angle, plain in ((gold, other), (other, gold)):  # 90 degrees and pi/2
+        in_radians = plain.unit.dimension == "radians" if plain.unit else _has_pi(plain.node)
+        if angle.unit is not None and angle.unit.dimension == "angle" and in_radians:
+            return bool(same(("*", angle.node, DEGREE), plain.node, rules.work))
     if gold_unit.dimension and other.unit is None and (written := _with_unit(other.node, gold_unit)):
         return equal_values(gold, written, rules)
     stated = gold.unit.words if gold.unit else gold_unit.dimension
@@ -71,12 +72,7 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
                 ("*", side.node, ("n", unit.factor)) for side, unit in ((gold, gold_unit), (other, other_unit))
             )
             return equal_nodes(ours, theirs, rules)
-    if equal_nodes(gold.node, other.node, rules):
-        return True
-    for angle, plain in ((gold, other), (other, gold)):  # 90 degrees and pi/2
-        if angle.unit is not None and angle.unit.words == "degrees" and plain.unit is None and _has_pi(plain.node):
-            return bool(same(("*", angle.node, DEGREE), plain.node, rules.work))
-    return False
+    return equal_nodes(gold.node, other.node, rules)
 
 
 def _may_count(value: Value, context: str) -> bool:
@@ -119,13 +115,13 @@ def equal_nodes(gold: Node, other: Node, rules: Rules) -> bool:
     """Whether two parsed expressions have the same value."""
     if gold == other:
         return True
-    if _infinite_sign(gold) or _infinite_sign(other):
-        return _infinite_sign(gold) == _infinite_sign(other)
+    if INFINITY in (gold, other, gold[1], other[1]):
+        return False
     verdict, names = same(gold, other, rules.work), symbols(gold) | symbols(other)
     if verdict is not False or not names:
         return bool(verdict) or (not names and _near(gold, other, rules))
     if ANY_WHOLE in walk(other) and not symbols(gold):  # 3 modulo 5, where that is asked for
-        return bool(same(gold, substituted(other, "_", ("n", Fraction(0))), rules.work))
+        return bool(same(gold, substituted(other, {"_": ("n", Fraction(0))}), rules.work))
     if (_has_pi(gold) and names <= {"k", "m", "n"}) or ANY_WHOLE in walk(gold):
         turned = parameter_turned(gold, other, rules.work)
     else:
@@ -188,7 +184,7 @@ def parameter_turned(gold: Node, other: Node, work: WorkLimit) -> Node | None:
     shift = back * round((start - other_start) / step) if step else 0
     if shift and mine != "k" and abs(start) >= abs(step):
         return None
-    return substituted(other, name, ("+", ("*", ("n", Fraction(back)), ("s", mine)), ("n", Fraction(shift))))
+    return substituted(other, {name: ("+", ("*", ("n", Fraction(back)), ("s", mine)), ("n", Fraction(shift)))})
 
 
 _CONSTANTS = frozenset(["c", "K", "k", "C_1", "c_1", "C_0"])
@@ -203,13 +199,9 @@ def _with_constant(gold: Node, other: Node, work: WorkLimit) -> Node | None:
     if ours - theirs != {"C"} or len(added) != 1 or not added <= _CONSTANTS or not ours & _VARIABLES:
         return None
     one, constant = ("n", Fraction(1)), ("s", "C")
-    if added == {"c"} or same(("+", gold, one), substituted(gold, "C", ("+", constant, one)), work):
-        return substituted(other, next(iter(added)), constant)
+    if added == {"c"} or same(("+", gold, one), substituted(gold, {"C": ("+", constant, one)}), work):
+        return substituted(other, dict.fromkeys(added, constant))
     return None
-
-
-def _infinite_sign(node: Node) -> int:
-    return 1 if node == INFINITY else -1 if node == ("-", INFINITY) else 0
 
 
 def _has_pi(node: Node) -> bool:
