@@ -279,6 +279,11 @@ def test_graded_again(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     judged = read_samples(other)
     assert len(judged) == 57
     assert all(sample.correct == bool(final_answer(sample.text, sample.reference)) for sample in judged)
+    several = ["reward.functions.never.function=support.faulty:length_parity", "reward.min_self_consistency=0"]
+    assert main(["eval", "--rescore", samples, *several, "--out", str(tmp_path / "several")]) == 0
+    one = ["eval", "--rescore", str(tmp_path / "several"), "reward.function=final_answer"]
+    assert main([*one, "--out", str(tmp_path / "one")]) == 0, "instead of several"
+    assert [sample.correct for sample in read_samples(tmp_path / "one")] == [sample.correct for sample in judged]
 
 
 def test_in_the_files_of_other_harnesses(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

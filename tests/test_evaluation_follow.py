@@ -140,6 +140,8 @@ def test_what_is_gone_is_reported_and_what_differs_refused(
     assert "of something else (sets.heldout.samples: 6, now 7)" in refused(
         str(run_dir), *SETTINGS[1:], "eval.samples=7"
     )
+    assert "limit = 3 (the run: 0)" in refused(str(run_dir), *SETTINGS, "--limit", "3")
+    assert "temperature = 0.5 (the run: 1.0)" in refused(str(run_dir), "eval.temperature=0.5")
     assert "leave out --step" in refused(str(run_dir), "--step", "2")
     assert "holds no config.yaml" in refused(str(tmp_path))
     monkeypatch.setattr(evaluate_command, "_TO_BEGIN_S", 0.0)

@@ -13,10 +13,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 
 from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest, read_own, step_name
 from dppo_megatron.config.changes import saved_values
+from dppo_megatron.config.load import read_config
+from dppo_megatron.config.resolved_sets import eval_set_configs
+from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.evaluation.eval_samples import RESULTS, check_out, difference, read_results, scores_of
 from dppo_megatron.evaluation.standalone import EngineAndGraders, about, check_alone, evaluate
@@ -48,6 +52,8 @@ def follow(given: EvalArguments, run: str, status: Callable[[], str]) -> list[st
         )
     config, out, said = prepare(given)
     assert out is not None
+    if given.out is None:
+        _check_same_scores(config, read_config(str(directory / "config.yaml"), []))
     check_out(out, RESULTS)
     with closing(EngineAndGraders(config, out, said)) as used:
         follower = _Follower(used, directory / "checkpoints", run, out, every)
@@ -59,6 +65,25 @@ def follow(given: EvalArguments, run: str, status: Callable[[], str]) -> list[st
                     time.sleep(_LOOK_S)
     again = "" if ended == "finished" else "; the same command goes on when the run does"
     return ["", f"the run has ended ({ended}), {follower.num_done} of its checkpoints are evaluated in {out}/{again}"]
+
+
+def _check_same_scores(config: Config, of_run: Config) -> None:
+    """Raises UserError for a set that the run evaluates too, otherwise: its report draws both as one curve. More
+    samples are no other score."""
+    own = eval_set_configs(of_run)
+    for name, now in eval_set_configs(config).items():
+        if name in own:
+            changed = [
+                f"{item.name} = {getattr(now, item.name)!r} (the run: {getattr(own[name], item.name)!r})"
+                for item in fields(now)
+                if item.name not in ("key", "max_prompt_tokens_key", "samples")
+                and getattr(now, item.name) != getattr(own[name], item.name)
+            ]
+            if changed:
+                raise UserError(
+                    f"the run evaluates the set '{name}' too, otherwise: {', '.join(changed)}. Its report would draw"
+                    " both as one curve: give --out DIR, or leave the setting out"
+                )
 
 
 class _Follower:

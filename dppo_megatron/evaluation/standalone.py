@@ -200,7 +200,10 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     }
     if any(item.startswith("reward.function") for item in settings):
         sets = {}  # the grader that the command line names is for every set
-    layers = [(str(beside), {"reward": before["reward"], "data": {"eval_sets": sets}})] if "reward" in before else []
+    reward = dict(before.get("reward") or {})
+    if any(item.startswith("reward.function=") for item in settings):
+        reward.pop("functions", None)  # and instead of several
+    layers = [(str(beside), {"reward": reward, "data": {"eval_sets": sets}})] if reward else []
     config = load_config("", list(settings), writes_run=False, purpose="grade", layers=layers)
     again: list[EvalSample] = []
     by_key = Graders(set_rewards(config))
