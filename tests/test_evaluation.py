@@ -14,6 +14,7 @@ from support.job import REPOSITORY, job_config, read_metrics
 from support.launch import run_ranks
 
 from dppo_megatron.config.data import EvalSetConfig
+from dppo_megatron.config.load import read_config
 from dppo_megatron.config.reward import SetRewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.eval_samples import read_samples, scores_of
@@ -263,6 +264,15 @@ def test_settings_may_stand_anywhere() -> None:
     assert arguments.overrides == ["seed=1", "eval.samples=4"]
     assert split_settings(arguments.sets) == (["six", "mine=x"], ["rollout.engine=vllm"])
     assert split_settings(["eval=x.jsonl", "a.b=y", "seed=3"]) == (["eval=x.jsonl", "a.b=y"], ["seed=3"])
+
+
+def test_a_set_of_the_run_by_its_name(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From elsewhere too, sampled as the run does; beside a set that is given by its path."""
+    monkeypatch.chdir(tmp_path)
+    own = read_config(str(trained / "config.yaml"), []).data.eval_sets[EASY]
+    assert main(["eval", str(trained), "--sets", EASY, f"mine={own.path}", "--limit", "2", "--out", "out"]) == 0
+    sets = json.loads((tmp_path / "out" / "results.json").read_text())["sets"]
+    assert sets.keys() == {EASY, "mine"} and sets[EASY]["samples"] == 5 != sets["mine"]["samples"]
 
 
 def test_graded_again(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,7 +143,7 @@ def _document(path: Path, source: Source, chain: tuple[Path, ...]) -> Node | Non
         with open(path, "rb") as file:
             content = b"" if circle else file.read(4 * MAX_CHARACTERS + 1)  # a device could be read for ever
     except FileNotFoundError:
-        more = "" if chain else f"; {nearest_config(str(path))}"
+        more = f"; {nearest_config('' if chain else str(path))}"
         raise UserError(f"config file '{path}'{of} does not exist (working directory: {Path.cwd()}){more}") from None
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a NUL in the name; OSError: circular links
         reason = getattr(error, "strerror", None) or error

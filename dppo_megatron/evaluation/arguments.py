@@ -8,7 +8,7 @@ files.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import config_from_values, load_config
-from dppo_megatron.config.paths import how_to_download, shipped
+from dppo_megatron.config.paths import how_to_download, shipped, working_directory
+from dppo_megatron.config.references import located
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.eval_samples import FOLLOWED
 from dppo_megatron.types import UserError
@@ -66,7 +67,8 @@ def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]
     target = None
     if not is_config:
         target = _followed(Path(given.model)) if given.follow else _find_target(given.model, given.step)
-    sets = _chosen_sets(given.sets, given.data, given.settings)
+    own = _own_sets(target) if target is not None else {}
+    sets = _chosen_sets(given.sets, given.data, given.settings, own)
     layers: list[tuple[str, Mapping[str, Any]]] = [("--sets", {"data": {"eval_sets": sets}})] if sets else []
     if target is not None:
         own = _settings_of(target, given, replaced=bool(sets))
@@ -102,9 +104,19 @@ def _settings_of(target: _Target, given: EvalArguments, *, replaced: bool) -> di
     return settings | {"data": data}
 
 
-def _chosen_sets(words: Sequence[str], data: Path | None, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _own_sets(target: _Target) -> dict[str, dict[str, Any]]:
+    """Those of the run, with paths that hold from here."""
+    data, base = target.settings.get("data") or {}, working_directory(target.where)
+    sets = {name: {"path": path} for name, path in (data.get("eval_paths") or {}).items()}
+    sets |= data.get("eval_sets") or {}
+    return {name: values | {"path": located(values["path"], "path", base)} for name, values in sets.items()}
+
+
+def _chosen_sets(
+    words: Sequence[str], data: Path | None, settings: Sequence[str], own: Mapping[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
     """`data.eval_sets` for the sets that `words` name; `data` is the directory that relative paths of presets and files
-    are in. Raises UserError for a name that is in no preset, or a duplicate one."""
+    are in, `own` are the run's. Raises UserError for a name that is in neither, or a duplicate one."""
     found: dict[str, dict[str, Any]] = {}
     for word in words:
         name, separator, path = word.partition("=")
@@ -117,7 +129,7 @@ def _chosen_sets(words: Sequence[str], data: Path | None, settings: Sequence[str
             new = _located(_read(Path(word)), word, data)
         else:
             for part in word.split(","):
-                new |= _located(_preset(part), part, data)
+                new |= {part: own[part]} if part in own and not data else _located(_preset(part, own), part, data)
         if both := found.keys() & new.keys():
             raise UserError(f"--sets: the set '{min(both)}' is given twice; names must differ")
         found |= new
@@ -130,13 +142,13 @@ def _without(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, An
     return {key: value for key, value in values.items() if not {f"eval.{key}", f"data.{key}"} & said}
 
 
-def _preset(name: str) -> dict[str, dict[str, Any]]:
+def _preset(name: str, own: Collection[str]) -> dict[str, dict[str, Any]]:
     """All sets of a preset, or the one set of that name."""
     folder = shipped("configs", "eval")
     presets = {path.stem: _read(path) for path in sorted(folder.glob("*.yaml"))}
     sets = {key: values for preset in presets.values() for key, values in preset.items()}
     if name not in presets and name not in sets:
-        known = ", ".join([*presets, *sets]) or f"none, for {folder} is not there"
+        known = ", ".join([*own, *presets, *sets]) or f"none, for {folder} is not there"
         raise UserError(
             f"--sets {name}: no preset and no set of one (known: {known}); give name=path for a set of your own"
         )

@@ -219,6 +219,7 @@ def program(wanted: Collection[str] = _COMMANDS) -> argparse.ArgumentParser:
         prog="dppo-megatron",
         allow_abbrev=False,
         description="Dynamic Pruning Policy Optimization (arXiv 2603.04135) on Megatron-core.",
+        epilog="Begin with docs/tutorial.md; `dppo-megatron config` describes every setting.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
