@@ -215,12 +215,12 @@ def _far_from_references() -> dict[str, float]:
 
 @pytest.mark.slow
 def test_the_references_are_what_the_script_makes() -> None:
-    """And small. A CPU with other instructions adds in another order: 1e-5 is a tenth of the bar. Adam's first update
-    divides rounding by itself where a gradient is small (1.1e-5 on one CPU), so half of the bar behind it."""
+    """And small. A CPU with other instructions adds in another order: a tenth of the bar, which behind three updates is
+    three times as high (`bars._parity`); 1.1e-5 was seen there on one CPU."""
     size = len((files("dppo_megatron.workbench.accept") / "assets" / "references.npz").read_bytes())
     assert size < 100_000
     (far,) = run_ranks(_far_from_references, 1)
-    assert far and all(value < (5e-5 if name == "after" else 1e-5) for name, value in far.items()), far
+    assert far and all(value < (3e-5 if name == "after" else 1e-5) for name, value in far.items()), far
 
 
 def _tiny(name: str, directory: Path) -> None:
