@@ -33,7 +33,7 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
         function = getattr(importlib.import_module(module_name), name)
     except (Exception, SystemExit) as error:  # importing a module can raise anything
         said = str(error).strip().partition("\n")[0]
-        if said == "No module named 'examples'":
+        if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] == "examples":
             said += "; `dppo-megatron init DIR` copies the shipped examples to DIR"
         raise UserError(f"{key} = '{path}' cannot be imported: {type(error).__name__}: {said}") from None
     if not callable(function):

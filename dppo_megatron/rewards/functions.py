@@ -129,7 +129,9 @@ def _load(item: NamedFunction) -> Calling:
     try:
         function: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module_name))
     except BaseException as error:  # a module that calls sys.exit() or fails in any other way
-        raise ValueError(f"{item.key} cannot be imported: {_described(error)}") from None
+        is_shipped = isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] == "examples"
+        hint = "; `dppo-megatron init DIR` copies the shipped examples to DIR" if is_shipped else ""
+        raise ValueError(f"{item.key} cannot be imported: {_described(error)}{hint}") from None
     if not callable(function):
         raise ValueError(f"{item.key} is not callable, it is {_shown(function)}")
     try:

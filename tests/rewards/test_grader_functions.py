@@ -218,6 +218,12 @@ def test_what_would_bind_to_the_wrong_arguments_is_refused(name: str, said: str)
         rewards(name)
 
 
+def test_shipped_examples_are_hinted_at() -> None:
+    """A wheel has them elsewhere."""
+    with pytest.raises(ValueError, match="No module named 'examples.*`dppo-megatron init DIR` copies"):
+        Rewards([NamedFunction("reward.function", "examples.of_a_wheel:grade", 1.0)])
+
+
 def test_a_list_that_does_not_fit_is_a_failure() -> None:
     (said,) = in_turn("trl_column", [Sample("", "", {"unit": 1})])
     assert said["failure"] == "asks for the column 'difficulty', and the rows have: unit"
