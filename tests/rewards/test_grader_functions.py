@@ -220,7 +220,7 @@ def test_what_would_bind_to_the_wrong_arguments_is_refused(name: str, said: str)
 
 def test_shipped_examples_are_hinted_at() -> None:
     """A wheel has them elsewhere."""
-    with pytest.raises(ValueError, match="No module named 'examples.*`dppo-megatron init DIR` copies"):
+    with pytest.raises(ValueError, match=r"No module named 'examples.*`dppo-megatron init DIR` copies"):
         Rewards([NamedFunction("reward.function", "examples.of_a_wheel:grade", 1.0)])
 
 
