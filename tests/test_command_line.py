@@ -104,7 +104,9 @@ def test_a_shipped_config_is_found_by_name(
     assert capsys.readouterr().err.startswith(
         "CONFIG: configs/quickstart.yaml of this directory, not the shipped one\n"
     )
-    assert main(["init", "."]) == 2 and "'configs' exists already" in capsys.readouterr().err
+    assert main(["init", "."]) == 2 and "'.' has configs and examples already" in capsys.readouterr().err
+    (tmp_path / "configs").rename(tmp_path / "mine")
+    assert main(["init", "."]) == 0 and capsys.readouterr().out.startswith("configs: ")
     monkeypatch.chdir(REPOSITORY)
     assert main(["train", "configs/quickstart.yaml", "seed=-1"]) == 2
     assert capsys.readouterr().err.startswith("error: ")  # it is both

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.job import REPOSITORY, job_config, read_metrics
@@ -273,6 +275,19 @@ def test_a_set_of_the_run_by_its_name(trained: Path, tmp_path: Path, monkeypatch
     assert main(["eval", str(trained), "--sets", EASY, f"mine={own.path}", "--limit", "2", "--out", "out"]) == 0
     sets = json.loads((tmp_path / "out" / "results.json").read_text())["sets"]
     assert sets.keys() == {EASY, "mine"} and sets[EASY]["samples"] == 5 != sets["mine"]["samples"]
+
+
+@pytest.mark.parametrize("held", ["[1]", "{a: 3}", "{a: {path: []}}", "x"])
+def test_damaged_sets_of_a_run_are_named(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], held: str
+) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    values["data"]["eval_sets"] = yaml.safe_load(held)
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    for sets in (["--sets", "a"], []):
+        assert main(["eval", str(run), *sets]) == 2
+        assert "data.eval_sets" in capsys.readouterr().err
 
 
 def test_graded_again(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,9 +26,9 @@ class GenerationInRounds(_Trainer):  # type: ignore[misc]
         if is_server or self.args.generation_kwargs:  # such as a shortest length, which would be each round's
             return more(prompt_ids, *args, **kwargs)
         config, ids, unfinished = self.generation_config, [*prompt_ids], [*range(len(prompt_ids))]
-        longest = config.max_new_tokens
+        longest, halvings = config.max_new_tokens, range(max(1, self.generation_rounds))
         try:
-            for start, end in pairwise(sorted({0, *(-(-longest // 2**n) for n in range(self.generation_rounds))})):
+            for start, end in pairwise(sorted({0, *(-(-longest // 2**n) for n in halvings)})):
                 config.max_new_tokens = end - start
                 # a process that is through takes part all the same: weights may be sharded
                 new, _ = more([ids[row] for row in unfinished or [0]], *args, **kwargs)

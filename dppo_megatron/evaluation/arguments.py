@@ -18,9 +18,8 @@ import yaml
 from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.config.data import EvalSetConfig
-from dppo_megatron.config.load import config_from_values, load_config
-from dppo_megatron.config.paths import how_to_download, shipped, working_directory
-from dppo_megatron.config.references import located
+from dppo_megatron.config.load import config_from_values, config_values, load_config
+from dppo_megatron.config.paths import how_to_download, shipped
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.eval_samples import FOLLOWED
 from dppo_megatron.types import UserError
@@ -105,11 +104,13 @@ def _settings_of(target: _Target, given: EvalArguments, *, replaced: bool) -> di
 
 
 def _own_sets(target: _Target) -> dict[str, dict[str, Any]]:
-    """Those of the run, with paths that hold from here."""
-    data, base = target.settings.get("data") or {}, working_directory(target.where)
-    sets = {name: {"path": path} for name, path in (data.get("eval_paths") or {}).items()}
-    sets |= data.get("eval_sets") or {}
-    return {name: values | {"path": located(values["path"], "path", base)} for name, values in sets.items()}
+    """Those of the run, with paths that hold from here. Raises UserError for sets that are none."""
+    saved = target.settings.get("data") or {}
+    if isinstance(saved, dict):
+        saved = {key: saved[key] for key in ("eval_paths", "eval_sets") if key in saved}
+    data = config_from_values({"data": saved}, target.where).data
+    sets = {name: {"path": path} for name, path in data.eval_paths.items()}
+    return sets | {name: config_values(entry) for name, entry in data.eval_sets.items()}
 
 
 def _chosen_sets(

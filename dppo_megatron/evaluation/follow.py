@@ -19,6 +19,7 @@ from pathlib import Path
 from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest, read_own, step_name
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.config.load import read_config
+from dppo_megatron.config.paths import in_short
 from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
@@ -74,11 +75,15 @@ def _check_same_scores(config: Config, of_run: Config) -> None:
     for name, now in eval_set_configs(config).items():
         if name in own:
             changed = [
-                f"{item.name} = {getattr(now, item.name)!r} (the run: {getattr(own[name], item.name)!r})"
+                f"{item.name} = {in_short(getattr(now, item.name), 60)}"
+                f" (the run: {in_short(getattr(own[name], item.name), 60)})"
                 for item in fields(now)
                 if item.name not in ("key", "max_prompt_tokens_key", "samples")
                 and getattr(now, item.name) != getattr(own[name], item.name)
             ]
+            graders = (now.reward.over(config.reward), own[name].reward.over(of_run.reward))
+            if len({repr((one.function, one.functions)) for one in graders}) > 1:
+                changed.append("another reward")
             if changed:
                 raise UserError(
                     f"the run evaluates the set '{name}' too, otherwise: {', '.join(changed)}. Its report would draw"

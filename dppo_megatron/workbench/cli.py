@@ -208,9 +208,8 @@ class _Parser(argparse.ArgumentParser):
             message = "arguments are required: CONFIG, a YAML file or a shipped one's name, such as quickstart"
         from dppo_megatron.config.paths import with_paths
 
-        super().error(
-            one_line(with_paths(message), 2000)
-        )  # quotes what was typed, or what a shell made of a file's name
+        # one line: it quotes what was typed, or what a shell made of a file's name
+        super().error(one_line(with_paths(message), 2000))
 
 
 def program(wanted: Collection[str] = _COMMANDS) -> argparse.ArgumentParser:

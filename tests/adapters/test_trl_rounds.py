@@ -41,7 +41,7 @@ def test_greedy_texts_are_the_same_and_ended_rows_are_left_out(tmp_path: Path) -
     assert calls == [(80, LENGTH)]
     lengths = np.array([len(ids) for ids in expected])
     assert len(set(lengths)) > 3
-    for rounds, ends in ((2, [6, 12]), (3, [3, 6, 12]), (9, [1, 2, 3, 6, 12])):
+    for rounds, ends in ((0, [12]), (2, [6, 12]), (3, [3, 6, 12]), (9, [1, 2, 3, 6, 12])):
         found, calls = _generated(made, rounds, prompts)
         assert found == expected
         starts = [0, *ends[:-1]]

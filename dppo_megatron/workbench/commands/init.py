@@ -19,7 +19,7 @@ from dppo_megatron.types import UserError
 
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "dir", metavar="DIR", type=Path, help="where to write; configs/ and examples/ must not be there yet"
+        "dir", metavar="DIR", type=Path, help="where to write; what is there of the two is left as it is"
     )
 
 
@@ -27,8 +27,9 @@ def execute(arguments: argparse.Namespace) -> int:
     targets = {name: Path(arguments.dir / name) for name in ("configs", "examples")}
     for target in targets.values():
         check_writable("DIR", target, directory=True)
-        if os.path.lexists(target):
-            raise UserError(f"DIR: '{target}' exists already; name another directory")
+    if all(map(os.path.lexists, targets.values())):
+        raise UserError(f"DIR: '{arguments.dir}' has configs and examples already; name another directory")
+    targets = {name: target for name, target in targets.items() if not os.path.lexists(target)}
     for name, target in targets.items():
         try:
             shutil.copytree(shipped(name), target, ignore=shutil.ignore_patterns("__pycache__"))

@@ -168,7 +168,9 @@ def best_of(path: Path) -> list[Arm]:
         rungs = msgspec.json.decode(path.read_bytes(), type=_Rungs).rungs
     except (OSError, msgspec.DecodeError) as error:
         raise UserError(f"--tuned {path}: is no sweep.json of compare --sweep: {reason(error)}") from None
-    return [row.arm for row in rungs[-1] if row.goes_on]
+    if not (arms := [row.arm for row in rungs[-1] if row.goes_on]):
+        raise UserError(f"--tuned {path}: no candidate of its last rung goes on")
+    return arms
 
 
 class _Rungs(msgspec.Struct):
