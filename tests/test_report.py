@@ -260,6 +260,8 @@ def page(driver: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     for record in records:  # another set, of 8 samples a problem
         names = ("avg@8", "pass@1", "pass@2", "pass@4", "pass@8", "maj@2", "maj@4", "maj@8")
         record.columns |= {f"eval/aime/{name}": [0.5] * 31 for name in names}
+    records[1].columns["reward/shortness"] = [0.25] * 31
+    records[1].settings |= {"reward.functions.shortness.function": '"m:f"', "data.eval_sets.aime.limit": "null"}
     write_page(path / "report.html", records)
     return _open(driver, path / "report.html")
 
@@ -317,6 +319,21 @@ def test_in_a_browser_right_is_not_rewarded(page: Any) -> None:
     assert titles == [f"problem {n}: what is 6 * 7?" for n in (0, 1)]
     note = page.execute_script("return document.querySelector('#samples .note').textContent")
     assert note.startswith("16 of 16 recorded groups of step 30; 3 of 3 recorded steps.")
+
+
+@pytest.mark.slow
+def test_in_a_browser_named_rewards_are_drawn_beside_the_mean(page: Any) -> None:
+    """And a set's settings that were left out are no changes."""
+    drawn = page.execute_script(
+        "return charts.find(one => one.plot.ariaLabel.startsWith('Reward')).traces().map(trace => trace.name)"
+    )
+    assert "second · shortness" in drawn and "first · shortness" not in drawn and "first · mean" in drawn
+    page.execute_script(
+        "const which = document.querySelector('#settings select');"
+        "which.value = 'changed'; which.dispatchEvent(new Event('change'))"
+    )
+    changed = page.execute_script("return document.querySelector('#settings tbody').textContent")
+    assert "reward.functions.shortness.function" in changed and "data.eval_sets.aime.limit" not in changed
 
 
 @pytest.mark.slow
