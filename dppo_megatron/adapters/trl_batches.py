@@ -30,7 +30,7 @@ class GenerationInRounds(_Trainer):  # type: ignore[misc]
         try:
             for start, end in pairwise(sorted({0, *(-(-longest // 2**n) for n in halvings)})):
                 config.max_new_tokens = end - start
-                # a process that is through takes part all the same: weights may be sharded
+                # a process whose rows have all ended takes part too: generating may gather sharded weights
                 new, _ = more([ids[row] for row in unfinished or [0]], *args, **kwargs)
                 for row, tokens in zip(unfinished, new, strict=False):
                     ids[row] = ids[row] + tokens
