@@ -306,6 +306,9 @@ def test_graded_again(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(sample.correct == bool(final_answer(sample.text, sample.reference)) for sample in judged)
     several = ["reward.functions.never.function=support.faulty:length_parity", "reward.min_self_consistency=0"]
     assert main(["eval", "--rescore", samples, *several, "--out", str(tmp_path / "several")]) == 0
+    capsys.readouterr()
+    assert main(["eval", "--rescore", samples, *several, "reward.function=final_answer"]) == 0
+    assert "reward.function = 'final_answer' is not used" in capsys.readouterr().out
     one = ["eval", "--rescore", str(tmp_path / "several"), "reward.function=final_answer"]
     assert main([*one, "--out", str(tmp_path / "one")]) == 0, "instead of several"
     assert [sample.correct for sample in read_samples(tmp_path / "one")] == [sample.correct for sample in judged]

@@ -41,7 +41,7 @@ from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.launcher_env import launched_world_size
 from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import Graders
-from dppo_megatron.rewards.start_checks import check_grader
+from dppo_megatron.rewards.start_checks import check_grader, unused_grader
 from dppo_megatron.rollout.engine import Engine
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
@@ -217,7 +217,8 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     pairs = [(a, b) for a, b in zip(samples, again, strict=True) if a.is_graded]
     moved = sum(a.correct != b.correct for a, b in pairs)
     scores = scores_of(again)
-    lines = [*table(scores), "", f"{moved} of {len(pairs)} samples are judged otherwise than before"]
+    lines = [*unused_grader(config.reward), *table(scores), ""]
+    lines.append(f"{moved} of {len(pairs)} samples are judged otherwise than before")
     if unfinished is not None:
         lines.append(f"the evaluation has not ended; it has {len(samples)} samples so far")
     if out is not None:
