@@ -11,6 +11,7 @@ import os
 import re
 import resource
 
+from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
 _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -24,6 +25,13 @@ def set_cuda_variables() -> None:
     value is kept.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def set_fp8_variables(config: Config) -> None:
+    """What Transformer Engine reads when it is imported: scales of the kind that servers' weights have, so that actor
+    and servers round them alike. Its own kind are powers of two. An existing value is kept."""
+    if config.actor.fp8 == "blockwise" and config.rollout.quantization == "fp8":
+        os.environ.setdefault("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
 
 
 def raise_file_limit() -> int:

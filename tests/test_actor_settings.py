@@ -402,6 +402,11 @@ COLOCATED = {
             {"actor__optimizer__moments_dtype": "bfloat16"},
             "moments_dtype = bfloat16 needs model.dtype = bfloat16, not float32",
         ),
+        (
+            COLOCATED | {"rollout__quantization": "fp8", "model__dtype": "float32"},
+            "fp8 needs model.dtype = bfloat16, not float32: engines",
+        ),
+        (COLOCATED | {"rollout__quantization": "fp8"}, "set objective.correction.level=token"),
         (COLOCATED | {"actor__optimizer__moments_dtype": "float16"}, "cannot be written from the host"),
         (
             {"model__dtype": "bfloat16", "actor__fp8": "tensorwise", "actor__fp8_param": "true"},

@@ -158,6 +158,9 @@ def test_the_canary_names_the_server() -> None:
         (SERVES | {"async_steps": 9}, "must be at most 8"),
         (SERVES | {"async_steps": 2}, "set rollout.sync.in_flight=continue"),
         (SERVES | {"servers.colocate": True}, "needs rollout.servers.launch = local"),
+        ({"quantization": "fp8"}, "rollout.quantization = fp8 is for servers"),
+        (SERVES | {"servers.args": ["--quantization", "fp8"]}, "--quantization, which rollout.quantization chooses"),
+        (SERVES | {"servers.args": ["--hf-overrides={}"], "quantization": "fp8"}, "which rollout.quantization chooses"),
         (SERVES | {"sampling.top_p": 0.0}, "rollout.sampling.top_p = 0.0"),
         (SERVES | {"sync.bucket_mb": 0}, "must be at least 1"),
         (SERVES | {"limits.engine_wait_s": 0}, "must be greater than 0"),
@@ -239,6 +242,7 @@ def test_another_model_behind_the_address(tmp_path: Path) -> None:
         "20 tokens in its vocabulary; the actor has 19": {"vocab_size": 20},
         "a context of 8 tokens": {"max_tokens": 8},
         "--logprobs-mode processed_logprobs": {"logprobs_are_processed": False},
+        "quantized as 'fp8'; rollout.quantization = off sends it others": {"quantization": "fp8"},
     }
     for message, change in wrong.items():
         fields = {name: getattr(good, name) for name in ServerInfo.__slots__} | change

@@ -50,6 +50,22 @@ def importance_factor(batch: TokenBatch, config: CorrectionConfig) -> tuple[Tens
     return factor, (factor != ratio).to(factor.dtype)
 
 
+def left_over(old: Logprobs, behaviour: Logprobs, config: CorrectionConfig) -> FloatArray:
+    """[n] share by which each token's gradient stays wrong: the correction's factor over the whole completion's ratio,
+    which would be exact, less 1.
+
+    Example: log-probabilities 0.1 and 0.3 apart at level=token: factors 1.105 and 1.350 over exp(0.4) = 1.492, so -0.26
+    and -0.10.
+    """
+    mine, theirs = (torch.as_tensor(np.asarray(one, np.float64)) for one in (old, behaviour))
+    zero, one = torch.zeros_like(mine), torch.ones_like(mine)
+    batch = TokenBatch(mine, zero, theirs, mine, zero, zero, one, zero.long())
+    factor, _ = importance_factor(batch, config)
+    exact = bounded_ratio(sequence_sums(mine - theirs, batch))
+    found: FloatArray = (factor / exact - 1.0).numpy()
+    return found
+
+
 @dataclass
 class Mismatch:
     """How far engine and actor are apart, as sums over a step's kept completions that ranks can add up.
@@ -70,8 +86,19 @@ class Mismatch:
     """Sums over completions of 1, r, r^2: importance weight r = old / behaviour."""
     product: FloatArray = field(default_factory=lambda: np.zeros(3))
     """The same of r times the pruning weight, of the kept completions as they are."""
+    gradient: FloatArray = field(default_factory=lambda: np.zeros(2))
+    """Squared lengths of what is wrong of the gradient, and of the gradient, those of different completions taken as
+    orthogonal, as in `selection/bias.py`."""
 
-    def add(self, old: Logprobs, behaviour: Logprobs, figure_weight: float, weight: float) -> None:
+    def add(
+        self,
+        old: Logprobs,
+        behaviour: Logprobs,
+        figure_weight: float,
+        weight: float,
+        correction: CorrectionConfig | None = None,
+        gradient: FloatArray | float = 1.0,
+    ) -> None:
         """Account for a completion.
 
         Args:
@@ -79,6 +106,8 @@ class Mismatch:
             behaviour: [n] the same as the engine recorded them.
             figure_weight: what it counts in figures of the policy.
             weight: its pruning weight.
+            correction: where there is one, what it leaves of the bias is counted.
+            gradient: size of its tokens' gradients, up to a common factor; of all or of each [n].
         """
         difference = np.asarray(old, np.float64) - np.asarray(behaviour, np.float64)
         limited = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -90,6 +119,10 @@ class Mismatch:
         ratio = float(np.exp(np.clip(difference.sum(), -MAX_LOG_RATIO, MAX_LOG_RATIO)))
         self.moments += figure_weight * ratio ** np.arange(3)
         self.product += (ratio * weight) ** np.arange(3)
+        if correction is not None and correction.level != "none":
+            left = left_over(old, behaviour, correction)
+            squared = np.broadcast_to(np.square(gradient) * weight, left.shape)
+            self.gradient += float(squared @ np.square(left)), float(squared.sum())
 
     @staticmethod
     def join(parts: Iterable[Mismatch]) -> Mismatch:
@@ -104,6 +137,12 @@ class Mismatch:
     def logprob_abs_diff(self) -> float:
         """Mean |old - behaviour| a token; NaN if there was none."""
         return mean_of_sums(self.absolute, self.tokens)
+
+    @property
+    def bias(self) -> float | None:
+        """About |E[g'] - g| / |g| that the correction leaves; None where it was not counted."""
+        error, whole = self.gradient.tolist()
+        return math.sqrt(error / whole) if whole else None
 
     @property
     def product_ess(self) -> float:

@@ -30,6 +30,7 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     _check_optimizer(config.actor.optimizer)
     _check_fewer_bits(config)
     _check_actor(config)
+    _check_quantization(config, purpose)
     if purpose != "grade":
         _check_files(config, purpose)
     check_rollout(config.rollout)
@@ -164,6 +165,19 @@ def _check_actor(config: Config) -> None:
         raise UserError(
             "actor.fp8_param = true is not offered: Megatron would build its float32 parameters from the random"
             " initialisation and not from the checkpoint, so the first update would undo the loaded weights"
+        )
+
+
+def _check_quantization(config: Config, purpose: Purpose) -> None:
+    given, objective = f"rollout.quantization = {config.rollout.quantization}", config.objective
+    if config.rollout.quantization == "off":
+        return
+    if config.model.dtype != "bfloat16":
+        raise UserError(f"{given} needs model.dtype = bfloat16, not {config.model.dtype}: engines compute in it")
+    if purpose == "train" and objective.correction.level == "none" and objective.loss != "divergence_tv":
+        raise UserError(
+            f"{given}: completions are sampled from a rounded policy, and objective.correction.level = none would train"
+            " on them as if they were the actor's; set objective.correction.level=token (truncated importance sampling)"
         )
 
 

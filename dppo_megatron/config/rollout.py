@@ -42,6 +42,7 @@ _DRAFT_OPTIONS = (
 )
 _PIPELINE_OPTIONS = ("--pipeline-parallel-size", "-pp", "--pp-size")
 _REPLICA_OPTIONS = ("--data-parallel-size", "-dp", "--dp-size")
+_QUANTIZATION_OPTIONS = ("--quantization", "-q", "--hf-overrides", "--json-model-override-args")
 _NOT_SHORT = ("--reasoning-parser", "--tokenizer")
 """Other options, whose names begin as one of those above does."""
 
@@ -168,6 +169,10 @@ class RolloutConfig:
     """K: the next K steps' prompts wait behind this step's and fill what its last answers leave free, so that no
     straggler holds the servers; tokens are at most K updates old. Colocated servers pause for every update. 0: never
     stale."""
+    quantization: Literal["off", "fp8", "fp8_pow2"] = "off"
+    """How servers hold the linear layers' weights: as the actor, or in FP8 with a scale for each 128 x 128, rounded by
+    the trainer. `fp8_pow2`: scales are powers of two, which Blackwell's kernels need. The policy that is sampled from
+    is another one then, so it needs `objective.correction`."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """The distribution that completions are sampled from."""
     servers: ServersConfig = field(default_factory=ServersConfig)
@@ -230,6 +235,14 @@ def check_rollout(config: RolloutConfig) -> None:
     if config.sync.channel == "ipc" and servers.launch != "local":
         raise UserError(
             "rollout.sync.channel = ipc needs rollout.servers.launch = local: servers must share this machine's memory"
+        )
+    if config.quantization != "off" and not serves:
+        raise UserError(f"rollout.quantization = {config.quantization} is for servers; rollout.engine = hf has none")
+    options = _QUANTIZATION_OPTIONS if config.quantization != "off" else _QUANTIZATION_OPTIONS[:2]
+    if option := _named_option(servers.args, options):
+        raise UserError(
+            f"rollout.servers.args has {option}, which rollout.quantization chooses: weight syncs must bring what the"
+            " server holds"
         )
     if servers.gpus and len(servers.gpus) != servers.count:
         raise UserError(

@@ -39,6 +39,7 @@ from dppo_megatron.rollout.client.messages import ServerAddress
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import ClientRendezvous, Clients, Listener, NodeClient, Nodes, owners, take
 from dppo_megatron.rollout.engine import Engine, Request, RolloutStats, Sampling, Weights
+from dppo_megatron.rollout.fp8_weights import quantized, rounded_names
 from dppo_megatron.rollout.job_nodes import JobServers
 from dppo_megatron.rollout.servers.connect import ChannelName, ConnectedServers, Launched, Membership, connect
 from dppo_megatron.rollout.servers.device_map import DeviceMap, this_device
@@ -82,6 +83,10 @@ class ServerEngine(Engine):
     ) -> None:
         self._config = config
         self._detokenizer, self._vocab_size = Detokenizer.of(tokenizer), architecture.vocab_size
+        self._form: Callable[[Weights], Weights] = lambda weights: weights
+        if (quantization := config.rollout.quantization) != "off":
+            names, power_of_two = rounded_names(architecture), quantization == "fp8_pow2"
+            self._form = lambda weights: quantized(weights, names, power_of_two=power_of_two)
         self._stop_ids = (int(tokenizer.eos_token_id),)
         self._replayed = architecture.expert_choices if config.actor.routing_replay == "engine" else None
         self._nodes = Nodes.of(gather_all([launched_node(rank())]), rank())
@@ -135,7 +140,7 @@ class ServerEngine(Engine):
         if self._config.rollout.servers.colocate:
             torch.cuda.empty_cache()  # what the update has freed is the servers' now, and torch would keep it
             barrier()
-        proven = self._sync.to(weights, release)
+        proven = self._sync.to(self._form(weights), release)
         if self._head is not None:
             self._head.background.go_on()  # a sync may have found it with nothing in flight and nobody to ask
         return proven

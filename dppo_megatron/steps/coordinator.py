@@ -92,7 +92,7 @@ class Coordinator:
         record.metrics |= self._grading_metrics(outcomes.grades)
         record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob)
         on_servers = server_rows(config.rollout, stats, groups=len(rollouts.lengths), size=size)
-        record_rows = (*stale_row(config), *overlong_row(self._job), *order_row(config.data))
+        record_rows = (*off_policy_rows(config), *overlong_row(self._job), *order_row(config.data))
         record.ledger = (*decision.recorded_ledger, *on_servers, *record_rows)
         record.trace = trace_row(step.number, decision, rollouts)
         with record.timers.phase("pack"):
@@ -169,16 +169,32 @@ def order_row(data: DataConfig) -> tuple[LedgerRow, ...]:
     return (LedgerRow("data/order", 1.0, "biased", note).sized(None, "the gradients of the others are not known"),)
 
 
-def stale_row(config: Config) -> tuple[LedgerRow, ...]:
-    """The row for completions that were sampled under older weights, in every step of a run whose steps may overlap.
-    Correlations of a completion's length with its age are no matter: every step trains on all that it drew."""
-    steps = config.rollout.async_steps
-    if not steps:
-        return ()
+OFF_POLICY = ("rollout/stale", "rollout/quantized")
+"""Rows of completions that were sampled from another policy than the actor's."""
+
+
+def off_policy_rows(config: Config) -> tuple[LedgerRow, ...]:
+    """The rows for completions that were sampled under older weights, in every step of a run whose steps may overlap,
+    and under rounded ones. Correlations of a completion's length with its age are no matter: every step trains on all
+    that it drew. How large they are is known when the actor has scored what was kept (`off_policy_sized`)."""
+    rollout, level = config.rollout, config.objective.correction.level
     label: Label = "unbiased" if is_exact_off_policy(config.objective) else "biased"
-    note = f"completions are of weights up to {steps} updates old; objective.correction.level = "
-    row = LedgerRow("rollout/stale", 1.0, label, note + config.objective.correction.level)
-    return (row.sized(None, "the gradient under the newest weights is not known"),)
+    notes = (
+        f"completions are of weights up to {rollout.async_steps} updates old" if rollout.async_steps else "",
+        f"servers hold weights in {rollout.quantization}" if rollout.quantization != "off" else "",
+    )
+    rows = [
+        LedgerRow(name, 1.0, label, f"{note}; objective.correction.level = {level}")
+        for name, note in zip(OFF_POLICY, notes, strict=True)
+        if note
+    ]
+    unknown = "the gradient under the newest weights is not known"
+    return tuple(row.sized(None, unknown) if level == "none" else row for row in rows)
+
+
+def off_policy_sized(ledger: tuple[LedgerRow, ...], bias: float | None) -> tuple[LedgerRow, ...]:
+    """With what the correction leaves of all that differs from the actor, in each row of `OFF_POLICY`."""
+    return tuple(row.sized(bias) if bias is not None and row.name in OFF_POLICY else row for row in ledger)
 
 
 def server_rows(config: RolloutConfig, stats: RolloutStats, *, groups: int, size: int) -> tuple[LedgerRow, ...]:

@@ -47,7 +47,7 @@ from dppo_megatron.rewards.grading import grade_groups
 from dppo_megatron.rollout.engine import Request
 from dppo_megatron.selection import PromptDraw
 from dppo_megatron.steps.build import make_canary, make_engine, make_sampling, what_to_offload
-from dppo_megatron.steps.coordinator import Coordinator
+from dppo_megatron.steps.coordinator import Coordinator, off_policy_sized
 from dppo_megatron.steps.exchange import Replicas, exchange
 from dppo_megatron.steps.step import RolloutTable, Step, Update
 from dppo_megatron.texts import log
@@ -391,14 +391,17 @@ class Loop:
         """Compare the engine's log-probabilities with the actor's; warn if they are far apart. Collective."""
         for update, store in scored:
             add_actor_logprobs(step.samples, update.plan.rows, store.values)
-        mine = Mismatch()
+        mine, correction = Mismatch(), self.job.config.objective.correction
         if self.actor.layout.reports:  # one rank of each replica: others of its last stage have the same values
             for update, store in scored:
                 for place, values in store.values.items():
                     sample = update.samples[place]
-                    mine.add(values, sample.behaviour_logprobs, sample.figure_weight, float(np.mean(sample.weight)))
+                    weight, gradient = float(np.mean(sample.weight)), sample.advantage / sample.denominator
+                    behaviour = sample.behaviour_logprobs
+                    mine.add(values, behaviour, sample.figure_weight, weight, correction, gradient)
         found = Mismatch.join(gather_all([mine]))
         step.record.metrics |= step.named(found.metrics()) | {"kept/product_ess": found.product_ess}
+        step.record.ledger = off_policy_sized(step.record.ledger, found.bias)
         alarm = self.job.config.rollout.limits.logprob_diff_warning
         if self._engine.has_servers and found.logprob_abs_diff > alarm:
             log(f"warning: mean |log-probability difference| to the engine {found.logprob_abs_diff:.3g} > {alarm:g}")

@@ -134,7 +134,7 @@ class Step:
         config.objective.kl.coef, config.objective.old_logprobs = 0.01, "recompute"
         if self.fp8:
             actor.fp8 = "blockwise"
-            rollout.servers.args.append("--quantization=fp8")
+            rollout.quantization = "fp8"
         chip = CHIPS[self.chip]
         memory_bytes, peak = chip.memory_bytes, chip.peak_flops
         site = Site(self.gpus, 8, memory_bytes, peak, 1e15, engine_gpus=self.gpus, bandwidth=chip.bandwidth)

@@ -303,6 +303,11 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
             f"{url} reports log-probabilities before temperature and cuts, which are not those of the behaviour;"
             " start it with --logprobs-mode processed_logprobs"
         )
+    if info.quantization != ("" if rollout.quantization == "off" else "fp8"):
+        raise UserError(
+            f"{model} with weights quantized as '{info.quantization or 'none'}'; rollout.quantization ="
+            f" {rollout.quantization} sends it others (docs/engines.md#weights-in-fp8)"
+        )
     if config.actor.routing_replay == "engine" and not info.returns_experts:
         raise UserError(
             f"{url} does not return the experts that it sends tokens to, as actor.routing_replay = engine needs: start"

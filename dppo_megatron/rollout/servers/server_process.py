@@ -27,11 +27,13 @@ from dppo_megatron.config.resolved_sets import longest_sequence
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import loopback_interface
 from dppo_megatron.files import append_to, make_directory
+from dppo_megatron.rollout.fp8_weights import quantized_arguments
 from dppo_megatron.rollout.servers.connect import ROUTED_EXPERTS, configured_key
 from dppo_megatron.rollout.servers.http import hidden
 from dppo_megatron.rollout.servers.sglang import draft_ladder, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import vllm_command, vllm_environment
 from dppo_megatron.types import UserError
+from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.torch_dist import is_torch_dist
 
 _TERM_S, _KILL_S = 5.0, 15.0
@@ -167,7 +169,11 @@ def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: s
     build = vllm_command if vllm else sglang_command
     model = str(Path(config.model.hf_path).absolute())
     command = build(rollout, python, model, longest, config.model.dtype, cpu=cpu, host=host)
-    if is_torch_dist(config.model.hf_path) and "--load-format" not in rollout.servers.args:
+    if rollout.quantization != "off":
+        architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
+        command += quantized_arguments(rollout.engine, architecture)
+    no_files = is_torch_dist(config.model.hf_path) or rollout.quantization != "off"
+    if no_files and "--load-format" not in rollout.servers.args:
         command += ["--load-format", "dummy"]  # engines cannot read it; the first weight sync brings the weights
     if config.actor.routing_replay == "engine":
         if vllm and cpu:

@@ -69,6 +69,7 @@ class ServerArgs(msgspec.Struct):
     enable_deterministic_inference: bool | None = None
     speculative_algorithm: Text | None = None
     device: Text | None = None
+    quantization: Text | None = None
     enable_return_routed_experts: bool = False
     tp_size: Workers = 1
     dp_size: Workers = 1
@@ -131,6 +132,7 @@ class SGLangServer:
             top_p_after_top_k=False,
             returns_experts=self._arrays and info.enable_return_routed_experts,
             nccl=nccl or _OWN_NCCL,
+            quantization=info.quantization or "",
         )
 
     def healthy(self, *, timeout_s: float) -> None:
@@ -149,7 +151,8 @@ class SGLangServer:
         self.http.do("/continue_generation", {}, timeout_s=timeout_s)
 
     def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None:
-        body = {"model_path": path, "weight_version": version}
+        # its own format is `dummy` where it was started without weights
+        body = {"model_path": path, "weight_version": version, "load_format": "safetensors"}
         self.http.do("/update_weights_from_disk", body, timeout_s=timeout_s)
 
     def weights_version(self, *, timeout_s: float) -> str:

@@ -70,6 +70,7 @@ class Section(msgspec.Struct, frozen=True):
     """Of a server's settings; each has some of these."""
 
     logprobs_mode: Text = ""
+    quantization: Text | None = None
     backend: Text = ""
     worker_extension_cls: Text = ""
     data_parallel_size: Workers = 1
@@ -163,6 +164,7 @@ class VLLMServer:
             returns_experts=self._arrays and config.aux_output_config.enable_return_routed_experts,
             devices=tuple(model.device for model in models),
             nccl=models[0].nccl if models else {},
+            quantization=config.model_config.quantization or "",
         )
 
     def healthy(self, *, timeout_s: float) -> None:
@@ -180,10 +182,9 @@ class VLLMServer:
         self.http.do("/resume", timeout_s=timeout_s)
 
     def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None:
-        """vLLM's reload_weights, then the repair of packed copies where our extension is there."""
-        self.http.do(_RPC, _call("reload_weights", timeout_s, weights_path=path), timeout_s=timeout_s)
-        if self._extended:
-            self.http.do(_RPC, _call("dppo_refresh_packed", timeout_s), timeout_s=timeout_s)
+        """Our extension's call, which repairs packed copies too, or vLLM's own."""
+        method = "dppo_reload" if self._extended else "reload_weights"
+        self.http.do(_RPC, _call(method, timeout_s, weights_path=path), timeout_s=timeout_s)
         self._forget_prefixes(timeout_s)
         self.http.do("/update_weight_version", {"new_version": version}, timeout_s=timeout_s)
 

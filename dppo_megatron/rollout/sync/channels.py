@@ -79,6 +79,10 @@ class Bucket:
         """What a receiver must know before the bytes come."""
         return [TensorNote(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.tensors)
+
     def flat(self) -> Tensor:
         """Their bytes end to end [num_bytes]: where the stream has laid them so, without a copy."""
         first = self.tensors[0][1]
@@ -93,24 +97,28 @@ class Bucket:
 
 
 def buckets(tensors: Tensors, max_bytes: int) -> Iterator[Bucket]:
-    """Consecutive tensors of one dtype, together at most `max_bytes` unless one alone is larger. None spans two pieces
-    of memory that the stream has filled end to end, so that each can be sent without a copy."""
-    bucket: list[tuple[str, Tensor]] = []
+    """Consecutive tensors, together at most `max_bytes` unless one alone is larger: a bucket for each dtype among them,
+    the smallest first, so that vLLM has the scales of a weight before it. None spans two pieces of memory that the
+    stream has filled end to end, so that each can be sent without a copy."""
+    waiting: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
     size = 0
+
+    def filled() -> list[Bucket]:
+        return sorted(map(Bucket, waiting.values()), key=lambda bucket: bucket.nbytes)
+
     for name, tensor in tensors:
-        if bucket and (size + tensor.nbytes > max_bytes or _breaks(bucket[-1][1], tensor)):
-            yield Bucket(bucket)
-            bucket, size = [], 0
-        bucket.append((name, tensor))
+        alike = waiting.get(tensor.dtype)
+        if waiting and (size + tensor.nbytes > max_bytes or (alike and _breaks(alike[-1][1], tensor))):
+            yield from filled()
+            waiting, size = {}, 0
+        waiting.setdefault(tensor.dtype, []).append((name, tensor))
         size += tensor.nbytes
-    if bucket:
-        yield Bucket(bucket)
+    yield from filled()
 
 
 def _breaks(last: Tensor, following: Tensor) -> bool:
     part_of_more = last.untyped_storage().nbytes() > last.nbytes
-    elsewhere = last.untyped_storage().data_ptr() != following.untyped_storage().data_ptr()
-    return last.dtype != following.dtype or (part_of_more and elsewhere)
+    return part_of_more and last.untyped_storage().data_ptr() != following.untyped_storage().data_ptr()
 
 
 def write_snapshot(tensors: Tensors, target: Path, hf_path: str | Path, bucket_bytes: int) -> None:

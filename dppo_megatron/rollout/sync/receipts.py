@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.engine import Engine, Request, Sampling
+from dppo_megatron.rollout.fp8_weights import SCALE, multiplied_out
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import generate
@@ -41,14 +42,16 @@ CANARY_COMPLETIONS = 8
 Score: TypeAlias = Callable[[Prompt, Sequence[Completion]], Sequence[npt.NDArray[np.floating[Any]]]]
 """Log-probabilities [num_tokens] of each completion under the actor's present weights; collective."""
 _JOINED = (
-    (re.compile(r"(.*self_attn\.)([qkv])_proj\.(weight|bias)"), r"\1qkv_proj.\3", 3),
-    (re.compile(r"(.*mlp\.(?:shared_experts?\.)?)(gate|up)_proj\.(weight)"), r"\1gate_up_proj.\3", 2),
+    (re.compile(r"(.*self_attn\.)([qkv])_proj\.(weight|bias|weight_scale_inv)"), r"\1qkv_proj.\3", 3),
+    (re.compile(r"(.*mlp\.(?:shared_experts?\.)?)(gate|up)_proj\.(weight|weight_scale_inv)"), r"\1gate_up_proj.\3", 2),
 )
 _PER_TOKEN = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64
 """Engines pad the vocabulary to this with rows of zeros."""
 _EMPTY = hashlib.sha256().hexdigest()
 """What vLLM shows of a packed weight: a tensor without elements."""
+_MULTIPLIED_OUT = "="
+"""Begins the name of a weight times its scales, which is what SGLang hashes."""
 _MOST_WAITING_BYTES = 1 << 30
 
 
@@ -90,6 +93,8 @@ class Digests:
         self._waiting: deque[tuple[int, Future[tuple[str, ...]]]] = deque()
         self._waiting_bytes = 0
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="digests")
+        self._rounded = torch.empty(0)
+        """The last weight in FP8, until its scales come."""
 
     def tee(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """The same stream. Its tensors must stay as they are until they are hashed."""
@@ -100,9 +105,24 @@ class Digests:
     def result(self) -> dict[str, tuple[str, ...]]:
         """The digests that are right for each name, when all are there."""
         self._threads.shutdown()
-        return {name: digests.result() for name, digests in self._found.items()}
+        found = {name: digests.result() for name, digests in self._found.items()}
+        return {
+            name: right + found.get(_MULTIPLIED_OUT + name, ())
+            for name, right in found.items()
+            if not name.startswith(_MULTIPLIED_OUT)
+        }
 
     def _add(self, name: str, tensor: Tensor) -> None:
+        is_rounded, are_scales = tensor.dtype == torch.float8_e4m3fn, name.endswith(SCALE)
+        if tensor.is_cuda and (is_rounded or are_scales):
+            return  # kernels for GPUs lay out scales anew, Blackwell's round weights again: the canary is the receipt
+        if is_rounded:
+            self._rounded = tensor
+        elif are_scales:  # they follow their weight
+            self._collect(_MULTIPLIED_OUT + name.removesuffix(SCALE), multiplied_out(self._rounded, tensor))
+        self._collect(name, tensor)
+
+    def _collect(self, name: str, tensor: Tensor) -> None:
         for pattern, joined, count in _JOINED:
             if pattern.fullmatch(name):
                 key = pattern.sub(joined, name)

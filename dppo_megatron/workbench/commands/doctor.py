@@ -16,6 +16,7 @@ from dppo_megatron.launcher_env import (
     launched_world_size,
     place_from_slurm,
     set_cuda_variables,
+    set_fp8_variables,
 )
 from dppo_megatron.progress import progress
 from dppo_megatron.texts import show
@@ -107,6 +108,7 @@ def _gate(arguments: argparse.Namespace) -> int:
     check_launcher_env()
     set_cuda_variables()
     config = read_config(arguments.fp8_gate, arguments.overrides, writes_run=False)
+    set_fp8_variables(config)
     with loading("libraries"):
         from dppo_megatron.job import prepare_job
     job = prepare_job(config, launched_world_size())

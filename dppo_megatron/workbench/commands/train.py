@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 
-from dppo_megatron.launcher_env import check_launcher_env, launched_world_size, set_cuda_variables
+from dppo_megatron.launcher_env import check_launcher_env, launched_world_size, set_cuda_variables, set_fp8_variables
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import add_config, check_actor_settings, read_config
 from dppo_megatron.workbench.commands.plan import add_dry_run, dry_run
@@ -38,6 +38,7 @@ def execute(arguments: argparse.Namespace) -> int:
     check_launcher_env()
     set_cuda_variables()
     config = read_config(arguments.config, overrides)
+    set_fp8_variables(config)
     with loading("libraries"):
         from dppo_megatron.job import prepare_job
         from dppo_megatron.platform.capabilities import this_machine

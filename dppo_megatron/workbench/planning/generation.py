@@ -116,7 +116,7 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
     rollout, layers, experts = config.rollout, architecture.num_layers, architecture.experts
     embedded, is_vllm = rollout.engine == "hf", rollout.engine == "vllm"
     given = _read(() if embedded else rollout.servers.args)
-    tensor, is_fp8 = given.tensor, given.quantization.startswith("fp8")
+    tensor, is_fp8 = given.tensor, rollout.quantization != "off"
     each = 2 if config.model.dtype == "bfloat16" else 4
     together, width = given.replicas if experts and is_vllm else 1, 1 if is_fp8 else each
     # quantization leaves embedding and output layer as they are
@@ -182,7 +182,6 @@ _OPTIONS: dict[str, tuple[tuple[str, ...], type, Any, str]] = {
     "share": (("--gpu-memory-utilization", "--mem-fraction-static"), float, DEFAULT_SHARE, "(0, 1]"),
     "sequences": (("--max-num-seqs", "--max-running-requests"), int, None, "[1, 1e6]"),
     "cache": (("--kv-cache-dtype",), str, "", ""),
-    "quantization": (("--quantization", "-q"), str, "", ""),
 }
 """vLLM's and SGLang's names, type, default and range."""
 

@@ -42,7 +42,7 @@ def interpreter(python: str, directory: Path) -> Iterator[Path]:
     """An executable for `rollout.servers.python` that starts servers of the vLLM in the environment of `python`."""
     address, script = directory / "socket", directory / "forked_python"
     environment = dict(os.environ) | {
-        "PYTHONPATH": str(_IN_ENGINE),
+        "PYTHONPATH": os.pathsep.join([str(_IN_ENGINE), str(Path(__file__).parent)]),
         "OMP_NUM_THREADS": "1",
         "VLLM_SERVER_DEV_MODE": "1",
         "TORCHDYNAMO_DISABLE": "1",
@@ -137,6 +137,7 @@ def _import_once() -> None:
     import multiprocessing
 
     import dppo_vllm_extension  # noqa: F401
+    import fp8_kernel
     import setproctitle
     import vllm.entrypoints.openai.api_server
     import vllm.model_executor.models.qwen3
@@ -149,6 +150,7 @@ def _import_once() -> None:
     # A worker spins for a second after each message that it reads: eight of them would have two cores for themselves.
     shm_broadcast.SpinCondition.__init__.__defaults__ = (0.0,)  # busy_loop_s
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 50
+    fp8_kernel.register()
     setproctitle.getproctitle()  # it finds the place of the title now, while the environment is still that of the start
     get_context = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)  # type: ignore[method-assign, assignment, arg-type, return-value]

@@ -25,7 +25,7 @@ from support.job import job_config
 from support.processes import patient
 
 _HERE = Path(__file__).parent
-_REPOSITORY = _HERE.parents[1]
+_REPOSITORY = _HERE.parents[2]
 PYTHON = {
     engine: os.environ.get(f"DPPO_{engine.upper()}_PYTHON") or str(_REPOSITORY / f".venv-{engine}" / "bin" / "python")
     for engine in ("vllm", "sglang")

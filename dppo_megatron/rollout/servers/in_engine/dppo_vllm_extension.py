@@ -12,13 +12,16 @@ code over gloo, which is what lets a machine without a GPU test it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from dppo_wire import BroadcastReceiver, ChainReceiver, map_memory, nccl_settings
+from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -140,8 +143,17 @@ class WorkerExtension:
             "nccl": nccl_settings(),
         }
 
-    def dppo_refresh_packed(self) -> int:
-        return refresh_packed(self.get_model())  # type: ignore[attr-defined]
+    def dppo_reload(self, weights_path: str) -> None:
+        """Read safetensors. vLLM's own call takes no path where the server began without weights (0.32.0)."""
+        self.reload_weights(weights_iterator=_read(weights_path))  # type: ignore[attr-defined]
+        refresh_packed(self.get_model())  # type: ignore[attr-defined]
+
+
+def _read(directory: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in sorted(Path(directory).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 # no mapping
+                yield name, tensors.get_tensor(name)
 
 
 def place_of(config: Any, rank: int) -> int:

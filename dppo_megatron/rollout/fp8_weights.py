@@ -1,0 +1,128 @@
+"""Weights for servers that hold them in FP8: rounded once, here, so that all servers hold the same bytes.
+
+W [rows, columns] of a linear layer becomes float8_e4m3fn of the same shape, and one float32 scale for each block of
+128 x 128, [ceil(rows / 128), ceil(columns / 128)], under the name W_scale_inv: the form of DeepSeek-V3's checkpoints,
+which both engines load. Embeddings, output layer, norms and routers stay as they are. Rounded by each server for
+itself, the bytes would depend on how it splits and joins its layers, and twice as many would be sent.
+
+The price: servers sample from another policy than the actor's. What the correction leaves of that is a row of the
+ledger (`rollout/quantized`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dppo_megatron.rollout.engine import Weights
+from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.mapping import hf_shapes
+
+BLOCK = 128
+SCALE = "_scale_inv"
+_LARGEST = 448.0
+_LEAST_AMAX = 1e-4
+"""Of a block, as DeepGEMM has it: a block of zeros has a scale too."""
+_ROWS = 16 * BLOCK
+"""Rounded at a time: the float32 copy of a whole output projection would be a gigabyte."""
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
+"""What engines hold as one matrix. A block must not hold rows of two: all but the last end at a multiple of 128."""
+
+
+def in_blocks(weight: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """Round a matrix block by block, byte for byte as DeepGEMM's `per_block_cast_to_fp8`, which both engines copy.
+
+    Args:
+        weight: [rows, columns] in bfloat16 or float32.
+        power_of_two: round scales up to powers of two, which DeepGEMM's kernels for Blackwell need.
+
+    Returns:
+        float8_e4m3fn [rows, columns]; float32 scales [ceil(rows / 128), ceil(columns / 128)], by which it is multiplied
+        to have the weight again.
+
+    Example: in a block whose largest magnitude is 0.896 the scale is 0.002, and 0.09 is stored as 44, so as 0.088.
+    """
+    rounded = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = []
+    for part, target in zip(weight.split(_ROWS), rounded.split(_ROWS), strict=True):
+        rows, columns = part.shape
+        padded = pad(part, (0, -columns % BLOCK, 0, -rows % BLOCK))
+        blocks = padded.view(len(padded) // BLOCK, BLOCK, -1, BLOCK)
+        scale = blocks.abs().amax(dim=(1, 3), keepdim=True).float().clamp(_LEAST_AMAX) / _LARGEST
+        if power_of_two:
+            scale = scale.log2().ceil().exp2()
+        values = (blocks * (1.0 / scale)).to(torch.float8_e4m3fn)
+        target.copy_(values.view_as(padded)[:rows, :columns])
+        scales.append(scale[:, 0, :, 0])
+    return rounded, torch.cat(scales)
+
+
+def multiplied_out(rounded: Tensor, scales: Tensor) -> Tensor:
+    """What `in_blocks` has rounded, in bfloat16."""
+    each = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return (rounded.float() * each[: rounded.shape[0], : rounded.shape[1]]).bfloat16()
+
+
+def rounded_names(architecture: Architecture) -> set[str]:
+    """Hugging Face names of the tensors that servers hold in FP8.
+
+    Layers that engines join and that do not divide into blocks stay as they are: Qwen3-0.6B and all larger models of
+    the families here have none.
+    """
+    shapes = {
+        name: shape
+        for name, shape in hf_shapes(architecture).items()
+        if ".layers." in name and name.endswith(".weight") and len(shape) == 2 and not name.endswith("gate.weight")
+    }
+    return {name for name in shapes if _divides(name, shapes)}
+
+
+def _divides(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    module, _, projection = name.removesuffix(".weight").rpartition(".")
+    if projection == "gate_up_proj":  # GLM-4's, joined in the checkpoint
+        return shapes[name][0] % (2 * BLOCK) == 0
+    for joined in _JOINED:
+        mates = [f"{module}.{one}.weight" for one in joined]
+        if projection in joined and all(mate in shapes for mate in mates):
+            return all(shapes[mate][0] % BLOCK == 0 for mate in mates[:-1])
+    return True
+
+
+def quantized(weights: Weights, names: Collection[str], *, power_of_two: bool) -> Weights:
+    """The stream in which `names` are rounded, each followed by its scales."""
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights():
+            if name not in names:
+                yield name, tensor
+                continue
+            rounded, scales = in_blocks(tensor, power_of_two=power_of_two)
+            yield name, rounded
+            yield name + SCALE, scales
+
+    return stream
+
+
+def quantization_config(architecture: Architecture) -> dict[str, object]:
+    """`quantization_config` of the model's config.json as servers need it."""
+    rounded = rounded_names(architecture)
+    matrices = [name for name, shape in hf_shapes(architecture).items() if len(shape) == 2]
+    kept = [name.removesuffix(".weight") for name in matrices if name not in rounded and "embed" not in name]
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": kept,
+    }
+
+
+def quantized_arguments(engine: str, architecture: Architecture) -> list[str]:
+    """What the command line of a server with weights in FP8 has more."""
+    changed = json.dumps({"quantization_config": quantization_config(architecture)}, separators=(",", ":"))
+    option = "--hf-overrides" if engine == "vllm" else "--json-model-override-args"
+    return ["--quantization", "fp8", option, changed]
