@@ -48,7 +48,7 @@ def in_blocks(weight: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Te
     """
     rounded = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = []
-    for part, target in zip(weight.split(_ROWS), rounded.split(_ROWS), strict=True):
+    for part, target in zip(torch.split(weight, _ROWS), torch.split(rounded, _ROWS), strict=True):
         rows, columns = part.shape
         padded = pad(part, (0, -columns % BLOCK, 0, -rows % BLOCK))
         blocks = padded.view(len(padded) // BLOCK, BLOCK, -1, BLOCK)
