@@ -11,18 +11,26 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dppo_megatron.children import python_command
 from dppo_megatron.config.paths import shipped
 from dppo_megatron.workbench.accept.runner import TESTS, Sheet, repository
 from dppo_megatron.workbench.quickstart.make import write_task
-from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
+from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer, write_tiny_qwen3
 
 _SHARE = {"vllm": ["--gpu-memory-utilization", "0.3", "--enforce-eager"], "sglang": ["--mem-fraction-static", "0.3"]}
+_FP8 = {
+    "rollout.quantization": "fp8",
+    "objective.correction.level": "token",
+    "model.dtype": "bfloat16",
+    "rollout.sync.max_canary_logprob_diff": 0.1,  # of a model of two narrow layers, whose rounding does not average out
+}
 _POLL_S = 0.1
 
 
@@ -81,15 +89,19 @@ def three_steps(sheet: Sheet, servers: str) -> None:
         "rollout.servers.python": sheet.server_python,
         "rollout.sync.verify_every": 1,
     }
-    settings |= {
+    of_kind: dict[str, dict[str, Any]] = {
         "colocate": {"rollout.servers.colocate": str(sheet.cuda).lower()},
         "nccl": {"rollout.servers.gpus": "['1']", "rollout.sync.channel": "nccl"},
         "replicas": {"rollout.servers.gpus": "['0,1']", "rollout.servers.colocate": "true"},
-    }[servers]
+        "fp8": _FP8,
+        "experts": {"actor.routing_replay": "engine"},
+    }
+    settings |= of_kind[servers]
     if servers == "replicas":
         arguments = [*arguments, "--data-parallel-size", "2"]
     settings["rollout.servers.args"] = "[" + ", ".join(f"'{one}'" for one in arguments) + "]"
-    run, used = _start(sheet, settings, ranks=2 if servers == "replicas" else 1), list[float]()
+    write_model = _write_mixture if servers == "experts" else _write_dense
+    run, used = _start(sheet, settings, 2 if servers == "replicas" else 1, write_model), list[float]()
     while run.poll() is None:
         time.sleep(_POLL_S)
         if (
@@ -106,20 +118,38 @@ def three_steps(sheet: Sheet, servers: str) -> None:
         sheet.note("freed_share", max(used) - min(used))
 
 
-def _start(sheet: Sheet, settings: dict[str, Any], ranks: int = 1) -> subprocess.Popen[bytes]:
+def _write_dense(directory: Path) -> None:
+    write_tiny_qwen3(directory, seed=0, hidden_size=256, tie_word_embeddings=True)
+
+
+def _write_mixture(directory: Path) -> None:
+    """Eight experts in each of two layers, two of them for a token."""
+    tokenizer = make_tokenizer()
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    layers = {"num_hidden_layers": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 128}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**experts | sizes | layers | ends)).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _start(
+    sheet: Sheet, settings: dict[str, Any], ranks: int = 1, write_model: Callable[[Path], None] = _write_dense
+) -> subprocess.Popen[bytes]:
     """The quickstart's config on its task, which is made at first, with fewer prompts a step where there is no device.
     Its paths are relative: below the directory of the step."""
     task = sheet.directory / "runs" / "task_seed0"
     if not task.exists():
         write_task(task, seed=0, num_train=512, num_heldout=16, num_sft=4096)
-        write_tiny_qwen3(task / "model", seed=0, hidden_size=256, tie_word_embeddings=True)
-    settings = settings | {
+        write_model(task / "model")
+    settings = {
         "model.dtype": "bfloat16" if sheet.cuda else "float32",
         "rollout.prompts_per_step": 64 if sheet.cuda else 16,
         "rollout.sampling.max_completion_tokens": 56 if sheet.cuda else 24,
         "eval.every_steps": 0,
         "reward.min_self_consistency": 0,
-    }
+    } | settings
     given = [f"{key}={value}" for key, value in settings.items()]
     command = python_command("dppo_megatron", "train", str(shipped("configs", "quickstart.yaml")), *given, ranks=ranks)
     return subprocess.Popen(command, cwd=sheet.directory)
