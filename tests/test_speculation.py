@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.distribution import check_distribution
+from support.engines.servers import Reference, local_settings, needs
 from support.job import job_config, write_job_files
+from support.launch import run_ranks
 from support.settings import rollout_config
 
 from dppo_megatron.config.rollout import RolloutConfig, check_rollout, draft_lengths
+from dppo_megatron.config.schema import Config
+from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.server_process import make_servers
 from dppo_megatron.rollout.servers.sglang import _IN_ENGINE, draft_ladder, sglang_command
 from dppo_megatron.rollout.servers.vllm import vllm_command
@@ -132,6 +138,32 @@ def test_paths_devices_and_routed_experts_are_checked(files: Path, tmp_path: Pat
     ngram = local | {"rollout__speculation__method": "ngram"}
     with pytest.raises(UserError, match=r"routing_replay = engine with rollout\.speculation\.method = ngram"):
         job_config(files, tmp_path, **ngram, actor__routing_replay="engine")
-    if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="on a CPU SGLang takes the likeliest token"):
-            make_servers(job_config(files, tmp_path, **ngram))
+    for engine, why in {"sglang": "SGLang takes the likeliest token", "vllm": "uniform, 0 or NaN"}.items():
+        if not torch.cuda.is_available():
+            with pytest.raises(UserError, match=f"on a CPU .*{why}"):
+                make_servers(job_config(files, tmp_path, **ngram | {"rollout__engine": engine}))
+
+
+@pytest.mark.slow
+@needs("vllm")
+def test_a_real_server_samples_from_the_model(files: Path, tmp_path: Path, forked_vllm: Path) -> None:
+    """Without drafts, which a CPU cannot have: what `test_engines_gpu.py` asks of both engines with them."""
+    config = job_config(
+        files,
+        tmp_path / "run",
+        data__max_prompt_tokens=40,
+        packing__max_tokens_per_microbatch=128,
+        **local_settings("vllm") | {"rollout__servers__python": str(forked_vllm)},
+    )
+    run_ranks(_samples_from_the_model, 1, config, 2048, timeout_s=300)
+
+
+def _samples_from_the_model(config: Config, count: int) -> None:
+    job = prepare_job(config, 1)
+    engine = ServerEngine(config, job.architecture, job.tokenizer)
+    try:
+        reference = Reference(Path(config.model.hf_path), 4)
+        engine.load_weights(reference.weights)
+        check_distribution(engine, reference, job.train_prompts[0], count)
+    finally:
+        engine.close()

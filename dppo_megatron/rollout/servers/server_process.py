@@ -36,6 +36,10 @@ from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.torch_dist import is_torch_dist
 
+_DRAFTS_ON_CPU = {
+    "vllm": "vLLM's log-probabilities of drafted tokens are not the model's (0.32.0: uniform, 0 or NaN)",
+    "sglang": "SGLang takes the likeliest token wherever it has drafted one, whatever the temperature",
+}
 _TERM_S, _KILL_S = 5.0, 15.0
 """How long all servers together may take to end when asked, and when killed."""
 
@@ -182,10 +186,10 @@ def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: s
                 " actor's own with actor.routing_replay = actor"
             )
         command += [ROUTED_EXPERTS]
-    if rollout.speculation.method != "none" and cpu and not vllm:
+    if rollout.speculation.method != "none" and cpu:
         raise UserError(
-            f"rollout.speculation.method = {rollout.speculation.method}: on a CPU SGLang takes the likeliest token"
-            " wherever it has drafted one, whatever the temperature; draft on GPUs, or with vLLM"
+            f"rollout.speculation.method = {rollout.speculation.method}: on a CPU {_DRAFTS_ON_CPU[rollout.engine]};"
+            " draft on GPUs"
         )
     variables = vllm_environment(cpu, rollout.servers.count) if vllm else sglang_environment(cpu)
     variables |= {} if vllm else draft_ladder(rollout)
