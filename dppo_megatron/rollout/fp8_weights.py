@@ -70,8 +70,7 @@ def multiplied_out(rounded: Tensor, scales: Tensor) -> Tensor:
 def rounded_names(architecture: Architecture) -> set[str]:
     """Hugging Face names of the tensors that servers hold in FP8.
 
-    Layers that engines join and that do not divide into blocks stay as they are: Qwen3-0.6B and all larger models of
-    the families here have none.
+    Layers that engines join and that do not divide into blocks stay as they are; no Qwen3 has any.
     """
     shapes = {
         name: shape
