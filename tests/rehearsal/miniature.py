@@ -229,7 +229,8 @@ def _write_model(folder: Path, family: str, tied: bool, tokenizer: Any) -> None:
         "bos_token_id": None,
         "dtype": "bfloat16",
     }
-    mixture = {"num_experts": 8, "moe_intermediate_size": 128} if family == "qwen3_moe" else {}
+    # as the real ones' heads: in FP8 each of two workers must hold whole blocks of 128
+    mixture = {"num_experts": 8, "moe_intermediate_size": 128} if family == "qwen3_moe" else {"head_dim": 128}
     if family == "glm4_moe":  # as the recipe's model: no norms on heads; experts in each stage
         mixture = {"n_routed_experts": 8, "moe_intermediate_size": 128, "n_shared_experts": 1, "use_qk_norm": False}
         mixture["num_hidden_layers"] = 4

@@ -62,6 +62,8 @@ class EnginePlan:
     colocated: bool
     """On the trainer's GPUs."""
     weights: float
+    synced: float
+    """Bytes that a weight sync sends: half of bfloat16's where servers hold FP8."""
     cache: float
     """Bytes for keys and values."""
     budget: float
@@ -149,6 +151,7 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
         tensor=tensor,
         colocated=embedded or rollout.servers.colocate,
         weights=dense + of_experts,
+        synced=dense * tensor + of_experts * tensor * together,
         cache=cache,
         budget=budget,
         cache_per_token=per_token,

@@ -109,7 +109,6 @@ def plan_timing(
     forward_s, update_s = _training_s(config, architecture, site, degrees, lengths, speeds)
     passes = int(needs_old_logprobs(config.objective)) + int(config.objective.kl.coef > 0)
     parameters = whole_model(architecture)
-    each = 2 if config.model.dtype == "bfloat16" else 4
     every = config.checkpoint.every_steps
     # bfloat16 weights (2 bytes), and of what is trained float32 main parameters and moments (12)
     saved = parameters * 2 + trained_parameters(architecture) * 12
@@ -117,7 +116,7 @@ def plan_timing(
         "generate": cost.of(generated),
         "log-probs": passes * forward_s,
         "update": update_s,
-        "sync": parameters * each / (speeds.sync_gb_per_s * 1e9),
+        "sync": engine.synced / (speeds.sync_gb_per_s * 1e9),
         "checkpoint": saved / (speeds.save_gb_per_s * 1e9) / every if every else 0.0,
         "other": speeds.other_s,
     }
