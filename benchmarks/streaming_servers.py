@@ -105,7 +105,7 @@ def run_s(given: argparse.Namespace, files: Path, run: Path, ahead: int) -> floa
         stdout=subprocess.DEVNULL,
     )
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return sum(row["time/step_s"] for row in rows if row["step"])
+    return float(sum(row["time/step_s"] for row in rows if row["step"]))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.mapping import hf_shapes
+from dppo_megatron.workbench.accept.jobs import write_mixture
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 SHAPES = ((128, 128), (256, 384), (2176, 130), (3, 5), (576, 256), (1, 1000))
@@ -135,6 +137,19 @@ def test_training_through_a_server_in_fp8(
         [entry] = [one for one in row["prune/ledger"] if one["name"] == "rollout/quantized"]
         assert entry["label"] == "biased"
     assert any(0 < one["bias_estimate"] < 0.5 for row in rows for one in row["prune/ledger"] if one["bias_estimate"])
+
+
+@pytest.mark.slow
+@needs("vllm")
+def test_a_mixture_with_a_server_in_fp8(tmp_path: Path, forked_vllm: Path) -> None:
+    """Experts one by one, with their scales; routers stay as they are, and servers are told so."""
+    files = write_job_files(tmp_path / "task")
+    shutil.rmtree(files / "model")
+    write_mixture(files / "model")
+    config = _config(files, tmp_path / "run", "vllm", forked_vllm, actor__routing_replay="actor")
+    run_ranks(_train, 2, config, 2, timeout_s=300)
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert len(rows) == 3 and all(1e-4 < row["mismatch/logprob_abs_diff_mean"] < 0.1 for row in rows)
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def three_steps(sheet: Sheet, servers: str) -> None:
     if servers == "replicas":
         arguments = [*arguments, "--data-parallel-size", "2"]
     settings["rollout.servers.args"] = "[" + ", ".join(f"'{one}'" for one in arguments) + "]"
-    write_model = _write_mixture if servers == "experts" else _write_dense
+    write_model = write_mixture if servers == "experts" else write_dense
     run, used = _start(sheet, settings, 2 if servers == "replicas" else 1, write_model), list[float]()
     while run.poll() is None:
         time.sleep(_POLL_S)
@@ -118,11 +118,11 @@ def three_steps(sheet: Sheet, servers: str) -> None:
         sheet.note("freed_share", max(used) - min(used))
 
 
-def _write_dense(directory: Path) -> None:
+def write_dense(directory: Path) -> None:
     write_tiny_qwen3(directory, seed=0, hidden_size=256, tie_word_embeddings=True)
 
 
-def _write_mixture(directory: Path) -> None:
+def write_mixture(directory: Path) -> None:
     """Eight experts in each of two layers, two of them for a token."""
     tokenizer = make_tokenizer()
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
@@ -135,7 +135,7 @@ def _write_mixture(directory: Path) -> None:
 
 
 def _start(
-    sheet: Sheet, settings: dict[str, Any], ranks: int = 1, write_model: Callable[[Path], None] = _write_dense
+    sheet: Sheet, settings: dict[str, Any], ranks: int = 1, write_model: Callable[[Path], None] = write_dense
 ) -> subprocess.Popen[bytes]:
     """The quickstart's config on its task, which is made at first, with fewer prompts a step where there is no device.
     Its paths are relative: below the directory of the step."""

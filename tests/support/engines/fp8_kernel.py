@@ -7,11 +7,17 @@ from typing import Any
 
 
 def register() -> None:
-    """As a plugin would; where vLLM's kernels run, they come first."""
+    """As a plugin would; where vLLM's kernels run, its own products come first."""
     import torch
     from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization import fp8
     from vllm.platforms.interface import PlatformEnum
+
+    def multiplied_out(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return weight.float() * each[: weight.shape[0], : weight.shape[1]]
 
     class MultipliedOut(Fp8BlockScaledMMLinearKernel):
         apply_input_quant = False
@@ -27,8 +33,21 @@ def register() -> None:
         def apply_block_scaled_mm(
             self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
         ) -> torch.Tensor:
-            rows, columns = self.weight_group_shape
-            scales = Bs.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: B.shape[0], : B.shape[1]]
-            return A.float() @ (B.float() * scales).T
+            return A.float() @ multiplied_out(B, Bs).T
+
+    def visit(
+        self: Any, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
+        """Each expert its tokens, one after the other."""
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for expert, (into, back) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
+            tokens, place = (topk_ids == expert).nonzero(as_tuple=True)
+            gate, up = (x[tokens].float() @ multiplied_out(into, layer.w13_weight_scale_inv[expert]).T).chunk(2, dim=-1)
+            out = (torch.nn.functional.silu(gate) * up) @ multiplied_out(back, layer.w2_weight_scale_inv[expert]).T
+            total.index_add_(0, tokens, out * topk_weights[tokens, place][:, None])
+        return total.to(x.dtype)
 
     _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(MultipliedOut)
+    fp8.select_fp8_moe_backend = lambda *_, **__: (Fp8MoeBackend.CPU, None)
+    method: Any = fp8.Fp8MoEMethod
+    method.is_monolithic, method.apply, method._setup_kernel = False, visit, lambda *_, **__: None
