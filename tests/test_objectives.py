@@ -141,7 +141,8 @@ for name in ("k1", "k2", "k3", "k3_unbiased"):
 for level in ("token", "cumulative", "sequence"):
     for mode in ("truncate", "mask"):
         correction = CorrectionConfig(level, mode, 1.2, 0.7)  # type: ignore[arg-type]
-        CASES[f"clip*{level}-{mode}"] = (replace(CLIP, correction=correction), _corrected(level, mode))
+        given = replace(CLIP, correction=correction, old_logprobs="recompute")  # those of the samples here
+        CASES[f"clip*{level}-{mode}"] = (given, _corrected(level, mode))
 OF_ALL_NORMALIZATIONS = ("clip", "dual_clip", "gspo", "cispo", "divergence_tv", "soft_gate")
 RUNS = [(name, "sequence_mean") for name in CASES] + [
     (name, norm) for name in OF_ALL_NORMALIZATIONS for norm in ("token_mean", "constant")

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.job import REPOSITORY, job_config, read_metrics, write_job_files, write_warm_job_files
+from support.job import REPOSITORY, job_config, nearly, read_metrics, write_job_files, write_warm_job_files
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
@@ -301,6 +301,26 @@ def test_job_with_everything_on(with_everything: list[dict[str, Any]]) -> None:
         assert row["train/correction"] == pytest.approx(1, abs=1e-4)
     # the second update of the first step sees a policy that the first one moved
     assert all(row["train/kl"] > 1e-9 for row in rows) and rows[-1]["train/kl"] > rows[0]["train/kl"]
+
+
+@pytest.mark.slow
+def test_a_correction_of_the_only_update_needs_no_pass(files: Path, tmp_path: Path) -> None:
+    """The same steps as with one, at TP2, where engine and actor differ: the engine samples from the nucleus. All but
+    the seconds are equal but for the last digits; nothing is timed beside the update."""
+    corrected = {
+        "objective__correction__level": "sequence",
+        "objective__correction__max_ratio": 1.2,
+        "rollout__sampling__top_p": 0.9,
+        "actor__layout__tensor_parallel": 2,
+        "steps": 2,
+    }
+    own = _rows(files, tmp_path / "own", 2, **corrected)
+    before = _rows(files, tmp_path / "before", 2, **corrected, objective__old_logprobs="recompute")
+    assert all(row["mismatch/logprob_abs_diff_mean"] > 0.01 and row["train/correction_bounded"] >= 0 for row in own)
+    for row, other in zip(own, before, strict=True):
+        assert row.get("time/logprobs_s", 0) == 0 < other["time/logprobs_s"]
+        for name in ("train/loss", "train/grad_norm", "train/correction", "train/ratio", "mismatch/kl"):
+            assert row[name] == nearly(other[name], rel=1e-4, abs=1e-7), name
 
 
 @pytest.mark.slow

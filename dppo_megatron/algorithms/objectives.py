@@ -7,7 +7,7 @@ The hook multiplies the whole of it by the sample's weight and divides by its fr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from dppo_megatron.algorithms.correction import importance_factor
 from dppo_megatron.algorithms.policy_losses import POLICY_LOSSES
 from dppo_megatron.algorithms.tokens import MAX_LOG_RATIO, Objective, PolicyLoss, TokenBatch, TokenLoss, bounded_ratio
-from dppo_megatron.config.objective import KLConfig, ObjectiveConfig
+from dppo_megatron.config.objective import KLConfig, ObjectiveConfig, old_is_current
 from dppo_megatron.types import UserError
 
 _TOLERANCE = 1e-4
@@ -46,9 +46,11 @@ def make_objective(config: ObjectiveConfig, function: PolicyLoss | None = None) 
         config: checked.
         function: the user's policy loss, already loaded; None: the built-in one of `config.loss`.
     """
-    policy_loss = function or POLICY_LOSSES[config.loss]
+    policy_loss, old_is_own = function or POLICY_LOSSES[config.loss], old_is_current(config)
 
     def objective(batch: TokenBatch) -> TokenLoss:
+        if old_is_own:
+            batch = replace(batch, old_logprobs=batch.logprobs.detach())
         result = policy_loss(batch, config)
         if function is not None:
             check_result(result, batch, config.function)

@@ -124,15 +124,20 @@ class ObjectiveConfig:
     old_logprobs: Literal["auto", "recompute", "behaviour"] = "auto"
     """Where the policy ratio's denominator comes from. `behaviour`: the engine's log-probabilities. `recompute`: a
     forward pass of the actor over the kept samples before the step's first update. `auto`: recompute if
-    updates_per_step > 1 or a correction is on, and the loss reads them."""
+    updates_per_step > 1 and the loss reads them; with a correction and one update, from the update's own pass."""
 
 
 def needs_old_logprobs(config: ObjectiveConfig) -> bool:
     """Whether a step begins with a forward pass of the actor over its kept samples."""
     if config.old_logprobs != "auto":
         return config.old_logprobs == "recompute"
-    reads_them = bool(config.function) or config.loss != "divergence_tv"
-    return reads_them and (config.updates_per_step > 1 or config.correction.level != "none")
+    return config.updates_per_step > 1 and (bool(config.function) or config.loss != "divergence_tv")
+
+
+def old_is_current(config: ObjectiveConfig) -> bool:
+    """Whether the actor that a correction compares with the engine is the one that is updated: a step's only update
+    begins at the weights that a pass before it would see, and sees the same log-probabilities."""
+    return config.old_logprobs == "auto" and config.updates_per_step == 1 and config.correction.level != "none"
 
 
 def is_exact_off_policy(config: ObjectiveConfig) -> bool:

@@ -260,8 +260,9 @@ def test_what_would_be_faster_fits(tmp_path: Path, capsys: pytest.CaptureFixture
     plan = json.loads(at.read_text(encoding="utf-8"))
     saved = list(plan["skipping_saves"].values())
     assert 0 < saved[0] < 0.15 and saved[0] < saved[1] < 0.3 and saved[1] < saved[2] < 0.5
-    changes = {change: said for change, said in plan["faster"].items() if change.startswith("actor.")}
+    changes = {change: said for change, said in plan["faster"].items() if change.startswith(("actor.", "rollout."))}
     assert "actor.recompute=none packing.max_tokens_per_microbatch=6144" in changes
+    assert "rollout.quantization=fp8 objective.correction.level=token" in changes
     for change, said in changes.items():
         assert said["step_s"] < 0.99 * plan["seconds"]["step"]
         assert main([*settings, *change.split()]) == 0

@@ -23,6 +23,7 @@ _LEAST, _FASTER = 0.5 * GIB, 0.01
 _GPUS = "--gpus"
 _SHARE, _TENSOR, _DATA = "--gpu-memory-utilization", "--tensor-parallel-size", "--data-parallel-size"
 _CAP, _RECOMPUTE = "packing.max_tokens_per_microbatch", "actor.recompute"
+_FP8 = "rollout.quantization"
 _FEWEST_TOKENS = 4096
 """Smaller micro-batches are not said to be faster: products of fewer rows are slower, which the seconds here do not
 know."""
@@ -73,7 +74,7 @@ def advise(
         fits = max(total, memory.largest.total) <= site.gpu_memory
         # the first of a kind that fits does least to the rest
         if now and fits and kind not in (*faster, _GPUS) and settings.get(_CAP, _FEWEST_TOKENS) >= _FEWEST_TOKENS:
-            cost = None if kind.startswith("--") else now.rollout
+            cost = None if kind.startswith("--") or kind == _FP8 else now.rollout
             timing = plan_timing(changed, architecture, site, memory.engine, lengths, speeds, cost)
             if timing and timing.step_s <= now.step_s * (1 - _FASTER):
                 faster[kind] = SettingAdvice(change, memory.largest.total, step_s=timing.step_s)
@@ -129,6 +130,9 @@ def _changes(config: Config, site: Site) -> Iterator[tuple[_Settings, str]]:
         yield from (({_SHARE: f"{share + more:.2g}"}, "") for more in (0.2, 0.1) if share + more < 0.95)
         if config.rollout.servers.colocate:
             yield {_SHARE: f"{max(0.1, share - 0.1):.2g}"}, "fewer sequences at a time"
+    if config.rollout.quantization == "off" and config.rollout.engine != "hf" and config.model.dtype == "bfloat16":
+        corrects = config.objective.correction.level != "none" or config.objective.loss == "divergence_tv"
+        yield {_FP8: "fp8"} | ({} if corrects else {"objective.correction.level": "token"}), ""
     if _DATA in given and given.get(_TENSOR, 1) > 1:
         yield {_TENSOR: int(given[_TENSOR]) // 2, _DATA: 2 * int(given[_DATA])}, ""
     yield {_GPUS: 2 * site.gpus}, "twice the GPUs"
