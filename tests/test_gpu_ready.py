@@ -28,7 +28,7 @@ import common
 import train_step
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has CUDA")
-GPU_TESTS = {"tests/test_gpu.py": 12, "tests/test_engines_gpu.py": 8}
+GPU_TESTS = {"tests/test_gpu.py": 12, "tests/test_engines_gpu.py": 10}
 """As docs/testing.md says."""
 H200 = Site(1, 8, CHIPS["h200"].memory_bytes, CHIPS["h200"].peak_flops, 1e15)
 
