@@ -161,6 +161,11 @@ def test_the_canary_names_the_server() -> None:
         ({"quantization": "fp8"}, "rollout.quantization = fp8 is for servers"),
         (SERVES | {"servers.args": ["--quantization", "fp8"]}, "--quantization, which rollout.quantization chooses"),
         (SERVES | {"servers.args": ["--hf-overrides={}"], "quantization": "fp8"}, "which rollout.quantization chooses"),
+        (
+            {"engine": "sglang", "servers.launch": "local", "servers.colocate": True, "quantization": "fp8"}
+            | {"servers.args": ["--kv-cache-dtype", "fp8_e4m3"]},
+            "loses them when it sleeps",
+        ),
         (SERVES | {"sampling.top_p": 0.0}, "rollout.sampling.top_p = 0.0"),
         (SERVES | {"sync.bucket_mb": 0}, "must be at least 1"),
         (SERVES | {"limits.engine_wait_s": 0}, "must be greater than 0"),

@@ -16,6 +16,7 @@ from support.engines.servers import PYTHON, Reference, local_settings, needs, st
 from support.job import QUICK, job_config, read_metrics, write_job_files
 from support.launch import run_ranks
 from support.served import prompts_of, requests_for
+from support.settings import rollout_config
 from support.tiny import FAMILIES, write_model
 from support.true_shapes import MODELS, write_config
 from transformers import AutoModelForCausalLM
@@ -27,6 +28,7 @@ from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.fp8_weights import (
     BLOCK,
     SCALE,
+    check_split,
     in_blocks,
     multiplied_out,
     quantization_config,
@@ -34,8 +36,11 @@ from dppo_megatron.rollout.fp8_weights import (
     rounded_names,
 )
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers.server_process import make_servers
+from dppo_megatron.rollout.sync.channels import buckets
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.mapping import hf_shapes
 from dppo_megatron.workbench.accept.jobs import write_mixture
@@ -209,6 +214,9 @@ def test_what_is_rounded_are_the_linear_layers(tmp_path: Path, family: str) -> N
     assert [name for name, _ in sent if not name.endswith(SCALE)] == list(given)
     assert {name.removesuffix(SCALE) for name, _ in sent if name.endswith(SCALE)} == rounded
     assert sum(tensor.nbytes for _, tensor in sent) == _sent_bytes(shapes, rounded)[0]
+    for place, name in enumerate(shapes):
+        if "q_a_proj.weight" in name:
+            assert "kv_a_proj_with_mqa" in list(shapes)[place - 1], "joined by engines: neighbours in the stream"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -222,6 +230,43 @@ def test_a_sync_of_a_real_model_is_about_half(tmp_path: Path, name: str) -> None
     sent, plain = _sent_bytes(shapes, rounded)
     print(name, sent / plain)
     assert sent / plain < {"qwen3_30b_a3b": 0.52, "qwen3_32b": 0.53, "qwen3_8b": 0.58, "qwen3_4b": 0.56}[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "arguments", "said"),
+    [
+        ("qwen3_8b", "vllm", "--tensor-parallel-size 2 --data-parallel-size 4", ""),
+        ("qwen3_8b", "vllm", "--tensor-parallel-size 8", ""),  # each key head has a worker of its own
+        ("qwen3_4b", "vllm", "-tp 8", "down_proj.weight over 8 workers are no whole blocks of 128"),
+        ("qwen3_30b_a3b", "vllm", "--tensor-parallel-size 2 --data-parallel-size 4", ""),  # in blocks of 32
+        ("qwen3_30b_a3b", "sglang", "--tp 4", "experts.0.down_proj.weight over 4 workers are no whole blocks of 128"),
+        ("qwen3_30b_a3b", "sglang", "--tp 4 --ep-size 4", ""),
+    ],
+)
+def test_workers_hold_whole_blocks(tmp_path: Path, name: str, engine: str, arguments: str, said: str) -> None:
+    architecture = read_architecture(write_config(tmp_path, name))
+    rollout = rollout_config({"engine": engine, "quantization": "fp8", "servers.args": arguments.split()})
+    if not said:
+        return check_split(rollout, architecture)
+    with pytest.raises(UserError, match=said):
+        check_split(rollout, architecture)
+
+
+def test_a_drafter_is_not_left_without_weights(files: Path, tmp_path: Path) -> None:
+    config = _config(files, tmp_path / "run", "vllm", None)
+    config.rollout.speculation.method = "eagle3"
+    with pytest.raises(UserError, match="so would the drafter"):
+        make_servers(config)
+
+
+def test_a_bucket_never_ends_between_what_an_engine_joins_in_one_call() -> None:
+    """DeepSeek's queries and keys, of which SGLang keeps the first half for one call only."""
+    layer = "model.layers.3.self_attn."
+    stream = [(layer + f"{name}_proj.weight", torch.zeros(300)) for name in ("o", "kv_a", "q_a", "kv_b")]
+    for most in (100, 1300, 2500, 3700):
+        found = [[name for name, _ in bucket.tensors] for bucket in buckets(stream, most)]
+        assert any(layer + "q_a_proj.weight" in names and layer + "kv_a_proj.weight" in names for names in found)
+        assert [name for names in found for name in names] == [name for name, _ in stream]
 
 
 @pytest.mark.parametrize(

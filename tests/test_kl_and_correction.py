@@ -192,17 +192,26 @@ def test_the_bias_that_a_correction_leaves_is_about_the_enumerated(level: str, m
         for one, other in zip(first.tolist(), second.tolist(), strict=True):
             old, theirs = (logits.log_softmax(-1)[[one, other]].numpy() for logits in (policy, behaviour))
             reward = float(np.sin(3.0 * one + other * other))
-            seen.add(old, theirs, 1.0, float(np.exp(old.sum())), config.correction, reward)
+            seen.add(old, theirs, 1.0, float(np.exp(theirs.sum())), config.correction, reward)  # as often as drawn
         assert seen.bias is not None
         ratios.append(seen.bias / float(torch.linalg.norm(found - target) / torch.linalg.norm(target)))
-    assert 0.7 < np.median(ratios) < 1.4, ratios
+    assert 0.6 < np.median(ratios) < 1.7, ratios
     exact = Mismatch()
     exact.add(old, theirs, 1.0, 1.0, CorrectionConfig("sequence", max_ratio=1e9), 1.0)
     assert exact.bias == pytest.approx(0.0, abs=1e-12)
     assert Mismatch().bias is None
-    np.testing.assert_allclose(
-        left_over(np.array([0.1, 0.3]), np.zeros(2), CorrectionConfig("token")), [-0.259, -0.095], atol=1e-3
-    )
+    of_docstring, exact_ratio = left_over(np.array([0.1, 0.3]), np.zeros(2), CorrectionConfig("token"))
+    np.testing.assert_allclose([*of_docstring, exact_ratio], [-0.387, -0.142, 1.492], atol=1e-3)
+
+
+def test_the_size_of_a_bias_does_not_grow_without_bound() -> None:
+    """Of 512 completions of 4,000 tokens, each 0.03 off: factors of single tokens leave about all of it."""
+    random = np.random.default_rng(0)
+    seen = Mismatch()
+    for _ in range(512):
+        behaviour = random.normal(0.0, 0.03, 4000) - 0.03**2 / 2
+        seen.add(np.zeros(4000), behaviour, 1.0, 1.0, CorrectionConfig("token", max_ratio=2.0), 1.0)
+    assert seen.bias is not None and 0.5 < seen.bias < 2.0
 
 
 def test_the_cumulative_ratio_is_exact_for_what_the_prefix_decides() -> None:

@@ -50,20 +50,18 @@ def importance_factor(batch: TokenBatch, config: CorrectionConfig) -> tuple[Tens
     return factor, (factor != ratio).to(factor.dtype)
 
 
-def left_over(old: Logprobs, behaviour: Logprobs, config: CorrectionConfig) -> FloatArray:
-    """[n] share by which each token's gradient stays wrong: the correction's factor over the whole completion's ratio,
-    which would be exact, less 1.
+def left_over(old: Logprobs, behaviour: Logprobs, config: CorrectionConfig) -> tuple[FloatArray, float]:
+    """[n] by how much each token's factor differs from the whole completion's ratio, which would be exact; that ratio.
 
-    Example: log-probabilities 0.1 and 0.3 apart at level=token: factors 1.105 and 1.350 over exp(0.4) = 1.492, so -0.26
-    and -0.10.
+    Example: log-probabilities 0.1 and 0.3 apart at level=token: factors 1.105 and 1.350, exact is exp(0.4) = 1.492, so
+    -0.387 and -0.142.
     """
     mine, theirs = (torch.as_tensor(np.asarray(one, np.float64)) for one in (old, behaviour))
     zero, one = torch.zeros_like(mine), torch.ones_like(mine)
     batch = TokenBatch(mine, zero, theirs, mine, zero, zero, one, zero.long())
     factor, _ = importance_factor(batch, config)
-    exact = bounded_ratio(sequence_sums(mine - theirs, batch))
-    found: FloatArray = (factor / exact - 1.0).numpy()
-    return found
+    exact = float(bounded_ratio((mine - theirs).sum()))
+    return (factor - exact).numpy(), exact
 
 
 @dataclass
@@ -120,9 +118,9 @@ class Mismatch:
         self.moments += figure_weight * ratio ** np.arange(3)
         self.product += (ratio * weight) ** np.arange(3)
         if correction is not None and correction.level != "none":
-            left = left_over(old, behaviour, correction)
+            left, exact = left_over(old, behaviour, correction)
             squared = np.broadcast_to(np.square(gradient) * weight, left.shape)
-            self.gradient += float(squared @ np.square(left)), float(squared.sum())
+            self.gradient += float(squared @ np.square(left)), float(squared.sum()) * exact**2
 
     @staticmethod
     def join(parts: Iterable[Mismatch]) -> Mismatch:

@@ -236,24 +236,33 @@ def check_rollout(config: RolloutConfig) -> None:
         raise UserError(
             "rollout.sync.channel = ipc needs rollout.servers.launch = local: servers must share this machine's memory"
         )
-    if config.quantization != "off" and not serves:
-        raise UserError(f"rollout.quantization = {config.quantization} is for servers; rollout.engine = hf has none")
-    options = _QUANTIZATION_OPTIONS if config.quantization != "off" else _QUANTIZATION_OPTIONS[:2]
-    if option := _named_option(servers.args, options):
-        raise UserError(
-            f"rollout.servers.args has {option}, which rollout.quantization chooses: weight syncs must bring what the"
-            " server holds"
-        )
     if servers.gpus and len(servers.gpus) != servers.count:
         raise UserError(
             f"rollout.servers.gpus has {len(servers.gpus)} entries for rollout.servers.count = {servers.count}"
         )
     _check_keys(config)
+    _check_quantization(config)
     _check_speculation(config)
     for url in servers.endpoints:
         check_endpoint(url, config)
     if len(set(servers.endpoints)) < len(servers.endpoints):
         raise UserError("rollout.servers.endpoints names a server twice")
+
+
+def _check_quantization(config: RolloutConfig) -> None:
+    servers, is_on = config.servers, config.quantization != "off"
+    if is_on and config.engine == "hf":
+        raise UserError(f"rollout.quantization = {config.quantization} is for servers; rollout.engine = hf has none")
+    if option := _named_option(servers.args, _QUANTIZATION_OPTIONS if is_on else _QUANTIZATION_OPTIONS[:2]):
+        raise UserError(
+            f"rollout.servers.args has {option}, which rollout.quantization chooses: weight syncs must bring what the"
+            " server holds"
+        )
+    if is_on and config.engine == "sglang" and servers.colocate and _named_option(servers.args, ("--kv-cache-dtype",)):
+        raise UserError(
+            "rollout.servers.args has --kv-cache-dtype: with rollout.quantization SGLang has scales of its cache, and"
+            " loses them when it sleeps (rollout.servers.colocate); leave it out"
+        )
 
 
 def _check_speculation(config: RolloutConfig) -> None:

@@ -11,6 +11,7 @@ ledger (`rollout/quantized`).
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Collection, Iterator, Mapping
 
@@ -18,12 +19,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.engine import Weights
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.mapping import hf_shapes
 
 BLOCK = 128
 SCALE = "_scale_inv"
+TENSOR_FLAGS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tp")
+REPLICA_FLAGS = ("--data-parallel-size", "-dp", "--dp-size", "--dp")
+"""vLLM's and SGLang's."""
+_SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight", "w2.weight")
+_NOT_SPLIT = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 _LARGEST = 448.0
 _LEAST_AMAX = 1e-4
 """Of a block, as DeepGEMM has it: a block of zeros has a scale too."""
@@ -84,6 +92,8 @@ def _divides(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     module, _, projection = name.removesuffix(".weight").rpartition(".")
     if projection == "gate_up_proj":  # GLM-4's, joined in the checkpoint
         return shapes[name][0] % (2 * BLOCK) == 0
+    if ".experts." in name:  # engines hold all of an expert alike
+        return min(shapes[name]) % BLOCK == 0
     for joined in _JOINED:
         mates = [f"{module}.{one}.weight" for one in joined]
         if projection in joined and all(mate in shapes for mate in mates):
@@ -111,6 +121,8 @@ def quantization_config(architecture: Architecture) -> dict[str, object]:
     rounded = rounded_names(architecture)
     matrices = [name for name, shape in hf_shapes(architecture).items() if len(shape) == 2]
     kept = [name.removesuffix(".weight") for name in matrices if name not in rounded and "embed" not in name]
+    joined = [name.replace("gate_up_proj", part) for name in kept for part in ("gate_proj", "up_proj")]
+    kept += [name for name in joined if name not in kept]  # SGLang looks for the parts
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -118,6 +130,30 @@ def quantization_config(architecture: Architecture) -> dict[str, object]:
         "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": kept,
     }
+
+
+def check_split(rollout: RolloutConfig, architecture: Architecture) -> None:
+    """Raise UserError unless each worker of a launched server holds whole blocks. vLLM splits experts over replicas
+    too, and takes blocks down to 32 for them."""
+    is_vllm, shapes = rollout.engine == "vllm", hf_shapes(architecture)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flags, name in ((TENSOR_FLAGS, "tensor"), (REPLICA_FLAGS, "replicas")):
+        parser.add_argument(*flags, dest=name, type=int, default=1)
+    given = parser.parse_known_args(rollout.servers.args)[0]
+    spread = given.tensor * (given.replicas if is_vllm else 1)
+    for expert_flag in ("--enable-expert-parallel", "-ep", "--ep-size", "--ep"):
+        spread = 1 if expert_flag in rollout.servers.args else spread
+    for name in sorted(rounded_names(architecture)):
+        of_experts = ".experts." in name
+        ways, least = (spread, 32 if is_vllm else BLOCK) if of_experts else (given.tensor, BLOCK)
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            ways = min(ways, architecture.num_kv_heads)  # heads are copied, not split
+        size = shapes[name][1 if name.endswith(_SPLIT_BY_COLUMNS) else 0]
+        if ways > 1 and not name.endswith(_NOT_SPLIT) and (size % ways or size // ways % least):
+            raise UserError(
+                f"rollout.quantization = {rollout.quantization}: {size} rows or columns of {name} over {ways} workers"
+                f" are no whole blocks of {least}: lower --tensor-parallel-size in rollout.servers.args"
+            )
 
 
 def quantized_arguments(engine: str, architecture: Architecture) -> list[str]:

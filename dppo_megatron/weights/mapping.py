@@ -87,12 +87,12 @@ def _latent_attention(a: Architecture, latent: Latent) -> Rows:
     inside: dict[str, tuple[Shape, str]] = {
         "linear_proj.weight": ((hidden, a.num_heads * latent.value_dim), "o_proj"),
         "linear_kv_down_proj.weight": ((latent.rank + turning, hidden), "kv_a_proj_with_mqa"),
+        **({"linear_q_down_proj.weight": ((latent.query_rank, hidden), "q_a_proj")} if latent.query_rank else {}),
         "linear_kv_up_proj.layer_norm_weight": ((latent.rank,), "kv_a_layernorm"),
         "linear_kv_up_proj.weight": ((expanded, latent.rank), "kv_b_proj"),
     }
     if latent.query_rank:
         inside |= {
-            "linear_q_down_proj.weight": ((latent.query_rank, hidden), "q_a_proj"),
             "linear_q_up_proj.layer_norm_weight": ((latent.query_rank,), "q_a_layernorm"),
             "linear_q_up_proj.weight": ((query, latent.query_rank), "q_b_proj"),
         }

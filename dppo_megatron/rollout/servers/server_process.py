@@ -27,7 +27,7 @@ from dppo_megatron.config.resolved_sets import longest_sequence
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import loopback_interface
 from dppo_megatron.files import append_to, make_directory
-from dppo_megatron.rollout.fp8_weights import quantized_arguments
+from dppo_megatron.rollout.fp8_weights import check_split, quantized_arguments
 from dppo_megatron.rollout.servers.connect import ROUTED_EXPERTS, configured_key
 from dppo_megatron.rollout.servers.http import hidden
 from dppo_megatron.rollout.servers.sglang import draft_ladder, sglang_command, sglang_environment
@@ -175,10 +175,16 @@ def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: s
     command = build(rollout, python, model, longest, config.model.dtype, cpu=cpu, host=host)
     if rollout.quantization != "off":
         architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
+        check_split(rollout, architecture)
         command += quantized_arguments(rollout.engine, architecture)
-    no_files = is_torch_dist(config.model.hf_path) or rollout.quantization != "off"
-    if no_files and "--load-format" not in rollout.servers.args:
-        command += ["--load-format", "dummy"]  # engines cannot read it; the first weight sync brings the weights
+    if is_torch_dist(config.model.hf_path) or rollout.quantization != "off":
+        if rollout.speculation.method == "eagle3":
+            raise UserError(
+                "rollout.speculation.method = eagle3: servers begin without weights where the checkpoint is Megatron's"
+                " or rollout.quantization is on, and so would the drafter, which no sync brings; use ngram or suffix"
+            )
+        if not any(one.split("=")[0] == "--load-format" for one in rollout.servers.args):
+            command += ["--load-format", "dummy"]  # engines cannot read it; the first weight sync brings the weights
     if config.actor.routing_replay == "engine":
         if vllm and cpu:
             raise UserError(

@@ -37,6 +37,8 @@ T = TypeVar("T")
 Tensors = Iterable[tuple[str, Tensor]]
 Offers: TypeAlias = dict[tuple[str, int], Offer]
 """How each reader maps a bucket, by server and worker."""
+_WITH_LAST = ".q_a_proj.weight"
+"""SGLang (0.5.23) joins it with what the stream has before it, kv_a_proj_with_mqa, and forgets either after a call."""
 FAILURES = (Unreachable, Refused, RuntimeError)
 """What a server's failure looks like here; torch reports a broken group as RuntimeError."""
 
@@ -98,8 +100,8 @@ class Bucket:
 
 def buckets(tensors: Tensors, max_bytes: int) -> Iterator[Bucket]:
     """Consecutive tensors, together at most `max_bytes` unless one alone is larger: a bucket for each dtype among them,
-    the smallest first, so that vLLM has the scales of a weight before it. None spans two pieces of memory that the
-    stream has filled end to end, so that each can be sent without a copy."""
+    the smallest first, so that vLLM mostly has the scales of a weight before it. None spans two pieces of memory that
+    the stream has filled end to end, so that each can be sent without a copy."""
     waiting: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
     size = 0
 
@@ -108,7 +110,8 @@ def buckets(tensors: Tensors, max_bytes: int) -> Iterator[Bucket]:
 
     for name, tensor in tensors:
         alike = waiting.get(tensor.dtype)
-        if waiting and (size + tensor.nbytes > max_bytes or (alike and _breaks(alike[-1][1], tensor))):
+        ends = size + tensor.nbytes > max_bytes or bool(alike and _breaks(alike[-1][1], tensor))
+        if waiting and ends and _WITH_LAST not in name:
             yield from filled()
             waiting, size = {}, 0
         waiting.setdefault(tensor.dtype, []).append((name, tensor))

@@ -22,6 +22,7 @@ import numpy as np
 from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.schema import Config
 from dppo_megatron.randomness import generator
+from dppo_megatron.rollout.fp8_weights import REPLICA_FLAGS, TENSOR_FLAGS, check_split
 from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.types import FloatArray, IntArray, UserError
 from dppo_megatron.weights.architecture import Architecture
@@ -119,6 +120,8 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
     embedded, is_vllm = rollout.engine == "hf", rollout.engine == "vllm"
     given = _read(() if embedded else rollout.servers.args)
     tensor, is_fp8 = given.tensor, rollout.quantization != "off"
+    if is_fp8 and rollout.servers.launch == "local":
+        check_split(rollout, architecture)
     each = 2 if config.model.dtype == "bfloat16" else 4
     together, width = given.replicas if experts and is_vllm else 1, 1 if is_fp8 else each
     # quantization leaves embedding and output layer as they are
@@ -180,8 +183,8 @@ def cache_per_token(architecture: Architecture, tensor: int, bytes_each: int) ->
 
 
 _OPTIONS: dict[str, tuple[tuple[str, ...], type, Any, str]] = {
-    "tensor": (("--tensor-parallel-size", "-tp", "--tp-size", "--tp"), int, 1, "[1, 1024]"),
-    "replicas": (("--data-parallel-size", "-dp", "--dp-size", "--dp"), int, 1, "[1, 1024]"),
+    "tensor": (TENSOR_FLAGS, int, 1, "[1, 1024]"),
+    "replicas": (REPLICA_FLAGS, int, 1, "[1, 1024]"),
     "share": (("--gpu-memory-utilization", "--mem-fraction-static"), float, DEFAULT_SHARE, "(0, 1]"),
     "sequences": (("--max-num-seqs", "--max-running-requests"), int, None, "[1, 1e6]"),
     "cache": (("--kv-cache-dtype",), str, "", ""),
