@@ -7,6 +7,8 @@ import itertools
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +111,11 @@ def _train_and_kill_the_server(config: Config, killed: str) -> str:
         call, calls = getattr(engine, name), itertools.count(1)
 
         def call_and_kill(*arguments: Any) -> None:
+            is_due = next(calls) == last_call and engine._head is not None  # in step 2; an evaluation starts too
+            # found before the call: a step's answers may all be there before a look through /proc ends
+            kill = _killer(_only_server(engine), config.rollout) if is_due else lambda: None
             call(*arguments)
-            if next(calls) == last_call and engine._head is not None:  # in step 2; an evaluation starts too
-                _kill(_only_server(engine), config.rollout)
+            kill()
 
         setattr(engine, name, call_and_kill)
         train(run)
@@ -124,12 +128,12 @@ def _train_and_kill_the_server(config: Config, killed: str) -> str:
     return description
 
 
-def _kill(server: LaunchedServer, rollout: RolloutConfig) -> None:
-    """All of SGLang's; of vLLM's the second replica, with which vLLM ends the others and itself."""
+def _killer(server: LaunchedServer, rollout: RolloutConfig) -> Callable[[], None]:
+    """Of all of SGLang's; of vLLM's second replica, with which vLLM ends the others and itself."""
     if rollout.engine == "sglang":
-        return os.killpg(_group(server, rollout), signal.SIGKILL)
+        return partial(os.killpg, _group(server, rollout), signal.SIGKILL)
     [second] = _processes(_group(server, rollout), b"EngineCore_DP1")
-    os.kill(second, signal.SIGKILL)
+    return partial(os.kill, second, signal.SIGKILL)
 
 
 def _group(server: LaunchedServer, rollout: RolloutConfig) -> int:
@@ -153,7 +157,7 @@ def every_call_reaches_every_replica(engine: Any, config: Config) -> None:
     for most, and one that both agree on for is_paused, is_sleeping and weight_info: those answer 500 where they differ.
 
         describe                              /dppo_workers: a worker for each replica
-        healthy                               ends with any of them (`_kill`)
+        healthy                               ends with any of them (`_killer`)
         pause, resume; sleep, wake            is_paused, is_sleeping
         load_from_disk, join_group, receive   what each computes; receive_shared, begin_update, end_update: training did
         weights_version, checksums            both answer
