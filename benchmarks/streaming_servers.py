@@ -34,6 +34,7 @@ def parity(completion: str, answer: str) -> float:
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="interpreter of the engine's environment")
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
@@ -61,6 +62,7 @@ def main() -> None:
 
 
 def write_files(files: Path, *, equal: bool) -> None:
+    """Problems and the model."""
     write_task(files, seed=0, num_train=512, num_heldout=16, num_sft=16)
     write_tiny_qwen3(files / "model", seed=0, max_position_embeddings=1024)
     weights = files / "model" / "model.safetensors"

@@ -240,7 +240,8 @@ def test_a_sync_of_a_real_model_is_about_half(tmp_path: Path, name: str) -> None
         ("qwen3_4b", "vllm", "-tp 8", "down_proj.weight over 8 workers are no whole blocks of 128"),
         ("qwen3_30b_a3b", "vllm", "--tensor-parallel-size 2 --data-parallel-size 4", ""),  # in blocks of 32
         ("qwen3_30b_a3b", "sglang", "--tp 4", "experts.0.down_proj.weight over 4 workers are no whole blocks of 128"),
-        ("qwen3_30b_a3b", "sglang", "--tp 4 --ep-size 4", ""),
+        ("qwen3_30b_a3b", "sglang", "--tp 4 --ep-size=4", ""),
+        ("qwen3_8b", "vllm", "--tensor-parallel-size two", "rollout.servers.args: argument --tensor-parallel-size"),
     ],
 )
 def test_workers_hold_whole_blocks(tmp_path: Path, name: str, engine: str, arguments: str, said: str) -> None:
@@ -267,6 +268,18 @@ def test_a_bucket_never_ends_between_what_an_engine_joins_in_one_call() -> None:
         found = [[name for name, _ in bucket.tensors] for bucket in buckets(stream, most)]
         assert any(layer + "q_a_proj.weight" in names and layer + "kv_a_proj.weight" in names for names in found)
         assert [name for names in found for name in names] == [name for name, _ in stream]
+    rounded = [
+        pair
+        for name, weight in stream
+        for pair in ((name, weight.to(torch.float8_e4m3fn)), (name + SCALE, torch.ones(1)))
+    ]
+    for most in range(290, 1300, 7):  # also those that end between a weight and its scales
+        together = [{name for name, _ in bucket.tensors} for bucket in buckets(rounded, most)]
+        for kind in ("", SCALE):
+            halves = {layer + f"{name}_proj.weight{kind}" for name in ("kv_a", "q_a")}
+            assert any(halves <= names for names in together), most
+        at = {name: place for place, names in enumerate(together) for name in names}
+        assert all(at[name + SCALE] < at[name] for name, _ in stream), "scales go first"
 
 
 @pytest.mark.parametrize(

@@ -139,10 +139,13 @@ def check_split(rollout: RolloutConfig, architecture: Architecture) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flags, name in ((TENSOR_FLAGS, "tensor"), (REPLICA_FLAGS, "replicas")):
         parser.add_argument(*flags, dest=name, type=int, default=1)
-    given = parser.parse_known_args(rollout.servers.args)[0]
+    try:
+        given = parser.parse_known_args(rollout.servers.args)[0]
+    except argparse.ArgumentError as error:
+        raise UserError(f"rollout.servers.args: {error}") from None
     spread = given.tensor * (given.replicas if is_vllm else 1)
-    for expert_flag in ("--enable-expert-parallel", "-ep", "--ep-size", "--ep"):
-        spread = 1 if expert_flag in rollout.servers.args else spread
+    if {"--enable-expert-parallel", "-ep", "--ep-size", "--ep"} & {one.split("=")[0] for one in rollout.servers.args}:
+        spread = 1
     for name in sorted(rounded_names(architecture)):
         of_experts = ".experts." in name
         ways, least = (spread, 32 if is_vllm else BLOCK) if of_experts else (given.tensor, BLOCK)

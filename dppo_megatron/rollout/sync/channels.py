@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dppo_megatron.rollout.fp8_weights import SCALE
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
@@ -100,7 +101,7 @@ class Bucket:
 
 def buckets(tensors: Tensors, max_bytes: int) -> Iterator[Bucket]:
     """Consecutive tensors, together at most `max_bytes` unless one alone is larger: a bucket for each dtype among them,
-    the smallest first, so that vLLM mostly has the scales of a weight before it. None spans two pieces of memory that
+    the smallest first, so that vLLM has the scales of a weight before it. None spans two pieces of memory that
     the stream has filled end to end, so that each can be sent without a copy."""
     waiting: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
     size = 0
@@ -111,7 +112,7 @@ def buckets(tensors: Tensors, max_bytes: int) -> Iterator[Bucket]:
     for name, tensor in tensors:
         alike = waiting.get(tensor.dtype)
         ends = size + tensor.nbytes > max_bytes or bool(alike and _breaks(alike[-1][1], tensor))
-        if waiting and ends and _WITH_LAST not in name:
+        if waiting and ends and not (_WITH_LAST in name or name.endswith(SCALE)):
             yield from filled()
             waiting, size = {}, 0
         waiting.setdefault(tensor.dtype, []).append((name, tensor))
