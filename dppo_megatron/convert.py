@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dppo_megatron.config.schema import ActorConfig, LayoutConfig
+from dppo_megatron.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
-from dppo_megatron.weights.architecture import Architecture, read_architecture
+from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import (
     MAX_SHARD_BYTES,
     CheckpointReader,
@@ -29,6 +29,7 @@ from dppo_megatron.weights.hf_files import (
 )
 from dppo_megatron.weights.mapping import Place, hf_names, in_layer_order, join, places, table
 from dppo_megatron.weights.pipeline import uneven_hint
+from dppo_megatron.weights.provider import architecture_of
 from dppo_megatron.weights.torch_dist import TorchDistReader, is_torch_dist, write_torch_dist
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,6 +44,7 @@ def hf_to_megatron(
     ep: int = 1,
     *,
     ignored: Collection[str] = (),
+    provider: str = "",
     verify: bool = False,
 ) -> list[str]:
     """Write `source`, a Hugging Face checkpoint, as a distributed checkpoint that loads at any layout.
@@ -51,7 +53,7 @@ def hf_to_megatron(
 
     Args:
         tp, pp, ep: a layout to check the model against; the files are the same for every layout.
-        ignored: see `read_architecture`.
+        ignored, provider: see `ModelConfig`.
         verify: read the result back and compare every tensor byte for byte.
 
     Returns:
@@ -64,7 +66,7 @@ def hf_to_megatron(
         raise UserError(
             f"--hf '{source}' is a distributed checkpoint already; the way back is `dppo-megatron convert to-hf`"
         )
-    architecture = read_architecture(source, "--hf", ignored)
+    architecture = architecture_of(ModelConfig(str(source), provider, list(ignored)), "--hf")
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
         if size < 1:
             raise UserError(f"--{name} {size}: must be at least 1")
@@ -105,6 +107,7 @@ def megatron_to_hf(
     dtype: str = "",
     shard_gb: float = MAX_SHARD_BYTES / 1e9,
     ignored: Collection[str] = (),
+    provider: str = "",
     verify: bool = False,
 ) -> list[str]:
     """Write a distributed checkpoint, converted or from training, as one that `transformers` loads.
@@ -128,7 +131,8 @@ def megatron_to_hf(
         raise UserError(f"--shard-gb {shard_gb}: must be greater than 0")
     if dtype and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
-    architecture = read_architecture(assets, "--hf" if hf else "--checkpoint", ignored)
+    model = ModelConfig(str(assets), provider, list(ignored))
+    architecture = architecture_of(model, "--hf" if hf else "--checkpoint")
     reader = TorchDistReader(checkpoint, architecture)
     dtypes = {
         name: DTYPES[dtype] if dtype else reader.dtypes[key]

@@ -32,8 +32,9 @@ from dppo_megatron.rewards.cross_check import check_installed
 from dppo_megatron.rewards.grading import Graders
 from dppo_megatron.rewards.start_checks import RewardBounds, check_grader, check_references, unused_grader
 from dppo_megatron.types import Prompt, TrainSample, UserError
-from dppo_megatron.weights.architecture import Architecture, read_architecture
+from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import WeightReader, assets
+from dppo_megatron.weights.provider import architecture_of
 from dppo_megatron.weights.tokenizer import load_tokenizer
 from dppo_megatron.weights.torch_dist import open_checkpoint
 
@@ -114,7 +115,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     Raises:
         UserError: anything that would fail later.
     """
-    architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
+    architecture = architecture_of(config.model)
     if trains:
         architecture = architecture.with_adapters(config.actor.lora)
     lines = check_settings(config, architecture, world_size, machine or this_machine()) if trains else []
@@ -172,7 +173,7 @@ def _open_reference(
     path, key = config.objective.kl.reference_path, "objective.kl.reference_path ="
     if not path:
         return None
-    other = read_architecture(path, key, config.model.ignore_config_keys)
+    other = architecture_of(replace(config.model, hf_path=path), key)
     differ = [  # positions may: of one family's base and instruction models they do, and nothing is computed from them
         f"{item.name} is {getattr(other, item.name)}, not {getattr(architecture, item.name)}"
         for item in fields(Architecture)

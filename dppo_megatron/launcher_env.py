@@ -44,6 +44,12 @@ def raise_file_limit() -> int:
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
+def forget_launcher() -> None:
+    """Make this process one without a launcher: a child that is no rank of the job."""
+    for name in (*_MEETING, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
 def launched_world_size() -> int:
     """Processes of this job; 1 without a launcher. Raises UserError, as all of these."""
     return _number("WORLD_SIZE", 1, least=1)

@@ -53,9 +53,9 @@ def expected(path: Path) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
     return _expected(path)
 
 
-def _expected(path: Path) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
+def _expected(path: Path, **how: Any) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
     """transformers' log-probabilities and gradient of the weighted loss, one sequence at a time."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **how).eval()
     found = []
     for sample in random_samples(9, 37):
         ids = torch.from_numpy(sample.token_ids)

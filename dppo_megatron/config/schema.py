@@ -34,6 +34,9 @@ class ModelConfig:
     page = "actor.md"
     hf_path: str = ""
     """Directory of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer). The RL run starts from it."""
+    provider: str = ""
+    """mbridge's class that describes a family without rows of its own here: `mbridge`, the one registered for the
+    model_type, or `module:Class`, yours. The first layers are compared with transformers' at start. "": own rows."""
     ignore_config_keys: list[str] = field(default_factory=list)
     """Keys of its config.json that are not known here and change nothing that the model computes. Any other unknown
     key with a value that is on is refused."""

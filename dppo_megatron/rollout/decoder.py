@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.layer_parts import Experts, Latent, halves
-from dppo_megatron.weights.mapping import CORRECTION_BIAS
+from dppo_megatron.weights.mapping import CORRECTION_BIAS, own_and_provided
 
 _FIRST_ROOM = 16
 """Spare tokens after the prompt. Touching new memory costs as much as the copy when it has to grow, and by then most
@@ -177,6 +177,8 @@ class Decoder:
         self._output = (
             self._embedding if a.tied_embeddings else self._new("lm_head.weight", a.vocab_size, a.hidden_size)
         )
+        if a.provided_names:
+            self.named = {provided: self.named[own] for own, provided in own_and_provided(a)}
         ropes = [a.rope, *([a.gemma.local_rope] if a.gemma else [])]
         self._ropes = [(torch.tensor(rope.frequencies, device=device), rope.scale) for rope in ropes]
         """Of layers without a window, and of those with one."""

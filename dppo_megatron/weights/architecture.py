@@ -96,6 +96,8 @@ class Architecture:
     """Adapters that are trained beside the checkpoint's weights."""
     prediction_layers: int = 0
     """Layers behind the others in the checkpoint that predict several tokens; they are not read."""
+    provided_names: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """By key of `mapping.kinds`, the checkpoint's names that `model.provider` gives; else those of `mapping.py`."""
 
     def with_adapters(self, config: LoraConfig) -> Architecture:
         """The same model with the adapters of `actor.lora`; unchanged if it is off.
@@ -263,18 +265,14 @@ def read_architecture(
     Raises:
         UserError: no config.json, not JSON, an unsupported architecture, or a feature the actor does not have.
     """
-    path = Path(hf_path) / "config.json"
-    if not os.path.exists(path):  # unlike Path.exists, no error for a name that is too long
-        of_run = f"; '{hf_path}/hf' is one" if os.path.exists(path.parent / "hf" / "config.json") else ""
-        raise UserError(f"{given_as} '{hf_path}': holds no config.json, so it is no Hugging Face checkpoint{of_run}")
-    raw = read_object(path)
+    raw, path = read_config(hf_path, given_as)
     family = _family(raw, path)
     model_type = MODEL_TYPES[family]
     check_keys(raw, family, path, CONFIG_MAPPING[model_type](), ignored)
     ropes = read_ropes(raw, family, path)
-    config = _as_transformers_reads(raw, model_type, ropes, path)
+    config = as_transformers_reads(raw, model_type, ropes, path)
     values = read_values(config, raw, family, path)
-    _check_sizes(raw, values, path)
+    check_sizes(raw, values, path)
     latent = read_latent(values, config, path) if "kv_lora_rank" in values else None
     head_dim = latent.still_dim + latent.turning_dim if latent else values["head_dim"]
     return Architecture(
@@ -286,7 +284,7 @@ def read_architecture(
         num_kv_heads=values["num_key_value_heads"],
         head_dim=head_dim,
         vocab_size=values["vocab_size"],
-        max_positions=_positions(values["max_position_embeddings"], ropes[FULL]),
+        max_positions=positions_of(values["max_position_embeddings"], ropes[FULL]),
         rope=make_rope(config, latent.turning_dim if latent else head_dim, ropes, path),
         norm_eps=values["rms_norm_eps"],
         tied_embeddings=values["tie_word_embeddings"],
@@ -299,6 +297,15 @@ def read_architecture(
         is_glm4=family == GLM4,
         prediction_layers=values.get("num_nextn_predict_layers", 0),
     )
+
+
+def read_config(hf_path: str | Path, given_as: str) -> tuple[dict[str, Any], Path]:
+    """config.json of a checkpoint directory, and its path. Raises UserError if there is none, or no JSON object."""
+    path = Path(hf_path) / "config.json"
+    if not os.path.exists(path):  # unlike Path.exists, no error for a name that is too long
+        of_run = f"; '{hf_path}/hf' is one" if os.path.exists(path.parent / "hf" / "config.json") else ""
+        raise UserError(f"{given_as} '{hf_path}': holds no config.json, so it is no Hugging Face checkpoint{of_run}")
+    return read_object(path), path
 
 
 def _family(raw: Mapping[str, Any], path: Path) -> str:
@@ -321,7 +328,7 @@ def _family(raw: Mapping[str, Any], path: Path) -> str:
     return names[0]
 
 
-def _check_sizes(raw: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
+def check_sizes(raw: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
     heads, groups = values["num_attention_heads"], values["num_key_value_heads"]
     if heads % groups:
         raise UserError(f"{path}: num_key_value_heads = {groups} does not divide num_attention_heads = {heads}")
@@ -331,7 +338,7 @@ def _check_sizes(raw: Mapping[str, Any], values: Mapping[str, Any], path: Path) 
         raise UserError(f"{path}: pad_token_id = {shown(pad)}: must be a row of the {vocab_size} of the vocabulary")
 
 
-def _as_transformers_reads(
+def as_transformers_reads(
     raw: Mapping[str, Any], model_type: str, ropes: Mapping[str, Mapping[str, Any]], path: Path
 ) -> Any:
     """transformers' config of `raw`. Raises `UserError` if it refuses it, or reads the position embedding otherwise."""
@@ -349,7 +356,7 @@ def _as_transformers_reads(
     return config
 
 
-def _positions(stated: int, rope: Mapping[str, Any]) -> int:
+def positions_of(stated: int, rope: Mapping[str, Any]) -> int:
     """With YaRN, published config.json files leave max_position_embeddings at what it was before."""
     original = rope["original_max_position_embeddings"] if rope["rope_type"] == "yarn" else 0
     return max(stated, int(original * rope.get("factor", 1)))

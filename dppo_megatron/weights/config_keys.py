@@ -36,14 +36,16 @@ MODEL_TYPES = {
 }
 """Architectures with rows in the weight table of `mapping.py`, and the `model_type` that transformers goes by."""
 SUPPORTED = tuple(MODEL_TYPES)
+PROVIDED = "model.provider"
+"""Any family that a provider describes: it reads keys of its own, and only what no family here has is refused."""
 
 _ALL = frozenset(SUPPORTED)
 _LATENT = frozenset({DEEPSEEK})
 _GEMMA = frozenset({GEMMA3})
 SIGMOID = frozenset({GLM4_MOE, DEEPSEEK})
 """Mixtures as DeepSeek-V3 has them: routers that score by sigmoid, shared experts, the first layers dense."""
-PARTIAL = frozenset({GLM4, GLM4_MOE})
-"""Only a part of each head's dimensions rotates."""
+PARTIAL = frozenset({GLM4, GLM4_MOE, PROVIDED})
+"""Only a part of each head's dimensions rotates, or may."""
 _QWEN2_MOE = frozenset({QWEN2_MOE})
 _MOE = _QWEN2_MOE | SIGMOID | {QWEN3_MOE, MIXTRAL}
 
@@ -91,6 +93,13 @@ class Key:
     """null means the same as a missing key."""
     optional: bool = False
     """transformers has a default that depends on nothing but the family and the other keys."""
+
+    ignorable: bool = False
+    """`model.ignore_config_keys` reaches it."""
+
+    def holds_for(self, family: str) -> bool:
+        """Whether a config.json of this family is read so."""
+        return family in self.families or (family == PROVIDED and self.families == _ALL)
 
 
 _POSITIVE = 2**31 - 1
@@ -154,7 +163,13 @@ FIXED = (
     Key(
         ("use_qk_norm", "qk_layernorm", "qk_norm"), _YES, "Qwen3 has these norms always", frozenset({QWEN3, QWEN3_MOE})
     ),
-    Key(("attention_dropout",), _one_of(0, False), "the actor trains without dropout", nullable=True),
+    Key(
+        ("attention_dropout",),
+        _one_of(0, False),
+        "the actor trains without; named in model.ignore_config_keys, it does so all the same",
+        nullable=True,
+        ignorable=True,
+    ),
     Key(("use_sliding_window",), _NO, "no windows", nullable=True),
     Key(("sliding_window",), _NONE, "no windows", frozenset({LLAMA, MIXTRAL})),
     Key(("router_jitter_noise",), _one_of(0), "the actor trains without noise", frozenset({MIXTRAL})),
@@ -199,7 +214,7 @@ FIXED = (
         "may name code on the Hub",
     ),
 )
-"""Keys whose only accepted value is what this code computes; `model.ignore_config_keys` does not reach them."""
+"""Keys whose only accepted value is what this code computes; `model.ignore_config_keys` reaches but one of them."""
 
 _LEFT = {
     "checked by functions of their own": "architectures model_type layer_types pad_token_id partial_rotary_factor"
@@ -244,37 +259,51 @@ def read_values(config: Any, raw: Mapping[str, Any], family: str, path: Path) ->
     return values
 
 
-def check_keys(raw: Mapping[str, Any], family: str, path: Path, theirs: object, ignored: Collection[str] = ()) -> None:
+def check_keys(
+    raw: Mapping[str, Any],
+    family: str,
+    path: Path,
+    theirs: object,
+    ignored: Collection[str] = (),
+    read: Collection[str] = (),
+) -> None:
     """Refuse every key that asks for something this code does not implement, or may.
 
     Args:
         theirs: transformers' config of the family with its defaults; a key with the name of any attribute, methods
             included, would replace it.
         ignored: `model.ignore_config_keys`.
+        read: the keys that a provider has read.
 
     Raises:
         UserError: names the key, its value and what is supported; or a key of `READ` is missing or out of range.
     """
-    _check_sizes(raw, family, path)
+    if family != PROVIDED:
+        _check_sizes(raw, family, path)
+        _check_layer_types(raw, family, path)
     for key in FIXED:
-        if family not in key.families:
+        if not key.holds_for(family):
             continue
         for name in key.names:
             if name not in raw or (key.nullable and raw[name] is None) or key.takes.fits(raw[name]):
                 continue
+            if key.ignorable and name in ignored:
+                continue
             why = f" ({key.why})" if key.why else ""
             raise UserError(f"{path}: {name} = {shown(raw[name])} is not supported; supported: {key.takes.wanted}{why}")
-    _check_layer_types(raw, family, path)
-    listed = LEFT | {name for key in (*READ, *FIXED) if family in key.families for name in key.names}
+    listed = LEFT | set(read) | {name for key in (*READ, *FIXED) if key.holds_for(family) for name in key.names}
+    unread = "the class of model.provider does not read it" if family == PROVIDED else "this key is not known here"
     for name, value in raw.items():
         if name in listed or _TOKENS.fullmatch(name):
             continue
         if hasattr(theirs, name):
-            if not _one_of(getattr(theirs, name)).fits(value):
+            if _one_of(getattr(theirs, name)).fits(value):
+                continue
+            if family != PROVIDED:
                 raise UserError(f"{path}: {plain(name)} = {shown(value)} is not supported: leave the key out")
-        elif not _OFF.fits(value) and name not in ignored:
+        if not _OFF.fits(value) and name not in ignored:
             raise UserError(
-                f"{path}: {plain(name)} = {shown(value)} is not supported: this key is not known here and may change"
+                f"{path}: {plain(name)} = {shown(value)} is not supported: {unread} and may change"
                 " what the model computes. If the model was trained without it, name it in model.ignore_config_keys"
             )
 

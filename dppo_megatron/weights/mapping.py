@@ -13,11 +13,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import PROJECTIONS, Architecture, Lora
 from dppo_megatron.weights.layer_parts import Experts, Latent
 
@@ -46,23 +48,43 @@ def _rows(architecture: Architecture) -> Rows:
 
     Where layers differ, each has keys of its own, with its number in them, as in Megatron's sharded state dict.
     """
-    a, hidden = architecture, architecture.hidden_size
-    rows: Rows = {
-        EMBEDDING: ((a.vocab_size, hidden), ("model.embed_tokens.weight",)),
-        OUTPUT: ((a.vocab_size, hidden), ("lm_head.weight",)),
-        "decoder.final_layernorm.weight": ((hidden,), ("model.norm.weight",)),
-    }
-    if a.tied_embeddings:
-        del rows[OUTPUT]
-    attention = _attention(a) if a.latent is None else _latent_attention(a, a.latent)
+    a, rows = architecture, _outside(architecture)
     if not a.layers_differ:
-        return rows | attention | (_dense(a) if a.experts is None else _mixture(a, a.experts))
+        return rows | _layer(a, has_experts=a.has_experts(0))
     for layer in range(a.num_layers):
-        parts = attention | (_mixture(a, a.experts) if a.experts and a.has_experts(layer) else _dense(a))
-        for key, (shape, names) in parts.items():
+        for key, (shape, names) in _layer(a, has_experts=a.has_experts(layer)).items():
             own = f"{_LAYERS}{layer}.{key.removeprefix(_LAYERS)}"
             rows[own] = shape, tuple(name.replace("{layer}", str(layer)) for name in names)
     return rows
+
+
+def kinds(architecture: Architecture) -> Rows:
+    """As the table, but layers that differ have one key a kind and not one each: what a provider names."""
+    a, rows = architecture, _outside(architecture)
+    for has_experts in {a.has_experts(layer) for layer in range(a.num_layers)}:
+        rows |= _layer(a, has_experts=has_experts)
+    return rows
+
+
+def _outside(a: Architecture) -> Rows:
+    rows: Rows = {
+        EMBEDDING: ((a.vocab_size, a.hidden_size), ("model.embed_tokens.weight",)),
+        OUTPUT: ((a.vocab_size, a.hidden_size), ("lm_head.weight",)),
+        "decoder.final_layernorm.weight": ((a.hidden_size,), ("model.norm.weight",)),
+    }
+    if a.tied_embeddings:
+        del rows[OUTPUT]
+    return _provided(a, rows)
+
+
+def _layer(a: Architecture, *, has_experts: bool) -> Rows:
+    rows = _attention(a) if a.latent is None else _latent_attention(a, a.latent)
+    return _provided(a, rows | (_mixture(a, a.experts) if a.experts and has_experts else _dense(a)))
+
+
+def _provided(a: Architecture, rows: Rows) -> Rows:
+    names = dict(a.provided_names)
+    return {key: (shape, names.get(key, own)) for key, (shape, own) in rows.items()}
 
 
 def _attention(a: Architecture) -> Rows:
@@ -221,6 +243,18 @@ def hf_names(key: str, place: Place, architecture: Architecture) -> list[str]:
     """Hugging Face names of the tensors behind Megatron's global `key` at `place`."""
     at = dict(zip(_stacked(key, architecture), place, strict=True))
     return [name.format(**at) for name in _row(key, architecture)[1]]
+
+
+def own_and_provided(architecture: Architecture) -> list[tuple[str, str]]:
+    """Each tensor by the name that this table would give it, and by the provider's. Raises UserError if the provider
+    divides them otherwise."""
+    pairs: list[tuple[str, str]] = []
+    for key, place in in_layer_order(architecture):
+        own, provided = (hf_names(key, place, a) for a in (replace(architecture, provided_names=()), architecture))
+        if len(own) != len(provided):
+            raise UserError(f"rollout.engine = hf: has {', '.join(own)} and not {', '.join(provided)}; use a server")
+        pairs += zip(own, provided, strict=True)
+    return pairs
 
 
 def join(key: str, parts: Sequence[Tensor], architecture: Architecture) -> Tensor:

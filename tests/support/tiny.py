@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Dots1Config,
+    Dots1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm4Config,
@@ -32,16 +35,18 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
 )
 
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import build_layout, connect_groups
-from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
+from dppo_megatron.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.types import PackPlan, TrainSample
-from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
+from dppo_megatron.weights.provider import architecture_of
 
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
@@ -103,11 +108,29 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         },
     ),
 }
+PROVIDED: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM, {"attention_dropout": 0.0}),
+    "dots1": (
+        Dots1Config,
+        Dots1ForCausalLM,
+        {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2}
+        | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+        | {"routed_scaling_factor": 1.3},
+    ),
+}
+"""Families without rows of their own, and who describes them."""
+PROVIDERS = {"seed_oss": "examples.mbridge_family:SeedOssBridge", "dots1": "support.bridges:DotsBridge"}
+
+
+def model_config(directory: Path) -> ModelConfig:
+    """The settings for a checkpoint of `write_model`."""
+    model_type = json.loads((directory / "config.json").read_text())["model_type"]
+    return ModelConfig(str(directory), PROVIDERS.get(model_type, ""))
 
 
 def write_model(directory: Path, seed: int = 0, family: str = "qwen3", **overrides: Any) -> Path:
     """A random checkpoint whose norm weights are not all 1, nor its biases 0, nor its logits all alike."""
-    config_class, model_class, special = FAMILIES[family]
+    config_class, model_class, special = (FAMILIES | PROVIDED)[family]
     sizes = {
         "vocab_size": 37,
         "hidden_size": 48,
@@ -231,7 +254,7 @@ def build_actor(model_path: Path, parallel: Parallel, *, max_grad_norm: float = 
         ),
         **{"recompute": "full" if parallel.recompute else "none", "megatron": dict(parallel.uneven)} | settings,
     )
-    architecture = read_architecture(model_path).with_adapters(config.lora)
+    architecture = architecture_of(model_config(model_path)).with_adapters(config.lora)
     reader = CheckpointReader(model_path, architecture)
     layout = build_layout(config.layout, seed=0)
     connect_groups(config, architecture)

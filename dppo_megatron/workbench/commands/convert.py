@@ -34,6 +34,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     for direction in (to_megatron, to_hf):
         direction.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write; must not exist")
         direction.add_argument("--ignore-config-keys", default="", metavar="A,B", help=ignored)
+        direction.add_argument("--provider", default="", metavar="P", help="as model.provider: mbridge or module:Class")
         direction.add_argument("--verify", action="store_true", help="read back, compare every tensor byte for byte")
         direction.set_defaults(run=execute)  # the parser that parses is this one (`cli.parse`)
 
@@ -50,7 +51,7 @@ def execute(arguments: argparse.Namespace) -> int:
     with loading("libraries"):
         from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
     names = [name for name in arguments.ignore_config_keys.split(",") if name]
-    out, how = arguments.out, {"ignored": names, "verify": arguments.verify}
+    out, how = arguments.out, {"ignored": names, "provider": arguments.provider, "verify": arguments.verify}
     try:
         if arguments.direction == "to-megatron":
             lines = hf_to_megatron(arguments.hf, out, arguments.tp, arguments.pp, arguments.ep, **how)
@@ -58,7 +59,7 @@ def execute(arguments: argparse.Namespace) -> int:
             how |= {name: getattr(arguments, name) for name in ("hf", "dtype", "shard_gb")}
             lines = megatron_to_hf(arguments.checkpoint, out, **how)
     except UserError as error:  # messages name the setting; here it is an option
-        said = str(error).replace("model.hf_path = ", "--hf ")
+        said = str(error).replace("model.hf_path = ", "--hf ").replace("model.provider = ", "--provider ")
         raise UserError(said.replace("model.ignore_config_keys", "--ignore-config-keys")) from None
     show(*lines)
     return 0

@@ -102,13 +102,11 @@ def execute(arguments: argparse.Namespace) -> int:
     with loading("libraries"):
         from dppo_megatron.job import check_settings
         from dppo_megatron.platform.capabilities import Machine
-        from dppo_megatron.weights.architecture import read_architecture
+        from dppo_megatron.weights.provider import architecture_of
         from dppo_megatron.workbench.planning.plan import lines, make_plan
         from dppo_megatron.workbench.planning.timing import speeds_for
         from dppo_megatron.workbench.runs.trace import read_trace
-    architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys).with_adapters(
-        config.actor.lora
-    )
+    architecture = architecture_of(config.model).with_adapters(config.actor.lora)
     if not loaded:
         machine = Machine(CHIPS[arguments.gpu].capability, "")
         said = check_actor_settings(config, site.gpus, machine, runs_here=False)
@@ -177,6 +175,10 @@ def _load_job(config: Config, site: Site, gpu: str) -> list[str]:
         note = [f"no CUDA device here: a machine of {gpu.upper()}s with Transformer Engine is assumed"]
     note += check_actor_settings(config, site.gpus, machine, runs_here=runs_here)
     job = prepare_job(config, site.gpus, machine=machine)
+    if config.model.provider:
+        from dppo_megatron.steps.first_layers import check_first_layers
+
+        note.append(check_first_layers(config.model))
     try:
         first = next(iter(job.train_sets.values())).first_prompt
         said = [*note, *job.notes, *job.data_report]

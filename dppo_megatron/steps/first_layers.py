@@ -1,0 +1,221 @@
+"""Whether the layers that a provider describes compute what transformers' do, found out before a run.
+
+The rows of `weights/mapping.py` are compared with transformers in this project's tests. What `model.provider` brings is
+not, so it is compared here, on the machine that will train: a model of random weights, as deep as to the first layer of
+each kind, in its true width, float32 and on the CPU, goes the way of a checkpoint (files, reader, Megatron, weight
+stream) in a process of its own, since groups of one process cannot be made within a job's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dppo_megatron.children import die_with_parent, start_python
+from dppo_megatron.config.schema import ActorConfig, LayoutConfig, ModelConfig
+from dppo_megatron.launcher_env import forget_launcher
+from dppo_megatron.progress import progress
+from dppo_megatron.texts import one_line
+from dppo_megatron.types import TrainSample, UserError
+from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.hf_files import CheckpointReader
+from dppo_megatron.weights.mapping import kinds
+from dppo_megatron.weights.provider import architecture_of
+
+_TOLERANCE = 1e-4
+"""Of a log-probability. Sums of 8,192 terms in float32 differ by 1e-5 between orders; a wrong norm, bias, head or
+position by more than 1e-2."""
+_VOCABULARY = 256
+"""Of the compared model: embeddings are as in every family, and a real one's are larger than the layers."""
+
+
+def check_first_layers(model: ModelConfig) -> str:
+    """A line for the log about the comparison.
+
+    Raises:
+        UserError: the layers compute something else than transformers', or could not be compared.
+    """
+    said = f"model.provider = {model.provider}"
+    with progress("comparing the first layers with transformers'"):
+        child = start_python(
+            "dppo_megatron.steps.first_layers",
+            json.dumps(asdict(model)),
+            variables={"CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        answer, errors = child.communicate()
+    try:
+        found = json.loads(answer.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = one_line((errors.strip().splitlines() or [f"exit code {child.returncode}"])[-1])
+        raise UserError(f"{said}: the first layers could not be compared with transformers': {last}") from None
+    if "error" in found:
+        raise UserError(found["error"])
+    line = f"the first {found['layers']} of {found['of']} layers" if found["layers"] > 1 else "the first layer"
+    if not found["difference"] <= _TOLERANCE:
+        raise UserError(
+            f"{said}: log-probabilities behind {line} differ by up to {found['difference']:.2g} from transformers'"
+            f" (at most {_TOLERANCE:g}), so its class does not describe this model, or not one that is built here"
+        )
+    return f"{said}: {line} compared with transformers': log-probabilities differ by at most {found['difference']:.1e}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    layers: int
+    of: int
+    difference: float
+
+
+def compare(model: ModelConfig) -> _Compared:
+    """Build both models in this process, which must have no process group.
+
+    Raises:
+        UserError: names, shapes or bytes that are not those of transformers' model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    architecture = architecture_of(model)
+    config = AutoConfig.from_pretrained(model.hf_path)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    depth = _depth(whole, architecture)
+    how: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}  # its kernels want even sizes
+    theirs = AutoModelForCausalLM.from_config(_shallow(config, depth), **how).eval()
+    _randomize(theirs)
+    samples = _samples()
+    expected = list(_logprobs(theirs, samples))
+    ours = replace(architecture, num_layers=depth, vocab_size=_VOCABULARY, prediction_layers=0)
+    with tempfile.TemporaryDirectory(prefix="dppo_first_layers_") as directory:
+        theirs.save_pretrained(directory)
+        del theirs
+        try:
+            reader = CheckpointReader(directory, ours)
+        except UserError as error:  # it names a directory that nobody knows
+            said = f"model.provider = {model.provider}: by its names, transformers' model"
+            raise UserError(str(error).replace(f"checkpoint '{directory}'", said)) from None
+        found = _actor_logprobs(ours, reader, samples)
+    worst = max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
+    return _Compared(depth, architecture.num_layers, worst)
+
+
+def _depth(model: nn.Module, architecture: Architecture) -> int:
+    """How many layers from the first on hold one of every kind that transformers builds."""
+    names = next(names for key, (_, names) in kinds(architecture).items() if key.endswith("linear_proj.weight"))
+    path = names[0].partition(".{layer}")[0]
+    try:
+        layers = list(model.get_submodule(path).children())
+    except AttributeError:
+        raise UserError(f"model.provider: transformers' {type(model).__name__} has no layers under {path}") from None
+    if len(layers) != architecture.num_layers:
+        raise UserError(f"model.provider: transformers builds {len(layers)} layers, not {architecture.num_layers}")
+    seen: set[str] = set()
+    depth = 0
+    for number, layer in enumerate(layers, 1):
+        kind = "\n".join(_parts(layer))
+        depth = depth if kind in seen else number
+        seen.add(kind)
+    return depth
+
+
+def _parts(layer: nn.Module) -> Iterator[str]:
+    """What sets a layer apart: modules, shapes, and settings other than its number."""
+    for name, module in layer.named_modules():
+        settings = {
+            key: value
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, bool | int | float | str | None) and key not in ("layer_idx", "layer_number")
+        }
+        shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
+        yield f"{name} {type(module).__name__} {settings} {shapes}"
+
+
+def _shallow(config: Any, depth: int) -> Any:
+    """The same model with fewer layers and tokens."""
+    shallow = copy.deepcopy(config)
+    for key, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(shallow, key, value[:depth])
+    shallow.num_hidden_layers, shallow.vocab_size = depth, _VOCABULARY
+    shallow.pad_token_id = shallow.bos_token_id = shallow.eos_token_id = None
+    return shallow
+
+
+@torch.no_grad()
+def _randomize(model: nn.Module) -> None:
+    """Weights with which every part matters: norms and biases unlike each other, embeddings so small that a norm's
+    epsilon shows, matrices that keep a vector's size."""
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(("inv_freq", "position_ids")):
+            continue
+        if tensor.ndim == 1:
+            tensor.copy_((1.0 if "norm" in name else 0.0) + 0.2 * torch.randn(tensor.shape, generator=generator))
+        elif tensor.is_floating_point():
+            scale = 0.02 if "embed" in name else tensor.shape[-1] ** -0.5
+            tensor.normal_(0.0, scale, generator=generator)
+
+
+def _samples() -> list[TrainSample]:
+    rng = np.random.default_rng(0)
+    made = []
+    for index, length in enumerate((7, 41, 24)):
+        ids = rng.integers(0, _VOCABULARY, length)
+        nothing = np.zeros(length - 1, np.float32)
+        made.append(TrainSample(f"{index}:0", ids, 1, nothing, 1.0, 1.0, 1.0))
+    return made
+
+
+@torch.no_grad()
+def _logprobs(model: nn.Module, samples: list[TrainSample]) -> Iterator[Any]:
+    """transformers', a sequence at a time."""
+    for sample in samples:
+        ids = torch.from_numpy(sample.token_ids)
+        logits: Tensor = model(ids[None]).logits[0, :-1].double()
+        yield logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
+
+
+def _actor_logprobs(architecture: Architecture, reader: CheckpointReader, samples: list[TrainSample]) -> list[Any]:
+    """The actor's, all sequences in one pack; its weight stream must give the bytes of the files back."""
+    from dppo_megatron.actor.actor import Actor
+    from dppo_megatron.actor.layout import build_layout, start_process_group
+    from dppo_megatron.packing.alignment import packing_layout
+    from dppo_megatron.packing.planner import plan_microbatches
+
+    start_process_group()
+    config = ActorConfig(layout=LayoutConfig(), recompute="none")
+    actor = Actor(config, build_layout(config.layout, seed=0), architecture, reader.get, dtype=torch.float32)
+    plan = plan_microbatches(samples, layout=packing_layout(config, 1), max_tokens_per_microbatch=256)
+    found = actor.logprobs(samples, plan)
+    assert found is not None
+    streamed = dict(actor.weights())
+    if differ := [name for name in reader.names if not torch.equal(streamed[name], reader.get(name))]:
+        raise UserError(f"model.provider: {differ[0]} does not come back as it was read")
+    return found
+
+
+def main() -> None:
+    """In the child: the last line of stdout is what was found, or the error, as JSON."""
+    die_with_parent(parent=os.getppid())
+    forget_launcher()
+    try:
+        print(json.dumps(asdict(compare(ModelConfig(**json.loads(sys.argv[1]))))))
+    except UserError as error:
+        print(json.dumps({"error": str(error)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""A family without rows in `mapping.py`, as a class of mbridge describes it: its sizes, and its names for weights.
+
+So whoever has written such a class for another trainer brings his family along. Its layers are still this project's
+own, since mbridge's need Transformer Engine and read no packs. So nothing that a class says is believed: the names must
+fit the checkpoint, the splits must be those of `mapping.py`, and before a run the first layers are compared with
+transformers' (`actor/first_layers.py`).
+
+mbridge 0.15.1 is written for transformers 4; `_AsIn4` gives its classes the names that transformers 5 has moved.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import CONFIG_MAPPING
+
+from dppo_megatron.config.plugins import is_plugin, load_function
+from dppo_megatron.config.schema import ModelConfig
+from dppo_megatron.texts import one_line
+from dppo_megatron.types import UserError
+from dppo_megatron.weights.architecture import (
+    Architecture,
+    as_transformers_reads,
+    check_sizes,
+    positions_of,
+    read_architecture,
+    read_config,
+)
+from dppo_megatron.weights.config_keys import FULL, PROVIDED, check_keys, read_ropes
+from dppo_megatron.weights.json_files import plain, shown
+from dppo_megatron.weights.layer_parts import Experts, make_rope, read_latent
+from dppo_megatron.weights.mapping import kinds, split, table
+
+_OURS = "decoder.layers."
+
+
+def architecture_of(model: ModelConfig, given_as: str = "model.hf_path =") -> Architecture:
+    """The architecture of the checkpoint in `model.hf_path`, from the rows of this project or a provider.
+
+    Args:
+        given_as: the setting or option that named the directory, for messages.
+
+    Raises:
+        UserError: see `read_architecture`; or the provider is not there, or does not describe what can be trained here.
+    """
+    if not model.provider:
+        return read_architecture(model.hf_path, given_as, model.ignore_config_keys)
+    raw, path = read_config(model.hf_path, given_as)
+    names, model_type = raw.get("architectures"), raw.get("model_type")
+    said = f"model.provider = {model.provider}"
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise UserError(f"{path}: architectures = {shown(names)}: must be a list of one name")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise UserError(
+            f"{said}: transformers has no model_type {shown(model_type)} of {path}, with which its layers could be"
+            " compared"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Apex, which is not needed
+        bridge_class = _bridge_class(model.provider, model_type, said)
+    ropes = read_ropes(raw, PROVIDED, path)
+    config = as_transformers_reads(raw, model_type, ropes, path)
+    seen = _AsIn4(config)
+    bridge = _bridge(bridge_class, seen, said)
+    read = seen.all_names()
+    without_others = CONFIG_MAPPING[model_type].from_dict({key: raw[key] for key in raw if key in read})
+    check_keys(raw, PROVIDED, path, without_others, model.ignore_config_keys, read)
+    _check_windows(config, path)
+    architecture = _architecture(names[0], bridge.config, config, ropes, path, said)
+    given = tuple(_names(bridge, architecture, said))
+    architecture = replace(architecture, provided_names=given)
+    _check_splits(bridge, architecture, said)
+    return architecture
+
+
+class _AsIn4:
+    """transformers' config with what version 4 called by other names, and a record of what was read."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._read: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self._read.add(name)
+        rope = self._config.rope_parameters or {}
+        if name == "rope_theta":
+            return rope["rope_theta"]
+        if name == "rope_scaling":
+            return None if rope["rope_type"] == "default" else rope
+        return getattr(self._config, name)
+
+    def __contains__(self, name: str) -> bool:
+        return hasattr(self, name)
+
+    def all_names(self) -> set[str]:
+        """Of what was read, those that config.json may have for it."""
+        twice = self._config.attribute_map.items()
+        return self._read | {one for pair in twice for one in pair if self._read & set(pair)}
+
+
+def _bridge_class(provider: str, model_type: str, said: str) -> Any:
+    try:
+        from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+    except ImportError as error:
+        raise UserError(f"{said}: {error}; `pip install mbridge==0.15.1 einops`") from None
+    if is_plugin(provider):
+        found = load_function("model.provider", provider)
+        if not (isinstance(found, type) and issubclass(found, Bridge)):
+            raise UserError(f"{said}: is no class of mbridge.core.Bridge")
+        return found
+    if provider != "mbridge":
+        raise UserError(f"{said}: must be mbridge, or module:Class")
+    if model_type not in _MODEL_REGISTRY:
+        raise UserError(
+            f"{said}: mbridge has no class for model_type {model_type}; it has {', '.join(sorted(_MODEL_REGISTRY))}."
+            " Name one of your own as module:Class"
+        )
+    return _MODEL_REGISTRY[model_type]
+
+
+def _bridge(bridge_class: Any, config: _AsIn4, said: str) -> Any:
+    from mbridge.core.parallel_states import ParallelStates
+
+    made = bridge_class.TransformerConfigClass
+
+    def known(**values: Any) -> Any:
+        """Without what this version of Megatron-core has no field for: of positions, which are read elsewhere."""
+        return made(**{key: value for key, value in values.items() if key in {field.name for field in fields(made)}})
+
+    try:
+        # a model with tied embeddings writes into its class's table, which the next model would read
+        own = {"TransformerConfigClass": staticmethod(known), "_DIRECT_MAPPING": dict(bridge_class._DIRECT_MAPPING)}
+        ours = type(bridge_class.__name__, (bridge_class,), own)
+        return ours(config, dtype=torch.float32, parallel_states=ParallelStates())
+    except Exception as error:  # code of others, written for other versions
+        raise UserError(f"{said}: {_failed(bridge_class, error)}") from None
+
+
+def _failed(bridge_class: Any, error: Exception) -> str:
+    return f"{bridge_class.__name__} fails with {type(error).__name__}: {one_line(str(error))}"
+
+
+def _check_windows(config: Any, path: Path) -> None:
+    """The first layers are compared on sequences that are shorter than any window."""
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if any(one != FULL for one in types or []) or (types is None and window is not None):
+        raise UserError(
+            f"{path}: sliding_window = {shown(window)}, layer_types = {shown(types)}: no provider brings windows along"
+        )
+
+
+def _architecture(name: str, theirs: Any, config: Any, ropes: Any, path: Path, said: str) -> Architecture:
+    """From the bridge's TransformerConfig; positions, vocabulary and tying from transformers' config."""
+    fixed = {"normalization": "RMSNorm", "activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False}
+    for key, ours in fixed.items():
+        if getattr(theirs, key) != ours:
+            raise UserError(f"{said}: has {key} = {getattr(theirs, key)}; layers here have {ours}")
+    sizes = {"num_attention_heads": theirs.num_attention_heads, "num_key_value_heads": theirs.num_query_groups}
+    check_sizes({"pad_token_id": config.pad_token_id}, sizes | {"vocab_size": config.vocab_size}, path)
+    latent = None
+    if getattr(theirs, "kv_lora_rank", None):
+        of_latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        mcore = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        values = {key: getattr(theirs, own) for key, own in zip(of_latent, mcore, strict=True)}
+        latent = read_latent(sizes | values, config, path)
+    head_dim = latent.still_dim + latent.turning_dim if latent else theirs.kv_channels
+    return Architecture(
+        name=name,
+        num_layers=theirs.num_layers,
+        hidden_size=theirs.hidden_size,
+        ffn_size=theirs.ffn_hidden_size,
+        num_heads=theirs.num_attention_heads,
+        num_kv_heads=theirs.num_query_groups,
+        head_dim=head_dim,
+        vocab_size=config.vocab_size,
+        max_positions=positions_of(config.max_position_embeddings, ropes[FULL]),
+        rope=make_rope(config, latent.turning_dim if latent else head_dim, ropes, path),
+        norm_eps=theirs.layernorm_epsilon,
+        tied_embeddings=bool(config.tie_word_embeddings),
+        qk_norm=theirs.qk_layernorm and latent is None,
+        qkv_bias=theirs.add_qkv_bias,
+        experts=_experts(theirs, said) if theirs.num_moe_experts else None,
+        latent=latent,
+        prediction_layers=getattr(config, "num_nextn_predict_layers", 0) or 0,
+    )
+
+
+def _experts(theirs: Any, said: str) -> Experts:
+    frequency, layers = theirs.moe_layer_freq, theirs.num_layers
+    mixtures = list(frequency) if isinstance(frequency, list) else [int(n % frequency == 0) for n in range(layers)]
+    dense = mixtures.index(1) if 1 in mixtures else layers
+    if mixtures != [0] * dense + [1] * (layers - dense) or dense == layers:
+        raise UserError(f"{said}: has moe_layer_freq = {frequency}; here the first layers may be dense, and no other")
+    is_sigmoid = theirs.moe_router_score_function == "sigmoid"
+    if is_sigmoid != bool(theirs.moe_router_enable_expert_bias):
+        raise UserError(
+            f"{said}: has routers by {theirs.moe_router_score_function} with moe_router_enable_expert_bias ="
+            f" {theirs.moe_router_enable_expert_bias}; here those by sigmoid have that bias, and others none"
+        )
+    return Experts(
+        count=theirs.num_moe_experts,
+        per_token=theirs.moe_router_topk,
+        ffn_size=theirs.moe_ffn_hidden_size or theirs.ffn_hidden_size,
+        normalize_weights=is_sigmoid or not theirs.moe_router_pre_softmax,
+        is_sigmoid=is_sigmoid,
+        scale=float(theirs.moe_router_topk_scaling_factor or 1.0),
+        groups=theirs.moe_router_num_groups or 1,
+        groups_per_token=theirs.moe_router_group_topk or 1,
+        shared_ffn_size=theirs.moe_shared_expert_intermediate_size or 0,
+        shared_gate=theirs.moe_shared_expert_gate,
+        dense_layers=dense,
+    )
+
+
+def _theirs(key: str, layer: str, expert: str) -> str:
+    """mbridge's name of a weight.
+
+    Example: "decoder.layers.mlp.experts.experts.linear_fc1.weight", 3, 7
+    -> "decoder.layers.3.mlp.experts.linear_fc1.weight7"
+    """
+    if not key.startswith(_OURS):
+        return key
+    inside = key.removeprefix(_OURS)
+    if inside.startswith("mlp.experts."):
+        inside = inside.replace("experts.experts.", "experts.") + expert
+    return f"{_OURS}{layer}.{inside}"
+
+
+def _names(bridge: Any, architecture: Architecture, said: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each key with the checkpoint's names. Raises UserError for names that are none, or not one pattern."""
+    for key in kinds(architecture):
+        name = _theirs(key, "{layer}", "{expert}")
+        try:
+            # its tables put the number into the text, whatever it is
+            found = bridge._weight_name_mapping_mcore_to_hf(name)
+        except Exception as error:  # code of others
+            raise UserError(f"{said}: of {name}, {_failed(type(bridge), error)}") from None
+        fields = set(re.findall(r"{(.*?)}", name))
+        if not found or any(not isinstance(one, str) or set(re.findall(r"{(.*?)}", one)) != fields for one in found):
+            raise UserError(f"{said}: {type(bridge).__name__} names {name} {plain(str(found))}")
+        yield key, tuple(found)
+
+
+def _check_splits(bridge: Any, architecture: Architecture, said: str) -> None:
+    """The bridge's own functions must split a tensor into those of the checkpoint as `mapping.split` does."""
+    own = type(bridge)._weight_to_hf_format.__module__ != "mbridge.core.bridge"
+    generator = torch.Generator().manual_seed(0)
+    for key, (shape, names) in kinds(architecture).items():
+        if len(names) == 1 and not own:
+            continue
+        full = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)  # bytes: matrices may be large
+        name = _theirs(key, "0", "0")
+        try:
+            found = bridge._weight_to_hf_format(name, full)[1]
+        except Exception as error:  # code of others
+            raise UserError(f"{said}: of {name}, {_failed(type(bridge), error)}") from None
+        ours = split(_of_some_layer(key, architecture), full, architecture)
+        if len(found) != len(ours) or any(not torch.equal(one, other) for one, other in zip(found, ours, strict=True)):
+            raise UserError(
+                f"{said}: {type(bridge).__name__} divides {name} into {', '.join(names)} in another way than this"
+                " program, which trains"
+            )
+
+
+def _of_some_layer(key: str, architecture: Architecture) -> str:
+    """The key as the table has it: where layers differ, that of the first layer that has it."""
+    numbered = (f"{_OURS}{layer}.{key.removeprefix(_OURS)}" for layer in range(architecture.num_layers))
+    return next(one for one in (key, *numbered) if one in table(architecture))

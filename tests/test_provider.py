@@ -1,0 +1,274 @@
+"""Families that a class of mbridge describes: they equal transformers, and what describes them wrongly is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from support.engines.servers import local_settings, needs
+from support.job import QUICK, job_config, read_metrics, settings
+from support.launch import run_ranks
+from support.tiny import PROVIDERS, Parallel, build_actor, model_config, plan_for, random_samples, write_model
+from test_conversion import _assert_byte_equal, _convert
+from test_gemma import _check_equal, _expected
+from transformers import AutoModelForCausalLM
+
+from dppo_megatron.algorithms.objectives import supervised
+from dppo_megatron.config.schema import ModelConfig
+from dppo_megatron.job import prepare_job
+from dppo_megatron.run import Run
+from dppo_megatron.steps.first_layers import _depth, check_first_layers, compare
+from dppo_megatron.train import train
+from dppo_megatron.types import UserError
+from dppo_megatron.weights.architecture import Architecture, read_architecture
+from dppo_megatron.weights.mapping import table
+from dppo_megatron.weights.provider import architecture_of
+from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.quickstart.tiny_model import VOCABULARY, make_tokenizer
+
+# nothing is a power of two
+ODD = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "hidden_size": 42, "intermediate_size": 66}
+ODD |= {"pad_token_id": None}
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+LAYOUTS = [
+    *(("seed_oss", one) for one in (Parallel(**DOUBLE), Parallel(tp=2, pp=2, **DOUBLE), Parallel(cp=2, **DOUBLE))),
+    *(("dots1", one) for one in (Parallel(**DOUBLE), Parallel(tp=2, pp=2, ep=2, etp=1, **DOUBLE))),
+]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: write_model(tmp_path_factory.mktemp(family), family=family, **ODD) for family in PROVIDERS}
+
+
+def _measure(path: Path, parallel: Parallel) -> tuple[Any, dict[str, torch.Tensor]]:
+    actor, samples = build_actor(path, parallel), random_samples(9, 37)
+    plan = plan_for(samples, parallel)
+    logprobs = actor.logprobs(samples, plan)
+    actor.accumulate(samples, plan, supervised())
+    return logprobs, {name: gradient.clone() for name, gradient in actor.gradients()}
+
+
+@pytest.mark.parametrize(("family", "parallel"), LAYOUTS, ids=str)
+def test_equals_transformers(paths: dict[str, Path], family: str, parallel: Parallel) -> None:
+    """Log-probabilities within 1e-5, the gradient of each parameter within 1e-5 of its norm."""
+    logprobs, gradients = run_ranks(_measure, parallel.world_size, paths[family], parallel)[0]
+    expected, theirs = _expected(paths[family], experts_implementation="eager")
+    _check_equal((logprobs, gradients), (expected, _apart(theirs)))
+
+
+def _apart(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With the names of the files: transformers keeps a layer's experts in two tensors."""
+    found = {}
+    for name, tensor in gradients.items():
+        base, _, last = name.rpartition("experts.")
+        if not base.endswith("mlp.") or tensor.ndim != 3:
+            found[name] = tensor
+            continue
+        for expert, one in enumerate(tensor):
+            parts = zip(("gate", "up"), one.chunk(2), strict=True) if last == "gate_up_proj" else [("down", one)]
+            found |= {f"{base}experts.{expert}.{part}_proj.weight": value for part, value in parts}
+    return found
+
+
+@pytest.mark.parametrize("family", PROVIDERS)
+def test_round_trip_of_a_conversion(paths: dict[str, Path], tmp_path: Path, family: str) -> None:
+    provider = ("--provider", PROVIDERS[family], "--verify")
+    assert _convert("to-megatron", "--hf", paths[family], "--out", tmp_path / "megatron", *provider) == 0
+    assert _convert("to-hf", "--checkpoint", tmp_path / "megatron", "--out", tmp_path / "hf", *provider) == 0
+    _assert_byte_equal(tmp_path / "hf", paths[family])
+
+
+def _plain(architecture: Architecture) -> Architecture:
+    """Without names: the table has them."""
+    experts = architecture.experts
+    if experts is not None:
+        experts = replace(experts, module="", shared_module="", projections=("", "", ""))
+    return replace(architecture, provided_names=(), experts=experts)
+
+
+@pytest.mark.parametrize(
+    ("family", "others"),
+    [
+        ("llama3", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {}),
+        ("qwen3_moe", {}),
+        ("glm4_moe", {"n_shared_experts": 1}),  # mbridge's class reads no other number
+        ("deepseek_v3", {"n_group": 8, "topk_group": 4, "n_routed_experts": 32, "num_experts_per_tok": 8}),
+    ],
+)
+def test_our_rows_are_what_mbridge_says(tmp_path: Path, family: str, others: dict[str, Any]) -> None:
+    """Sizes and names of families that both have, two readings of one config.json."""
+    path = write_model(tmp_path, family=family, **others)
+    ours, theirs = read_architecture(path), architecture_of(ModelConfig(str(path), "mbridge"))
+    if family == "deepseek_v3":  # the class knows no groups; the comparison of the first layers refuses it
+        assert ours.experts is not None
+        ours = replace(ours, experts=replace(ours.experts, groups=1, groups_per_token=1))
+    assert _plain(theirs) == _plain(ours)
+    assert table(theirs) == table(ours)
+
+
+WRONG = {
+    "EPSILON": "dots1",
+    "NO_HEAD_NORMS": "dots1",
+    "SCALE": "dots1",
+    "TOP_2": "dots1",
+    "ALL_MIXTURES": "dots1",
+    "SOFTMAX": "dots1",
+    "NO_SHARED": "dots1",
+    "GATE_UP": "dots1",
+    "SHARED_GATE_UP": "dots1",
+    "KEYS_VALUES": "dots1",
+    "SEED_KEYS_VALUES": "seed_oss",
+}
+
+
+def _differences(models: list[ModelConfig]) -> list[float | str]:
+    """What the comparison finds for each, or the error."""
+    found: list[float | str] = []
+    for model in models:
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        try:
+            found.append(compare(model).difference)
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_wrong_class_is_refused(paths: dict[str, Path]) -> None:
+    """Each way to be wrong moves log-probabilities by more than ten times the tolerance, or names are not the files';
+    the right classes stay a hundred times below it."""
+    right = [ModelConfig(str(paths[family]), provider) for family, provider in PROVIDERS.items()]
+    wrong = [ModelConfig(str(paths[family]), f"support.bridges:{name}") for name, family in WRONG.items()]
+    same, found = (lambda all_: (all_[:2], all_[2:]))(run_ranks(_differences, 1, right + wrong, timeout_s=300)[0])
+    assert all(isinstance(one, float) and one < 1e-6 for one in same)
+    for name, difference in zip(WRONG, found, strict=True):
+        if isinstance(difference, str):
+            assert re.match(r"model.provider = .*: by its names, transformers' model (lacks|has unknown)", difference)
+        else:
+            assert difference > 1e-3, name
+    assert sum(isinstance(one, str) for one in found) <= 4  # most have nothing but numbers against them
+
+
+MBRIDGES_OWN = {
+    "mixtral": ({}, "behind the first layer differ by up to"),  # leaves the experts' shares unnormalized
+    "qwen2_moe": ({}, "shared_expert_gate.weight"),  # has no gate on the shared expert
+    "deepseek_v3": (  # chooses among all experts
+        {"n_group": 8, "topk_group": 4, "n_routed_experts": 32, "num_experts_per_tok": 8},
+        "behind the first 2 of 4 layers differ by up to",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", MBRIDGES_OWN)
+def test_classes_that_mbridge_has_wrong_are_refused(tmp_path: Path, family: str) -> None:
+    others, said = MBRIDGES_OWN[family]
+    path = write_model(tmp_path, family=family, **others)
+    with pytest.raises(UserError, match=said):
+        check_first_layers(ModelConfig(str(path), "mbridge"))
+
+
+def test_as_deep_as_to_the_first_layer_of_each_kind(tmp_path: Path) -> None:
+    """Three dense layers of five; a layer with a setting of its own counts as a kind."""
+    path = write_model(tmp_path, family="dots1", first_k_dense_replace=3, num_hidden_layers=5)
+    model, architecture = AutoModelForCausalLM.from_pretrained(path), architecture_of(model_config(path))
+    assert _depth(model, architecture) == 4
+    model.model.layers[4].self_attn.scaling = 0.5
+    assert _depth(model, architecture) == 5
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no_such": ("mbrigde", {}, "must be mbridge, or module:Class"),
+    "no_module": ("nowhere:Bridge", {}, "cannot be imported"),
+    "no_bridge": ("json:JSONDecoder", {}, "is no class of mbridge.core.Bridge"),
+    "not_registered": ("mbridge", {}, "mbridge has no class for model_type dots1; it has deepseek_v3"),
+    "remote_code": ("mbridge", {"model_type": "mimo"}, 'transformers has no model_type "mimo"'),
+    "two_names": ("mbridge", {"architectures": ["A", "B"]}, "must be a list of one name"),
+    "unread": (PROVIDERS["dots1"], {"attention_multiplier": 2.0}, "the class of model.provider does not read it"),
+    "windows": (PROVIDERS["dots1"], {"layer_types": ["sliding_attention"] * 4}, "no provider brings windows along"),
+    "fixed": (PROVIDERS["dots1"], {"quantization_config": {"bits": 4}}, "dequantize the checkpoint first"),
+    "dropout": (PROVIDERS["dots1"], {"attention_dropout": 0.1}, "named in model.ignore_config_keys"),
+    "every_other": ("support.bridges:EVERY_OTHER", {}, "the first layers may be dense, and no other"),
+    "fails": (PROVIDERS["dots1"], {"n_group": 2}, "DotsBridge fails with AssertionError"),
+    "splits": ("support.bridges:FUSED", {}, "divides decoder.layers.0.self_attention.linear_qkv.weight into"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_at_once(paths: dict[str, Path], tmp_path: Path, case: str) -> None:
+    provider, others, said = REFUSED[case]
+    raw = json.loads((paths["seed_oss" if case == "splits" else "dots1"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | others))
+    with pytest.raises(UserError) as caught:
+        architecture_of(ModelConfig(str(tmp_path), provider))
+    assert said in str(caught.value)
+
+
+def test_a_dropout_that_is_named_is_left_out(paths: dict[str, Path], tmp_path: Path) -> None:
+    raw = json.loads((paths["dots1"] / "config.json").read_text()) | {"attention_dropout": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert architecture_of(ModelConfig(str(tmp_path), PROVIDERS["dots1"], ["attention_dropout"])).num_layers == 4
+
+
+def _model(directory: Path, family: str, **others: Any) -> Path:
+    tokenizer = make_tokenizer()
+    own = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    write_model(directory, family=family, vocab_size=len(VOCABULARY), tie_word_embeddings=True, **own | others)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def _train(files: Path, run_dir: Path, model: Path, provider: str, world_size: int, extra: dict[str, Any]) -> None:
+    given = {"model__hf_path": model, "model__provider": provider, "sft__steps": 5} | extra
+    with Run(prepare_job(job_config(files, run_dir, steps=2, **QUICK | given), world_size)) as run:
+        train(run)
+
+
+@pytest.fixture
+def found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classes of these tests."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("found_by_children")
+def test_a_run_logs_what_was_compared(files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Embedded engine and actor stay together over updates, on two ranks with half of the experts each."""
+    model = _model(tmp_path / "model", "dots1")
+    layout = {"actor__layout__expert_parallel": 2, "actor__layout__expert_tensor_parallel": 1}
+    run_ranks(_train, 2, files, tmp_path / "run", model, PROVIDERS["dots1"], 2, layout, timeout_s=200)
+    for row in read_metrics(tmp_path / "run")[1:]:
+        assert row["mismatch/logprob_abs_diff_mean"] < 1e-4 and row["train/grad_norm"] > 0
+    said = f"model.provider = {PROVIDERS['dots1']}: the first 2 of 4 layers compared with transformers'"
+    assert said in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("found_by_children")
+def test_a_dry_run_compares_too(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = _model(tmp_path / "model", "seed_oss")
+    given = settings(files, tmp_path / "run", **QUICK | {"model__hf_path": model})
+    command = ["train", "configs/quickstart.yaml", "--dry-run", *given]
+    assert main([*command, "model.provider=support.bridges:SEED_KEYS_VALUES"]) == 2
+    assert "log-probabilities behind the first layer differ by up to" in capsys.readouterr().err
+    assert main([*command, f"model.provider={PROVIDERS['seed_oss']}"]) == 0
+    assert "the first layer compared with transformers'" in capsys.readouterr().out
+
+
+@needs("vllm")
+@pytest.mark.long
+def test_trains_through_vllm(files: Path, tmp_path: Path, forked_vllm: Path) -> None:
+    """vLLM runs this family on transformers' modules: its values are another program's."""
+    model = _model(tmp_path / "model", "seed_oss", head_dim=32)
+    served = local_settings("vllm") | {"rollout__servers__python": str(forked_vllm), "rollout__sync__verify_every": 1}
+    run_ranks(_train, 1, files, tmp_path / "run", model, PROVIDERS["seed_oss"], 1, served, timeout_s=400)
+    for row in read_metrics(tmp_path / "run")[1:]:
+        assert row["mismatch/logprob_abs_diff_mean"] < 1e-4 and row["rollout/completion_tokens_mean"] > 7
