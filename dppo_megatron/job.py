@@ -237,9 +237,13 @@ def _check_replay(config: Config, architecture: Architecture) -> None:
 
 
 def _replay_note(config: Config, architecture: Architecture) -> list[str]:
-    """A warning for a mixture whose routers decide again what the engine's have decided."""
-    if architecture.experts is None or config.actor.routing_replay != "off":
+    """About a mixture whose routers decide again what the engine's have decided, or replay what was not tried."""
+    if architecture.experts is None:
         return []
+    if config.actor.routing_replay != "off":
+        recorded = config.actor.routing_replay == "engine" and config.rollout.engine != "hf"
+        said = f"not tried here, watch mismatch/kl: experts that {config.rollout.engine} records (docs/actor.md)"
+        return [said] if recorded else []
     return [
         "warning: actor.routing_replay = off: engine and actor may send a token to different experts, and runs of large"
         " mixtures have collapsed by it; `engine` replays the engine's choice (docs/actor.md)"

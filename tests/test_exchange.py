@@ -146,6 +146,7 @@ def test_a_node_is_sent_a_completion_once(monkeypatch: pytest.MonkeyPatch, seed:
     parcels = dppo_megatron.steps.exchange._Parcels.of(
         plans, rng.integers(0, world, len(groups)), size, np.full(len(groups), 4), None
     )
+    assert sorted(parcels.row.tolist()) == sorted(row for plan in plans for row in plan.rows.tolist())  # none pruned
     hops = [_hops(monkeypatch, parcels, Replicas(of_rank, node, rank)) for rank in range(world)]
     network: Counter[tuple[int, int]] = Counter()
     got: Counter[tuple[int, int]] = Counter()

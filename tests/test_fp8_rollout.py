@@ -253,6 +253,12 @@ def test_workers_hold_whole_blocks(tmp_path: Path, name: str, engine: str, argum
         check_split(rollout, architecture)
 
 
+def test_training_on_rounded_samples_needs_a_correction(files: Path, tmp_path: Path) -> None:
+    rounded = {"rollout__engine": "vllm", "rollout__quantization": "fp8", "model__dtype": "bfloat16"}
+    with pytest.raises(UserError, match=r"sampled from a rounded policy, .* set objective.correction.level=token"):
+        job_config(files, tmp_path / "run", **rounded)
+
+
 def test_a_drafter_is_not_left_without_weights(files: Path, tmp_path: Path) -> None:
     config = _config(files, tmp_path / "run", "vllm", None)
     config.rollout.speculation.method = "eagle3"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.config.schema import ModelConfig
 from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout.decoder import Decoder
 from dppo_megatron.run import Run
 from dppo_megatron.steps.first_layers import _depth, check_first_layers, compare
 from dppo_megatron.train import train
@@ -191,6 +194,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no_bridge": ("json:JSONDecoder", {}, "is no class of mbridge.core.Bridge"),
     "not_registered": ("mbridge", {}, "mbridge has no class for model_type dots1; it has deepseek_v3"),
     "remote_code": ("mbridge", {"model_type": "mimo"}, 'transformers has no model_type "mimo"'),
+    "images": ("mbridge", {"model_type": "qwen2_5_vl"}, "no model of text alone with rotary positions"),
     "two_names": ("mbridge", {"architectures": ["A", "B"]}, "must be a list of one name"),
     "unread": (PROVIDERS["dots1"], {"attention_multiplier": 2.0}, "the class of model.provider does not read it"),
     "windows": (PROVIDERS["dots1"], {"layer_types": ["sliding_attention"] * 4}, "no provider brings windows along"),
@@ -218,6 +222,20 @@ def test_a_dropout_that_is_named_is_left_out(paths: dict[str, Path], tmp_path: P
     assert architecture_of(ModelConfig(str(tmp_path), PROVIDERS["dots1"], ["attention_dropout"])).num_layers == 4
 
 
+def test_the_embedded_engine_wants_tensors_divided_as_here(paths: dict[str, Path]) -> None:
+    fused = ("decoder.layers.mlp.linear_fc1.weight", ("model.layers.{layer}.mlp.gate_up_proj.weight",))
+    architecture = replace(architecture_of(model_config(paths["seed_oss"])), provided_names=(fused,))
+    with pytest.raises(UserError, match=r"rollout.engine = hf: has .*up_proj.weight and not .*gate_up_proj.weight; use"):
+        Decoder(architecture, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_a_run_without_a_provider_needs_none_of_its_packages() -> None:
+    """Neither mbridge nor einops is there where nobody asks for them."""
+    without = "import sys; sys.modules |= dict.fromkeys(('einops', 'mbridge')); import dppo_megatron.run"
+    subprocess.run([sys.executable, "-c", without], check=True)
+
+
 def _model(directory: Path, family: str, **others: Any) -> Path:
     tokenizer = make_tokenizer()
     own = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
@@ -227,8 +245,8 @@ def _model(directory: Path, family: str, **others: Any) -> Path:
 
 
 def _train(files: Path, run_dir: Path, model: Path, provider: str, world_size: int, extra: dict[str, Any]) -> None:
-    given = {"model__hf_path": model, "model__provider": provider, "sft__steps": 5} | extra
-    with Run(prepare_job(job_config(files, run_dir, steps=2, **QUICK | given), world_size)) as run:
+    given = {"model__hf_path": model, "model__provider": provider, "sft__steps": 5, "steps": 2} | extra
+    with Run(prepare_job(job_config(files, run_dir, **QUICK | given), world_size)) as run:
         train(run)
 
 
@@ -241,11 +259,15 @@ def found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("found_by_children")
 def test_a_run_logs_what_was_compared(files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Embedded engine and actor stay together over updates, on two ranks with half of the experts each."""
+    """Embedded engine and actor stay together over updates, on two ranks with half of the experts each, and in a third
+    step that one rank makes from their checkpoint."""
     model = _model(tmp_path / "model", "dots1")
     layout = {"actor__layout__expert_parallel": 2, "actor__layout__expert_tensor_parallel": 1}
     run_ranks(_train, 2, files, tmp_path / "run", model, PROVIDERS["dots1"], 2, layout, timeout_s=200)
-    for row in read_metrics(tmp_path / "run")[1:]:
+    run_ranks(_train, 1, files, tmp_path / "run", model, PROVIDERS["dots1"], 1, {"steps": 3}, timeout_s=200)
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows[1:]:
         assert row["mismatch/logprob_abs_diff_mean"] < 1e-4 and row["train/grad_norm"] > 0
     said = f"model.provider = {PROVIDERS['dots1']}: the first 2 of 4 layers compared with transformers'"
     assert said in capfd.readouterr().out
@@ -261,6 +283,8 @@ def test_a_dry_run_compares_too(files: Path, tmp_path: Path, capsys: pytest.Capt
     assert "log-probabilities behind the first layer differ by up to" in capsys.readouterr().err
     assert main([*command, f"model.provider={PROVIDERS['seed_oss']}"]) == 0
     assert "the first layer compared with transformers'" in capsys.readouterr().out
+    assert main(["plan", *command[1:2], *given, f"model.provider={PROVIDERS['seed_oss']}", "--gpus", "1"]) == 0
+    assert "parameters" in capsys.readouterr().out
 
 
 @needs("vllm")

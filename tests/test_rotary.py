@@ -43,6 +43,10 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn, moe": ("qwen3_moe", YARN | {"factor": 2.5, "beta_fast": 16, "beta_slow": 0.5, "truncate": False}),
     "yarn, qwen2": ("qwen2", YARN | {"attention_factor": 1.3}),
     "yarn, mscale": ("llama3", YARN | {"mscale": 0.7, "mscale_all_dim": 1.1}),
+    "llama 3 beyond its length": (
+        "llama3",
+        FAMILIES["llama3"][2]["rope_parameters"] | {"original_max_position_embeddings": 64},
+    ),
     "llama 3 of other constants": ("llama3", FAMILIES["llama3"][2]["rope_parameters"] | {"high_freq_factor": 3.0}),
 }
 
@@ -73,19 +77,23 @@ def test_equals_transformers(tmp_path: Path, case: str) -> None:
         torch.testing.assert_close(mine, expected[0].transpose(0, 1), rtol=0, atol=1e-6)
 
 
-def test_the_actor_equals_transformers_beyond_the_original_length(tmp_path: Path) -> None:
-    """Log-probabilities of 200 tokens where YaRN began with 64; with two tensor ranks."""
-    model = write_model(tmp_path, rope_parameters=YARN)
+@pytest.mark.parametrize("parallel", [Parallel(tp=2), Parallel(cp=2), Parallel(tp=2, cp=2)], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_the_actor_equals_transformers_beyond_the_original_length(
+    tmp_path: Path, family: str, parallel: Parallel
+) -> None:
+    """Log-probabilities of 200 tokens where YaRN began with 64; DeepSeek's also scales the softmax."""
+    rope = YARN if family == "qwen3" else YARN | {"mscale": 0.7, "mscale_all_dim": 1.1}
+    model = write_model(tmp_path, family=family, rope_parameters=rope)
     samples = random_samples(9, 37, longest=200)
     expected = hf_logprobs(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), samples)
     assert any(len(one.token_ids) > 150 for one in samples)
     assert read_architecture(model).max_positions == 256
-    for mine, theirs in zip(run_ranks(_logprobs, 2, model, samples)[0], expected, strict=True):
+    for mine, theirs in zip(run_ranks(_logprobs, parallel.world_size, model, samples, parallel)[0], expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
 
 
-def _logprobs(model: Path, samples: list[TrainSample]) -> list[np.ndarray]:
-    parallel = Parallel(tp=2)
+def _logprobs(model: Path, samples: list[TrainSample], parallel: Parallel) -> list[np.ndarray]:
     return build_actor(model, parallel).logprobs(samples, plan_for(samples, parallel, cap=4096))
 
 

@@ -318,7 +318,10 @@ def _family(raw: Mapping[str, Any], path: Path) -> str:
             f" as {GEMMA3}"
         )
     if names[0] not in MODEL_TYPES:
-        raise UserError(f"{path}: architecture {plain(names[0])} is not supported; supported: {', '.join(SUPPORTED)}")
+        raise UserError(
+            f"{path}: architecture {plain(names[0])} is not supported; supported: {', '.join(SUPPORTED)}, and what"
+            " model.provider describes (docs/extending.md)"
+        )
     model_type = MODEL_TYPES[names[0]]
     if raw.get("model_type") != model_type:
         raise UserError(

@@ -3,7 +3,7 @@
 So whoever has written such a class for another trainer brings his family along. Its layers are still this project's
 own, since mbridge's need Transformer Engine and read no packs. So nothing that a class says is believed: the names must
 fit the checkpoint, the splits must be those of `mapping.py`, and before a run the first layers are compared with
-transformers' (`actor/first_layers.py`).
+transformers' (`steps/first_layers.py`).
 
 mbridge 0.15.1 is written for transformers 4; `_AsIn4` gives its classes the names that transformers 5 has moved.
 """
@@ -62,6 +62,8 @@ def architecture_of(model: ModelConfig, given_as: str = "model.hf_path =") -> Ar
             f"{said}: transformers has no model_type {shown(model_type)} of {path}, with which its layers could be"
             " compared"
         )
+    if not hasattr(CONFIG_MAPPING[model_type](), "rope_parameters"):
+        raise UserError(f"{said}: {path} is of {names[0]}, which is no model of text alone with rotary positions")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Apex, which is not needed
         bridge_class = _bridge_class(model.provider, model_type, said)

@@ -100,6 +100,7 @@ def test_recipes_of_large_mixtures_pass_too(
     line = ["plan", str(recipe), *given, f"run_dir={folder / 'run'}", "--gpus", gpus, "--methods", "grpo"]
     assert main([*line, "--dry-run"]) == 0
     out = capsys.readouterr().out
+    assert "not tried here, watch mismatch/kl: experts that vllm records" in out
     assert parameters in out and "does not fit" not in out and not (folder / "run").exists()
     assert load_config(str(recipe), given, purpose="plan", writes_run=False).actor.routing_replay == "engine"
     if model == LARGEST:
@@ -129,6 +130,7 @@ def test_twins_differ_in_pruning_only(folder: Path, recipe: Path) -> None:
         """The whole config as plain values."""
         return asdict(load_config(str(path), [f"model.hf_path={folder / model}"], purpose="plan", writes_run=False))
 
+    assert (loaded(recipe)["actor"]["routing_replay"] == "engine") == ("a3b" in model)
     dppo, grpo = loaded(recipe), loaded(recipe.with_name(recipe.name.replace("dppo", "grpo")))
     assert {key for key in dppo if dppo[key] != grpo[key]} == {"pruning", "run_dir"}
     smallest = loaded(recipe.with_name(f"{model}_8gpus_dppo.yaml"))

@@ -8,7 +8,7 @@ The rule, for a recipe on `nodes` machines of 8 GPUs each:
                                        they have two here too; else all that compute a stage
     servers                            one a node, of as many workers as the node has ranks: 2 replicas, of 2
                                        workers each if there are four
-    model                              of the same family and ties, 2 layers (4 where the first differs) of width
+    model                              of the same family, ties and YaRN, 2 layers (4 where the first differs) of width
                                        128; 8 experts, 2 a token
     lengths, data, steps               LENGTHS, SHORT, 8 problems, so that step 2 prunes; a checkpoint after it
 
@@ -116,6 +116,10 @@ class Miniature:
         """Also the workers of a node's server."""
         return self.sizes.world // self.sizes.nodes
 
+    @property
+    def is_mixture(self) -> bool:
+        return "moe" in self.family
+
     def stands_for(self, other: Miniature) -> bool:
         """Whether this is a job of the same family that has every kind of group which `other` has."""
         own, theirs = vars(self.sizes), vars(other.sizes)
@@ -141,7 +145,7 @@ def miniature(recipe: Path) -> Miniature:
     small = Miniature(
         recipe,
         sizes,
-        "glm4_moe" if "glm" in recipe.name else "qwen3_moe" if full.expert > 1 else "qwen3",
+        _family(recipe, full),
         "4b" in recipe.name,
         config.pruning.prompt.method != "none",
         (),
@@ -154,6 +158,12 @@ def miniature(recipe: Path) -> Miniature:
     if config.objective.overlong.buffer_tokens:
         values["objective.overlong.buffer_tokens"] = 4
     return replace(small, settings=tuple(f"{key}={value}" for key, value in values.items()))
+
+
+def _family(recipe: Path, full: Sizes) -> str:
+    if "64k" in recipe.name:
+        return "qwen3_yarn"
+    return "glm4_moe" if "glm" in recipe.name else "qwen3_moe" if full.expert > 1 else "qwen3"
 
 
 def _loaded(recipe: Path) -> Config:
@@ -200,7 +210,7 @@ def write_files(directory: Path) -> None:
     (directory / "test.jsonl").write_text("".join(text.splitlines(keepends=True)[:2]), encoding="utf-8")
     ask = "\nPlease reason step by step, and put your final answer within \\boxed{}."
     tokenizer = train_tokenizer((row["problem"] + ask for row in rows), VOCABULARY)
-    for family in ("qwen3", "qwen3_moe", "glm4_moe"):
+    for family in ("qwen3", "qwen3_yarn", "qwen3_moe", "glm4_moe"):
         for tied in (False, True):
             folder = directory / model_name(family, tied)
             _write_model(folder, family, tied, tokenizer)
@@ -213,7 +223,7 @@ def model_name(family: str, tied: bool) -> str:
 
 
 def _write_model(folder: Path, family: str, tied: bool, tokenizer: Any) -> None:
-    config_class, model_class, special = FAMILIES[family]
+    config_class, model_class, special = FAMILIES[family.removesuffix("_yarn")]
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 128,
@@ -234,6 +244,9 @@ def _write_model(folder: Path, family: str, tied: bool, tokenizer: Any) -> None:
     if family == "glm4_moe":  # as the recipe's model: no norms on heads; experts in each stage
         mixture = {"n_routed_experts": 8, "moe_intermediate_size": 128, "n_shared_experts": 1, "use_qk_norm": False}
         mixture["num_hidden_layers"] = 4
+    if family == "qwen3_yarn":  # prompts are longer than the original length
+        scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e6}
+        mixture |= {"rope_parameters": scaled}
     torch.manual_seed(0)
     model_class(config_class(**(sizes | special | mixture))).to(torch.bfloat16).save_pretrained(folder)
 
