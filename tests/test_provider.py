@@ -191,17 +191,21 @@ def test_as_deep_as_to_the_first_layer_of_each_kind(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no_such": ("mbrigde", {}, "must be mbridge, or module:Class"),
     "no_module": ("nowhere:Bridge", {}, "cannot be imported"),
-    "no_bridge": ("json:JSONDecoder", {}, "is no class of mbridge.core.Bridge"),
+    "no_bridge": ("json:JSONDecoder", {}, "is no class of mbridge.core.LLMBridge"),
     "not_registered": ("mbridge", {}, "mbridge has no class for model_type dots1; it has deepseek_v3"),
     "remote_code": ("mbridge", {"model_type": "mimo"}, 'transformers has no model_type "mimo"'),
     "images": ("mbridge", {"model_type": "qwen2_5_vl"}, "no model of text alone with rotary positions"),
     "two_names": ("mbridge", {"architectures": ["A", "B"]}, "must be a list of one name"),
-    "unread": (PROVIDERS["dots1"], {"attention_multiplier": 2.0}, "the class of model.provider does not read it"),
-    "windows": (PROVIDERS["dots1"], {"layer_types": ["sliding_attention"] * 4}, "no provider brings windows along"),
+    "unread": (PROVIDERS["dots1"], {"attention_multiplier": 2.0}, "class does not read this key, which may change"),
+    "windows": (PROVIDERS["dots1"], {"layer_types": ["sliding_attention"] * 4}, "every token sees those before it"),
     "fixed": (PROVIDERS["dots1"], {"quantization_config": {"bits": 4}}, "dequantize the checkpoint first"),
     "dropout": (PROVIDERS["dots1"], {"attention_dropout": 0.1}, "named in model.ignore_config_keys"),
     "every_other": ("support.bridges:EVERY_OTHER", {}, "the first layers may be dense, and no other"),
     "fails": (PROVIDERS["dots1"], {"n_group": 2}, "DotsBridge fails with AssertionError"),
+    "exits": ("support.bridges:EXITS", {}, "EXITS fails with SystemExit"),
+    "window": ("support.bridges:WINDOW", {}, "has window_size = (127, 0), which layers here do not have"),
+    "clamp": ("support.bridges:CLAMP", {}, "has activation_func_clamp_value = 7.0, which layers here do not have"),
+    "bias_name": ("support.bridges:OTHER_BIAS", {}, "one that ends in gate.e_score_correction_bias is kept exact"),
     "splits": ("support.bridges:FUSED", {}, "divides decoder.layers.0.self_attention.linear_qkv.weight into"),
 }
 
@@ -225,7 +229,9 @@ def test_a_dropout_that_is_named_is_left_out(paths: dict[str, Path], tmp_path: P
 def test_the_embedded_engine_wants_tensors_divided_as_here(paths: dict[str, Path]) -> None:
     fused = ("decoder.layers.mlp.linear_fc1.weight", ("model.layers.{layer}.mlp.gate_up_proj.weight",))
     architecture = replace(architecture_of(model_config(paths["seed_oss"])), provided_names=(fused,))
-    with pytest.raises(UserError, match=r"rollout.engine = hf: has .*up_proj.weight and not .*gate_up_proj.weight; use"):
+    with pytest.raises(
+        UserError, match=r"rollout.engine = hf: has .*up_proj.weight and not .*gate_up_proj.weight; use"
+    ):
         Decoder(architecture, dtype=torch.float32, device=torch.device("cpu"))
 
 

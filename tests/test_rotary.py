@@ -89,7 +89,9 @@ def test_the_actor_equals_transformers_beyond_the_original_length(
     expected = hf_logprobs(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), samples)
     assert any(len(one.token_ids) > 150 for one in samples)
     assert read_architecture(model).max_positions == 256
-    for mine, theirs in zip(run_ranks(_logprobs, parallel.world_size, model, samples, parallel)[0], expected, strict=True):
+    for mine, theirs in zip(
+        run_ranks(_logprobs, parallel.world_size, model, samples, parallel)[0], expected, strict=True
+    ):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
 
 

@@ -185,13 +185,16 @@ def _experts(architecture: Architecture, config: ActorConfig, spec: LayerSpec) -
     if experts is None:
         return settings
     if experts.is_sigmoid:
-        settings |= _like_deepseek(architecture.num_layers, experts)
+        settings |= _like_deepseek(experts)
+    if experts.dense_layers:  # as a list it gives each layer keys of its own in the sharded state dict
+        settings["moe_layer_freq"] = [int(n >= experts.dense_layers) for n in range(architecture.num_layers)]
     return settings | {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
         "moe_ffn_hidden_size": experts.ffn_size,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
         "moe_shared_expert_gate": experts.shared_gate,
+        "moe_router_topk_scaling_factor": None if experts.scale == 1.0 else experts.scale,
         "moe_router_pre_softmax": not experts.normalize_weights,
         "moe_router_score_function": "sigmoid" if experts.is_sigmoid else "softmax",
         "moe_router_dtype": "fp32",
@@ -232,8 +235,8 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def _like_deepseek(num_layers: int, experts: Experts) -> dict[str, Any]:
-    """Fields for sigmoid routers and dense layers."""
+def _like_deepseek(experts: Experts) -> dict[str, Any]:
+    """Fields for sigmoid routers."""
     is_limited = experts.groups > 1
     return {
         # fixed in RL: it balances the load over pre-training's data, and engines have no call to change it
@@ -241,9 +244,6 @@ def _like_deepseek(num_layers: int, experts: Experts) -> dict[str, Any]:
         "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": experts.groups if is_limited else None,
         "moe_router_group_topk": experts.groups_per_token if is_limited else None,
-        "moe_router_topk_scaling_factor": experts.scale,
-        # as a list it gives each layer keys of its own in the sharded state dict
-        "moe_layer_freq": [int(n >= experts.dense_layers) for n in range(num_layers)] if experts.dense_layers else 1,
     }
 
 

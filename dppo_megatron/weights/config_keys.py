@@ -292,7 +292,9 @@ def check_keys(
             why = f" ({key.why})" if key.why else ""
             raise UserError(f"{path}: {name} = {shown(raw[name])} is not supported; supported: {key.takes.wanted}{why}")
     listed = LEFT | set(read) | {name for key in (*READ, *FIXED) if key.holds_for(family) for name in key.names}
-    unread = "the class of model.provider does not read it" if family == PROVIDED else "this key is not known here"
+    unread = "this key is not known here and"
+    if family == PROVIDED:
+        unread = "model.provider's class does not read this key, which"
     for name, value in raw.items():
         if name in listed or _TOKENS.fullmatch(name):
             continue
@@ -303,7 +305,7 @@ def check_keys(
                 raise UserError(f"{path}: {plain(name)} = {shown(value)} is not supported: leave the key out")
         if not _OFF.fits(value) and name not in ignored:
             raise UserError(
-                f"{path}: {plain(name)} = {shown(value)} is not supported: {unread} and may change"
+                f"{path}: {plain(name)} = {shown(value)} is not supported: {unread} may change"
                 " what the model computes. If the model was trained without it, name it in model.ignore_config_keys"
             )
 

@@ -36,9 +36,25 @@ from dppo_megatron.weights.architecture import (
 from dppo_megatron.weights.config_keys import FULL, PROVIDED, check_keys, read_ropes
 from dppo_megatron.weights.json_files import plain, shown
 from dppo_megatron.weights.layer_parts import Experts, make_rope, read_latent
-from dppo_megatron.weights.mapping import kinds, split, table
+from dppo_megatron.weights.mapping import CORRECTION_BIAS, EXPERT_BIAS, kinds, split, table
 
 _OURS = "decoder.layers."
+_TAKEN = re.compile(
+    "num_layers|hidden_size|ffn_hidden_size|num_attention_heads|num_query_groups|kv_channels|layernorm_epsilon"
+    "|qk_layernorm|add_qkv_bias|num_moe_experts|moe_(ffn_hidden_size|layer_freq|shared_expert_(intermediate_size|gate))"
+    "|moe_router_(topk|score_function|pre_softmax|topk_scaling_factor|num_groups|group_topk|enable_expert_bias)"
+    "|(q|kv)_lora_rank|qk_head_dim|qk_pos_emb_head_dim|v_head_dim|normalization|activation_func|gated_linear_unit"
+    "|add_bias_linear"
+)
+"""Fields of a class's TransformerConfig that become the `Architecture`, or must have the one value that layers have."""
+_HOW = re.compile(
+    "rotary_.*|rope_type|mscale.*|beta_.*|original_max_position_embeddings|mtp_.*|.*_fusion|persist_layer_norm"
+    "|attention_backend|attention_dropout|disable_bf16_.*|use_cpu_initialization|moe_(aux_loss_coeff|z_loss_coeff)"
+    "|moe_(grouped_gemm|shared_expert_overlap|token_dispatcher_type|permute_fusion|enable_deepep)"
+    "|moe_router_(bias_update_rate|load_balancing_type|dtype)|moe_per_layer_logging|.*cuda_graph.*|.*init_method.*"
+)
+"""Those that say how it is computed or trained, or what is read elsewhere: positions, layers that predict several
+tokens."""
 
 
 def architecture_of(model: ModelConfig, given_as: str = "model.hf_path =") -> Architecture:
@@ -62,15 +78,15 @@ def architecture_of(model: ModelConfig, given_as: str = "model.hf_path =") -> Ar
             f"{said}: transformers has no model_type {shown(model_type)} of {path}, with which its layers could be"
             " compared"
         )
-    if not hasattr(CONFIG_MAPPING[model_type](), "rope_parameters"):
+    if not hasattr(CONFIG_MAPPING[model_type], "rope_parameters"):
         raise UserError(f"{said}: {path} is of {names[0]}, which is no model of text alone with rotary positions")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Apex, which is not needed
+        warnings.simplefilter("ignore")  # of Apex and graphs, which are not used
         bridge_class = _bridge_class(model.provider, model_type, said)
-    ropes = read_ropes(raw, PROVIDED, path)
-    config = as_transformers_reads(raw, model_type, ropes, path)
-    seen = _AsIn4(config)
-    bridge = _bridge(bridge_class, seen, said)
+        ropes = read_ropes(raw, PROVIDED, path)
+        config = as_transformers_reads(raw, model_type, ropes, path)
+        seen = _AsIn4(config)
+        bridge = _bridge(bridge_class, seen, said)
     read = seen.all_names()
     without_others = CONFIG_MAPPING[model_type].from_dict({key: raw[key] for key in raw if key in read})
     check_keys(raw, PROVIDED, path, without_others, model.ignore_config_keys, read)
@@ -90,6 +106,8 @@ class _AsIn4:
         self._read: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of Python's own, as it copies
+            raise AttributeError(name)
         self._read.add(name)
         rope = self._config.rope_parameters or {}
         if name == "rope_theta":
@@ -109,13 +127,14 @@ class _AsIn4:
 
 def _bridge_class(provider: str, model_type: str, said: str) -> Any:
     try:
-        from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+        from mbridge.core import LLMBridge
+        from mbridge.core.bridge import _MODEL_REGISTRY
     except ImportError as error:
         raise UserError(f"{said}: {error}; `pip install mbridge==0.15.1 einops`") from None
     if is_plugin(provider):
         found = load_function("model.provider", provider)
-        if not (isinstance(found, type) and issubclass(found, Bridge)):
-            raise UserError(f"{said}: is no class of mbridge.core.Bridge")
+        if not (isinstance(found, type) and issubclass(found, LLMBridge)):
+            raise UserError(f"{said}: is no class of mbridge.core.LLMBridge")
         return found
     if provider != "mbridge":
         raise UserError(f"{said}: must be mbridge, or module:Class")
@@ -133,29 +152,43 @@ def _bridge(bridge_class: Any, config: _AsIn4, said: str) -> Any:
     made = bridge_class.TransformerConfigClass
 
     def known(**values: Any) -> Any:
-        """Without what this version of Megatron-core has no field for: of positions, which are read elsewhere."""
-        return made(**{key: value for key, value in values.items() if key in {field.name for field in fields(made)}})
+        """Without what later versions of Megatron-core call otherwise; positions are read elsewhere."""
+        return made(**{key: value for key, value in values.items() if key != "max_position_embeddings"})
 
     try:
         # a model with tied embeddings writes into its class's table, which the next model would read
         own = {"TransformerConfigClass": staticmethod(known), "_DIRECT_MAPPING": dict(bridge_class._DIRECT_MAPPING)}
         ours = type(bridge_class.__name__, (bridge_class,), own)
-        return ours(config, dtype=torch.float32, parallel_states=ParallelStates())
-    except Exception as error:  # code of others, written for other versions
+        bridge = ours(config, dtype=torch.float32, parallel_states=ParallelStates())
+        base = bridge._build_base_config()
+        differ = [
+            field.name
+            for field in fields(base)
+            if getattr(bridge.config, field.name) != getattr(base, field.name)
+            and not _TAKEN.fullmatch(field.name)
+            and not _HOW.fullmatch(field.name)
+        ]
+    except (Exception, SystemExit) as error:  # code of others, written for other versions
         raise UserError(f"{said}: {_failed(bridge_class, error)}") from None
+    if differ:
+        value = getattr(bridge.config, differ[0])
+        raise UserError(f"{said}: {bridge_class.__name__} has {differ[0]} = {value}, which layers here do not have")
+    return bridge
 
 
-def _failed(bridge_class: Any, error: Exception) -> str:
+def _failed(bridge_class: Any, error: BaseException) -> str:
     return f"{bridge_class.__name__} fails with {type(error).__name__}: {one_line(str(error))}"
 
 
 def _check_windows(config: Any, path: Path) -> None:
     """The first layers are compared on sequences that are shorter than any window."""
     types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    is_on = getattr(config, "use_sliding_window", True) if hasattr(type(config), "use_sliding_window") else True
+    window = getattr(config, "sliding_window", None) if is_on else None
     if any(one != FULL for one in types or []) or (types is None and window is not None):
         raise UserError(
-            f"{path}: sliding_window = {shown(window)}, layer_types = {shown(types)}: no provider brings windows along"
+            f"{path}: sliding_window = {shown(window)}, layer_types = {shown(types)} is not supported with"
+            " model.provider: every token sees those before it"
         )
 
 
@@ -243,11 +276,16 @@ def _names(bridge: Any, architecture: Architecture, said: str) -> Iterator[tuple
         try:
             # its tables put the number into the text, whatever it is
             found = bridge._weight_name_mapping_mcore_to_hf(name)
-        except Exception as error:  # code of others
-            raise UserError(f"{said}: of {name}, {_failed(type(bridge), error)}") from None
-        fields = set(re.findall(r"{(.*?)}", name))
-        if not found or any(not isinstance(one, str) or set(re.findall(r"{(.*?)}", one)) != fields for one in found):
+        except (Exception, SystemExit) as error:  # code of others
+            why = _failed(type(bridge), error)
+            raise UserError(f"{said}: of {name}, {why} (names may not depend on the numbers in it)") from None
+        numbers = set(re.findall(r"{(.*?)}", name))
+        if not found or any(not isinstance(one, str) or set(re.findall(r"{(.*?)}", one)) != numbers for one in found):
             raise UserError(f"{said}: {type(bridge).__name__} names {name} {plain(str(found))}")
+        if key.endswith(EXPERT_BIAS) and not found[0].endswith(CORRECTION_BIAS):
+            raise UserError(
+                f"{said}: names {name} {found[0]}, but only one that ends in {CORRECTION_BIAS} is kept exact"
+            )
         yield key, tuple(found)
 
 
@@ -262,7 +300,7 @@ def _check_splits(bridge: Any, architecture: Architecture, said: str) -> None:
         name = _theirs(key, "0", "0")
         try:
             found = bridge._weight_to_hf_format(name, full)[1]
-        except Exception as error:  # code of others
+        except (Exception, SystemExit) as error:  # code of others
             raise UserError(f"{said}: of {name}, {_failed(type(bridge), error)}") from None
         ours = split(_of_some_layer(key, architecture), full, architecture)
         if len(found) != len(ours) or any(not torch.equal(one, other) for one, other in zip(found, ours, strict=True)):

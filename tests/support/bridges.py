@@ -68,6 +68,23 @@ class _Fused(SeedOssBridge):
         return names, [part.flip(0) for part in parts] if "linear_qkv.weight" in name else parts
 
 
+class EXITS(DotsBridge):
+    """Ends the process, or tries to."""
+
+    def _build_config(self) -> Any:
+        raise SystemExit(0)
+
+
+class OTHER_BIAS(DotsBridge):
+    """Names the routers' correction bias otherwise than DeepSeek."""
+
+    def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
+        names = super()._weight_name_mapping_mcore_to_hf(mcore_weights_name)
+        return [name.replace("gate.e_score_correction_bias", "expert_bias") for name in names]
+
+
+WINDOW = _other(window_size=(127, 0))
+CLAMP = _other(activation_func_clamp_value=7.0)
 EPSILON = _other(layernorm_epsilon=1e-5)
 NO_HEAD_NORMS = _other(qk_layernorm=False)
 SCALE = _other(moe_router_topk_scaling_factor=1.0)
