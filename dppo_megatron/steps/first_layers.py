@@ -231,13 +231,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the directory of weights goes too
     forget_launcher()
     disable_progress_bar()
-    answer = os.fdopen(os.dup(1), "w")
+    answer = os.dup(1)
     os.dup2(2, 1)
     try:
         found = asdict(compare(ModelConfig(**json.loads(sys.argv[1]))))
     except UserError as error:
         found = {"error": str(error)}
-    print(json.dumps(found), file=answer, flush=True)
+    os.write(answer, json.dumps(found).encode())
 
 
 if __name__ == "__main__":
