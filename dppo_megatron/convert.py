@@ -29,7 +29,7 @@ from dppo_megatron.weights.hf_files import (
 )
 from dppo_megatron.weights.mapping import Place, hf_names, in_layer_order, join, places, table
 from dppo_megatron.weights.pipeline import uneven_hint
-from dppo_megatron.weights.provider import architecture_of
+from dppo_megatron.weights.provider import model_architecture
 from dppo_megatron.weights.torch_dist import TorchDistReader, is_torch_dist, write_torch_dist
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -66,7 +66,7 @@ def hf_to_megatron(
         raise UserError(
             f"--hf '{source}' is a distributed checkpoint already; the way back is `dppo-megatron convert to-hf`"
         )
-    architecture = architecture_of(ModelConfig(str(source), provider, list(ignored)), "--hf")
+    architecture = model_architecture(ModelConfig(str(source), provider, list(ignored)), "--hf")
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
         if size < 1:
             raise UserError(f"--{name} {size}: must be at least 1")
@@ -132,7 +132,7 @@ def megatron_to_hf(
     if dtype and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
     model = ModelConfig(str(assets), provider, list(ignored))
-    architecture = architecture_of(model, "--hf" if hf else "--checkpoint")
+    architecture = model_architecture(model, "--hf" if hf else "--checkpoint")
     reader = TorchDistReader(checkpoint, architecture)
     dtypes = {
         name: DTYPES[dtype] if dtype else reader.dtypes[key]

@@ -34,7 +34,7 @@ from dppo_megatron.rewards.start_checks import RewardBounds, check_grader, check
 from dppo_megatron.types import Prompt, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import WeightReader, assets
-from dppo_megatron.weights.provider import architecture_of
+from dppo_megatron.weights.provider import model_architecture
 from dppo_megatron.weights.tokenizer import load_tokenizer
 from dppo_megatron.weights.torch_dist import open_checkpoint
 
@@ -115,7 +115,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     Raises:
         UserError: anything that would fail later.
     """
-    architecture = architecture_of(config.model)
+    architecture = model_architecture(config.model)
     if trains:
         architecture = architecture.with_adapters(config.actor.lora)
     lines = check_settings(config, architecture, world_size, machine or this_machine()) if trains else []
@@ -173,7 +173,7 @@ def _open_reference(
     path, key = config.objective.kl.reference_path, "objective.kl.reference_path ="
     if not path:
         return None
-    other = architecture_of(replace(config.model, hf_path=path), key)
+    other = model_architecture(replace(config.model, hf_path=path), key)
     differ = [  # positions may: of one family's base and instruction models they do, and nothing is computed from them
         f"{item.name} is {getattr(other, item.name)}, not {getattr(architecture, item.name)}"
         for item in fields(Architecture)

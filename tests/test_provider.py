@@ -31,7 +31,7 @@ from dppo_megatron.train import train
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.mapping import table
-from dppo_megatron.weights.provider import architecture_of
+from dppo_megatron.weights.provider import model_architecture
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.quickstart.tiny_model import VOCABULARY, make_tokenizer
 
@@ -110,7 +110,7 @@ def _plain(architecture: Architecture) -> Architecture:
 def test_our_rows_are_what_mbridge_says(tmp_path: Path, family: str, others: dict[str, Any]) -> None:
     """Sizes and names of families that both have, two readings of one config.json."""
     path = write_model(tmp_path, family=family, **others)
-    ours, theirs = read_architecture(path), architecture_of(ModelConfig(str(path), "mbridge"))
+    ours, theirs = read_architecture(path), model_architecture(ModelConfig(str(path), "mbridge"))
     if family == "deepseek_v3":  # the class knows no groups; the comparison of the first layers refuses it
         assert ours.experts is not None
         ours = replace(ours, experts=replace(ours.experts, groups=1, groups_per_token=1))
@@ -182,7 +182,7 @@ def test_classes_that_mbridge_has_wrong_are_refused(tmp_path: Path, family: str)
 def test_as_deep_as_to_the_first_layer_of_each_kind(tmp_path: Path) -> None:
     """Three dense layers of five; a layer with a setting of its own counts as a kind."""
     path = write_model(tmp_path, family="dots1", first_k_dense_replace=3, num_hidden_layers=5)
-    model, architecture = AutoModelForCausalLM.from_pretrained(path), architecture_of(model_config(path))
+    model, architecture = AutoModelForCausalLM.from_pretrained(path), model_architecture(model_config(path))
     assert _depth(model, architecture) == 4
     model.model.layers[4].self_attn.scaling = 0.5
     assert _depth(model, architecture) == 5
@@ -216,19 +216,19 @@ def test_refused_at_once(paths: dict[str, Path], tmp_path: Path, case: str) -> N
     raw = json.loads((paths["seed_oss" if case == "splits" else "dots1"] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | others))
     with pytest.raises(UserError) as caught:
-        architecture_of(ModelConfig(str(tmp_path), provider))
+        model_architecture(ModelConfig(str(tmp_path), provider))
     assert said in str(caught.value)
 
 
 def test_a_dropout_that_is_named_is_left_out(paths: dict[str, Path], tmp_path: Path) -> None:
     raw = json.loads((paths["dots1"] / "config.json").read_text()) | {"attention_dropout": 0.1}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert architecture_of(ModelConfig(str(tmp_path), PROVIDERS["dots1"], ["attention_dropout"])).num_layers == 4
+    assert model_architecture(ModelConfig(str(tmp_path), PROVIDERS["dots1"], ["attention_dropout"])).num_layers == 4
 
 
 def test_the_embedded_engine_wants_tensors_divided_as_here(paths: dict[str, Path]) -> None:
     fused = ("decoder.layers.mlp.linear_fc1.weight", ("model.layers.{layer}.mlp.gate_up_proj.weight",))
-    architecture = replace(architecture_of(model_config(paths["seed_oss"])), provided_names=(fused,))
+    architecture = replace(model_architecture(model_config(paths["seed_oss"])), provided_names=(fused,))
     with pytest.raises(
         UserError, match=r"rollout.engine = hf: has .*up_proj.weight and not .*gate_up_proj.weight; use"
     ):

@@ -31,7 +31,7 @@ from dppo_megatron.spans import recorder
 from dppo_megatron.types import Completion, ExpertArray, ExpertChoices, FinishReason, Grade, GradeTask
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import WeightReader
-from dppo_megatron.weights.provider import architecture_of
+from dppo_megatron.weights.provider import model_architecture
 
 _HANDED_ON = 32
 """Completions that have ended are decoded to text, and graded, in batches of at least so many."""
@@ -259,7 +259,7 @@ def _distinct_prompts(requests: Sequence[Request]) -> tuple[list[tuple[int, ...]
 def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkpoint: WeightReader) -> HFEngine:
     """An engine with the checkpoint's own weights, without an actor: for scoring a finished model."""
     engine = HFEngine(
-        architecture_of(config.model),
+        model_architecture(config.model),
         tokenizer,
         dtype=getattr(torch, config.model.dtype),
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),

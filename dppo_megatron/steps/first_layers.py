@@ -32,7 +32,7 @@ from dppo_megatron.types import TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
 from dppo_megatron.weights.mapping import kinds
-from dppo_megatron.weights.provider import architecture_of
+from dppo_megatron.weights.provider import model_architecture
 
 _TOLERANCE = 2e-5
 """Of a log-probability: Seed-OSS-36B's layer differs by 2e-6 in float32; another norm's epsilon by more than 3e-5, a
@@ -92,7 +92,7 @@ def compare(model: ModelConfig) -> _Compared:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    architecture = architecture_of(model)
+    architecture = model_architecture(model)
     config = AutoConfig.from_pretrained(model.hf_path)
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)

@@ -57,7 +57,7 @@ _HOW = re.compile(
 tokens."""
 
 
-def architecture_of(model: ModelConfig, given_as: str = "model.hf_path =") -> Architecture:
+def model_architecture(model: ModelConfig, given_as: str = "model.hf_path =") -> Architecture:
     """The architecture of the checkpoint in `model.hf_path`, from the rows of this project or a provider.
 
     Args:

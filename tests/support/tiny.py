@@ -46,7 +46,7 @@ from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.types import PackPlan, TrainSample
 from dppo_megatron.weights.hf_files import CheckpointReader
-from dppo_megatron.weights.provider import architecture_of
+from dppo_megatron.weights.provider import model_architecture
 
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
@@ -254,7 +254,7 @@ def build_actor(model_path: Path, parallel: Parallel, *, max_grad_norm: float = 
         ),
         **{"recompute": "full" if parallel.recompute else "none", "megatron": dict(parallel.uneven)} | settings,
     )
-    architecture = architecture_of(model_config(model_path)).with_adapters(config.lora)
+    architecture = model_architecture(model_config(model_path)).with_adapters(config.lora)
     reader = CheckpointReader(model_path, architecture)
     layout = build_layout(config.layout, seed=0)
     connect_groups(config, architecture)

@@ -33,7 +33,7 @@ from dppo_megatron.rollout.servers.http import hidden
 from dppo_megatron.rollout.servers.sglang import draft_ladder, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import vllm_command, vllm_environment
 from dppo_megatron.types import UserError
-from dppo_megatron.weights.provider import architecture_of
+from dppo_megatron.weights.provider import model_architecture
 from dppo_megatron.weights.torch_dist import is_torch_dist
 
 _DRAFTS_ON_CPU = {
@@ -174,7 +174,7 @@ def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: s
     model = str(Path(config.model.hf_path).absolute())
     command = build(rollout, python, model, longest, config.model.dtype, cpu=cpu, host=host)
     if rollout.quantization != "off":
-        architecture = architecture_of(config.model)
+        architecture = model_architecture(config.model)
         check_split(rollout, architecture)
         command += quantized_arguments(rollout.engine, architecture)
     if is_torch_dist(config.model.hf_path) or rollout.quantization != "off":

@@ -97,8 +97,8 @@ def check_actor_settings(config: Config, world_size: int, machine: Machine, *, r
         import torch
 
         from dppo_megatron.actor.model import check_settings
-        from dppo_megatron.weights.provider import architecture_of
-    architecture = architecture_of(config.model)
+        from dppo_megatron.weights.provider import model_architecture
+    architecture = model_architecture(config.model)
     check_world_size(config, world_size)
     architecture.check_layout(actor)
     spec, _ = machine.choose_layer_spec(actor.layer_spec, actor.fp8)

@@ -102,11 +102,11 @@ def execute(arguments: argparse.Namespace) -> int:
     with loading("libraries"):
         from dppo_megatron.job import check_settings
         from dppo_megatron.platform.capabilities import Machine
-        from dppo_megatron.weights.provider import architecture_of
+        from dppo_megatron.weights.provider import model_architecture
         from dppo_megatron.workbench.planning.plan import lines, make_plan
         from dppo_megatron.workbench.planning.timing import speeds_for
         from dppo_megatron.workbench.runs.trace import read_trace
-    architecture = architecture_of(config.model).with_adapters(config.actor.lora)
+    architecture = model_architecture(config.model).with_adapters(config.actor.lora)
     if not loaded:
         machine = Machine(CHIPS[arguments.gpu].capability, "")
         said = check_actor_settings(config, site.gpus, machine, runs_here=False)
