@@ -56,6 +56,7 @@ _ABOUT = {
     "data.md": "data",
     "engines.md": "rollout",
     "evaluation.md": "eval evaluation",
+    "extending.md": "first_layers",
     "objectives.md": "algorithms",
     "packing.md": "packing",
     "plan.md": "plan planning",
