@@ -93,13 +93,13 @@ def compare(model: ModelConfig) -> _Compared:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     architecture = model_architecture(model)
-    config = AutoConfig.from_pretrained(model.hf_path)
+    config = AutoConfig.from_pretrained(model.hf_path, trust_remote_code=False)
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config)
+        whole = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     depth = _depth(whole, architecture)
     kinds_of = [list(_parts(layer)) for layer in _layers(whole, architecture)[:depth]]
     how: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}  # its kernels want even sizes
-    theirs = AutoModelForCausalLM.from_config(_shallow(config, depth), **how).eval()
+    theirs = AutoModelForCausalLM.from_config(_shallow(config, depth), trust_remote_code=False, **how).eval()
     if [list(_parts(layer)) for layer in _layers(theirs, architecture)] != kinds_of:
         raise UserError(
             f"model.provider = {model.provider}: transformers' layers depend on how many there are; they cannot be"
