@@ -27,7 +27,7 @@ from dppo_megatron.weights.hf_files import (
     copy_assets,
     hf_writer,
 )
-from dppo_megatron.weights.mapping import Place, hf_names, in_layer_order, join, places, table
+from dppo_megatron.weights.mapping import EXPERT_BIAS, Place, hf_names, in_layer_order, join, places, table
 from dppo_megatron.weights.pipeline import uneven_hint
 from dppo_megatron.weights.provider import model_architecture
 from dppo_megatron.weights.torch_dist import TorchDistReader, is_torch_dist, write_torch_dist
@@ -135,7 +135,8 @@ def megatron_to_hf(
     architecture = model_architecture(model, "--hf" if hf else "--checkpoint")
     reader = TorchDistReader(checkpoint, architecture)
     dtypes = {
-        name: DTYPES[dtype] if dtype else reader.dtypes[key]
+        # a correction bias moved by bfloat16's rounding chooses other experts
+        name: DTYPES[dtype] if dtype and not key.endswith(EXPERT_BIAS) else reader.dtypes[key]
         for key, place in in_layer_order(architecture)
         for name in hf_names(key, place, architecture)
     }

@@ -128,6 +128,17 @@ def test_dtype_and_the_checkpoints_own_config(converted: Path, tmp_path: Path) -
     assert _convert("to-megatron", "--hf", out, "--out", tmp_path / "again", "--verify") == 0
 
 
+def test_a_correction_bias_is_not_rounded(tmp_path: Path) -> None:
+    """Routers choose by it: rounded, they would choose other experts than in training."""
+    source, out = write_model(tmp_path / "source", family="glm4_moe"), tmp_path / "bf16"
+    assert _convert("to-megatron", "--hf", source, "--out", tmp_path / "megatron") == 0
+    assert _convert("to-hf", "--checkpoint", tmp_path / "megatron", "--out", out, "--dtype", "bf16", "--verify") == 0
+    original, written = _tensors(source), _tensors(out)
+    biases = {name for name in original if name.endswith("e_score_correction_bias")}
+    assert biases and all(torch.equal(written[name], original[name]) for name in biases)
+    assert {tensor.dtype for name, tensor in written.items() if name not in biases} == {torch.bfloat16}
+
+
 def test_a_run_can_start_from_a_converted_checkpoint(converted: Path) -> None:
     """What the trainer reads through, for `model.hf_path`, gives the same tensors from either kind of directory."""
     architecture = read_architecture(converted)

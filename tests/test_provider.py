@@ -16,12 +16,11 @@ from megatron.core import parallel_state
 from support.engines.servers import local_settings, needs
 from support.job import QUICK, job_config, read_metrics, settings
 from support.launch import run_ranks
-from support.tiny import PROVIDERS, Parallel, build_actor, model_config, plan_for, random_samples, write_model
+from support.tiny import PROVIDERS, Parallel, model_config, write_model
 from test_conversion import _assert_byte_equal, _convert
-from test_gemma import _check_equal, _expected
+from test_gemma import _check_equal, _expected, _measure
 from transformers import AutoModelForCausalLM
 
-from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.config.schema import ModelConfig
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.decoder import Decoder
@@ -48,14 +47,6 @@ LAYOUTS = [
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: write_model(tmp_path_factory.mktemp(family), family=family, **ODD) for family in PROVIDERS}
-
-
-def _measure(path: Path, parallel: Parallel) -> tuple[Any, dict[str, torch.Tensor]]:
-    actor, samples = build_actor(path, parallel), random_samples(9, 37)
-    plan = plan_for(samples, parallel)
-    logprobs = actor.logprobs(samples, plan)
-    actor.accumulate(samples, plan, supervised())
-    return logprobs, {name: gradient.clone() for name, gradient in actor.gradients()}
 
 
 @pytest.mark.parametrize(("family", "parallel"), LAYOUTS, ids=str)
@@ -218,6 +209,14 @@ def test_refused_at_once(paths: dict[str, Path], tmp_path: Path, case: str) -> N
     with pytest.raises(UserError) as caught:
         model_architecture(ModelConfig(str(tmp_path), provider))
     assert said in str(caught.value)
+
+
+def test_an_unread_key_that_switches_something_off_is_refused(tmp_path: Path) -> None:
+    """transformers has it on."""
+    groups = {"n_group": 8, "topk_group": 4, "n_routed_experts": 32, "num_experts_per_tok": 8}
+    path = write_model(tmp_path, family="deepseek_v3", rope_interleave=False, **groups)
+    with pytest.raises(UserError, match=r"rope_interleave = false is not supported: model.provider's class does not"):
+        model_architecture(ModelConfig(str(path), "mbridge"))
 
 
 def test_a_dropout_that_is_named_is_left_out(paths: dict[str, Path], tmp_path: Path) -> None:

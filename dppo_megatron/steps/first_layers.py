@@ -60,8 +60,8 @@ def check_first_layers(model: ModelConfig) -> str:
         )
         answer, errors = child.communicate()
     try:
-        found = json.loads(answer.splitlines()[-1])
-    except (IndexError, ValueError):
+        found = json.loads(answer)
+    except ValueError:
         last = one_line((errors.strip().splitlines() or [f"exit code {child.returncode}"])[-1])
         if child.returncode < 0:
             last = f"its process was killed by signal {-child.returncode} (memory?)"

@@ -332,6 +332,7 @@ def _family(raw: Mapping[str, Any], path: Path) -> str:
 
 
 def check_sizes(raw: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
+    """Raise `UserError` for heads that do not divide into groups, or a padding token beyond the vocabulary."""
     heads, groups = values["num_attention_heads"], values["num_key_value_heads"]
     if heads % groups:
         raise UserError(f"{path}: num_key_value_heads = {groups} does not divide num_attention_heads = {heads}")

@@ -303,7 +303,8 @@ def check_keys(
                 continue
             if family != PROVIDED:
                 raise UserError(f"{path}: {plain(name)} = {shown(value)} is not supported: leave the key out")
-        if not _OFF.fits(value) and name not in ignored:
+        # of a provider's family also what is off, where transformers has it on
+        if (hasattr(theirs, name) or not _OFF.fits(value)) and name not in ignored:
             raise UserError(
                 f"{path}: {plain(name)} = {shown(value)} is not supported: {unread} may change"
                 " what the model computes. If the model was trained without it, name it in model.ignore_config_keys"

@@ -87,7 +87,7 @@ def model_architecture(model: ModelConfig, given_as: str = "model.hf_path =") ->
         config = as_transformers_reads(raw, model_type, ropes, path)
         seen = _AsIn4(config)
         bridge = _bridge(bridge_class, seen, said)
-    read = seen.all_names()
+    read = seen.all_names() | {"num_nextn_predict_layers"}  # those layers are left out here
     without_others = CONFIG_MAPPING[model_type].from_dict({key: raw[key] for key in raw if key in read})
     check_keys(raw, PROVIDED, path, without_others, model.ignore_config_keys, read)
     _check_windows(config, path)
