@@ -192,18 +192,22 @@ def test_every_row_can_be_repeated(row: str) -> None:
 def test_a_learned_row_is_its_ends_at_the_step_size_that_two_other_seeds_chose(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the files that its runs leave; none is run again. The last two evaluations are an end, as in `compare`."""
-    arguments = argparse.Namespace(row="prompts, speed", steps=40, out=tmp_path, overrides=[])
-    for row, best, above in (("grpo", 5e-4, 0.0), ("prompts, speed", 1e-3, 0.02)):
+    """From the lines that its runs leave; none is run again. The last two evaluations are an end, as in `compare`."""
+    arguments, lines = argparse.Namespace(row="prompts, speed", steps=40, out=tmp_path, overrides=[]), list[str]()
+    for row, best, above, cost in (("grpo", 5e-4, 0.0, 8), ("prompts, speed", 1e-3, 0.02, 6)):
         for rate in learn.RATES:
             for seed in learn.TUNED_ON if rate != best else (*learn.TUNED_ON, *learn.SEEDS):
                 end = 0.0 if rate == 1.4e-3 else 0.5 + (rate == best) / 4 + seed / 1000 + above
-                points = [{"accuracy": 9.0}, {"accuracy": end - 0.1}, {"accuracy": end + 0.1}]
-                learn.file_of(arguments, row, seed, rate).write_text(json.dumps({"points": points}))
+                curve = {"accuracy": [9.0, end - 0.1, end + 0.1], "generated": [9.0, cost], "trained": [2 * cost]}
+                given = {"row": row, "seed": seed, "lr": rate, "steps": 40, "overrides": []}
+                lines.append(json.dumps(given | curve) + "\n")
+    (tmp_path / learn.RESULTS).write_text("".join(lines))
     learn.report(arguments)
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("prompts, speed: lr 0.001, ends at 77.5 % (77.0, 77.1,")
-    assert second == "minus grpo's (lr 0.0005), same seeds: +2.0 +- 0.0 points"
+    assert second == (
+        "minus grpo's (lr 0.0005), same seeds: +2.0 +- 0.0 points; tokens generated 75%, trained 75% of grpo's"
+    )
 
 
 # ------------------------------------------------------------------------------------------------- the bound, the page

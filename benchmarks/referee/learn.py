@@ -1,12 +1,14 @@
-"""A learning run of a selection that the package does not have, by the real engine and actor.
+"""Learning runs of published selections by the real engine and actor, each at its own tuned step size.
 
-    PYTHONPATH=benchmarks python -m referee.learn --row "prompts, duet 50 %, no abort" [--out runs/learn]
-    PYTHONPATH=benchmarks python -m referee.learn --row "prompts, duet 50 %, no abort" --seed 0 --lr 1e-3
+    PYTHONPATH=benchmarks python -m referee.learn --row "completions, pods 50 %" [--out runs/learn]
+    PYTHONPATH=benchmarks python -m referee.learn --row "completions, pods 50 %" --seed 0 --lr 1e-3
 
-The quickstart's task, model and SFT of a seed, then steps of 64 prompts. The second command is one run: accuracy on the
-held-out problems with the tokens generated and trained on so far. The first is the row, by processes of that kind: the
-step size that ends best on two seeds apart, then ten seeds at it, and the difference to the row `grpo` on the same
-seeds where that has run. Finished runs are kept. Rows of the package run by `dppo-megatron compare`.
+The quickstart's task and model of a seed after its SFT, then steps of 64 prompts. The second command is one run:
+accuracy on the held-out problems with the tokens generated and trained on so far; the package's methods by its trainer,
+the others by a loop here. The first is the row, by processes of that kind: five step sizes on one seed, the best three
+of them on a second, then ten other seeds at the best, and the difference to the row `grpo` on the same seeds. Finished
+runs are a line each of learned.jsonl in `--out`, and are not run again. Those behind docs/referee.md lie beside this
+file: `--out benchmarks/referee` prints its rows, and any other directory repeats them.
 """
 
 from __future__ import annotations
@@ -16,16 +18,21 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from dppo_megatron.actor.layout import start_process_group, stop_process_group
+from dppo_megatron.config import load_config
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.steps.step import Step
 from dppo_megatron.types import Completion, FloatArray, IntArray, RolloutPrompt, TrainSample
+from dppo_megatron.workbench.compare.arms import parse_arms, read_method_run
+from dppo_megatron.workbench.quickstart.make import Recipe, make_quickstart
 from referee import methods
 from referee.record import PREFIX, REPOSITORY, make_loop
 from referee.replay import CHOICES, GROUP, PROMPTS, Plan, Visit, duet, vip
@@ -38,15 +45,21 @@ PLANS: dict[str, Plan] = {
 }
 TOKENS = ("tokens, nat uniform 50 %", "tokens, nat prefix", "tokens, first half")
 RATES, TUNED_ON, SEEDS = (3e-4, 5e-4, 7e-4, 1e-3, 1.4e-3), (100, 101), tuple(range(10))
-LEARNED = ("grpo", "prompts, speed", *PLANS, *CHOICES, *TOKENS)
+OURS = ("grpo", "dppo", "dppo_paper", "cppo", "cppo_verl", "greso", "infobatch", "dynamic_sampling")
+"""Rows that are methods of the package, run by its trainer."""
+LEARNED = (*OURS, "prompts, speed", "completions, survivors", *PLANS, *CHOICES, *TOKENS)
+CONFIG = str(REPOSITORY / "configs" / "quickstart_grpo.yaml")
+RESULTS = "learned.jsonl"
+EVERY = 4
+"""Steps from one evaluation to the next."""
 
 
 class Learner:
     """One run; `step` is a trainer's step with the row's selection in the place of the package's."""
 
-    def __init__(self, row: str, seed: int, work: Path, overrides: list[str]) -> None:
+    def __init__(self, row: str, seed: int, work: Path, settings: list[str]) -> None:
         self.row, self.rng = row, np.random.default_rng(seed)
-        self.loop = make_loop(work, 700, [f"seed={seed}", *overrides], seed=seed)
+        self.loop = make_loop(work, 0, settings, seed=seed)
         self._order, self._position = PromptOrder(len(self.loop.job.train_prompts), seed), 0
         self._last: dict[int, Visit] = {}
         self.generated = self.trained = 0
@@ -71,6 +84,9 @@ class Learner:
         if self.row == "prompts, speed":
             passing = methods.speed_screen(np.stack([rewards for _, rewards in groups]), GROUP // 2)
             weight = np.full(PROMPTS, 1.0 / (max(int(passing.sum()), 1) * GROUP))
+        if self.row == "completions, survivors":
+            varied = sum(bool(np.ptp(rewards)) for _, rewards in groups)
+            weight = np.full(PROMPTS, 1.0 / (max(varied, 1) * GROUP))
         for place in range(PROMPTS):
             completions, rewards = groups[place][0][: count[place]], groups[place][1][None, : count[place]]
             lengths = np.array([[len(one.token_ids) for one in completions]])
@@ -134,44 +150,130 @@ def file_of(arguments: argparse.Namespace, row: str, seed: int, rate: float) -> 
     return Path(arguments.out) / f"{name}.json"
 
 
-def end_of(arguments: argparse.Namespace, row: str, seed: int, rate: float, *, run: bool = True) -> float | None:
-    """Accuracy at the end of a run, the mean of its last two evaluations, as `compare` has it; None: it has not run."""
-    path = file_of(arguments, row, seed, rate)
-    if run and not path.exists():
-        given = {"row": row, "seed": seed, "lr": rate, "steps": arguments.steps, "out": arguments.out}
-        options = [part for name, value in given.items() for part in (f"--{name}", str(value))]
-        subprocess.run([sys.executable, "-m", "referee.learn", *options, *arguments.overrides], check=True)
-    if not path.exists():
-        return None
-    points = json.loads(path.read_text(encoding="utf-8"))["points"]
-    return float(statistics.mean(point["accuracy"] for point in points[-2:]))
+def train(settings: list[str]) -> None:
+    """One run of the package's trainer."""
+    subprocess.run([sys.executable, "-m", "dppo_megatron", "train", CONFIG, *settings], check=True)
 
 
-def tuned(arguments: argparse.Namespace, row: str, *, run: bool = True) -> tuple[float, list[float]] | None:
-    """The best step size of a row and its ends on all seeds; None: not all of it has run."""
-    found = {rate: [end_of(arguments, row, seed, rate, run=run) for seed in TUNED_ON] for rate in RATES}
-    means = {
-        rate: statistics.mean(one for one in ends if one is not None)
-        for rate, ends in found.items()
-        if None not in ends
-    }
-    if len(means) < len(RATES):
+def started(out: Path, seed: int) -> list[str]:
+    """Settings of a run that begins from the model after SFT, which all of a seed share; made if it is not there."""
+    start = out / f"start_seed{seed}"
+    sets = ("data.train_path=train.jsonl", "data.eval_paths.heldout=heldout.jsonl", "sft.examples_path=sft.jsonl")
+    settings = [f"seed={seed}", *(one.replace("=", f"={start}/") for one in sets)]
+    if not (start / "run" / "hf").is_dir():
+        make_quickstart(start, Recipe(seed))
+        train([*settings, f"model.hf_path={start / 'model'}", "steps=0", f"run_dir={start / 'run'}"])
+    return [*settings, f"model.hf_path={start / 'run' / 'hf'}", "sft.steps=0"]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A run: what it was a function of, and its curve, a point every `EVERY` steps."""
+
+    row: str
+    seed: int
+    lr: float
+    steps: int
+    overrides: list[str]
+    accuracy: list[float] = field(default_factory=list)
+    generated: list[float] = field(default_factory=list)
+    """Completion tokens so far."""
+    trained: list[float] = field(default_factory=list)
+
+    def add(self, accuracy: float, generated: float, trained: float) -> None:
+        self.accuracy.append(round(accuracy, 5))
+        self.generated.append(generated)
+        self.trained.append(trained)
+
+    @property
+    def settings(self) -> list[str]:
+        return [f"actor.optimizer.learning_rate={self.lr}", f"steps={self.steps}", *self.overrides]
+
+    @property
+    def end(self) -> float:
+        """The mean of its last two evaluations, as `compare` has it."""
+        return statistics.mean(self.accuracy[-2:])
+
+    def same_job(self, other: Learned) -> bool:
+        return replace(self, accuracy=[], generated=[], trained=[]) == replace(
+            other, accuracy=[], generated=[], trained=[]
+        )
+
+
+def run_ours(run: Learned, settings: list[str], work: Path) -> None:
+    """A method of the package."""
+    (arm,) = parse_arms(run.row, load_config(CONFIG, settings, writes_run=False), 1.0)
+    train([*settings, *arm.settings, f"eval.every_steps={EVERY}", f"run_dir={work}"])
+    for at in read_method_run(run.row, run.seed, work).curve:
+        run.add(at.accuracy, at.tokens_generated, at.tokens_trained)
+
+
+def run_here(run: Learned, settings: list[str], work: Path) -> None:
+    """Another selection."""
+    torch.set_num_threads(1)
+    start_process_group()
+    learner = Learner(run.row, run.seed, work, settings)
+    for number in range(run.steps + 1):
+        if number:
+            learner.step(number)
+        if number % EVERY == 0 or number == run.steps:
+            accuracy = learner.loop.evaluate()[0].avg.value
+            assert accuracy is not None  # None: no grading worked, which final_answer's always does
+            run.add(accuracy, learner.generated, learner.trained)
+            print(f"{number}: {run.accuracy[-1]:.3f}, {learner.generated:,} tokens generated", flush=True)
+    learner.loop.close()
+    stop_process_group()
+
+
+def learned(arguments: argparse.Namespace, row: str, seed: int, rate: float, *, run: bool = True) -> Learned | None:
+    """A finished run; made by a process of its own if it has not run, or None where `run` is False."""
+    wanted, path = Learned(row, seed, rate, arguments.steps, arguments.overrides), arguments.out / RESULTS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for one in (Learned(**json.loads(line)) for line in lines):
+        if one.same_job(wanted):
+            return one
+    if not run:
         return None
-    best = max(means, key=lambda rate: means[rate])
-    ends = [end_of(arguments, row, seed, best, run=run) for seed in SEEDS]
-    return None if None in ends else (best, [one for one in ends if one is not None])
+    options = ["--row", row, "--seed", seed, "--lr", rate, "--steps", arguments.steps, "--out", arguments.out]
+    subprocess.run([sys.executable, "-m", "referee.learn", *map(str, options), *arguments.overrides], check=True)
+    return learned(arguments, row, seed, rate, run=False)
+
+
+def tuned(arguments: argparse.Namespace, row: str, *, run: bool = True) -> list[Learned] | None:
+    """A row's runs on all seeds at its best step size; None: not all of it has run."""
+
+    def runs(seeds: tuple[int, ...], rates: tuple[float, ...]) -> dict[float, list[Learned]] | None:
+        found = {rate: [learned(arguments, row, seed, rate, run=run) for seed in seeds] for rate in rates}
+        known = {rate: [one for one in each if one is not None] for rate, each in found.items()}
+        return known if all(len(each) == len(seeds) for each in known.values()) else None
+
+    def best_of(found: dict[float, list[Learned]], count: int) -> tuple[float, ...]:
+        return tuple(sorted(found, key=lambda rate: -statistics.mean(one.end for one in found[rate]))[:count])
+
+    first = runs(TUNED_ON[:1], RATES)
+    both = runs(TUNED_ON, best_of(first, 3)) if first else None
+    judged = runs(SEEDS, best_of(both, 1)) if both else None
+    return next(iter(judged.values())) if judged else None
 
 
 def report(arguments: argparse.Namespace) -> None:
     """Run all of a row and print its ends, and what they are above those of GRPO."""
     found, base = tuned(arguments, arguments.row), tuned(arguments, "grpo", run=False)
     assert found is not None
-    shown = ", ".join(f"{100 * end:.1f}" for end in found[1])
-    print(f"{arguments.row}: lr {found[0]:g}, ends at {100 * statistics.mean(found[1]):.1f} % ({shown})")
-    if base is not None:
-        above = [100 * (ours - theirs) for ours, theirs in zip(found[1], base[1], strict=True)]
-        error = statistics.stdev(above) / len(above) ** 0.5
-        print(f"minus grpo's (lr {base[0]:g}), same seeds: {statistics.mean(above):+.1f} +- {error:.1f} points")
+    shown = ", ".join(f"{100 * one.end:.1f}" for one in found)
+    print(f"{arguments.row}: lr {found[0].lr:g}, ends at {100 * statistics.mean(r.end for r in found):.1f} % ({shown})")
+    if base is None:
+        return
+    above = [100 * (ours.end - theirs.end) for ours, theirs in zip(found, base, strict=True)]
+    error = statistics.stdev(above) / len(above) ** 0.5
+    shares = [
+        sum(getattr(one, name)[-1] for one in found) / sum(getattr(one, name)[-1] for one in base)
+        for name in ("generated", "trained")
+    ]
+    print(
+        f"minus grpo's (lr {base[0].lr:g}), same seeds: {statistics.mean(above):+.1f} +- {error:.1f} points;"
+        f" tokens generated {shares[0]:.0%}, trained {shares[1]:.0%} of grpo's"
+    )
 
 
 def main() -> None:
@@ -187,23 +289,13 @@ def main() -> None:
     if arguments.seed is None:
         report(arguments)
         return
-    path = file_of(arguments, arguments.row, arguments.seed, arguments.lr)
-    torch.set_num_threads(1)
-    start_process_group()
-    overrides = [f"actor.optimizer.learning_rate={arguments.lr}", f"steps={arguments.steps}", *arguments.overrides]
-    learner = Learner(arguments.row, arguments.seed, path.with_suffix(""), overrides)
-    points = []
-    for number in range(arguments.steps + 1):
-        if number:
-            learner.step(number)
-        if number % 4 == 0 or number == arguments.steps:
-            accuracy = learner.loop.evaluate()[0].avg.value
-            points.append({"step": number, "accuracy": accuracy, "generated": learner.generated})
-            points[-1]["trained"] = learner.trained
-            print(f"{number}: {accuracy:.3f}, {learner.generated:,} generated, {learner.trained:,} trained", flush=True)
-    path.write_text(json.dumps({"arguments": vars(arguments), "points": points}, default=str))
-    learner.loop.close()
-    stop_process_group()
+    run = Learned(arguments.row, arguments.seed, arguments.lr, arguments.steps, arguments.overrides)
+    settings = [*started(arguments.out, run.seed), *run.settings]
+    with tempfile.TemporaryDirectory() as work:
+        run_as = run_ours if run.row in OURS else run_here
+        run_as(run, settings, Path(work) / "run")
+    with (arguments.out / RESULTS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(run)) + "\n")
 
 
 if __name__ == "__main__":
