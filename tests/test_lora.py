@@ -53,6 +53,15 @@ MODELS: dict[str, tuple[dict[str, Any], LoraConfig]] = {
     ),
     "gemma": ({"family": "gemma3", **ODD}, LoraConfig(rank=3, alpha=4.0)),
     "glm_attention": ({"family": "glm4_moe", "num_experts_per_tok": 6}, LoraConfig(rank=2)),  # no choice that may flip
+    "glm_experts": ({"family": "glm4_moe", "num_experts_per_tok": 6}, LoraConfig(rank=3, alpha=4.0, experts=True)),
+    "deepseek": (
+        {"family": "deepseek_v3", "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "num_attention_heads": 4},
+        LoraConfig(rank=3, alpha=4.0, experts=True),
+    ),
+    "moonlight_attention": (
+        {"family": "deepseek_v3", "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "q_lora_rank": None},
+        LoraConfig(rank=2, targets=["q_proj", "kv_a_proj_with_mqa", "kv_b_proj"]),
+    ),
     "qwen1.5_attention": ({"family": "qwen2_moe", "num_experts_per_tok": 6}, LoraConfig(rank=2)),
 }
 ONE = Parallel()
@@ -73,6 +82,11 @@ CASES = [
     ("moe", Parallel(tp=2, ep=2, etp=1, pp=2)),
     ("moe_attention", Parallel(tp=2, ep=2, etp=1)),
     ("glm_attention", Parallel(tp=2, ep=2, etp=1)),
+    ("glm_experts", Parallel(tp=2, ep=2, etp=1)),
+    ("glm_experts", Parallel(pp=2, dp=2, distributed_optimizer=True)),
+    *(("deepseek", parallel) for parallel in (ONE, Parallel(tp=2, ep=2, etp=1), Parallel(tp=2, etp=2))),
+    ("deepseek", Parallel(pp=2, recompute=True)),
+    ("moonlight_attention", Parallel(tp=2)),
     ("glm_4", Parallel(tp=2)),
     ("qwen1.5_attention", Parallel(tp=2, ep=2, etp=1)),
     ("gemma", ONE),
@@ -147,7 +161,11 @@ def _unfused(name: str, grad: torch.Tensor, config: Any) -> dict[str, torch.Tens
     if ".experts." not in name:
         return {name: grad}
     where, _, rest = name.partition(".experts.")
-    count, half, projections = config.num_experts, rest.split(".")[-2], ["down_proj"]
+    count, half, projections = (
+        getattr(config, "num_experts", 0) or config.n_routed_experts,
+        rest.split(".")[-2],
+        ["down_proj"],
+    )
     if rest.startswith("base_layer."):
         projections = ["gate_proj", "up_proj"]
     each = (
@@ -249,6 +267,11 @@ def test_equals_peft_to_1e_6(models: dict[str, Path], tmp_path: Path, name: str,
     ("name", "lora", "said"),
     [
         ("qwen3", LoraConfig(rank=2, targets=["q_proj", "qproj"]), "qproj: must be among q_proj, k_proj"),
+        (
+            "deepseek",
+            LoraConfig(rank=2, targets=["k_proj"]),
+            "k_proj: must be among q_a_proj, q_b_proj, kv",
+        ),
         ("qwen3", LoraConfig(rank=2, experts=True), "actor.lora.experts = true: Qwen3ForCausalLM has no experts"),
         ("moe", LoraConfig(rank=2, targets=["up_proj"]), "up_proj is the experts' in this model; set actor.lora.ex"),
         ("moe", LoraConfig(rank=2, targets=["up_proj"], experts=True), "are one tensor in transformers; name both"),
@@ -265,14 +288,13 @@ def test_refused(models: dict[str, Path], name: str, lora: LoraConfig, said: str
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("mixtral", "true: not of MixtralForCausalLM, whose experts go by other names"),
-        ("qwen2_moe", "true: not of Qwen2MoeForCausalLM: dense layers and shared experts have the same names"),
-        ("glm4_moe", "true: not of Glm4MoeForCausalLM: dense layers and shared experts have the same names"),
+        ("mixtral", "true: not of MixtralForCausalLM, whose experts PEFT does not find"),
+        ("qwen2_moe", "true: not of Qwen2MoeForCausalLM, whose experts PEFT does not find"),
     ],
 )
 def test_some_experts_are_refused(tmp_path: Path, family: str, why: str) -> None:
-    """PEFT knows Mixtral's by names that its checkpoint does not have; adapters on attention alone are as of any
-    mixture."""
+    """PEFT converts the targets of the families that transformers lists beside these two, and not of the two;
+    adapters on attention alone are as of any mixture."""
     architecture = read_architecture(write_model(tmp_path, family=family))
     with pytest.raises(UserError, match=f"actor.lora.experts = {why}"):
         architecture.with_adapters(LoraConfig(rank=2, experts=True))
@@ -387,9 +409,3 @@ def test_killed_and_resumed(files: Path, tmp_path: Path, world_size: int) -> Non
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
     assert read_metrics(tmp_path / "run")[-1]["train/kl"] > 0
     _same_files(tmp_path / "run" / "hf", tmp_path / "whole" / "hf")
-
-
-def test_latent_attention_is_refused(tmp_path: Path) -> None:
-    architecture = read_architecture(write_model(tmp_path, family="deepseek_v3"))
-    with pytest.raises(UserError, match=r"actor\.lora\.rank = 2: DeepseekV3ForCausalLM's latent attention"):
-        architecture.with_adapters(LoraConfig(rank=2))

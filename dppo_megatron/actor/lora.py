@@ -6,6 +6,7 @@ Each projection has its own A and B, as in PEFT, also where Megatron fuses sever
     column-parallel   A on every rank, B by rows as the weight      A x is gathered over the sequence, or copied
     row-parallel      A by columns as the weight, B on every rank   A x is summed over the ranks
     experts           the same, without a message                   gradients of what every rank has are summed
+    on every rank     both on every rank, as the weight             nothing (Transformer Engine's latent attention)
 
 What is on every rank gets one gradient: where ranks share a sequence, Megatron sums the parts after the last
 micro-batch (`sequence_parallel`); experts over tensor parallelism sum theirs in the backward pass.
@@ -35,7 +36,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from dppo_megatron.randomness import generator
-from dppo_megatron.weights.architecture import PROJECTIONS, Architecture
+from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.layer_parts import PROJECTIONS
 from dppo_megatron.weights.mapping import (
     Place,
     adapter_key,
@@ -44,10 +46,13 @@ from dppo_megatron.weights.mapping import (
     by_block,
     full_shape,
     hf_names,
+    is_expert,
+    layer_of,
 )
 
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
 _LINEAR = ("linear_qkv", "linear_fc1", *_ROW_PARALLEL)
+_OF_LATENT = ("linear_q_proj", *(f"linear_{of}_{way}_proj" for of in ("q", "kv") for way in ("down", "up")))
 _SENT = {
     (False, False): copy_to_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,
@@ -66,7 +71,7 @@ def add_adapters(chunks: Sequence[GPTModel], architecture: Architecture, seed: i
     for chunk in chunks:
         chunk.requires_grad_(False)
         for name, module in list(chunk.named_modules()):
-            if name.rpartition(".")[2] not in _LINEAR:
+            if name.rpartition(".")[2] not in (*_LINEAR, *_OF_LATENT):
                 continue
             key, place = _address(chunk, name, architecture)
             if adapter_key(key, "a") in adapter_rows(architecture):
@@ -108,11 +113,14 @@ class _Adapter(torch.nn.Module):
     def adapt(self, key: str, place: Place, architecture: Architecture, seed: int) -> None:
         """Make the parameters of the layer whose weight is `key`."""
         assert architecture.lora is not None
-        self._is_expert, self._by_rows = len(place) == 2, key.split(".")[-2] in _ROW_PARALLEL
+        self._is_expert, self._by_rows = is_expert(key), key.split(".")[-2] in _ROW_PARALLEL
         self._gated, self._scale = "linear_fc1" in key, architecture.lora.alpha / architecture.lora.rank
         of_experts = parallel_state.get_expert_tensor_parallel_group
         group = of_experts() if self._is_expert else parallel_state.get_tensor_model_parallel_group()
         self._group, rank, size = group, group.rank(), group.size()
+        self._is_copy = not self._by_rows and size > 1 and len(self.weight) == full_shape(key, architecture)[0]
+        if self._is_copy:
+            rank, size = 0, 1
         a = _drawn(adapter_key(key, "a"), place, architecture, seed)
         parts = adapter_parts(key, architecture)
         if self._by_rows:
@@ -122,7 +130,8 @@ class _Adapter(torch.nn.Module):
         is_whole = len(a) == architecture.lora.rank and not parts.any()
         self._parts = None if is_whole else parts.to(self.weight.device)
         b = a.new_zeros(len(parts), architecture.lora.rank)
-        for name, half, split in (("lora_a", a, self._by_rows), ("lora_b", b, not self._by_rows)):
+        for name, half, is_split in (("lora_a", a, self._by_rows), ("lora_b", b, not self._by_rows)):
+            split = is_split and not self._is_copy
             parameter: Any = torch.nn.Parameter(half.to(self.weight.device, self.weight.dtype, copy=True).contiguous())
             # counted once in the norm of the gradient: what experts have on every rank, by the first of these
             once = split or (self._is_expert and rank == 0)
@@ -148,7 +157,7 @@ class _Adapter(torch.nn.Module):
             else:
                 a = copy_to_tensor_model_parallel_region(a, group=group)
         inner = F.linear(input_, a) * self._scale
-        if not self._is_expert:
+        if not self._is_expert and not self._is_copy:
             inner = _SENT[self._by_rows, self._sequence_parallel](inner, group=group)
         return F.linear(inner, b if self._parts is None else by_block(b, self._parts, len(a) // b.size(1)))
 
@@ -158,7 +167,7 @@ class _Adapter(torch.nn.Module):
         own: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             {"lora_a": self.lora_a, "lora_b": self.lora_b},
             prefix,
-            {"lora_a": 1} if self._by_rows else {"lora_b": 0},
+            {} if self._is_copy else {"lora_a": 1} if self._by_rows else {"lora_b": 0},
             sharded_offsets,
             tp_group=self._group,
             dp_cp_group=metadata["dp_cp_group"],
@@ -172,7 +181,9 @@ class _Adapter(torch.nn.Module):
 def _drawn(key: str, place: Place, architecture: Architecture, seed: int) -> Tensor:
     """[targets x r, in] float32: A of the weight `key`."""
     names, (rows, width) = hf_names(key, place, architecture), full_shape(key, architecture)
-    of = [PROJECTIONS.index(name.split(".")[-3]) for name in names]
+    every = list(dict.fromkeys([*PROJECTIONS, *(architecture.latent.projections if architecture.latent else ())]))
+    of = [every.index(name.split(".")[-3]) for name in names]
+    where = (*layer_of(key, place), *(place[-1:] if is_expert(key) else ()))
     size = rows // len(of), width
-    drawn = [generator(seed, "lora", one, *place).random(size, dtype="float32") for one in of]
+    drawn = [generator(seed, "lora", one, *where).random(size, dtype="float32") for one in of]
     return torch.from_numpy((2.0 * np.concatenate(drawn) - 1.0) * width**-0.5)

@@ -394,12 +394,17 @@ def _separate_norms(layer: Any, has_experts: bool) -> None:
     """Norms apart from the products that follow, under the same keys: adapters need what goes into the products."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
-    layer.input_layernorm = TENorm
-    layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-    layer.sharded_state_dict_keys_map |= {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    attention, keys = layer.self_attention.submodules, layer.sharded_state_dict_keys_map
+    if hasattr(attention, "linear_qkv"):
+        layer.input_layernorm, attention.linear_qkv = TENorm, TEColumnParallelLinear
+        keys |= {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    else:
+        attention.q_layernorm = attention.kv_layernorm = TENorm
+        attention.linear_q_up_proj = attention.linear_kv_up_proj = TEColumnParallelLinear
+        keys |= {ours: key for ours, key in _LATENT.items() if "self_attention" in ours}
     if not has_experts:
         layer.pre_mlp_layernorm, layer.mlp.submodules.linear_fc1 = TENorm, TEColumnParallelLinear
-        layer.sharded_state_dict_keys_map |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+        keys |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def _norm_residuals(layer: Any, norm: Any, config: TransformerConfig) -> None:

@@ -138,11 +138,11 @@ class LoraConfig:
     alpha: float = ranged(32.0, "(0, 1e6]")
     """The product of B and A is multiplied by alpha / rank."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or all-linear for
-    every one of them."""
+    """Projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (latent attention:
+    q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj), or all-linear for every one of them."""
     experts: bool = False
-    """Adapters on the projections of each expert of a mixture too. With Transformer Engine experts then run one by one
-    instead of in one grouped product."""
+    """Adapters on the projections of each expert of a mixture too, and as PEFT has it not on shared experts and dense
+    layers. With Transformer Engine experts then run one by one instead of in one grouped product."""
 
 
 @dataclass

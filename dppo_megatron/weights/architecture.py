@@ -34,6 +34,7 @@ from dppo_megatron.weights.config_keys import (
 )
 from dppo_megatron.weights.json_files import plain, read_object, shown
 from dppo_megatron.weights.layer_parts import (
+    PROJECTIONS,
     Experts,
     Gemma,
     Latent,
@@ -59,8 +60,6 @@ class Lora:
         return f"rank {self.rank}, alpha {self.alpha:g}, {', '.join(self.targets)}"
 
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""What an adapter can be on; the last three are the experts' in a mixture."""
 _OF_EXPERTS = PROJECTIONS[4:]
 _NORMS_BEHIND = {GEMMA3: ("post_attention", "post_feedforward"), GLM4: ("post_self_attn", "post_mlp")}
 
@@ -107,22 +106,17 @@ class Architecture:
         """
         if not config.rank:
             return self
-        if self.latent is not None:
-            raise UserError(f"actor.lora.rank = {config.rank}: {self.name}'s latent attention takes no adapters here")
-        given = list(PROJECTIONS) if "all-linear" in config.targets else config.targets
+        known = PROJECTIONS if self.latent is None else self.latent.projections
+        given = list(known) if "all-linear" in config.targets else config.targets
         said = f"actor.lora.targets = [{', '.join(config.targets)}]"
-        if unknown := sorted(set(given) - set(PROJECTIONS)):
-            raise UserError(f"{said}: {unknown[0]}: must be among {', '.join(PROJECTIONS)}, or all-linear")
+        if unknown := sorted(set(given) - set(known)):
+            raise UserError(f"{said}: {unknown[0]}: must be among {', '.join(known)}, or all-linear")
         if self.is_glm4 and {"gate_proj", "up_proj"} & set(given):
             raise UserError(f"{said}: gate_proj and up_proj are one tensor of {self.name}; name other projections")
         if config.experts and self.experts is None:
             raise UserError(f"actor.lora.experts = true: {self.name} has no experts; leave it at false")
-        if config.experts and self.experts and not set(self.experts.projections) <= set(PROJECTIONS):
-            raise UserError(f"actor.lora.experts = true: not of {self.name}, whose experts go by other names in PEFT")
-        if config.experts and self.experts and self.experts.shared_ffn_size:
-            raise UserError(
-                f"actor.lora.experts = true: not of {self.name}: dense layers and shared experts have the same names"
-            )
+        if config.experts and self.experts and (self.experts.shared_gate or self.experts.projections[0] not in known):
+            raise UserError(f"actor.lora.experts = true: not of {self.name}, whose experts PEFT does not find")
         if self.experts is not None and not config.experts:
             if given is config.targets and (of_experts := [name for name in given if name in _OF_EXPERTS]):
                 raise UserError(f"{said}: {of_experts[0]} is the experts' in this model; set actor.lora.experts = true")
@@ -133,7 +127,7 @@ class Architecture:
             )
         if not given:
             raise UserError(f"{said}: names no projection; use all-linear")
-        lora = Lora(config.rank, config.alpha, tuple(name for name in PROJECTIONS if name in given))
+        lora = Lora(config.rank, config.alpha, tuple(name for name in known if name in given))
         return replace(self, lora=lora)
 
     @property

@@ -19,6 +19,9 @@ from dppo_megatron.types import UserError
 from dppo_megatron.weights.config_keys import FULL, MIXTRAL, QWEN2_MOE, SIGMOID, SLIDING
 from dppo_megatron.weights.json_files import shown
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""What an adapter can be on, but for latent attention; the last three are also the experts' in a mixture."""
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -80,6 +83,12 @@ class Latent:
     value_dim: int
     scale: float
     """Multiplies the softmax's scale: the square of YaRN's mscale."""
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """As `PROJECTIONS`."""
+        queries = ("q_a_proj", "q_b_proj") if self.query_rank else ("q_proj",)
+        return (*queries, "kv_a_proj_with_mqa", "kv_b_proj", *PROJECTIONS[3:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from dppo_megatron.types import UserError
-from dppo_megatron.weights.architecture import PROJECTIONS, Architecture, Lora
-from dppo_megatron.weights.layer_parts import Experts, Latent
+from dppo_megatron.weights.architecture import Architecture, Lora
+from dppo_megatron.weights.layer_parts import PROJECTIONS, Experts, Latent
 
 Shape: TypeAlias = tuple[int, ...]
 Rows: TypeAlias = dict[str, tuple[Shape, tuple[str, ...]]]
@@ -224,6 +224,8 @@ def _targets(key: str, architecture: Architecture) -> list[int]:
     lora, names = architecture.lora, _rows(architecture)[key][1]
     if lora is None or not key.endswith(".weight"):
         return []
+    if architecture.experts and ".mlp." in key and not is_expert(key):
+        return []  # dense layers and shared experts have the experts' names, by which PEFT finds the experts alone
     return [part for part, name in enumerate(names) if name.split(".")[-2] in lora.targets]
 
 
