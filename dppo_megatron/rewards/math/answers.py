@@ -48,9 +48,10 @@ class Clock:
 @dataclass(frozen=True, slots=True)
 class AnswerList:
     """Several answers: a `list` has no brackets, a `tuple` has an order, a `set` has no order and no repetition;
-    `cases` are tuples of a value and its condition; a `ratio` of three parts or more is what they are to the first."""
+    `cases` are tuples of a value and its condition; a `ratio` of three parts or more is what they are to the first; a
+    `grid` is a matrix, its rows tuples."""
 
-    kind: Literal["list", "tuple", "set", "cases", "ratio"]
+    kind: Literal["list", "tuple", "set", "cases", "ratio", "grid"]
     items: tuple[Answer, ...]
     signs: bool = field(default=False, compare=False)
     """A list that was written with a plus-minus sign: never a tuple."""
@@ -93,20 +94,13 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
-    """A matrix; one column or row is a vector."""
-
-    rows: tuple[tuple[Node, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Words:
     """Text, folded to lower case without punctuation, or digits in a base other than ten: `17_8`."""
 
     text: str
 
 
-Answer = Value | Clock | AnswerList | Piece | Intervals | Relation | Named | Grid | Words
+Answer = Value | Clock | AnswerList | Piece | Intervals | Relation | Named | Words
 
 
 def symbols(node: Node) -> frozenset[str]:

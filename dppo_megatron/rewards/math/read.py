@@ -232,7 +232,7 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
     items = split_top(text[1:-1], _COMMA)
     if _ROWS.match(text):
         grid = read_grid(text.strip("[] "))
-        if len(grid.rows) > 1 and len(set(map(len, grid.rows))) == 1:
+        if len(grid.items) > 1 and len({len(row.items) for row in grid.items if isinstance(row, AnswerList)}) == 1:
             return grid
     if len(items) == 1:
         inner = text[1:-1].strip()

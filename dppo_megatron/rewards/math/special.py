@@ -10,7 +10,7 @@ import re
 from fractions import Fraction
 
 from dppo_megatron.rewards.math import answers
-from dppo_megatron.rewards.math.answers import Answer, Unreadable, Value
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Unreadable, Value
 from dppo_megatron.rewards.math.number_sets import half_line
 from dppo_megatron.rewards.math.numbers import read_number_words
 from dppo_megatron.rewards.math.parse import parse
@@ -122,12 +122,11 @@ def read_clock(match: re.Match[str]) -> answers.Clock | None:
     return answers.Clock((hour % 12 + 12 * (half == "p") if half else hour) * 60 + minute, bool(half))
 
 
-def read_grid(body: str) -> answers.Grid:
+def read_grid(body: str) -> AnswerList:
     """The rows of a matrix as LaTeX has them, or of 1, 2], [3, 4 and 1, 2; 3, 4."""
-    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\]\s*,\s*\[|;", body) if row.strip()]
-    return answers.Grid(
-        tuple(tuple(map(parse, row.split("&" if "&" in body or "\\\\" in body else ","))) for row in rows)
-    )
+    sign = "&" if "&" in body or "\\\\" in body else ","
+    rows = (row.split(sign) for row in re.split(r"\\\\(?:\[[^\]]*\])?|\]\s*,\s*\[|;", body) if row.strip())
+    return AnswerList("grid", tuple(AnswerList("tuple", tuple(Value(parse(cell)) for cell in row)) for row in rows))
 
 
 # what stands behind an answer and says only what its letters are; up to the next answer of a list
