@@ -17,16 +17,15 @@ from dppo_megatron.rewards.math.units import Unit
 
 Node = tuple[Any, ...]
 
-
-class Unreadable(Exception):
-    """The text is not an expression of this grammar."""
-
-
 ANY_WHOLE: Node = ("s", "_")
 """A variable that stands for every whole number: 3 modulo 5 is 5 _ + 3."""
 INFINITY: Node = ("c", "inf")
 TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 """The relation read from right to left."""
+
+
+class Unreadable(Exception):
+    """The text is not an expression of this grammar."""
 
 
 @dataclass(frozen=True, slots=True)

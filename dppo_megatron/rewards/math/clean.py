@@ -44,25 +44,6 @@ _CIRCLED = regex("[\u2460-\u2468]+")
 _RUN_OF_POWERS = regex("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
 _RUN_OF_INDICES = regex("[₀-₉]+")
 
-
-def to_ascii(text: str) -> str:
-    """Digits of any script, full-width forms, mathematical signs and powers as LaTeX would write them; characters of no
-    width are dropped.
-
-    Example:
-        >>> to_ascii("５x²")
-        '5x^{2}'
-    """
-    if text.isascii():
-        return text
-    text = _RUN_OF_POWERS.sub(lambda run: f"^{{{_plain(run.group())}}}", text)
-    text = _RUN_OF_INDICES.sub(lambda run: f"_{{{_plain(run.group())}}}", text)
-    text = _CIRCLED.sub(lambda run: ",".join(_plain(run.group())), text)
-    text = _FRACTION.sub(lambda sign: "\\frac{{{}}}{{{}}}".format(*_plain(sign.group()).split("\u2044")), text)
-    text = re.sub(r"\d", lambda digit: str(int(digit.group())), _plain(text.translate(_UNICODE)))
-    return "".join(sign for sign in text if unicodedata.category(sign) != "Cf")
-
-
 _FONT = r"(?:math(?:rm|bf|it|sf|tt|cal)|boldsymbol|bm|pmb|rm|bf|operatorname\*?)"
 _TEXT = r"(?:text(?:rm|bf|it|normal|sf|tt|up)?|mbox|hbox|emph|underline)"
 _ORDINAL = "(?:st|nd|rd|th)"
@@ -188,6 +169,27 @@ _RULES = tuple(
 _MAX_ITEMS = 100
 _REPEATING = regex(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}(?!\s*\d)", re.ASCII)
 _PLAIN = regex(r"(?!.*\.\.\.)[\d.,-]*", re.ASCII)  # three dots are an ellipsis
+_BRACKET = regex(
+    r"(?P<opens>[(\[{]|\\(?:begin|lfloor|lceil|\{))|(?P<closes>[)\]}]|\\(?:end|rfloor|rceil|\}))|\\.", re.DOTALL
+)
+
+
+def to_ascii(text: str) -> str:
+    """Digits of any script, full-width forms, mathematical signs and powers as LaTeX would write them; characters of no
+    width are dropped.
+
+    Example:
+        >>> to_ascii("５x²")
+        '5x^{2}'
+    """
+    if text.isascii():
+        return text
+    text = _RUN_OF_POWERS.sub(lambda run: f"^{{{_plain(run.group())}}}", text)
+    text = _RUN_OF_INDICES.sub(lambda run: f"_{{{_plain(run.group())}}}", text)
+    text = _CIRCLED.sub(lambda run: ",".join(_plain(run.group())), text)
+    text = _FRACTION.sub(lambda sign: "\\frac{{{}}}{{{}}}".format(*_plain(sign.group()).split("\u2044")), text)
+    text = re.sub(r"\d", lambda digit: str(int(digit.group())), _plain(text.translate(_UNICODE)))
+    return "".join(sign for sign in text if unicodedata.category(sign) != "Cf")
 
 
 def clean(text: str) -> str:
@@ -229,11 +231,6 @@ def _without_paint(text: str) -> str:
             break
         text = shorter
     return text
-
-
-_BRACKET = regex(
-    r"(?P<opens>[(\[{]|\\(?:begin|lfloor|lceil|\{))|(?P<closes>[)\]}]|\\(?:end|rfloor|rceil|\}))|\\.", re.DOTALL
-)
 
 
 def _levels(text: str, start: int = 0, shapes: str = "") -> Iterator[tuple[int, int]]:

@@ -32,6 +32,8 @@ _ENOUGH = 3
 _DIGITS = (60, 120, 250, 500, 1000, 2000)
 """Of which one is chosen: each has constants of its own, which take milliseconds the first time."""
 
+_DIFFERENT = ("different", "one is real")
+
 
 def same(gold: Node, other: Node, work: WorkLimit | None = None) -> bool | None:
     """Whether the trees are equal; None, which `work` keeps in mind, if that cannot be said.
@@ -117,9 +119,6 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
         points += [{names[0]: Fraction(start + whole)} for start in (12, far) for whole in range(1, period + 1)]
     outcomes = _outcomes(gold, other, points, work)
     return outcomes[-1] not in _DIFFERENT and (outcomes.count("equal") >= 4 * _ENOUGH or None)
-
-
-_DIFFERENT = ("different", "one is real")
 
 
 def _outcomes(gold: Node, other: Node, points: Iterable[Point], work: WorkLimit) -> list[str]:

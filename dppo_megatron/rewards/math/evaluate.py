@@ -8,7 +8,9 @@ left, or has more digits than are worth computing, is `TooBig`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
@@ -23,6 +25,9 @@ _ALONE = 1000
 """Operations of a constant that is looked at by itself, while reading: a text has hundreds of them at most."""
 WORK = 20_000
 """Operations of one grading: about 30 ms."""
+
+_TRANSCENDENTAL = frozenset(["sin", "cos", "tan", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan"])
+_OF_WHOLES = frozenset(["factorial", "factorial2", "binom", "gcd", "lcm", "mod"])
 
 
 class TooBig(Exception):
@@ -97,8 +102,6 @@ class Evaluation:
         """Whether a root, power or logarithm of something not positive was taken: one of several values."""
         self.largest: Any = 0
         """Of the terms of all sums: what a difference of nearly equal ones is to be measured by."""
-        self.factorial = (0, 1)
-        """The last one: n and n!."""
         self.bits = 0
         """Of the longest fraction that was rounded."""
 
@@ -260,12 +263,7 @@ class Evaluation:
         if name == "factorial2":
             self.work.spend(one // 8)
             return Fraction(math.prod(range(one, 0, -2)))
-        known, product = self.factorial
-        if not 0 <= one - known <= 8:  # in a sum each has the one before
-            self.work.spend(one // 8)
-            known, product = one, math.factorial(one)
-        self.factorial = one, product * math.prod(range(known + 1, one + 1))
-        return self._fits(Fraction(self.factorial[1]))
+        return self._fits(Fraction(_factorials()[one]))
 
     def _big(self, node: Node) -> Any:
         """A sum or product of finitely many terms."""
@@ -285,8 +283,9 @@ class Evaluation:
         return result
 
 
-_TRANSCENDENTAL = frozenset(["sin", "cos", "tan", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan"])
-_OF_WHOLES = frozenset(["factorial", "factorial2", "binom", "gcd", "lcm", "mod"])
+@functools.cache  # a sum of factorials would compute each of them anew
+def _factorials() -> list[int]:
+    return list(itertools.accumulate(range(1, _MAX_FACTORIAL + 1), operator.mul, initial=1))
 
 
 def _is_positive(value: Any) -> bool:

@@ -31,6 +31,35 @@ from dppo_megatron.rewards.math.values import Rules
 if TYPE_CHECKING:
     from dppo_megatron.types import Grade
 
+_MAX_BOXES = 8
+"""Of which each is compared by itself."""
+# spaces that part no two words or numbers
+_GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")
+_UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
+_GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
+_CURRENCIES = {
+    "dollars": regex(r"\\\$|\\(?:text)?dollar|\A\$(?=[\d.,]+\Z)|\bUSD\b|\bdollars?\b"),
+    "euros": regex(r"€|\\euro|\bEUR\b|\beuros?\b"),
+    "gbp": regex(r"£|\\pounds|\bGBP\b"),
+    "yen": regex(r"¥|\byen\b|\bJPY\b"),
+}
+_OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
+_OPPOSITES += ",rational irrational,acute obtuse right"
+_WHO = regex(r"\b(?:who|whom|whose|which)\b", re.IGNORECASE)
+_NEUTRAL = {"the", "a", "an", "any", "all", "only"}
+_CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
+# as NuminaMath has them: \textbf{(C)}\ 15
+_CHOICE_WITH_VALUE = regex(
+    r"\(?([A-J])\s*(?:\)\s*(?:[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*\d)(?!.*\([A-J]\)).*"
+)
+_BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
+_DECIMAL = regex(r"-?(\d*)\.(\d+)(?:\s*[%\\A-Za-z].*)?", re.ASCII)
+
+
+_cleaned = functools.lru_cache(maxsize=4096)(clean)
+_STATED_REFERENCE = regex(r"[Ff]inal answer is \$([^$]+)\$")
+_SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
+
 
 def grade_math(completion: str, answer: str, row: Mapping[str, Any]) -> Grade:
     """1.0 if the completion's final answer is the reference, else 0.0. The problem's row may say how its reference is
@@ -60,10 +89,6 @@ def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:
             verdict, why = True, each[0][1]
     facts = {"parsed_share": float(verdict is not None), "boxed_share": boxed}
     return Grade(float(verdict is True), text, why, facts)
-
-
-_MAX_BOXES = 8
-"""Of which each is compared by itself."""
 
 
 def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
@@ -104,11 +129,6 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
     return None, f"not carried out: {undone.group()}" if undone else f"not understood: {unread}"
 
 
-# spaces that part no two words or numbers
-_GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")
-_UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
-
-
 def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None, str]:
     """The reference, the answer, and why the answer could not be read. A comma is a separator where the other of the
     two is a row."""
@@ -146,15 +166,6 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
     return answer
 
 
-_GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
-_CURRENCIES = {
-    "dollars": regex(r"\\\$|\\(?:text)?dollar|\A\$(?=[\d.,]+\Z)|\bUSD\b|\bdollars?\b"),
-    "euros": regex(r"€|\\euro|\bEUR\b|\beuros?\b"),
-    "gbp": regex(r"£|\\pounds|\bGBP\b"),
-    "yen": regex(r"¥|\byen\b|\bJPY\b"),
-}
-
-
 @functools.lru_cache(maxsize=4096)
 def _currency(text: str) -> str:
     """The one currency that a text names; nothing where it names none or several."""
@@ -170,12 +181,6 @@ def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) ->
     if row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(other, AnswerList):
         return equal(AnswerList("list", gold.items), AnswerList("list", other.items), rules)
     return False
-
-
-_OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
-_OPPOSITES += ",rational irrational,acute obtuse right"
-_WHO = regex(r"\b(?:who|whom|whose|which)\b", re.IGNORECASE)
-_NEUTRAL = {"the", "a", "an", "any", "all", "only"}
 
 
 def _states(gold: str, other: str, problem: str) -> bool:
@@ -194,14 +199,6 @@ def _states(gold: str, other: str, problem: str) -> bool:
             return set(group.split()) & set(words) == {other}
     content = [word for word in words if word not in _NEUTRAL]
     return bool(_WHO.search(problem)) and len(words) >= 4 and content[:1] == [other]
-
-
-_CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
-# as NuminaMath has them: \textbf{(C)}\ 15
-_CHOICE_WITH_VALUE = regex(
-    r"\(?([A-J])\s*(?:\)\s*(?:[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*\d)(?!.*\([A-J]\)).*"
-)
-_BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
 
 
 def _same_choices(reference: str, other: str, problem: str) -> bool | None:
@@ -247,21 +244,12 @@ def _is_value(text: str, letter: str, problem: str) -> bool:
     return not (answer is None or isinstance(answer, (AnswerList, Words)) or has_others)
 
 
-_DECIMAL = regex(r"-?(\d*)\.(\d+)(?:\s*[%\\A-Za-z].*)?", re.ASCII)
-
-
-_cleaned = functools.lru_cache(maxsize=4096)(clean)
-
-
 @functools.lru_cache(maxsize=4096)
 def _reference(answer: str) -> str:
     """The reference in one spelling; where it is a whole solution, its final answer."""
     is_marked = "\\boxed" in answer or "####" in answer
     parts = extract(answer, strict=True).parts if is_marked else _STATED_REFERENCE.findall(answer)[-1:]
     return clean(", ".join(parts) or answer)
-
-
-_STATED_REFERENCE = regex(r"[Ff]inal answer is \$([^$]+)\$")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -273,9 +261,6 @@ def _read(text: str) -> tuple[Answer | None, str]:
         return read_answer(with_digits(text)), ""
     except (Unreadable, RecursionError, ValueError) as error:
         return None, str(error)
-
-
-_SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
 
 
 def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:

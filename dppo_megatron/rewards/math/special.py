@@ -49,6 +49,25 @@ _NAMED: dict[Answer, str] = {
 _BY_NAME = {name: answer for answer, names in _NAMED.items() for name in names.split("|")}
 _FILLING = regex(r"\Athe set of (?=all)|(?<=solution)s\Z")
 
+# what stands behind an answer and says only what its letters are; up to the next answer of a list
+_CLAUSE = regex(
+    r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some)\b|\\forall(?![A-Za-z])"
+    r"|\b(?:where|with|for)\b(?=[\s}$]*[A-Za-z](?:,\s*[A-Za-z])*[\s$]*"
+    r"(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?(?:is an?|is any|are) ))"
+    r"|(?<=,)\s*[a-zA-Z]\s*\\in\s*\\mathbb\{?\s*[ZNRQ]\s*\}?\s*(?=\)|\Z))"
+    r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;|,\s*-?[\d.]+\s*\Z).)*",
+    re.DOTALL,
+)
+_SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
+_SET = regex(r"\\mathbb\{([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?|(natural)")
+_POSITIVE = regex(r"(?:>\s*0|\\ge\s*1)(?![\d.])")
+_NONNEGATIVE = regex(r"\\ge\s*0(?![\d.])|non-?negative")
+_WHOLE = frozenset("ijklmnIJKLMN")
+_KINDS = frozenset(["real", "integer", "rational", "complex"])
+_EVERY = frozenset(["all", "any", "every", "each", "\\forall"])
+_SAYS_NOTHING = "for some where with i an are and in of \\in number value constant arbitrary text it"
+_NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
+
 
 def read_special(text: str, depth: int) -> Answer | None:
     """The answer, if it has a form of its own; None if not."""
@@ -127,26 +146,6 @@ def read_grid(body: str) -> AnswerList:
     sign = "&" if "&" in body or "\\\\" in body else ","
     rows = (row.split(sign) for row in re.split(r"\\\\(?:\[[^\]]*\])?|\]\s*,\s*\[|;", body) if row.strip())
     return AnswerList("grid", tuple(AnswerList("tuple", tuple(Value(parse(cell)) for cell in row)) for row in rows))
-
-
-# what stands behind an answer and says only what its letters are; up to the next answer of a list
-_CLAUSE = regex(
-    r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some)\b|\\forall(?![A-Za-z])"
-    r"|\b(?:where|with|for)\b(?=[\s}$]*[A-Za-z](?:,\s*[A-Za-z])*[\s$]*"
-    r"(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?(?:is an?|is any|are) ))"
-    r"|(?<=,)\s*[a-zA-Z]\s*\\in\s*\\mathbb\{?\s*[ZNRQ]\s*\}?\s*(?=\)|\Z))"
-    r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;|,\s*-?[\d.]+\s*\Z).)*",
-    re.DOTALL,
-)
-_SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
-_SET = regex(r"\\mathbb\{([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?|(natural)")
-_POSITIVE = regex(r"(?:>\s*0|\\ge\s*1)(?![\d.])")
-_NONNEGATIVE = regex(r"\\ge\s*0(?![\d.])|non-?negative")
-_WHOLE = frozenset("ijklmnIJKLMN")
-_KINDS = frozenset(["real", "integer", "rational", "complex"])
-_EVERY = frozenset(["all", "any", "every", "each", "\\forall"])
-_SAYS_NOTHING = "for some where with i an are and in of \\in number value constant arbitrary text it"
-_NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
 
 
 def without_clauses(text: str, gold: str | None = None) -> str:

@@ -14,6 +14,11 @@ from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
 from dppo_megatron.rewards.math.parse import DEGREE
 from dppo_megatron.rewards.math.units import Unit, compatible, read_unit
 
+_NO_UNIT = Unit("")
+_FULL_PRECISION = 12
+_CONSTANTS = frozenset(["c", "K", "k", "C_1", "c_1", "C_0"])
+_VARIABLES = frozenset("xyztuvw")
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -43,9 +48,6 @@ class Rules:
     def exact(self) -> Rules:
         """For what has to be equal whatever the row says: ends of intervals, cells of matrices."""
         return Rules(context=self.context, work=self.work)
-
-
-_NO_UNIT = Unit("")
 
 
 def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
@@ -96,19 +98,16 @@ def _with_unit(node: Node, gold: Unit) -> Value | None:
 def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rules: Rules) -> bool:
     """50 % is 50 % and 0.5. A reference that should say % and does not (MATH drops it) is the number of percent, but
     0.5 is not 0.5 %."""
-    percent = ("n", Fraction(100))
-    if gold_unit.dimension == other_unit.dimension:
-        return equal_nodes(gold.node, other.node, rules)
-    if gold_unit.words and other_unit.words:
+    alike = gold_unit.dimension == other_unit.dimension
+    if gold_unit.words and other_unit.words and not alike:
         return False
-    if gold_unit.dimension == "percent":
-        times = ("*", other.node, percent)
-        return equal_nodes(gold.node, other.node, rules) or equal_nodes(gold.node, times, rules)
-    if equal_nodes(gold.node, ("/", other.node, percent), rules):
+    is_stated = gold_unit.dimension == "percent"
+    scaled = ("*" if is_stated else "/", other.node, ("n", Fraction(100)))
+    if not alike and equal_nodes(gold.node, scaled, rules):
         return True
-    value = rational(gold.node) if not symbols(gold.node) else None
+    value = None if symbols(gold.node) else rational(gold.node)
     is_count = value is not None and (value.denominator == 1 or abs(value) > 1)
-    return is_count and equal_nodes(gold.node, other.node, rules)
+    return (is_stated or is_count) and equal_nodes(gold.node, other.node, rules)
 
 
 def equal_nodes(gold: Node, other: Node, rules: Rules) -> bool:
@@ -147,9 +146,6 @@ def _near(gold: Node, other: Node, rules: Rules) -> bool:
     return _is_endless(stated) and apart <= _last_place(value, min(rules.their_digits, 15))
 
 
-_FULL_PRECISION = 12
-
-
 def _last_place(value: Fraction, digits: int) -> Fraction:
     """What one more is worth in the last of so many significant digits."""
     return Fraction(10) ** (math.floor(math.log10(abs(value))) + 1 - digits) if value else Fraction(0)
@@ -185,10 +181,6 @@ def parameter_turned(gold: Node, other: Node, work: WorkLimit) -> Node | None:
     if shift and mine != "k" and abs(start) >= abs(step):
         return None
     return substituted(other, {name: ("+", ("*", ("n", Fraction(back)), ("s", mine)), ("n", Fraction(shift)))})
-
-
-_CONSTANTS = frozenset(["c", "K", "k", "C_1", "c_1", "C_0"])
-_VARIABLES = frozenset("xyztuvw")
 
 
 def _with_constant(gold: Node, other: Node, work: WorkLimit) -> Node | None:
