@@ -269,9 +269,8 @@ class Evaluation:
         """A sum or product of finitely many terms."""
         _, kind, name, low, high, body = node
         first, last = self.of(low), self.of(high)
-        if not isinstance(first, Fraction) or not isinstance(last, Fraction):
-            raise Discrete("bounds")
-        if first.denominator != 1 or last.denominator != 1 or last < first - 1:
+        is_exact = isinstance(first, Fraction) and isinstance(last, Fraction)
+        if not is_exact or first.denominator != 1 or last.denominator != 1 or last < first - 1:
             raise Discrete("bounds")
         if 2 * (last - first) > self.work.left:
             raise TooBig

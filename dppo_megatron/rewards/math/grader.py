@@ -21,7 +21,7 @@ from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import Extraction, extract
-from dppo_megatron.rewards.math.numbers import is_decimal, significant_digits, with_digits
+from dppo_megatron.rewards.math.numbers import stated_digits, with_digits
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.read import read_answer
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, as_words, without_clauses, without_sentence
@@ -53,8 +53,6 @@ _CHOICE_WITH_VALUE = regex(
     r"\(?([A-J])\s*(?:\)\s*(?:[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*\d)(?!.*\([A-J]\)).*"
 )
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
-_DECIMAL = regex(r"-?(\d*)\.(\d+)(?:\s*[%\\A-Za-z].*)?", re.ASCII)
-
 
 _cleaned = functools.lru_cache(maxsize=4096)(clean)
 _STATED_REFERENCE = regex(r"[Ff]inal answer is \$([^$]+)\$")
@@ -135,7 +133,7 @@ def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None
     other, reference = without_clauses(other, reference), without_clauses(reference)
     (gold, _), (theirs, unread) = _read(reference), _read(other)
     if gold is not None and theirs is not None and _count(gold) != _count(theirs):
-        theirs = _respelled(other, theirs, _count(gold), is_decimal(reference))
+        theirs = _respelled(other, theirs, _count(gold), stated_digits(reference)[0] > 0)
         if _count(gold) != _count(theirs):
             gold = _respelled(reference, gold, _count(theirs))
     return gold, theirs, unread
@@ -272,13 +270,13 @@ def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
     unit = row.get("unit")
     stated: Unit | None = read_unit(clean(unit)) if isinstance(unit, str) and unit.strip() else None
     # references of the OCW problems (Minerva) are rounded to the digits that they state
-    rounded = "ocw" in str(row.get("source", "")).lower() and any(sign in reference for sign in ".e")
-    digits = significant_digits(reference) if rounded and is_decimal(reference) else 0
-    if tolerances or stated is not None or digits:
-        return Rules(tolerances, digits, stated, context=context)
-    decimal = _DECIMAL.fullmatch(reference)  # of three digits or more: it may be rounded
-    places = len(decimal[2]) if decimal and len((decimal[1] + decimal[2]).lstrip("0")) >= 3 else 0
-    return Rules(decimals=places, their_digits=significant_digits(other) if is_decimal(other) else 0, context=context)
+    is_rounded = "ocw" in str(row.get("source", "")).lower()
+    (digits, place), (their_digits, their_place) = stated_digits(reference), stated_digits(other)
+    if tolerances or stated is not None or (is_rounded and digits):
+        return Rules(tolerances, stated, place if is_rounded else Fraction(0), is_exact=False, context=context)
+    place = place if digits >= 3 else Fraction(0)
+    their_place = their_place * 10 ** max(their_digits - 15, 0) if their_digits >= 12 else Fraction(0)
+    return Rules(last_place=place, their_last_place=their_place, context=context)
 
 
 def _tolerances(stated: Any) -> tuple[Fraction, ...]:
