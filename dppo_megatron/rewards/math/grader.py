@@ -110,7 +110,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         return chosen, "choices"
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text reads as a product of letters
-        theirs = as_words(other, with_digits=bool(re.search(r"\d", gold.text))) or theirs
+        theirs = as_words(other) or theirs
     if gold is not None and theirs is not None:
         rules = _rules(row, reference, other)
         gold, theirs = (  # with the sign that `clean` leaves out: $75 is not 75 cents

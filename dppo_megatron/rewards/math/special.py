@@ -32,7 +32,7 @@ _LEAD = regex(
     re.IGNORECASE,
 )
 _SENTENCE = regex(
-    r"(?:\\text\{)?[A-Z][A-Za-z ,'-]+(?:\b(?:is|are|equals)|:)"
+    r"(?:\\text\{)?[A-Z][A-Za-z ,'()-]+(?:\b(?:is|are|equals)|:)"
     r"(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
 _HALF_LINE = regex(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
@@ -113,10 +113,10 @@ def read_words(text: str) -> Answer:
     return answers.Words(plain)
 
 
-def as_words(text: str, *, with_digits: bool = False) -> answers.Words | None:
+def as_words(text: str) -> answers.Words | None:
     """The text as words, whatever else it might be; None if it has mathematical signs."""
     plain = plain_words(text)
-    return answers.Words(plain) if re.fullmatch(r"[a-z0-9' -]+" if with_digits else r"[a-z' -]+", plain) else None
+    return answers.Words(plain) if re.fullmatch(r"[a-z0-9' -]+", plain) else None
 
 
 def plain_words(text: str) -> str:

@@ -28,8 +28,8 @@ class Rules:
     unit: Unit | None = None
     """Of a reference that does not state it."""
     last_place: Fraction = Fraction(0)
-    """What one more is worth in the last digit of a reference that is rounded; where `is_exact`, of one that may be, if the
-    answer is an exact form that no decimal equals."""
+    """What one more is worth in the last digit of a reference that is rounded; where `is_exact`, of one that may be, if
+    the answer is an exact form that no decimal equals."""
     is_exact: bool = True
     their_last_place: Fraction = Fraction(0)
     """Of an answer that is a decimal of twelve digits or more; of more than fifteen, in the fifteenth."""
