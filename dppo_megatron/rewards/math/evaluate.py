@@ -132,7 +132,7 @@ class Evaluation:
         if isinstance(value, Fraction):
             bits = max(value.numerator.bit_length(), value.denominator.bit_length())
             self.bits = max(self.bits, bits)
-            self.work.spend(bits // 512)
+            self.work.spend(bits // 256)
             return self._arithmetic.mpf(value.numerator) / value.denominator
         return value
 

@@ -4,7 +4,7 @@
 2. equal strings, then equal numbers: most gradings end here, after some microseconds
 3. a comparison by the reference's own kind (`read`, `compare`), which is final where it understands both sides
 Everything else is 0, with the reason. No clock decides and nothing can hang: a comparison has a number of operations to
-do it in (`evaluate.Work`). What a text makes fail is 0 as well; an error of the grader's own is a failed grading.
+do it in (`evaluate.WorkLimit`). What a text makes fail is 0 as well; an error of the grader's own is a failed grading.
 """
 
 from __future__ import annotations
