@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import Any
 
 from dppo_megatron.rewards.math.answers import Node, symbols, walk
-from dppo_megatron.rewards.math.evaluate import Discrete, Evaluation, Point, TooBig, Undefined, WorkLimit, rational
+from dppo_megatron.rewards.math.evaluate import Discrete, Evaluation, Point, TooBig, Undefined, WorkLimit
 from dppo_megatron.rewards.math.field import drawn, proved_equal, steps
 
 _WHOLE = frozenset("nmkljNMK")
@@ -51,10 +51,8 @@ def same(gold: Node, other: Node, work: WorkLimit | None = None) -> bool | None:
 def _same(gold: Node, other: Node, work: WorkLimit) -> bool | None:
     names = sorted(symbols(gold) | symbols(other))
     try:
-        if not names and (left := rational(gold, None, work)) is not None:
-            right = rational(other, None, work)
-            if right is not None:
-                return left == right
+        if gold[0] == other[0] == "n":
+            return bool(gold[1] == other[1])
         verdict = proved_equal(gold, other, work)
         if verdict is not None:
             return verdict

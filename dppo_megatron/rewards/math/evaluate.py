@@ -139,7 +139,7 @@ class Evaluation:
     def _operation(self, kind: str, left: Any, right: Any) -> Any:
         if isinstance(left, Fraction) and isinstance(right, Fraction):
             return self._fits(left + right if kind == "+" else left * right if kind == "*" else left / right)
-        self.work.spend(self._cost // 2)
+        self.work.spend(self._cost)
         left, right = self.lift(left), self.lift(right)
         if kind == "+":
             self.largest = max(self.largest, abs(left), abs(right))
