@@ -17,16 +17,15 @@ from dppo_megatron.rewards.math.units import Unit
 
 Node = tuple[Any, ...]
 
-
-class Unreadable(Exception):
-    """The text is not an expression of this grammar."""
-
-
 ANY_WHOLE: Node = ("s", "_")
 """A variable that stands for every whole number: 3 modulo 5 is 5 _ + 3."""
 INFINITY: Node = ("c", "inf")
 TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 """The relation read from right to left."""
+
+
+class Unreadable(Exception):
+    """The text is not an expression of this grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,10 @@ class Clock:
 @dataclass(frozen=True, slots=True)
 class AnswerList:
     """Several answers: a `list` has no brackets, a `tuple` has an order, a `set` has no order and no repetition;
-    `cases` are tuples of a value and its condition; a `ratio` of three parts or more is what they are to the first."""
+    `cases` are tuples of a value and its condition; a `ratio` of three parts or more is what they are to the first; a
+    `grid` is a matrix, its rows tuples."""
 
-    kind: Literal["list", "tuple", "set", "cases", "ratio"]
+    kind: Literal["list", "tuple", "set", "cases", "ratio", "grid"]
     items: tuple[Answer, ...]
     signs: bool = field(default=False, compare=False)
     """A list that was written with a plus-minus sign: never a tuple."""
@@ -93,20 +93,13 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
-    """A matrix; one column or row is a vector."""
-
-    rows: tuple[tuple[Node, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Words:
     """Text, folded to lower case without punctuation, or digits in a base other than ten: `17_8`."""
 
     text: str
 
 
-Answer = Value | Clock | AnswerList | Piece | Intervals | Relation | Named | Grid | Words
+Answer = Value | Clock | AnswerList | Piece | Intervals | Relation | Named | Words
 
 
 def symbols(node: Node) -> frozenset[str]:

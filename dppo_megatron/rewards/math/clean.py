@@ -22,17 +22,14 @@ _SIGNS = r"""
 √ \sqrt ∛ \sqrt[3] ∜ \sqrt[4] π \pi ∞ \infty ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ≈ \approx ∪ \cup ∩ \cap ∈ \in ± \pm ∓ \mp
 ∅ \emptyset ℝ \mathbb{R} ℤ \mathbb{Z} ° ^\degree º ^\degree ∠ \angle ∖ \setminus … \ldots ∀ \forall
 ∑ \sum ∏ \prod ∫ \int ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil
-≡ \equiv △ \triangle
+≡ \equiv △ \triangle ⟨ ( ⟩ ) ″ ''
 """.split()  # noqa: SIM905
 _SPELLED = {
     **dict.fromkeys("\u2212\u2013\u2014\u2012\ufe63\u2010\u2011", "-"),
     **dict.fromkeys("×∗·⋅∙•", "*"),
     **dict.fromkeys("÷∕\u2044", "/"),
-    "⟨": "(",
-    "⟩": ")",
     **dict.fromkeys("′’‘`", "'"),
     **dict.fromkeys("“”", '"'),
-    "″": "''",
     **{sign: spelling + " " for sign, spelling in zip(_SIGNS[::2], _SIGNS[1::2], strict=True)},
 }
 _GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega"
@@ -43,25 +40,6 @@ _FRACTION = regex("[\u00bc-\u00be\u2150-\u215e\u2189]")
 _CIRCLED = regex("[\u2460-\u2468]+")
 _RUN_OF_POWERS = regex("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
 _RUN_OF_INDICES = regex("[₀-₉]+")
-
-
-def to_ascii(text: str) -> str:
-    """Digits of any script, full-width forms, mathematical signs and powers as LaTeX would write them; characters of no
-    width are dropped.
-
-    Example:
-        >>> to_ascii("５x²")
-        '5x^{2}'
-    """
-    if text.isascii():
-        return text
-    text = _RUN_OF_POWERS.sub(lambda run: f"^{{{_plain(run.group())}}}", text)
-    text = _RUN_OF_INDICES.sub(lambda run: f"_{{{_plain(run.group())}}}", text)
-    text = _CIRCLED.sub(lambda run: ",".join(_plain(run.group())), text)
-    text = _FRACTION.sub(lambda sign: "\\frac{{{}}}{{{}}}".format(*_plain(sign.group()).split("\u2044")), text)
-    text = re.sub(r"\d", lambda digit: str(int(digit.group())), _plain(text.translate(_UNICODE)))
-    return "".join(sign for sign in text if unicodedata.category(sign) != "Cf")
-
 
 _FONT = r"(?:math(?:rm|bf|it|sf|tt|cal)|boldsymbol|bm|pmb|rm|bf|operatorname\*?)"
 _TEXT = r"(?:text(?:rm|bf|it|normal|sf|tt|up)?|mbox|hbox|emph|underline)"
@@ -115,79 +93,87 @@ _ESCAPED_TWICE = regex(
 )
 # signs of several characters in pairs: what is written, and how it is spelled here
 _WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} .".split()  # noqa: SIM905
-_RULES = tuple(
-    (regex(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*", ""),
-        (r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}", " "),
-        (r"(?:(?<![A-Za-z])US)?\\\$|[€£¥]|(?<![A-Za-z])(?:USD|EUR|GBP|JPY)(?![A-Za-z])", ""),
-        # {\rm cm} and {5 \over 6}, as TeX had them before LaTeX
-        (r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}", r"\\text{ \1}"),
-        (r"(?:\{|\A)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|\Z)", r"\\frac{\1}{\2}"),
-        (r"(?:\{|\A)([^{}]*)\\choose(?![A-Za-z])([^{}]*)(?:\}|\Z)", r"\\binom{\1}{\2}"),
-        (r"\A\s*\*\*([^*]+)\*\*\s*\Z", r"\1"),  # bold in Markdown
-        (r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])", "-"),
-        (r"\\text\{\s*infinity\s*\}", r"\\infty "),
-        # {}_{5}C_{2}, ^{5}C_{2}, 5C2, C(5,2), C_5^2 and 5 choose 2
-        (r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])", r"\\binom{\1}{\2}"),
-        (rf"(?:\{{\}}\s*|(?<![\w)}}\]\s]))[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}", r"\\binom{\1\2}{\3\4}"),
-        (
-            r"(?<![\w\\}])(\d+|[a-z])\s*(?:\\text\{\s*choose\s*\}|choose)\s*(\d+|[a-z])(?![\w{])",
-            r"\\binom{\1}{\2}",
-        ),
-        (r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)", ""),
-        (r"\+\s*(?:\\text\{\s*)?const(?:ant|\.)?\s*\}?\s*\Z", "+C"),
-        # 0.1(6) and 0.\dot{1}4\dot{2} repeat
-        (r"(\.\d*)\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?", r"\1\\overline{\2\3\4}"),
-        (r"(?<=\d)(\.\d*)\((\d+)\)(?=\s*\Z)", r"\1\\overline{\2}"),
-        (r"(\.\d{0,9}?)(?:(\d)\2{2,40}|(\d{2,6}?)\3{1,20})\s*(?:\\ldots\s*|\.\.\.)\Z", r"\1\\overline{\2\3}"),
-        (r"(?<=\d)\s*x\s*(?=10\s*\^)", "*"),
-        (r"(?<!\\)\\[()\[\]]|\$", " "),
-        (r"(?<=\d)'(?=\d{3}(?:'\d{3})*(?:\.\d+)?\s*\Z)", ""),  # 1'000 in Switzerland
-        (r"(?<=\d)\{\}", ""),
-        (r"(?<=\d)(?:\{,\}|,\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))", ""),
-        (r"(?<!\\)\\[,;:>! ]|~|&nbsp;", " "),
-        (r"\\not\s*=", r"\\ne "),
-        (
-            r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\(?:circ|degree)(?![A-Za-z])|\{\\circ\}|(?<=\d)\\circ(?![A-Za-z])",
-            r"\\degree ",
-        ),
-        (r"(?<!\d)(\d{1,4})\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*'')?", r"(\1+\2/60+0\3/3600)\\degree "),
-        (r"\\(?:mathbb|Bbb)\s*(?:\{\s*([RZNQ])\s*\}|([RZNQ])(?![A-Za-z]))", r"\\mathbb{\1\2}"),
-        (r"\\degree\s*\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}", r"\\text{ \1}"),
-        # fonts: a unit behind a number, a letter, a function, else text
-        (r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}", r"\\text{ \1}"),
-        (rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}", r" \1"),
-        (r"(?<![\w\\])C\s*\(([^(),]{1,60}),([^(),]{1,60})\)", r"\\binom{\1}{\2}"),
-        (rf"(?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*(?:\{{\s*(\d+)\s*\}}|(\d))", r"\\binom{\1\2}{\3\4}"),
-        (rf"\\{_FONT}\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|lcm|gcd|max|min)\s*\}}", r"\\\1 "),
-        (rf"\\(?:{_FONT}|{_TEXT})\s*\{{\s*cis\s*\}}", r"\\cis "),
-        (rf"\\(?:{_FONT}|{_TEXT})\s*\{{", r"\\text{"),
-        # cm^{2} within the text, and metres over seconds as a fraction
-        (r"\\text\{([^{}^]*)\^\{\s*(-?\d)\s*\}\s*\}", r"\\text{\1}^{\2}"),
-        (r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{\1}/\\text{\2}"),
-        (r"(\\mathbb\{R\}|\\\})\s*[-/]\s*(?=\\\{)", r"\1\\setminus "),
-        (r"\\text\{\s*([,;])\s*\}", r"\1 "),
-        (r"\A\s*(?:\\text\{\s*)?(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\)?\s*\}?\s*\Z", r"\1"),
-        (
-            rf"(?<=\d) ?\^? ?(?:\{{ ?\\text\{{ ?{_ORDINAL} ?\}} ?\}}|(?:\\text)?\{{ ?{_ORDINAL} ?\}}|{_ORDINAL}\b)",
-            "",
-        ),
-        (r"\\text\{([^{},;]+?)\s+(and|or)\s*\}", r"\\text{\1} \\text{ \2 }"),
-        (r"\.(?=\s*[\])]\s*$)", ""),
-        (r"\A(\(.*\))\s*\^\s*\{?\s*T\s*\}?\Z", r"\1"),  # a column
-        (
-            r"(?s)\A(?:[A-Za-z]\s*:\s*)?(?:[^:\n]{1,80}?\\(?:to|rightarrow)(?![A-Za-z])[^:\n]{1,80}?[,;:]?\s*)?"
-            r"([a-z])\s*\\mapsto(?![A-Za-z])(.+)\Z",
-            r"f(\1)=\2",
-        ),
-    )
-)
+_RULES = {
+    r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*": "",
+    r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}": " ",
+    r"(?:(?<![A-Za-z])US)?\\\$|[€£¥]|(?<![A-Za-z])(?:USD|EUR|GBP|JPY)(?![A-Za-z])": "",
+    # {\rm cm} and {5 \over 6}, as TeX had them before LaTeX
+    r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}": r"\\text{ \1}",
+    r"(?:\{|\A)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\frac{\1}{\2}",
+    r"(?:\{|\A)([^{}]*)\\choose(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\binom{\1}{\2}",
+    r"\A\s*\*\*([^*]+)\*\*\s*\Z": r"\1",  # bold in Markdown
+    r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])": "-",
+    r"\\text\{\s*infinity\s*\}": r"\\infty ",
+    # {}_{5}C_{2}, ^{5}C_{2}, 5C2, C(5,2), C_5^2 and 5 choose 2
+    r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])": r"\\binom{\1}{\2}",
+    rf"(?:\{{\}}\s*|(?<![\w)}}\]\s]))[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}": r"\\binom{\1\2}{\3\4}",
+    r"(?<![\w\\}])(\d+|[a-z])\s*(?:\\text\{\s*choose\s*\}|choose)\s*(\d+|[a-z])(?![\w{])": r"\\binom{\1}{\2}",
+    r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)": "",
+    r"\+\s*(?:\\text\{\s*)?const(?:ant|\.)?\s*\}?\s*\Z": "+C",
+    # 0.1(6) and 0.\dot{1}4\dot{2} repeat
+    r"(\.\d*)\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?": r"\1\\overline{\2\3\4}",
+    r"(?<=\d)(\.\d*)\((\d+)\)(?=\s*\Z)": r"\1\\overline{\2}",
+    r"(\.\d{0,9}?)(?:(\d)\2{2,40}|(\d{2,6}?)\3{1,20})\s*(?:\\ldots\s*|\.\.\.)\Z": r"\1\\overline{\2\3}",
+    r"(?<=\d)\s*x\s*(?=10\s*\^)": "*",
+    r"(?<!\\)\\[()\[\]]|\$": " ",
+    r"(?<=\d)'(?=\d{3}(?:'\d{3})*(?:\.\d+)?\s*\Z)": "",  # 1'000 in Switzerland
+    r"(?<=\d)\{\}": "",
+    r"(?<=\d)(?:\{,\}|,\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))": "",
+    r"(?<!\\)\\[,;:>! ]|~|&nbsp;": " ",
+    r"\\not\s*=": r"\\ne ",
+    r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\(?:circ|degree)(?![A-Za-z])": r"\\degree ",
+    r"\{\\circ\}|(?<=\d)\\circ(?![A-Za-z])": r"\\degree ",
+    r"(?<!\d)(\d{1,4})\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*'')?": r"(\1+\2/60+0\3/3600)\\degree ",
+    r"\\(?:mathbb|Bbb)\s*(?:\{\s*([RZNQ])\s*\}|([RZNQ])(?![A-Za-z]))": r"\\mathbb{\1\2}",
+    r"\\degree\s*\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}": r"\\text{ \1}",
+    # fonts: a unit behind a number, a letter, a function, else text
+    r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}": r"\\text{ \1}",
+    rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}": r" \1",
+    r"(?<![\w\\])C\s*\(([^(),]{1,60}),([^(),]{1,60})\)": r"\\binom{\1}{\2}",
+    rf"(?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*(?:\{{\s*(\d+)\s*\}}|(\d))": r"\\binom{\1\2}{\3\4}",
+    rf"\\{_FONT}\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|lcm|gcd|max|min)\s*\}}": r"\\\1 ",
+    rf"\\(?:{_FONT}|{_TEXT})\s*\{{\s*cis\s*\}}": r"\\cis ",
+    rf"\\(?:{_FONT}|{_TEXT})\s*\{{": r"\\text{",
+    # cm^{2} within the text, and metres over seconds as a fraction
+    r"\\text\{([^{}^]*)\^\{\s*(-?\d)\s*\}\s*\}": r"\\text{\1}^{\2}",
+    r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}": r"\\text{\1}/\\text{\2}",
+    r"(\\mathbb\{R\}|\\\})\s*[-/]\s*(?=\\\{)": r"\1\\setminus ",
+    r"\\text\{\s*([,;])\s*\}": r"\1 ",
+    r"\A\s*(?:\\text\{\s*)?(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\)?\s*\}?\s*\Z": r"\1",
+    rf"(?<=\d) ?\^? ?(?:\{{ ?\\text\{{ ?{_ORDINAL} ?\}} ?\}}|(?:\\text)?\{{ ?{_ORDINAL} ?\}}|{_ORDINAL}\b)": "",
+    r"\\text\{([^{},;]+?)\s+(and|or)\s*\}": r"\\text{\1} \\text{ \2 }",
+    r"\.(?=\s*[\])]\s*$)": "",
+    r"\A(\(.*\))\s*\^\s*\{?\s*T\s*\}?\Z": r"\1",  # a column
+    r"(?s)\A(?:[A-Za-z]\s*:\s*)?(?:[^:\n]{1,80}?\\(?:to|rightarrow)(?![A-Za-z])[^:\n]{1,80}?[,;:]?\s*)?"
+    r"([a-z])\s*\\mapsto(?![A-Za-z])(.+)\Z": r"f(\1)=\2",
+}
+_COMPILED = [(regex(pattern), replacement) for pattern, replacement in _RULES.items()]
 
 
 _MAX_ITEMS = 100
 _REPEATING = regex(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}(?!\s*\d)", re.ASCII)
 _PLAIN = regex(r"(?!.*\.\.\.)[\d.,-]*", re.ASCII)  # three dots are an ellipsis
+_BRACKET = regex(
+    r"(?P<opens>[(\[{]|\\(?:begin|lfloor|lceil|\{))|(?P<closes>[)\]}]|\\(?:end|rfloor|rceil|\}))|\\.", re.DOTALL
+)
+
+
+def to_ascii(text: str) -> str:
+    """Digits of any script, full-width forms, mathematical signs and powers as LaTeX would write them; characters of no
+    width are dropped.
+
+    Example:
+        >>> to_ascii("５x²")
+        '5x^{2}'
+    """
+    if text.isascii():
+        return text
+    text = _RUN_OF_POWERS.sub(lambda run: f"^{{{_plain(run.group())}}}", text)
+    text = _RUN_OF_INDICES.sub(lambda run: f"_{{{_plain(run.group())}}}", text)
+    text = _CIRCLED.sub(lambda run: ",".join(_plain(run.group())), text)
+    text = _FRACTION.sub(lambda sign: "\\frac{{{}}}{{{}}}".format(*_plain(sign.group()).split("\u2044")), text)
+    text = re.sub(r"\d", lambda digit: str(int(digit.group())), _plain(text.translate(_UNICODE)))
+    return "".join(sign for sign in text if unicodedata.category(sign) != "Cf")
 
 
 def clean(text: str) -> str:
@@ -201,7 +187,7 @@ def clean(text: str) -> str:
     if not _PLAIN.fullmatch(text):
         text = _READ_ESCAPE.sub(lambda sign: {"\t": "\\t", "\f": "\\f", "\b": "\\b"}[sign.group()], text)
         text = _MACRO.sub(lambda command: _MACROS.get(command[1], command[0]), _ESCAPED_TWICE.sub(r"\\", text))
-        for pattern, replacement in _RULES:
+        for pattern, replacement in _COMPILED:
             text = pattern.sub(replacement, text)
         for written, spelled in zip(_WRITTEN[::2], _WRITTEN[1::2], strict=True):
             text = text.replace(written, spelled + " " if spelled[1:].isalpha() else spelled)
@@ -229,11 +215,6 @@ def _without_paint(text: str) -> str:
             break
         text = shorter
     return text
-
-
-_BRACKET = regex(
-    r"(?P<opens>[(\[{]|\\(?:begin|lfloor|lceil|\{))|(?P<closes>[)\]}]|\\(?:end|rfloor|rceil|\}))|\\.", re.DOTALL
-)
 
 
 def _levels(text: str, start: int = 0, shapes: str = "") -> Iterator[tuple[int, int]]:

@@ -20,12 +20,22 @@ _ARTICLES = {"the", "a", "an"}
 _EACH = 6
 """Operations of a comparison beside those of its expressions: two lists of 100 may take 10,000 comparisons."""
 
+_OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
+_FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
+_LABEL = regex(r"([A-Za-z]{3,}):?")
+_SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:")
+_CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
+
 
 def equal(gold: Answer, other: Answer, rules: Rules) -> bool:
     """Whether `other` is the reference."""
     rules.work.spend(_EACH)
     if gold == other:
         return True
+    if isinstance(gold, AnswerList) and gold.kind == "grid":
+        other = _as_grid(other, gold)
+    if isinstance(other, AnswerList) and other.kind == "grid":
+        gold = _as_grid(gold, other)
     for kind, compared in _BY_KIND:
         if isinstance(gold, kind) or isinstance(other, kind):
             return compared(gold, other, rules)
@@ -48,12 +58,6 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
     return left is not None and right is not None and _relations(left, right, rules)
 
 
-_OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
-_FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
-_LABEL = regex(r"([A-Za-z]{3,}):?")
-_SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:")
-
-
 def _differ(gold: str, other: str) -> bool:
     """Whether two names are of different things for certain: x and y, f(x) and g(x), AB and CD, Area and Volume; but
     y is f(x), and anything may be called by a letter of its own."""
@@ -62,8 +66,6 @@ def _differ(gold: str, other: str) -> bool:
         return False
     ours, theirs = (name.partition("(")[0] for name in (gold, other))
     if "(" in gold or "(" in other:
-        if gold[0] == other[0] == "(":
-            return sorted(gold) == sorted(other)
         primes = "'" * max(ours.count("'"), theirs.count("'"))
         is_result = ours == theirs or {ours, theirs} & {"", f"y{primes}", f"z{primes}"}
         return ("(" in gold and "(" in other) or not is_result
@@ -143,7 +145,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         )
         return (ours, theirs) != (gold, other) and equal(ours, theirs, rules)  # {5} and 5
     kinds = {gold.kind, other.kind}
-    if kinds & {"cases", "ratio"}:
+    if kinds & {"cases", "ratio", "grid"}:
         if len(kinds) > 1:
             return False
         rules = rules.exact()
@@ -156,7 +158,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         others = tuple(others[other_labels.index(label)] for label in labels)
     elif not isinstance(items[0], Named):
         is_labelled = False
-    if kinds & {"tuple", "ratio"} or (is_labelled and kinds == {"list"}):
+    if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
         pairs = enumerate(zip(items, others, strict=False))
         return len(items) == len(others) and all(equal(a, b, rules.item(index)) for index, (a, b) in pairs)
     # a solution listed twice is still one solution
@@ -231,27 +233,16 @@ def _pieces(gold: Answer, other: Answer, rules: Rules) -> bool:
     return equal_nodes(gold.low, other.low, rules) and equal_nodes(gold.high, other.high, rules)
 
 
-def _grids(gold: Answer, other: Answer, rules: Rules) -> bool:
-    left, right = _as_grid(gold, other), _as_grid(other, gold)
-    if [len(row) for row in left] != [len(row) for row in right]:
-        return False
-    pairs = zip(sum(left, ()), sum(right, ()), strict=True)
-    return bool(left) and all(equal_nodes(a, b, rules.exact()) for a, b in pairs)
-
-
-def _as_grid(answer: Answer, like: Answer) -> tuple[tuple[Node, ...], ...]:
-    """The rows of a matrix; a vector is one row or one column, as the other answer is."""
-    if isinstance(answer, answers.Grid):
-        return answer.rows
-    cells: tuple[Node, ...] = ()
-    if isinstance(answer, AnswerList) and answer.kind == "tuple":
-        cells = tuple(item.node for item in answer.items if isinstance(item, Value))
-        cells = cells if len(cells) == len(answer.items) else ()
-    elif isinstance(answer, answers.Intervals) and len(answer.pieces) == 1:  # [1, 2] may be a vector
+def _as_grid(answer: Answer, like: AnswerList) -> Answer:
+    """A tuple, or [1, 2], as the one row or column that the other answer is."""
+    if isinstance(answer, answers.Intervals) and len(answer.pieces) == 1:
         (piece,) = answer.pieces
-        cells = (piece.low, piece.high) if piece.low_closed and piece.high_closed else ()
-    is_row = isinstance(like, answers.Grid) and len(like.rows) == 1
-    return (cells,) if is_row else tuple((cell,) for cell in cells)
+        if piece.low_closed and piece.high_closed:
+            answer = AnswerList("tuple", (Value(piece.low), Value(piece.high)))
+    if not isinstance(answer, AnswerList) or answer.kind != "tuple":
+        return answer
+    rows = (answer.items,) if len(like.items) == 1 else tuple((item,) for item in answer.items)
+    return AnswerList("grid", tuple(AnswerList("tuple", row) for row in rows))
 
 
 def _words(gold: Answer, other: Answer, rules: Rules) -> bool:
@@ -281,9 +272,6 @@ def _answers(gold: str, other: str) -> bool:
     return bool(found) and first in ("the", "this", "it", "that") and _folded(said) == _folded(gold)
 
 
-_CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
-
-
 def _clocks(gold: Answer, other: Answer, rules: Rules) -> bool:
     if isinstance(gold, answers.Clock) and isinstance(other, answers.Clock):
         bare = [clock for clock in (gold, other) if not clock.has_half]  # 4:30 and 16:30 are 4:30 p.m., not each other
@@ -301,7 +289,6 @@ def _clocks(gold: Answer, other: Answer, rules: Rules) -> bool:
 _BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], bool]], ...] = (
     (answers.Piece, _pieces),
     (Named, _named),
-    (answers.Grid, _grids),
     (answers.Intervals, _spans),
     (AnswerList, _rows),
     (answers.Words, _words),

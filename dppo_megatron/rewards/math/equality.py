@@ -2,8 +2,8 @@
 
 - Rational functions (also in pi, e and i) and all that has steps (floor, absolute value, maximum): modulo a secret
   prime (`field.py`).
-- Others: at secret points of both signs and of sizes from 1 to 10^7: exactly where the value is rational, else in
-  double precision, and, where that finds no difference, to 40 digits or more.
+- Others: at secret points of both signs and of sizes from 1 to 10^7: exactly where the value is rational, else to 40
+  digits or more.
 - Variables named as whole numbers are (n, k, m ...) may be equal for whole numbers only: cos(n pi) is (-1)^n.
 
 None, "cannot be said", is not a yes. An answer cannot be made for known points.
@@ -17,19 +17,7 @@ from fractions import Fraction
 from typing import Any
 
 from dppo_megatron.rewards.math.answers import Node, symbols, walk
-from dppo_megatron.rewards.math.evaluate import (
-    DOUBLES,
-    Arithmetic,
-    Discrete,
-    Evaluation,
-    Point,
-    TooBig,
-    Undefined,
-    Unsure,
-    WorkLimit,
-    digits,
-    rational,
-)
+from dppo_megatron.rewards.math.evaluate import Discrete, Evaluation, Point, TooBig, Undefined, WorkLimit
 from dppo_megatron.rewards.math.field import drawn, proved_equal, steps
 
 _WHOLE = frozenset("nmkljNMK")
@@ -43,6 +31,8 @@ _ENOUGH = 3
 """Points at which two functions have to be equal; of whole numbers, four times as many."""
 _DIGITS = (60, 120, 250, 500, 1000, 2000)
 """Of which one is chosen: each has constants of its own, which take milliseconds the first time."""
+
+_DIFFERENT = ("different", "one is real")
 
 
 def same(gold: Node, other: Node, work: WorkLimit | None = None) -> bool | None:
@@ -61,10 +51,8 @@ def same(gold: Node, other: Node, work: WorkLimit | None = None) -> bool | None:
 def _same(gold: Node, other: Node, work: WorkLimit) -> bool | None:
     names = sorted(symbols(gold) | symbols(other))
     try:
-        if not names and (left := rational(gold, None, work)) is not None:
-            right = rational(other, None, work)
-            if right is not None:
-                return left == right
+        if gold[0] == other[0] == "n":
+            return bool(gold[1] == other[1])
         verdict = proved_equal(gold, other, work)
         if verdict is not None:
             return verdict
@@ -131,9 +119,6 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
     return outcomes[-1] not in _DIFFERENT and (outcomes.count("equal") >= 4 * _ENOUGH or None)
 
 
-_DIFFERENT = ("different", "one is real")
-
-
 def _outcomes(gold: Node, other: Node, points: Iterable[Point], work: WorkLimit) -> list[str]:
     """At each of the points, up to the first that tells them apart."""
     outcomes = []
@@ -146,44 +131,38 @@ def _outcomes(gold: Node, other: Node, points: Iterable[Point], work: WorkLimit)
 
 def _at(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:
     """`equal`, `different`, `one is real` (or defined), `other branch`, `whole` (defined for whole numbers only), or
-    `undefined` (or too large). Differences are found in double precision, equality with as many digits as the longest
-    fraction beside the irrational part has, and 40 more."""
-    needed = 60
-    for count in (0, *_DIGITS):
-        if 0 < count < needed:
+    `undefined` (or too large). What seems equal is looked at with as many digits as the longest fraction beside the
+    irrational part has, and 40 more."""
+    bits = 0
+    for digits in _DIGITS:
+        if digits < 40 + bits // 3:
             continue
         try:
-            found, bits = _compared(gold, other, values, digits(count) if count else DOUBLES, work)
+            found, bits = _compared(gold, other, values, digits, work)
         except Discrete:
             return "whole"
-        except (Unsure, TooBig, OverflowError) as error:
+        except (TooBig, OverflowError):
             if work.left < 0:
                 raise
-            if count or isinstance(error, TooBig):
-                return "undefined"
-            continue
-        if found and (not count or count >= bits // 3):
+            return "undefined"
+        if found != "equal" or digits >= 40 + bits // 3:
             return found
-        needed = max(60, bits // 3 + (0 if count else 60 * (bits >= 64)))
     return "undefined"
 
 
-def _compared(gold: Node, other: Node, values: Point, arithmetic: Arithmetic, work: WorkLimit) -> tuple[str, int]:
-    """What `_at` finds, nothing for what is equal as far as it can be seen; and the bits of the longest fraction that
-    was rounded."""
-    ours, theirs = (Evaluation(values, arithmetic, work) for _ in range(2))
+def _compared(gold: Node, other: Node, values: Point, digits: int, work: WorkLimit) -> tuple[str, int]:
+    """What `_at` finds, and the bits of the longest fraction that was rounded."""
+    ours, theirs = (Evaluation(values, work, digits) for _ in range(2))
     left, right = _value(ours, gold), _value(theirs, other)
     if left is None or right is None:
         return "undefined" if left is right else "one is real", 0
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return "equal" if left == right else "different", 0
     left, right = ours.lift(left), theirs.lift(right)
-    bits, rough = max(ours.bits, theirs.bits), max(abs(left), abs(right), ours.largest, theirs.largest)
-    if not arithmetic.is_precise and not (math.isfinite(rough) and rough > 1e-150):
-        raise OverflowError
-    if abs(left - right) <= rough * arithmetic.tiny:
-        return "equal" if arithmetic.is_precise else "", bits
-    reals = [abs(value.imag) <= rough * arithmetic.tiny for value in (left, right)]
+    bits, tiny = max(ours.bits, theirs.bits), ours.tiny * max(abs(left), abs(right), ours.largest, theirs.largest)
+    if abs(left - right) <= tiny:
+        return "equal", bits
+    reals = [abs(value.imag) <= tiny for value in (left, right)]
     strict = [real and not side.has_branch for real, side in zip(reals, (ours, theirs), strict=True)]
     if not (ours.has_branch or theirs.has_branch) or all(strict) or (all(reals) and not any(strict)):
         return "different", bits

@@ -1,17 +1,17 @@
 """The value of a tree where its variables have values, in a bounded number of operations.
 
-Numbers stay fractions as long as they can; what is irrational is computed in double precision or to many digits
-(mpmath, imported on first use). Nothing here looks at a clock: each operation is paid from the grading's `WorkLimit`,
-and what costs more than is left, or has more digits than are worth computing, is `TooBig`.
+Numbers stay fractions as long as they can; what is irrational is computed to many digits (mpmath, imported on first
+use). Nothing here looks at a clock: each operation is paid from the grading's `WorkLimit`, and what costs more than is
+left, or has more digits than are worth computing, is `TooBig`.
 """
 
 from __future__ import annotations
 
-import cmath
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import operator
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -26,6 +26,9 @@ _ALONE = 1000
 WORK = 20_000
 """Operations of one grading: about 30 ms."""
 
+_TRANSCENDENTAL = frozenset(["sin", "cos", "tan", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan"])
+_OF_WHOLES = frozenset(["factorial", "factorial2", "binom", "gcd", "lcm", "mod"])
+
 
 class TooBig(Exception):
     """More digits or operations than are worth computing."""
@@ -37,10 +40,6 @@ class Undefined(Exception):
 
 class Discrete(Exception):
     """Defined for whole numbers only, such as a sum up to n."""
-
-
-class Unsure(Exception):
-    """Double precision does not tell: which side of a step a value is on, what nearly equal terms differ by."""
 
 
 class WorkLimit:
@@ -59,38 +58,13 @@ class WorkLimit:
             raise TooBig("too many operations")
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """How irrational numbers are computed: real where they can be, else complex."""
-
-    functions: Any
-    """`cmath`, or a context of mpmath."""
-    number: Callable[[Fraction], Any]
-    i: Any
-    tiny: Any
-    """Relative to the terms: what differs by less may be equal."""
-    cost: int
-    """Operations for each of its own."""
-    is_precise: bool
-
-
-# of a double's 16 digits ten may go where nearly equal terms are subtracted, as in 1 - cos x
-DOUBLES = Arithmetic(cmath, float, 1j, 1e-6, 1, is_precise=False)
-
-
-@functools.cache  # making the context takes a millisecond
-def digits(count: int) -> Arithmetic:
-    """The same with so many decimal digits, of which 20 are for rounding errors."""
+@functools.cache  # making it takes a millisecond
+def _arithmetic(digits: int) -> Any:
     import mpmath
 
     context = mpmath.mp.clone()
-    context.dps = count
-
-    def number(value: Fraction) -> Any:
-        return context.mpf(value.numerator) / value.denominator
-
-    tiny = context.mpf(10) ** (20 - count)
-    return Arithmetic(context, number, context.mpc(0, 1), tiny, 8 + count * count // 5000, is_precise=True)
+    context.dps = digits
+    return context
 
 
 def rational(node: Node, values: Point | None = None, work: WorkLimit | None = None) -> Fraction | None:
@@ -104,34 +78,36 @@ def approximate(node: Node, values: Point | None = None, work: WorkLimit | None 
     value = _value(node, values, work)
     if value is None or isinstance(value, Fraction):
         return value
-    return Fraction(value.real) if math.isfinite(abs(value)) and abs(value.imag) <= 1e-12 * abs(value) else None
+    near = complex(value)
+    return Fraction(near.real) if math.isfinite(abs(near)) and abs(near.imag) <= 1e-12 * abs(near) else None
 
 
 def _value(node: Node, values: Point | None, work: WorkLimit | None) -> Any:
     try:
-        return Evaluation(values or {}, DOUBLES, work or WorkLimit(_ALONE)).of(node)
-    except (TooBig, Undefined, Discrete, Unsure, RecursionError, ArithmeticError, ValueError):
+        return Evaluation(values or {}, work or WorkLimit(_ALONE)).of(node)
+    except (TooBig, Undefined, Discrete, RecursionError, ArithmeticError, ValueError):
         return None
 
 
 class Evaluation:
-    """Of trees at one point, in an arithmetic for what is irrational. Attributes say how far its values can be
-    trusted."""
+    """Of trees at one point, with so many decimal digits of what is irrational: real where it can be, else complex.
+    Attributes say how far its values can be trusted."""
 
-    def __init__(self, values: Point, arithmetic: Arithmetic, work: WorkLimit) -> None:
-        self.values, self.arithmetic, self.work = dict(values), arithmetic, work
+    def __init__(self, values: Point, work: WorkLimit, digits: int = 60) -> None:
+        self.values, self.work = dict(values), work
+        self._arithmetic, self._cost = _arithmetic(digits), 3 + digits * digits // 2500
+        self.tiny = self._arithmetic.mpf(10) ** (20 - digits)
+        """Relative to the terms: what differs by less may be equal. 20 digits are for rounding errors."""
         self.has_branch = False
         """Whether a root, power or logarithm of something not positive was taken: one of several values."""
         self.largest: Any = 0
         """Of the terms of all sums: what a difference of nearly equal ones is to be measured by."""
-        self.factorial = (0, 1)
-        """The last one: n and n!."""
         self.bits = 0
         """Of the longest fraction that was rounded."""
 
     def of(self, node: Node) -> Any:
-        """A Fraction where that is exact, else a number of the arithmetic."""
-        self.work.spend(self.arithmetic.cost)
+        """A Fraction where that is exact, else a number of mpmath."""
+        self.work.spend()
         kind = node[0]
         if kind == "n":
             return node[1]
@@ -148,26 +124,26 @@ class Evaluation:
         if kind == "c":
             if node[1] == "inf":
                 raise Undefined("infinite")
-            return self.arithmetic.i if node[1] == "i" else +getattr(self.arithmetic.functions, node[1])
+            return self._arithmetic.j if node[1] == "i" else +getattr(self._arithmetic, node[1])
         return self._function(node[1], [self.of(part) for part in node[2:]]) if kind == "f" else self._big(node)
 
     def lift(self, value: Any) -> Any:
-        """A number of the arithmetic, which a fraction is rounded to."""
+        """A number of mpmath, which a fraction is rounded to."""
         if isinstance(value, Fraction):
-            self.bits = max(self.bits, value.numerator.bit_length(), value.denominator.bit_length())
-            return self.arithmetic.number(value)
+            bits = max(value.numerator.bit_length(), value.denominator.bit_length())
+            self.bits = max(self.bits, bits)
+            self.work.spend(bits // 256)
+            return self._arithmetic.mpf(value.numerator) / value.denominator
         return value
 
     def _operation(self, kind: str, left: Any, right: Any) -> Any:
         if isinstance(left, Fraction) and isinstance(right, Fraction):
             return self._fits(left + right if kind == "+" else left * right if kind == "*" else left / right)
+        self.work.spend(self._cost)
         left, right = self.lift(left), self.lift(right)
         if kind == "+":
-            total, size = left + right, max(abs(left), abs(right))
-            if not self.arithmetic.is_precise and abs(total) < 1e-8 * size:  # half of a double's digits are gone
-                raise Unsure
-            self.largest = max(self.largest, size)
-            return total
+            self.largest = max(self.largest, abs(left), abs(right))
+            return left + right
         return left * right if kind == "*" else left / right
 
     def _fits(self, value: Fraction) -> Fraction:
@@ -226,9 +202,9 @@ class Evaluation:
         return self._called("log", value)
 
     def _called(self, name: str, value: Any) -> Any:
-        """A function of the arithmetic, without an imaginary part that is nothing."""
-        self.work.spend(self.arithmetic.cost)
-        result = getattr(self.arithmetic.functions, name)(value)
+        """A function of mpmath, without an imaginary part that is nothing."""
+        self.work.spend(self._cost)
+        result = getattr(self._arithmetic, name)(value)
         return result if result.imag else result.real
 
     def _function(self, name: str, values: list[Any]) -> Any:
@@ -262,21 +238,16 @@ class Evaluation:
             raise Undefined(name)
         self.has_branch |= name in ("arcsin", "arccos") and abs(value) > 1
         if abs(value) > (1e5 if name[-1] == "h" else 1e12):
-            raise TooBig  # no digit of a double would be left
-        if not self.arithmetic.is_precise and abs(value) > 1e6:
-            raise Unsure
+            raise TooBig
         return self._called(name.replace("arc", "a"), value)
 
     def _floor(self, value: Any) -> Fraction:
         if isinstance(value, Fraction):
             return Fraction(math.floor(value))
-        tiny = self.arithmetic.tiny
-        if abs(value.imag) > tiny or abs(value) > 1e15:
+        if abs(value.imag) > self.tiny or abs(value) > 1e15:
             raise Undefined("rounding of a complex or huge number")
         near = round(float(value.real))
-        is_near = abs(value.real - near) < tiny
-        if not self.arithmetic.is_precise and (is_near or abs(value) > 1e8):
-            raise Unsure
+        is_near = abs(value.real - near) < self.tiny
         return Fraction(near if is_near else near - bool(value.real < near))
 
     def _of_wholes(self, name: str, one: int, *others: int) -> Fraction:
@@ -292,20 +263,14 @@ class Evaluation:
         if name == "factorial2":
             self.work.spend(one // 8)
             return Fraction(math.prod(range(one, 0, -2)))
-        known, product = self.factorial
-        if not 0 <= one - known <= 8:  # in a sum each has the one before
-            self.work.spend(one // 8)
-            known, product = one, math.factorial(one)
-        self.factorial = one, product * math.prod(range(known + 1, one + 1))
-        return self._fits(Fraction(self.factorial[1]))
+        return self._fits(Fraction(_factorials()[one]))
 
     def _big(self, node: Node) -> Any:
         """A sum or product of finitely many terms."""
         _, kind, name, low, high, body = node
         first, last = self.of(low), self.of(high)
-        if not isinstance(first, Fraction) or not isinstance(last, Fraction):
-            raise Discrete("bounds")
-        if first.denominator != 1 or last.denominator != 1 or last < first - 1:
+        is_exact = isinstance(first, Fraction) and isinstance(last, Fraction)
+        if not is_exact or first.denominator != 1 or last.denominator != 1 or last < first - 1:
             raise Discrete("bounds")
         if 2 * (last - first) > self.work.left:
             raise TooBig
@@ -317,8 +282,9 @@ class Evaluation:
         return result
 
 
-_TRANSCENDENTAL = frozenset(["sin", "cos", "tan", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan"])
-_OF_WHOLES = frozenset(["factorial", "factorial2", "binom", "gcd", "lcm", "mod"])
+@functools.cache  # a sum of factorials would compute each of them anew
+def _factorials() -> list[int]:
+    return list(itertools.accumulate(range(1, _MAX_FACTORIAL + 1), operator.mul, initial=1))
 
 
 def _is_positive(value: Any) -> bool:

@@ -55,7 +55,6 @@ _FORMULA = regex(
 )
 _STATED_TAIL = regex(r"[.\s$*]*(?:I hope it is correct|hope it is correct)?[.\s$*]*", re.IGNORECASE)
 _END_OF_TURN = regex(r"(?:\s*<\|\w{1,20}\|>\s*(?:user|assistant)?)+\s*\Z")
-_SAYS = regex(r"(?:The|There) (?:[^=]*[a-z}$]) (?:is|are) ([^=]{1,80})")
 _CONCLUSION = regex(
     r"(?:\A|(?<=\s))(?:So|Thus|Hence|Therefore), the [^.?!\n]{1,150} (?:is|are|equals) "
     r"(\$[^$.=]{1,60}\$|-?\$?\d[\d,./]{0,20}(?:\.\d+)?)\s*\Z"
@@ -192,8 +191,7 @@ def _stated(tail: str) -> Extraction | None:
         answer, behind = rest[:stop], rest[stop:]
     if not _STATED_TAIL.fullmatch(behind):
         return Extraction((), "", "the text goes on behind the stated answer")
-    said = _SAYS.fullmatch(answer)  # Final answer: the number of points in it is 19
-    return _found((said[1] if said else answer).strip().strip("*"), "stated")
+    return _found(answer.strip().strip("*"), "stated")
 
 
 def _last_equation(tail: str) -> Extraction | None:

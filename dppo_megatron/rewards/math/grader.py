@@ -4,7 +4,7 @@
 2. equal strings, then equal numbers: most gradings end here, after some microseconds
 3. a comparison by the reference's own kind (`read`, `compare`), which is final where it understands both sides
 Everything else is 0, with the reason. No clock decides and nothing can hang: a comparison has a number of operations to
-do it in (`evaluate.Work`). What a text makes fail is 0 as well; an error of the grader's own is a failed grading.
+do it in (`evaluate.WorkLimit`). What a text makes fail is 0 as well; an error of the grader's own is a failed grading.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import Extraction, extract
-from dppo_megatron.rewards.math.numbers import is_decimal, significant_digits, with_digits
+from dppo_megatron.rewards.math.numbers import stated_digits, with_digits
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.read import read_answer
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, as_words, without_clauses, without_sentence
@@ -30,6 +30,33 @@ from dppo_megatron.rewards.math.values import Rules
 
 if TYPE_CHECKING:
     from dppo_megatron.types import Grade
+
+_MAX_BOXES = 8
+"""Of which each is compared by itself."""
+# spaces that part no two words or numbers
+_GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")
+_UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
+_GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
+_CURRENCIES = {
+    "dollars": regex(r"\\\$|\\(?:text)?dollar|\A\$(?=[\d.,]+\Z)|\bUSD\b|\bdollars?\b"),
+    "euros": regex(r"€|\\euro|\bEUR\b|\beuros?\b"),
+    "gbp": regex(r"£|\\pounds|\bGBP\b"),
+    "yen": regex(r"¥|\byen\b|\bJPY\b"),
+}
+_OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
+_OPPOSITES += ",rational irrational,acute obtuse right"
+_WHO = regex(r"\b(?:who|whom|whose|which)\b", re.IGNORECASE)
+_NEUTRAL = {"the", "a", "an", "any", "all", "only"}
+_CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
+# as NuminaMath has them: \textbf{(C)}\ 15
+_CHOICE_WITH_VALUE = regex(
+    r"\(?([A-J])\s*(?:\)\s*(?:[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*\d)(?!.*\([A-J]\)).*"
+)
+_BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
+
+_cleaned = functools.lru_cache(maxsize=4096)(clean)
+_STATED_REFERENCE = regex(r"[Ff]inal answer is \$([^$]+)\$")
+_SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
 
 
 def grade_math(completion: str, answer: str, row: Mapping[str, Any]) -> Grade:
@@ -62,10 +89,6 @@ def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:
     return Grade(float(verdict is True), text, why, facts)
 
 
-_MAX_BOXES = 8
-"""Of which each is compared by itself."""
-
-
 def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
     """True, False, or None if the answer could not be read or compared, and how that was decided."""
     try:
@@ -87,7 +110,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         return chosen, "choices"
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text reads as a product of letters
-        theirs = as_words(other, with_digits=bool(re.search(r"\d", gold.text))) or theirs
+        theirs = as_words(other) or theirs
     if gold is not None and theirs is not None:
         rules = _rules(row, reference, other)
         gold, theirs = (  # with the sign that `clean` leaves out: $75 is not 75 cents
@@ -104,18 +127,13 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
     return None, f"not carried out: {undone.group()}" if undone else f"not understood: {unread}"
 
 
-# spaces that part no two words or numbers
-_GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")
-_UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
-
-
 def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None, str]:
     """The reference, the answer, and why the answer could not be read. A comma is a separator where the other of the
     two is a row."""
     other, reference = without_clauses(other, reference), without_clauses(reference)
     (gold, _), (theirs, unread) = _read(reference), _read(other)
     if gold is not None and theirs is not None and _count(gold) != _count(theirs):
-        theirs = _respelled(other, theirs, _count(gold), is_decimal(reference))
+        theirs = _respelled(other, theirs, _count(gold), stated_digits(reference)[0] > 0)
         if _count(gold) != _count(theirs):
             gold = _respelled(reference, gold, _count(theirs))
     return gold, theirs, unread
@@ -146,15 +164,6 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
     return answer
 
 
-_GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
-_CURRENCIES = {
-    "dollars": regex(r"\\\$|\\(?:text)?dollar|\A\$(?=[\d.,]+\Z)|\bUSD\b|\bdollars?\b"),
-    "euros": regex(r"€|\\euro|\bEUR\b|\beuros?\b"),
-    "gbp": regex(r"£|\\pounds|\bGBP\b"),
-    "yen": regex(r"¥|\byen\b|\bJPY\b"),
-}
-
-
 @functools.lru_cache(maxsize=4096)
 def _currency(text: str) -> str:
     """The one currency that a text names; nothing where it names none or several."""
@@ -170,12 +179,6 @@ def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) ->
     if row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(other, AnswerList):
         return equal(AnswerList("list", gold.items), AnswerList("list", other.items), rules)
     return False
-
-
-_OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
-_OPPOSITES += ",rational irrational,acute obtuse right"
-_WHO = regex(r"\b(?:who|whom|whose|which)\b", re.IGNORECASE)
-_NEUTRAL = {"the", "a", "an", "any", "all", "only"}
 
 
 def _states(gold: str, other: str, problem: str) -> bool:
@@ -194,14 +197,6 @@ def _states(gold: str, other: str, problem: str) -> bool:
             return set(group.split()) & set(words) == {other}
     content = [word for word in words if word not in _NEUTRAL]
     return bool(_WHO.search(problem)) and len(words) >= 4 and content[:1] == [other]
-
-
-_CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
-# as NuminaMath has them: \textbf{(C)}\ 15
-_CHOICE_WITH_VALUE = regex(
-    r"\(?([A-J])\s*(?:\)\s*(?:[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*\d)(?!.*\([A-J]\)).*"
-)
-_BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
 
 
 def _same_choices(reference: str, other: str, problem: str) -> bool | None:
@@ -247,21 +242,12 @@ def _is_value(text: str, letter: str, problem: str) -> bool:
     return not (answer is None or isinstance(answer, (AnswerList, Words)) or has_others)
 
 
-_DECIMAL = regex(r"-?(\d*)\.(\d+)(?:\s*[%\\A-Za-z].*)?", re.ASCII)
-
-
-_cleaned = functools.lru_cache(maxsize=4096)(clean)
-
-
 @functools.lru_cache(maxsize=4096)
 def _reference(answer: str) -> str:
     """The reference in one spelling; where it is a whole solution, its final answer."""
     is_marked = "\\boxed" in answer or "####" in answer
     parts = extract(answer, strict=True).parts if is_marked else _STATED_REFERENCE.findall(answer)[-1:]
     return clean(", ".join(parts) or answer)
-
-
-_STATED_REFERENCE = regex(r"[Ff]inal answer is \$([^$]+)\$")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -275,9 +261,6 @@ def _read(text: str) -> tuple[Answer | None, str]:
         return None, str(error)
 
 
-_SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
-
-
 def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
     """What the row says; where that is nothing, what the digits of both sides say."""
     context = f"{row.get('problem', '')} {reference}".lower()
@@ -287,13 +270,13 @@ def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
     unit = row.get("unit")
     stated: Unit | None = read_unit(clean(unit)) if isinstance(unit, str) and unit.strip() else None
     # references of the OCW problems (Minerva) are rounded to the digits that they state
-    rounded = "ocw" in str(row.get("source", "")).lower() and any(sign in reference for sign in ".e")
-    digits = significant_digits(reference) if rounded and is_decimal(reference) else 0
-    if tolerances or stated is not None or digits:
-        return Rules(tolerances, digits, stated, context=context)
-    decimal = _DECIMAL.fullmatch(reference)  # of three digits or more: it may be rounded
-    places = len(decimal[2]) if decimal and len((decimal[1] + decimal[2]).lstrip("0")) >= 3 else 0
-    return Rules(decimals=places, their_digits=significant_digits(other) if is_decimal(other) else 0, context=context)
+    is_rounded = "ocw" in str(row.get("source", "")).lower()
+    (digits, place), (their_digits, their_place) = stated_digits(reference), stated_digits(other)
+    if tolerances or stated is not None or (is_rounded and digits):
+        return Rules(tolerances, stated, place if is_rounded else Fraction(0), is_exact=False, context=context)
+    place = place if digits >= 3 else Fraction(0)
+    their_place = their_place * 10 ** max(their_digits - 15, 0) if their_digits >= 12 else Fraction(0)
+    return Rules(last_place=place, their_last_place=their_place, context=context)
 
 
 def _tolerances(stated: Any) -> tuple[Fraction, ...]:

@@ -19,7 +19,8 @@ MAX_EXPONENT = 5000
 
 _PLAIN = regex(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|[+-]?\.\d+", re.ASCII)
 _DECIMAL = regex(
-    r"[+-]?(?:[\d,]*\.\d+|(?:\d++\.?\d*+|\.\d++)(?:[eE][+-]?\d+|\s*\*\s*10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|\d)))", re.ASCII
+    r"[+-]?([\d,]*)(?:\.(\d*))?(?:[eE]([+-]?\d+)|\s*\*\s*10\s*\^\s*\{?\s*([+-]?\d+)\s*\}?)?(?:\s*[%\\A-Za-z].*)?",
+    re.ASCII,
 )
 _SPACED = regex(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 _DOTTED = regex(r"[+-]?[1-9]\d{0,2}(?:(?:\.\d{3}){2,}|(?:\.\d{3})+,\d+)", re.ASCII)
@@ -62,16 +63,16 @@ def read_number(text: str) -> Fraction | None:
     return Fraction(text.replace(",", "").rstrip(".")) if _PLAIN.fullmatch(text) else None
 
 
-def is_decimal(text: str) -> bool:
-    """Whether the literal has a decimal point or an exponent, so that it may be a rounded value."""
-    return _DECIMAL.fullmatch(text) is not None
-
-
-def significant_digits(text: str) -> int:
-    """How many digits a literal states: 0.10 has 2, 4.5e33 has 2, 1.20 * 10^{3} has 3; 0 where that cannot be said."""
-    mantissa = re.match(r"[+-]?([\d,]*\.?\d*)", text, re.ASCII)
-    digits = mantissa[1].replace(",", "") if mantissa else ""
-    return len(digits.replace(".", "").lstrip("0"))
+def stated_digits(text: str) -> tuple[int, Fraction]:
+    """How many digits a decimal states, and what one more is worth in the last of them: 3 and 1/10 for 12.0 or 1.20e1;
+    nothing for what has neither a point nor an exponent, so that it is exact."""
+    match = _DECIMAL.fullmatch(text)
+    whole, places, *exponents = match.groups() if match else ("", None, None, None)
+    exponent = exponents[0] or exponents[1]
+    if (places is None and exponent is None) or len(exponent or "") > 5:
+        return 0, Fraction(0)
+    digits = (whole + (places or "")).replace(",", "").lstrip("0")
+    return len(digits), Fraction(10) ** (int(exponent or 0) - len(places or ""))
 
 
 def read_number_words(text: str) -> Fraction | None:

@@ -304,18 +304,10 @@ class _Reader:
         return name
 
     def _function(self, name: str) -> Node:
-        base = power = None
-        while True:
-            if base is None and name == "log" and self._take("_"):
-                base = self._argument()
-            elif power is None and self._take("^"):
-                power = self._signed(self._primary)
-            else:
-                break
+        base = self._argument() if name == "log" and self._take("_") else None
+        power = self._signed(self._primary) if self._take("^") else None
         if self._peek() in ("(", "[", "{"):
             inside = self._bracket()
-        elif self._starts_function():
-            inside = self._factor()
         else:
             inside = self._signed(functools.partial(self.product, until_function=True))
         if power == ("-", ONE) and name in _INVERSE:

@@ -11,10 +11,9 @@ class _Lazy:
         self._source, self._flags = source, flags
 
     def __getattr__(self, name: str) -> Any:
-        compiled = re.compile(self._source, self._flags)
-        for method in ("match", "fullmatch", "search", "sub", "split", "findall", "finditer"):
-            setattr(self, method, getattr(compiled, method))  # from now on found without coming here
-        return getattr(compiled, name)
+        method = getattr(re.compile(self._source, self._flags), name)
+        setattr(self, name, method)  # from now on found without coming here
+        return method
 
 
 if TYPE_CHECKING:

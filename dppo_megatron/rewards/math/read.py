@@ -45,6 +45,24 @@ _FRENCH = regex(
     r"(\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)\s*([\[\]])([^\[\]()]{1,200}[,;][^\[\]()]{1,200})([\[\]])"
 )
 
+_CASES = regex(r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?P<rows>.*)\\end\{cases\}", re.DOTALL)
+_CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
+_OTHERWISE = answers.Words("otherwise")
+_IF = regex(r"\A[\s&]*(?:\\text\{\s*)?(?:if|for|when|where|\s)*\}?\s*")
+_NAME = regex(
+    r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\||\([A-Za-z](?:\([a-z]\))?(?:\s*,\s*[A-Za-z](?:_\{?\w\}?)?(?:\([a-z]\))?)*\)"
+    r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
+    r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
+    r"|(?:\\overline\{)?[A-Z]{2,4}\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
+)
+
+
+_OVER = regex(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
+
+
+_TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
+_TERM = regex(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
+
 
 def read_answer(text: str, depth: int = 0) -> Answer:
     """The answer that a text, as `clean` gives it, states within `depth` brackets. Raises Unreadable where it is of no
@@ -108,12 +126,6 @@ def _flat(items: Sequence[Answer]) -> list[Answer]:
     return [item for inner in lists for item in inner]
 
 
-_CASES = regex(r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?P<rows>.*)\\end\{cases\}", re.DOTALL)
-_CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
-_OTHERWISE = answers.Words("otherwise")
-_IF = regex(r"\A[\s&]*(?:\\text\{\s*)?(?:if|for|when|where|\s)*\}?\s*")
-
-
 def _read_cases(text: str, depth: int) -> Answer | None:
     """Pieces of a function with their conditions; of equations without conditions a list."""
     match = _CASES.fullmatch(text)
@@ -175,21 +187,6 @@ def _read_relation(text: str, depth: int) -> Answer | None:
     return read_inequality(sides, ops)
 
 
-_NAME = regex(
-    r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\||\([A-Za-z](?:\([a-z]\))?(?:\s*,\s*[A-Za-z](?:_\{?\w\}?)?(?:\([a-z]\))?)*\)"
-    r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
-    r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
-    r"|(?:\\overline\{)?[A-Z]{2,4}\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
-)
-
-
-_OVER = regex(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
-
-
-_TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
-_TERM = regex(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
-
-
 def _ratio(text: str) -> Answer | None:
     """`3 : 2` of any expressions, `3 to 2` of numbers and letters only."""
     parts = _TO.split(text)
@@ -232,7 +229,7 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
     items = split_top(text[1:-1], _COMMA)
     if _ROWS.match(text):
         grid = read_grid(text.strip("[] "))
-        if len(grid.rows) > 1 and len(set(map(len, grid.rows))) == 1:
+        if len(grid.items) > 1 and len({len(row.items) for row in grid.items if isinstance(row, AnswerList)}) == 1:
             return grid
     if len(items) == 1:
         inner = text[1:-1].strip()

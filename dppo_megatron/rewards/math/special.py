@@ -10,7 +10,7 @@ import re
 from fractions import Fraction
 
 from dppo_megatron.rewards.math import answers
-from dppo_megatron.rewards.math.answers import Answer, Unreadable, Value
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Unreadable, Value
 from dppo_megatron.rewards.math.number_sets import half_line
 from dppo_megatron.rewards.math.numbers import read_number_words
 from dppo_megatron.rewards.math.parse import parse
@@ -32,7 +32,7 @@ _LEAD = regex(
     re.IGNORECASE,
 )
 _SENTENCE = regex(
-    r"(?:\\text\{)?[A-Z][A-Za-z ,'-]+(?:\b(?:is|are|equals)|:)"
+    r"(?:\\text\{)?[A-Z][A-Za-z ,'()-]+(?:\b(?:is|are|equals)|:)"
     r"(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
 _HALF_LINE = regex(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
@@ -48,6 +48,25 @@ _NAMED: dict[Answer, str] = {
 }
 _BY_NAME = {name: answer for answer, names in _NAMED.items() for name in names.split("|")}
 _FILLING = regex(r"\Athe set of (?=all)|(?<=solution)s\Z")
+
+# what stands behind an answer and says only what its letters are; up to the next answer of a list
+_CLAUSE = regex(
+    r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some)\b|\\forall(?![A-Za-z])"
+    r"|\b(?:where|with|for)\b(?=[\s}$]*[A-Za-z](?:,\s*[A-Za-z])*[\s$]*"
+    r"(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?(?:is an?|is any|are) ))"
+    r"|(?<=,)\s*[a-zA-Z]\s*\\in\s*\\mathbb\{?\s*[ZNRQ]\s*\}?\s*(?=\)|\Z))"
+    r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;|,\s*-?[\d.]+\s*\Z).)*",
+    re.DOTALL,
+)
+_SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
+_SET = regex(r"\\mathbb\{([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?|(natural)")
+_POSITIVE = regex(r"(?:>\s*0|\\ge\s*1)(?![\d.])")
+_NONNEGATIVE = regex(r"\\ge\s*0(?![\d.])|non-?negative")
+_WHOLE = frozenset("ijklmnIJKLMN")
+_KINDS = frozenset(["real", "integer", "rational", "complex"])
+_EVERY = frozenset(["all", "any", "every", "each", "\\forall"])
+_SAYS_NOTHING = "for some where with i an are and in of \\in number value constant arbitrary text it"
+_NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
 
 
 def read_special(text: str, depth: int) -> Answer | None:
@@ -94,10 +113,10 @@ def read_words(text: str) -> Answer:
     return answers.Words(plain)
 
 
-def as_words(text: str, *, with_digits: bool = False) -> answers.Words | None:
+def as_words(text: str) -> answers.Words | None:
     """The text as words, whatever else it might be; None if it has mathematical signs."""
     plain = plain_words(text)
-    return answers.Words(plain) if re.fullmatch(r"[a-z0-9' -]+" if with_digits else r"[a-z' -]+", plain) else None
+    return answers.Words(plain) if re.fullmatch(r"[a-z0-9' -]+", plain) else None
 
 
 def plain_words(text: str) -> str:
@@ -122,32 +141,11 @@ def read_clock(match: re.Match[str]) -> answers.Clock | None:
     return answers.Clock((hour % 12 + 12 * (half == "p") if half else hour) * 60 + minute, bool(half))
 
 
-def read_grid(body: str) -> answers.Grid:
+def read_grid(body: str) -> AnswerList:
     """The rows of a matrix as LaTeX has them, or of 1, 2], [3, 4 and 1, 2; 3, 4."""
-    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\]\s*,\s*\[|;", body) if row.strip()]
-    return answers.Grid(
-        tuple(tuple(map(parse, row.split("&" if "&" in body or "\\\\" in body else ","))) for row in rows)
-    )
-
-
-# what stands behind an answer and says only what its letters are; up to the next answer of a list
-_CLAUSE = regex(
-    r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some)\b|\\forall(?![A-Za-z])"
-    r"|\b(?:where|with|for)\b(?=[\s}$]*[A-Za-z](?:,\s*[A-Za-z])*[\s$]*"
-    r"(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?(?:is an?|is any|are) ))"
-    r"|(?<=,)\s*[a-zA-Z]\s*\\in\s*\\mathbb\{?\s*[ZNRQ]\s*\}?\s*(?=\)|\Z))"
-    r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;|,\s*-?[\d.]+\s*\Z).)*",
-    re.DOTALL,
-)
-_SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
-_SET = regex(r"\\mathbb\{([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?|(natural)")
-_POSITIVE = regex(r"(?:>\s*0|\\ge\s*1)(?![\d.])")
-_NONNEGATIVE = regex(r"\\ge\s*0(?![\d.])|non-?negative")
-_WHOLE = frozenset("ijklmnIJKLMN")
-_KINDS = frozenset(["real", "integer", "rational", "complex"])
-_EVERY = frozenset(["all", "any", "every", "each", "\\forall"])
-_SAYS_NOTHING = "for some where with i an are and in of \\in number value constant arbitrary text it"
-_NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
+    sign = "&" if "&" in body or "\\\\" in body else ","
+    rows = (row.split(sign) for row in re.split(r"\\\\(?:\[[^\]]*\])?|\]\s*,\s*\[|;", body) if row.strip())
+    return AnswerList("grid", tuple(AnswerList("tuple", tuple(Value(parse(cell)) for cell in row)) for row in rows))
 
 
 def without_clauses(text: str, gold: str | None = None) -> str:

@@ -15,73 +15,40 @@ from fractions import Fraction
 from dppo_megatron.rewards.math.numbers import NUMBER_WORDS
 from dppo_megatron.rewards.math.patterns import regex
 
-# what is measured, the factor to its base unit, and names; those of four letters or more also with an s, those with a
-# star also with prefixes
+# what is measured; then, behind the factor to its base unit, names: those of four letters or more also with an s, those
+# with a star also with prefixes
 _TABLE = """
-unit 1 unit un u
-length 1 m* meter* metre*
-length 381/1250 ft foot feet
-length 127/5000 in inch inches
-length 1143/1250 yd yard
-length 201168/125 mi mile
-time 1 s* sec secs second*
-time 60 min mins minute
-time 3600 h hr hrs hour
-time 86400 day days
-time 604800 week
-months 1 month
-years 1 yr year
-mass 1 g* gm gram*
-mass 45359237/100000 lb lbs pound
-mass 45359237/1600000 oz ounce
-length^3 1/1000 l* liter* litre*
-length^3 473176473/125000000000 gal gallon
-length^3 473176473/500000000000 qt quart
-length^3 473176473/1000000000000 pt pint
-mass,length,time^-2 1000 newton*
-mass,length,time^-2 1000000 kn
-mass,length^-1,time^-2 1000 pa* pascal*
-mass,length^2,time^-2 1000 j* joule*
-mass,length^2,time^-2 3600000 wh*
-mass,length^2,time^-3 1000 w* watt*
-time^-1 1 hz* hertz*
-amount 1 mol* mole*
-resistance 1 ohm*
-V 1 volt*
-A 1 amp* ampere*
-K 1 kelvin
-C 1 celsius coulomb
-F 1 fahrenheit farad
-money 1 usd buck dollar
-money 1/100 cent
-money 1/20 nickel
-money 1/10 dime
-euros 1 eur euro
-sterling 1 gbp quid
-sterling 1/100 pence
-yen 1 jpy yen
-percent 1 % pct percent
-angle 1 deg degree
-radians 1 rad radian
+unit: 1 unit un u
+length: 1 m* meter* metre* 381/1250 ft foot feet 127/5000 in inch inches 1143/1250 yd yard 201168/125 mi mile
+time: 1 s* sec secs second* 60 min mins minute 3600 h hr hrs hour 86400 day days 604800 week
+months: 1 month
+years: 1 yr year
+mass: 1 g* gm gram* 45359237/100000 lb lbs pound 45359237/1600000 oz ounce
+length^3: 1/1000 l* liter* litre* 473176473/125000000000 gal gallon
+length^3: 473176473/500000000000 qt quart 473176473/1000000000000 pt pint
+mass,length,time^-2: 1000 newton* 1000000 kn
+mass,length^-1,time^-2: 1000 pa* pascal*
+mass,length^2,time^-2: 1000 j* joule* 3600000 wh*
+mass,length^2,time^-3: 1000 w* watt*
+time^-1: 1 hz* hertz*
+amount: 1 mol* mole*
+resistance: 1 ohm*
+V: 1 volt*
+A: 1 amp* ampere*
+K: 1 kelvin
+C: 1 celsius coulomb
+F: 1 fahrenheit farad
+money: 1 usd buck dollar 1/100 cent 1/20 nickel 1/10 dime
+euros: 1 eur euro
+sterling: 1 gbp quid 1/100 pence
+yen: 1 jpy yen
+percent: 1 % pct percent
+angle: 1 deg degree
+radians: 1 rad radian
 """
 _PREFIXES = {"k": "1000", "c": "1/100", "m": "1/1000", "n": "1/1000000000"}
 _PREFIXES |= {"kilo": "1000", "centi": "1/100", "milli": "1/1000", "nano": "1/1000000000"}
 _CAPITALS = {"N": "newton", "V": "volt", "A": "amp", "K": "kelvin", "C": "celsius", "F": "fahrenheit"}
-
-
-@functools.cache  # some hundred fractions, which the import need not wait for
-def _table() -> dict[str, tuple[dict[str, int], Fraction]]:
-    known: dict[str, tuple[dict[str, int], Fraction]] = {}
-    for dimension, factor, *names in (row.split() for row in _TABLE.split("\n")[1:-1]):
-        powers = {name: int(power or 1) for name, _, power in (part.partition("^") for part in dimension.split(","))}
-        for name in names:
-            bare = name.rstrip("*")
-            known[bare] = powers, Fraction(factor)
-            for prefix, size in _PREFIXES.items() if name != bare else ():
-                if (len(prefix) == 1) == (len(bare) < 4):
-                    known.setdefault(prefix + bare, (powers, Fraction(factor) * Fraction(size)))
-    return {f"{name}s": unit for name, unit in known.items() if len(name) > 3} | known
-
 
 _DOUBTFUL = (
     "not no non nor never neither none nope cannot wrong incorrect error false invalid fails failing excluded excluding"
@@ -105,6 +72,44 @@ _SIZES = "lakh crore score gross myriad kilo mega giga milli micro nano"
 _NUMBERS = NUMBER_WORDS | frozenset(_SIZES.split())
 _EXPONENT = r"(?:\s*\^\s*-?\s*\d(?!\d))?"
 _WORDS = regex(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
+_NEAR = (
+    "of per long wide high tall deep thick away apart old older younger later each total altogether apiece left"
+    " increase profit celsius fahrenheit kelvin newton hertz ohm volt pascal mole degree"
+)
+_BESIDE = frozenset(_NEAR.split())
+_IN_ALL = regex(
+    r"\bin (?:total|all|length|width|height|area|volume)\b|\bdegrees? (?=celsius|fahrenheit)", re.IGNORECASE
+)
+_COUNTED = regex(r"[a-z]+[^isu]s|[a-z]{3,}i|(?:wo)?men|(?:grand)?children|people|feet|teeth|mice|fish")
+_FACTOR = regex(r"[\s*-]*(?P<name>[a-z%]+)\.?(?:\s*\^\s*(?P<power>-?\s*\d))?(?![a-z^])\s*")
+_POWERS = {  # square metres and metres squared are metres^2
+    regex(r"\b(?:square|sq\.?)\s+([a-z]+)"): r"\1^2",
+    regex(r"\b(?:cubic|cu\.?)\s+([a-z]+)"): r"\1^3",
+    regex(r"\s*\bsquared\b"): "^2",
+    regex(r"\s*\bcubed\b"): "^3",
+}
+_PER = regex(r"\s+(?:per|an?)\s+|\s*/\s*")
+_PART = (
+    r"(\d+(?:\.\d+)?)\s*(?:\\text\{)?\s*([A-Za-z]+)\.?\s*(?:,|and)?\s*\}?\s*(?:,|\\text\{\s*and\s*\}|and(?![a-z]))?\s*"
+)
+_COMPOUND = regex(rf"(?:{_PART}){{2,4}}", re.ASCII)
+
+
+@functools.cache  # some hundred fractions, which the import need not wait for
+def _table() -> dict[str, tuple[dict[str, int], Fraction]]:
+    known: dict[str, tuple[dict[str, int], Fraction]] = {}
+    for dimension, names in (row.split(":") for row in _TABLE.split("\n")[1:-1]):
+        powers = {name: int(power or 1) for name, _, power in (part.partition("^") for part in dimension.split(","))}
+        for name in names.split():
+            if name[0].isdigit():
+                factor = Fraction(name)
+                continue
+            bare = name.rstrip("*")
+            known[bare] = powers, factor
+            for prefix, size in _PREFIXES.items() if name != bare else ():
+                if (len(prefix) == 1) == (len(bare) < 4):
+                    known.setdefault(prefix + bare, (powers, factor * Fraction(size)))
+    return {f"{name}s": unit for name, unit in known.items() if len(name) > 3} | known
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +156,6 @@ def read_unit(words: str) -> Unit | None:
     return Unit(words, is_noun=is_noun)
 
 
-_NEAR = (
-    "of per long wide high tall deep thick away apart old older younger later each total altogether apiece left"
-    " increase profit celsius fahrenheit kelvin newton hertz ohm volt pascal mole degree"
-)
-_BESIDE = frozenset(_NEAR.split())
-_IN_ALL = regex(
-    r"\bin (?:total|all|length|width|height|area|volume)\b|\bdegrees? (?=celsius|fahrenheit)", re.IGNORECASE
-)
-_COUNTED = regex(r"[a-z]+[^isu]s|[a-z]{3,}i|(?:wo)?men|(?:grand)?children|people|feet|teeth|mice|fish")
-
-
 def _changes(word: str) -> bool:
     """Whether it is a number in words, also in the plural and as a part, or of those that change one."""
     stem = word.removesuffix("s")
@@ -179,15 +173,11 @@ def compatible(gold: Unit, other: Unit) -> bool:
     return one == two
 
 
-_FACTOR = regex(
-    r"[\s*-]*(?:(?P<square>square|sq\.?)\s+|(?P<cubic>cubic|cu\.?)\s+)?(?P<name>[a-z%]+)\.?"
-    r"(?:\s*(?:(?P<squared>squared)|(?P<cubed>cubed)|\^\s*(?P<power>-?\s*\d)))?(?![a-z^])\s*"
-)
-
-
 def _known(words: str) -> tuple[str, Fraction]:
     """What is measured, and the factor: of products and quotients of powers of units; nothing if one is not known."""
     words = {"mph": "mi per h", "kph": "km per h"}.get(words.strip(), words)
+    for pattern, spelling in _POWERS.items():
+        words = pattern.sub(spelling, words)
     powers: dict[str, int] = {}
     factor = Fraction(1)
     for index, group in enumerate(_PER.split(words)):
@@ -197,21 +187,13 @@ def _known(words: str) -> tuple[str, Fraction]:
             if found is None or found["name"] not in _table():
                 return "", Fraction(1)
             position = found.end()
-            power = 2 if found["square"] or found["squared"] else 3 if found["cubic"] or found["cubed"] else 1
-            power = int((found["power"] or str(power)).replace(" ", "")) * (-1 if index else 1)
+            power = int((found["power"] or "1").replace(" ", "")) * (-1 if index else 1)
             dimensions, size = _table()[found["name"]]
             factor *= size**power
             for name, times in dimensions.items():
                 powers[name] = powers.get(name, 0) + times * power
     left = [(name, power) for name, power in sorted(powers.items()) if power]
     return " ".join(name if power == 1 else f"{name}^{power}" for name, power in left), factor
-
-
-_PER = regex(r"\s+(?:per|an?)\s+|\s*/\s*")
-_PART = (
-    r"(\d+(?:\.\d+)?)\s*(?:\\text\{)?\s*([A-Za-z]+)\.?\s*(?:,|and)?\s*\}?\s*(?:,|\\text\{\s*and\s*\}|and(?![a-z]))?\s*"
-)
-_COMPOUND = regex(rf"(?:{_PART}){{2,4}}", re.ASCII)
 
 
 def read_compound(text: str) -> tuple[Fraction, Unit] | None:

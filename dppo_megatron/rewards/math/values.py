@@ -14,6 +14,10 @@ from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
 from dppo_megatron.rewards.math.parse import DEGREE
 from dppo_megatron.rewards.math.units import Unit, compatible, read_unit
 
+_NO_UNIT = Unit("")
+_CONSTANTS = frozenset(["c", "K", "k", "C_1", "c_1", "C_0"])
+_VARIABLES = frozenset("xyztuvw")
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -21,14 +25,14 @@ class Rules:
 
     tolerances: tuple[Fraction, ...] = ()
     """Largest absolute errors, of each item or of all."""
-    digits: int = 0
-    """Significant digits to which the reference is rounded; 0 where it is exact."""
     unit: Unit | None = None
     """Of a reference that does not state it."""
-    decimals: int = 0
-    """Places to which a decimal reference may be rounded, if the answer is an exact form that no decimal equals."""
-    their_digits: int = 0
-    """Significant digits of an answer that is a decimal."""
+    last_place: Fraction = Fraction(0)
+    """What one more is worth in the last digit of a reference that is rounded; where `is_exact`, of one that may be, if
+    the answer is an exact form that no decimal equals."""
+    is_exact: bool = True
+    their_last_place: Fraction = Fraction(0)
+    """Of an answer that is a decimal of twelve digits or more; of more than fifteen, in the fifteenth."""
     context: str = ""
     """Of the problem and its reference, in lower case: what words may be units."""
     work: WorkLimit = field(default_factory=WorkLimit, compare=False)
@@ -43,9 +47,6 @@ class Rules:
     def exact(self) -> Rules:
         """For what has to be equal whatever the row says: ends of intervals, cells of matrices."""
         return Rules(context=self.context, work=self.work)
-
-
-_NO_UNIT = Unit("")
 
 
 def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
@@ -68,10 +69,8 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
         if not compatible(gold_unit, other_unit):
             return False
         if gold_unit.dimension == other_unit.dimension and gold_unit.factor != other_unit.factor:
-            ours, theirs = (
-                ("*", side.node, ("n", unit.factor)) for side, unit in ((gold, gold_unit), (other, other_unit))
-            )
-            return equal_nodes(ours, theirs, rules)
+            in_gold_unit = ("*", other.node, ("n", other_unit.factor / gold_unit.factor))
+            return equal_nodes(gold.node, in_gold_unit, rules)
     return equal_nodes(gold.node, other.node, rules)
 
 
@@ -96,19 +95,16 @@ def _with_unit(node: Node, gold: Unit) -> Value | None:
 def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rules: Rules) -> bool:
     """50 % is 50 % and 0.5. A reference that should say % and does not (MATH drops it) is the number of percent, but
     0.5 is not 0.5 %."""
-    percent = ("n", Fraction(100))
-    if gold_unit.dimension == other_unit.dimension:
-        return equal_nodes(gold.node, other.node, rules)
-    if gold_unit.words and other_unit.words:
+    alike = gold_unit.dimension == other_unit.dimension
+    if gold_unit.words and other_unit.words and not alike:
         return False
-    if gold_unit.dimension == "percent":
-        times = ("*", other.node, percent)
-        return equal_nodes(gold.node, other.node, rules) or equal_nodes(gold.node, times, rules)
-    if equal_nodes(gold.node, ("/", other.node, percent), rules):
+    is_stated = gold_unit.dimension == "percent"
+    scaled = ("*" if is_stated else "/", other.node, ("n", Fraction(100)))
+    if not alike and equal_nodes(gold.node, scaled, rules):
         return True
-    value = rational(gold.node) if not symbols(gold.node) else None
+    value = None if symbols(gold.node) else rational(gold.node)
     is_count = value is not None and (value.denominator == 1 or abs(value) > 1)
-    return is_count and equal_nodes(gold.node, other.node, rules)
+    return (is_stated or is_count) and equal_nodes(gold.node, other.node, rules)
 
 
 def equal_nodes(gold: Node, other: Node, rules: Rules) -> bool:
@@ -132,7 +128,7 @@ def equal_nodes(gold: Node, other: Node, rules: Rules) -> bool:
 def _near(gold: Node, other: Node, rules: Rules) -> bool:
     """Within the row's tolerance; rounding to the reference at the digits that the row says are right; 30.52 for the
     exact 1587/52 or 0.0833333333333333 for 1/12, but not 3.14 for pi, nor 0.25 for the decimal 249/1000."""
-    if not (rules.tolerances or rules.digits or rules.decimals or rules.their_digits >= _FULL_PRECISION):
+    if not (rules.tolerances or rules.last_place or rules.their_last_place):
         return False
     stated, value = approximate(gold, None, rules.work), approximate(other, None, rules.work)
     if stated is None or value is None:
@@ -140,19 +136,9 @@ def _near(gold: Node, other: Node, rules: Rules) -> bool:
     apart = abs(value - stated)
     if rules.tolerances:
         return apart <= rules.tolerances[0]
-    if rules.digits:
-        return apart * 2 <= _last_place(stated, rules.digits)
-    if rules.decimals:
-        return _is_endless(value) and apart * 2 * 10**rules.decimals < 1
-    return _is_endless(stated) and apart <= _last_place(value, min(rules.their_digits, 15))
-
-
-_FULL_PRECISION = 12
-
-
-def _last_place(value: Fraction, digits: int) -> Fraction:
-    """What one more is worth in the last of so many significant digits."""
-    return Fraction(10) ** (math.floor(math.log10(abs(value))) + 1 - digits) if value else Fraction(0)
+    if apart * 2 <= rules.last_place and (_is_endless(value) or not rules.is_exact):
+        return True
+    return _is_endless(stated) and apart <= rules.their_last_place
 
 
 def _is_endless(value: Fraction) -> bool:
@@ -185,10 +171,6 @@ def parameter_turned(gold: Node, other: Node, work: WorkLimit) -> Node | None:
     if shift and mine != "k" and abs(start) >= abs(step):
         return None
     return substituted(other, {name: ("+", ("*", ("n", Fraction(back)), ("s", mine)), ("n", Fraction(shift)))})
-
-
-_CONSTANTS = frozenset(["c", "K", "k", "C_1", "c_1", "C_0"])
-_VARIABLES = frozenset("xyztuvw")
 
 
 def _with_constant(gold: Node, other: Node, work: WorkLimit) -> Node | None:
