@@ -4,10 +4,10 @@ The rollout thread of the product (`servers/dispatch.py`) asks canned servers th
 an iteration takes a fixed time, the weights' and the cached keys' reading, and FLOPs by its batch. No second is spent
 waiting, and no figure depends on this machine. Lengths are log-normal, between prompts and within them, cut at the cap:
 
-    python benchmarks/streaming.py [--steps 12] [--update 0.2] [--spread]
+    python benchmarks/streaming.py [--steps 12] [--update 0.2] [--replicas 4] [--prompt 150] [--together]
 
-`--update` is a step's seconds of training as a share of its tokens at full load; `--spread` asks for each completion
-alone, so that a group is spread over replicas.
+`--update` is a step's seconds of training as a share of its tokens at full load. `--together` sends each group to one
+replica, for comparison: the product spreads its completions (`Work.spread`), and each replica reads the prompt.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from dppo_megatron.rollout.servers.wire import Completed, Event, Expected, Gener
 
 _BANDWIDTH, _WEIGHTS, _CACHED, _FIXED_S = 3.35e12 * 0.7 * 2, 16.4e9, 147456, 0.006
 _TOKEN_S = 2 * 8.2e9 / (989e12 * 0.4 * 2)
-_CACHE_TOKENS, _SEQUENCES, _RESERVED, _PROMPT, _PIECE = 536402, 1024, 600, 150, 16
+_CACHE_TOKENS, _SEQUENCES, _RESERVED, _PIECE = 536402, 1024, 600, 16
 """Qwen3-8B on two H100; figures are ratios, and no claim about that machine."""
-_REPLICAS = 4
 
 
 @dataclass
@@ -39,6 +38,8 @@ class Replica:
     """A canned server: `VLLMServer` as far as the fleet asks it, and the sequences that it runs."""
 
     url: str
+    prompt: int
+    """Tokens of each prompt."""
     replicas: int = 1
     dialect: VLLMDialect = field(default_factory=VLLMDialect)
     now: float = 0.0
@@ -86,15 +87,15 @@ class Replica:
         cached, first = int(self.context.sum()), 0
         running = len(self.left)
         while first < len(self.waiting) and running < _SEQUENCES:
-            if cached + running * _RESERVED + _PROMPT >= _CACHE_TOKENS:
+            if cached + running * _RESERVED + self.prompt >= _CACHE_TOKENS:
                 break
-            cached, running, first = cached + _PROMPT, running + 1, first + 1
+            cached, running, first = cached + self.prompt, running + 1, first + 1
         if first:
             tickets, tokens = zip(*self.waiting[:first], strict=True)
             del self.waiting[:first]
             self.ticket = np.concatenate([self.ticket, tickets])
             self.left = np.concatenate([self.left, tokens])
-            self.context = np.concatenate([self.context, np.full(first, _PROMPT)])
+            self.context = np.concatenate([self.context, np.full(first, self.prompt)])
 
 
 class Steps:
@@ -104,12 +105,12 @@ class Steps:
         lengths: [steps, prompts, G] tokens of each completion.
         ahead: `rollout.async_steps`; at least the number of steps: all at once, for the rate at full load.
         update_s: seconds of training of a step.
+        given: replicas, prompt and together, of the command line.
     """
 
-    def __init__(self, lengths: Any, ahead: int, update_s: float, *, spread: bool) -> None:
-        self.lengths, self._ahead, self._update_s = lengths, ahead, update_s
-        self._each = 1 if spread else lengths.shape[2]
-        self.servers = [Replica(f"http://127.0.0.1:{8000 + place}") for place in range(_REPLICAS)]
+    def __init__(self, lengths: Any, ahead: int, update_s: float, given: argparse.Namespace) -> None:
+        self.lengths, self._ahead, self._update_s, self._given = lengths, ahead, update_s, given
+        self.servers = [Replica(f"http://127.0.0.1:{8000 + place}", given.prompt) for place in range(given.replicas)]
         self._at = {server.url: server for server in self.servers}
         config = RolloutConfig(engine="vllm")
         config.limits.max_concurrent_sequences = _SEQUENCES
@@ -140,12 +141,11 @@ class Steps:
         """Those that may be open now."""
         while len(self.works) <= min(len(self.done_s) + self._ahead, len(self.lengths) - 1):
             step, (prompts, size) = len(self.works), self.lengths.shape[1:]
-            groups = [
-                GenerateRequest(f"{step}-{prompt}-{first}", (0,) * _PROMPT, self._each, 0, max_tokens=1 << 14)
-                for prompt in range(prompts)
-                for first in range(0, size, self._each)
-            ]
+            read, most = (0,) * self._given.prompt, int(self.lengths.max())
+            groups = [GenerateRequest(f"{step}-{index}-0", read, size, 0, most) for index in range(prompts)]
             self.works.append(Work(groups, Expected(19, 1, 9), order=step, number=step))
+            if not self._given.together:
+                self.works[-1].spread(len(self.servers))
 
     def _turn(self, *, ended: bool = False) -> None:
         """The loop's turn: the next step trains once its answers are there, and then a new one may begin."""
@@ -169,6 +169,7 @@ class Steps:
         server = self._at[ask.server]
         server.now = max(server.now, self.now) if not len(server.left) else server.now
         lengths = self.lengths[step, prompt, first : first + ask.group.count].tolist()
+        server.now += self._given.prompt * _TOKEN_S
         server.waiting += [(ask.ticket, length) for length in lengths]
         self._open[ask.ticket] = ask, ask.group.count
 
@@ -205,10 +206,10 @@ def drawn(steps: int, prompts: int, size: int, cap: int, mean: float, sigma: flo
     return np.minimum(cap, lengths).astype(np.int64).clip(16)
 
 
-def step_s(lengths: Any, ahead: int, update_s: float, *, spread: bool) -> float:
+def step_s(lengths: Any, ahead: int, update_s: float, given: argparse.Namespace) -> float:
     """Mean seconds from one step's answers to the next's: without the first quarter of the steps, and up to the last
     behind which as many were open as at the beginning."""
-    steps = Steps(lengths, ahead, update_s, spread=spread)
+    steps = Steps(lengths, ahead, update_s, given)
     steps.run()
     assert steps.trained == lengths.sum(), "every completion is trained in its own step"
     first, last = len(lengths) // 4 - 1, len(lengths) - 1 - ahead
@@ -219,7 +220,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--update", type=float, default=0.2)
-    parser.add_argument("--spread", action="store_true")
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--prompt", type=int, default=150)
+    parser.add_argument("--together", action="store_true")
     parser.add_argument("--ahead", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--only", type=int, help="the shape with so many prompts")
     given = parser.parse_args()
@@ -228,11 +231,11 @@ def main() -> None:
         if given.only not in (None, prompts):
             continue
         lengths = drawn(given.steps, prompts, size, cap, mean, sigma)
-        all_at_once = Steps(lengths, given.steps, 0.0, spread=given.spread)
+        all_at_once = Steps(lengths, given.steps, 0.0, given)
         all_at_once.run()
         rate = sum(server.made_full / server.full_s for server in all_at_once.servers)
         full_s = float(lengths[0].size * lengths.mean()) / rate
-        found = [step_s(lengths, ahead, given.update * full_s, spread=given.spread) / full_s for ahead in given.ahead]
+        found = [step_s(lengths, ahead, given.update * full_s, given) / full_s for ahead in given.ahead]
         shown = "  ".join(f"K={ahead} {value:.2f}" for ahead, value in zip(given.ahead, found, strict=True))
         print(f"{name:<22} mean {lengths.mean():6.0f} tokens, full load {full_s:6.1f} s a step;  {shown}", flush=True)
 

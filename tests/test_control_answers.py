@@ -341,3 +341,17 @@ def test_closing_frees_who_waits(stubs: StubServers) -> None:
         http.close()
         assert all(isinstance(one.exception(20), Unreachable) for one in waiting)
     assert http.get("/weight_info", dict, timeout_s=20)
+
+
+def test_a_call_ends_when_nobody_listens_any_more() -> None:
+    """vLLM's front end while it waits for an engine that has died: it ends when its connections do."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        http = Http(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        call = pool.submit(http.do, "/sleep", timeout_s=600)
+        kept, _ = listener.accept()
+        with kept:
+            listener.close()
+            with pytest.raises(Unreachable, match="/sleep: no answer, and it no longer listens"):
+                call.result(60)
+            kept.settimeout(60)
+            assert [*iter(lambda: kept.recv(1 << 16), b"")], "the request, and then its end"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from support.engines.servers import Reference, local_settings, needs
 from support.job import QUICK, job_config, read_metrics, write_job_files
 from support.launch import run_ranks
 from support.processes import is_gone, until
+from support.said import heard
 from support.served import prompts_of
 from support.timelines import nested, overlapping, read_timeline
 
@@ -27,6 +29,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers import member
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.protocol import NamedWeights
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
@@ -128,6 +131,39 @@ def _train_and_kill_the_server(config: Config, killed: str) -> str:
     return description
 
 
+@needs("vllm")
+def test_a_replica_that_dies_idle_is_noticed(
+    files: Path, tmp_path: Path, forked_vllm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Just before the server is to sleep: vLLM stops listening, and neither answers nor ends. The call is given up
+    before `sync_timeout_s`, which this test would not outlive, and the server is started again for the next sync as one
+    that has ended is, and not as one that has been silent for long."""
+    said = heard()
+    monkeypatch.setattr(member, "HUNG_S", math.inf)
+    forked = {"rollout__servers__python": str(forked_vllm), "rollout__servers__colocate": "true"}
+    config = job_config(
+        files,
+        tmp_path / "run",
+        rollout__limits__max_concurrent_sequences=64,
+        **local_settings("vllm", *REPLICAS["vllm"]) | forked,
+    )
+    job, reference = prepare_job(config, 1), Reference(files / "model", 5)
+    with contextlib.closing(ServerEngine(config, job.architecture, job.tokenizer)) as engine:
+        server = _only_server(engine)
+        engine.rest()
+        engine.load_weights(reference.weights)
+        before = _group(server, config.rollout)
+        _killer(server, config.rollout)()
+        engine.rest()
+        assert [state.partition(":")[0] for state in engine.health().values()] == ["out"]
+        engine.load_weights(reference.weights)
+        assert engine.health() == {server.url: "live"} and _group(server, config.rollout) != before
+        assert any("it is started again" in line for line in said)
+        requests = [Request(prompts_of(config)[0], index, 1) for index in range(8)]
+        completions = engine.generate(requests, Sampling(12, 1.0, 0))
+        assert reference.difference(requests, completions).max() < 1e-3
+
+
 def _killer(server: LaunchedServer, rollout: RolloutConfig) -> Callable[[], None]:
     """Of all of SGLang's; of vLLM's second replica, with which vLLM ends the others and itself."""
     if rollout.engine == "sglang":
@@ -162,8 +198,8 @@ def every_call_reaches_every_replica(engine: Any, config: Config) -> None:
         load_from_disk, join_group, receive   what each computes; receive_shared, begin_update, end_update: training did
         weights_version, checksums            both answer
     """
-    [member] = engine._fleet.members
-    server, http = member.server, member.server.http
+    [asked] = engine._fleet.members
+    server, http = asked.server, asked.server.http
     assert server.replicas == 2 and len(server.describe(timeout_s=60).devices) == 2
     for call, arguments, path, expected in (
         (server.pause, ("finish",), "/is_paused", True),
@@ -181,12 +217,12 @@ def every_call_reaches_every_replica(engine: Any, config: Config) -> None:
         (4, BroadcastChannel(engine._fleet, "gloo", 1 << 20, 60)),
     ):
         reference, version = Reference(Path(config.model.hf_path), seed), f"{engine._sync.run}.{engine._sync.version}"
-        assert channel.push(reference.weights(), [member], version) == [member]
+        assert channel.push(reference.weights(), [asked], version) == [asked]
         channel.close()
         assert server.weights_version(timeout_s=60) == version
         assert [len(differing(_digests(reference), held)[0]) for held in server.checksums(timeout_s=60)] == [0, 0]
         answers = ask_for_canary(engine._fleet, work.groups, work.expected, 60)
-        assert [name for name, _ in answers] == [f"{member.name} (replica {replica} of 2)" for replica in range(2)]
+        assert [name for name, _ in answers] == [f"{asked.name} (replica {replica} of 2)" for replica in range(2)]
         for _, sampled in answers:
             for one in sampled:
                 right = reference.logprobs(requests[0].prompt.token_ids, one.token_ids.tolist())

@@ -30,7 +30,7 @@ from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.server_process import LaunchedServer, stop_all
-from dppo_megatron.rollout.servers.wire import AttemptFailed, Completed, Event, Submit
+from dppo_megatron.rollout.servers.wire import AttemptFailed, Completed, Event, GenerateRequest, Submit
 from dppo_megatron.spans import Spans, recorded_by
 from dppo_megatron.types import RunAborted
 
@@ -132,6 +132,30 @@ def test_a_server_is_given_as_many_completions_as_it_runs(counts: Sequence[int])
         first += count
     assert most[0] <= max(limit, *counts) and most[0] >= first
     assert nothing_in_flight(fleet)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 12), st.integers(1, 40))
+def test_a_group_is_spread_over_the_servers(counts: list[int], servers: int, prompt: int) -> None:
+    """Each completion is asked for once, with its own id and seed, a group after the other, in as many equal parts as
+    there are servers, but for the last; in fewer where a part would not be 8 tokens for each that its server reads."""
+    world, each = World(), 16
+    fleet = world.fleet(min(servers, 8))
+    work = work_of([GenerateRequest(f"1-{i}-0", (1,) * prompt, n, 100 * i, each) for i, n in enumerate(counts)])
+    work.spread(len(world.servers))
+    list(dispatch(fleet, work))
+    asked = [
+        (ask.index, ask.first + place, ask.group.seed + place)
+        for ask in world.asked
+        for place in range(ask.group.count)
+    ]
+    assert sorted(asked) == [(i, place, 100 * i + place) for i, n in enumerate(counts) for place in range(n)]
+    assert all(ask.group.request_id == f"1-{ask.index}-{ask.first}" for ask in world.asked)
+    assert [ask.index for ask in world.asked] == sorted(ask.index for ask in world.asked)
+    for index, count in enumerate(counts):
+        parts = [ask.group.count for ask in world.asked if ask.index == index]
+        assert len(parts) <= len(world.servers) and min(parts[:-1], default=0) == max(parts[:-1], default=0)
+        assert parts == [count] or min(parts[:-1]) * each >= 8 * prompt
+        assert prompt > 2 * -(-count // len(world.servers)) or max(parts) == -(-count // len(world.servers))
 
 
 def test_no_more_groups_than_sockets() -> None:
@@ -588,6 +612,8 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
     world.reply = reply
     may = {name: data.draw(st.booleans()) for name in ("may_lose", "may_split")}
     fleet, work = world.fleet(servers, request_timeout_s=600.0, engine_wait_s=30.0), work_of(groups(*counts), **may)
+    if work.may_split:
+        work.spread(data.draw(st.integers(1, 4)))
     landed: list[int] = []
     try:
         while not work.is_complete:

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines.rig import Rig, requests, run, sync
-from support.engines.stub import Asked, StubServers, answer_to, completion, good
+from support.engines.stub import Asked, Behaviour, StubServers, answer_to, completion, good
 from support.hooks import ForgetfulHook, RaisingHook
 from support.job import job_config
 from support.launch import run_ranks
@@ -352,8 +352,21 @@ def _generate(config: Config, two_nodes: bool) -> tuple[dict[int, Completion], i
 @pytest.mark.parametrize(("ranks", "two_nodes"), [(1, False), (3, False), (4, True)])
 def test_every_rank_holds_a_share(files: Path, tmp_path: Path, ranks: int, two_nodes: bool) -> None:
     """On one machine through one client, and as two machines of two ranks through two, the second one's over TCP:
-    every completion is held by one rank, a prompt's by the same, and is what its seed draws."""
-    with StubServers({"a": good, "b": good}) as stubs:
+    every completion is held by one rank, a prompt's by the same, and is what its seed draws. Through one client a
+    prompt's are spread over the servers, and a part of them that is refused costs no more."""
+    asked_of: dict[tuple[int, int], list[str]] = {}
+
+    def behaving(server: str) -> Behaviour:
+        async def behave(one: Asked) -> None:
+            step, prompt, first = map(int, one.body["request_id"].split(".")[0].split("-"))
+            if prompt == 7 or (prompt, first) == (4, 2):
+                return await one.reply("too long", "400 Bad Request")
+            asked_of.setdefault((step, prompt), []).append(server)
+            await good(one)
+
+        return behave
+
+    with StubServers({"a": behaving("a"), "b": behaving("b")}) as stubs:
         values = {"rollout__servers__endpoints": f"[{stubs.url('a')},{stubs.url('b')}]", "rollout__engine": "vllm"}
         if two_nodes:  # another name for loopback, which is not taken for rank 0's alone
             values = {name: value.replace("127.0.0.1", "127.0.0.2") for name, value in values.items()}
@@ -369,9 +382,16 @@ def test_every_rank_holds_a_share(files: Path, tmp_path: Path, ranks: int, two_n
     assert all(mine for mine in prompts), "each rank of each node has some"
     asked = [Request(Prompt(i, "", (2, 3), "", ""), c, 2) for i in range(10) for c in range(3)]
     groups, places = grouped(asked, Sampling(LIMIT, 1.0, 0), 3)
+    together = ["a"], ["b"]
+    spread = [servers not in together for (_, prompt), servers in asked_of.items() if prompt != 4]
+    assert len(spread) == 16 and (not any(spread) if two_nodes else all(spread))
+    missing = {21, 22, 23} if two_nodes else {14, 21, 22, 23}
     for share, _ in shares:
         for position, one in share.items():
             group = groups[position // 3]
+            if position in missing:
+                assert one.finish_reason == "abort" and not len(one.token_ids)
+                continue
             tokens, logprobs, reason = completion(group.seed + position % 3, LIMIT)
             assert one.token_ids.tolist() == tokens and one.finish_reason == reason
             np.testing.assert_allclose(one.logprobs, logprobs, rtol=1e-6)

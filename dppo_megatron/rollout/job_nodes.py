@@ -52,12 +52,12 @@ class JobServers:
         return gather_all([Launched(one.url, one.api_key, one.node, one.visible_devices) for one in self.here])
 
     def restart(self, hanging: Collection[str]) -> dict[str, str]:
-        """Start those again that have ended, and those whose address is in `hanging`. Returns why, by address, on every
-        rank."""
+        """Start those again that have ended or no longer listen, and those whose address is in `hanging`. Returns why,
+        by address, on every rank."""
         why = {}
         for server in self.here:
             hangs = server.is_running
-            if hangs and server.url not in hanging:
+            if hangs and not server.has_closed() and server.url not in hanging:
                 continue
             try:
                 server.start()

@@ -19,6 +19,7 @@ import math
 import pickle
 import secrets
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, suppress
@@ -166,7 +167,10 @@ class ServerEngine(Engine):
         """Begin generating in the background, behind what was started of earlier steps."""
         self._started.append(_Started(*self._plan(requests, sampling, next(self._numbers))))
         if self._head is not None:
-            self._head.background.begin(self._started[-1].work)
+            work = self._started[-1].work
+            if work.may_split:
+                work.spread(len(self._fleet.live))
+            self._head.background.begin(work)
 
     def finish(self) -> dict[int, Completion]:
         """Wait for what was started of the earliest step. The completions are those that this node's client has taken
@@ -179,13 +183,18 @@ class ServerEngine(Engine):
             if self._head is not None:
                 self._head.background.go_on()
         found = self._take(first.work, first.places)
+        lost = from_rank_zero(lambda: first.work.missing)
+        of_group = Counter(group for group, _ in lost)
+        for (group, position), why in lost.items():
+            places = first.places[group]
+            nobodys = of_group[group] == len(places)
+            # who has the rest of a group has what is missing of it; that may have been aborted, and be here
+            if any(place in found for place in places) or (nobodys and self._head is not None):
+                missing = Completion(np.empty(0, np.int64), np.empty(0, np.float32), "abort", "")
+                if found.setdefault(places[position], missing) is missing:
+                    self._grades[places[position]] = Grade(math.nan, failure=f"not sampled: {why}")
         if self._head is not None:
             self._count(first.work)
-            whole = {index: why for index, why in first.work.lost.items() if index not in first.work.parts}
-            for index, why in whole.items():
-                missing = Completion(np.empty(0, np.int64), np.empty(0, np.float32), "abort", "")
-                found |= dict.fromkeys(first.places[index], missing)
-                self._grades |= dict.fromkeys(first.places[index], Grade(math.nan, failure=f"not sampled: {why}"))
         return dict(sorted(found.items()))
 
     def take_grades(self) -> dict[int, Grade]:

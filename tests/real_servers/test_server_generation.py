@@ -181,18 +181,29 @@ def _note_asks(engine: ServerEngine, note: Callable[[Submit], None]) -> None:
 
 
 def test_both_servers_share_the_load(served: Served, tmp_path: Path) -> None:
-    """Balanced by outstanding tokens: of equal groups each server gets half, give or take one a server."""
-    config = served.config(tmp_path)
+    """Balanced by outstanding tokens: of equal groups each server gets half, give or take one a server, and of the long
+    answers of a group too, which are those that one server alone would have given."""
+    config, reference = served.config(tmp_path), Reference(served.files / "model", 1)
     engine, asked = served.engine(config), dict.fromkeys((server.url for server in served.servers), 0)
-    engine.load_weights(Reference(served.files / "model", 1).weights)
+    engine.load_weights(reference.weights)
+    requests, parts = requests_for(prompts_of(config)[:24]), dict[int, list[tuple[str, int]]]()
 
     def note(ask: Submit) -> None:
         asked[ask.server] += 1
+        parts.setdefault(ask.index, []).append((ask.server, ask.group.count))
 
     _note_asks(engine, note)
-    engine.generate(requests_for(prompts_of(config)[:24]), Sampling(1, 1.0, 0))
+    engine.generate(requests, Sampling(1, 1.0, 0))
     assert sum(asked.values()) == 24 and min(asked.values()) >= 8
     assert engine.health() == dict.fromkeys(asked, "live")
+    parts.clear()
+    requests = requests[: 12 * 8]  # there is room for all at once: later ones go where there is some again
+    spread = engine.generate(requests, Sampling(LONG, 1.0, 0))
+    assert reference.difference(requests, spread).max() < 1e-3
+    assert [sorted(of) for of in parts.values()] == [sorted((url, 4) for url in asked)] * 12
+    alone = served.engine(served.config(tmp_path / "alone", count=1))
+    alone.load_weights(reference.weights)
+    assert served.same(spread, alone.generate(requests, Sampling(LONG, 1.0, 0)))
 
 
 def test_sampling_means_the_same_as_on_hf(served: Served, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ The rules:
 - A group goes to the live server or router with the fewest outstanding tokens, of those with room for its completions:
   `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight.
   It is for one engine: a server of four data-parallel replicas has room for four times as many.
+- A group of training is asked for in parts, one for each live server (`Work.spread`): completions of a hard prompt are
+  long together, and whoever had all of them would end last.
 - Groups of a server that has gone out are queued again, and only the first answer to each is kept. With a seed (vLLM)
   the second attempt samples the same completion, so a failure does not favour short ones; without, `Work.resent`.
 - Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
@@ -29,8 +31,6 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-
-import msgspec
 
 from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.engine import Request, Sampling
@@ -54,6 +54,8 @@ _ANSWER_S = 30.0
 _MOST_FAILURES = 4
 """Answers to one request that went wrong, on any server: then it is the request. Attempts that are lost because another
 one's failure has marked their server out do not count."""
+_TOKENS_PER_READ = 8
+"""Tokens that a part of a group may generate, at least, for each of its prompt's, which its server reads for it."""
 _MOST_ABORTS = 8
 """A weight sync with in_flight=abort ends a request once; after eight aborts the server is at fault."""
 BUSY = (408, 429, 503)
@@ -126,7 +128,7 @@ class Work:
     """The groups of one rollout and what has come back; survives a `NeedsWeights`."""
 
     groups: list[GenerateRequest]
-    """With what was asked for again of a group, behind them."""
+    """With the other parts of each, and what was asked for again, behind them."""
     expected: Expected
     prompts: Sequence[bytes] = ()
     """For the grading hook, one a group; empty: nothing is graded."""
@@ -154,7 +156,7 @@ class Work:
     completions_aborted: int = 0
     """Completions that were asked for again for it."""
     parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """What was asked for again -> the group that it completes, and the position there of its first completion."""
+    """What is asked for beside a group's first part -> the group, and the position there of its first completion."""
     may_split: bool = False
     """One client asks all servers, so it holds what there is of a group already."""
     lost: dict[int, str] = field(default_factory=dict)
@@ -169,6 +171,23 @@ class Work:
     stragglers_ended: bool = False
     """The straggler rule has aborted the rest."""
     stragglers_aborted: int = 0
+
+    def spread(self, servers: int) -> None:
+        """Have each group asked for in equal parts, one for each of `servers`, or fewer: see `_TOKENS_PER_READ`. What
+        is asked for together shares a prefill; every completion has its own seed, so that none changes."""
+        for index, group in enumerate(tuple(self.groups)):
+            least = math.ceil(_TOKENS_PER_READ * len(group.prompt_ids) / group.max_tokens)
+            count = min(group.count, max(math.ceil(group.count / max(1, servers)), least))
+            self.groups[index] = group.part(0, count)
+            for first in range(count, group.count, count):
+                self.parts[len(self.groups)] = index, first
+                self.groups.append(group.part(first, min(count, group.count - first)))
+
+    @property
+    def missing(self) -> dict[tuple[int, int], str]:
+        """(group, position there) of each completion that was asked for in vain, and why."""
+        parts = [(*self.part_of(index), self.groups[index].count, why) for index, why in self.lost.items()]
+        return {(whole, place): why for whole, first, count, why in parts for place in range(first, first + count)}
 
     def part_of(self, index: int) -> tuple[int, int]:
         """The group, and the position there of the first completion, of what is asked for under `index`."""
@@ -249,7 +268,8 @@ class Dispatch:
             self._cancel(tickets)
         for work in [one for one in list(self._works) if one not in self._open and one.is_wanted]:
             over = work.done.keys() | work.lost.keys()
-            work.pending = deque(index for index in range(len(work.groups)) if index not in over)
+            wanted = (index for index in range(len(work.groups)) if index not in over)
+            work.pending = deque(sorted(wanted, key=work.part_of))
             self._open.append(work)
         for work in [one for one in self._open if one.is_complete and one not in dropped]:
             work.finished.set_result(None)
@@ -392,13 +412,11 @@ class Dispatch:
     def _ask_for_rest(self, attempt: _Attempt, places: Sequence[int]) -> None:
         work, group = attempt.work, attempt.work.groups[attempt.index]
         whole, first = work.part_of(attempt.index)
-        stem, _, number = group.request_id.rpartition("-")
         for place in places:
             work.pending.append(index := len(work.groups))
             work.parts[index], work.first_asked[index] = (whole, first + place), work.first_asked[attempt.index]
             work.aborts[index] = work.aborts[attempt.index]
-            name, seed = f"{stem}-{int(number) + place}", group.seed + place
-            work.groups.append(msgspec.structs.replace(group, request_id=name, count=1, seed=seed))
+            work.groups.append(group.part(place, 1))
             if not attempt.member.server.dialect.seeded:
                 work.resent.add(whole)
 

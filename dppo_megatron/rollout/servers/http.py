@@ -12,6 +12,8 @@ Beyond aiohttp:
 - An answer has a size that it may not pass, and only 2xx is success: a redirect is a wrong address, not weights.
   Nothing is decompressed: a small answer can unpack to gigabytes.
 - A server that closes an idle connection has not failed (`Stale`).
+- A call of `Http` ends when the server no longer listens. vLLM (0.32.0) stops listening when one of its engines has
+  died, and then waits for good for what that engine was asked.
 - The other end of a new connection proves that it has the server's key before anything is sent to it. Anybody can read
   a launched server's port in its command line before it is bound; another user's program that binds it first would get
   the key with the first health probe, and its completions would be trained on. A connection stays with the process
@@ -30,9 +32,10 @@ import json
 import math
 import os
 import secrets
+import socket
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -57,6 +60,8 @@ ERROR_BYTES = 64 << 10
 _LARGEST_PROOF = 8192
 _IDLE_S = 4.0
 """uvicorn, which both engines use, closes connections that have been idle for five seconds."""
+_LOOK_S = 1.0
+"""Between two looks at whether a server that has not answered yet still listens."""
 _READERS = 8
 """Answers that are read at a time."""
 _PATIENCE_S, _SLOW_BYTES = 0.5, 256 << 10
@@ -286,7 +291,8 @@ class Http:
 
     def _request(self, method: str, path: str, body: bytes | None, timeout_s: float, max_bytes: int) -> bytes:
         async def answer() -> bytearray:
-            return await self._connected().repeat(self._peer, method, path, body, max_bytes, timeout_s)
+            asked = self._connected().repeat(self._peer, method, path, body, max_bytes, timeout_s)
+            return await _while_it_listens(asked, self.url, path)
 
         with self._lock:
             call = asyncio.run_coroutine_threadsafe(answer(), _loop_of(os.getpid()))
@@ -310,6 +316,27 @@ class Http:
                 self._transport.know(self._peer)
                 self._drop = weakref.finalize(self, _close, self._transport)
             return self._transport
+
+
+def listens(url: str) -> bool:
+    """Whether connections to `url` are taken. Where that is slow to be seen, they are."""
+    try:
+        socket.create_connection(_place(url), _LOOK_S).close()
+    except OSError as error:
+        return not isinstance(error, ConnectionRefusedError)
+    return True
+
+
+async def _while_it_listens(asked: Coroutine[Any, Any, bytearray], url: str, path: str) -> bytearray:
+    """The answer to a request. Raises Unreachable if it is still open while nobody listens at `url` any more."""
+    asking = asyncio.ensure_future(asked)
+    try:
+        while not (await asyncio.wait([asking], timeout=_LOOK_S))[0]:
+            if not await asyncio.to_thread(listens, url) and not asking.done():
+                raise Unreachable(f"{url}{path}: no answer, and it no longer listens")
+        return asking.result()
+    finally:
+        asking.cancel()
 
 
 @functools.cache
@@ -382,7 +409,7 @@ async def _is_proven(made: Any, key: str) -> bool:
 
 def _place(url: str) -> tuple[str | None, int]:
     parts = urlsplit(url)
-    return parts.hostname, parts.port or 80
+    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
 @contextlib.asynccontextmanager

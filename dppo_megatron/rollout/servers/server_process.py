@@ -29,7 +29,7 @@ from dppo_megatron.distributed import loopback_interface
 from dppo_megatron.files import append_to, make_directory
 from dppo_megatron.rollout.fp8_weights import check_split, quantized_arguments
 from dppo_megatron.rollout.servers.connect import ROUTED_EXPERTS, configured_key
-from dppo_megatron.rollout.servers.http import hidden
+from dppo_megatron.rollout.servers.http import hidden, listens
 from dppo_megatron.rollout.servers.sglang import draft_ladder, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import vllm_command, vllm_environment
 from dppo_megatron.types import UserError
@@ -65,6 +65,8 @@ class LaunchedServer:
     port: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _reserved: socket.socket | None = field(default=None, init=False)
+    _has_listened: bool = field(default=False, init=False)
+    """Since its last start, when somebody looked."""
 
     @property
     def visible_devices(self) -> str | None:
@@ -85,12 +87,19 @@ class LaunchedServer:
     def is_running(self) -> bool:
         return self.exit_code is None
 
+    def has_closed(self) -> bool:
+        """Whether it has listened and does so no more: vLLM's front end without one of its engines, see `http.py`."""
+        now = listens(self.url)
+        closed, self._has_listened = self._has_listened and not now, now
+        return closed
+
     def start(self) -> None:
         """Start it, again on the same port if it has run before; what still runs of it is ended first.
 
         Raises:
             UserError: the address is not this machine's, the log cannot be written, or the interpreter is not there.
         """
+        self._has_listened = False
         if self.process is not None and self.is_running:
             stop_all([self])
         if self._reserved is None:

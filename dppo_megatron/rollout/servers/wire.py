@@ -51,6 +51,12 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     experts: ExpertChoices | None = None
     """The experts that tokens are sent to are wanted, in this form."""
 
+    def part(self, first: int, count: int) -> GenerateRequest:
+        """`count` of its completions, with the ids and seeds that they have in it."""
+        stem, _, number = self.request_id.rpartition("-")
+        name, seed = f"{stem}-{int(number) + first}", self.seed + first
+        return msgspec.structs.replace(self, request_id=name, count=count, seed=seed)
+
     @property
     def cost(self) -> int:
         """Tokens that it may come to."""
