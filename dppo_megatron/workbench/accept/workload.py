@@ -33,8 +33,7 @@ def shape_named(name: str) -> Shape:
     """One of `SHAPES`, or the config.json in a directory of this name."""
     if name in SHAPES:
         return SHAPES[name]
-    values: Shape = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
-    return values
+    return dict(json.loads((Path(name) / "config.json").read_text(encoding="utf-8")))
 
 
 def _tiny(hidden: int, ffn: int, layers: int, vocabulary: int, **other: Any) -> Shape:
@@ -72,8 +71,7 @@ def peak_flops(device_name: str) -> float | None:
 def hf_config(shape: Shape) -> PretrainedConfig:
     """The transformers configuration of a shape."""
     [family] = shape.get("architectures", [QWEN3_MOE if "num_experts" in shape else QWEN3])
-    values = {key: value for key, value in shape.items() if key != "model_type"}
-    return CONFIG_MAPPING[MODEL_TYPES[family]](**values | {"architectures": [family]})
+    return CONFIG_MAPPING[MODEL_TYPES[family]](**shape | {"architectures": [family]})
 
 
 def architecture_of(shape: Shape) -> Architecture:
@@ -100,17 +98,15 @@ class RandomWeights:
         return torch.ones(shape) if len(shape) == 1 else self._normal(name, 0.02)
 
     def _normal(self, name: str, deviation: float) -> Tensor:
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()) + self._seed)
-        drawn = torch.empty(self._shapes[name], device=self._device).normal_(0.0, deviation, generator=generator)
-        return drawn.cpu()
+        generator, empty = torch.Generator(self._device), torch.empty(self._shapes[name], device=self._device)
+        generator.manual_seed(zlib.crc32(name.encode()) + self._seed)
+        return empty.normal_(0.0, deviation, generator=generator).cpu()
 
 
 class LivelyWeights(RandomWeights):
-    """Of a model that shows what is computed otherwise: embeddings and what layers add are of one size, attention
-    chooses, and no norm or bias is neutral."""
+    """Mistakes show: embeddings and what layers add are of one size, attention chooses, no norm or bias is neutral."""
 
     def __call__(self, name: str) -> Tensor:
-        """The full tensor, float32."""
         shape = self._shapes[name]
         if len(shape) == 1:
             return (0.0 if self._is_gemma or "norm" not in name else 1.0) + self._normal(name, 0.1)
