@@ -22,7 +22,7 @@ from support.processes import patient, running
 from dppo_megatron.progress import shown_by, unshown
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.accept import runner
-from dppo_megatron.workbench.accept.bars import STEPS
+from dppo_megatron.workbench.accept.bars import FAMILIES, STEPS
 from dppo_megatron.workbench.accept.record import Ran, Record, read_figures, read_record, write_page
 from dppo_megatron.workbench.cli import main
 
@@ -204,13 +204,17 @@ def test_the_page_has_every_figure_and_loads_nothing(tmp_path: Path) -> None:
     assert "the device is on fire" in page
 
 
-def _far_from_references() -> dict[str, float]:
+def _far_from_references(dtype: str, models: tuple[str, ...], change: dict[str, Any] | None = None) -> Any:
+    """Of local layers; with values of config.json changed, of what is another model."""
     import torch
 
     from dppo_megatron.config.schema import LayoutConfig
-    from dppo_megatron.workbench.accept.parity import differences, measure
+    from dppo_megatron.workbench.accept.parity import MODELS, differences, measure
 
-    return differences(measure("mixture", LayoutConfig(), torch.float32, "local"), "mixture")
+    for model in models:
+        MODELS[model] = MODELS[model] | (change or {})
+    found = {name: measure(name, LayoutConfig(), getattr(torch, dtype), "local") for name in models}
+    return {name: differences(one, name) for name, one in found.items()}
 
 
 @pytest.mark.slow
@@ -219,8 +223,73 @@ def test_the_references_are_what_the_script_makes() -> None:
     three times as high (`bars._parity`); 1.1e-5 was seen there on one CPU."""
     size = len((files("dppo_megatron.workbench.accept") / "assets" / "references.npz").read_bytes())
     assert size < 100_000
-    (far,) = run_ranks(_far_from_references, 1)
-    assert far and all(value < (3e-5 if name == "after" else 1e-5) for name, value in far.items()), far
+    (far,) = run_ranks(_far_from_references, 1, "float32", ("mixture", *FAMILIES), timeout_s=600)
+    for model, values in far.items():
+        assert all(value < (3e-5 if name == "after" else 1e-5) for name, value in values.items()), (model, values)
+
+
+@pytest.mark.slow
+def test_bfloat16_of_a_cpu_meets_the_bars_of_the_families() -> None:
+    """A third of the log-probabilities' bar, which is where it comes from, give or take a fifth."""
+    (far,) = run_ranks(_far_from_references, 1, "bfloat16", tuple(FAMILIES), timeout_s=600)
+    assert far.keys() == FAMILIES.keys()
+    for model, values in far.items():
+        assert 0.2 < values["before"] / FAMILIES[model] < 0.4, (model, values)
+        assert values["after"] < 3 * FAMILIES[model] and values["grad_norm"] < 0.03, (model, values)
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "no YaRN": ("yarn", {"rope_parameters": ROPE}),
+    "one position more in the window": ("gemma3", {"sliding_window": 25}),
+    "one base": ("gemma3", {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}),
+    "all of a head turns": ("glm4", {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}),
+    "shares that are normalized": ("qwen2_moe", {"norm_topk_prob": True}),
+    "another scale of the shares": ("glm4_moe", {"routed_scaling_factor": 1.3}),
+    "no YaRN in the softmax's scale": (
+        "deepseek_v3",
+        {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 40.0} | {"original_max_position_embeddings": 64}},
+    ),
+    "no groups of experts": ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "wrong", [pytest.param(one, marks=[pytest.mark.long] * (at % 3 > 0)) for at, one in enumerate(WRONG)]
+)
+def test_a_wrong_model_misses_its_bar(wrong: str) -> None:
+    """Or passing would say nothing: in float32, so by the mistake alone."""
+    model, change = WRONG[wrong]
+    (far,) = run_ranks(_far_from_references, 1, "float32", (model,), change)
+    assert far[model]["before"] > 2 * FAMILIES[model], far
+
+
+def test_what_one_family_lacks_is_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are measured all the same."""
+    from dppo_megatron.workbench.accept import parity
+
+    def compare(sheet: runner.Sheet, case: str, *_: object) -> None:
+        if case == "glm4":
+            raise ValueError("no kernel")
+        sheet.note(f"{case}_before", 0.001)
+
+    monkeypatch.setattr(parity, "_compare", compare)
+    (step,) = (one for one in STEPS if one.name == "families")
+    with pytest.raises(RuntimeError, match="glm4: ValueError: no kernel"):
+        runner.measure(runner.Sheet(step, tmp_path, cuda=True, model="", server_python=""))
+    assert set(read_figures(tmp_path)) == {f"{model}_before" for model in FAMILIES} - {"glm4_before"}
+
+
+@pytest.mark.slow
+def test_replay_on_a_cpu_for_real(tmp_path: Path) -> None:
+    """With the embedded engine, in the step's own process."""
+    options = json.dumps(OPTIONS | {"cuda": False})
+    command = [sys.executable, "-m", runner.CHILD, "servers-experts", str(tmp_path), options]
+    subprocess.run(command, check=True, timeout=patient(300))
+    found = read_figures(tmp_path)
+    assert found["steps"]["value"] == 3 and found["mismatch"]["value"] < 1e-4
+    assert found["replay"]["value"] > 5 and "embedded" in found["replay"]["note"]
 
 
 def _tiny(name: str, directory: Path) -> None:

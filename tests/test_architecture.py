@@ -131,7 +131,8 @@ def test_a_package_stays_within_its_lines(name: str, package: Path, most_lines: 
     """Growth is a decision: the number in docs/architecture.md is raised in the same change, for all to see."""
     root = package / name
     files = [path for path in root.rglob("*") if path.is_file()] if root.is_dir() else [root.with_suffix(".py")]
-    lines = sum(path.read_bytes().count(b"\n") for path in files if "__pycache__" not in path.parts)
+    text = [path for path in files if "__pycache__" not in path.parts and path.suffix != ".npz"]  # arrays have none
+    lines = sum(path.read_bytes().count(b"\n") for path in text)
     assert 0 < lines <= most_lines, f"{name} has {lines} lines, docs/architecture.md allows {most_lines}"
 
 

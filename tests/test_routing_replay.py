@@ -296,9 +296,11 @@ def _experts() -> list[np.ndarray]:
     return [rng.random(shape).argsort(-1)[..., :3].astype(np.uint8) for shape in shapes]
 
 
-def _packed(experts: Sequence[np.ndarray | None], reasons: Sequence[str] = ("stop", "stop")) -> bytes:
+def _packed(
+    experts: Sequence[np.ndarray | None], reasons: Sequence[str] = ("stop", "stop"), version: str = "1", short: int = 0
+) -> bytes:
     """The answer of our path in vLLM to GROUP."""
-    spans = [[{"version": "1", "start": 0, "end": len(tokens)}] for tokens in TOKENS]
+    spans = [[{"version": version, "start": 0, "end": len(tokens) - short}] for tokens in TOKENS]
     heads = [{"id": f"r/{i}", "finish_reason": reasons[i], "weight_versions": spans[i]} for i in range(len(TOKENS))]
     rows = [(head, tokens, [-1.0] * len(tokens)) for head, tokens in zip(heads, TOKENS, strict=True)]
     return dppo_arrays.packed(rows, experts)
@@ -361,6 +363,13 @@ def test_wrong_experts_are_refused(engine: str, spoil: Any, message: str, monkey
     """At our path or by the trainer; never something to train on."""
     with pytest.raises((BadAnswer, ValueError), match=message):
         _read(_answered(engine, [spoil(one) for one in _experts()], monkeypatch))
+
+
+def test_experts_of_other_weights_are_refused() -> None:
+    """They come with the weights version of every token that was sampled as they were, one row a token."""
+    for version, short, message in (("0", 0, "not this rollout's"), ("1", 1, "weights versions for 2 of 3 tokens")):
+        with pytest.raises(BadAnswer, match=message):
+            _read(_packed(_experts(), version=version, short=short))
 
 
 def test_an_aborted_completion_needs_no_experts() -> None:

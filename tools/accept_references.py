@@ -1,4 +1,4 @@
-"""Writes the references of `dppo-megatron accept`: `python tools/accept_references.py FILE`, on a CPU (10 s)."""
+"""Writes the references of `dppo-megatron accept`: `python tools/accept_references.py FILE`, on a CPU (40 s)."""
 
 from __future__ import annotations
 

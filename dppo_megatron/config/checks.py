@@ -124,11 +124,17 @@ def _check_actor(config: Config) -> None:
             "objective.kl.reference_path: with actor.lora the reference is the model without its adapters, or what SFT"
             " made of them; leave it empty"
         )
-    drafting = config.rollout.speculation.method
+    rollout, drafting = config.rollout, config.rollout.speculation.method
     if actor.routing_replay == "engine" and drafting != "none":
         raise UserError(
             f"actor.routing_replay = engine with rollout.speculation.method = {drafting}: nobody has checked that the"
             " experts of rejected drafts are left out; replay the actor's own with actor.routing_replay = actor"
+        )
+    goes_on = rollout.engine == "sglang" and rollout.async_steps and rollout.sync.in_flight == "continue"
+    if actor.routing_replay == "engine" and goes_on:
+        raise UserError(
+            "actor.routing_replay = engine with rollout.sync.in_flight = continue: what goes on through a sync SGLang"
+            " reads again, and its experts are then of other weights; replay the actor's with routing_replay = actor"
         )
     if actor.layout.virtual_pipeline > 1 and actor.layout.pipeline_parallel == 1:
         raise UserError(

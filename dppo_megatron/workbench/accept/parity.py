@@ -1,7 +1,7 @@
 """The actor of this machine against float32 on a CPU: the same weights and samples, log-probabilities and gradients.
 
 The references are stored: what is compared is this machine with the one that wrote them, so that a change of the CPU's
-numbers is seen as well. `tools/accept_references.py` makes them again (10 s of CPU).
+numbers is seen as well. `tools/accept_references.py` makes them again (40 s of CPU).
 """
 
 from __future__ import annotations
@@ -16,19 +16,46 @@ import torch
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import build_layout, start_process_group
 from dppo_megatron.algorithms.objectives import clipped_surrogate
-from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
+from dppo_megatron.config.schema import ActorConfig, LayoutConfig, LoraConfig
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.platform.capabilities import LayerSpec
+from dppo_megatron.weights.config_keys import DEEPSEEK, GEMMA3, GLM4, GLM4_MOE, QWEN2_MOE
+from dppo_megatron.workbench.accept.bars import FAMILIES
 from dppo_megatron.workbench.accept.runner import Sheet
-from dppo_megatron.workbench.accept.workload import TEN_MILLION, RandomWeights, Shape, architecture_of
+from dppo_megatron.workbench.accept.workload import TEN_MILLION, LivelyWeights, RandomWeights, Shape, architecture_of
 from dppo_megatron.workbench.random_samples import SampleLengths, random_samples
 
 _DENSE: Shape = TEN_MILLION | {"num_hidden_layers": 4}
+_MIXTURE = _DENSE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
+_SIGMOID = {"n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 192, "first_k_dense_replace": 1}
+_SIGMOID |= {"num_experts_per_tok": 4, "num_nextn_predict_layers": 0}
+_ROPE: Shape = {"rope_type": "default", "rope_theta": 1e4}
+_HALF = {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}}
+_YARN = _ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+_GEMMA: Shape = {"sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64}
+_GEMMA |= {"rope_parameters": {"full_attention": _LINEAR, "sliding_attention": _ROPE}}
+_LATENT: Shape = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+_LATENT |= {"v_head_dim": 128, "num_key_value_heads": 4, "n_group": 4, "topk_group": 2}
+_FAR = _YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+_LATENT |= {"max_position_embeddings": 2560, "rope_parameters": _FAR}
+_GATED = {"norm_topk_prob": False, "shared_expert_intermediate_size": 384}
 MODELS: dict[str, Shape] = {
     "dense": _DENSE,
-    "mixture": _DENSE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192},
+    "mixture": _MIXTURE,
+    "yarn": _DENSE | {"rope_parameters": _YARN, "max_position_embeddings": 256},
+    "adapters": _DENSE,
+    "gemma3": _DENSE | _GEMMA | {"architectures": [GEMMA3]},
+    "glm4": _DENSE | _HALF | {"architectures": [GLM4], "pad_token_id": None, "eos_token_id": 1},
+    "qwen2_moe": _MIXTURE | _GATED | {"architectures": [QWEN2_MOE]},
+    "adapters_moe": _MIXTURE,
+    "glm4_moe": _DENSE | _SIGMOID | _HALF | {"architectures": [GLM4_MOE], "use_qk_norm": True, "attention_bias": True},
+    "deepseek_v3": _DENSE | _SIGMOID | _LATENT | {"architectures": [DEEPSEEK]},
 }
+"""Samples are longer than a window of `gemma3` and than the original length under YaRN. Heads of `deepseek_v3` are as
+wide as the published ones, for which Transformer Engine's kernels are made."""
+_LORA = {"adapters": LoraConfig(rank=8), "adapters_moe": LoraConfig(rank=8, experts=True)}
 _LAYOUTS: dict[str, tuple[str, LayoutConfig]] = {
     "dp2": ("dense", LayoutConfig()),
     "tp2": ("dense", LayoutConfig(tensor_parallel=2)),
@@ -46,6 +73,19 @@ def against_references(sheet: Sheet, spec: LayerSpec, *dtypes: str) -> None:
     for dtype in dtypes:
         if dtype == "float32" or sheet.cuda:  # a CPU rounds bfloat16 differently from a device
             _compare(sheet, f"{dtype} {spec}", "dense", LayoutConfig(), getattr(torch, dtype), spec)
+
+
+def families(sheet: Sheet) -> None:
+    """What families have beyond Qwen3, in Transformer Engine's layers; without CUDA in local ones and float32."""
+    how: tuple[torch.dtype, LayerSpec] = (torch.bfloat16, "te") if sheet.cuda else (torch.float32, "local")
+    failed = ""
+    for model in FAMILIES:
+        try:
+            _compare(sheet, model, model, LayoutConfig(), *how)
+        except Exception as error:  # of a kernel: the others are measured all the same
+            failed += f"{model}: {type(error).__name__}: {error}; "
+    if failed:
+        raise RuntimeError(failed)
 
 
 def layouts(sheet: Sheet) -> None:
@@ -70,18 +110,22 @@ def measure(model: str, of: LayoutConfig, dtype: torch.dtype, spec: LayerSpec) -
     """
     from megatron.core import parallel_state  # only after platform.prepare(), which other imports of ours have called
 
-    config = ActorConfig(layout=of, layer_spec=spec, optimizer=OptimizerConfig(learning_rate=1e-4))
+    config = ActorConfig(layout=of, layer_spec=spec, lora=_LORA.get(model, LoraConfig()))
+    config.optimizer.learning_rate = 3e-3 if config.lora.rank else 1e-4  # B begins at 0
     start_process_group(rendezvous_timeout_s=60.0)
-    architecture, layout = architecture_of(MODELS[model]), build_layout(of, seed=0)
+    architecture, layout = architecture_of(MODELS[model]).with_adapters(config.lora), build_layout(of, seed=0)
     samples = random_samples(SampleLengths(12, 48, 0.9, 200), architecture.vocab_size, seed=1)
-    actor = Actor(config, layout, architecture, RandomWeights(architecture), dtype=dtype)
-    actor.start_phase(config.optimizer, total_steps=10**6)
-    packing = packing_layout(config, layout.world_size)
-    plan = plan_microbatches(samples, layout=packing, max_tokens_per_microbatch=512)
-    before = actor.logprobs(samples, plan)
-    steps = [actor.update(samples, plan, clipped_surrogate(0.2, 0.2, 0.0)).figures() for _ in range(3)]
-    after = actor.logprobs(samples, plan)
-    parallel_state.destroy_model_parallel()
+    weights = (LivelyWeights if model in FAMILIES else RandomWeights)(architecture)
+    try:
+        actor = Actor(config, layout, architecture, weights, dtype=dtype)
+        actor.start_phase(config.optimizer, total_steps=10**6)
+        packing = packing_layout(config, layout.world_size)
+        plan = plan_microbatches(samples, layout=packing, max_tokens_per_microbatch=512)
+        before = actor.logprobs(samples, plan)
+        steps = [actor.update(samples, plan, clipped_surrogate(0.2, 0.2, 0.0)).figures() for _ in range(3)]
+        after = actor.logprobs(samples, plan)
+    finally:
+        parallel_state.destroy_model_parallel()
     if before is None or after is None:
         return {}
     found = {"before": np.concatenate(before), "after": np.concatenate(after)}

@@ -74,7 +74,8 @@ def lacking(step: Step, record: Record) -> str:
     gpus, has_pytest = facts["gpus"], importlib.util.find_spec("pytest")
     reasons = {
         "cuda": "" if gpus else "no CUDA device",
-        "transformer_engine": facts["lacks_transformer_engine"],
+        "te": facts["lacks_transformer_engine"],
+        "te_on_cuda": facts["lacks_transformer_engine"] if gpus else "",
         "two_gpus": "" if gpus > 1 else "one GPU" if gpus else "no CUDA device",
         "no_single_gpu": "one GPU" if gpus == 1 else "",
         "tests": "" if repository(TESTS) and has_pytest else "the repository's tests, or pytest, are not here",

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from dppo_megatron.config.paths import shipped
 from dppo_megatron.weights.architecture import Architecture, read_architecture
+from dppo_megatron.weights.config_keys import MODEL_TYPES, QWEN3, QWEN3_MOE
 from dppo_megatron.weights.mapping import hf_shapes
 from dppo_megatron.workbench.planning.site import CHIPS
 
 Shape = dict[str, Any]
-"""The sizes of a Qwen3 config.json; of a mixture of experts, if it names experts."""
+"""The values of a config.json; without `architectures` of a Qwen3, or of its mixture if it names experts."""
 
 CAP = 8192
 """Tokens of a pack of 4B: with 16,384 activations of 80 GB and 72 of model and optimizer exceed an H200."""
@@ -32,8 +33,7 @@ def shape_named(name: str) -> Shape:
     """One of `SHAPES`, or the config.json in a directory of this name."""
     if name in SHAPES:
         return SHAPES[name]
-    values = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
-    return {key: value for key, value in values.items() if key not in ("architectures", "model_type")}
+    return dict(json.loads((Path(name) / "config.json").read_text(encoding="utf-8")))
 
 
 def _tiny(hidden: int, ffn: int, layers: int, vocabulary: int, **other: Any) -> Shape:
@@ -70,9 +70,8 @@ def peak_flops(device_name: str) -> float | None:
 
 def hf_config(shape: Shape) -> PretrainedConfig:
     """The transformers configuration of a shape."""
-    if "num_experts" in shape:
-        return Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **shape)
-    return Qwen3Config(architectures=["Qwen3ForCausalLM"], **shape)
+    [family] = shape.get("architectures", [QWEN3_MOE if "num_experts" in shape else QWEN3])
+    return CONFIG_MAPPING[MODEL_TYPES[family]](**shape | {"architectures": [family]})
 
 
 def architecture_of(shape: Shape) -> Architecture:
@@ -91,11 +90,25 @@ class RandomWeights:
 
     def __init__(self, architecture: Architecture, device: torch.device | str = "cpu", seed: int = 0) -> None:
         self._shapes, self._device, self._seed = hf_shapes(architecture), torch.device(device), seed
+        self._is_gemma = bool(architecture.gemma)
 
     def __call__(self, name: str) -> Tensor:
         """The full tensor, float32."""
         shape = self._shapes[name]
+        return torch.ones(shape) if len(shape) == 1 else self._normal(name, 0.02)
+
+    def _normal(self, name: str, deviation: float) -> Tensor:
+        generator, empty = torch.Generator(self._device), torch.empty(self._shapes[name], device=self._device)
+        generator.manual_seed(zlib.crc32(name.encode()) + self._seed)
+        return empty.normal_(0.0, deviation, generator=generator).cpu()
+
+
+class LivelyWeights(RandomWeights):
+    """Mistakes show: embeddings and what layers add are of one size, attention chooses, no norm or bias is neutral."""
+
+    def __call__(self, name: str) -> Tensor:
+        shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.ones(shape)
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()) + self._seed)
-        return torch.empty(shape, device=self._device).normal_(0.0, 0.02, generator=generator).cpu()
+            return (0.0 if self._is_gemma or "norm" not in name else 1.0) + self._normal(name, 0.1)
+        # Gemma multiplies its embeddings by the root of their width
+        return self._normal(name, 1.0 if "embed" in name and not self._is_gemma else shape[-1] ** -0.5)
