@@ -40,6 +40,7 @@ _LATENT: Shape = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 128
 _LATENT |= {"v_head_dim": 128, "num_key_value_heads": 4, "n_group": 4, "topk_group": 2}
 _FAR = _YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 _LATENT |= {"max_position_embeddings": 2560, "rope_parameters": _FAR}
+_DEEPSEEK = _DENSE | _SIGMOID | _LATENT | {"architectures": [DEEPSEEK]}
 _GATED = {"norm_topk_prob": False, "shared_expert_intermediate_size": 384}
 MODELS: dict[str, Shape] = {
     "dense": _DENSE,
@@ -51,11 +52,14 @@ MODELS: dict[str, Shape] = {
     "qwen2_moe": _MIXTURE | _GATED | {"architectures": [QWEN2_MOE]},
     "adapters_moe": _MIXTURE,
     "glm4_moe": _DENSE | _SIGMOID | _HALF | {"architectures": [GLM4_MOE], "use_qk_norm": True, "attention_bias": True},
-    "deepseek_v3": _DENSE | _SIGMOID | _LATENT | {"architectures": [DEEPSEEK]},
+    "deepseek_v3": _DEEPSEEK,
+    "adapters_latent": _DEEPSEEK,
 }
 """Samples are longer than a window of `gemma3` and than the original length under YaRN. Heads of `deepseek_v3` are as
 wide as the published ones, for which Transformer Engine's kernels are made."""
-_LORA = {"adapters": LoraConfig(rank=8), "adapters_moe": LoraConfig(rank=8, experts=True)}
+_LORA = {"adapters": LoraConfig(rank=8)} | dict.fromkeys(
+    ("adapters_moe", "adapters_latent"), LoraConfig(rank=8, experts=True)
+)
 _LAYOUTS: dict[str, tuple[str, LayoutConfig]] = {
     "dp2": ("dense", LayoutConfig()),
     "tp2": ("dense", LayoutConfig(tensor_parallel=2)),
