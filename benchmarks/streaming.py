@@ -233,6 +233,7 @@ def main() -> None:
         lengths = drawn(given.steps, prompts, size, cap, mean, sigma)
         all_at_once = Steps(lengths, given.steps, 0.0, given)
         all_at_once.run()
+        assert all(server.full_s for server in all_at_once.servers), "a replica was never full: give more --steps"
         rate = sum(server.made_full / server.full_s for server in all_at_once.servers)
         full_s = float(lengths[0].size * lengths.mean()) / rate
         found = [step_s(lengths, ahead, given.update * full_s, given) / full_s for ahead in given.ahead]

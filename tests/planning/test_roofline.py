@@ -83,16 +83,16 @@ def play(replica: EnginePlan, lengths: Groups, prompt: int, replicas: int) -> fl
         """All that there is room for."""
         while queue:
             room = [at for at in range(replicas) if outstanding(at) + size <= replica.max_sequences]
-            if replica.spread_over > 1:
+            if replica.behind_one > 1:
                 if size * sum(1 for group in owner if left[group]) + size > replica.max_sequences * replicas:
                     return
             elif not room:
                 return
             group = queue.popleft()
-            owner[group] = min(room, key=outstanding) if replica.spread_over == 1 else 0
+            owner[group] = min(room, key=outstanding) if replica.behind_one == 1 else 0
             for length in lengths[group]:
                 at = owner[group]
-                if replica.spread_over > 1:
+                if replica.behind_one > 1:
                     at = min(range(replicas), key=lambda at: len(servers[at].waiting) + len(servers[at].running))
                 servers[at].waiting.append(_Sequence(group, int(length), prompt))
 

@@ -57,9 +57,7 @@ MODELS: dict[str, Shape] = {
 }
 """Samples are longer than a window of `gemma3` and than the original length under YaRN. Heads of `deepseek_v3` are as
 wide as the published ones, for which Transformer Engine's kernels are made."""
-_LORA = {"adapters": LoraConfig(rank=8)} | dict.fromkeys(
-    ("adapters_moe", "adapters_latent"), LoraConfig(rank=8, experts=True)
-)
+_LORA = {name: LoraConfig(rank=8, experts=name == "adapters_moe") for name in MODELS if name.startswith("adapters")}
 _LAYOUTS: dict[str, tuple[str, LayoutConfig]] = {
     "dp2": ("dense", LayoutConfig()),
     "tp2": ("dense", LayoutConfig(tensor_parallel=2)),

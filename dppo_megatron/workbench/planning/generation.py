@@ -75,9 +75,8 @@ class EnginePlan:
     """Tokens of the longest sequence."""
     max_sequences: int
     """Completions that a replica is given at a time."""
-    spread_over: int
-    """Replicas that share the completions of a group: those of a vLLM server, whose balancer spreads them, and of all
-    servers that are asked from one machine (`Work.spread`)."""
+    behind_one: int
+    """Replicas behind one server whose balancer spreads the completions of a group over them (vLLM)."""
     fixed_s: float
     sequence_s: float
     weights_s: float
@@ -161,7 +160,7 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
         cache_per_token=per_token,
         longest=longest,
         max_sequences=limit,
-        spread_over=1 if embedded else max(gpus // tensor, 1) if site.nodes == 1 else given.replicas if is_vllm else 1,
+        behind_one=given.replicas if is_vllm else 1,
         fixed_s=fixed_s + (layers * EXPERTS_S if experts else 0.0),
         sequence_s=sequence_s,
         # of an input embedding only the rows of a batch are read
@@ -264,15 +263,16 @@ ROOFLINE = (
 def rollout_s(engine: EnginePlan, lengths: IntArray, prompt_tokens: float, replicas: int) -> float:
     """Seconds until the last of the groups' completions, lengths [groups, G], has ended on `replicas` equal replicas.
 
-    As the product sends them: a group is one request, or one for each of `spread_over` replicas, each of which reads
-    its prompt once; groups go round the replicas, and a request that does not fit into `max_sequences` waits. As
-    engines run them: where the cache is full, those that came last wait.
+    As trainers on several machines send them: a group is one request whose prompt is read once, groups go round the
+    servers, and a request that does not fit into `max_sequences` waits until a whole group has ended. One machine's
+    trainer spreads a group over its servers (`Work.spread`), in up to a tenth less. As engines run them: vLLM's
+    balancer chooses a replica for each completion of a group, and where the cache is full, those that came last wait.
     """
     if not len(lengths):
         return 0.0
-    reads = min(engine.spread_over, lengths.shape[1])
+    reads = min(engine.behind_one, lengths.shape[1])
     prefill_s = len(lengths) * reads / replicas * prompt_tokens * engine.token_s
-    if engine.spread_over > 1:
+    if engine.behind_one > 1:
         lengths = lengths.reshape(-1, 1)
     room = max(engine.max_sequences // lengths.shape[1], 1)
     left = _assigned(lengths, replicas, room)
