@@ -262,7 +262,7 @@ def report(arguments: argparse.Namespace) -> None:
     assert found is not None
     shown = ", ".join(f"{100 * one.end:.1f}" for one in found)
     print(f"{arguments.row}: lr {found[0].lr:g}, ends at {100 * statistics.mean(r.end for r in found):.1f} % ({shown})")
-    if base is None:
+    if base is None or arguments.row == "grpo":
         return
     above = [100 * (ours.end - theirs.end) for ours, theirs in zip(found, base, strict=True)]
     error = statistics.stdev(above) / len(above) ** 0.5
