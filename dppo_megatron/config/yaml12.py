@@ -148,6 +148,17 @@ def scalar(node: ScalarNode) -> Any:
     return None if node.tag == "null" else str(node.value)
 
 
+def plain(node: Node | None, source: Source) -> Any:
+    """The value of a document that is read without a schema. Raises UserError for a doubtful word."""
+    if isinstance(node, MappingNode):
+        return {name: plain(value, source) for name, (_, value) in entries(node, source).items()}
+    if isinstance(node, SequenceNode):
+        return [plain(one, source) for one in node.value]
+    if isinstance(node, ScalarNode) and node.tag == DOUBTFUL:
+        raise UserError(f"{source.where(node)}: {shown(node)} is text in YAML 1.2; write it in quotes, or in decimal")
+    return scalar(node) if isinstance(node, ScalarNode) else None
+
+
 def shown(node: Node) -> str:
     """A node in a message: a text as Python writes it, anything else as it stands, shortened."""
     if not isinstance(node, ScalarNode):

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import config_from_values, config_values, load_config
 from dppo_megatron.config.paths import how_to_download, shipped
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.yaml12 import Source, parse, plain
 from dppo_megatron.evaluation.eval_samples import FOLLOWED
 from dppo_megatron.types import UserError
 
@@ -159,12 +158,13 @@ def _preset(name: str, own: Collection[str]) -> dict[str, dict[str, Any]]:
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """The sets of a file, each with the file's common settings."""
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        source = Source(f"--sets {path}", has_lines=True)
+        raw = plain(parse(path.read_text(encoding="utf-8"), source), source)
         general = {**(raw.pop("data", None) or {}), **(raw.pop("eval", None) or {})}
         sets = {name: {"path": where} for name, where in (general.pop("eval_paths", None) or {}).items()}
         sets |= general.pop("eval_sets", None) or {}
         found = {str(name): general | values for name, values in sets.items()}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--sets {path}: cannot be read: {error}") from None
     except (AttributeError, TypeError, ValueError):
         raise UserError(f"--sets {path}: expected sets under data.eval_sets, and their settings by name") from None
