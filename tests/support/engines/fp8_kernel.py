@@ -1,5 +1,6 @@
-"""Block-wise FP8 products for vLLM on a CPU without AMX, which its own kernels need: weights are multiplied out in
-float32, activations stay as they are. What loads, checks and shows weights is vLLM's."""
+"""Block-wise FP8 products for vLLM on a CPU: weights are multiplied out in float32, activations stay as they are. What
+loads, checks and shows weights is vLLM's. Its own kernels need AMX, and lay weights out anew, which no receipt can
+prove (as on a GPU)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 
 def register() -> None:
-    """As a plugin would; where vLLM's kernels run, its own products come first."""
+    """As a plugin would, in the place of vLLM's own: tests then see the same on every CPU."""
     import torch
     from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
@@ -47,7 +48,7 @@ def register() -> None:
             total.index_add_(0, tokens, out * topk_weights[tokens, place][:, None])
         return total.to(x.dtype)
 
-    _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(MultipliedOut)
+    _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU][:] = [MultipliedOut]
     fp8.select_fp8_moe_backend = lambda *_, **__: (Fp8MoeBackend.CPU, None)
     method: Any = fp8.Fp8MoEMethod
     method.is_monolithic, method.apply, method._setup_kernel = False, visit, lambda *_, **__: None
