@@ -34,8 +34,8 @@ from dppo_megatron.types import Completion, FloatArray, IntArray, RolloutPrompt,
 from dppo_megatron.workbench.compare.arms import parse_arms, read_method_run
 from dppo_megatron.workbench.quickstart.make import Recipe, make_quickstart
 from referee import methods
-from referee.record import PREFIX, REPOSITORY, make_loop
-from referee.replay import CHOICES, GROUP, PROMPTS, Plan, Visit, duet, vip
+from referee.record import PREFIX, PROMPTS, REPOSITORY, make_loop
+from referee.replay import CHOICES, GROUP, Plan, Visit, duet, vip
 
 PLANS: dict[str, Plan] = {
     "prompts, vip 100 %": vip(1.0),
@@ -187,7 +187,8 @@ class Learned:
 
     @property
     def settings(self) -> list[str]:
-        return [f"actor.optimizer.learning_rate={self.lr}", f"steps={self.steps}", *self.overrides]
+        job = f"actor.optimizer.learning_rate={self.lr}", f"steps={self.steps}", f"rollout.prompts_per_step={PROMPTS}"
+        return [*job, *self.overrides]
 
     @property
     def end(self) -> float:

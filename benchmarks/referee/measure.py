@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from dppo_megatron.types import FloatArray
-from referee.record import MEASURED, RECORDED, REPOSITORY
-from referee.replay import GROUP, PROMPTS, ROWS, Outcome, World, everything, weighted
+from referee.record import MEASURED, PROMPTS, RECORDED, REPOSITORY
+from referee.replay import GROUP, ROWS, Outcome, World, everything, weighted
 
 
 def judge(replays: list[list[Outcome]], exact: FloatArray) -> dict[str, float]:

@@ -38,6 +38,8 @@ from dppo_megatron.workbench.quickstart.make import write_task
 from dppo_megatron.workbench.quickstart.tiny_model import ANSWER_MARK, VOCABULARY, write_tiny_qwen3
 
 REPOSITORY = Path(__file__).parents[2]
+PROMPTS = 64
+"""Of a step."""
 SKETCH = 1024
 KINDS = ("unit", "first_half", "entropy")
 """Gradients of all tokens, of the first half, and of the fifth with the largest entropy; all over the full length."""
@@ -149,6 +151,9 @@ def make_loop(work: Path, sft_steps: int, overrides: Sequence[str], seed: int = 
         "sft.examples_path": work / "sft.jsonl",
         "sft.steps": sft_steps,
         "actor.optimizer.distributed": "false",
+        "steps": 40,
+        "rollout.prompts_per_step": PROMPTS,
+        "actor.optimizer.learning_rate": 1e-3,
     }
     given = [*(f"{k}={v}" for k, v in settings.items()), *overrides]
     loop = Loop(prepare_job(load_config(str(REPOSITORY / "configs/quickstart_grpo.yaml"), given), 1))

@@ -25,9 +25,9 @@ from dppo_megatron.pruning.policies import with_method
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.types import FloatArray, IntArray
 from referee import methods
-from referee.record import KINDS, REPOSITORY
+from referee.record import KINDS, PROMPTS, REPOSITORY
 
-PROMPTS, GROUP = 64, 8
+GROUP = 8
 """Of the quickstart's step."""
 
 

@@ -74,6 +74,7 @@ def settings(files: Path, run_dir: Path, **extra: Any) -> list[str]:
         "sft.examples_per_step": 64,
         "rollout.prompts_per_step": 16,
         "rollout.sampling.max_completion_tokens": 16,
+        "actor.optimizer.learning_rate": 1e-3,
         "actor.optimizer.lr_warmup_steps": 1,
         "actor.optimizer.lr_schedule": "constant",  # else runs of other lengths would be other runs
         "actor.optimizer.min_learning_rate": 0.0,

@@ -181,6 +181,7 @@ def _task(sheet: Sheet, settings: dict[str, Any], write_model: Callable[[Path], 
         "model.dtype": "bfloat16" if sheet.cuda else "float32",
         "rollout.prompts_per_step": 64 if sheet.cuda else 16,
         "rollout.sampling.max_completion_tokens": 56 if sheet.cuda else 24,
+        "actor.optimizer.learning_rate": 1e-3,
         "eval.every_steps": 0,
         "reward.min_self_consistency": 0,
     } | settings
