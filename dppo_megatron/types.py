@@ -82,6 +82,8 @@ class RolloutPrompt:
     """P(selected | history), in (0, 1]."""
     weight: float
     """Factor in the loss that undoes this selection; 1 / inclusion_prob for a Horvitz-Thompson estimator."""
+    completions: int = 0
+    """To sample of it; 0: `rollout.completions_per_prompt`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +190,9 @@ class Group:
     selected: RolloutPrompt
     completions: tuple[Completion, ...]
     rewards: FloatArray
-    """[G]; NaN where the grader failed."""
+    """[n]; NaN where the grader failed."""
     grades: tuple[Grade, ...] = ()
-    """[G]; empty in tests that need rewards only."""
+    """[n]; empty in tests that need rewards only."""
 
 
 @dataclass(frozen=True, slots=True)

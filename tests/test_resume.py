@@ -45,6 +45,9 @@ SHORT = {
     "reward__function": "support.faulty:parity_if_reached",  # completions are missing from every step
     "reward__max_failed_share": 1,
     "reward__min_self_consistency": 0,
+    "objective__advantage": "rloo",
+    "pruning__prompt__group_size_factor": 2.0,
+    "pruning__prompt__rate": 0.1,
 }
 
 
@@ -58,6 +61,8 @@ def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
         rows = read_metrics(runs[name])[1:]
         assert all(0 < row["prune/completions_trained"] < row["prune/completions_generated"] for row in rows)
         assert all(row["rollout/missing_count"] > row["rollout/missing_biased_count"] > 0 for row in rows)
+        trace = [json.loads(line) for line in (runs[name] / "trace.jsonl").read_text().splitlines()[1:]]
+        assert len({len(group) for step in trace for group in step["rewards"]}) > 1, "groups of one size"
     return runs
 
 

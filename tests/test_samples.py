@@ -160,10 +160,10 @@ def test_files_of_an_older_version_are_read_and_merged(tmp_path: Path) -> None:
 def test_actor_logprobs_find_their_completion() -> None:
     """Places count in the update's rows, which are groups times G plus the completion; other ranks' are not here."""
     groups = [_group(2), _group(4)]
-    add_actor_logprobs(groups, np.array([1, 5, 8]), {0: np.zeros(3), 1: np.ones(3), 2: np.full(3, 2.0)})
+    add_actor_logprobs(groups, np.array([1, 5, 8]), 2, {0: np.zeros(3), 1: np.ones(3), 2: np.full(3, 2.0)})
     assert [list(one.actor_logprobs) for one in groups] == [[1], [0]]
     assert to_table(1, groups)["actor_logprobs"].to_pylist() == [None, [1.0] * 3, [2.0] * 3, None]
-    add_actor_logprobs([], np.array([1]), {0: np.zeros(3)})
+    add_actor_logprobs([], np.array([1]), 2, {0: np.zeros(3)})
 
 
 @pytest.mark.parametrize(("last", "back_to"), [(3, 0), (70, 64), (130, 100), (63, 200)])

@@ -91,6 +91,10 @@ class PromptPruningConfig:
     """Nothing is pruned after this fraction of the run: 0.875 leaves the last 12.5 % full."""
     cost_aware: bool = True
     """Divide the score by the root of the prompt's mean completion length: the least variance for the tokens spent."""
+    group_size_factor: float = ranged(1.0, "[1, 16]")
+    """Above 1, a prompt gets from completions_per_prompt / this (2 at least) to completions_per_prompt x this
+    completions, more where more gradient is expected of them for their tokens; a step has as many as without it. Needs
+    score=fit and an advantage that means the same in groups of any size (rloo, posterior_loo, group_mean)."""
     max_design_effect: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of the growth of the variance, as sum(s^2/pi)/sum(s^2) of the score predicts it and earlier steps have
     measured it; 0 for none. The rate backs off to hold it."""
@@ -183,6 +187,15 @@ def check_auto_rule(prefix: str, config: PromptPruningConfig | CompletionPruning
         raise UserError(
             f"{prefix}.max_design_effect = 0: auto_rule=design_effect needs a bound to work towards; 1.1 is a good"
             " start for completions, 1.3 for prompts"
+        )
+
+
+def check_sizes(prefix: str, config: PromptPruningConfig) -> None:
+    """Raise `UserError` for sizes of groups by a score that does not know what a completion is worth."""
+    if config.group_size_factor > 1 and config.score != "fit":
+        raise UserError(
+            f"{prefix}.group_size_factor = {config.group_size_factor:g}: sizes follow score=fit, and"
+            f" {prefix}.score = {config.score}"
         )
 
 

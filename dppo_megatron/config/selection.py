@@ -18,6 +18,9 @@ from dppo_megatron.config.resolved_sets import train_set_weights
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
+SIZE_FREE = ("rloo", "posterior_loo", "group_mean")
+"""Advantages of which a group of any size has the same expected gradient."""
+
 
 def _needed(interval: str) -> Any:
     """A number without a default, and its range."""
@@ -69,9 +72,25 @@ class SelectionSettings:
         """
         return math.floor(self.prompts_per_step * prompts_multiplier(self.pruning.completion))
 
+    @property
+    def group_size_factor(self) -> float:
+        """That of `pruning.prompt`, or 1 under a method that does not read it."""
+        prompt = self.pruning.prompt
+        return prompt.group_size_factor if prompt.method in ("dppo", "dppo_auto") else 1.0
+
+    @property
+    def widest_group(self) -> int:
+        """Most completions of a prompt: G, or more with `pruning.prompt.group_size_factor`."""
+        return math.floor(self.completions_per_prompt * self.group_size_factor)
+
     def check(self) -> None:
         """Raise `UserError` for a number out of its range, and where settings contradict each other."""
         check_ranges(self)
+        if self.group_size_factor > 1 and self.objective.advantage not in SIZE_FREE:
+            raise UserError(
+                f"pruning.prompt.group_size_factor = {self.group_size_factor:g}: with objective.advantage ="
+                f" {self.objective.advantage} groups of another size have another objective; use {', '.join(SIZE_FREE)}"
+            )
         planned, updates = self.planned_prompts, self.objective.updates_per_step
         by_allocation = " by pruning.completion.allocation" if planned != self.prompts_per_step else ""
         if planned % updates:

@@ -43,7 +43,7 @@ _QUEUE = 4
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
-    """One group and the decisions about it. Arrays are [G]."""
+    """One group and the decisions about it. Arrays are [n], its completions."""
 
     position: int
     """Its position among the groups of the step."""
@@ -60,16 +60,18 @@ class RecordedGroup:
     """Completion index -> the actor's log-probability of each token, for completions that this rank has scored."""
 
 
-def add_actor_logprobs(groups: Sequence[RecordedGroup], rows: IntArray, values: Mapping[int, FloatArray]) -> None:
+def add_actor_logprobs(
+    groups: Sequence[RecordedGroup], rows: IntArray, width: int, values: Mapping[int, FloatArray]
+) -> None:
     """Add the actor's log-probabilities to the recorded groups, for the completions of one update.
 
     Args:
-        rows: [n] completions in the update's plan: position of the group times G, plus the completion index.
+        rows: [n] completions in the update's plan: position of the group times `width`, plus the completion index.
         values: index into `rows` -> [completion tokens].
     """
     by_position = {one.position: one for one in groups}
     for place, logprobs in values.items() if groups else ():
-        position, index = divmod(int(rows[place]), len(groups[0].kept))
+        position, index = divmod(int(rows[place]), width)
         if position in by_position:
             by_position[position].actor_logprobs[index] = logprobs
 

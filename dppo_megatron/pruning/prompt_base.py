@@ -96,6 +96,11 @@ class PromptPolicy(Policy):
         chosen = self._rest(ids[order], step, resting) if resting else self._select_sorted(ids[order], step, minibatch)
         return scatter(chosen, order)
 
+    def expected(self, ids: IntArray, step: int) -> tuple[FloatArray, FloatArray] | None:
+        """[n] second moment of the gradient of each prompt's group, [n] its cost, both up to a factor, for the sizes of
+        groups; None: nothing is known yet that could be believed."""
+        return None
+
     def observe(
         self,
         prompt_index: IntArray,

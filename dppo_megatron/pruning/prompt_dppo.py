@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dppo_megatron.config.pruning import PromptPruningConfig, check_auto_rule, check_floor
+from dppo_megatron.config.pruning import PromptPruningConfig, check_auto_rule, check_floor, check_sizes
 from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect, deterministic
 from dppo_megatron.pruning.interface import Selection, StepCost, figures, keep_all
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
@@ -44,6 +44,7 @@ _READS = (
     "warmup_epochs",
     "anneal_fraction",
     "max_design_effect",
+    "group_size_factor",
 )
 
 
@@ -81,6 +82,7 @@ class DppoPromptPolicy(PromptPolicy):
     @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
         check_floor(key, config.min_inclusion_prob, config.rate)
+        check_sizes(key, config)
 
     @classmethod
     def needs_unit_rewards(cls, config: PromptPruningConfig) -> bool:
@@ -92,6 +94,11 @@ class DppoPromptPolicy(PromptPolicy):
         self.control.observe_cost(cost.other_s, cost.rollout_s + cost.update_s, cost.kept_cost, has_floor=True)
         said, self._said = self._said, ""
         return [said] if said else []
+
+    def expected(self, ids: IntArray, step: int) -> tuple[FloatArray, FloatArray] | None:
+        if self.fitted is None or not (self.fitted.is_ready and self.monitor.believed):
+            return None
+        return np.square(self._score(ids, step)), self._relative_cost(ids, step)
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         plan = self._plan(ids, step)
@@ -214,6 +221,7 @@ class AutoPromptPolicy(DppoPromptPolicy):
     @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
         check_auto_rule(key, config)
+        check_sizes(key, config)
 
     @property
     def _divides_by_cost(self) -> bool:

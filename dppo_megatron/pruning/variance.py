@@ -8,12 +8,17 @@ its prompt's weight w, so a step's growths are those of its own full batch, esti
     by dropping completions    sum W^2 s^2 / sum w^2 s^2
     by both                    sum W^2 s^2 / sum w s^2, the product
 
+In groups of several sizes a group of n counts as one of G: G / n times each completion, of which the full batch would
+have had G, with (1 - 1/n) / (1 - 1/G) of the moment, since the mean of more others is less noisy. That is a growth
+before the others, at best below 1.
+
 A growth of 1.2 is a batch 1.2 times smaller. What it leaves out: that completions' gradients may be correlated, and
 that a systematic draw is quieter than the independent one of these sums.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,12 +42,29 @@ class Growth:
     """By the outcomes of the same step."""
 
 
+NONE = Growth(1.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """Of the completions [n] of a step whose groups have several sizes."""
+
+    share: FloatArray
+    """G over the size of its group."""
+    usual: FloatArray
+    """Its second moment in a group of G over that in its own."""
+    predicted: float
+    """Growth of the variance by them, as the scores predict it."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepVariance:
     """The account of one step."""
 
     prompts: Growth
     completions: Growth
+    sizes: Growth
+    """By groups of several sizes."""
     kept: float
     """sum W^2 s^2."""
     expected: float
@@ -50,13 +72,14 @@ class StepVariance:
 
     @property
     def growth(self) -> Growth:
-        """By both selections."""
-        first, second = self.prompts, self.completions
-        return Growth(first.predicted * second.predicted, first.realised * second.realised)
+        """By all of it."""
+        each = self.prompts, self.completions, self.sizes
+        return Growth(math.prod(one.predicted for one in each), math.prod(one.realised for one in each))
 
     def metrics(self) -> dict[str, float]:
         """As `prune/*` figures."""
         stages = {"prompt_": self.prompts, "completion_": self.completions, "": self.growth}
+        stages |= {"size_": self.sizes} if self.sizes != NONE else {}
         predicted = {f"prune/{stage}design_effect": growth.predicted for stage, growth in stages.items()}
         return predicted | {f"prune/{stage}realised_design_effect": each.realised for stage, each in stages.items()}
 
@@ -67,29 +90,36 @@ def step_variance(
     completions: Selection,
     slope: float = 0.0,
     stands_for: FloatArray | float = 1.0,
+    sizes: GroupSizes | None = None,
 ) -> StepVariance:
     """Of a step whose `batch` was offered to the completion policy; without any gradient nothing grows.
 
     Args:
         slope: of the loss's terms that give a completion without advantage a gradient (KL, entropy).
         stands_for: [n] part of `batch.prompt_weight` that is there for missing completions, which no selection has
-            left out: it is in no growth.
+            left out, and for others of a full group: it is in no growth by a selection.
+        sizes: None: all groups have the usual one.
 
     Example: two prompts of one completion each, drawn with probabilities 1/2 and 1; s^2 = 1 and 4. Both were kept, and
     all their completions: the full batch's sum is put at 2 x 1 + 4 = 6, and that of the draw is 4 x 1 + 4 = 8.
     """
     norms = (batch.advantages, batch.logit_grad_norm, batch.denominator)
-    moment = stands_for * np.square(completion_score(*norms, np.ones(1), zero_advantage_slope=slope))
+    full_batch = stands_for * np.square(completion_score(*norms, np.ones(1), zero_advantage_slope=slope))
+    moment = full_batch if sizes is None else full_batch * sizes.share
     first = batch.prompt_weight / stands_for
     weight = first * completions.weight
-    full, drawn, kept, expected = (
-        float(np.sum(factor * moment)) for factor in (first, np.square(first), np.square(weight), weight)
-    )
+    full, drawn, kept = (float(np.sum(factor * moment)) for factor in (first, np.square(first), np.square(weight)))
+    by_sizes = NONE
+    if sizes is not None:
+        full_batch = full_batch * sizes.usual
+        plain = float(np.sum(first * full_batch))
+        by_sizes = Growth(sizes.predicted, full / plain if plain else 1.0)
     return StepVariance(
         Growth(prompts.growth, drawn / full if full else 1.0),
         Growth(completions.growth, kept / drawn if drawn else 1.0),
+        by_sizes,
         float(np.sum(stands_for * np.square(weight) * moment)),
-        expected,
+        float(np.sum(weight * full_batch)),
     )
 
 

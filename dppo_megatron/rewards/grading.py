@@ -3,6 +3,7 @@ model."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -122,29 +123,33 @@ def grade_groups(
     grader: Graders,
     selected: Sequence[RolloutPrompt],
     completions: Sequence[Completion],
-    size: int,
+    sizes: Sequence[int],
     known: Mapping[int, Grade] | None = None,
 ) -> list[Group]:
     """The groups of `selected`, graded in one call; an unfinished completion is not graded, since a wrong answer is
     not what it is.
 
     Args:
-        completions: [len(selected) * size], the groups one after another.
+        completions: the groups one after another, of these `sizes`.
         known: position in `completions` -> its grade, where a rollout client has graded it already.
     """
     ended = failed("was not sampled to its end")
     graded = {i: ended for i, one in enumerate(completions) if one.finish_reason == "abort"} | dict(known or {})
     open_ones = [i for i in range(len(completions)) if i not in graded]
+    starts = [0, *itertools.accumulate(sizes)]
+    group = [k for k, size in enumerate(sizes) for _ in range(size)]
     if open_ones:
         tasks = [
-            GradeTask.of(selected[i // size].prompt, one.text, i % size, len(one.token_ids), one.finish_reason)
+            GradeTask.of(
+                selected[group[i]].prompt, one.text, i - starts[group[i]], len(one.token_ids), one.finish_reason
+            )
             for i, one in ((i, completions[i]) for i in open_ones)
         ]
         graded |= zip(open_ones, grader.grade(tasks), strict=True)
     grades = [graded[i] for i in range(len(completions))]
     groups = []
     for position, item in enumerate(selected):
-        mine = slice(position * size, (position + 1) * size)
+        mine = slice(starts[position], starts[position + 1])
         rewards = np.array([grade.reward for grade in grades[mine]], dtype=np.float64)
         groups.append(Group(item, tuple(completions[mine]), rewards, tuple(grades[mine])))
     return groups

@@ -26,7 +26,7 @@ class GradeTable:
     """What a step's metrics need of its gradings, as columns: 16,384 grades travel between ranks as a few arrays."""
 
     weight: FloatArray
-    """[n] inverse inclusion probability of each grading's prompt."""
+    """[n] inverse inclusion probability of each grading's prompt, over the size of its group."""
     reward: FloatArray
     """[n], NaN where grading failed."""
     facts: dict[str, FloatArray]
@@ -39,7 +39,10 @@ class GradeTable:
     @staticmethod
     def of(groups: Iterable[Group]) -> GradeTable:
         """The gradings of `groups`, in their order."""
-        graded = [(1.0 / group.selected.inclusion_prob, grade) for group in groups for grade in group.grades]
+        shares = (
+            (group, 1.0 / (group.selected.inclusion_prob * len(group.grades))) for group in groups if group.grades
+        )
+        graded = [(share, grade) for group, share in shares for grade in group.grades]
         return GradeTable(
             np.array([weight for weight, _ in graded], dtype=np.float64),
             np.array([grade.reward for _, grade in graded], dtype=np.float64),

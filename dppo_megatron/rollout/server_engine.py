@@ -32,6 +32,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.distributed import barrier, from_rank_zero, gather_all, rank
 from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.rollout.client.completion_buffer import HookFactory, completion_of
@@ -290,8 +291,9 @@ class ServerEngine(Engine):
     def _plan(self, requests: Sequence[Request], sampling: Sampling, number: int = 0) -> tuple[Work, list[list[int]]]:
         """The requests in groups, and where each group's completions go. The same on every rank that calls it; a probe
         is rank 0's alone, and has no number."""
-        size = self._config.rollout.completions_per_prompt
-        groups, places = grouped(requests, sampling, size, self._stop_ids, self._replayed)
+        groups, places = grouped(
+            requests, sampling, selection_settings(self._config).widest_group, self._stop_ids, self._replayed
+        )
         newest = self._sync.version + max(1, self._config.rollout.async_steps)
         expected = Expected(self._vocab_size, self._sync.version, newest, self._sync.run)
         trains = not any(request.stream for request in requests)

@@ -35,11 +35,14 @@ class PromptDraw:
     """[K] optimizer mini-batch that each was assigned to; 0 in a refill round, whose groups are assigned at the end."""
     planned_prob: FloatArray
     """[K] with which each would have been drawn, had nothing kept the method from skipping."""
+    size: IntArray
+    """[K] completions to sample of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """What came back, as arrays; groups in the order in which their prompts were chosen."""
+    """What came back, as arrays; groups in the order in which their prompts were chosen. Groups of several sizes are as
+    wide as the widest may be, and what was not asked for is unfinished."""
 
     rewards: FloatArray
     """[K, G], NaN where there is none: the grader failed, or the completion is unfinished."""
@@ -117,7 +120,7 @@ class TrainSelection:
 
 def join(chosen: list[PromptDraw]) -> PromptDraw:
     """One selection of prompts from those of mini-batches and rounds, in their order."""
-    columns = [(c.prompt_index, c.inclusion_prob, c.weight, c.minibatch, c.planned_prob) for c in chosen]
+    columns = [(c.prompt_index, c.inclusion_prob, c.weight, c.minibatch, c.planned_prob, c.size) for c in chosen]
     return PromptDraw(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
@@ -202,12 +205,12 @@ def placed(values: NDArray[T], rows: IntArray, rollouts: Rollouts, elsewhere: bo
     return found
 
 
-def counts_of(offered: Selection, rollouts: Rollouts, tokens_sampled: int, trained: IntArray) -> StepCounts:
+def counts_of(offered: Selection, prompts: PromptDraw, tokens_sampled: int, trained: IntArray) -> StepCounts:
     """`trained`: the lengths of what is trained."""
     return StepCounts(
         prompts_considered=len(offered.kept),
         prompts_generated=int(offered.kept.sum()),
-        completions_generated=rollouts.rewards.size,
+        completions_generated=int(prompts.size.sum()),
         completions_trained=len(trained),
         tokens_generated=tokens_sampled,
         tokens_trained=int(trained.sum()),

@@ -18,7 +18,7 @@ from dppo_megatron.algorithms.advantages import (
     overlong_penalty,
     token_sums,
 )
-from dppo_megatron.config.objective import zero_advantage_slope
+from dppo_megatron.config.objective import is_exact_off_policy, zero_advantage_slope
 from dppo_megatron.config.selection import SelectionSettings
 from dppo_megatron.pruning import LedgerRow, Selection
 from dppo_megatron.pruning.scores import completion_score
@@ -27,7 +27,7 @@ from dppo_megatron.selection.bias import BiasSource, whitening_factor
 from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 _LENGTH_DECAY = 0.9
-_POSTERIOR = "advantage/posterior_loo"
+_POSTERIOR, _SIZES = "advantage/posterior_loo", "rollout/group_sizes"
 
 
 class Coefficients:
@@ -36,7 +36,7 @@ class Coefficients:
     def __init__(self, settings: SelectionSettings) -> None:
         self._settings, self._prompts_per_step = settings, settings.planned_prompts
         self._updates = settings.objective.updates_per_step
-        self._limit = settings.max_completion_tokens
+        self._size, self._limit = settings.completions_per_prompt, settings.max_completion_tokens
         self.mean_length = 0.0
         """Running mean of completion tokens, which stands for those of skipped prompts; 0 before the first step."""
 
@@ -52,7 +52,7 @@ class Coefficients:
         if self._settings.objective.advantage not in ("group_mean", "reinforce_baseline"):
             return advantages  # a mean of the others has none of it, and group_std's deviation shrinks as much
         own = 1.0 / np.maximum((~np.isnan(rollouts.rewards)).sum(axis=1, keepdims=True), 2)
-        scaled: FloatArray = advantages * ((1.0 - 1.0 / rollouts.rewards.shape[1]) / (1.0 - own))
+        scaled: FloatArray = advantages * ((1.0 - 1.0 / self._size) / (1.0 - own))
         return scaled
 
     def _shaped(self, rollouts: Rollouts) -> FloatArray:
@@ -71,10 +71,11 @@ class Coefficients:
         """
         if self._settings.objective.normalization != "token_mean":
             return self._divisor(lengths, np.zeros(len(lengths))), BiasSource(())
+        skips = skips | (self._settings.group_size_factor > 1)  # what is sampled is no plain sample of the full batch
         tokens = token_sums(lengths * groups.weight[:, None], minibatch, self._updates)
         if not skips.any():
             return self._divisor(lengths, tokens[minibatch]), BiasSource(())
-        expected = self._nominal(lengths) * (self.mean_length or float(self._limit))
+        expected = self._nominal * (self.mean_length or float(self._limit))
         note = (
             "skipped prompts have no token count: N G mean length of earlier steps stands for it, which changes the"
             " length of the expected gradient and not its direction"
@@ -89,20 +90,21 @@ class Coefficients:
         """[mini-batches] tokens of all prompts over `expected`, from those that were rolled out."""
         counts = np.stack([np.ones(len(lengths)), 1.0 / prompt_prob, lengths.mean(axis=1) / prompt_prob])
         drawn, total, tokens = (np.bincount(minibatch, weights=each, minlength=self._updates) for each in counts)
-        mean = tokens / np.maximum(total, 1.0) * self._nominal(lengths) / expected
+        mean = tokens / np.maximum(total, 1.0) * self._nominal / expected
         # the mean of a share of the prompts is off by 1 / sqrt(share) of what that of all is
-        share = drawn * lengths.shape[1] / self._nominal(lengths)
+        share = drawn * self._size / self._nominal
         factor: FloatArray = 1.0 + (mean - 1.0) * np.sqrt(share)
         return factor
 
     def _divisor(self, lengths: IntArray, tokens: FloatArray) -> FloatArray:
         """[K, G], given the token count [K] of each group's mini-batch (read by token_mean only)."""
-        normalization, nominal = self._settings.objective.normalization, self._nominal(lengths)
+        normalization, nominal = self._settings.objective.normalization, self._nominal
         return denominators(normalization, lengths, tokens, nominal=nominal, max_completion_tokens=self._limit)
 
-    def _nominal(self, lengths: IntArray) -> int:
+    @property
+    def _nominal(self) -> int:
         """Completions of one planned mini-batch."""
-        return self._prompts_per_step // self._updates * int(lengths.shape[1])
+        return self._prompts_per_step // self._updates * self._size
 
     def trainable(self, rollouts: Rollouts, there: BoolArray) -> tuple[BoolArray, BiasSource]:
         """[K * G] completions that are `there` [K, G], less the truncated ones with `overlong.filter`."""
@@ -143,6 +145,19 @@ class Coefficients:
             row = LedgerRow(_POSTERIOR, 1.0, "ratio", note)
             return BiasSource((row,), None, unknown="the gradient of lengths is not known")
         return BiasSource((LedgerRow(_POSTERIOR, 1.0, "unbiased", note),), np.ones((1, 1)))
+
+    def sizes(self) -> BiasSource:
+        """What groups of several sizes do to the expected gradient: nothing, where no ratio is bounded."""
+        objective = self._settings.objective
+        if self._settings.group_size_factor == 1:
+            return BiasSource(())
+        note = "sizes of groups are fixed before anything is sampled; every group counts as one of the usual size"
+        off_policy = objective.updates_per_step > 1 or self._settings.async_steps > 0
+        if off_policy and not is_exact_off_policy(objective):
+            note = "off policy, where ratios are bounded, the expected gradient changes with the noise of a baseline"
+            row = LedgerRow(_SIZES, 1.0, "biased", note)
+            return BiasSource((row,), None, unknown="which ratios will be bounded is not known")
+        return BiasSource((LedgerRow(_SIZES, 1.0, "unbiased", note),), np.ones((1, 1)))
 
     def squared_norms(self, rollouts: Rollouts, advantages: FloatArray, denominator: FloatArray) -> FloatArray:
         """[K, G] squared gradient norms of the completions, up to a common factor, without weights."""

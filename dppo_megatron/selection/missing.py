@@ -3,8 +3,9 @@
 A missing completion costs itself. Of a group of G with m left, G / m times the sum over the m is the sum over the G in
 the mean, if which ones are missing is no matter of what they say: the baseline over the m is a mean over their pairs,
 and all pairs are left equally often. That needs no rate and looks at nothing beyond the group, so it holds whatever is
-pruned. Groups with fewer than two left have no baseline and are lost; the others stand for them by the share of groups
-that was lost in *earlier* steps, which no draw of this step can move. Nothing is sampled again.
+pruned. (A group that was asked for in another size, `sizes.py`, is of the same kind with nothing missing.) Groups with
+fewer than two left have no baseline and are lost; the others stand for them by the share of groups that was lost in
+*earlier* steps, which no draw of this step can move. Nothing is sampled again.
 
 What can depend on the answer (a time-out, a grader that fails on what it reads) is weighted likewise, which mends the
 gradient's length, and labelled biased: no weight makes long answers out of short ones. What is said to be by chance is
@@ -103,6 +104,8 @@ def missing_of(
     prompt_prob: FloatArray,
     set_of: IntArray,
     past: Past,
+    asked: IntArray,
+    usual: int,
     *,
     stands_for_lost: bool,
     may_end_early: bool,
@@ -113,24 +116,27 @@ def missing_of(
     Args:
         set_of: [K] the training set of each prompt.
         past: what the steps before this one have lost.
+        asked: [K] completions that were asked for.
+        usual: G, in whose place each group stands.
         stands_for_lost: groups without a baseline are made up for here; not where groups are asked for until there are
             enough.
         may_end_early: a setting ends completions by how long they take, which biases every step.
         refuted: why earlier steps' by chance is not believed; empty if it is.
     """
     graded = ~np.isnan(rollouts.rewards)
-    left, size = graded.sum(axis=1), rollouts.rewards.shape[1]
+    lost = ~graded & was_asked(rollouts, asked)
+    left, count = graded.sum(axis=1), int(asked.sum())
     usable = left >= 2
     share_lost = np.array(past.lost_share)[set_of] if stands_for_lost else np.zeros(len(left))
     lost_weight = 1.0 / (1.0 - np.minimum(share_lost, MOST_LOST))
-    weight = np.where(usable, size / np.maximum(left, 1), 1.0) * lost_weight
-    said = ~graded & (np.False_ if rollouts.by_chance is None else rollouts.by_chance)
+    weight = np.where(usable, usual / np.maximum(left, 1), 1.0) * lost_weight
+    said = lost & (np.False_ if rollouts.by_chance is None else rollouts.by_chance)
     by_chance = said & (not refuted)
-    chosen = ~graded & ~by_chance
+    chosen = lost & ~by_chance
     share = np.where(chosen, 1.0 / prompt_prob[:, None], 0.0)
     mates = np.nan_to_num(_of_mates(rollouts.rewards, graded))
     figures = {
-        "missing_count": float((~graded).sum()),
+        "missing_count": float(lost.sum()),
         "missing_biased_count": float(chosen.sum()),
         "missing_groups": float((~usable).sum()),
         "missing_reward_mean": mean_of_sums(float((share * mates).sum()), float(share.sum())),
@@ -138,17 +144,23 @@ def missing_of(
     }
     capped = stands_for_lost and max(past.lost_share) > MOST_LOST
     known: Known = "biased" if may_end_early or refuted or capped else past.known
-    now: Known = "biased" if chosen.any() else "" if graded.all() else "ratio"
+    now: Known = "biased" if chosen.any() else "ratio" if lost.any() else ""
     label = max(known, now, key=KNOWN.index)
     source = BiasSource(())
     if label:
-        row = LedgerRow(NAME, float(graded.sum()) / max(graded.size, 1), label, _note(figures, graded.size, refuted))
+        row = LedgerRow(NAME, float(graded.sum()) / max(count, 1), label, _note(figures, count, refuted))
         stands_in = 1.0 + chosen.sum(axis=1, keepdims=True) / np.maximum(left, 1)[:, None]
         gone = chosen | (chosen.any(axis=1) & ~usable)[:, None]
         source = BiasSource((row,), np.where(gone, 0.0, np.where(by_chance, 1.0, stands_in)))
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
     along = _against_length(rollouts.lengths, graded, said)
     return Missing(graded & usable[:, None], weight, source, known, now, along, metrics)
+
+
+def was_asked(rollouts: Rollouts, asked: IntArray) -> BoolArray:
+    """[K, G], of the number [K] that was asked for of each prompt."""
+    found: BoolArray = np.arange(rollouts.rewards.shape[1]) < asked[:, None]
+    return found
 
 
 def as_foreseen(ledger: tuple[LedgerRow, ...], missing: Missing) -> tuple[tuple[LedgerRow, ...], tuple[LedgerRow, ...]]:

@@ -30,7 +30,7 @@ from dppo_megatron.pruning import (
 from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCost, check_outcomes, check_state
 from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
 from dppo_megatron.pruning.policies import check_methods
-from dppo_megatron.pruning.variance import step_variance
+from dppo_megatron.pruning.variance import GroupSizes, step_variance
 from dppo_megatron.selection.arrays import (
     PromptDraw,
     Rollouts,
@@ -45,7 +45,8 @@ from dppo_megatron.selection.arrays import (
 )
 from dppo_megatron.selection.bias import BiasSource, sized
 from dppo_megatron.selection.coefficients import Coefficients
-from dppo_megatron.selection.missing import Missing, Past, as_foreseen, missing_of, with_lengths
+from dppo_megatron.selection.missing import Missing, Past, as_foreseen, missing_of, was_asked, with_lengths
+from dppo_megatron.selection.sizes import group_sizes
 from dppo_megatron.types import FloatArray, IntArray, UserError, mean_of_sums
 
 
@@ -79,6 +80,8 @@ class _OpenStep:
     """What was finished, with second moments [K]."""
     missing: Missing | None = None
     """Of what was finished."""
+    size_growth: list[float] = field(default_factory=list)
+    """Of the variance by the sizes of groups, as the scores predict it; of each choice."""
     before: dict[str, Any] | None = None
     """The prompt policy's state that it was chosen with, if steps before it were still open."""
 
@@ -143,7 +146,8 @@ class Selector:
         self._updates = settings.objective.updates_per_step
         self.prompts_per_step = settings.planned_prompts
         """Nominal prompts of a step; above the settings' number only with CPPO's allocation."""
-        group = settings.completions_per_prompt
+        self._group = group = settings.completions_per_prompt
+        self._size_factor = settings.group_size_factor
         per_minibatch = self.prompts_per_step // self._updates * group
         check_methods(settings.pruning, group_size=group, minibatch_size=per_minibatch)
         self._completion_policy = make_completion_policy(
@@ -235,7 +239,7 @@ class Selector:
         Raises:
             RunAborted, UserError: an outcome that nothing can be chosen by; see `check_outcomes`.
         """
-        of, zero_based, size = self._of(step), step - 1, rollouts.rewards.shape[1]
+        of, zero_based, width = self._of(step), step - 1, rollouts.rewards.shape[1]
         prompts, sampled = join(of.chosen), rollouts.lengths
         rollouts = with_lengths(rollouts, self._coefficients.mean_length)
         check_outcomes(prompts.prompt_index, rollouts.rewards, rollouts.lengths, rollouts.logit_grad_norm)
@@ -248,13 +252,15 @@ class Selector:
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
         squared = missing.estimated(self._coefficients.squared_norms(rollouts, advantages, denominator))
         seen = replace(rollouts, rewards=np.where(missing.there, rollouts.rewards, math.nan))  # one alone tells nothing
-        of.outcome, of.missing = (prompts, seen, squared.sum(axis=1)), missing
+        usual_moment = (1.0 - 1.0 / prompts.size) / (1.0 - 1.0 / self._group)  # of fewer others, a mean is noisier
+        moment = squared.sum(axis=1) * (self._group / width) * usual_moment
+        of.outcome, of.missing = (prompts, seen, moment), missing
         trainable, filtered = self._coefficients.trainable(rollouts, missing.there & groups.kept[:, None])
-        nominal = self.prompts_per_step * size
+        nominal = self.prompts_per_step * self._group
         group_weight = groups.weight * missing.weight
         batch = completion_batch(prompts, rollouts, advantages, denominator, group_weight, trainable, nominal)
         rows = np.flatnonzero(trainable)
-        completions = self._declared[1].judged(self._prune_minibatches(batch, minibatch[rows // size], of))
+        completions = self._declared[1].judged(self._prune_minibatches(batch, minibatch[rows // width], of))
         kept = placed(completions.kept, rows, rollouts, elsewhere=False)
         weight = placed(batch.prompt_weight * completions.weight, rows, rollouts, elsewhere=0.0)
         first, later = of.selections[: self._updates], of.selections[self._updates :]
@@ -262,26 +268,29 @@ class Selector:
         offered = with_refills(planned, later)
         expected = placed(completions.expected_weight, rows, rollouts, elsewhere=1.0)
         whitened = self._coefficients.whitening(planned, of.selections, rollouts)
-        others = whitened, self._coefficients.baseline(), divided, filtered, missing.source
+        others = whitened, self._coefficients.baseline(), self._coefficients.sizes(), divided, filtered, missing.source
         sources = self._sources(planned, offered, groups, completions, expected.reshape(rollouts.rewards.shape), others)
         rows_of_all, bias = sized(sources, squared, prompts.inclusion_prob)
         ledger, unforeseen = as_foreseen(rows_of_all, missing)
-        stands_for = missing.weight[rows // size]
-        variance = step_variance(planned, batch, completions, self._coefficients.slope, stands_for)
+        stands_for, sizes = missing.weight[rows // width], None
+        if self._size_factor > 1:
+            shares = self._group / prompts.size[rows // width], usual_moment[rows // width]
+            sizes = GroupSizes(*shares, float(np.mean(of.size_growth)) if of.size_growth else 1.0)
+        variance = step_variance(planned, batch, completions, self._coefficients.slope, stands_for, sizes)
         of.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))
         of.deviations = self._deviations(offered, np.concatenate(of.offered)), deviations(completions, batch.facts())
-        counts = counts_of(offered, rollouts, int(sampled.sum()), batch.lengths[completions.kept])
+        counts = counts_of(offered, prompts, int(sampled.sum()), batch.lengths[completions.kept])
         has_support = self._completion_policy.has_support and not self._prompt_policy.resamples
         return TrainSelection(
             kept=kept,
             weight=weight,
             advantages=advantages.ravel(),
             denominator=denominator.ravel(),
-            minibatch=np.repeat(minibatch, size),
+            minibatch=np.repeat(minibatch, width),
             ledger=ledger,
             metrics=counts.metrics()
             | (variance.metrics() if has_support else {})  # else the gradient's length changes with it
-            | _reward_figures(rollouts, prompts.inclusion_prob / missing.weight)
+            | _reward_figures(rollouts, prompts, missing.weight)
             | missing.metrics
             | step_metrics(offered, batch, completions)
             | self._prompt_policy.history.metrics(zero_based)
@@ -305,6 +314,8 @@ class Selector:
             prompts.inclusion_prob,
             self._sets_of(prompts),
             self._lost,
+            prompts.size,
+            self._group,
             stands_for_lost=not self._prompt_policy.resamples,
             may_end_early=self._may_end_early,
             refuted=self._declared[2].refuted,
@@ -444,10 +455,20 @@ class Selector:
             kept = selection.kept
             minibatch = np.full(int(kept.sum()), index, dtype=np.int64)
             columns = selection.inclusion_prob[kept], selection.weight[kept], minibatch, selection.planned[kept]
-            chosen.append(PromptDraw(mine[kept], *columns))
+            chosen.append(PromptDraw(mine[kept], *columns, self._sizes(mine[kept], selection.weight[kept], of)))
             of.selections.append(selection)
         of.chosen += chosen
         return join(chosen)
+
+    def _sizes(self, ids: IntArray, weight: FloatArray, of: _OpenStep) -> IntArray:
+        """[n] completions of the chosen prompts `ids`, which have these weights."""
+        known = self._prompt_policy.expected(ids, of.number - 1) if self._size_factor > 1 and len(ids) else None
+        if known is None:
+            return np.full(len(ids), self._group)
+        moment, cost = known
+        sizes = group_sizes(weight * np.sqrt(moment / cost), self._group, self._size_factor)
+        of.size_growth.append(float(weight @ (moment * self._group / sizes)) / float(weight @ moment))
+        return sizes
 
     def _assign(self, prompts: PromptDraw, groups: Selection) -> IntArray:
         """[K] mini-batch of each group.
@@ -478,12 +499,15 @@ class Selector:
         return merge(pruned, np.argsort(np.concatenate(rows), kind="stable"))
 
 
-def _reward_figures(rollouts: Rollouts, prompt_prob: FloatArray) -> dict[str, float]:
+def _reward_figures(rollouts: Rollouts, prompts: PromptDraw, stands_for: FloatArray) -> dict[str, float]:
+    """Each group [K] counts as the full ones that it stands for."""
     rewards, graded = rollouts.rewards, ~np.isnan(rollouts.rewards)
-    unfinished = 0.0 if rollouts.unfinished is None else float((~graded & rollouts.unfinished).sum())
+    failed = ~graded & was_asked(rollouts, prompts.size)
+    unfinished = 0.0 if rollouts.unfinished is None else float((failed & rollouts.unfinished).sum())
+    prompt_prob = prompts.inclusion_prob / stands_for
     weight = np.where(graded, 1.0 / prompt_prob[:, None], 0.0)  # no estimator's weights, and no cap
     return {
         # weighted, because the generated prompts are a sample of the considered ones
         "reward/mean": mean_of_sums(float((weight * np.where(graded, rewards, 0.0)).sum()), float(weight.sum())),
-        "reward/failed_count": float((~graded).sum()) - unfinished,
+        "reward/failed_count": float(failed.sum()) - unfinished,
     }

@@ -41,9 +41,10 @@ class Coordinator:
         config = job.config
         self._job, self._layout = job, layout
         self._cost = cost_model(job.architecture)
-        self._group_size = config.rollout.completions_per_prompt
+        settings = selection_settings(config)
+        self._width = settings.widest_group
         self._selector = Selector(
-            selection_settings(config),
+            settings,
             len(job.train_prompts),
             capacity=TokenCapacity.of(config.packing, layout),
             set_sizes=set_sizes(job.train_sets),
@@ -81,8 +82,8 @@ class Coordinator:
         Args:
             stats: the engine's, of this step's rollout.
         """
-        size, config = self._group_size, self._job.config
-        outcomes = RolloutTable.join([*self._outcomes, RolloutTable.of({}, size, 0)])
+        config = self._job.config
+        outcomes = RolloutTable.join([*self._outcomes, RolloutTable.of({}, self._width, 0)])
         self._outcomes = []
         rollouts = outcomes.rollouts(step.selected)
         decision = self._selector.finish(rollouts, step.number)
@@ -90,8 +91,8 @@ class Coordinator:
         record.counts = decision.counts
         record.metrics |= decision.metrics | stats.metrics()
         record.metrics |= self._grading_metrics(outcomes.grades)
-        record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob)
-        on_servers = server_rows(config.rollout, stats, groups=len(rollouts.lengths), size=size)
+        record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob * decision.prompts.size)
+        on_servers = server_rows(config.rollout, stats, sizes=decision.prompts.size)
         record_rows = (*off_policy_rows(config), *overlong_row(self._job), *order_row(config.data))
         record.ledger = (*decision.recorded_ledger, *on_servers, *record_rows)
         record.trace = trace_row(step.number, decision, rollouts)
@@ -146,7 +147,7 @@ class Coordinator:
     def _plan_update(self, step: Step, decision: TrainSelection, lengths: IntArray, index: int) -> UpdatePlan:
         rows = np.flatnonzero(decision.kept & (decision.minibatch == index))
         tokens = lengths.ravel()[rows]
-        pack = self.plan(sizes_of(rows, tokens, step.selected, self._group_size))
+        pack = self.plan(sizes_of(rows, tokens, step.selected, self._width))
         return UpdatePlan.of(decision, rows, tokens, pack)
 
 
@@ -197,8 +198,9 @@ def off_policy_sized(ledger: tuple[LedgerRow, ...], bias: float | None) -> tuple
     return tuple(row.sized(bias) if bias is not None and row.name in OFF_POLICY else row for row in ledger)
 
 
-def server_rows(config: RolloutConfig, stats: RolloutStats, *, groups: int, size: int) -> tuple[LedgerRow, ...]:
-    """What happened at the servers. Sizes are shares of the step: what was lost is not known, so each counts in full.
+def server_rows(config: RolloutConfig, stats: RolloutStats, *, sizes: IntArray) -> tuple[LedgerRow, ...]:
+    """What happened at the servers, in groups of these sizes [K]. Biases are shares of the step: what was lost is not
+    known, so each counts in full.
 
     The rows of a setting are in every step in which it may act, whether or not it did, since a label must not depend on
     the outcome. A server's death is no setting: a step without one has no row.
@@ -209,9 +211,9 @@ def server_rows(config: RolloutConfig, stats: RolloutStats, *, groups: int, size
     again = "sampled again, so those that end early are more likely"
     if config.async_steps and config.sync.in_flight == "abort":
         note = f"completions that a weight sync interrupts are {again}"
-        share = min(1.0, (stats.completions_aborted or 0) / max(groups * size, 1))  # some more than once
+        share = min(1.0, (stats.completions_aborted or 0) / max(int(sizes.sum()), 1))  # some more than once
         rows.append(LedgerRow("rollout/aborted", 1.0, "biased", note).sized(share))
     if resent := stats.groups_resent:
         note = f"{resent} groups of a server that failed were {again}: it samples without seeds"
-        rows.append(LedgerRow("rollout/resent", 1.0, "biased", note).sized(resent / max(groups, 1)))
+        rows.append(LedgerRow("rollout/resent", 1.0, "biased", note).sized(resent / max(len(sizes), 1)))
     return tuple(rows)

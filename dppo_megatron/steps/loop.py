@@ -31,6 +31,7 @@ from dppo_megatron.algorithms.correction import Mismatch
 from dppo_megatron.algorithms.objectives import make_objective, supervised
 from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.distributed import from_rank_zero, gather_all, to_rank_zero
 from dppo_megatron.evaluation.eval_scores import EvalScores
@@ -97,7 +98,7 @@ class Loop:
         self._cross_check = CrossCheck(config.reward)
         self._coordinator = Coordinator(job, packing_layout(config.actor, layout.world_size))
         self._sampling = make_sampling(job)
-        self._group_size = config.rollout.completions_per_prompt
+        self._width = selection_settings(config).widest_group
         self._canary = make_canary(job)
         self._receipts: dict[str, float] = {}
         """Figures from the weight syncs since the last finished step."""
@@ -205,22 +206,24 @@ class Loop:
 
     def generate(self, step: Step, selected: Sequence[RolloutPrompt], first: int) -> None:
         """One round: groups `first`, first + 1, ... of the step. Every rank holds a share of them."""
-        size, timers = self._group_size, step.record.timers
+        timers, sizes = step.record.timers, self._sizes(selected)
         with timers.phase("rollout"):
             if step.reached != "generating":
                 self._start(step, selected)
             completions, grades = self._engine.finish(), self._engine.take_grades()
-        mine = sorted({position // size for position in completions})
+        ends = np.cumsum(sizes, dtype=np.int64)
+        mine = np.unique(np.searchsorted(ends, sorted(completions), side="right")).tolist()
         with timers.phase("reward"):
-            positions = [position for group in mine for position in range(group * size, (group + 1) * size)]
+            positions = [position for group in mine for position in range(ends[group] - sizes[group], ends[group])]
             flat = [completions[position] for position in positions]
             known = {place: grades[position] for place, position in enumerate(positions) if position in grades}
-            graded = grade_groups(self.job.grade, [selected[group] for group in mine], flat, size, known)
+            prompts, of_mine = [selected[group] for group in mine], [sizes[group] for group in mine]
+            graded = grade_groups(self.job.grade, prompts, flat, of_mine, known)
             groups = {first + group: one for group, one in zip(mine, graded, strict=True)}
             if self._replicas.rank == 0:
                 self._cross_check.begin(one for one in graded if one.selected.prompt.graded_by == "reward")
         with timers.phase("rollout"):
-            outcomes = to_rank_zero(RolloutTable.of(groups, size, self._replicas.rank))
+            outcomes = to_rank_zero(RolloutTable.of(groups, self._width, self._replicas.rank))
         step.groups |= groups
         step.reach("rolled_out")
         from_rank_zero(lambda: self._coordinator.take(outcomes, step.number))
@@ -233,7 +236,7 @@ class Loop:
         with step.record.timers.phase("exchange"):
             step.reach("pruned")
             step.updates = exchange(
-                plans, step.groups, holders, step.selected, self._group_size, self._replicas, self._replayed
+                plans, step.groups, holders, step.selected, self._width, self._replicas, self._replayed
             )
             step.samples = [RecordedGroup(k, step.groups[k], *row) for k, row in recorded.items() if k in step.groups]
             step.groups.clear()  # frees the pruned completions
@@ -370,8 +373,12 @@ class Loop:
         step.reach("selected")
 
     def _start(self, step: Step, selected: Sequence[RolloutPrompt]) -> None:
-        size = self._group_size
-        requests = [Request(item.prompt, index, step.number) for item in selected for index in range(size)]
+        sizes = self._sizes(selected)
+        requests = [
+            Request(item.prompt, index, step.number)
+            for item, size in zip(selected, sizes, strict=True)
+            for index in range(size)
+        ]
         self._engine.start(requests, self._sampling)
         step.reach("generating")
 
@@ -380,7 +387,7 @@ class Loop:
         config = self.job.config
         if not is_probed(config, step.number):
             return None
-        half = half_of(update.plan.rows // self._group_size, config.seed, step.number)
+        half = half_of(update.plan.rows // self._width, config.seed, step.number)
         # the whole plan with weights of 0, and not a plan of half of it, which other ranks would hold the samples of
         samples = {at: replace(one, weight=one.weight * (2.0 * half[at])) for at, one in update.samples.items()}
         temperature = config.rollout.sampling.temperature
@@ -390,7 +397,7 @@ class Loop:
     def _measure_mismatch(self, step: Step, scored: Sequence[tuple[Update, LogprobStore]]) -> None:
         """Compare the engine's log-probabilities with the actor's; warn if they are far apart. Collective."""
         for update, store in scored:
-            add_actor_logprobs(step.samples, update.plan.rows, store.values)
+            add_actor_logprobs(step.samples, update.plan.rows, self._width, store.values)
         mine, correction = Mismatch(), self.job.config.objective.correction
         if self.actor.layout.reports:  # one rank of each replica: others of its last stage have the same values
             for update, store in scored:
@@ -417,8 +424,12 @@ class Loop:
         if chosen is None:
             return []
         prompts = self.job.train_prompts
-        rows = zip(chosen.prompt_index, chosen.inclusion_prob, chosen.weight, strict=True)
-        return [RolloutPrompt(prompts[index], float(prob), float(weight)) for index, prob, weight in rows]
+        rows = zip(chosen.prompt_index, chosen.inclusion_prob, chosen.weight, chosen.size.tolist(), strict=True)
+        return [RolloutPrompt(prompts[index], float(prob), float(weight), size) for index, prob, weight, size in rows]
+
+    def _sizes(self, selected: Sequence[RolloutPrompt]) -> list[int]:
+        """Completions to sample of each."""
+        return [item.completions or self.job.config.rollout.completions_per_prompt for item in selected]
 
 
 def _unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:

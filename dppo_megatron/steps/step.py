@@ -11,7 +11,7 @@ While a step is `updating` the weights are between two steps, so nothing can be 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -90,34 +90,39 @@ class RolloutTable:
     truncated: BoolArray
     """[k, G] stopped at the token limit."""
     unfinished: BoolArray
-    """[k, G] ended before that, and before a stop token."""
+    """[k, G] ended before that, and before a stop token; or never asked for, in groups of several sizes."""
     by_chance: BoolArray
     """[k, G] grading failed by what cannot depend on the completion."""
     grades: dict[str, GradeTable]
     """By the settings of the rewards, see `Prompt.graded_by`."""
 
     @staticmethod
-    def of(groups: Mapping[int, Group], group_size: int, rank: int) -> RolloutTable:
-        """Outcomes of the groups that `rank` holds; `groups` maps position in the step to group."""
-        completions = [completion for group in groups.values() for completion in group.completions]
-        shape = (len(groups), group_size)
-        grades = [group.grades or (None,) * group_size for group in groups.values()]
-        by_chance = np.array([one is not None and one.by_chance for row in grades for one in row], dtype=np.bool_)
+    def of(groups: Mapping[int, Group], width: int, rank: int) -> RolloutTable:
+        """Outcomes of the groups that `rank` holds; `groups` maps position in the step to group of at most `width`."""
+        held = list(groups.values())
+        asked = np.arange(width) < np.array([len(group.completions) for group in held], dtype=np.int64)[:, None]
+        completions = [completion for group in held for completion in group.completions]
+        grades = [grade for group in held for grade in group.grades or (None,) * len(group.completions)]
+
+        def table(values: Iterable[float], elsewhere: float, dtype: type) -> Any:
+            """[k, width] of a value for each completion."""
+            found: np.ndarray[Any, Any] = np.full(asked.shape, elsewhere, dtype=dtype)
+            found[asked] = np.fromiter(values, dtype=dtype)
+            return found
+
         return RolloutTable(
             position=np.array(list(groups), dtype=np.int64),
             holder=np.full(len(groups), rank, dtype=np.int64),
-            rewards=np.array([group.rewards for group in groups.values()], dtype=np.float64).reshape(shape),
-            lengths=np.array([len(c.token_ids) for c in completions], dtype=np.int64).reshape(shape),
-            logit_grad_norm=np.array([logit_grad_norm(c.logprobs) for c in completions], dtype=np.float64).reshape(
-                shape
-            ),
-            surprisal=np.array([-c.logprobs.sum(dtype=np.float64) for c in completions]).reshape(shape),
-            truncated=np.array([c.finish_reason == "length" for c in completions], dtype=np.bool_).reshape(shape),
-            unfinished=np.array([c.finish_reason == "abort" for c in completions], dtype=np.bool_).reshape(shape),
-            by_chance=by_chance.reshape(shape),
+            rewards=table((reward for group in held for reward in group.rewards), np.nan, np.float64),
+            lengths=table((len(one.token_ids) for one in completions), 0, np.int64),
+            logit_grad_norm=table((logit_grad_norm(one.logprobs) for one in completions), 0.0, np.float64),
+            surprisal=table((-one.logprobs.sum(dtype=np.float64) for one in completions), 0.0, np.float64),
+            truncated=table((one.finish_reason == "length" for one in completions), False, np.bool_),
+            unfinished=table((one.finish_reason == "abort" for one in completions), True, np.bool_),
+            by_chance=table((one is not None and one.by_chance for one in grades), False, np.bool_),
             grades={
-                key: GradeTable.of(one for one in groups.values() if one.selected.prompt.graded_by == key)
-                for key in dict.fromkeys(one.selected.prompt.graded_by for one in groups.values())
+                key: GradeTable.of(one for one in held if one.selected.prompt.graded_by == key)
+                for key in dict.fromkeys(one.selected.prompt.graded_by for one in held)
             },
         )
 
@@ -136,7 +141,7 @@ class RolloutTable:
         entropy a token of the distribution that was sampled from, mean length, share truncated; and how many were.
 
         Args:
-            inclusion_prob: [k] of each group's prompt.
+            inclusion_prob: [k] of each group's prompt; where sizes differ, times the size.
         """
         weight = ~self.unfinished / inclusion_prob[:, None]
         tokens = float((weight * self.lengths).sum())

@@ -7,7 +7,7 @@ sets say stands in a file of arrays beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from dppo_megatron.observe.run_directory import FEATURES
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.randomness import uniforms
 from dppo_megatron.selection import Rollouts, TrainSelection
+from dppo_megatron.selection.missing import was_asked
 from dppo_megatron.types import BoolArray, IntArray
 
 FORMAT = "dppo_megatron trace 1"
@@ -58,17 +59,23 @@ def _columns(features: PromptFeatures, form: Callable[[np.ndarray[Any, Any]], An
 
 def trace_row(step: int, decision: TrainSelection, rollouts: Rollouts) -> dict[str, Any]:
     """A step's line, without its seconds. Failed gradings are null; logit_grad_norm has four significant digits."""
-    rewards = [[None if np.isnan(r) else float(f"{r:.6g}") for r in group] for group in rollouts.rewards]
+    sizes = decision.prompts.size.tolist()
+    rewards = [[None if np.isnan(r) else float(f"{r:.6g}") for r in row] for row in _cut(rollouts.rewards, sizes)]
     return {
         "step": step,
         "offered": decision.offered.tolist(),
         "prompts": decision.prompts.prompt_index.tolist(),
         "inclusion_prob": [float(f"{p:.6g}") for p in decision.prompts.inclusion_prob],
         "rewards": rewards,
-        "lengths": rollouts.lengths.tolist(),
-        "logit_grad_norm": [[float(f"{s:.4g}") for s in group] for group in rollouts.logit_grad_norm],
-        "kept": np.flatnonzero(decision.kept).tolist(),
+        "lengths": [row.tolist() for row in _cut(rollouts.lengths, sizes)],
+        "logit_grad_norm": [[float(f"{s:.4g}") for s in row] for row in _cut(rollouts.logit_grad_norm, sizes)],
+        "kept": np.flatnonzero(decision.kept[was_asked(rollouts, decision.prompts.size).ravel()]).tolist(),
     }
+
+
+def _cut(table: np.ndarray[Any, Any], sizes: Sequence[int]) -> list[np.ndarray[Any, Any]]:
+    """The rows of [K, G] without what was not asked for."""
+    return [row[:size] for row, size in zip(table, sizes, strict=True)]
 
 
 def trace_seconds(timing: StepTiming) -> dict[str, float]:
@@ -83,7 +90,11 @@ def decided(config: Config, step: int, decision: TrainSelection, rollouts: Rollo
     columns = [part.reshape(rollouts.rewards.shape) for part in flat]
     why = reasons_of(config, decision, rollouts).reshape(rollouts.rewards.shape)
     positions = recorded_positions(config, step, decision.prompts.prompt_index, rollouts).tolist()
-    return {one: (*(column[one] for column in columns), tuple(why[one].tolist())) for one in positions}
+    ends = decision.prompts.size
+    return {
+        one: (*(column[one, : ends[one]] for column in columns), tuple(why[one, : ends[one]].tolist()))
+        for one in positions
+    }
 
 
 def recorded_positions(config: Config, step: int, prompt_index: IntArray, rollouts: Rollouts) -> IntArray:

@@ -133,6 +133,11 @@ def _read_config(head: _HeaderLine, path: str) -> Config:
         check_ranges(config)
     except UserError as error:
         raise UserError(f"trace '{path}': {error}") from None
+    if (factor := selection_settings(config).group_size_factor) > 1:
+        raise UserError(
+            f"trace '{path}': its run had pruning.prompt.group_size_factor = {factor:g}, and groups of several sizes"
+            " are not replayed; record one with 1"
+        )
     if too_few := selection_settings(config).too_few_prompts(head.num_prompts, f"trace '{path}'"):
         raise UserError(f"rollout.{too_few}")
     if head.set_sizes is not None and sum(head.set_sizes.values()) != head.num_prompts:

@@ -1,0 +1,190 @@
+"""`pruning.prompt.group_size_factor`: groups of several sizes have the expected gradient of groups of one size.
+
+By enumeration of every group of a policy with three answers, against the policy gradient in closed form. A whole run
+with such groups, killed and resumed, is `test_resume.py`'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.job import settings
+
+from dppo_megatron.config.objective import ObjectiveConfig
+from dppo_megatron.config.pruning import PruningConfig
+from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import SelectionSettings, selection_settings
+from dppo_megatron.pruning import StepCost
+from dppo_megatron.selection import Rollouts, Selector, TrainSelection
+from dppo_megatron.selection.sizes import group_sizes, size_bounds
+from dppo_megatron.types import UserError
+from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.runs.trace import read_trace
+
+PROMPTS, USUAL, FACTOR = 2, 4, 2.0
+REWARDS, LENGTHS = np.array([1.0, 0.25, 0.0]), np.array([2, 5, 9])
+LOGITS = np.array([[0.3, -0.2, 0.9], [-1.0, 0.4, 0.1]])
+"""[prompts, answers]"""
+CHANCES = np.exp(LOGITS) / np.exp(LOGITS).sum(axis=1, keepdims=True)
+WORTH = np.array([1.0, 9.0]), np.ones(2)
+"""Second moment and cost of each prompt: sizes 2 and 6."""
+
+
+def _selector(monkeypatch: pytest.MonkeyPatch, **objective: Any) -> Selector:
+    config = Config(objective=ObjectiveConfig(**{"advantage": "rloo", "normalization": "sequence_mean"} | objective))
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = PROMPTS, USUAL
+    config.rollout.sampling.max_completion_tokens = 10
+    config.pruning.prompt.group_size_factor, config.pruning.completion.method = FACTOR, "none"
+    selector = Selector(selection_settings(config), PROMPTS)
+    monkeypatch.setattr(selector._prompt_policy, "expected", lambda ids, step: tuple(part[ids] for part in WORTH))
+    return selector
+
+
+def _rollouts(groups: list[tuple[int, ...]]) -> Rollouts:
+    """Of groups of answers, as wide as the widest may be."""
+    width = size_bounds(USUAL, FACTOR)[1]
+    rewards, lengths = np.full((len(groups), width), np.nan), np.zeros((len(groups), width), dtype=np.int64)
+    for row, group in enumerate(groups):
+        rewards[row, : len(group)], lengths[row, : len(group)] = REWARDS[list(group)], LENGTHS[list(group)]
+    return Rollouts(rewards, lengths, np.sqrt(lengths), unfinished=lengths == 0)
+
+
+def _finished(selector: Selector, of: dict[int, tuple[int, ...]]) -> tuple[TrainSelection, list[int]]:
+    """A step in which prompt q has the answers `of[q]`, or as many first ones as it was asked for."""
+    fresh = selector.state_dict()
+    chosen = selector.begin(1)
+    index = chosen.prompt_index.tolist()
+    groups = [of.get(q, (0,) * size) for q, size in zip(index, chosen.size.tolist(), strict=True)]
+    decision = selector.finish(_rollouts(groups), 1)
+    selector.load_state_dict(fresh)
+    return decision, index
+
+
+@pytest.mark.parametrize(
+    ("advantage", "normalization"),
+    [("rloo", "sequence_mean"), ("group_mean", "constant"), ("posterior_loo", "sequence_mean")],
+)
+def test_every_group_of_either_size(monkeypatch: pytest.MonkeyPatch, advantage: str, normalization: str) -> None:
+    """E[sum W A / D grad log pi] = (1 / prompts) sum_a pi_a (r_a - v) / len_a grad log pi_a, whatever the size."""
+    selector = _selector(monkeypatch, advantage=advantage, normalization=normalization)
+    fresh = selector.state_dict()
+    chosen = selector.begin(1)
+    selector.load_state_dict(fresh)
+    sizes = dict(zip(chosen.prompt_index.tolist(), chosen.size.tolist(), strict=True))
+    assert sizes == {0: 2, 1: 6}
+    divisor = LENGTHS if normalization == "sequence_mean" else np.full(3, 10)
+    own = 1.0 - 1.0 / USUAL if advantage == "group_mean" else 1.0  # a full group's mean holds the completion itself
+    for prompt, size in sizes.items():
+        score = np.eye(3) - CHANCES[prompt]  # [answer, logit] grad log pi
+        found = np.zeros(3)
+        for group in itertools.product(range(3), repeat=size):
+            decision, index = _finished(selector, {prompt: group})
+            row = index.index(prompt) * (len(decision.kept) // PROMPTS)
+            mine = slice(row, row + size)
+            factor = decision.weight[mine] * decision.advantages[mine] / decision.denominator[mine]
+            found += np.prod(CHANCES[prompt][list(group)]) * (factor @ score[list(group)])
+        value = float(CHANCES[prompt] @ REWARDS)
+        wanted = own * (CHANCES[prompt] * (REWARDS - value) / divisor) @ score / PROMPTS
+        np.testing.assert_allclose(found, wanted, atol=1e-15)
+
+
+def test_what_is_missing_of_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group stands for one of the usual size, by those that are left of it; what was not asked for is not missing."""
+    selector = _selector(monkeypatch)
+    decision, index = _finished(selector, {0: (0, 2), 1: (0, 1, 2, 0, 1, 2)})
+    assert [decision.missing_weight[index.index(q)] for q in (0, 1)] == [USUAL / 2, USUAL / 6]
+    assert decision.metrics["rollout/missing_count"] == decision.metrics["reward/failed_count"] == 0.0
+    assert decision.metrics["prune/completions_generated"] == PROMPTS * USUAL
+    # of equal weight: the mean of either group, not of the completions
+    assert decision.metrics["reward/mean"] == pytest.approx((0.5 + 1.25 / 3) / 2)
+    assert "rollout/missing" not in {row.name for row in decision.ledger}
+    selector.begin(1)
+    rollouts = _rollouts([(0, 2), (0, 1, 2, 0, 1, 2)] if index == [0, 1] else [(0, 1, 2, 0, 1, 2), (0, 2)])
+    rollouts.rewards[index.index(1), 3] = np.nan  # its grader failed
+    assert rollouts.unfinished is not None and not rollouts.unfinished[index.index(1), 3]
+    lost = selector.finish(rollouts, 1)
+    assert lost.missing_weight[index.index(1)] == USUAL / 5
+    assert lost.metrics["rollout/missing_count"] == lost.metrics["reward/failed_count"] == 1.0
+
+
+def test_labels_and_the_account_of_the_variance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 / 2 of the variance of a prompt worth 1, and 4 / 6 of one worth 9: 8 of 10. Off policy a clip goes by the sign of
+    an advantage, which a noisier baseline changes."""
+    decision, _ = _finished(_selector(monkeypatch), {0: (0, 2), 1: (0, 1, 2, 0, 1, 2)})
+    assert {row.name: row.label for row in decision.ledger}["rollout/group_sizes"] == "unbiased"
+    assert decision.metrics["prune/size_design_effect"] == pytest.approx(0.8)
+    assert decision.variance.growth.predicted == pytest.approx(0.8)
+    clipped, _ = _finished(_selector(monkeypatch, updates_per_step=2), {})
+    assert {row.name: row.label for row in clipped.ledger}["rollout/group_sizes"] == "biased"
+    ratio, _ = _finished(_selector(monkeypatch, normalization="token_mean"), {})
+    assert {row.name: row.label for row in ratio.ledger}["denominator/token_mean"] == "ratio"
+
+
+def test_sizes_are_whole_bounded_and_follow_worth() -> None:
+    rng = np.random.default_rng(7)
+    for _ in range(500):
+        usual, factor = int(rng.integers(2, 17)), float(rng.choice([1.0, 1.3, 2.0, 4.0]))
+        worth = rng.lognormal(0, rng.choice([0.0, 0.5, 2.0]), int(rng.integers(1, 60))) * rng.choice([1e-9, 1.0, 1e9])
+        sizes, (least, most) = group_sizes(worth, usual, factor), size_bounds(usual, factor)
+        assert sizes.sum() == usual * len(worth) and least <= sizes.min() and sizes.max() <= most
+        assert (np.diff(sizes[np.argsort(worth, kind="stable")]) >= 0).all()
+        # rounding costs little of what proportion gains
+        assert (worth**2 / sizes).sum() <= 1.02 * (worth**2 / usual).sum()
+    assert group_sizes(np.array([4.0, 1.0, 1.0, 1.0]), 8, 2.0).tolist() == [16, 6, 5, 5]
+
+
+def test_sizes_wait_for_a_score_that_is_believed() -> None:
+    """All alike until a step has been learned of, and while what skipping by the score does is found wanting."""
+    pruning = PruningConfig()
+    pruning.prompt.group_size_factor, pruning.prompt.rate = (
+        2.0,
+        0.0,
+    )  # what is drawn by the score has its weight already
+    objective = ObjectiveConfig(advantage="rloo")
+    selector = Selector(
+        SelectionSettings(
+            prompts_per_step=8,
+            completions_per_prompt=4,
+            total_steps=20,
+            max_completion_tokens=9,
+            objective=objective,
+            pruning=pruning,
+        ),
+        8,
+    )
+    rng, wide = np.random.default_rng(0), 8
+    for step in range(1, 13):
+        chosen = selector.begin(step)
+        assert chosen.size.sum() == 4 * len(chosen.size)
+        assert step > 1 or set(chosen.size.tolist()) == {4}
+        asked = np.arange(wide) < chosen.size[:, None]
+        rewards = np.where(asked, rng.random((len(chosen.size), wide)) < chosen.prompt_index[:, None] / 9, np.nan)
+        lengths = np.where(asked, 5, 0)
+        selector.finish(Rollouts(rewards, lengths, np.sqrt(lengths), unfinished=~asked), step)
+        selector.feedback(StepCost(step, 1.0, 1.0, 0.1))
+    assert len(set(chosen.size.tolist())) > 1
+    state = selector.state_dict()
+    state["prompt"]["monitor"]["believed"] = False
+    selector.load_state_dict(state)
+    assert set(selector.begin(13).size.tolist()) == {4}
+
+
+def test_refusals(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(**changes: Any) -> str:
+        given = settings(files, tmp_path / "run", pruning__prompt__group_size_factor=2, **changes)
+        assert main(["train", "configs/quickstart.yaml", *given]) == 2
+        return capsys.readouterr().err
+
+    assert "use rloo, posterior_loo, group_mean" in refused()
+    beta = refused(objective__advantage="rloo", pruning__prompt__score="beta")
+    assert "pruning.prompt.group_size_factor = 2: sizes follow score=fit, and pruning.prompt.score = beta" in beta
+    config = {"pruning": {"prompt": {"group_size_factor": 2.0}}, "objective": {"advantage": "rloo"}}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"format": "dppo_megatron trace 1", "num_prompts": 512, "config": config}) + "\n")
+    with pytest.raises(UserError, match="groups of several sizes are not replayed"):
+        read_trace(str(trace))
