@@ -113,8 +113,8 @@ def test_what_is_missing_of_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_labels_and_the_account_of_the_variance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 / 2 of the variance of a prompt worth 1, and 4 / 6 of one worth 9: 8 of 10. Off policy a clip goes by the sign of
-    an advantage, which a noisier baseline changes."""
+    """4 / 2 of the variance of a prompt worth 1, and 4 / 6 of one worth 9: 8 of 10. Off policy a clip goes by the sign
+    of an advantage, which a noisier baseline changes."""
     decision, _ = _finished(_selector(monkeypatch), {0: (0, 2), 1: (0, 1, 2, 0, 1, 2)})
     assert {row.name: row.label for row in decision.ledger}["rollout/group_sizes"] == "unbiased"
     assert decision.metrics["prune/size_design_effect"] == pytest.approx(0.8)

@@ -16,7 +16,7 @@ from dppo_megatron.pruning import CompletionBatch, LedgerRow, Selection
 from dppo_megatron.pruning.interface import Effect
 from dppo_megatron.pruning.variance import StepVariance
 from dppo_megatron.pruning.weights import worst
-from dppo_megatron.types import BoolArray, FloatArray, IntArray, StepCounts
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, StepCounts, mean_of_sums
 
 T = TypeVar("T", bound=np.generic)
 
@@ -215,3 +215,23 @@ def counts_of(offered: Selection, prompts: PromptDraw, tokens_sampled: int, trai
         tokens_generated=tokens_sampled,
         tokens_trained=int(trained.sum()),
     )
+
+
+def was_asked(rollouts: Rollouts, asked: IntArray) -> BoolArray:
+    """[K, G], of the number [K] that was asked for of each prompt."""
+    found: BoolArray = np.arange(rollouts.rewards.shape[1]) < asked[:, None]
+    return found
+
+
+def reward_figures(rollouts: Rollouts, prompts: PromptDraw, stands_for: FloatArray) -> dict[str, float]:
+    """Each group [K] counts as the full ones that it stands for."""
+    rewards, graded = rollouts.rewards, ~np.isnan(rollouts.rewards)
+    failed = ~graded & was_asked(rollouts, prompts.size)
+    unfinished = 0.0 if rollouts.unfinished is None else float((failed & rollouts.unfinished).sum())
+    prompt_prob = prompts.inclusion_prob / stands_for
+    weight = np.where(graded, 1.0 / prompt_prob[:, None], 0.0)  # no estimator's weights, and no cap
+    return {
+        # weighted, because the generated prompts are a sample of the considered ones
+        "reward/mean": mean_of_sums(float((weight * np.where(graded, rewards, 0.0)).sum()), float(weight.sum())),
+        "reward/failed_count": float(failed.sum()) - unfinished,
+    }

@@ -26,7 +26,7 @@ import numpy as np
 
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.pruning.monitors import relative_deviation
-from dppo_megatron.selection.arrays import Rollouts
+from dppo_megatron.selection.arrays import Rollouts, was_asked
 from dppo_megatron.selection.bias import BiasSource
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, mean_of_sums
 
@@ -155,12 +155,6 @@ def missing_of(
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
     along = _against_length(rollouts.lengths, graded, said)
     return Missing(graded & usable[:, None], weight, source, known, now, along, metrics)
-
-
-def was_asked(rollouts: Rollouts, asked: IntArray) -> BoolArray:
-    """[K, G], of the number [K] that was asked for of each prompt."""
-    found: BoolArray = np.arange(rollouts.rewards.shape[1]) < asked[:, None]
-    return found
 
 
 def as_foreseen(ledger: tuple[LedgerRow, ...], missing: Missing) -> tuple[tuple[LedgerRow, ...], tuple[LedgerRow, ...]]:

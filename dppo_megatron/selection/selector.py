@@ -41,13 +41,14 @@ from dppo_megatron.selection.arrays import (
     merge,
     part,
     placed,
+    reward_figures,
     with_refills,
 )
 from dppo_megatron.selection.bias import BiasSource, sized
 from dppo_megatron.selection.coefficients import Coefficients
-from dppo_megatron.selection.missing import Missing, Past, as_foreseen, missing_of, was_asked, with_lengths
+from dppo_megatron.selection.missing import Missing, Past, as_foreseen, missing_of, with_lengths
 from dppo_megatron.selection.sizes import group_sizes
-from dppo_megatron.types import FloatArray, IntArray, UserError, mean_of_sums
+from dppo_megatron.types import FloatArray, IntArray, UserError
 
 
 class _Place(NamedTuple):
@@ -290,7 +291,7 @@ class Selector:
             ledger=ledger,
             metrics=counts.metrics()
             | (variance.metrics() if has_support else {})  # else the gradient's length changes with it
-            | _reward_figures(rollouts, prompts, missing.weight)
+            | reward_figures(rollouts, prompts, missing.weight)
             | missing.metrics
             | step_metrics(offered, batch, completions)
             | self._prompt_policy.history.metrics(zero_based)
@@ -497,17 +498,3 @@ class Selector:
         step, prune = of.number - 1, self._completion_policy.prune
         pruned = [prune(one, step=step, minibatch=k, capacity=self._capacity) for k, one in enumerate(parts)]
         return merge(pruned, np.argsort(np.concatenate(rows), kind="stable"))
-
-
-def _reward_figures(rollouts: Rollouts, prompts: PromptDraw, stands_for: FloatArray) -> dict[str, float]:
-    """Each group [K] counts as the full ones that it stands for."""
-    rewards, graded = rollouts.rewards, ~np.isnan(rollouts.rewards)
-    failed = ~graded & was_asked(rollouts, prompts.size)
-    unfinished = 0.0 if rollouts.unfinished is None else float((failed & rollouts.unfinished).sum())
-    prompt_prob = prompts.inclusion_prob / stands_for
-    weight = np.where(graded, 1.0 / prompt_prob[:, None], 0.0)  # no estimator's weights, and no cap
-    return {
-        # weighted, because the generated prompts are a sample of the considered ones
-        "reward/mean": mean_of_sums(float((weight * np.where(graded, rewards, 0.0)).sum()), float(weight.sum())),
-        "reward/failed_count": float(failed.sum()) - unfinished,
-    }

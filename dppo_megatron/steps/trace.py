@@ -23,7 +23,7 @@ from dppo_megatron.observe.run_directory import FEATURES
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.randomness import uniforms
 from dppo_megatron.selection import Rollouts, TrainSelection
-from dppo_megatron.selection.missing import was_asked
+from dppo_megatron.selection.arrays import was_asked
 from dppo_megatron.types import BoolArray, IntArray
 
 FORMAT = "dppo_megatron trace 1"
