@@ -135,7 +135,7 @@ class StepPruner:
             if settings.method == "dppo_auto" and settings.auto_rule == "cost" and not getattr(settings, ratio):
                 raise UserError(f"pruning.{level}.{ratio} = 0: costs are not measured in this trainer; give the ratio")
         if self._prompts.resamples or pruning.completion.allocation or pruning.prompt.group_size_factor > 1:
-            raise UserError("pruning: more prompts in a step, or groups of several sizes, are not had in this trainer")
+            raise UserError("pruning: more prompts in a step and groups of several sizes are not to be had here")
         self.num_nominal = prompts_per_step * group_size
         self._divides_by_length, self._capacity = divides_by_length, RowCapacity(row_multiple)
         self.mean_length = 0.0
