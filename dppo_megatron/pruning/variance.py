@@ -10,7 +10,7 @@ its prompt's weight w, so a step's growths are those of its own full batch, esti
 
 In groups of several sizes a group of n counts as one of G: G / n times each completion, of which the full batch would
 have had G, with (1 - 1/n) / (1 - 1/G) of the moment, since the mean of more others is less noisy. That is a growth
-before the others, at best below 1.
+before the others: below 1, or above it with fewer tokens, since sizes go by cost too.
 
 A growth of 1.2 is a batch 1.2 times smaller. What it leaves out: that completions' gradients may be correlated, and
 that a systematic draw is quieter than the independent one of these sums.
