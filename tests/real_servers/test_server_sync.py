@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import signal
 from collections.abc import Callable, Iterator
@@ -82,12 +83,16 @@ def test_the_canary_catches_stale_packed_weights(served: Served, tmp_path: Path)
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_through_servers(served: Served, tmp_path: Path, world_size: int) -> None:
-    """Three steps, alone and on two data-parallel ranks; engine and actor agree in every step."""
-    config = served.config(tmp_path / "run", steps=3, rollout__sync__verify_every=2, **QUICK)
+    """Three steps, alone and on two data-parallel ranks, of groups of several sizes; engine and actor agree in every
+    step, and each prompt has as many completions as it was to have."""
+    sizes = {"objective__advantage": "rloo", "pruning__prompt__group_size_factor": 2.0, "pruning__prompt__rate": 0.0}
+    config = served.config(tmp_path / "run", steps=3, rollout__sync__verify_every=2, **QUICK | sizes)
     run_ranks(train_on_this_rank, world_size, config, world_size, timeout_s=300)
     rows = read_metrics(tmp_path / "run")[1:]
-    assert len(rows) == 3
-    for row in rows:
+    groups = [json.loads(line)["rewards"] for line in (tmp_path / "run" / "trace.jsonl").read_text().splitlines()[1:]]
+    assert len(rows) == len(groups) == 3 and len({len(group) for step in groups for group in step}) > 1
+    for row, step in zip(rows, groups, strict=True):
+        assert row["prune/completions_generated"] == sum(map(len, step)) == 16 * 8
         assert row["mismatch/logprob_abs_diff_mean"] < 1e-3 and row["rollout/staleness_mean"] == 0
         assert row["rollout/servers_live"] == 2 and row["rollout/retries"] == 0
     trained = [row for row in rows if row["prune/completions_trained"]]
