@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,13 @@ def _rollouts(groups: list[tuple[int, ...]]) -> Rollouts:
     return Rollouts(rewards, lengths, np.sqrt(lengths), unfinished=lengths == 0)
 
 
-def _finished(selector: Selector, of: dict[int, tuple[int, ...]]) -> tuple[TrainSelection, list[int]]:
+def _finished(selector: Selector, of: dict[int, tuple[int, ...]], step: int = 1) -> tuple[TrainSelection, list[int]]:
     """A step in which prompt q has the answers `of[q]`, or as many first ones as it was asked for."""
     fresh = selector.state_dict()
-    chosen = selector.begin(1)
+    chosen = selector.begin(step)
     index = chosen.prompt_index.tolist()
     groups = [of.get(q, (0,) * size) for q, size in zip(index, chosen.size.tolist(), strict=True)]
-    decision = selector.finish(_rollouts(groups), 1)
+    decision = selector.finish(_rollouts(groups), step)
     selector.load_state_dict(fresh)
     return decision, index
 
@@ -112,6 +113,43 @@ def test_what_is_missing_of_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lost.metrics["rollout/missing_count"] == lost.metrics["reward/failed_count"] == 1.0
 
 
+def test_small_groups_are_lost_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one failure a pair is lost and six are not, and all stand for it alike: no ratio, even by chance."""
+    selector = _selector(monkeypatch)
+    chosen = selector.begin(1)
+    groups = [(0, 2) if size == 2 else (0, 1, 2, 0, 1, 2) for size in chosen.size.tolist()]
+    rollouts, pair = _rollouts(groups), chosen.size.tolist().index(2)
+    rollouts.rewards[pair, 0] = np.nan
+    by_chance = np.zeros_like(rollouts.rewards, dtype=np.bool_)
+    by_chance[pair, 0] = True
+    step = selector.finish(replace(rollouts, by_chance=by_chance), 1)
+    assert [(row.name, row.label) for row in step.unforeseen] == [("rollout/missing", "biased")]
+    selector.feedback(StepCost(1, 1.0, 1.0, 0.1))
+    after, _ = _finished(selector, {}, step=2)
+    assert {row.name: row.label for row in after.ledger}["rollout/missing"] == "biased"
+
+
+@pytest.mark.parametrize("method", ["max_variance", "cppo", "dppo_paper"])
+def test_a_bias_has_the_size_that_it_has_in_plain_arrays(method: str) -> None:
+    """The same groups of four, in arrays of four and of eight columns."""
+
+    def estimate(factor: float) -> float | None:
+        config = Config(objective=ObjectiveConfig(advantage="rloo"))
+        config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 6, USUAL
+        config.pruning.prompt.group_size_factor, config.pruning.completion.method = factor, method
+        selector = Selector(selection_settings(config), 6)
+        rng, width = np.random.default_rng(2), int(USUAL * factor)
+        selector.begin(1)
+        asked = np.arange(width) < np.full((6, 1), USUAL)
+        rewards, lengths = np.full(asked.shape, np.nan), np.zeros(asked.shape, dtype=np.int64)
+        rewards[asked], lengths[asked] = rng.random(24).round(1), rng.integers(3, 30, 24)
+        decision = selector.finish(Rollouts(rewards, lengths, np.sqrt(lengths), unfinished=~asked), 1)
+        return next(row.bias_estimate for row in decision.ledger if row.name.startswith("completion/"))
+
+    plain = estimate(1.0)
+    assert plain is not None and plain > 0.1 and estimate(2.0) == pytest.approx(plain, rel=1e-12)
+
+
 def test_labels_and_the_account_of_the_variance(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 / 2 of the variance of a prompt worth 1, and 4 / 6 of one worth 9: 8 of 10. Off policy a clip goes by the sign
     of an advantage, which a noisier baseline changes."""
@@ -121,8 +159,19 @@ def test_labels_and_the_account_of_the_variance(monkeypatch: pytest.MonkeyPatch)
     assert decision.variance.growth.predicted == pytest.approx(0.8)
     clipped, _ = _finished(_selector(monkeypatch, updates_per_step=2), {})
     assert {row.name: row.label for row in clipped.ledger}["rollout/group_sizes"] == "biased"
+    own, _ = _finished(_selector(monkeypatch, function="examples.custom_loss:soft_gate"), {})
+    assert {row.name: row.label for row in own.ledger}["rollout/group_sizes"] == "biased"
     ratio, _ = _finished(_selector(monkeypatch, normalization="token_mean"), {})
     assert {row.name: row.label for row in ratio.ledger}["denominator/token_mean"] == "ratio"
+    # what both stages leave: W^2 s^2 with the weight that is trained with
+    weight, norms = decision.weight, decision.advantages / decision.denominator
+    lengths = np.concatenate([np.pad(LENGTHS[list(g)], (0, 8 - len(g))) for g in _groups_of(decision)])
+    assert decision.variance.kept == pytest.approx(float((weight**2 * norms**2 * lengths).sum()))
+
+
+def _groups_of(decision: TrainSelection) -> list[tuple[int, ...]]:
+    """The answers that `test_labels_and_the_account_of_the_variance` gave each group."""
+    return [{0: (0, 2), 1: (0, 1, 2, 0, 1, 2)}[q] for q in decision.prompts.prompt_index.tolist()]
 
 
 def test_sizes_are_whole_bounded_and_follow_worth() -> None:
@@ -181,6 +230,7 @@ def test_refusals(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         return capsys.readouterr().err
 
     assert "use rloo, posterior_loo, group_mean" in refused()
+    assert "defined for groups of one size" in refused(pruning__completion__method="greso")
     beta = refused(objective__advantage="rloo", pruning__prompt__score="beta")
     assert "pruning.prompt.group_size_factor = 2: sizes follow score=fit, and pruning.prompt.score = beta" in beta
     config = {"pruning": {"prompt": {"group_size_factor": 2.0}}, "objective": {"advantage": "rloo"}}

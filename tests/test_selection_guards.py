@@ -197,7 +197,7 @@ def test_the_group_deviation_neither_overflows_nor_vanishes(values: list[float],
 
 def _rows(settings: dict[str, Any], **happened: int) -> tuple[LedgerRow, ...]:
     """Of a step of 10 groups."""
-    return server_rows(rollout_config(settings), RolloutStats(**happened), groups=10, size=5)
+    return server_rows(rollout_config(settings), RolloutStats(**happened), sizes=np.full(10, 5))
 
 
 def test_sampling_again_what_was_interrupted_is_labelled() -> None:

@@ -20,6 +20,8 @@ from dppo_megatron.types import UserError
 
 SIZE_FREE = ("rloo", "posterior_loo", "group_mean")
 """Advantages of which a group of any size has the same expected gradient."""
+ONE_SIZE = ("greso", "cppo_verl")
+"""Completion methods that count completions where they mean groups."""
 
 
 def _needed(interval: str) -> Any:
@@ -86,17 +88,27 @@ class SelectionSettings:
     def check(self) -> None:
         """Raise `UserError` for a number out of its range, and where settings contradict each other."""
         check_ranges(self)
-        if self.group_size_factor > 1 and self.objective.advantage not in SIZE_FREE:
-            raise UserError(
-                f"pruning.prompt.group_size_factor = {self.group_size_factor:g}: with objective.advantage ="
-                f" {self.objective.advantage} groups of another size have another objective; use {', '.join(SIZE_FREE)}"
-            )
+        if self.group_size_factor > 1:
+            self._check_sizes()
         planned, updates = self.planned_prompts, self.objective.updates_per_step
         by_allocation = " by pruning.completion.allocation" if planned != self.prompts_per_step else ""
         if planned % updates:
             raise UserError(
                 f"objective.updates_per_step = {updates}: the {planned} nominal prompts of a step{by_allocation} do not"
                 " divide by it, and mini-batches hold whole groups"
+            )
+
+    def _check_sizes(self) -> None:
+        key, completion = (
+            f"pruning.prompt.group_size_factor = {self.group_size_factor:g}",
+            self.pruning.completion.method,
+        )
+        if completion in ONE_SIZE:
+            raise UserError(f"{key}: pruning.completion.method = {completion} is defined for groups of one size")
+        if self.objective.advantage not in SIZE_FREE:
+            raise UserError(
+                f"{key}: with objective.advantage = {self.objective.advantage} groups of another size have another"
+                f" objective; use {', '.join(SIZE_FREE)}"
             )
 
     def too_few_prompts(self, num_prompts: int, where: str = "the prompt set") -> str:

@@ -104,21 +104,20 @@ def step_variance(
     all their completions: the full batch's sum is put at 2 x 1 + 4 = 6, and that of the draw is 4 x 1 + 4 = 8.
     """
     norms = (batch.advantages, batch.logit_grad_norm, batch.denominator)
-    full_batch = stands_for * np.square(completion_score(*norms, np.ones(1), zero_advantage_slope=slope))
-    moment = full_batch if sizes is None else full_batch * sizes.share
+    own = stands_for * np.square(completion_score(*norms, np.ones(1), zero_advantage_slope=slope))
+    full_batch, moment = (own, own) if sizes is None else (own * sizes.usual, own * sizes.share)
     first = batch.prompt_weight / stands_for
     weight = first * completions.weight
     full, drawn, kept = (float(np.sum(factor * moment)) for factor in (first, np.square(first), np.square(weight)))
     by_sizes = NONE
     if sizes is not None:
-        full_batch = full_batch * sizes.usual
         plain = float(np.sum(first * full_batch))
         by_sizes = Growth(sizes.predicted, full / plain if plain else 1.0)
     return StepVariance(
         Growth(prompts.growth, drawn / full if full else 1.0),
         Growth(completions.growth, kept / drawn if drawn else 1.0),
         by_sizes,
-        float(np.sum(stands_for * np.square(weight) * moment)),
+        float(np.sum(stands_for * np.square(weight) * own)),
         float(np.sum(weight * full_batch)),
     )
 

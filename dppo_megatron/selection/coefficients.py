@@ -28,6 +28,9 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 _LENGTH_DECAY = 0.9
 _POSTERIOR, _SIZES = "advantage/posterior_loo", "rollout/group_sizes"
+_OWN_LOSS = (
+    "a loss of your own need not be linear in the advantage, and then its gradient changes with a baseline's noise"
+)
 
 
 class Coefficients:
@@ -66,18 +69,17 @@ class Coefficients:
         Args:
             minibatch, prompt_prob: [K], of each group.
             groups: which groups go on, and their weights.
-            skips: [mini-batches]: some of its prompts could have been skipped. By the probabilities and not by the
-                draw: a divisor that depends on who was drawn would bias the estimate.
+            skips: [mini-batches]: some of its prompts could have been skipped, or have groups of another size. By the
+                probabilities and not by the draw: a divisor that depends on who was drawn would bias the estimate.
         """
         if self._settings.objective.normalization != "token_mean":
             return self._divisor(lengths, np.zeros(len(lengths))), BiasSource(())
-        skips = skips | (self._settings.group_size_factor > 1)  # what is sampled is no plain sample of the full batch
         tokens = token_sums(lengths * groups.weight[:, None], minibatch, self._updates)
         if not skips.any():
             return self._divisor(lengths, tokens[minibatch]), BiasSource(())
         expected = self._nominal * (self.mean_length or float(self._limit))
         note = (
-            "skipped prompts have no token count: N G mean length of earlier steps stands for it, which changes the"
+            "the full batch has no token count: N G mean length of earlier steps stands for it, which changes the"
             " length of the expected gradient and not its direction"
         )
         row = LedgerRow("denominator/token_mean", 1.0, "ratio", note)
@@ -136,6 +138,9 @@ class Coefficients:
         if objective.advantage != "posterior_loo":
             return BiasSource(())
         note = "a completion's baseline is its prompt's history and the others' rewards, which it has no part in"
+        if objective.function:
+            row = LedgerRow(_POSTERIOR, 1.0, "biased", _OWN_LOSS)
+            return BiasSource((row,), None, unknown="nothing is known of that loss")
         if objective.updates_per_step > 1 or self._settings.async_steps > 0:
             note = "off policy, where ratios are bounded, a baseline changes the expected gradient: compare with rloo"
             row = LedgerRow(_POSTERIOR, 1.0, "biased", note)
@@ -152,6 +157,9 @@ class Coefficients:
         if self._settings.group_size_factor == 1:
             return BiasSource(())
         note = "sizes of groups are fixed before anything is sampled; every group counts as one of the usual size"
+        if objective.function:
+            row = LedgerRow(_SIZES, 1.0, "biased", _OWN_LOSS)
+            return BiasSource((row,), None, unknown="nothing is known of that loss")
         off_policy = objective.updates_per_step > 1 or self._settings.async_steps > 0
         if off_policy and not is_exact_off_policy(objective):
             note = "off policy, where ratios are bounded, the expected gradient changes with the noise of a baseline"

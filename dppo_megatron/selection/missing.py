@@ -143,8 +143,10 @@ def missing_of(
         "missing_tokens_mean": mean_of_sums(float((share * rollouts.lengths).sum()), float(share.sum())),
     }
     capped = stands_for_lost and max(past.lost_share) > MOST_LOST
-    known: Known = "biased" if may_end_early or refuted or capped else past.known
-    now: Known = "biased" if chosen.any() else "ratio" if lost.any() else ""
+    few_lost = bool((asked != usual).any())  # small groups are lost more often, and all stand for them alike
+    uneven = few_lost and stands_for_lost and max(past.lost_share) > 0
+    known: Known = "biased" if may_end_early or refuted or capped or uneven else past.known
+    now: Known = "biased" if chosen.any() or (few_lost and not usable.all()) else "ratio" if lost.any() else ""
     label = max(known, now, key=KNOWN.index)
     source = BiasSource(())
     if label:

@@ -42,6 +42,7 @@ from dppo_megatron.selection.arrays import (
     part,
     placed,
     reward_figures,
+    was_asked,
     with_refills,
 )
 from dppo_megatron.selection.bias import BiasSource, sized
@@ -252,9 +253,10 @@ class Selector:
         denominator, divided = self._denominator(rollouts.lengths, minibatch, groups, of, prompts)
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
         squared = missing.estimated(self._coefficients.squared_norms(rollouts, advantages, denominator))
+        squared = np.where(was_asked(rollouts, prompts.size), squared, 0.0) * (self._group / prompts.size)[:, None]
         seen = replace(rollouts, rewards=np.where(missing.there, rollouts.rewards, math.nan))  # one alone tells nothing
         usual_moment = (1.0 - 1.0 / prompts.size) / (1.0 - 1.0 / self._group)  # of fewer others, a mean is noisier
-        moment = squared.sum(axis=1) * (self._group / width) * usual_moment
+        moment = squared.sum(axis=1) * usual_moment
         of.outcome, of.missing = (prompts, seen, moment), missing
         trainable, filtered = self._coefficients.trainable(rollouts, missing.there & groups.kept[:, None])
         nominal = self.prompts_per_step * self._group
@@ -489,6 +491,8 @@ class Selector:
         by_draw = [bool((selection.inclusion_prob < 1).any()) for selection in of.selections]
         # resampled: the mean over the groups that go on, which are all known
         skips = np.array([False] if self._prompt_policy.resamples else by_draw)
+        unequal = np.bincount(minibatch, prompts.size != self._group, minlength=self._updates) > 0
+        skips = skips | unequal
         return self._coefficients.denominator(lengths, minibatch, groups, skips, prompts.inclusion_prob)
 
     def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, of: _OpenStep) -> Selection:

@@ -252,7 +252,7 @@ def standard_error(rewards: list[list[float | None]], weight: list[float]) -> fl
     Example: two groups of means 0 and 1 with weight 1 -> mean 0.5, standard error 0.5.
     """
     graded = [[value for value in group if value is not None] for group in rewards]
-    known = [(sum(group) / len(group), one * len(group)) for group, one in zip(graded, weight, strict=False) if group]
+    known = [(sum(group) / len(group), one) for group, one in zip(graded, weight, strict=False) if group]
     if len(known) < 2:
         return None
     mean, w = np.array(known).T
