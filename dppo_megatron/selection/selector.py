@@ -148,16 +148,15 @@ class Selector:
         self._updates = settings.objective.updates_per_step
         self.prompts_per_step = settings.planned_prompts
         """Nominal prompts of a step; above the settings' number only with CPPO's allocation."""
-        self._group = group = settings.completions_per_prompt
-        self._size_factor = settings.group_size_factor
-        per_minibatch = self.prompts_per_step // self._updates * group
-        check_methods(settings.pruning, group_size=group, minibatch_size=per_minibatch)
+        self._group, self._size_factor = settings.completions_per_prompt, settings.group_size_factor
+        per_minibatch = self.prompts_per_step // self._updates * self._group
+        check_methods(settings.pruning, group_size=self._group, minibatch_size=per_minibatch)
         self._completion_policy = make_completion_policy(
             settings.pruning.completion,
             seed=settings.seed,
             total_steps=settings.total_steps,
             zero_advantage_slope=zero_advantage_slope(settings.objective),
-            group_size=group,
+            group_size=self._group,
         )
         self._coefficients = Coefficients(settings)
         if num_prompts < self.prompts_per_step:
@@ -165,7 +164,7 @@ class Selector:
         self._prompt_policy = make_prompt_policy(
             settings.pruning.prompt,
             num_prompts=num_prompts,
-            completions_per_prompt=group,
+            completions_per_prompt=self._group,
             prompts_per_step=self.prompts_per_step,
             total_steps=settings.total_steps,
             seed=settings.seed,
@@ -453,8 +452,7 @@ class Selector:
         of.rounds += 1
         chosen = []
         for index, mine in enumerate(np.array_split(nominal, parts)):
-            place = len(of.selections)
-            selection = self._prompt_policy.select(mine, step=of.number - 1, minibatch=place)
+            selection = self._prompt_policy.select(mine, step=of.number - 1, minibatch=len(of.selections))
             kept = selection.kept
             minibatch = np.full(int(kept.sum()), index, dtype=np.int64)
             columns = selection.inclusion_prob[kept], selection.weight[kept], minibatch, selection.planned[kept]
@@ -488,11 +486,9 @@ class Selector:
     def _denominator(
         self, lengths: IntArray, minibatch: IntArray, groups: Selection, of: _OpenStep, prompts: PromptDraw
     ) -> tuple[FloatArray, BiasSource]:
-        by_draw = [bool((selection.inclusion_prob < 1).any()) for selection in of.selections]
-        # resampled: the mean over the groups that go on, which are all known
-        skips = np.array([False] if self._prompt_policy.resamples else by_draw)
-        unequal = np.bincount(minibatch, prompts.size != self._group, minlength=self._updates) > 0
-        skips = skips | unequal
+        skips = np.bincount(minibatch, prompts.size != self._group, minlength=self._updates) > 0
+        if not self._prompt_policy.resamples:  # else the mean over the groups that go on, which are all known
+            skips |= [bool((selection.inclusion_prob < 1).any()) for selection in of.selections]
         return self._coefficients.denominator(lengths, minibatch, groups, skips, prompts.inclusion_prob)
 
     def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, of: _OpenStep) -> Selection:
