@@ -1,6 +1,6 @@
 """What is to run on a GPU one day, as far as a machine without one can say: it is collected, imports, parses, fits.
 
-The commands are read from docs/performance.md, so that the page cannot drift from what is checked.
+The benchmark's commands are read from its script, so that what runs there is what is checked here.
 """
 
 from __future__ import annotations
@@ -34,18 +34,16 @@ H200 = Site(1, 8, CHIPS["h200"].memory_bytes, CHIPS["h200"].peak_flops, 1e15)
 
 
 def _commands() -> list[list[str]]:
-    """The arguments of each run of the benchmark under "On a GPU", as bash expands the page's lines and loops."""
-    page = (REPOSITORY / "docs" / "performance.md").read_text(encoding="utf-8")
-    block = re.search(r"^## On a GPU.*?^```\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert block is not None
-    script, replaced = re.subn('B="python benchmarks/gpu/train_step.py"', "B=note", block[1])
+    """The arguments of each run of the benchmark, as bash expands the script's lines and loops."""
+    text = (REPOSITORY / "benchmarks" / "gpu" / "all.sh").read_text(encoding="utf-8")
+    script, replaced = re.subn('B="python benchmarks/gpu/train_step.py"', "B=note", text)
     assert replaced == 1
     note = "note() { printf '%s\\n' \"$*\"; }\n"
     done = subprocess.run(["bash", "-eu", "-c", note + script], capture_output=True, text=True, check=True, timeout=60)
     return [line.split() for line in done.stdout.splitlines()]
 
 
-def test_commands_of_the_page_are_read_and_end_without_a_device(
+def test_commands_of_the_script_are_read_and_end_without_a_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each gets past the command line, to the one sentence and exit code 2, before anything is built."""
@@ -110,7 +108,7 @@ def _seconds(command: list[str]) -> float:
 
 
 def test_the_commands_fit_the_card_and_ten_minutes() -> None:
-    """Together, and each the card; sizes that an earlier version of the page had fit neither."""
+    """Together, and each the card; sizes that an earlier version of the script had fit neither."""
     commands = _commands()
     assert sum(map(_seconds, commands)) < 600
     assert max(map(_bytes_needed, commands)) < 0.95 * H200.gpu_memory
