@@ -150,7 +150,10 @@ def missing_of(
     label = max(known, now, key=KNOWN.index)
     source = BiasSource(())
     if label:
-        row = LedgerRow(NAME, float(graded.sum()) / max(count, 1), label, _note(figures, count, refuted))
+        note = _note(figures, count, refuted) + (
+            "; small groups are lost more often" if few_lost and label == "biased" else ""
+        )
+        row = LedgerRow(NAME, float(graded.sum()) / max(count, 1), label, note)
         stands_in = 1.0 + chosen.sum(axis=1, keepdims=True) / np.maximum(left, 1)[:, None]
         gone = chosen | (chosen.any(axis=1) & ~usable)[:, None]
         source = BiasSource((row,), np.where(gone, 0.0, np.where(by_chance, 1.0, stands_in)))
