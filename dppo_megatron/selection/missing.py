@@ -143,17 +143,15 @@ def missing_of(
         "missing_tokens_mean": mean_of_sums(float((share * rollouts.lengths).sum()), float(share.sum())),
     }
     capped = stands_for_lost and max(past.lost_share) > MOST_LOST
-    few_lost = bool((asked != usual).any())  # small groups are lost more often, and all stand for them alike
-    uneven = few_lost and stands_for_lost and max(past.lost_share) > 0
+    mixed = bool((asked != usual).any())  # small groups are lost more often, and all stand for them alike
+    uneven = mixed and stands_for_lost and max(past.lost_share) > 0
     known: Known = "biased" if may_end_early or refuted or capped or uneven else past.known
-    now: Known = "biased" if chosen.any() or (few_lost and not usable.all()) else "ratio" if lost.any() else ""
+    now: Known = "biased" if chosen.any() or (mixed and not usable.all()) else "ratio" if lost.any() else ""
     label = max(known, now, key=KNOWN.index)
     source = BiasSource(())
     if label:
-        note = _note(figures, count, refuted) + (
-            "; small groups are lost more often" if few_lost and label == "biased" else ""
-        )
-        row = LedgerRow(NAME, float(graded.sum()) / max(count, 1), label, note)
+        share_left, note = float(graded.sum()) / max(count, 1), _note(figures, count, refuted, mixed=mixed)
+        row = LedgerRow(NAME, share_left, label, note)
         stands_in = 1.0 + chosen.sum(axis=1, keepdims=True) / np.maximum(left, 1)[:, None]
         gone = chosen | (chosen.any(axis=1) & ~usable)[:, None]
         source = BiasSource((row,), np.where(gone, 0.0, np.where(by_chance, 1.0, stands_in)))
@@ -188,9 +186,10 @@ def _against_length(lengths: IntArray, graded: BoolArray, said: BoolArray) -> di
     return {"tokens": relative_deviation(direction[among], said[mixed][among], each[among])}
 
 
-def _note(figures: Mapping[str, float], count: int, refuted: str) -> str:
+def _note(figures: Mapping[str, float], count: int, refuted: str, *, mixed: bool) -> str:
     note = f"of {count} completions {figures['missing_count']:.0f} are missing; others of their groups stand for them"
     note += f"; not by chance: {refuted}" if refuted else ""
+    note += "; small groups are lost more often" if mixed and figures["missing_groups"] else ""
     if not figures["missing_biased_count"]:
         return note
     return (
