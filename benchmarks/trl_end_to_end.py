@@ -3,6 +3,8 @@
     dppo-megatron compare configs/quickstart.yaml --methods grpo,dppo --seeds 3 --out compare
     python benchmarks/against_trl.py --end-to-end compare [--trl-python PATH] [--json FILE] [--pruned-steps-factor 1.5]
 
+The figures in docs/ are of `compare` with rollout.prompts_per_step=64 actor.optimizer.learning_rate=1e-3 steps=40.
+
 Of every seed the same checkpoint, training problems, held-out problems, reward function and hyper-parameters as the
 comparison's GRPO had, which are read from its run. Everything else is TRL's: generation by transformers, buffering,
 padding, loss, optimizer. The arm `trl_pruned` is the same with `dppo_megatron.adapters.trl`, with the comparison's own

@@ -1,9 +1,9 @@
 """How many completions each prompt of a step gets, fixed before any of them is sampled.
 
 The mean over a group's completions has the same expectation whatever their number, as long as advantages are linear in
-the rewards of others. So the number may follow from anything that is known before: with a share w of prompts like it,
-a prompt of expected squared gradient m a completion and cost c adds w^2 m / n to the variance and n c to the cost, and
-n in proportion to w sqrt(m / c) is the best for both (Neyman's allocation).
+rewards. So the number may follow from anything that is known before. A prompt of weight w, whose completions have an
+expected squared gradient m and cost c tokens, adds w^2 m / n to the variance and n c to the cost: least together with n
+in proportion to w sqrt(m / c) (Neyman's allocation).
 """
 
 from __future__ import annotations
