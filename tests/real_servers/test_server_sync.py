@@ -117,10 +117,13 @@ def test_adapters_arrive_merged(served: Served, tmp_path: Path) -> None:
 @pytest.mark.parametrize("in_flight", ["finish", "continue"])
 def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str) -> None:
     """From the second step on completions are one sync old where the policy waits for them, and at most one elsewhere;
-    the last step, which ends the run, looks at nothing ahead."""
+    the last step, which ends the run, looks at nothing ahead. Groups have the sizes that were chosen ahead."""
     config = served.config(
         tmp_path / "run",
         steps=4,
+        objective__advantage="rloo",
+        pruning__prompt__group_size_factor=2.0,
+        pruning__prompt__rate=0.0,
         sft__steps=0,
         rollout__async_steps=1,
         rollout__sync__in_flight=in_flight,
@@ -131,6 +134,9 @@ def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str) -> 
     rows = read_metrics(tmp_path / "run")[1:]
     staleness = [row["rollout/staleness_mean"] for row in rows]
     assert len(rows) == 4 and staleness[0] == 0
+    groups = [json.loads(line)["rewards"] for line in (tmp_path / "run" / "trace.jsonl").read_text().splitlines()[1:]]
+    assert [sum(map(len, step)) for step in groups] == [16 * 8] * 4
+    assert len({len(group) for step in groups for group in step}) > 1
     assert staleness[1:] == [1, 1, 1] if in_flight == "finish" else all(0 <= s <= 1 for s in staleness)
     assert all(np.isfinite(row["mismatch/logprob_abs_diff_mean"]) for row in rows)
 
