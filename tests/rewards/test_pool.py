@@ -172,13 +172,14 @@ def test_any_mix_gives_each_sample_its_own_outcome(
 
 
 def test_many_gradings_in_order_without_a_lost_answer() -> None:
-    """20,000 with their own rewards, through chunks of every length, and no process replaced on the way."""
+    """20,000 with their own rewards, through chunks of every length, and no process replaced on the way: every tenth is
+    who grades it, and they are two at most (on a busy machine one process may take all)."""
+    texts = ["pid" if i % 10 == 0 else f"value {i / 7}" for i in range(20_000)]
     with pool_of() as pool:
-        values = [f"value {i / 7}" for i in range(20_000)]
-        assert [g.reward for g in pool.grade(tasks_of(values))] == [i / 7 for i in range(20_000)]
+        rewards = [g.reward for g in pool.grade(tasks_of(texts))]
         assert pool.grade([]) == []
-        first = {g.reward for g in pool.grade(tasks_of(["pid"] * 50))}
-        assert len(first) <= 2 and {g.reward for g in pool.grade(tasks_of(["pid"] * 50))} <= first
+    assert [rewards[i] for i in range(20_000) if i % 10] == [i / 7 for i in range(20_000) if i % 10]
+    assert 1 <= len(set(rewards[::10])) <= 2
 
 
 def test_large_texts_both_ways_do_not_block() -> None:
