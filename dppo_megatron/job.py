@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.plugins import load_function
-from dppo_megatron.config.resolved_sets import longest_sequence, set_rewards
+from dppo_megatron.config.resolved_sets import eval_set_configs, longest_sequence, set_rewards
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.cache import LazyPrompts, PromptColumns
@@ -141,6 +141,11 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     graders, notes = _check_grading(config, train_sets, eval_sets, world_size)
     if trains and config.sft.examples_path and not config.sft.steps:
         notes.append("warning: sft.steps = 0: there is no warm start, and sft.examples_path is not read")
+    for name, one in eval_set_configs(config).items():
+        if one.samples > 1 and one.temperature == 0:
+            notes.append(
+                f"warning: {name} has {one.samples} samples a problem at temperature 0, which are all one answer"
+            )
     if trains and not (config.steps or config.sft.steps):
         notes.append("warning: steps = 0 and sft.steps = 0: nothing is trained; the model is only evaluated and saved")
     return Job(
@@ -199,6 +204,7 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     minibatch = selection_settings(config).planned_prompts // config.objective.updates_per_step * size
     unread = check_methods(config.pruning, group_size=size, minibatch_size=minibatch)
     _check_actor(config, architecture, world_size, machine)
+    architecture.check_servers(config.rollout)
     _check_positions(config, architecture)
     return unread + _replay_note(config, architecture)
 

@@ -20,6 +20,8 @@ def translate(given: str) -> str:
     if ours == said:
         return f"# {given}: {said or 'not in the tables; see docs/migrating.md'}"
     key, _, rest = ours.partition(" ")
+    if value == "-1" and not rest:
+        return f"# {given}: {ours}, where never is 0"
     if "=" in ours or rest:
         return f"# {given}: {ours}"
     return f"{key}={value}"

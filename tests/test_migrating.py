@@ -190,6 +190,10 @@ def test_usual_keys_are_answered(trainer: str) -> None:
         ("rollout.limits.straggler_share", "here it is rollout.limits.finish_fraction"),
         ("data.eval_sets.aime24.grader", "here it is reward.function (in the set's own entry)"),
         ("data.shuffle", "here it is data.order"),
+        ("clip_ratio_high", "here it is objective.clip_high"),
+        ("actor_rollout_ref.rollout.response_length", "here it is rollout.sampling.max_completion_tokens"),
+        ("steps_per_generation", "here it is objective.updates_per_step (= steps_per_generation / gradient_acc"),
+        ("algorithm.kl_ctrl.kl_coef", "no setting here: there is no KL in the reward"),
         ("pruning.prompt.p_min", "here it is pruning.prompt.min_inclusion_prob"),
     ],
 )

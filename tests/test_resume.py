@@ -313,6 +313,8 @@ def test_refused_from_the_command_line(files: Path, whole: dict[str, Path], capf
     arguments = [str(REPOSITORY / "configs" / "quickstart.yaml"), *settings(files, whole["tp1"], **SHORT)]
     assert run_ranks(main, 1, ["train", *arguments, "seed=3"]) == [2]
     assert "cannot be resumed with other settings: seed: 0 -> 3" in capfd.readouterr().err
+    assert run_ranks(main, 1, ["train", *arguments, "steps=2"]) == [2]
+    assert "steps = 2: " in (said := capfd.readouterr().err) and "step_000003 has done 3; set steps to that" in said
     assert main(["train", *arguments, "--resume", "never"]) == 2
     assert "already holds a run" in capfd.readouterr().err
     assert (whole["tp1"] / "metrics.jsonl").read_bytes() == before

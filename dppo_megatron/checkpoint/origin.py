@@ -41,7 +41,7 @@ def find_origin(config: Config, store: CheckpointStore, check_data: DataCheck) -
     Newer directories with a checkpoint's name that are damaged or of another run are moved to `aside/`. Collective.
 
     Raises:
-        UserError: there are checkpoints but none can be used, or the chosen one has other settings.
+        UserError: there are checkpoints but none can be used, or the chosen one has other settings or more steps.
     """
     resume = config.checkpoint.resume
     if resume == "never":
@@ -80,6 +80,8 @@ def _accept(directory: Path, config: Config, check_data: DataCheck, *, own: bool
         if isinstance(manifest, str):  # it was intact a moment ago
             raise UserError(f"checkpoint '{directory}' has changed while it was read: {manifest}")
         check_changes(config, manifest.config, str(directory))
+        if manifest.step > config.steps:
+            raise UserError(f"steps = {config.steps}: {directory} has done {manifest.step}; set steps to that or more")
         changes = check_data(manifest.data, str(directory))
         sums = read_state(directory / LOOP)["loop"].get("record", {}) if own else {}
         return Origin(directory, manifest.step, own, sums, tuple(changes))

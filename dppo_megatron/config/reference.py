@@ -87,12 +87,16 @@ def all_keys() -> list[str]:
 
 
 def find(key: str) -> list[Setting]:
-    """The setting `key` or all of the section `key`; else every setting that has `key` somewhere in its name.
+    """The setting `key` or all of the section `key`; else what another trainer's `key` is here; else every setting that
+    has `key` somewhere in its name.
 
     Example: `temperature` -> rollout.sampling.temperature, eval.temperature, data.eval_sets.<name>.temperature.
     """
     asked = _with_placeholders(key.strip("."))
     below = [one for one in all_settings() if one.key == asked or one.key.startswith(f"{asked}.")]
+    is_last = any(one.key.endswith(f".{asked}") for one in all_settings())
+    if not below and not is_last and (ours := re.match(r"here it is ([a-z_.]+)", other_names().get(asked, ""))):
+        return [one for one in all_settings() if one.key == ours[1]]
     return below or [one for one in all_settings() if asked and asked in one.key]
 
 
@@ -214,9 +218,13 @@ def other_names() -> dict[str, str]:
 
 def other_name(key: str) -> str:
     """What `other_names` has to say about a key as it is given there; empty: nothing. A whole name goes before a
-    pattern, an earlier pattern before a later one."""
+    pattern, an earlier pattern before a later one; a last part alone (clip_ratio_high) is enough
+    where it means one thing."""
     names, plain = other_names(), key.lstrip("+~-").replace("-", "_").lower()
-    return names.get(plain) or next((said for name, said in names.items() if "*" in name and fnmatch(plain, name)), "")
+    found = names.get(plain) or next((said for name, said in names.items() if "*" in name and fnmatch(plain, name)), "")
+    ending = {said for name, said in names.items() if name.endswith(f".{plain}") and "*" not in name}
+    is_told = len(ending) == 1 and "_" in plain and "." not in plain
+    return found or (ending.pop() if is_told else "")
 
 
 def unknown_key(where: str, key: str, under: list[str], section: type) -> UserError:

@@ -8,43 +8,28 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
 from dppo_megatron.config.ranges import COUNT, FREE_AT_RESUME, SECONDS, ranged
+from dppo_megatron.config.server_args import (
+    CODE_OPTIONS,
+    DRAFT_OPTIONS,
+    KEY_OPTIONS,
+    OWN_OPTIONS,
+    QUANTIZATION_OPTIONS,
+    REPLICA_OPTIONS,
+    STAGE_OPTIONS,
+    check_engine_names,
+    check_gpus,
+    named_option,
+)
 from dppo_megatron.types import UserError
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _WORDS = r"(_*[A-Z]{1,20}[0-9]{0,2}(_|$))+[A-Z0-9_]{0,4}"
 """What a variable that is not set may be called: a key in base32 or hexadecimal digits has none of these forms."""
-# of vLLM 0.32.0 and SGLang 0.5.23
-_KEY_OPTIONS = ("--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password")
-_CODE_OPTIONS = (
-    *("--trust-remote-code", "--middleware", "--worker-cls", "--worker-extension-cls", "--scheduler-cls"),
-    *("--tool-parser-plugin", "--reasoning-parser-plugin", "--io-processor-plugin", "--logits-processors"),
-    *("--model-class-overrides", "--kv-transfer-config", "--ec-transfer-config", "--custom-weight-loader"),
-    *("--enable-custom-logit-processor", "--forward-hooks"),
-)
-_OWN_OPTIONS = (
-    *("--host", "--port", "--uds", "--config", "--root-path", "--fastapi-root-path", "--grpc-port"),
-    *("--grpc-mode", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers"),
-    *("--enable-ssl-refresh", "--enable-http2", "--headless", "--nnodes", "-n", "--node-rank", "-r", "--master-addr"),
-    *("--master-port", "--dist-init-addr", "--nccl-init-addr", "--data-parallel-address", "-dpa", "--model"),
-    *("--model-path", "--served-model-name", "--weight-transfer-config", "--tokenizer-worker-num"),
-)
-_DRAFT_OPTIONS = (
-    *("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens", "--speculative-algorithm"),
-    *("--speculative-adaptive-config", "--speculative-draft-model-path", "--speculative-num-steps"),
-    *("--speculative-eagle-topk", "--speculative-num-draft-tokens", "--speculative-ngram-max-bfs-breadth"),
-    *("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
-)
-_PIPELINE_OPTIONS = ("--pipeline-parallel-size", "-pp", "--pp-size")
-_REPLICA_OPTIONS = ("--data-parallel-size", "-dp", "--dp-size")
-_QUANTIZATION_OPTIONS = ("--quantization", "-q", "--hf-overrides", "--json-model-override-args")
-_NOT_SHORT = ("--reasoning-parser", "--tokenizer")
-"""Other options, whose names begin as one of those above does."""
 
 
 @dataclass
@@ -240,6 +225,9 @@ def check_rollout(config: RolloutConfig) -> None:
         raise UserError(
             f"rollout.servers.gpus has {len(servers.gpus)} entries for rollout.servers.count = {servers.count}"
         )
+    if config.engine != "hf":
+        check_gpus(servers.gpus, servers.args)
+        check_engine_names(config.engine, servers.args)
     _check_keys(config)
     _check_quantization(config)
     _check_speculation(config)
@@ -253,12 +241,12 @@ def _check_quantization(config: RolloutConfig) -> None:
     servers, is_on = config.servers, config.quantization != "off"
     if is_on and config.engine == "hf":
         raise UserError(f"rollout.quantization = {config.quantization} is for servers; rollout.engine = hf has none")
-    if option := _named_option(servers.args, _QUANTIZATION_OPTIONS if is_on else _QUANTIZATION_OPTIONS[:2]):
+    if option := named_option(servers.args, QUANTIZATION_OPTIONS if is_on else QUANTIZATION_OPTIONS[:2]):
         raise UserError(
             f"rollout.servers.args has {option}, which rollout.quantization chooses: weight syncs must bring what the"
             " server holds"
         )
-    if is_on and config.engine == "sglang" and servers.colocate and _named_option(servers.args, ("--kv-cache-dtype",)):
+    if is_on and config.engine == "sglang" and servers.colocate and named_option(servers.args, ("--kv-cache-dtype",)):
         raise UserError(
             "rollout.servers.args has --kv-cache-dtype: with rollout.quantization SGLang has scales of its cache, and"
             " loses them when it sleeps (rollout.servers.colocate); leave it out"
@@ -290,15 +278,15 @@ def _check_speculation(config: RolloutConfig) -> None:
             " leave both at their defaults"
         )
     for options, why in (
-        (_DRAFT_OPTIONS, "which rollout.speculation chooses"),
-        (_PIPELINE_OPTIONS, "with which SGLang refuses drafts, and nobody has run vLLM's; split it by tensors"),
+        (DRAFT_OPTIONS, "which rollout.speculation chooses"),
+        (STAGE_OPTIONS, "with which SGLang refuses drafts, and nobody has run vLLM's; split it by tensors"),
         (
-            _REPLICA_OPTIONS if config.engine == "vllm" and speculation.max_drafted else (),
+            REPLICA_OPTIONS if config.engine == "vllm" and speculation.max_drafted else (),
             "with which vLLM drafts the same number at any concurrency: use rollout.servers.count, or"
             " rollout.speculation.max_drafted=0",
         ),
     ):
-        if option := _named_option(servers.args, options):
+        if option := named_option(servers.args, options):
             raise UserError(f"{setting}: rollout.servers.args has {option}, {why}")
 
 
@@ -330,36 +318,21 @@ def _check_keys(config: RolloutConfig) -> None:
             "rollout.servers.api_key_env is not the name of an environment variable that is set; it must not be the key"
             " itself"
         )
-    if _named_option(config.servers.args, _KEY_OPTIONS):
+    if named_option(config.servers.args, KEY_OPTIONS):
         raise UserError(
             "rollout.servers.args holds a key, which would stand in config.yaml and in the list of processes;"
             f" put it into the environment variable {name} (rollout.servers.api_key_env)"
         )
-    if option := _named_option(config.servers.args, _CODE_OPTIONS):
+    if option := named_option(config.servers.args, CODE_OPTIONS):
         raise UserError(
             f"rollout.servers.args has {option}, which runs code that this trainer does not know in the server; it"
             " never runs the Python files of a model either: leave it out"
         )
-    if option := _named_option(config.servers.args, _OWN_OPTIONS):
+    if option := named_option(config.servers.args, OWN_OPTIONS):
         raise UserError(
             f"rollout.servers.args has {option}, which the trainer chooses itself: the server's address and model, and"
             " what it checks there; leave it out, or start the server yourself and name it in rollout.servers.endpoints"
         )
-
-
-def _named_option(arguments: Sequence[str], options: Sequence[str]) -> str:
-    """The first of `options` that an argument is, as the engines' parsers read them: shortened, or with underscores.
-
-    Example: "--api_key=x" and "--api-k" both mean --api-key.
-    """
-
-    def is_meant(option: str, name: str) -> bool:
-        if not name.startswith("--"):
-            return option[1] != "-" and name.startswith(option)  # the value may follow at once: -n2
-        return name == option or (len(name) > 2 and name not in _NOT_SHORT and option.startswith(name))
-
-    names = [re.split(r"[=.]", argument)[0].replace("_", "-") for argument in arguments]
-    return next((option for option in options if any(is_meant(option, name) for name in names)), "")
 
 
 def check_endpoint(url: str, config: RolloutConfig) -> None:

@@ -11,7 +11,6 @@ ledger (`rollout/quantized`).
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Collection, Iterator, Mapping
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.config.server_args import read_split
 from dppo_megatron.rollout.engine import Weights
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
@@ -27,9 +27,6 @@ from dppo_megatron.weights.mapping import hf_shapes
 
 BLOCK = 128
 SCALE = "_scale_inv"
-TENSOR_FLAGS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tp")
-REPLICA_FLAGS = ("--data-parallel-size", "-dp", "--dp-size", "--dp")
-"""vLLM's and SGLang's."""
 _SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight", "w2.weight")
 _NOT_SPLIT = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 _LARGEST = 448.0
@@ -136,13 +133,7 @@ def check_split(rollout: RolloutConfig, architecture: Architecture) -> None:
     """Raise UserError unless each worker of a launched server holds whole blocks. vLLM splits experts over replicas
     too, and takes blocks down to 32 for them."""
     is_vllm, shapes = rollout.engine == "vllm", hf_shapes(architecture)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flags, name in ((TENSOR_FLAGS, "tensor"), (REPLICA_FLAGS, "replicas")):
-        parser.add_argument(*flags, dest=name, type=int, default=1)
-    try:
-        given = parser.parse_known_args(rollout.servers.args)[0]
-    except argparse.ArgumentError as error:
-        raise UserError(f"rollout.servers.args: {error}") from None
+    given = read_split(rollout.servers.args)
     spread = given.tensor * (given.replicas if is_vllm else 1)
     if {"--enable-expert-parallel", "-ep", "--ep-size", "--ep"} & {one.split("=")[0] for one in rollout.servers.args}:
         spread = 1

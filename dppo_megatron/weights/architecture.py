@@ -16,7 +16,9 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
+from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, LoraConfig
+from dppo_megatron.config.server_args import read_split
 from dppo_megatron.texts import one_line
 from dppo_megatron.types import ExpertChoices, UserError
 from dppo_megatron.weights.config_keys import (
@@ -182,6 +184,15 @@ class Architecture:
             raise UserError("actor.recompute_modules = mla_up_proj: attention here is recomputed by core_attn alone")
         self._check_stages(split_layers(self.num_layers, actor))
         self._check_experts(layout)
+
+    def check_servers(self, rollout: RolloutConfig) -> None:
+        """Raise `UserError` unless a server's workers get whole heads; both engines copy key-value heads."""
+        split = read_split(rollout.servers.args)
+        if rollout.engine != "hf" and self.num_heads % split.tensor:
+            raise UserError(
+                f"rollout.servers.args: tensor parallel {split.tensor}: the model's {self.num_heads} attention heads do"
+                " not divide by it"
+            )
 
     def _split_by_tensor_parallelism(self) -> dict[str, int]:
         sizes = {} if self.has_experts(0) else {"feed-forward size": self.ffn_size}

@@ -194,6 +194,10 @@ def test_a_plan_needs_no_model_where_its_sizes_are_published(
     assert [round(number / 1e9, 2) for number in plans.values()] == [8.19, 0.6, 8.19]
 
 
+_ONE_GPU = "rollout.servers.gpus=['0']"
+"""As many as servers take whose arguments are replaced."""
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -208,13 +212,24 @@ def test_a_plan_needs_no_model_where_its_sizes_are_published(
         (["actor.layout.tensor_parallel=3"], "needs a multiple of 3 processes"),
         (["--mfu", "40"], "--mfu 40.0: must be in (0, 1]"),
         (
-            ["rollout.servers.args=[--gpu-memory-utilization, most]"],
+            [_ONE_GPU, "rollout.servers.args=[--gpu-memory-utilization, most]"],
             "--gpu-memory-utilization/--mem-fraction-static: invalid float value: 'most'",
         ),
-        (['rollout.servers.args=[--gpu-memory-utilization, "0.2"]'], "for keys and values, less than"),
-        (['rollout.servers.args=[--gpu-memory-utilization, "90"]'], "--gpu-memory-utilization 90.0: must be in (0, 1]"),
+        ([_ONE_GPU, 'rollout.servers.args=[--gpu-memory-utilization, "0.2"]'], "for keys and values, less than"),
+        (
+            [_ONE_GPU, 'rollout.servers.args=[--gpu-memory-utilization, "90"]'],
+            "--gpu-memory-utilization 90.0: must be in (0, 1]",
+        ),
         (['rollout.servers.args=[--tensor-parallel-size, "0"]'], "--tensor-parallel-size 0: must be at least 1"),
         (['rollout.servers.args=[--tensor-parallel-size, "1.5"]'], "--tp: invalid int value: '1.5'"),
+        (['rollout.servers.args=[--tensor-parallel-size, "4"]'], "a server 8 GPUs (0,1,2,3,4,5,6,7), and its"),
+        (
+            ["rollout.servers.gpus=['0,1,2']", "rollout.servers.args=[--tensor-parallel-size=3]"],
+            "tensor parallel 3: the model's 64 attention heads do not divide by it",
+        ),
+        (["rollout.servers.gpus=['1,2,3,4,5,6,7,8']"], "rollout.servers.gpus names GPU 8, and only 0 to 7 are of the"),
+        (["--gpus", "12", "--gpus-per-node", "8"], "--gpus 12: are no whole nodes of --gpus-per-node 8"),
+        (["rollout.engine=sglang"], "has --gpu-memory-utilization, which rollout.engine = sglang does not know"),
         (["--completion-tokens", "4097"], "no mean can be above rollout.sampling.max_completion_tokens = 4096"),
         (["--prompt-tokens", "2000"], "no mean can be above max_prompt_tokens = 1024"),
     ],

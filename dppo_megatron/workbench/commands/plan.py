@@ -152,8 +152,11 @@ def _published(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 def _site(arguments: argparse.Namespace) -> Site:
     chip, launched = CHIPS[arguments.gpu], launched_world_size()
+    gpus = arguments.gpus or (launched if launched > 1 else _GPUS)
+    if gpus > arguments.gpus_per_node and gpus % arguments.gpus_per_node:
+        raise UserError(f"--gpus {gpus}: are no whole nodes of --gpus-per-node {arguments.gpus_per_node}")
     return Site(
-        gpus=arguments.gpus or (launched if launched > 1 else _GPUS),
+        gpus=gpus,
         gpus_per_node=arguments.gpus_per_node,
         gpu_memory=arguments.gpu_memory * GIB if arguments.gpu_memory else chip.memory_bytes,
         peak_flops=chip.peak_flops,

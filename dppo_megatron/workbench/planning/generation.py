@@ -20,9 +20,11 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.config.ranges import Range
+from dppo_megatron.config.rollout import ServersConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.server_args import read_split
 from dppo_megatron.randomness import generator
-from dppo_megatron.rollout.fp8_weights import REPLICA_FLAGS, TENSOR_FLAGS, check_split
+from dppo_megatron.rollout.fp8_weights import check_split
 from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.types import FloatArray, IntArray, UserError
 from dppo_megatron.weights.architecture import Architecture
@@ -118,12 +120,13 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
     """The engine of `config`. Raises UserError for arguments that no server would take."""
     rollout, layers, experts = config.rollout, architecture.num_layers, architecture.experts
     embedded, is_vllm = rollout.engine == "hf", rollout.engine == "vllm"
-    given = _read(() if embedded else rollout.servers.args)
-    tensor, is_fp8 = given.tensor, rollout.quantization != "off"
+    arguments = () if embedded else rollout.servers.args
+    given, split = _read(arguments), read_split(arguments)
+    tensor, is_fp8 = split.tensor, rollout.quantization != "off"
     if is_fp8 and rollout.servers.launch == "local":
         check_split(rollout, architecture)
     each = 2 if config.model.dtype == "bfloat16" else 4
-    together, width = given.replicas if experts and is_vllm else 1, 1 if is_fp8 else each
+    together, width = split.replicas if experts and is_vllm else 1, 1 if is_fp8 else each
     # quantization leaves embedding and output layer as they are
     rows = architecture.vocab_size * architecture.hidden_size
     ends = rows if architecture.tied_embeddings else 2 * rows
@@ -139,8 +142,9 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
         # logits, the same in float32, and their exponentials
         budget = dense + of_experts + cache + limit * architecture.vocab_size * (each + 8)
     else:
+        _check_devices(rollout.servers, site)
         named = [gpu for group in rollout.servers.gpus for gpu in group.split(",")]
-        on_node = len(named) or rollout.servers.count * tensor * given.replicas
+        on_node = len(named) or rollout.servers.count * split.gpus
         gpus = on_node * site.nodes if rollout.servers.launch == "local" else site.engine_gpus
         limit, budget = min(limit, given.sequences or limit), given.share * site.gpu_memory
         cache = max(0.0, budget - dense - of_experts - ENGINE_WORK_BYTES)
@@ -160,7 +164,7 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
         cache_per_token=per_token,
         longest=longest,
         max_sequences=limit,
-        behind_one=given.replicas if is_vllm else 1,
+        behind_one=split.replicas if is_vllm else 1,
         fixed_s=fixed_s + (layers * EXPERTS_S if experts else 0.0),
         sequence_s=sequence_s,
         # of an input embedding only the rows of a batch are read
@@ -173,6 +177,18 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
     )
 
 
+def _check_devices(servers: ServersConfig, site: Site) -> None:
+    """Raise UserError for a device that a node of the site does not have; those named by UUID are not looked at."""
+    numbers = [int(gpu) for entry in servers.gpus for gpu in entry.split(",") if gpu.strip().isdecimal()]
+    there = site.ranks_per_node if servers.colocate else site.gpus_per_node
+    if numbers and max(numbers) >= there:
+        whose = "of the trainer's" if servers.colocate else "of a node's"
+        raise UserError(
+            f"rollout.servers.gpus names GPU {max(numbers)}, and only 0 to {there - 1} are {whose}; name those, and the"
+            " parallel sizes in rollout.servers.args whose product is their number"
+        )
+
+
 def cache_per_token(architecture: Architecture, tensor: int, bytes_each: int) -> float:
     """Bytes of one token's keys and values on one of `tensor` GPUs; a head is never split, but copied. Servers keep
     latent attention's compressed, on each GPU."""
@@ -183,8 +199,6 @@ def cache_per_token(architecture: Architecture, tensor: int, bytes_each: int) ->
 
 
 _OPTIONS: dict[str, tuple[tuple[str, ...], type, Any, str]] = {
-    "tensor": (TENSOR_FLAGS, int, 1, "[1, 1024]"),
-    "replicas": (REPLICA_FLAGS, int, 1, "[1, 1024]"),
     "share": (("--gpu-memory-utilization", "--mem-fraction-static"), float, DEFAULT_SHARE, "(0, 1]"),
     "sequences": (("--max-num-seqs", "--max-running-requests"), int, None, "[1, 1e6]"),
     "cache": (("--kv-cache-dtype",), str, "", ""),

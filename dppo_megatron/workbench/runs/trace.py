@@ -177,7 +177,10 @@ def _step(row: _TraceLine, num_prompts: int, group_size: int, step_before: int) 
     def of_groups(name: str) -> FloatArray:
         groups = getattr(row, name)
         if len(groups) != shape[0] or any(len(group) != group_size for group in groups):
-            raise ValueError(f"{name}: must be {shape[0]} groups of {group_size}")
+            raise ValueError(
+                f"{name}: must be {shape[0]} groups of {group_size}, as the trace began with; steps after a change of"
+                " rollout.completions_per_prompt cannot be replayed together with those before it"
+            )
         return np.array(groups, dtype=np.float64).reshape(shape)  # null becomes NaN
 
     rollouts = Rollouts(of_groups("rewards"), of_groups("lengths").astype(np.int64), of_groups("logit_grad_norm"))

@@ -1,0 +1,125 @@
+"""`rollout.servers.args` as vLLM 0.32.0 and SGLang 0.5.23 read it: options that the trainer gives itself, and over how
+many GPUs a server is split. What an engine would refuse minutes after the start is refused before it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dppo_megatron.types import UserError
+
+KEY_OPTIONS = ("--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password")
+CODE_OPTIONS = (
+    *("--trust-remote-code", "--middleware", "--worker-cls", "--worker-extension-cls", "--scheduler-cls"),
+    *("--tool-parser-plugin", "--reasoning-parser-plugin", "--io-processor-plugin", "--logits-processors"),
+    *("--model-class-overrides", "--kv-transfer-config", "--ec-transfer-config", "--custom-weight-loader"),
+    *("--enable-custom-logit-processor", "--forward-hooks"),
+)
+OWN_OPTIONS = (
+    *("--host", "--port", "--uds", "--config", "--root-path", "--fastapi-root-path", "--grpc-port"),
+    *("--grpc-mode", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers"),
+    *("--enable-ssl-refresh", "--enable-http2", "--headless", "--nnodes", "-n", "--node-rank", "-r", "--master-addr"),
+    *("--master-port", "--dist-init-addr", "--nccl-init-addr", "--data-parallel-address", "-dpa", "--model"),
+    *("--model-path", "--served-model-name", "--weight-transfer-config", "--tokenizer-worker-num"),
+)
+DRAFT_OPTIONS = (
+    *("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens", "--speculative-algorithm"),
+    *("--speculative-adaptive-config", "--speculative-draft-model-path", "--speculative-num-steps"),
+    *("--speculative-eagle-topk", "--speculative-num-draft-tokens", "--speculative-ngram-max-bfs-breadth"),
+    *("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
+)
+_TENSOR_OPTIONS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tp")
+REPLICA_OPTIONS = ("--data-parallel-size", "-dp", "--dp-size", "--dp")
+STAGE_OPTIONS = ("--pipeline-parallel-size", "-pp", "--pp-size", "--pp")
+_SIZES = {"tensor": _TENSOR_OPTIONS, "replicas": REPLICA_OPTIONS, "stages": STAGE_OPTIONS}
+QUANTIZATION_OPTIONS = ("--quantization", "-q", "--hf-overrides", "--json-model-override-args")
+_OTHER_SPLITS = {"--enable-dp-attention", "--data-parallel-size-local", "--prefill-context-parallel-size", "-pcp"}
+"""With these a server's GPUs are not the product of the three sizes."""
+_NOT_SHORT = ("--reasoning-parser", "--tokenizer")
+"""Other options, whose names begin as one of those above does."""
+_COUNTERPARTS = (
+    ("--gpu-memory-utilization", "--mem-fraction-static"),
+    ("--max-num-seqs", "--max-running-requests"),
+    ("--max-num-batched-tokens", "--chunked-prefill-size"),
+    ("--max-model-len", "--context-length"),
+    ("--enforce-eager", "--disable-cuda-graph"),
+    ("--enable-expert-parallel", "--ep-size"),
+    ("--moe-backend", "--moe-runner-backend"),
+    ("--no-enable-prefix-caching", "--disable-radix-cache"),
+)
+"""vLLM's name and SGLang's; neither takes the other's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSplit:
+    """Over how many GPUs a server splits its model and its requests."""
+
+    tensor: int
+    replicas: int
+    stages: int
+
+    @property
+    def gpus(self) -> int:
+        """Of one server."""
+        return self.tensor * self.replicas * self.stages
+
+
+def read_split(arguments: Sequence[str]) -> ServerSplit:
+    """Raises UserError for a size that is no number above 0."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, options in _SIZES.items():
+        parser.add_argument(*options, dest=name, type=int, default=1)
+    try:
+        split = ServerSplit(**vars(parser.parse_known_args(arguments)[0]))
+    except argparse.ArgumentError as error:
+        raise UserError(f"rollout.servers.args: {error}") from None
+    for size, options in zip((split.tensor, split.replicas, split.stages), _SIZES.values(), strict=True):
+        if size < 1:
+            raise UserError(f"rollout.servers.args: {options[0]} {size}: must be at least 1")
+    return split
+
+
+def check_gpus(gpus: Sequence[str], arguments: Sequence[str]) -> None:
+    """Raise UserError unless each entry of `rollout.servers.gpus` has as many devices as its server takes."""
+    split = read_split(arguments)
+    if _OTHER_SPLITS & set(_names(arguments)):
+        return
+    for entry in gpus:
+        if (given := len(entry.split(","))) != split.gpus:
+            stages = f" x pipeline {split.stages}" if split.stages > 1 else ""
+            raise UserError(
+                f"rollout.servers.gpus gives a server {given} GPUs ({entry}), and its rollout.servers.args take"
+                f" {split.gpus}: tensor {split.tensor} x data {split.replicas}{stages}. (A list that is given replaces"
+                " the file's: name all arguments.)"
+            )
+
+
+def check_engine_names(engine: Literal["vllm", "sglang"], arguments: Sequence[str]) -> None:
+    """Raise UserError for an option of the other engine."""
+    names = _names(arguments)
+    for of_vllm, of_sglang in _COUNTERPARTS:
+        own, other = (of_vllm, of_sglang) if engine == "vllm" else (of_sglang, of_vllm)
+        if other in names:
+            raise UserError(f"rollout.servers.args has {other}, which rollout.engine = {engine} does not know: {own}")
+
+
+def named_option(arguments: Sequence[str], options: Sequence[str]) -> str:
+    """The first of `options` that an argument is, as the engines' parsers read them: shortened, or with underscores.
+
+    Example: "--api_key=x" and "--api-k" both mean --api-key.
+    """
+
+    def is_meant(option: str, name: str) -> bool:
+        if not name.startswith("--"):
+            return option[1] != "-" and name.startswith(option)  # the value may follow at once: -n2
+        return name == option or (len(name) > 2 and name not in _NOT_SHORT and option.startswith(name))
+
+    names = _names(arguments)
+    return next((option for option in options if any(is_meant(option, name) for name in names)), "")
+
+
+def _names(arguments: Sequence[str]) -> list[str]:
+    return [re.split(r"[=.]", argument)[0].replace("_", "-") for argument in arguments]
