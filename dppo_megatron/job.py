@@ -20,6 +20,7 @@ from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.resolved_sets import eval_set_configs, longest_sequence, set_rewards
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
+from dppo_megatron.config.server_args import check_longest
 from dppo_megatron.data.cache import LazyPrompts, PromptColumns
 from dppo_megatron.data.examples import load_examples
 from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets, stop_token_ids
@@ -205,6 +206,7 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     unread = check_methods(config.pruning, group_size=size, minibatch_size=minibatch)
     _check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
+    check_longest(config.rollout.servers.args, longest_sequence(config)[0])
     _check_positions(config, architecture)
     return unread + _replay_note(config, architecture)
 

@@ -164,3 +164,5 @@ def test_what_it_cannot_judge_it_says() -> None:
         judge_roulette(trace_of(by_nothing, steps=3), COSTS)
     with pytest.raises(UserError, match=r"--roulette: step 1 has rewards outside \[0, 1\]"):
         judge_roulette(trace_of(lambda rng, ids: (by_nothing(rng, ids)[0], np.full((len(ids), 8), 2.0))), COSTS)
+    with pytest.raises(UserError, match="--roulette: too few steps have a gradient"):
+        judge_roulette(trace_of(lambda rng, ids: (by_nothing(rng, ids)[0], np.ones((len(ids), 8)))), COSTS)

@@ -33,8 +33,6 @@ _PREDICTED_TOKENS = LedgerRow(
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The prompts of a step."""
-
     nominal: IntArray
     """[N] rows of the training set that the trainer offered."""
     selection: Selection
@@ -59,8 +57,6 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The completions to train on."""
-
     rows: IntArray
     """[n] of the K * G that were rolled out, ascending."""
     weight: FloatArray

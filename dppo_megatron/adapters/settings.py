@@ -66,14 +66,15 @@ def verl_refusals(config: Any) -> list[str]:
     loss, mode = actor.policy_loss.get("loss_mode", "vanilla"), actor.loss_agg_mode
     correction, sampler = algorithm.get("rollout_correction") or {}, config.trainer.v1.get("sampler") or {}
     batch_normalize, refills = correction.get("rollout_is_batch_normalize"), sampler.get("sync_refill_failed_groups")
-    rejects = mode == "token-mean" and correction.get("rollout_rs")
+    rejects, ignores = mode == "token-mean" and correction.get("rollout_rs"), loss in VERL_BY_SEQUENCE
     has_no_scale = mode == VERL_MODES[2] and actor.get("loss_scale_factor") is None
     mtp, custom = config.actor_rollout_ref.model.get("mtp") or {}, sampler.get("custom_sampler") or {}
+    routers = (actor.get("megatron") or {}).get("override_transformer_config") or {}
+    balances = routers.get("moe_aux_loss_coeff") or routers.get("moe_z_loss_coeff")
     wrong = {
         f"actor.policy_loss.loss_mode={loss} (known: {', '.join(VERL_LOSSES)})": loss not in VERL_LOSSES,
         f"actor.loss_agg_mode={mode} (known: {', '.join(VERL_MODES)})": mode not in VERL_MODES,
-        f"actor.loss_agg_mode: {loss} does not read it in every release; set seq-mean-token-mean": mode != VERL_MODES[0]
-        and loss in VERL_BY_SEQUENCE,
+        f"actor.loss_agg_mode: {loss} does not read it; set {VERL_MODES[0]}": ignores and mode != VERL_MODES[0],
         "actor.loss_scale_factor: without it seq-mean-token-sum-norm divides by the longest row left": has_no_scale,
         f"algorithm.adv_estimator={algorithm.adv_estimator}: only grpo": algorithm.adv_estimator != "grpo",
         "actor.use_kl_loss: the KL term is not weighted": actor.use_kl_loss,
@@ -88,6 +89,7 @@ def verl_refusals(config: Any) -> list[str]:
         "trainer.v1.sampler.sync_refill_failed_groups: refills are other prompts": refills,
         "trainer.v1.sampler.custom_sampler: it may choose prompts too": custom.get("path"),
         "actor_rollout_ref.model.mtp.enable_train: its loss is not weighted": mtp.get("enable_train"),
+        "actor.megatron.override_transformer_config: losses of routers are not weighted": balances,
         "distillation: its loss is not weighted": (config.get("distillation") or {}).get("enabled"),
     }
     return [why for why, is_so in wrong.items() if is_so]
@@ -125,7 +127,7 @@ def nemo_rl_refusals(loss: Any, policy: Any, rows: int, nominal: int) -> list[st
     config, terms = policy.cfg, ("reference_policy_kl_penalty", "positive_example_nll_weight")
     penalty, positive = (getattr(loss, name, 0) for name in terms)
     megatron, sizes = config.get("megatron_cfg") or {}, {rows, config["train_global_batch_size"]}
-    schedule = megatron.get("scheduler") or {}
+    schedule, router = megatron.get("scheduler") or {}, megatron.get("moe_router_load_balancing_type", "none")
     mtp = megatron.get("mtp_num_layers") and megatron.get("mtp_loss_scaling_factor", 1) != 0
     falls = schedule.get("lr_decay_style", "constant") != "constant" or schedule.get("lr_warmup_iters", 0)
     wrong = {
@@ -136,6 +138,7 @@ def nemo_rl_refusals(loss: Any, policy: Any, rows: int, nominal: int) -> list[st
         "loss_fn.reference_policy_kl_penalty: the KL term is not weighted": penalty,
         "loss_fn.positive_example_nll_weight: its term is not weighted": positive,
         "policy.megatron_cfg.mtp_num_layers: its loss is not weighted": megatron.get("enabled") and mtp,
+        "policy.megatron_cfg.moe_router_load_balancing_type: its loss is not weighted": router != "none",
         "policy.draft: its loss is not weighted": (config.get("draft") or {}).get("enabled"),
         f"policy.train_global_batch_size: must be the {nominal} completions of a step, one update": sizes != {nominal},
     }

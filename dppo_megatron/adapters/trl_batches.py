@@ -23,7 +23,8 @@ class GenerationInRounds(_Trainer):  # type: ignore[misc]
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         more, is_server = super()._generate_single_turn, self.use_vllm or self.use_transformers_continuous_batching
-        if is_server or self.args.generation_kwargs:  # such as a shortest length, which would be each round's
+        # a shortest length would be each round's; processes call tools a different number of times, and rounds gather
+        if is_server or self.args.generation_kwargs or getattr(self, "tools", None):
             return more(prompt_ids, *args, **kwargs)
         config, ids, unfinished = self.generation_config, [*prompt_ids], [*range(len(prompt_ids))]
         longest, halvings = config.max_new_tokens, range(max(1, self.generation_rounds))

@@ -86,7 +86,7 @@ class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
         kept = self.pruner.finish(self.chosen, rewards, counts, norm, advantages, step, predicts_tokens=by_tokens)
         if by_tokens:  # verl divides by the tokens that are left
             scale = lengths.ravel()[kept.rows].sum() / (predicted if self.chosen.may_skip else lengths.sum())
-        metrics |= kept.metrics
+        metrics |= kept.metrics | {"rolled_out/score": rewards.mean(), "rolled_out/response_length": lengths.mean()}
         stay = [batch.keys[order[row]] for row in kept.rows] or batch.keys[:1]
         weighted = scale * kept.weight * advantages.ravel()[kept.rows]
         self.coefficients = dict(zip(stay, weighted.tolist(), strict=False))

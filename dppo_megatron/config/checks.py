@@ -180,7 +180,7 @@ def _check_quantization(config: Config, purpose: Purpose) -> None:
         return
     if config.model.dtype != "bfloat16":
         raise UserError(f"{given} needs model.dtype = bfloat16, not {config.model.dtype}: engines compute in it")
-    if purpose == "train" and objective.correction.level == "none" and objective.loss != "divergence_tv":
+    if purpose in ("train", "plan") and objective.correction.level == "none" and objective.loss != "divergence_tv":
         raise UserError(
             f"{given}: completions are sampled from a rounded policy, and objective.correction.level = none would train"
             " on them as if they were the actor's; set objective.correction.level=token (truncated importance sampling)"

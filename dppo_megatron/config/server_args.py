@@ -7,6 +7,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from dppo_megatron.types import UserError
@@ -84,7 +85,9 @@ def read_split(arguments: Sequence[str]) -> ServerSplit:
 
 def check_gpus(gpus: Sequence[str], arguments: Sequence[str]) -> None:
     """Raise UserError unless each entry of `rollout.servers.gpus` has as many devices as its server takes."""
-    split = read_split(arguments)
+    split, devices = read_split(arguments), [device.strip() for entry in gpus for device in entry.split(",")]
+    if len(set(devices)) < len(devices):
+        raise UserError("rollout.servers.gpus names a device twice")
     if _OTHER_SPLITS & set(_names(arguments)):
         return
     for entry in gpus:
@@ -95,6 +98,13 @@ def check_gpus(gpus: Sequence[str], arguments: Sequence[str]) -> None:
                 f" {split.gpus}: tensor {split.tensor} x data {split.replicas}{stages}. (A list that is given replaces"
                 " the file's: name all arguments.)"
             )
+
+
+def check_longest(arguments: Sequence[str], longest: int) -> None:
+    """Raise UserError for a server whose sequences end before `longest` tokens, prompt and completion together."""
+    for option, value in pairwise(part for one in arguments for part in one.split("=", 1)):
+        if option in ("--max-model-len", "--context-length") and value.isdecimal() and int(value) < longest:
+            raise UserError(f"rollout.servers.args: {option} {value}: the longest sequence has {longest} tokens")
 
 
 def check_engine_names(engine: Literal["vllm", "sglang"], arguments: Sequence[str]) -> None:

@@ -22,8 +22,11 @@ _RUN = 13
 _CONTAINED = 0.95
 _SHARED_BY = 0.5
 """Of a set's first rows: what begins or ends so many of them is an instruction."""
+_FEWEST = 3
+"""Words: of "Solve x > 5" and "Solve x < 5" two may be taken for an instruction, and 5 is left of both."""
 _COMPARED = 1_000_000  # characters of a problem: the words of 60 MB take 9 s
-_WORD = re.compile(r"\\?[a-z]+|\d+|[-+*/=<>^_()\[\]|!%&]|[^\W\da-z_]")
+_WORD = re.compile(r"\\?[a-z]+|\d+|[-+*/=<>^_()\[\]|!%&\u00b0\u00b1\u00d7\u00f7\u2200-\u22ff]|[^\W\da-z_]")
+"""With the signs of Unicode's mathematical operators, degree, plus-minus, times and division."""
 _NO_WORD = {r"\left", r"\right", r"\displaystyle", r"\text", r"\mathrm", r"\quad", r"\qquad"}
 """LaTeX for the eye only."""
 _FRACTION = re.compile(r"\\[dt]frac(?![a-z])")
@@ -93,10 +96,11 @@ class Instruction:
         return cls(before, behind)
 
     def strip(self, words: Words) -> Words:
-        """A problem's own words."""
+        """A problem's own words; all of them where they would be too few to tell problems apart."""
         start = len(self.before) if words[: len(self.before)] == self.before else 0
         end = len(words) - len(self.behind)
-        return words[start:end] if words[end:] == self.behind else words[start:]
+        own = words[start:end] if words[end:] == self.behind else words[start:]
+        return own if len(own) >= _FEWEST else words
 
 
 def _shared_start(problems: Sequence[Words]) -> Words:

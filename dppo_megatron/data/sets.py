@@ -96,10 +96,9 @@ def load_set(
     looked_for, words = Contamination(held_out or HeldOut(), drops), list[Words]()
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance, where):
-            asked = (words_asked(row, settings) for row in rows)
             if held_out is None:
-                words += asked
-            read.add(looked_for.kept(rows, asked))
+                words += (words_asked(row, settings) for row in rows)
+            read.add(rows, looked_for)
     if not settings.limit or where.met < settings.limit:  # else the field may be in a later row
         where.check_fields()
     prompts, dropped = read.prompts, looked_for.dropped
@@ -112,11 +111,12 @@ def load_set(
         }
         why = next((f": {reason}" for reason, count in reasons.items() if count), "")
         raise UserError(f"{settings.path}: holds no problems{why}")
+    share = " from 0 to 1 (level_is: solve_rate)" if settings.level_is == "solve_rate" else ""
     left_out = {
         "problems are left out: they are problems of evaluation sets": dropped,
         f"rows are left out by where = {settings.where}": where.left_out,
         f"rows are left out: answer_from={settings.answer_from} finds no answer there": read.unanswered,
-        "rows have a level that is no number; it is left out": read.unknown_levels,
+        f"rows have a level that is no number{share}; it is left out": read.unknown_levels,
     }
     notes = [*read.repeats.notes(), *unfilled(settings.template)]
     if read.special:
@@ -143,8 +143,9 @@ class _PromptReader:
         """Special tokens in problems' own texts, which the tokenizer reads as such: a turn may end there."""
         self.filtered = self.unknown_levels = self.unanswered = 0
 
-    def add(self, rows: list[Row]) -> None:
-        settings = self._settings
+    def add(self, rows: list[Row], looked_for: Contamination) -> None:
+        """Looked for is what is left: a row without an answer, or too long, is trained on by nobody."""
+        settings, read = self._settings, list[tuple[Row, str | fields.Messages, Prompt]]()
         problems = [fields.problem_of(row, settings) for row in rows]
         texts = render(problems, [row.origin for row in rows], settings, self._tokenizer)
         most = settings.max_prompt_tokens
@@ -157,7 +158,7 @@ class _PromptReader:
                 self.unanswered += 1
                 continue
             prompt = Prompt(
-                self._first_index + len(self.prompts),
+                self._first_index + len(self.prompts) + len(read),
                 text,
                 token_ids,
                 answer,
@@ -170,6 +171,11 @@ class _PromptReader:
             if _is_too_long(prompt, settings):
                 self.filtered += 1
                 continue
+            read.append((row, problem, prompt))
+        asked = (words_asked(row, settings) for row, _, _ in read)
+        for row, problem, prompt in looked_for.kept(read, asked):
+            if prompt.index != (index := self._first_index + len(self.prompts)):  # one before it is left out
+                prompt = replace(prompt, index=index)
             encoded = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
             for raw in (*encoded, np.array(prompt.token_ids, dtype="<i8").tobytes()):
                 self.hashed.update(len(raw).to_bytes(8, "little") + raw)  # length-prefixed: unambiguous

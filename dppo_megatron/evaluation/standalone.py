@@ -218,9 +218,13 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     moved = sum(a.correct != b.correct for a, b in pairs)
     scores = scores_of(again)
     lines = [*unused_grader(config.reward), *table(scores), ""]
-    lines.append(f"{moved} of {len(pairs)} samples are judged otherwise than before")
+    if unfinished is None or pairs:
+        lines.append(f"{moved} of {len(pairs)} samples are judged otherwise than before")
     if unfinished is not None:
-        lines.append(f"the evaluation has not ended; it has {len(samples)} samples so far")
+        lines.append(
+            f"the evaluation has not ended; it has {len(samples)} samples so far, those that ended first: short ones"
+            " are among them too often, and the intervals do not know it"
+        )
     if out is not None:
         write_results(out, again, scores, config, {"rescored": str(path)}, sets)
         lines.append(f"{out}/: {RESULTS}, {SAMPLES}")

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dppo_megatron.config.pruning import PromptPruningConfig, check_between
-from dppo_megatron.pruning.designs import Draw, design_effect
+from dppo_megatron.pruning.designs import Draw
 from dppo_megatron.pruning.interface import Selection, figures
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.scores import spread
@@ -222,8 +222,8 @@ class InfoBatchPolicy(PromptPolicy):
         score = arrays["mean_abs"][ids].astype(np.float64)
         low = self.history.seen(ids) & (score < mean)
         pi = two_class(low, self.config.rate)
-        selection = self._draw_and_weigh(ids, pi, score, step, minibatch)
-        return replace(selection, growth=design_effect(score, pi), metrics=figures(pi, low))
+        # growth is that of equal moments: by the score, 0 for nearly all that may be skipped, it would be none
+        return replace(self._draw_and_weigh(ids, pi, score, step, minibatch), metrics=figures(pi, low))
 
 
 def keep_probability(

@@ -378,6 +378,8 @@ def _span(lengths: FloatArray, knee: float) -> float:
 def _gains(base: FloatArray, ours: FloatArray, costs: StepTimeModel) -> tuple[float, float]:
     """By tokens and by the roofline: variance x seconds of `base` over that of `ours`, both [draws, steps, totals]."""
     plain, mine = (_Totals(*played.mean(axis=0).sum(axis=0).tolist()) for played in (base, ours))
+    if not min(plain.variance, mine.variance):
+        raise UserError("--roulette: too few steps have a gradient; record a longer trace")
     generate_s, fixed_s = costs.rollout.average * plain.generated, costs.fixed_s * base.shape[1]
 
     def gain(share: float) -> float:

@@ -133,6 +133,7 @@ def test_a_step_says_what_it_kept_and_leaves_the_trainers_batch_alone() -> None:
         ({}, {"train_global_batch_size": 4}, "must be the 8 completions of a step"),
         ({}, {"draft": {"enabled": True}}, "policy.draft"),
         ({}, {"megatron_cfg": {"enabled": True, "mtp_num_layers": 1}}, "mtp_num_layers: its loss is not weighted"),
+        ({}, {"megatron_cfg": {"moe_router_load_balancing_type": "aux_loss"}}, "its loss is not weighted"),
         ({}, {"megatron_cfg": {"enabled": True, "scheduler": {"lr_warmup_iters": 5}}}, "it counts rows"),
     ],
 )

@@ -48,6 +48,8 @@ def test_greedy_texts_are_the_same_and_ended_rows_are_left_out(tmp_path: Path) -
         unfinished = [sum(len(ids) > at or ids[-1] != 1 for ids in expected) for at in starts]
         assert calls == [(n, end - start) for n, start, end in zip(unfinished, starts, ends, strict=True)]
     assert unfinished[-1] < 80
+    made.tools = [len]  # their calls are as many as a process has, and rounds wait for all processes
+    assert _generated(made, 3, prompts)[1] == [(80, LENGTH)]
 
 
 def test_a_sampled_token_has_the_models_probability(tmp_path: Path) -> None:

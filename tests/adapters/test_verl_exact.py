@@ -152,7 +152,10 @@ def _step(made: Any, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> tuple[np.
     rolled = np.flatnonzero(made.chosen.selection.kept)
     made.uids = [f"prompt{one}" for one in (rolled if len(rolled) else [0])]
     keys = [key for key in reversed(queue.rows) if key.split("_")[0] in made.uids]  # finished in any order
-    meta = made._balance_batch(KVBatchMeta(keys=keys, tags=[{} for _ in keys], partition_id="train"), {})
+    metrics: dict[str, float] = {}
+    meta = made._balance_batch(KVBatchMeta(keys=keys, tags=[{} for _ in keys], partition_id="train"), metrics)
+    if len(rolled):  # of what was rolled out, whatever of it is trained on
+        assert metrics["rolled_out/score"] == pytest.approx(batch.rewards.reshape(-1, GROUP)[rolled].mean())
     made._compute_advantage(meta, {})
     order = [int(key[6]) * GROUP + int(key.split("_")[1]) for key in meta.keys]
     given = torch.zeros(len(order), LONGEST, dtype=torch.float64)
@@ -239,6 +242,11 @@ def _config(**changes: Any) -> Any:
         ("algorithm.rollout_correction", {"rollout_rs": "seq_mean_k1"}, "rollout_rs"),
         ("trainer.v1.sampler.sync_refill_failed_groups", True, "sync_refill_failed_groups"),
         ("actor_rollout_ref.model.mtp", {"enable_train": True}, "mtp.enable_train"),
+        (
+            "actor_rollout_ref.actor.megatron",
+            {"override_transformer_config": {"moe_aux_loss_coeff": 1e-3}},
+            "losses of routers are not weighted",
+        ),
     ],
 )
 def test_what_would_be_biased_is_refused_by_name(key: str, value: Any, said: str) -> None:

@@ -106,6 +106,21 @@ def test_what_is_done_with_them(tmp_path: Path) -> None:
     config.data.contamination = "refuse"
     with pytest.raises(UserError, match=r"3 of the 4 problems .* and data\.contamination=refuse"):
         load_train_sets(config, tokenizer, evaluated)
+    long = [row | {"problem": row["problem"] + " Explain." * 200} if i in (5, 6) else row for i, row in enumerate(rows)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
+    config.data.contamination, config.data.overlong = "warn", "filter"
+    config.data.cache_path = ""
+    [said] = contamination_notes(load_train_sets(config, tokenizer, evaluated), evaluated)
+    assert "1 of the 4 problems" in said, "what is too long is trained on by nobody"
+
+
+def test_other_signs_are_other_problems() -> None:
+    """Times and division, at most and at least, and where what differs could be taken for an instruction."""
+    times, at_most = "\u00d7", "\u2264"
+    products, bounds = [f"{i} {times} 3 = ?" for i in range(10)], [f"Solve x {at_most} {i} now." for i in range(10)]
+    assert _found(products, [text.replace(times, "\u00f7") for text in products]) == 0
+    assert _found(bounds, [text.replace(at_most, "\u2265") for text in bounds]) == 0
+    assert _found([*products, *bounds], [*products, *bounds]) == 20
 
 
 def test_worked_solutions_too(tmp_path: Path) -> None:

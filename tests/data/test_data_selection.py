@@ -97,11 +97,11 @@ def test_evaluation_sets_have_conditions_of_their_own_only() -> None:
 
 
 def test_answers_from_solutions_and_lists(tmp_path: Path) -> None:
-    values = [r"so \boxed{\frac{1}{2}}.", "no box", r"\boxed{1} then \boxed{2}"]
+    values = [r"so \boxed{\frac{1}{2}}.", "no box", None, r"\boxed{1} then \boxed{2}"]
     path = _file(tmp_path / "a.jsonl", [{"problem": f"p{i}", "answer": value} for i, value in enumerate(values)])
     found = load(path, answer_from="boxed")
     assert [one.answer for one in found.prompts] == [r"\frac{1}{2}", "2"]
-    assert found.notes == ("1 rows are left out: answer_from=boxed finds no answer there",)
+    assert found.notes == ("2 rows are left out: answer_from=boxed finds no answer there",)
     lists: list[Any] = [["1", "2"], '["3"]', "[1, 2)", 5]
     path = _file(tmp_path / "b.jsonl", [{"problem": f"p{i}", "answer": value} for i, value in enumerate(lists)])
     assert [one.answer for one in load(path, answer_from="last").prompts] == ["2", "3", "[1, 2)", "5"]

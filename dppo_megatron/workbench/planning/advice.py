@@ -123,7 +123,8 @@ def _changes(config: Config, site: Site) -> Iterator[tuple[_Settings, str]]:
         yield {"actor.optimizer.cpu_offload": 1}, "an optimizer step on the host"
     for name, price in _DEGREES.items():
         key, size = f"actor.layout.{name}_parallel", getattr(actor.layout, f"{name}_parallel")
-        yield {key: 2 * size}, price
+        if name != "tensor" or 2 * size <= site.ranks_per_node:  # in every layer over the network is never faster
+            yield {key: 2 * size}, price
         if size > 1:
             yield {key: size // 2}, ""
     if share := given.get(_SHARE):

@@ -43,6 +43,8 @@ ALL_REDUCE_S = 15e-6
 """One of the two all-reduces of a layer inside a replica. An assumption, for NVLink."""
 LINK_BYTES_S = 300e9
 """Of NVLink in one direction, two thirds of the data sheet's 450 GB/s. An assumption."""
+NETWORK_BYTES_S = 40e9
+"""Of a GPU's own 400 Gb/s adapter between nodes, four fifths. An assumption."""
 EXPERTS_S = 100e-6
 """Routing, sorting and the second launch of a layer of experts. Fitted likewise."""
 _EMBEDDED_LAYER_S = 5e-4
@@ -181,6 +183,16 @@ def _check_devices(servers: ServersConfig, site: Site) -> None:
     """Raise UserError for a device that a node of the site does not have; those named by UUID are not looked at."""
     numbers = [int(gpu) for entry in servers.gpus for gpu in entry.split(",") if gpu.strip().isdecimal()]
     there = site.ranks_per_node if servers.colocate else site.gpus_per_node
+    if numbers and not servers.colocate and min(numbers) < site.ranks_per_node:
+        raise UserError(
+            f"rollout.servers.gpus names GPU {min(numbers)}, which trains with {site.ranks_per_node} ranks on a node;"
+            " name others, or let the servers sleep during updates: rollout.servers.colocate=true"
+        )
+    if servers.colocate and servers.count > 1 and not numbers:
+        raise UserError(
+            f"rollout.servers.gpus is empty: all {servers.count} servers would start on a node's first GPU; name each"
+            " one's"
+        )
     if numbers and max(numbers) >= there:
         whose = "of the trainer's" if servers.colocate else "of a node's"
         raise UserError(
