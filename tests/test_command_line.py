@@ -189,6 +189,7 @@ def test_config_finds(asked: str, keys: list[str], capsys: pytest.CaptureFixture
     [
         ("rollout.sampling.temprature", "did you mean 'rollout.sampling.temperature'?"),
         ("actor_rollout_ref.rollout.n", "here it is rollout.completions_per_prompt"),
+        ("lr", "here it is actor.optimizer.learning_rate"),
         ("zzz", "known here: actor, checkpoint"),
     ],
 )

@@ -32,8 +32,9 @@ from support.said import heard
 from support.settings import rollout_config
 from torch.distributed.distributed_c10d import PrefixStore
 
-from dppo_megatron.config.rollout import _CODE_OPTIONS, _KEY_OPTIONS, _OWN_OPTIONS, check_rollout
+from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.server_args import CODE_OPTIONS, KEY_OPTIONS, OWN_OPTIONS
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout import serve
 from dppo_megatron.rollout.client.messages import ServerAddress
@@ -370,7 +371,7 @@ def test_no_argument_changes_address_code_or_key(cases: Choose) -> None:
     harmless = ["--gpu-memory-utilization=0.5", "--tensor-parallel-size", "2", "--max-logprobs=9", "--seed", "7"]
     harmless += ["--reasoning-parser", "qwen3", "--tokenizer", "t", "--load-format", "dummy", "--enforce-eager"]
     check_rollout(_with_arguments(harmless))
-    options = [*_KEY_OPTIONS, *_CODE_OPTIONS, *_OWN_OPTIONS]
+    options = [*KEY_OPTIONS, *CODE_OPTIONS, *OWN_OPTIONS]
     for case in cases("arguments", 300):
         rng = np.random.default_rng(case)
         given = _spelled(options[rng.integers(len(options))], rng)

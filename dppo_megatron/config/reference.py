@@ -87,16 +87,16 @@ def all_keys() -> list[str]:
 
 
 def find(key: str) -> list[Setting]:
-    """The setting `key` or all of the section `key`; else what another trainer's `key` is here; else every setting that
-    has `key` somewhere in its name.
+    """The setting `key` or all of the section `key`; else every setting that has `key` somewhere in its name, unless it
+    is the whole name of another trainer's (`lr`), which `unknown_key` answers.
 
     Example: `temperature` -> rollout.sampling.temperature, eval.temperature, data.eval_sets.<name>.temperature.
     """
     asked = _with_placeholders(key.strip("."))
     below = [one for one in all_settings() if one.key == asked or one.key.startswith(f"{asked}.")]
     is_last = any(one.key.endswith(f".{asked}") for one in all_settings())
-    if not below and not is_last and (ours := re.match(r"here it is ([a-z_.]+)", other_names().get(asked, ""))):
-        return [one for one in all_settings() if one.key == ours[1]]
+    if not below and not is_last and asked in other_names():
+        return []
     return below or [one for one in all_settings() if asked and asked in one.key]
 
 
