@@ -228,6 +228,17 @@ _ONE_GPU = "rollout.servers.gpus=['0']"
             "tensor parallel 3: the model's 64 attention heads do not divide by it",
         ),
         (["rollout.servers.gpus=['1,2,3,4,5,6,7,8']"], "rollout.servers.gpus names GPU 8, and only 0 to 7 are of the"),
+        (["rollout.servers.gpus=['0,1,2,3,4,5,6,6']"], "rollout.servers.gpus names a device twice"),
+        (["rollout.servers.colocate=false"], "rollout.servers.gpus names GPU 0, which trains with 8 ranks on a node"),
+        (
+            ["rollout.servers.gpus=[]", "rollout.servers.count=8", "rollout.servers.args=[]"],
+            "rollout.servers.gpus is empty: all 8 servers would start on a node's first GPU",
+        ),
+        (
+            [_ONE_GPU, 'rollout.servers.args=[--max-model-len, "2048"]'],
+            "--max-model-len 2048: the longest sequence has 5120 tokens",
+        ),
+        (["rollout.quantization=fp8"], "objective.correction.level = none would train on them"),
         (["--gpus", "12", "--gpus-per-node", "8"], "--gpus 12: are no whole nodes of --gpus-per-node 8"),
         (["rollout.engine=sglang"], "has --gpu-memory-utilization, which rollout.engine = sglang does not know"),
         (["--completion-tokens", "4097"], "no mean can be above rollout.sampling.max_completion_tokens = 4096"),

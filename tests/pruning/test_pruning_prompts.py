@@ -319,7 +319,9 @@ def test_infobatch_keeps_the_upper_class_and_weights_the_lower_one():
     selections = play(policy, 0, 40)
     assert selections[0].kept.all()
     last = selections[-1]
-    assert set(np.unique(last.inclusion_prob)) == {0.5, 1.0}
+    assert set(np.unique(last.inclusion_prob)) == {0.5, 1.0} and last.growth == pytest.approx(
+        (1 / last.inclusion_prob).mean()
+    )
     equal = make("infobatch", warmup_epochs=0.0)
     equal.observe(np.arange(PER_STEP), np.ones((PER_STEP, 2)), np.ones((PER_STEP, 2), int), step=0)
     assert equal.select(np.arange(PER_STEP), step=1).kept.all()  # nothing is below the mean
