@@ -145,7 +145,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     for name, one in eval_set_configs(config).items():
         if one.samples > 1 and one.temperature == 0:
             notes.append(
-                f"warning: {name} has {one.samples} samples a problem at temperature 0, which are all one answer"
+                f"warning: {name}: the {one.samples} samples of each problem are the same answer at temperature 0"
             )
     if trains and not (config.steps or config.sft.steps):
         notes.append("warning: steps = 0 and sft.steps = 0: nothing is trained; the model is only evaluated and saved")
@@ -206,7 +206,6 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     unread = check_methods(config.pruning, group_size=size, minibatch_size=minibatch)
     _check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
-    check_longest(config.rollout.servers.args, longest_sequence(config)[0])
     _check_positions(config, architecture)
     return unread + _replay_note(config, architecture)
 
@@ -296,6 +295,7 @@ def _reward_bounds(config: Config) -> RewardBounds:
 
 def _check_positions(config: Config, architecture: Architecture) -> None:
     longest, whose = longest_sequence(config)
+    check_longest(config.rollout.servers.args, longest)
     if longest > architecture.max_positions:
         raise UserError(
             f"{whose} = {longest}, more than the {architecture.max_positions} positions of '{config.model.hf_path}'"

@@ -222,9 +222,10 @@ def other_name(key: str) -> str:
     where it means one thing."""
     names, plain = other_names(), key.lstrip("+~-").replace("-", "_").lower()
     found = names.get(plain) or next((said for name, said in names.items() if "*" in name and fnmatch(plain, name)), "")
+    if found or "_" not in plain or "." in plain:
+        return found
     ending = {said for name, said in names.items() if name.endswith(f".{plain}") and "*" not in name}
-    is_told = len(ending) == 1 and "_" in plain and "." not in plain
-    return found or (ending.pop() if is_told else "")
+    return ending.pop() if len(ending) == 1 else ""
 
 
 def unknown_key(where: str, key: str, under: list[str], section: type) -> UserError:

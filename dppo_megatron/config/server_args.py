@@ -113,7 +113,9 @@ def check_engine_names(engine: Literal["vllm", "sglang"], arguments: Sequence[st
     for of_vllm, of_sglang in _COUNTERPARTS:
         own, other = (of_vllm, of_sglang) if engine == "vllm" else (of_sglang, of_vllm)
         if other in names:
-            raise UserError(f"rollout.servers.args has {other}, which rollout.engine = {engine} does not know: {own}")
+            raise UserError(
+                f"rollout.servers.args has {other}, which rollout.engine = {engine} does not know; use {own}"
+            )
 
 
 def named_option(arguments: Sequence[str], options: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ _CONTAINED = 0.95
 _SHARED_BY = 0.5
 """Of a set's first rows: what begins or ends so many of them is an instruction."""
 _FEWEST = 3
-"""Words: of "Solve x > 5" and "Solve x < 5" two may be taken for an instruction, and 5 is left of both."""
+"""Words that a problem keeps without its instruction: "solve x <" and "solve x >" would both leave the same 5."""
 _COMPARED = 1_000_000  # characters of a problem: the words of 60 MB take 9 s
 _WORD = re.compile(r"\\?[a-z]+|\d+|[-+*/=<>^_()\[\]|!%&\u00b0\u00b1\u00d7\u00f7\u2200-\u22ff]|[^\W\da-z_]")
 """With the signs of Unicode's mathematical operators, degree, plus-minus, times and division."""

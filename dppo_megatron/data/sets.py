@@ -144,7 +144,7 @@ class _PromptReader:
         self.filtered = self.unknown_levels = self.unanswered = 0
 
     def add(self, rows: list[Row], looked_for: Contamination) -> None:
-        """Looked for is what is left: a row without an answer, or too long, is trained on by nobody."""
+        """Contamination is counted in what remains: rows without an answer, or too long, are not trained on."""
         settings, read = self._settings, list[tuple[Row, str | fields.Messages, Prompt]]()
         problems = [fields.problem_of(row, settings) for row in rows]
         texts = render(problems, [row.origin for row in rows], settings, self._tokenizer)

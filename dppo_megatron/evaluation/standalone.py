@@ -222,8 +222,8 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
         lines.append(f"{moved} of {len(pairs)} samples are judged otherwise than before")
     if unfinished is not None:
         lines.append(
-            f"the evaluation has not ended; it has {len(samples)} samples so far, those that ended first: short ones"
-            " are among them too often, and the intervals do not know it"
+            f"the evaluation has not ended; it has {len(samples)} samples so far. Short completions end first: they are"
+            " overrepresented, which the intervals do not account for"
         )
     if out is not None:
         write_results(out, again, scores, config, {"rescored": str(path)}, sets)

@@ -222,7 +222,7 @@ class InfoBatchPolicy(PromptPolicy):
         score = arrays["mean_abs"][ids].astype(np.float64)
         low = self.history.seen(ids) & (score < mean)
         pi = two_class(low, self.config.rate)
-        # growth is that of equal moments: by the score, 0 for nearly all that may be skipped, it would be none
+        # its growth assumes equal moments: the score is 0 for nearly all that may be skipped, and would predict none
         return replace(self._draw_and_weigh(ids, pi, score, step, minibatch), metrics=figures(pi, low))
 
 

@@ -196,6 +196,7 @@ def test_a_plan_needs_no_model_where_its_sizes_are_published(
 
 _ONE_GPU = "rollout.servers.gpus=['0']"
 """As many as servers take whose arguments are replaced."""
+_TP4 = "rollout.servers.args=[--tensor-parallel-size=4]"
 
 
 @pytest.mark.parametrize(
@@ -227,9 +228,12 @@ _ONE_GPU = "rollout.servers.gpus=['0']"
             ["rollout.servers.gpus=['0,1,2']", "rollout.servers.args=[--tensor-parallel-size=3]"],
             "tensor parallel 3: the model's 64 attention heads do not divide by it",
         ),
-        (["rollout.servers.gpus=['1,2,3,4,5,6,7,8']"], "rollout.servers.gpus names GPU 8, and only 0 to 7 are of the"),
+        (
+            ["rollout.servers.gpus=['1,2,3,4,5,6,7,8']"],
+            "rollout.servers.gpus names GPU 8, but the servers can have 0 to 7",
+        ),
         (["rollout.servers.gpus=['0,1,2,3,4,5,6,6']"], "rollout.servers.gpus names a device twice"),
-        (["rollout.servers.colocate=false"], "rollout.servers.gpus names GPU 0, which trains with 8 ranks on a node"),
+        (["rollout.servers.colocate=false"], "rollout.servers.gpus names GPU 0, but the trainer has all of a node"),
         (
             ["rollout.servers.gpus=[]", "rollout.servers.count=8", "rollout.servers.args=[]"],
             "rollout.servers.gpus is empty: all 8 servers would start on a node's first GPU",
@@ -255,6 +259,32 @@ def test_what_cannot_be_is_exit_2(
     settings = [recipe, f"model.hf_path={model}"]
     assert main(["plan", *settings, *options, "--methods", "grpo"]) == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["rollout.servers.launch=none", "rollout.servers.registry_dir=/x", "rollout.servers.colocate=false"],
+        ["rollout.servers.count=2", "rollout.servers.gpus=['GPU-a,GPU-b,GPU-c,GPU-d','GPU-e,GPU-f,GPU-g,GPU-h']", _TP4],
+        ["--gpus", "4", "rollout.servers.colocate=false", "rollout.servers.gpus=['4,5,6,7']", _TP4],
+    ],
+    ids=["of serve, on machines of their own", "by UUID", "beside the trainer's"],
+)
+def test_servers_that_can_start_are_planned(tmp_path: Path, options: list[str]) -> None:
+    offload = ["actor.offload=none"] if "rollout.servers.colocate=false" in options else []
+    settings = [f"model.hf_path={write_config(tmp_path, 'qwen3_8b')}", *offload]
+    assert main(["plan", "h100/qwen3_8b_8gpus_grpo", *settings, *options, "--methods", "grpo"]) == 0
+
+
+def test_tensor_parallelism_over_nodes_is_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same 16 GPUs as one node and as two: every layer's sums then cross the network."""
+    settings = [f"model.hf_path={write_config(tmp_path, 'qwen3_8b')}", "actor.layout.tensor_parallel=16"]
+    update_s = []
+    for per_node in ("16", "8"):
+        given = [*settings, "--gpus", "16", "--gpus-per-node", per_node, "--methods", "grpo"]
+        assert main(["plan", "h100/qwen3_8b_8gpus_grpo", *given]) == 0
+        update_s.append(float(re.findall(r"update ([\d.]+)", capsys.readouterr().out)[0]))
+    assert update_s[1] > 2 * update_s[0]
 
 
 def test_waiting_for_a_cache_of_less_than_a_sequence_is_not_played(

@@ -178,8 +178,9 @@ def test_many_gradings_in_order_without_a_lost_answer() -> None:
     with pool_of() as pool:
         rewards = [g.reward for g in pool.grade(tasks_of(texts))]
         assert pool.grade([]) == []
+        later = {g.reward for g in pool.grade(tasks_of(["pid"] * 50))}
     assert [rewards[i] for i in range(20_000) if i % 10] == [i / 7 for i in range(20_000) if i % 10]
-    assert 1 <= len(set(rewards[::10])) <= 2
+    assert len(later | set(rewards[::10])) <= 2
 
 
 def test_large_texts_both_ways_do_not_block() -> None:

@@ -144,7 +144,8 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
         # logits, the same in float32, and their exponentials
         budget = dense + of_experts + cache + limit * architecture.vocab_size * (each + 8)
     else:
-        _check_devices(rollout.servers, site)
+        if rollout.servers.launch == "local":  # those of `serve` are on machines of their own
+            _check_devices(rollout.servers, site)
         named = [gpu for group in rollout.servers.gpus for gpu in group.split(",")]
         on_node = len(named) or rollout.servers.count * split.gpus
         gpus = on_node * site.nodes if rollout.servers.launch == "local" else site.engine_gpus
@@ -180,25 +181,19 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
 
 
 def _check_devices(servers: ServersConfig, site: Site) -> None:
-    """Raise UserError for a device that a node of the site does not have; those named by UUID are not looked at."""
+    """Raise UserError for devices of launched servers that the trainer's nodes do not have, or that train. Those named
+    by UUID are not looked at."""
+    if servers.colocate and servers.count > 1 and not servers.gpus:
+        raise UserError(
+            f"rollout.servers.gpus is empty: all {servers.count} servers would start on a node's first GPU; give each"
+            " its own"
+        )
     numbers = [int(gpu) for entry in servers.gpus for gpu in entry.split(",") if gpu.strip().isdecimal()]
-    there = site.ranks_per_node if servers.colocate else site.gpus_per_node
-    if numbers and not servers.colocate and min(numbers) < site.ranks_per_node:
-        raise UserError(
-            f"rollout.servers.gpus names GPU {min(numbers)}, which trains with {site.ranks_per_node} ranks on a node;"
-            " name others, or let the servers sleep during updates: rollout.servers.colocate=true"
-        )
-    if servers.colocate and servers.count > 1 and not numbers:
-        raise UserError(
-            f"rollout.servers.gpus is empty: all {servers.count} servers would start on a node's first GPU; name each"
-            " one's"
-        )
-    if numbers and max(numbers) >= there:
-        whose = "of the trainer's" if servers.colocate else "of a node's"
-        raise UserError(
-            f"rollout.servers.gpus names GPU {max(numbers)}, and only 0 to {there - 1} are {whose}; name those, and the"
-            " parallel sizes in rollout.servers.args whose product is their number"
-        )
+    first, end = (0, site.ranks_per_node) if servers.colocate else (site.ranks_per_node, site.gpus_per_node)
+    if wrong := [number for number in numbers if not first <= number < end]:
+        free = f"the servers can have {first} to {end - 1}" if first < end else "the trainer has all of a node"
+        share = "" if servers.colocate else ", or share the trainer's with rollout.servers.colocate=true"
+        raise UserError(f"rollout.servers.gpus names GPU {wrong[0]}, but {free}: change it and servers.args{share}")
 
 
 def cache_per_token(architecture: Architecture, tensor: int, bytes_each: int) -> float:
