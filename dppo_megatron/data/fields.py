@@ -65,7 +65,7 @@ def answer_of(row: Row, settings: ResolvedSet) -> str:
     """The reference answer as text; a number as it is written in the file. Empty: `answer_from` finds none. Raises
     UserError if it is neither text nor a finite number, or is empty."""
     name = settings.answer_field
-    if settings.answer_from and name in row.values and row.values[name] is None:
+    if settings.answer_from and _find(row.values, name) is None:  # null; a field that is not there is an error
         return ""
     value = _required(row, name, settings)
     if settings.answer_from:

@@ -102,6 +102,10 @@ def test_answers_from_solutions_and_lists(tmp_path: Path) -> None:
     found = load(path, answer_from="boxed")
     assert [one.answer for one in found.prompts] == [r"\frac{1}{2}", "2"]
     assert found.notes == ("2 rows are left out: answer_from=boxed finds no answer there",)
+    path = _file(tmp_path / "n.jsonl", [{"problem": f"p{i}", "a": {"b": one}} for i, one in enumerate([None, *values])])
+    assert len(load(path, answer_field="a.b", answer_from="boxed").prompts) == 2
+    with pytest.raises(UserError, match="lacks the field 'a.c'"):
+        load(path, answer_field="a.c", answer_from="boxed")
     lists: list[Any] = [["1", "2"], '["3"]', "[1, 2)", 5]
     path = _file(tmp_path / "b.jsonl", [{"problem": f"p{i}", "answer": value} for i, value in enumerate(lists)])
     assert [one.answer for one in load(path, answer_from="last").prompts] == ["2", "3", "[1, 2)", "5"]
