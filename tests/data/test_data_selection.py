@@ -104,7 +104,7 @@ def test_answers_from_solutions_and_lists(tmp_path: Path) -> None:
     assert found.notes == ("2 rows are left out: answer_from=boxed finds no answer there",)
     path = _file(tmp_path / "n.jsonl", [{"problem": f"p{i}", "a": {"b": one}} for i, one in enumerate([None, *values])])
     assert len(load(path, answer_field="a.b", answer_from="boxed").prompts) == 2
-    with pytest.raises(UserError, match="lacks the field 'a.c'"):
+    with pytest.raises(UserError, match=r"lacks the field 'a\.c'"):
         load(path, answer_field="a.c", answer_from="boxed")
     lists: list[Any] = [["1", "2"], '["3"]', "[1, 2)", 5]
     path = _file(tmp_path / "b.jsonl", [{"problem": f"p{i}", "answer": value} for i, value in enumerate(lists)])
