@@ -15,7 +15,7 @@ from support.cases import Choose
 from support.job import REPOSITORY, settings, write_job_files
 
 from dppo_megatron.config import Config, load_config
-from dppo_megatron.types import RunAborted
+from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.compare import runs as compare_runs
 from dppo_megatron.workbench.compare.arms import Arm, MethodRun, Point
@@ -24,6 +24,7 @@ from dppo_megatron.workbench.compare.sweep import RungRow, candidates, halve, pa
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 PROMPTS, RATE, SCHEDULE = "rollout.prompts_per_step", "actor.optimizer.learning_rate", "actor.optimizer.lr_schedule"
+GROUP = "rollout.completions_per_prompt"
 GRID = {PROMPTS: ["8", "16"], RATE: ["5e-4", "1e-3"], SCHEDULE: ["constant", "linear"]}
 
 
@@ -82,6 +83,22 @@ def test_every_candidate_is_a_job_of_equally_many_prompts(job: list[str]) -> Non
         optimizer = loaded.actor.optimizer
         given = arm.name.partition("@")[2].split(",")
         assert [prompts, optimizer.learning_rate, optimizer.lr_schedule] == [int(given[0]), float(given[1]), given[2]]
+
+
+def test_groups_of_another_size_have_as_many_completions_in_all(job: list[str]) -> None:
+    """Half the group has twice the steps, and as many evaluations."""
+    grid = {PROMPTS: ["8"], RATE: ["1e-3"], SCHEDULE: ["linear"], GROUP: ["2", "4", "8", "none"]}
+    job = [*job, f"{GROUP}=4", "steps=24", "eval.every_steps=6"]
+    config = load_config(CONFIG, job, writes_run=False)
+    arms = candidates("grpo", grid, config, 1.0)
+    assert config.rollout.prompts_per_step == 16 and [arm.steps for arm in arms] == [96, 48, 24, 48]
+    for arm, every in zip(arms[:3], (24, 12, 6), strict=True):
+        loaded = load_config(CONFIG, [*job, *arm.settings], writes_run=False)
+        rollout = loaded.rollout
+        assert loaded.steps * rollout.prompts_per_step * rollout.completions_per_prompt == 24 * 16 * 4
+        assert loaded.eval.every_steps == every
+    with pytest.raises(UserError, match="completions_per_prompt"):
+        load_config(CONFIG, [*job, *arms[3].settings], writes_run=False)
 
 
 def _halved(

@@ -7,8 +7,8 @@ prompts a step, learning rate and schedule are always swept together, over one g
     all on one seed ─▶ the better half on a second ─▶ its better half on two more ─▶ ...
 
 A rung adds seeds instead of steps: half of a run whose learning rate falls is another schedule, and between seeds runs
-differ by as much as neighbours on the grid do. All candidates of a method see equally many prompts, and are ranked by
-their end there: the smoothed accuracy that `verdict.py` calls so, as a mean over the rung's seeds.
+differ by as much as neighbours on the grid do. All candidates of a method sample equally many completions, and are
+ranked by their end there: the smoothed accuracy that `verdict.py` calls so, as a mean over the rung's seeds.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dppo_megatron.workbench.compare.arms import Arm, MethodRun, parse_arms
 from dppo_megatron.workbench.compare.verdict import smoothed_end
 
 PROMPTS, RATE, SCHEDULE = "rollout.prompts_per_step", "actor.optimizer.learning_rate", "actor.optimizer.lr_schedule"
+GROUP = "rollout.completions_per_prompt"
 _PROMPT_FACTORS = (0.5, 1, 2)
 _RATE_FACTORS = (0.5, 0.7, 1, 1.4)
 """By half a power of 2: about what the best rate changes by where the prompts a step halve."""
@@ -85,13 +86,23 @@ def candidates(methods: str, grid: Grid, config: Config, steps_factor: float) ->
     for method in (arm.name for arm in parse_arms(methods, config, steps_factor)):
         for point in itertools.product(*grid.values()):
             values = dict(zip(grid, point, strict=True))
-            (arm,) = parse_arms(f"{method}@{values.pop(PROMPTS)}", config, steps_factor)
+            (arm,) = parse_arms(f"{method}@{values.pop(PROMPTS)}", _of_group_size(config, values), steps_factor)
             own = {"seed", "run_dir", *(setting.partition("=")[0] for setting in arm.settings)}
             if taken := own & values.keys():
                 raise UserError(f"--sweep {taken.pop()}: compare sets it itself for {method}")
             settings = *arm.settings, *(f"{key}={value}" for key, value in values.items())
             arms.append(replace(arm, name=",".join([arm.name, *values.values()]), settings=settings))
     return arms
+
+
+def _of_group_size(config: Config, values: Mapping[str, str]) -> Config:
+    """With as many more steps as groups are smaller. What is no size is refused with its run's other settings."""
+    size, every = values.get(GROUP, ""), config.eval.every_steps
+    if not size.isdecimal() or not int(size):
+        return config
+    factor = config.rollout.completions_per_prompt / int(size)
+    spaced = replace(config.eval, every_steps=max(int(every > 0), round(every * factor)))
+    return replace(config, steps=max(1, round(config.steps * factor)), eval=spaced)
 
 
 def rung_seeds(seeds: int) -> list[int]:
