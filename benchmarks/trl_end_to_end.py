@@ -8,8 +8,8 @@ The figures in docs/ are of `compare` with rollout.prompts_per_step=64 actor.opt
 Of every seed the same checkpoint, training problems, held-out problems, reward function and hyper-parameters as the
 comparison's GRPO had, which are read from its run. Everything else is TRL's: generation by transformers, buffering,
 padding, loss, optimizer. The arm `trl_pruned` is the same with `dppo_megatron.adapters.trl`, with the comparison's own
-pruning settings and, as there, perhaps more steps; `trl_rounds` has only the adapter's generation, in rounds, and tells
-how much of the gain is that. TRL gets the fastest of several per-device batch sizes, tried for
+pruning settings and, as there, perhaps more steps; `trl_compact` has only the adapter's generation, and tells how
+much of the gain is that. TRL gets the fastest of several per-device batch sizes, tried for
 three steps each. Evaluation samples as ours does and is counted in no time. TRL's run is then the baseline, and the
 others are judged against it as `compare` judges (`dppo_megatron/workbench/compare/verdict.py`).
 """
@@ -74,10 +74,10 @@ def run_worker(job_path: Path) -> None:
     watch = Watch(job, lambda: reward(_answers(model, tokenizer, heldout, job), [row["answer"] for row in heldout]))
     kind: Any = trl.GRPOTrainer
     own: dict[str, Any] = {}
-    if job["in_rounds"]:
-        from dppo_megatron.adapters.trl_batches import GenerationInRounds
+    if job["is_compact"]:
+        from dppo_megatron.adapters.trl_batches import CompactGeneration
 
-        kind = type("TRLInRounds", (GenerationInRounds, kind), {})
+        kind = type("TRLCompact", (CompactGeneration, kind), {})
     if job["pruning"]:
         from dppo_megatron.adapters.settings import pruning_from
         from dppo_megatron.adapters.trl import PrunedGRPOTrainer
@@ -223,8 +223,8 @@ def end_to_end(args: argparse.Namespace) -> int:
         if not batch_size:
             tried = {size: _trial(args, out, job, size) for size in args.trl_batch_sizes}
             batch_size = min(tried, key=lambda size: tried[size])
-        for arm in ("trl", "trl_rounds", "trl_pruned"):
-            asked = job | {"batch_size": batch_size, "in_rounds": arm == "trl_rounds"}
+        for arm in ("trl", "trl_compact", "trl_pruned"):
+            asked = job | {"batch_size": batch_size, "is_compact": arm == "trl_compact"}
             if arm == "trl_pruned":
                 asked |= {"pruning": pruning, "steps": round(job["steps"] * args.pruned_steps_factor)}
             found = _work(args.trl_python, out / f"seed{seed}" / arm, asked)
@@ -272,7 +272,7 @@ def _job(run_dir: Path, threads: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "threads": config.threads_per_rank or threads,
         "trial": False,
         "pruning": None,
-        "in_rounds": False,
+        "is_compact": False,
     }
     given = {level: asdict(getattr(config.pruning, level)) | {"method": "dppo"} for level in ("prompt", "completion")}
     return job, given

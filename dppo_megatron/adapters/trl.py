@@ -18,13 +18,13 @@ from trl import GRPOTrainer
 
 from dppo_megatron.adapters.pruner import INDEX, Kept, StepPruner, load_state, save_state
 from dppo_megatron.adapters.settings import TRL_DIVISORS, trl_refusals
-from dppo_megatron.adapters.trl_batches import GenerationInRounds, by_length
+from dppo_megatron.adapters.trl_batches import CompactGeneration, by_length
 from dppo_megatron.config.pruning import PruningConfig
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.types import UserError
 
 
-class PrunedGRPOMixin(GenerationInRounds):
+class PrunedGRPOMixin(CompactGeneration):
     """For a subclass of `trl.GRPOTrainer` of your own: `class Mine(PrunedGRPOMixin, YourTrainer)`.
 
     Args:

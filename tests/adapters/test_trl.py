@@ -54,7 +54,7 @@ def test_a_run_prunes_and_says_so_in_trls_log(tmp_path: Path) -> None:
 def test_with_nothing_pruned_it_is_trls_own_run(tmp_path: Path) -> None:
     """The same weights to the last bit: the same rows, in the same order, with the same generators."""
     ours = trainer(tmp_path / "ours", NOTHING, max_steps=4)
-    ours.generation_rounds = 1
+    ours.compact_generation = False
     ours.train()
     theirs = trainer(tmp_path / "theirs", cls=GRPOTrainer, max_steps=4)
     theirs.train()
