@@ -12,12 +12,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from torch import Tensor, nn
+from transformers import GenerationMixin, LogitsProcessorList
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 _Trainer: Any = object  # what the mixin is mixed into
 _OF_ROWS = {"attention_mask", "position_ids"}
 _KNOWN = _OF_ROWS | {"past_key_values", "use_cache", "logits_to_keep"}
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Not their subclasses, which hold more than keys and values."""
+_PROCESSORS = {f"{name}LogitsWarper" for name in ("Temperature", "TopK", "TopP", "MinP")} | {
+    "RepetitionPenaltyLogitsProcessor"
+}
+"""Those that know nothing of a row but its tokens."""
 _FULL = 7 / 8
 """Rows leave when fewer than this share still run: the cache is copied each time."""
 
@@ -29,10 +36,11 @@ class CompactGeneration(_Trainer):  # type: ignore[misc]
     """False: transformers' own loop."""
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        generate, model = super()._generate_single_turn, self.accelerator.unwrap_model(self.model_wrapped)
-        # such settings may ask for beams; models of images count positions apart, some bring a `generate` of their own
-        is_other = self.args.generation_kwargs or self._is_vlm or "generate" in vars(model)
-        if is_other or not self.compact_generation:
+        generate, parts = super()._generate_single_turn, self.model.modules()
+        model: Any = next((one for one in parts if isinstance(one, GenerationMixin)), None)  # PEFT and compile wrap it
+        # ranks that hold parts of a layer must make equally many passes
+        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        if is_sharded or self.args.generation_kwargs or not (self.compact_generation and _samples_plainly(model)):
             return generate(*args, **kwargs)
         model.generate = partial(model.generate, custom_generate=sample_compactly)
         try:
@@ -41,31 +49,47 @@ class CompactGeneration(_Trainer):  # type: ignore[misc]
             del model.generate
 
 
+def _samples_plainly(model: Any) -> bool:
+    """transformers' own sampling loop would run, on one device."""
+    own, devices = ("generate", "_sample"), getattr(model, "hf_device_map", None) or {}
+    is_own = all(getattr(type(model), name, None) is getattr(GenerationMixin, name) for name in own)
+    if not is_own or "generate" in vars(model) or len({*devices.values()}) > 1:
+        return False
+    return model.generation_config.get_generation_mode() in ("sample", "greedy_search")  # no beams
+
+
 @torch.no_grad()
 def sample_compactly(
-    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **inputs: Any
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: Any,
+    generation_config: Any,
+    **inputs: Any,
 ) -> Tensor:
     """For `generate(custom_generate=...)`: its sampling loop, [B, prompt] to [B, prompt + completion].
 
-    Where rows cannot leave, it is transformers' own: other caches, soft prompts, weights sharded while generating,
-    transformers before 5.3.
+    It is transformers' own where rows cannot leave: other caches, logits processors that count rows, soft prompts,
+    positions of several kinds, models that prepare their inputs themselves, transformers before 5.3.
     """
-    is_sharded, cache = inputs.pop("synced_gpus", False), inputs.get("past_key_values")
-    is_dynamic = isinstance(cache, DynamicCache) and all(isinstance(layer, DynamicLayer) for layer in cache.layers)
+    cache: Any = inputs.get("past_key_values")
+    is_dynamic = type(cache) is DynamicCache and all(type(layer) in _LAYERS for layer in cache.layers)
+    is_known = inputs.keys() <= _KNOWN and all(type(one).__name__ in _PROCESSORS for one in logits_processor)
     slices = "next_sequence_length" in inspect.signature(model.prepare_inputs_for_generation).parameters
-    if is_sharded or not (is_dynamic and slices and inputs.keys() <= _KNOWN):
-        own_loop, how = model._sample, (logits_processor, stopping_criteria, generation_config, is_sharded)
-        return own_loop(input_ids, *how, **inputs)
+    is_flat = getattr(inputs.get("position_ids"), "ndim", 0) == 2
+    if not (is_dynamic and is_known and slices and is_flat) or cache.offloading:
+        own_loop = model._sample
+        return own_loop(input_ids, logits_processor, stopping_criteria, generation_config, **inputs)
     pad = generation_config._pad_token_tensor
     written = F.pad(input_ids, (0, generation_config.max_length - input_ids.size(1)), value=int(pad))
-    first, prompt_of = _distinct(input_ids, inputs["attention_mask"])
+    rows = torch.arange(len(input_ids), device=input_ids.device)
+    first, prompt_of = (rows, rows) if _drops_out(model) else _distinct(input_ids, inputs["attention_mask"])
     inputs = _selected(inputs, first)
     outputs = model._prefill(input_ids[first], generation_config, inputs)
     inputs = _selected(model._update_model_kwargs_for_generation(outputs, inputs), prompt_of)
-    logits, ids = outputs.logits[:, -1:][prompt_of], input_ids
-    rows = torch.arange(len(ids), device=ids.device)
-    running = torch.ones_like(rows, dtype=torch.bool)
+    logits, ids, running = outputs.logits[:, -1:][prompt_of], input_ids, torch.ones_like(rows, dtype=torch.bool)
     while True:
+        del outputs  # a prompt's logits, where a model gives all of them
         scores = logits_processor(ids, logits[:, -1].float())
         sampled = scores.softmax(-1).multinomial(1)[:, 0] if generation_config.do_sample else scores.argmax(-1)
         ids = torch.cat([ids, torch.where(running, sampled, pad)[:, None]], 1)
@@ -77,20 +101,30 @@ def sample_compactly(
         if count < _FULL * len(ids):
             kept = running.nonzero()[:, 0]
             rows, ids, running, inputs = rows[kept], ids[kept], running[kept], _selected(inputs, kept)
-        outputs = model(**model.prepare_inputs_for_generation(ids, next_sequence_length=1, **inputs), return_dict=True)
+        with model._optimize_model_for_decode():
+            asked = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **inputs)
+            outputs = model(**asked, return_dict=True)
         inputs, logits = model._update_model_kwargs_for_generation(outputs, inputs), outputs.logits
+
+
+def _drops_out(model: Any) -> bool:
+    """Passes differ by chance: TRL generates in training mode, and completions must not share one of their prompt."""
+    rates = [value for name, value in model.config.to_dict().items() if "dropout" in name or "pdrop" in name]
+    rates += [part.p for part in model.modules() if isinstance(part, nn.Dropout)]
+    return bool(model.training) and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _distinct(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [P] that are all different, and which of them [B] each row is. Padding may be a token that prompts have."""
-    found, own = torch.unique(torch.cat([ids, mask], 1), dim=0, return_inverse=True)
-    return own.new_empty(len(found)).scatter_(0, own, torch.arange(len(own), device=own.device)), own
+    found, own = torch.unique(torch.cat([ids, mask], 1).cpu(), dim=0, return_inverse=True)  # MPS has no kernel for it
+    first = own.new_empty(len(found)).scatter_(0, own, torch.arange(len(own)))
+    return first.to(ids.device), own.to(ids.device)
 
 
 def _selected(inputs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
     """Of the cache too, which is changed."""
     inputs["past_key_values"].batch_select_indices(rows)
-    return inputs | {name: inputs[name][rows] for name in _OF_ROWS & inputs.keys()}
+    return inputs | {name: inputs[name][rows] for name in _OF_ROWS}
 
 
 def by_length(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ def _generated(made: Any, is_compact: bool, prompts: list[list[int]]) -> tuple[l
     made.compact_generation, read = is_compact, []
     inner = made.model.forward
 
+    @functools.wraps(inner)  # transformers reads its parameters
     def counted(*args: Any, **given: Any) -> Any:
         read.append(tuple(given["input_ids"].shape))
         return inner(*args, **given)
@@ -75,9 +77,29 @@ def test_layers_with_a_window_keep_it(tmp_path: Path) -> None:
     assert read[-1][0] <= sum(len(ids) == len(read) for ids in expected) * 8 / 7 < len(expected)
 
 
+def test_with_dropout_completions_do_not_share_a_pass_over_their_prompt(tmp_path: Path) -> None:
+    made, prompts = _greedy(tmp_path), _prompts()
+    made.model.config.attention_dropout = 0.1
+    made.model.train()
+    _, read = _generated(made, True, prompts)
+    assert read[0] == (len(prompts), 4) and read[-1][0] < len(prompts)
+    made.model.eval()
+    assert _generated(made, True, prompts)[1][0][0] < len(prompts)
+
+
 @pytest.mark.parametrize("settings", [{"generation_kwargs": {"min_new_tokens": 8}}, {"cache_implementation": "static"}])
 def test_what_rows_cannot_leave_is_left_to_transformers(tmp_path: Path, settings: dict[str, Any]) -> None:
     made = _greedy(tmp_path, **settings)
+    assert _generated(made, True, _prompts()) == _generated(made, False, _prompts())
+
+
+@pytest.mark.parametrize("of_model", [{"num_beams": 2, "do_sample": False}, {"encoder_repetition_penalty": 1.5}])
+def test_settings_of_the_model_that_need_all_rows_are_left_too(tmp_path: Path, of_model: dict[str, Any]) -> None:
+    """Beams, and a penalty by the prompt of each row."""
+    made = _greedy(tmp_path)
+    for name, value in of_model.items():
+        setattr(made.model.generation_config, name, value)
+        setattr(made.generation_config, name, value)
     assert _generated(made, True, _prompts()) == _generated(made, False, _prompts())
 
 
