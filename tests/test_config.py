@@ -209,7 +209,8 @@ def test_dppo_differs_from_grpo_in_pruning_only(files: Path, tmp_path: Path, nam
     dppo, grpo = (asdict(_load(f"{name}.yaml", files, tmp_path)) for name in names)
     if names[0] == "quickstart":
         for twin in (dppo, grpo):
-            assert twin.pop("steps") * twin["rollout"].pop("prompts_per_step") in (120 * 32, 160 * 16)
+            prompts, size = (twin["rollout"].pop(name) for name in ("prompts_per_step", "completions_per_prompt"))
+            assert twin.pop("steps") * prompts * size in (120 * 32 * 8, 160 * 32 * 4)
             del twin["actor"]["optimizer"]["learning_rate"]
     assert [key for key in dppo if dppo[key] != grpo[key]] == ["pruning"]
     if names[0] == "quickstart":

@@ -153,6 +153,7 @@ def make_loop(work: Path, sft_steps: int, overrides: Sequence[str], seed: int = 
         "actor.optimizer.distributed": "false",
         "steps": 40,
         "rollout.prompts_per_step": PROMPTS,
+        "rollout.completions_per_prompt": 8,
         "actor.optimizer.learning_rate": 1e-3,
     }
     given = [*(f"{k}={v}" for k, v in settings.items()), *overrides]
