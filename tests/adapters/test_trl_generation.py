@@ -103,6 +103,26 @@ def test_settings_of_the_model_that_need_all_rows_are_left_too(tmp_path: Path, o
     assert _generated(made, True, _prompts()) == _generated(made, False, _prompts())
 
 
+def test_models_in_parts_and_with_loops_of_their_own_are_left_too(tmp_path: Path) -> None:
+    """Ranks that hold parts of a layer must make equally many passes; a class may have overridden what is replaced."""
+    made = _greedy(tmp_path)
+    expected = _generated(made, False, _prompts())
+    for enabled in ("is_fsdp_enabled", "is_deepspeed_enabled"):
+        setattr(made, enabled, True)
+        assert _generated(made, True, _prompts()) == expected
+        setattr(made, enabled, False)
+    made.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    assert _generated(made, True, _prompts()) == expected
+    del made.model.hf_device_map
+    plain = type(made.model)
+    made.model.__class__ = type(
+        "Own", (plain,), {"_sample": lambda self, *args, **given: plain._sample(self, *args, **given)}
+    )
+    assert _generated(made, True, _prompts()) == expected
+    made.model.__class__ = plain
+    assert _generated(made, True, _prompts())[1] != expected[1]
+
+
 def test_a_sampled_token_has_the_models_probability(tmp_path: Path) -> None:
     """Of the first two tokens: chi-square over their pairs; 1 in 1000 by chance, seed fixed."""
     made = trainer(tmp_path, max_completion_length=2)
