@@ -337,6 +337,7 @@ class _Repeats:
         return np.frombuffer(self._hashes, "<u8")
 
     def notes(self) -> Iterator[str]:
+        """Lines for the log about problems that are there more than once."""
         again = [(self._prompts[place], self._prompts[first]) for place, first in self._again]
         if again:
             examples = ", ".join(f"{one.origin} is {first.origin}" for one, first in again[:3])

@@ -47,6 +47,7 @@ class DynamicSamplingPolicy(PromptPolicy):
     resamples = True
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
+        """A round's worth until as many prompts as a step has show variance, or the rounds are used up."""
         refill = self.config.refill
         if not refill.enabled or rounds >= refill.max_rounds:
             return 0
@@ -83,6 +84,7 @@ class WeightedGresoPolicy(PromptPolicy):
 
     @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
+        """Raise UserError for bounds that contradict each other."""
         greso, key = config.greso, f"{key}.greso"
         smallest, largest = greso.smallest_probability, greso.largest_probability
         check_between(f"{key}.largest_probability", largest, smallest, 1.0)
