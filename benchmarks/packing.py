@@ -29,8 +29,7 @@ from dppo_megatron import __version__
 from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.bins import first_fit, split_to, window_greedy
-from dppo_megatron.packing.cost import CostModel
-from dppo_megatron.packing.planner import TokenCapacity, plan_microbatches
+from dppo_megatron.packing.planner import CostModel, TokenCapacity, plan_microbatches
 from dppo_megatron.pruning import CompletionBatch, make_completion_policy
 from dppo_megatron.types import IntArray, TrainSample
 

@@ -18,8 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from dppo_megatron.actor.batch import build_microbatch
 from dppo_megatron.packing.alignment import RECIPE_MULTIPLE, PackingLayout, Recipe
 from dppo_megatron.packing.bins import best_fit, first_fit, window_greedy
-from dppo_megatron.packing.cost import CostModel
-from dppo_megatron.packing.planner import plan_microbatches
+from dppo_megatron.packing.planner import CostModel, plan_microbatches
 from dppo_megatron.steps.rollout_cost import cost_model
 from dppo_megatron.types import PackedMicrobatch, PackPlan, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture

@@ -7,8 +7,7 @@ import time
 import numpy as np
 
 from dppo_megatron.packing.alignment import PackingLayout
-from dppo_megatron.packing.cost import CostModel
-from dppo_megatron.packing.planner import SampleSize, plan_microbatches
+from dppo_megatron.packing.planner import CostModel, SampleSize, plan_microbatches
 from plane.common import Bar
 
 CAP = 16384

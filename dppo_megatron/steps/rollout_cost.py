@@ -1,6 +1,6 @@
 """What a sequence costs to train on under a model's architecture, and what a round of generation costs by its tokens.
 
-Apart from `packing/cost.py`, which knows numbers and no models, so that packing imports no model.
+Apart from `packing/planner.py`, which knows numbers and no models, so that packing imports no model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dppo_megatron.packing.cost import CostModel
+from dppo_megatron.packing.planner import CostModel
 
 if TYPE_CHECKING:  # it imports transformers' classes
     from dppo_megatron.weights.architecture import Architecture
