@@ -21,8 +21,8 @@ from dppo_megatron.config.pruning import PruningConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import SelectionSettings, selection_settings
 from dppo_megatron.pruning import StepCost
+from dppo_megatron.pruning.scores import group_sizes, size_bounds
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
-from dppo_megatron.selection.sizes import group_sizes, size_bounds
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.runs.trace import read_trace

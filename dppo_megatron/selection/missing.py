@@ -3,9 +3,9 @@
 A missing completion costs itself. Of a group of G with m left, G / m times the sum over the m is the sum over the G in
 the mean, if which ones are missing is no matter of what they say: the baseline over the m is a mean over their pairs,
 and all pairs are left equally often. That needs no rate and looks at nothing beyond the group, so it holds whatever is
-pruned. (A group that was asked for in another size, `sizes.py`, is of the same kind with nothing missing.) Groups with
-fewer than two left have no baseline and are lost; the others stand for them by the share of groups that was lost in
-*earlier* steps, which no draw of this step can move. Nothing is sampled again.
+pruned. (A group that was asked for in another size, `group_sizes`, is of the same kind with nothing missing.) Groups
+with fewer than two left have no baseline and are lost; the others stand for them by the share of groups that was lost
+in *earlier* steps, which no draw of this step can move. Nothing is sampled again.
 
 What can depend on the answer (a time-out, a grader that fails on what it reads) is weighted likewise, which mends the
 gradient's length, and labelled biased: no weight makes long answers out of short ones. What is said to be by chance is

@@ -30,6 +30,7 @@ from dppo_megatron.pruning import (
 from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCost, check_outcomes, check_state
 from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
 from dppo_megatron.pruning.policies import check_methods
+from dppo_megatron.pruning.scores import group_sizes
 from dppo_megatron.pruning.variance import GroupSizes, step_variance
 from dppo_megatron.selection.arrays import (
     PromptDraw,
@@ -48,7 +49,6 @@ from dppo_megatron.selection.arrays import (
 from dppo_megatron.selection.bias import BiasSource, sized
 from dppo_megatron.selection.coefficients import Coefficients
 from dppo_megatron.selection.missing import Missing, Past, as_foreseen, missing_of, with_lengths
-from dppo_megatron.selection.sizes import group_sizes
 from dppo_megatron.types import FloatArray, IntArray, UserError
 
 
