@@ -1,7 +1,8 @@
 """What others have said (servers, graders, models, file names, settings) on its way to a terminal or a log.
 
 A terminal obeys escape sequences, and a reader believes a line that begins like one of ours. So all that is printed is
-an `entry`: what is not printable is escaped, there is an end, and only the first line starts at the margin.
+an `entry`: what is not printable is escaped, there is an end, and only the first line starts at the margin. Tables of
+text are here too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TextIO
@@ -56,6 +57,17 @@ def log(*lines: str) -> None:
     """Log lines of a run or command, from any thread: `logged` decides on each rank where they go."""
     for line in lines:
         _LOGS[-1](line)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """A line for each row, all of as many cells: the first `left` columns begin at one place, the others end at one."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        placed = [cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in enumerate(cells)]
+        lines.append("  ".join(placed).rstrip())
+    return lines
 
 
 @contextmanager

@@ -31,8 +31,8 @@ from dppo_megatron.pruning.designs import WaterFiller
 from dppo_megatron.pruning.history import PromptHistory
 from dppo_megatron.pruning.scores import budgeted_probabilities
 from dppo_megatron.randomness import generator
+from dppo_megatron.texts import aligned
 from dppo_megatron.types import BoolArray, FloatArray, UserError
-from dppo_megatron.workbench.columns import aligned
 from dppo_megatron.workbench.runs.trace import Trace
 from dppo_megatron.workbench.simulate import StepTimeModel
 

@@ -27,8 +27,8 @@ from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.selection.missing import NAME as MISSING
 from dppo_megatron.steps.rollout_cost import RolloutCost
+from dppo_megatron.texts import aligned
 from dppo_megatron.types import IntArray, UserError
-from dppo_megatron.workbench.columns import aligned
 from dppo_megatron.workbench.runs.trace import Trace, TracedStep
 
 _MOSTLY_ROLLOUT = 0.9

@@ -24,9 +24,8 @@ from typing import Annotated, Any
 import msgspec
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.texts import reason
+from dppo_megatron.texts import aligned, reason
 from dppo_megatron.types import RunAborted, UserError
-from dppo_megatron.workbench.columns import aligned
 from dppo_megatron.workbench.compare.arms import Arm, MethodRun, parse_arms
 from dppo_megatron.workbench.compare.verdict import smoothed_end
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from dppo_megatron import __version__
 from dppo_megatron.files import write_text
-from dppo_megatron.workbench.columns import aligned
+from dppo_megatron.texts import aligned
 from dppo_megatron.workbench.compare.arms import MethodRun
 from dppo_megatron.workbench.compare.verdict import BUDGETS, MOST_CLOCK_SPREAD, SHARES, ArmVerdict, Verdict
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
