@@ -15,12 +15,13 @@ from support.cases import Choose
 from support.job import REPOSITORY, settings, write_job_files
 
 from dppo_megatron.config import Config, load_config
+from dppo_megatron.evaluation.eval_scores import doublings
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.compare import runs as compare_runs
 from dppo_megatron.workbench.compare.arms import Arm, MethodRun, Point
 from dppo_megatron.workbench.compare.runs import StoppedByGuard
-from dppo_megatron.workbench.compare.sweep import RungRow, candidates, halve, parse_grid, rung_seeds
+from dppo_megatron.workbench.compare.sweep import RungRow, candidates, halve, parse_grid
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 PROMPTS, RATE, SCHEDULE = "rollout.prompts_per_step", "actor.optimizer.learning_rate", "actor.optimizer.lr_schedule"
@@ -142,7 +143,7 @@ def test_the_better_half_goes_on(cases: Choose) -> None:
             continue
         assert len(made) == len(set(made)) and {row.arm.method for row in best} == methods
         left = {arm.name for arm in arms}
-        for until, rows in zip(rung_seeds(seeds), rungs, strict=True):
+        for until, rows in zip(doublings(seeds), rungs, strict=True):
             assert {row.arm.name for row in rows} == left
             for method in methods:
                 of_method = [row for row in rows if row.arm.method == method]

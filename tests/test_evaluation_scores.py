@@ -16,7 +16,7 @@ from dppo_megatron.evaluation.eval_samples import EvalSample
 from dppo_megatron.evaluation.eval_scores import (
     SampleOutcome,
     ballot,
-    budgets,
+    doublings,
     maj_at_k,
     mean,
     pass_at_k,
@@ -139,7 +139,7 @@ def test_a_grader_without_answers_has_no_majority() -> None:
 @given(st.integers(1, 300))
 def test_budgets(samples: int) -> None:
     """1, the powers of two below n, and n: ascending, without repetition."""
-    ks = budgets(samples)
+    ks = doublings(samples)
     assert ks[0] == 1 and ks[-1] == samples and ks == sorted(set(ks))
     assert all(k & (k - 1) == 0 for k in ks[:-1])
 

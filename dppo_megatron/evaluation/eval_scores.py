@@ -123,11 +123,11 @@ def score(name: str, problems: int, samples: int, outcomes: Sequence[SampleOutco
     graded = [by_problem[problem] for problem in sorted(by_problem)]
     counts = [(len(of_one), sum(bool(one.correct) for one in of_one)) for of_one in graded]
     avg = mean(c / n for n, c in counts)
-    pass_at = {k: mean(pass_at_k(n, c, k) for n, c in counts if n >= k) for k in budgets(samples)} | {1: avg}
+    pass_at = {k: mean(pass_at_k(n, c, k) for n, c in counts if n >= k) for k in doublings(samples)} | {1: avg}
     maj_at: dict[int, Estimate] = {}
     if not any(one.correct and one.vote is None for of_one in graded for one in of_one):
         ballots = [ballot(of_one) for of_one in graded]
-        for k in budgets(samples):
+        for k in doublings(samples):
             if k > 1 and (samples <= _LARGEST_FOR_SUBSETS or k == samples):
                 maj_at[k] = mean(maj_at_k(*votes, k) for votes, (n, _) in zip(ballots, counts, strict=True) if n >= k)
     unparsed = [one.unparsed for one in outcomes if one.unparsed is not None]
@@ -148,14 +148,14 @@ def score(name: str, problems: int, samples: int, outcomes: Sequence[SampleOutco
     )
 
 
-def budgets(samples: int) -> list[int]:
-    """The k of pass@k and maj@k: 1, 2, 4, ... and `samples` itself.
+def doublings(most: int) -> list[int]:
+    """1, 2, 4, ... and `most` itself: the k of pass@k and maj@k, the seeds after each rung of a sweep.
 
     Example:
-        budgets(5) == [1, 2, 4, 5]
+        doublings(5) == [1, 2, 4, 5]
     """
-    powers = [1 << i for i in range(samples.bit_length()) if 1 << i < samples]
-    return [*powers, samples]
+    powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
+    return [*powers, most]
 
 
 def mean(values: Iterable[float]) -> Estimate:

@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import msgspec
 
 from dppo_megatron.config.schema import Config
+from dppo_megatron.evaluation.eval_scores import doublings
 from dppo_megatron.texts import aligned, reason
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.compare.arms import Arm, MethodRun, parse_arms
@@ -104,11 +105,6 @@ def _of_group_size(config: Config, values: Mapping[str, str]) -> Config:
     return replace(config, steps=max(1, round(config.steps * factor)), eval=spaced)
 
 
-def rung_seeds(seeds: int) -> list[int]:
-    """Seeds after each rung. Example: 5 -> [1, 2, 4, 5]"""
-    return [*itertools.takewhile(lambda n: n < seeds, (2**i for i in itertools.count())), seeds]
-
-
 def halve(
     arms: Sequence[Arm], seeds: int, run: Callable[..., list[MethodRun]]
 ) -> Iterator[tuple[list[RungRow], list[MethodRun]]]:
@@ -116,7 +112,7 @@ def halve(
     candidates that go on. Raises RunAborted if all candidates of a method were stopped."""
     runs: list[MethodRun] = []
     first = 0
-    for until in rung_seeds(seeds):
+    for until in doublings(seeds):
         runs += run(arms, first_seed=first, seeds=until, stops_are_left_out=True)
         rows: list[RungRow] = []
         for method in dict.fromkeys(arm.method for arm in arms):
