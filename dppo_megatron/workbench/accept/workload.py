@@ -25,9 +25,6 @@ from dppo_megatron.workbench.planning.site import CHIPS
 Shape = dict[str, Any]
 """The values of a config.json; without `architectures` of a Qwen3, or of its mixture if it names experts."""
 
-CAP = 8192
-"""Tokens of a pack of 4B: with 16,384 activations of 80 GB and 72 of model and optimizer exceed an H200."""
-
 
 def shape_named(name: str) -> Shape:
     """One of `SHAPES`, or the config.json in a directory of this name."""

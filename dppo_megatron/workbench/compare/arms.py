@@ -17,6 +17,7 @@ import msgspec
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning.policies import levels, method_overrides
+from dppo_megatron.pruning.weights import LABELS
 from dppo_megatron.texts import reason
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.runs.run_record import RunRecord, read_metrics
@@ -88,7 +89,6 @@ def _arm(name: str, config: Config, steps_factor: float) -> Arm:
 
 
 Cost: TypeAlias = Literal["step", "train_s", "train_cpu_s", "tokens_generated", "tokens_trained"]
-_LABELS = ("exact", "unbiased", "ratio", "biased")
 LAST = 2
 """Evaluations whose mean is a run's end, as the moving mean has it there."""
 
@@ -136,7 +136,8 @@ def read_method_run(arm: str, seed: int, run_dir: Path) -> MethodRun:
         phase_s = msgspec.convert(run.summary.get("phase_s"), dict[str, _Amount])
         costs = {name: _totals(run, key) for name, key in _COLUMNS.items()}
         solved = {step: msgspec.convert(one, _Solved) for step, one in run.solved.items()}
-        labels = {row["name"]: _worst(row["label"]) for row in run.ledger}
+        known_labels = {row["name"]: [one for one in row["label"] if one is not None] for row in run.ledger}
+        labels = {name: max(known, key=LABELS.index) for name, known in known_labels.items()}
         if run.notes or run.steps != list(range(run.steps[0], run.steps[-1] + 1)):
             raise ValueError((run.notes or ["steps are missing"])[0])
         if len({tuple(sorted((name, len(one)) for name, one in each.items())) for each in solved.values()}) > 1:
@@ -180,11 +181,6 @@ def _totals(run: RunRecord, key: str) -> list[Any]:
     if None in known:
         raise ValueError(f"a step has no {key}")
     return list(accumulate(msgspec.convert(known, list[_Amount])))
-
-
-def _worst(labels: list[str | None]) -> str:
-    """Raises ValueError for a label that is none."""
-    return max((one for one in labels if one is not None), key=_LABELS.index)
 
 
 def _mean_of(evaluations: Sequence[_Solved]) -> _Solved:
