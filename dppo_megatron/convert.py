@@ -152,12 +152,8 @@ def megatron_to_hf(
         writer.put_adapter(reader.adapters(), reader.lora, reader.base)
     said = []
     if verify:
-        written = CheckpointReader(target, architecture)
-
-        def stored_as_written(name: str) -> Tensor:
-            return reader.get(name).to(dtypes[name])
-
-        said.append(_verify(written, stored_as_written, "the checkpoint it came from"))
+        written, what = CheckpointReader(target, architecture), "the checkpoint it came from"
+        said.append(_verify(written, lambda name: reader.get(name).to(dtypes[name]), what))
     return [*said, f"{target}: {len(reader.names)} tensors of {architecture.name}"]
 
 

@@ -116,7 +116,9 @@ class CheckpointStore:
         aside = from_rank_zero(lambda: self._begin(manifest.step, num_bytes))
         self._pending = aside, manifest
         use_own_writers()
-        options = _writer_options()
+        # from 0.17 on Megatron's asynchronous writer is by default one that needs another package (nvrx)
+        has_choice = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+        options = {"async_strategy": "mcore"} if has_choice else {}
         with in_step():
             request = dist_checkpointing.save({"actor": state}, str(aside), async_sharded_save=self._async, **options)
         from_rank_zero(lambda: self._write_own(aside, {"loop": loop_state, "generators": all_generators}))
@@ -299,12 +301,6 @@ def _return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
-
-
-def _writer_options() -> dict[str, str]:
-    """From 0.17 on Megatron's asynchronous writer is by default one that needs another package (nvrx)."""
-    has_choice = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
-    return {"async_strategy": "mcore"} if has_choice else {}
 
 
 def _check_reader(directory: Path) -> None:

@@ -123,16 +123,13 @@ class _Follower:
             step, path = left[0]
             self._report_missed(step)
             try:
-                self._evaluate(step, path)
+                job = with_checkpoint(self._used.job, path)
+                samples = evaluate(self._used, job, self._out / path.name, {"step": step, "about": self._about})
+                show(*(f"step {step:>4}: {one.line()}" for one in scores_of(samples)))
             except Exception:
                 if not isinstance(read_manifest(path), str):
                     raise
                 self._report_missed(step + 1)  # it was removed while it was read
-
-    def _evaluate(self, step: int, path: Path) -> None:
-        job = with_checkpoint(self._used.job, path)
-        samples = evaluate(self._used, job, self._out / path.name, {"step": step, "about": self._about})
-        show(*(f"step {step:>4}: {one.line()}" for one in scores_of(samples)))
 
     def _report_missed(self, until: int) -> None:
         """Name the steps below `until`, before which no checkpoint is left, that are not evaluated."""

@@ -274,7 +274,6 @@ class _Chooser:
     """Picks each row's next token: at its counter-based uniform, or the most likely one at temperature 0."""
 
     def __init__(self, requests: Sequence[Request], sampling: Sampling, device: torch.device) -> None:
-        self._temperature = sampling.temperature
         self._sampling = sampling
         if sampling.temperature > 0:
             addresses = [(sampling.seed, r.purpose, (r.step, r.prompt.index, r.completion_index)) for r in requests]
@@ -282,8 +281,8 @@ class _Chooser:
 
     def __call__(self, logits: Tensor, rows: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """logits [n, V] of requests `rows` [n] at completion token `position` -> tokens [n], log-probabilities [n]."""
-        if self._temperature > 0:
-            scaled = logits.float() / self._temperature
+        if self._sampling.temperature > 0:
+            scaled = logits.float() / self._sampling.temperature
             logprobs = truncate_logits(scaled, self._sampling.top_p, self._sampling.top_k).log_softmax(-1)
             cumulative = logprobs.double().exp().cumsum(-1)
             target = self._uniforms[rows, position] * cumulative[:, -1]
