@@ -22,6 +22,7 @@ import math
 import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -32,9 +33,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch import Tensor
 
+from dppo_megatron.distributed import gather_all
 from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.types import UserError
-from dppo_megatron.weights.architecture import Architecture, Lora
+from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import check_finite
 from dppo_megatron.weights.mapping import (
     EXPERT_BIAS,
@@ -65,22 +67,8 @@ class _Exchange:
     works: list[dist.Work]
 
 
-@dataclass(frozen=True, slots=True)
-class _Adapted:
-    """A shard of a weight that is read with its adapter, whose shards this rank holds too."""
-
-    weight: Tensor
-    a: Tensor
-    b: Tensor
-    parts: Tensor
-    lora: Lora
-
-    def read(self) -> Tensor:
-        """As the policy has it now."""
-        return merged(self.weight, self.a, self.b, self.parts, self.lora)
-
-
-_Shard: TypeAlias = Tensor | _Adapted
+_Shard: TypeAlias = Tensor | partial[Tensor]
+"""A tensor; or of a weight that is read with its adapter, whose shards this rank holds too, what merges them."""
 
 
 @torch.no_grad()
@@ -99,11 +87,8 @@ def load_hf_weights(model: Sequence[torch.nn.Module], architecture: Architecture
             _load_shard(shard, architecture, get)
     except UserError as error:
         refusal = str(error)
-    refusals = [refusal]
-    if dist.get_world_size() > 1:  # with pipeline stages, only one rank may have read the tensor
-        refusals = [""] * dist.get_world_size()
-        dist.all_gather_object(refusals, refusal)
-    if first := next(filter(None, refusals), ""):
+    # with pipeline stages, only one rank may have read the tensor
+    if first := next(filter(None, gather_all([refusal])), ""):
         raise UserError(first)
 
 
@@ -144,11 +129,8 @@ class WeightStream:
         parameter = next(iter(model[0].parameters()))
         self._dtype, self._device = parameter.dtype, parameter.device
         # as bytes: what many ranks report alike is unpickled once, not once a rank
-        told = [RankReport(launched_node(self._me), [pickle.dumps(block) for block in mine])]
-        if dist.get_world_size() > 1:
-            told = told * dist.get_world_size()
-            dist.all_gather_object(told, told[0])
-        self._catalogue = Catalogue(told)
+        told = RankReport(launched_node(self._me), [pickle.dumps(block) for block in mine])
+        self._catalogue = Catalogue(gather_all([told]))
         self._blocks = self._catalogue.blocks
         self._local: dict[tuple[int, Place], list[_Shard]] = {}
         for number, block in enumerate(self._blocks):
@@ -203,10 +185,7 @@ class WeightStream:
                 for shard in _local_shards(self._model)
                 if _is_fixed(shard.key) and not any(shard.replica_id)  # of copies, one rank's
             }
-            told = [held] * dist.get_world_size()
-            if len(told) > 1:
-                dist.all_gather_object(told, held)
-            found = {name: tensor for part in told for name, tensor in part.items()}
+            found = {name: tensor for part in gather_all([held]) for name, tensor in part.items()}
             self._fixed = [(name, found[name]) for name in self._hf_shapes if name in found]
         return self._fixed
 
@@ -289,7 +268,8 @@ class WeightStream:
 
 
 def _read(shard: _Shard) -> Tensor:
-    return shard.read() if isinstance(shard, _Adapted) else shard
+    """As the policy has it now."""
+    return shard() if isinstance(shard, partial) else shard
 
 
 def _pieces(units: Sequence[BlockPart], flat: Sequence[Tensor]) -> Iterator[tuple[Tensor, Role]]:
@@ -324,7 +304,7 @@ def _blocks_of(
             return weight
         a, b = (at[adapter_key(key, half), place][1] for half in "ab")
         blocks = adapter_parts(key, architecture)[start[0] : start[0] + len(weight)].to(weight.device)
-        return _Adapted(weight, a[0, start[1]], b[start[0], 0], blocks, architecture.lora)
+        return partial(merged, weight, a[0, start[1]], b[start[0], 0], blocks, architecture.lora)
 
     alike: dict[tuple[Any, ...], dict[Place, list[_Shard]]] = {}
     for (key, place), (shape, shards) in sorted(at.items()):
