@@ -233,7 +233,3 @@ def program(wanted: Collection[str] = _COMMANDS) -> argparse.ArgumentParser:
             command.description = getattr(module, "DESCRIPTION", module.__doc__)
             command.set_defaults(run=module.execute)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())
