@@ -100,9 +100,8 @@ SLIME_ESTIMATORS = ("grpo", "gspo", "cispo")
 
 def slime_refusals(args: Any, rollouts: int) -> list[str]:
     """Of slime's arguments, with so many samples in a step; empty: none. An argument that is not there is not set."""
-    given = {"over_sampling_batch_size": args.rollout_batch_size, "rewards_normalization": True, "rollout_top_p": 1.0}
-    given |= vars(args)
-    estimator, size = args.advantage_estimator, args.global_batch_size
+    estimator, size, groups = args.advantage_estimator, args.global_batch_size, args.rollout_batch_size
+    given = {"over_sampling_batch_size": groups, "rewards_normalization": True, "rollout_top_p": 1.0} | vars(args)
     unset = (
         *("kl_coef", "entropy_coef", "use_opd", "normalize_advantages", "calculate_per_token_loss"),
         *("enable_mtp_training", "moe_aux_loss_coeff", "moe_z_loss_coeff", "custom_tis_function_path"),
@@ -115,8 +114,7 @@ def slime_refusals(args: Any, rollouts: int) -> list[str]:
         "--disable-rewards-normalization": not given["rewards_normalization"],
         "--rollout-top-p: the tokens that it replays would not fit": given["rollout_top_p"] != 1,
         f"--global-batch-size {size}: must be the {rollouts} samples of a step, one update": size != rollouts,
-        "--over-sampling-batch-size: steps are counted by groups": given["over_sampling_batch_size"]
-        != args.rollout_batch_size,
+        "--over-sampling-batch-size: steps are counted by groups": given["over_sampling_batch_size"] != groups,
     }
     wrong |= {"--" + name.replace("_", "-"): bool(given.get(name)) for name in unset}
     return [why for why, is_so in wrong.items() if is_so]
@@ -125,7 +123,6 @@ def slime_refusals(args: Any, rollouts: int) -> list[str]:
 def nemo_rl_refusals(loss: Any, policy: Any, rows: int, nominal: int) -> list[str]:
     """Of a NeMo-RL loss function and policy, with so many rows in its batch; empty: none."""
     config, terms = policy.cfg, ("reference_policy_kl_penalty", "positive_example_nll_weight")
-    penalty, positive = (getattr(loss, name, 0) for name in terms)
     megatron, sizes = config.get("megatron_cfg") or {}, {rows, config["train_global_batch_size"]}
     schedule, router = megatron.get("scheduler") or {}, megatron.get("moe_router_load_balancing_type", "none")
     mtp = megatron.get("mtp_num_layers") and megatron.get("mtp_loss_scaling_factor", 1) != 0
@@ -135,11 +132,10 @@ def nemo_rl_refusals(loss: Any, policy: Any, rows: int, nominal: int) -> list[st
             megatron.get("enabled") and falls
         ),
         f"loss {type(loss).__name__}: only ClippedPGLossFn": not hasattr(loss, "reference_policy_kl_penalty"),
-        "loss_fn.reference_policy_kl_penalty: the KL term is not weighted": penalty,
-        "loss_fn.positive_example_nll_weight: its term is not weighted": positive,
         "policy.megatron_cfg.mtp_num_layers: its loss is not weighted": megatron.get("enabled") and mtp,
         "policy.megatron_cfg.moe_router_load_balancing_type: its loss is not weighted": router != "none",
         "policy.draft: its loss is not weighted": (config.get("draft") or {}).get("enabled"),
         f"policy.train_global_batch_size: must be the {nominal} completions of a step, one update": sizes != {nominal},
     }
+    wrong |= {f"loss_fn.{name}: its term is not weighted": getattr(loss, name, 0) for name in terms}
     return [why for why, is_so in wrong.items() if is_so]
