@@ -78,8 +78,7 @@ def sample_compactly(
     slices = "next_sequence_length" in inspect.signature(model.prepare_inputs_for_generation).parameters
     is_flat = getattr(inputs.get("position_ids"), "ndim", 0) == 2
     if not (is_dynamic and is_known and slices and is_flat) or cache.offloading:
-        own_loop = model._sample
-        return own_loop(input_ids, logits_processor, stopping_criteria, generation_config, **inputs)
+        return model._sample(input_ids, logits_processor, stopping_criteria, generation_config, **inputs)
     pad = generation_config._pad_token_tensor
     written = F.pad(input_ids, (0, generation_config.max_length - input_ids.size(1)), value=int(pad))
     rows = torch.arange(len(input_ids), device=input_ids.device)
