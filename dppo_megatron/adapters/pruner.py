@@ -6,7 +6,6 @@ The adapters differ in where their trainer keeps rewards, rows and divisors; cho
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 
 from dppo_megatron.config.pruning import PruningConfig
 from dppo_megatron.pruning import CompletionBatch, LedgerRow, Selection
-from dppo_megatron.pruning.interface import check_outcomes, check_state
+from dppo_megatron.pruning.interface import Stateful, check_outcomes
 from dppo_megatron.pruning.monitors import step_metrics
 from dppo_megatron.pruning.policies import check_methods, make_completion_policy, make_prompt_policy
 from dppo_megatron.pruning.scores import completion_score
@@ -81,7 +80,7 @@ class RowCapacity:
         return float(inclusion_prob.sum()) <= microbatches * self.multiple + 1e-9
 
 
-class StepPruner:
+class StepPruner(Stateful):
     """Both policies around the steps of a trainer that keeps its own order of prompts and its own advantages.
 
         chosen = pruner.choose(nominal, step)           # before rollout
@@ -101,6 +100,8 @@ class StepPruner:
     Raises:
         UserError: a method that needs what other trainers do not give: refills, measured costs, more prompts.
     """
+
+    _state_names = ("_prompts", "_completions", "mean_length")
 
     def __init__(
         self,
@@ -206,21 +207,6 @@ class StepPruner:
         if (total := float(batch.prompt_weight.sum())) > 0:
             mean, old = float(batch.prompt_weight @ batch.lengths) / total, self.mean_length
             self.mean_length = _LENGTH_DECAY * old + (1 - _LENGTH_DECAY) * mean if old else mean
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on: scalars and numpy arrays, nested."""
-        return {
-            "prompt": self._prompts.state_dict(),
-            "completion": self._completions.state_dict(),
-            "mean_length": self.mean_length,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved `state_dict`. ValueError: of other methods, or of another training set."""
-        check_state(state, {"prompt", "completion", "mean_length"}, "the selection")
-        self._prompts.load_state_dict(state["prompt"])
-        self._completions.load_state_dict(state["completion"])
-        self.mean_length = float(state["mean_length"])
 
 
 def save_state(pruner: StepPruner, folder: Path) -> None:
