@@ -14,8 +14,7 @@ import numpy as np
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
-from verl.protocol import DataProto
-from verl.trainer.ppo.ray_trainer import compute_advantage
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 from verl.utils import tensordict_utils
 from verl.workers.utils.padding import response_to_nested
@@ -100,14 +99,12 @@ class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         uid = np.array(list(tensordict_utils.get(data, "uid")), dtype=object)
         padded = data.exclude("uid").to_padded_tensor()
-        mask = padded["response_mask"].double()
-        padded["token_level_rewards"] = padded["rm_scores"]
-        whole = DataProto(batch=padded, non_tensor_batch={"uid": uid})
+        mask, scores = padded["response_mask"].double(), padded["rm_scores"]
         by_std = self.config.algorithm.get("norm_adv_by_std_in_grpo", True)
-        of_tokens = compute_advantage(whole, "grpo", norm_adv_by_std_in_grpo=by_std).batch["advantages"]
+        has_tokens = mask.amax(1, keepdim=True)  # in place of the mask: an advantage a row, and not a token
+        advantages, _ = compute_grpo_outcome_advantage(scores, has_tokens, uid, norm_adv_by_std_in_grpo=by_std)
         free = torch.expm1(padded["rollout_log_probs"]) * mask if "rollout_log_probs" in padded else mask
-        advantages = of_tokens[torch.arange(len(mask)), mask.argmax(1)]
-        columns = padded["rm_scores"].sum(1), mask.sum(1), free.square().sum(1).sqrt(), advantages
+        columns = scores.sum(1), mask.sum(1), free.square().sum(1).sqrt(), advantages[:, 0]
         return np.asarray(torch.stack([column.double() for column in columns]))
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
