@@ -45,7 +45,6 @@ class PrunedPolicy:
         if hasattr(policy, "train_from_meta"):
             raise UserError("NeMo-RL: rows in its data plane cannot be dropped; set data_plane.enabled=false")
         self._policy, self._step, self._shape = policy, first_step, (prompts_per_step, group_size)
-        self._unit = policy.data_parallel_size * policy.cfg["train_micro_batch_size"]
         self._given: dict[str, Any] = {
             "pruning": PruningConfig(PromptPruningConfig(method="none"), completion or CompletionPruningConfig()),
             "num_prompts": prompts_per_step,
@@ -53,7 +52,7 @@ class PrunedPolicy:
             "group_size": group_size,
             "total_steps": total_steps,
             "seed": seed,
-            "row_multiple": self._unit,
+            "row_multiple": policy.data_parallel_size * policy.cfg["train_micro_batch_size"],
         }
         StepPruner(**self._given, divides_by_length=True)  # an error in the settings is said here
         self.ledger: tuple[LedgerRow, ...] = ()  # of the last step
@@ -72,17 +71,15 @@ class PrunedPolicy:
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
         lengths, norm, advantages = (one.reshape(self._shape) for one in _outcomes(data, mask))
         pruner = StepPruner(**self._given, divides_by_length=not by_token)
-        chosen = pruner.choose(np.arange(self._shape[0]), self._step)
-        kept = pruner.finish(chosen, advantages, lengths.astype(np.int64), norm, advantages, self._step)
-        count = max(1, math.ceil(len(kept.rows) / self._unit)) * self._unit  # some rows once more, with weight 0
-        at = torch.from_numpy(np.resize(kept.rows if len(kept.rows) else 0, count))
+        prompts = np.arange(self._shape[0])
+        chosen, counts = pruner.choose(prompts, self._step), lengths.astype(np.int64)
+        kept = pruner.finish(prompts, chosen, advantages, counts, norm, advantages, self._step)
+        at = torch.from_numpy(kept.rows)
         share = mask.sum(1) if by_token else data["sample_mask"]  # of the divisor, which is that of the rows given
-        weight = np.concatenate([kept.weight, np.zeros(count - len(kept.rows))]) * float(
-            share[at].sum() / share.sum().clamp(min=1)
-        )
+        weight = kept.weight * float(share[at].sum() / share.sum().clamp(min=1))
         less = data.select_indices(at)
         less["advantages"] = less["advantages"] * torch.from_numpy(weight).to(less["advantages"])[:, None]
-        found = self._policy.train(less, loss_fn, **others | {"gbs": count})
+        found = self._policy.train(less, loss_fn, **others | {"gbs": len(at)})
         self._step, self.ledger = self._step + 1, kept.ledger
         found["all_mb_metrics"] |= {name: [value] for name, value in kept.metrics.items()}
         return dict(found)

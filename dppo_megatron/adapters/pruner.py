@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.config.pruning import PruningConfig
-from dppo_megatron.pruning import CompletionBatch, LedgerRow, Selection
+from dppo_megatron.pruning import CompletionBatch, LedgerRow, Selection, step_metrics
 from dppo_megatron.pruning.interface import Stateful, check_outcomes
-from dppo_megatron.pruning.monitors import step_metrics
 from dppo_megatron.pruning.policies import check_methods, make_completion_policy, make_prompt_policy
 from dppo_megatron.pruning.scores import completion_score
 from dppo_megatron.types import FloatArray, IntArray, UserError
@@ -31,35 +30,14 @@ _PREDICTED_TOKENS = LedgerRow(
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    nominal: IntArray
-    """[N] rows of the training set that the trainer offered."""
-    selection: Selection
-
-    @property
-    def index(self) -> IntArray:
-        """[K] rows of the training set to roll out, in the order offered."""
-        return self.nominal[self.selection.kept]
-
-    @property
-    def may_skip(self) -> bool:
-        """Some prompt could have been skipped, whether or not one was."""
-        return bool((self.selection.inclusion_prob < 1).any())
-
-    def even_shares(self, size: int, ranks: int) -> IntArray:
-        """Places of the groups of `size` to roll out: the chosen, and behind them as many of the others as give all
-        ranks equally many completions; never none."""
-        kept, unit = self.selection.kept, ranks // math.gcd(ranks, size)
-        wanted = max(1, math.ceil(kept.sum() / unit)) * unit
-        return np.concatenate([np.flatnonzero(kept), np.flatnonzero(~kept)[: wanted - int(kept.sum())]])
-
-
-@dataclass(frozen=True, slots=True)
 class Kept:
     rows: IntArray
-    """[n] of the K * G that were rolled out, ascending."""
+    """[n] to train on, of the K * G that were rolled out: those kept, ascending, and some once more with weight 0 until
+    n is a multiple of `row_multiple`; never none."""
     weight: FloatArray
     """[n] product of both selections' weights: multiplies the whole loss of a completion."""
+    tokens: float
+    """What a loss per token divides by: the full batch's, predicted from earlier steps where prompts may be skipped."""
     ledger: tuple[LedgerRow, ...]
     metrics: dict[str, float]
     """`prune/*`, and `ledger/<selection>/<label>`: the share that each selection kept."""
@@ -77,14 +55,14 @@ class RowCapacity:
 
     def holds(self, microbatches: int, tokens: IntArray, inclusion_prob: FloatArray, *, fixed_size: bool) -> bool:
         """Whether the expected number fits; a draw of random size may still take one row more of each."""
-        return float(inclusion_prob.sum()) <= microbatches * self.multiple + 1e-9
+        return self.microbatches(tokens, inclusion_prob) <= microbatches
 
 
 class StepPruner(Stateful):
     """Both policies around the steps of a trainer that keeps its own order of prompts and its own advantages.
 
-        chosen = pruner.choose(nominal, step)           # before rollout
-        kept = pruner.finish(chosen, rewards, ..., step)  # after the trainer's advantages
+        chosen = pruner.choose(nominal, step)                      # before rollout
+        kept = pruner.finish(nominal, chosen, rewards, ..., step)  # after the trainer's advantages
 
     Steps count from 0. Everything is a function of seed, step, rows and history: processes that see the same arrays
     choose the same without talking.
@@ -95,6 +73,7 @@ class StepPruner(Stateful):
         group_size: G, completions of each.
         total_steps: of the run, for annealing.
         divides_by_length: the loss of a completion is the mean over its tokens, not their sum.
+        max_tokens: of a completion, if the trainer divides by `Kept.tokens`; stands for the mean before the first step.
         row_multiple: the trainer trains on a multiple of so many rows; room that is there anyway is filled.
 
     Raises:
@@ -113,6 +92,7 @@ class StepPruner(Stateful):
         total_steps: int,
         seed: int,
         divides_by_length: bool,
+        max_tokens: int | None = None,
         row_multiple: int = 1,
     ) -> None:
         check_methods(pruning, group_size=group_size, minibatch_size=prompts_per_step * group_size)
@@ -133,43 +113,38 @@ class StepPruner(Stateful):
                 raise UserError(f"pruning.{level}.{ratio} = 0: costs are not measured in this trainer; give the ratio")
         if self._prompts.resamples or pruning.completion.allocation or pruning.prompt.group_size_factor > 1:
             raise UserError("pruning: more prompts in a step and groups of several sizes are not to be had here")
-        self.num_nominal = prompts_per_step * group_size
-        self._divides_by_length, self._capacity = divides_by_length, RowCapacity(row_multiple)
+        self.num_nominal, self._group_size = prompts_per_step * group_size, group_size
+        self._divides_by_length, self._max_tokens = divides_by_length, max_tokens
+        self._capacity = RowCapacity(row_multiple)
         self.mean_length = 0.0
         """Running mean of trained tokens of a completion; 0 before the first step."""
 
-    def expected_tokens(self, longest: int) -> float:
-        """Of the full batch, by earlier steps: what a loss per token divides by where prompts may be skipped. Ask it
-        before `finish`: a divisor that knows who was drawn would bias the estimate."""
-        return self.num_nominal * (self.mean_length or float(longest))
-
-    def choose(self, nominal: IntArray, step: int) -> Chosen:
-        """Which of the offered prompts [N] to roll out."""
-        return Chosen(nominal, self._prompts.select(nominal, step=step))
+    def choose(self, nominal: IntArray, step: int) -> Selection:
+        """Which of the offered prompts, rows [N] of the training set, to roll out."""
+        return self._prompts.select(nominal, step=step)
 
     def finish(
         self,
-        chosen: Chosen,
+        nominal: IntArray,
+        chosen: Selection,
         rewards: FloatArray,
         lengths: IntArray,
         logit_grad_norm: FloatArray,
         advantages: FloatArray,
         step: int,
-        predicts_tokens: bool = False,
     ) -> Kept:
-        """Which completions [K, G] to train on; `chosen` must be of this step. Learns from them.
+        """Which completions [K, G] of the chosen prompts to train on; `chosen` must be of this step. Learns from them.
 
         Args:
             rewards: NaN where the grader failed.
             lengths: tokens that are trained on; 0 where the trainer masks the whole completion.
             logit_grad_norm: `pruning.logit_grad_norm` of each; only steers the variance.
             advantages: the trainer's own. A completion with 0 is never kept.
-            predicts_tokens: the trainer will divide by `expected_tokens` if prompts may be skipped.
 
         Example: 2 prompts of 4, one without reward variance: of the other's 4 completions a rate of 0.5 keeps 2 or
         more, whose weights have mean 1 over the draws; the first prompt's carry no gradient and go for free.
         """
-        index, weight = chosen.index, chosen.selection.weight[chosen.selection.kept]
+        index, may_skip = nominal[chosen.kept], bool((chosen.inclusion_prob < 1).any())
         check_outcomes(index, rewards, np.maximum(lengths, 1), logit_grad_norm)
         by_length = np.maximum(lengths, 1.0) if self._divides_by_length else np.ones(lengths.shape)
         batch = CompletionBatch.of_groups(
@@ -179,30 +154,34 @@ class StepPruner(Stateful):
             lengths=lengths,
             logit_grad_norm=logit_grad_norm,
             denominator=self.num_nominal * by_length,
-            prompt_weight=weight,
+            prompt_weight=chosen.weight[chosen.kept],
             num_nominal=self.num_nominal,
         )
-        chosen_rows = self._completions.prune(batch, step=step, capacity=self._capacity)
-        self._learn(chosen, batch, step)
-        rows = np.flatnonzero(chosen_rows.kept)
-        ledger = chosen.selection.ledger + chosen_rows.ledger
-        ledger += (_PREDICTED_TOKENS,) * (predicts_tokens and chosen.may_skip)
-        metrics = step_metrics(chosen.selection, batch, chosen_rows)
+        of_rows = self._completions.prune(batch, step=step, capacity=self._capacity)
+        # by earlier steps alone: a divisor that knows who was drawn would bias the estimate
+        predicted = self.num_nominal * (self.mean_length or self._max_tokens or 1)
+        tokens = predicted if may_skip else max(int(lengths.sum()), 1)
+        self._learn(index, chosen, batch, step)
+        ledger = chosen.ledger + of_rows.ledger + (_PREDICTED_TOKENS,) * (may_skip and self._max_tokens is not None)
+        metrics = step_metrics(chosen, batch, of_rows)
         metrics |= {f"ledger/{row.name}/{row.label}": row.kept_fraction for row in ledger}
-        return Kept(rows, (batch.prompt_weight * chosen_rows.weight)[rows], ledger, metrics)
+        rows = np.flatnonzero(of_rows.kept)
+        count = max(1, math.ceil(len(rows) / self._capacity.multiple)) * self._capacity.multiple
+        weight = np.zeros(count)
+        weight[: len(rows)] = (batch.prompt_weight * of_rows.weight)[rows]
+        return Kept(np.resize(rows if len(rows) else 0, count), weight, tokens, ledger, metrics)
 
-    def _learn(self, chosen: Chosen, batch: CompletionBatch, step: int) -> None:
-        kept, shape = chosen.selection.kept, (len(chosen.index), -1)
+    def _learn(self, index: IntArray, chosen: Selection, batch: CompletionBatch, step: int) -> None:
+        kept, shape = chosen.kept, (len(index), self._group_size)
         score = completion_score(batch.advantages, batch.logit_grad_norm, batch.denominator, np.ones(1))
-        lengths = batch.lengths.reshape(shape)
         self._prompts.observe(
-            chosen.index,
+            index,
             batch.rewards.reshape(shape),
-            np.maximum(lengths, 1),
+            np.maximum(batch.lengths, 1).reshape(shape),
             step=step,
             second_moment=np.square(score).reshape(shape).sum(axis=1),
-            inclusion_prob=chosen.selection.inclusion_prob[kept],
-            planned_prob=chosen.selection.planned[kept],
+            inclusion_prob=chosen.inclusion_prob[kept],
+            planned_prob=chosen.planned[kept],
         )
         if (total := float(batch.prompt_weight.sum())) > 0:
             mean, old = float(batch.prompt_weight @ batch.lengths) / total, self.mean_length

@@ -47,8 +47,9 @@ def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], li
     norm = [
         np.sqrt(size) if one is None else logit_grad_norm(one) for one, size in zip(logps, lengths.flat, strict=True)
     ]
-    chosen = pruner.choose(np.arange(shape[0]), step)
-    kept = pruner.finish(chosen, rewards, lengths, np.array(norm).reshape(shape), advantages, step)
+    prompts = np.arange(shape[0])
+    chosen = pruner.choose(prompts, step)
+    kept = pruner.finish(prompts, chosen, rewards, lengths, np.array(norm).reshape(shape), advantages, step)
     weight = np.zeros(len(samples))
     weight[kept.rows] = kept.weight
     for row in np.flatnonzero((weight == 0) & (lengths.ravel() > 0)):

@@ -1,12 +1,12 @@
 """Pruning inside TRL's GRPOTrainer, by overriding methods of it that prepare a batch; its loss is TRL's, untouched.
 
-A completion's weight rides in its advantage. That is exact for losses with loss(W A) = W loss(A) for W >= 0 whose
-divisor is known before anything is dropped; other settings are refused by name (docs/adapters.md).
+A completion's weight rides in its advantage; settings with which that is not exact are refused (docs/adapters.md).
 """
 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ from accelerate.utils import gather_object
 from transformers.trainer import TRAINER_STATE_NAME, TrainerState
 from trl import GRPOTrainer
 
-from dppo_megatron.adapters.pruner import INDEX, Kept, StepPruner, load_state, save_state
+from dppo_megatron.adapters.pruner import INDEX, StepPruner, load_state, save_state
 from dppo_megatron.adapters.settings import TRL_DIVISORS, trl_refusals
 from dppo_megatron.adapters.trl_batches import CompactGeneration, by_length
 from dppo_megatron.config.pruning import PruningConfig
 from dppo_megatron.pruning import LedgerRow
-from dppo_megatron.types import UserError
+from dppo_megatron.types import FloatArray, IntArray, UserError
 
 
 class PrunedGRPOMixin(CompactGeneration):
@@ -47,25 +47,24 @@ class PrunedGRPOMixin(CompactGeneration):
             raise UserError("settings of TRL with which pruning would be biased: " + "; ".join(found))
         self.ledger: tuple[LedgerRow, ...] = ()  # of the last step
         self._resume_from: str | None = None
-        self._pruner: StepPruner | None = None
 
-    @property
+    @cached_property
     def pruner(self) -> StepPruner:
         """Made at the first step, when the length of the run is known."""
-        if self._pruner is None:
-            self._pruner = StepPruner(
-                self.pruning,
-                num_prompts=len(self.train_dataset),
-                prompts_per_step=self.args.generation_batch_size // self.num_generations,
-                group_size=self.num_generations,
-                total_steps=self.state.max_steps,
-                seed=self.args.seed,
-                divides_by_length="lengths" in TRL_DIVISORS[self.loss_type],
-                row_multiple=self.args.steps_per_generation * self.accelerator.num_processes,
-            )
-            if self._resume_from is not None:
-                self._pruner.load_state_dict(load_state(Path(self._resume_from)))
-        return self._pruner
+        made = StepPruner(
+            self.pruning,
+            num_prompts=len(self.train_dataset),
+            prompts_per_step=self.args.generation_batch_size // self.num_generations,
+            group_size=self.num_generations,
+            total_steps=self.state.max_steps,
+            seed=self.args.seed,
+            divides_by_length="lengths" in TRL_DIVISORS[self.loss_type],
+            max_tokens=self.max_completion_length if TRL_DIVISORS[self.loss_type] == "tokens" else None,
+            row_multiple=self.args.steps_per_generation * self.accelerator.num_processes,
+        )
+        if self._resume_from is not None:
+            made.load_state_dict(load_state(Path(self._resume_from)))
+        return made
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self._sampler = super()._get_train_sampler(dataset)
@@ -75,22 +74,25 @@ class PrunedGRPOMixin(CompactGeneration):
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
         offered, step, size = gather_object(inputs), self.state.global_step, self.num_generations
-        chosen = self.pruner.choose(np.array([row[INDEX] for row in offered[::size]]), step)
-        tokens = self.pruner.expected_tokens(self.max_completion_length)
-        groups = chosen.even_shares(size, ranks := self.accelerator.num_processes)
+        nominal = np.array([row[INDEX] for row in offered[::size]])
+        chosen = self.pruner.choose(nominal, step)
+        # the groups that are kept, and behind them as many of the others as give all ranks equally many completions
+        ranks = self.accelerator.num_processes
+        unit = ranks // math.gcd(ranks, size)
+        groups = np.argsort(~chosen.kept, kind="stable")[: max(1, math.ceil(chosen.kept.sum() / unit)) * unit]
         mine = np.split((groups[:, None] * size + np.arange(size)).ravel(), ranks)[self.accelerator.process_index]
         rows = [{name: value for name, value in offered[i].items() if name != INDEX} for i in mine]
         out = super()._generate_and_score_completions(rows)
-        outcomes, by_tokens = self._outcomes(out, (len(chosen.index), size)), TRL_DIVISORS[self.loss_type] == "tokens"
-        kept = self.pruner.finish(chosen, *outcomes, step=step, predicts_tokens=by_tokens)
-        self.ledger = kept.ledger
-        each = max(1, math.ceil(len(kept.rows) / (self.args.steps_per_generation * ranks)))  # rows of a micro-batch
-        scale = 1.0 if by_tokens else each / self.args.per_device_train_batch_size  # TRL divides by the rows left
-        if by_tokens and chosen.may_skip:
-            out["num_items_in_batch"] = torch.full_like(out["num_items_in_batch"], tokens)
+        outcomes = self._outcomes(out, (int(chosen.kept.sum()), size))
+        kept = self.pruner.finish(nominal, chosen, *outcomes, step)
+        weight, self.ledger = kept.weight, kept.ledger
+        if TRL_DIVISORS[self.loss_type] == "tokens":
+            out["num_items_in_batch"] = torch.full_like(out["num_items_in_batch"], kept.tokens)
+        else:  # TRL divides by the rows left
+            weight = weight * len(kept.rows) / self.pruner.num_nominal
         for name, value in kept.metrics.items():
             self._metrics["train"][name].append(value)
-        return self._dropped(out, kept, each, scale)
+        return self._dropped(out, kept.rows, weight)
 
     def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
         before, inputs = self._buffered_inputs, super()._prepare_inputs(generation_batch)
@@ -118,17 +120,13 @@ class PrunedGRPOMixin(CompactGeneration):
         rewards[given.isnan().all(1)] = math.nan
         return rewards.cpu().numpy().reshape(shape), lengths.astype(np.int64), norm, advantages
 
-    def _dropped(self, out: dict[str, Any], kept: Kept, each: int, scale: float) -> dict[str, Any]:
-        """The rows that stay, shared out evenly; some once more with weight 0, so that micro-batches are equal."""
-        ranks = self.accelerator.num_processes
-        rows = np.resize(kept.rows if len(kept.rows) else 0, each * self.args.steps_per_generation * ranks)
-        weight = scale * np.concatenate([kept.weight, np.zeros(len(rows) - len(kept.rows))])
-        local, count = slice(self.accelerator.process_index, None, ranks), len(out["advantages"])
+    def _dropped(self, out: dict[str, Any], rows: IntArray, weight: FloatArray) -> dict[str, Any]:
+        """The rows that stay, shared out evenly."""
+        local = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
         mine = torch.from_numpy(rows[local]).to(out["advantages"].device)
         for name, value in out.items():
-            if isinstance(value, torch.Tensor) and value.dim() and len(value) == count:
-                if value.dim() > 1:
-                    value = self.accelerator.pad_across_processes(value, dim=1, pad_first=name.startswith("prompt"))
+            if isinstance(value, torch.Tensor) and value.dim():
+                value = self.accelerator.pad_across_processes(value, dim=1, pad_first=name.startswith("prompt"))
                 out[name] = self.accelerator.gather(value)[mine]
         out["advantages"] = out["advantages"] * torch.from_numpy(weight[local]).to(out["advantages"])
         return out
@@ -140,7 +138,8 @@ class PrunedGRPOMixin(CompactGeneration):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        self._pruner, self._resume_from = None, checkpoint
+        self.__dict__.pop("pruner", None)  # of a run before this one
+        self._resume_from = checkpoint
         if checkpoint and self._sampler.shuffle:  # its generator is in no checkpoint: draw the epochs before again
             for _ in range(int(TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).epoch)):
                 torch.randperm(self._sampler.num_samples, generator=self._sampler.generator)

@@ -54,14 +54,15 @@ class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
             total_steps=self.total_training_steps,
             seed=config.data.get("seed") or 0,
             divides_by_length=self.mode == "seq-mean-token-mean",
+            max_tokens=config.data.max_response_length if self.mode == "token-mean" else None,
         )
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
         batch = super()._next_train_batch(num_prompts)
-        nominal = np.array(tensordict_utils.get(batch, INDEX), dtype=np.int64)
-        self.chosen = self.pruner.choose(nominal, self.global_steps - 1)
-        rows = np.flatnonzero(self.chosen.selection.kept)
-        batch = tensordict_utils.index_select_tensor_dict(batch, (rows if len(rows) else np.zeros(1, int)).tolist())
+        self.nominal = np.array(tensordict_utils.get(batch, INDEX), dtype=np.int64)
+        self.chosen = self.pruner.choose(self.nominal, self.global_steps - 1)
+        rows = np.flatnonzero(self.chosen.kept).tolist()
+        batch = tensordict_utils.index_select_tensor_dict(batch, rows or [0])
         self.uids = list(tensordict_utils.get(batch, "uid"))
         return batch.exclude(INDEX)
 
@@ -73,23 +74,23 @@ class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def _drop(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """The completions to train on, at least one; their weighted advantages wait for `_compute_advantage`."""
-        count, size = len(self.chosen.index), self.config.actor_rollout_ref.rollout.n
-        wanted = [(uid, session) for uid in range(len(self.uids)) for session in range(size)]
-        order = sorted(range(len(batch)), key=lambda row: _place(batch.keys[row], self.uids))
-        if [_place(batch.keys[row], self.uids) for row in order] != wanted:
+        count, size = int(self.chosen.kept.sum()), self.config.actor_rollout_ref.rollout.n
+        keys = {key.rpartition("_")[0]: key for key in batch.keys}  # each is uid_session_output
+        wanted = [f"{uid}_{session}" for uid in self.uids for session in range(size)]
+        if len(batch) != len(wanted) or keys.keys() != {*wanted}:
             raise RunAborted(f"rollout: {len(batch)} completions; pruning needs {size} of each of {count} prompts")
-        rewards, lengths, norm, advantages = self._outcomes(batch)[:, order[: count * size]].reshape(4, count, size)
-        predicted, step = self.pruner.expected_tokens(self.config.data.max_response_length), self.global_steps - 1
-        by_tokens, scale = self.mode == "token-mean", 1.0
-        counts = lengths.astype(np.int64)
-        kept = self.pruner.finish(self.chosen, rewards, counts, norm, advantages, step, predicts_tokens=by_tokens)
-        if by_tokens:  # verl divides by the tokens that are left
-            scale = lengths.ravel()[kept.rows].sum() / (predicted if self.chosen.may_skip else lengths.sum())
+        batch = batch.select_keys([keys[name] for name in wanted])
+        outcomes = self._outcomes(batch)
+        rewards, lengths, norm, advantages = outcomes[:, : count * size].reshape(4, count, size)
+        arrays = rewards, lengths.astype(np.int64), norm, advantages
+        kept = self.pruner.finish(self.nominal, self.chosen, *arrays, self.global_steps - 1)
+        weight = kept.weight * outcomes[3, kept.rows]
+        if self.mode == "token-mean":  # verl divides by the tokens that are left
+            weight = weight * outcomes[1, kept.rows].sum() / kept.tokens
         metrics |= kept.metrics | {"rolled_out/score": rewards.mean(), "rolled_out/response_length": lengths.mean()}
-        stay = [batch.keys[order[row]] for row in kept.rows] or batch.keys[:1]
-        weighted = scale * kept.weight * advantages.ravel()[kept.rows]
-        self.coefficients = dict(zip(stay, weighted.tolist(), strict=False))
-        if gone := [key for key in batch.keys if key not in set(stay)]:
+        stay = [batch.keys[row] for row in kept.rows]
+        self.coefficients = dict(zip(stay, weight.tolist(), strict=True))
+        if gone := [key for key in batch.keys if key not in self.coefficients]:
             tq.kv_clear(keys=gone, partition_id=batch.partition_id)
         return batch.select_keys(stay)
 
@@ -130,9 +131,3 @@ class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def _folder(self, step: int) -> Path:
         return Path(self.config.trainer.default_local_dir) / f"global_step_{step}"
-
-
-def _place(key: str, uids: list[str]) -> tuple[int, int]:
-    """Of a completion `uid_session_output` in the order of the prompts."""
-    uid, session, _ = key.rsplit("_", 2)
-    return uids.index(uid), int(session)

@@ -137,6 +137,7 @@ def _trainer(played: Played, mode: str) -> Any:
         "data": {"max_response_length": LONGEST},
     }
     made.config, made.mode, made.global_steps = OmegaConf.create(settings), mode, 1
+    made.nominal = np.arange(PROMPTS)
     sizes = {"num_prompts": PROMPTS, "prompts_per_step": PROMPTS, "group_size": GROUP, "total_steps": 5, "seed": 0}
     made.pruner = StepPruner(PruningConfig(), **sizes, divides_by_length=mode == "seq-mean-token-mean")
     made.pruner._prompts = made.pruner._completions = played
@@ -148,8 +149,8 @@ def _step(made: Any, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> tuple[np.
     """Rows that were trained on, and their advantages [n, T], by the trainer's own order of calls."""
     queue = Queue(batch.lengths, batch.rewards)
     monkeypatch.setattr(adapter, "tq", queue)
-    made.chosen = made.pruner.choose(np.arange(PROMPTS), 0)
-    rolled = np.flatnonzero(made.chosen.selection.kept)
+    made.chosen = made.pruner.choose(made.nominal, 0)
+    rolled = np.flatnonzero(made.chosen.kept)
     made.uids = [f"prompt{one}" for one in (rolled if len(rolled) else [0])]
     keys = [key for key in reversed(queue.rows) if key.split("_")[0] in made.uids]  # finished in any order
     metrics: dict[str, float] = {}
@@ -196,7 +197,7 @@ def test_a_mean_over_tokens_keeps_its_divisor_where_no_prompt_is_skipped(
 def test_a_lost_completion_is_said(verls_own: None, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, made = Batch(), _trainer(Played(), "token-mean")
     monkeypatch.setattr(adapter, "tq", Queue(batch.lengths, batch.rewards))
-    made.chosen, made.uids = made.pruner.choose(np.arange(PROMPTS), 0), ["prompt0", "prompt1"]
+    made.chosen, made.uids = made.pruner.choose(made.nominal, 0), ["prompt0", "prompt1"]
     keys = list(adapter.tq.rows)[1:]
     with pytest.raises(RunAborted, match="7 completions; pruning needs 4 of each of 2 prompts"):
         made._drop(KVBatchMeta(keys=keys, tags=[{} for _ in keys], partition_id="train"), {})

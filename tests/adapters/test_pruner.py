@@ -1,0 +1,54 @@
+"""The part that adapters share, where no trainer gets it to: a step without prompts, and a state on disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.adapters.pruner import Kept, StepPruner, load_state, save_state
+from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig, PruningConfig
+
+PROMPTS, GROUP = 6, 4
+
+
+def _pruner(**changes: Any) -> StepPruner:
+    pruning = PruningConfig(PromptPruningConfig(warmup_epochs=0.5), CompletionPruningConfig(max_design_effect=0))
+    sizes = {"num_prompts": 2 * PROMPTS, "prompts_per_step": PROMPTS, "group_size": GROUP, "total_steps": 20, "seed": 3}
+    return StepPruner(pruning, **sizes, divides_by_length=True, max_tokens=8, **changes)
+
+
+def _step(pruner: StepPruner, step: int, keeps_none: bool = False) -> Kept:
+    nominal = (np.arange(PROMPTS) + PROMPTS * step) % (2 * PROMPTS)
+    chosen = pruner.choose(nominal, step)
+    if keeps_none:
+        chosen = replace(chosen, kept=np.zeros(PROMPTS, dtype=bool), inclusion_prob=np.full(PROMPTS, 0.5))
+    shape, rng = (int(chosen.kept.sum()), GROUP), np.random.default_rng(step)
+    rewards, lengths = rng.random(shape), rng.integers(1, 9, shape)
+    advantages = rewards - rewards.mean(axis=1, keepdims=True)
+    return pruner.finish(nominal, chosen, rewards, lengths, np.sqrt(lengths), advantages, step)
+
+
+def test_a_step_that_keeps_no_prompt_trains_on_nothing_and_goes_on() -> None:
+    """A Poisson draw may skip all; the trainer gets rows all the same, and a divisor that earlier steps predict."""
+    pruner = _pruner(row_multiple=3)
+    assert _step(pruner, 0, keeps_none=True).tokens == PROMPTS * GROUP * 8
+    full = _step(pruner, 1)
+    assert len(full.rows) % 3 == 0 and full.weight.sum() > 0
+    kept = _step(pruner, 2, keeps_none=True)
+    assert kept.rows.tolist() == [0, 0, 0] and kept.weight.tolist() == [0, 0, 0]
+    assert kept.tokens == PROMPTS * GROUP * pruner.mean_length and "ratio" in [row.label for row in kept.ledger]
+
+
+def test_a_saved_state_goes_on_as_the_one_that_was_not(tmp_path: Path) -> None:
+    whole, again = _pruner(), _pruner()
+    for step in range(4):
+        _step(whole, step)
+    save_state(whole, tmp_path)
+    again.load_state_dict(load_state(tmp_path))
+    ours, theirs = _step(whole, 4), _step(again, 4)
+    assert len(ours.rows) < PROMPTS * GROUP and ours.metrics == theirs.metrics and ours.tokens == theirs.tokens
+    np.testing.assert_array_equal(ours.rows, theirs.rows)
+    np.testing.assert_array_equal(ours.weight, theirs.weight)
