@@ -6,7 +6,7 @@ anything is dropped (docs/adapters.md). No trainer is imported here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -95,11 +95,10 @@ def verl_refusals(config: Any) -> list[str]:
     return [why for why, is_so in wrong.items() if is_so]
 
 
-SLIME_ESTIMATORS = ("grpo", "gspo", "cispo")
-
-
-def slime_refusals(args: Any, rollouts: int) -> list[str]:
-    """Of slime's arguments, with so many samples in a step; empty: none. An argument that is not there is not set."""
+def slime_refusals(args: Any, samples: Sequence[Any]) -> list[str]:
+    """Of slime's arguments and the samples of a step; empty: none. An argument that is not there is not set."""
+    known, rollouts = ("grpo", "gspo", "cispo"), len(samples)
+    siblings = [sample.rollout_id for sample in samples if getattr(sample, "rollout_id", None) is not None]
     estimator, size, groups = args.advantage_estimator, args.global_batch_size, args.rollout_batch_size
     given = {"over_sampling_batch_size": groups, "rewards_normalization": True, "rollout_top_p": 1.0} | vars(args)
     unset = (
@@ -108,13 +107,14 @@ def slime_refusals(args: Any, rollouts: int) -> list[str]:
         *("custom_advantage_function_path", "custom_pg_loss_reducer_function_path", "dynamic_sampling_filter_path"),
     )
     wrong = {
-        f"--advantage-estimator {estimator} (known: {', '.join(SLIME_ESTIMATORS)})": estimator not in SLIME_ESTIMATORS,
+        f"--advantage-estimator {estimator} (known: {', '.join(known)})": estimator not in known,
         "--kl-loss-coef: the KL term is not weighted": given.get("use_kl_loss") and given.get("kl_loss_coef", 1) != 0,
         "--loss-type: only policy_loss": given.get("loss_type", "policy_loss") != "policy_loss",
         "--disable-rewards-normalization": not given["rewards_normalization"],
         "--rollout-top-p: the tokens that it replays would not fit": given["rollout_top_p"] != 1,
         f"--global-batch-size {size}: must be the {rollouts} samples of a step, one update": size != rollouts,
         "--over-sampling-batch-size: steps are counted by groups": given["over_sampling_batch_size"] != groups,
+        "rollout_id: pruning needs one sample of each rollout": len({*siblings}) < len(siblings),
     }
     wrong |= {"--" + name.replace("_", "-"): bool(given.get(name)) for name in unset}
     return [why for why, is_so in wrong.items() if is_so]
@@ -124,15 +124,14 @@ def nemo_rl_refusals(loss: Any, policy: Any, rows: int, nominal: int) -> list[st
     """Of a NeMo-RL loss function and policy, with so many rows in its batch; empty: none."""
     config, terms = policy.cfg, ("reference_policy_kl_penalty", "positive_example_nll_weight")
     megatron, sizes = config.get("megatron_cfg") or {}, {rows, config["train_global_batch_size"]}
-    schedule, router = megatron.get("scheduler") or {}, megatron.get("moe_router_load_balancing_type", "none")
-    mtp = megatron.get("mtp_num_layers") and megatron.get("mtp_loss_scaling_factor", 1) != 0
+    enabled, router = megatron.get("enabled"), megatron.get("moe_router_load_balancing_type", "none")
+    schedule = (megatron.get("scheduler") or {}) if enabled else {}
+    mtp = enabled and megatron.get("mtp_num_layers") and megatron.get("mtp_loss_scaling_factor", 1) != 0
     falls = schedule.get("lr_decay_style", "constant") != "constant" or schedule.get("lr_warmup_iters", 0)
     wrong = {
-        "policy.megatron_cfg.scheduler: it counts rows; lr_decay_style=constant and lr_warmup_iters=0 do not mind": (
-            megatron.get("enabled") and falls
-        ),
+        "policy.megatron_cfg.scheduler: it counts rows; set lr_decay_style=constant, lr_warmup_iters=0": falls,
         f"loss {type(loss).__name__}: only ClippedPGLossFn": not hasattr(loss, "reference_policy_kl_penalty"),
-        "policy.megatron_cfg.mtp_num_layers: its loss is not weighted": megatron.get("enabled") and mtp,
+        "policy.megatron_cfg.mtp_num_layers: its loss is not weighted": mtp,
         "policy.megatron_cfg.moe_router_load_balancing_type: its loss is not weighted": router != "none",
         "policy.draft: its loss is not weighted": (config.get("draft") or {}).get("enabled"),
         f"policy.train_global_batch_size: must be the {nominal} completions of a step, one update": sizes != {nominal},

@@ -26,11 +26,8 @@ def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], li
     Raises:
         UserError: an estimator or a term of the loss that this would bias.
     """
-    if found := slime_refusals(args, len(samples)):
+    if found := slime_refusals(args, samples):
         raise UserError("settings of slime with which pruning would be biased: " + "; ".join(found))
-    siblings = [sample.rollout_id for sample in samples if getattr(sample, "rollout_id", None) is not None]
-    if len(set(siblings)) < len(siblings):
-        raise UserError("slime: pruning needs one sample of each rollout; some have the same rollout_id")
     shape = args.rollout_batch_size, args.n_samples_per_prompt
     raw = [float(sample.get_reward_value(args)) for sample in samples]
     rewards = np.array(raw).reshape(shape)
