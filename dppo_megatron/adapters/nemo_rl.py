@@ -7,7 +7,7 @@ the weights can carry the difference. Prompts cannot be skipped: its loop asks f
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,17 +44,17 @@ class PrunedPolicy:
     ) -> None:
         if hasattr(policy, "train_from_meta"):
             raise UserError("NeMo-RL: rows in its data plane cannot be dropped; set data_plane.enabled=false")
-        self._policy, self._step, self._shape = policy, first_step, (prompts_per_step, group_size)
-        self._given: dict[str, Any] = {
-            "pruning": PruningConfig(PromptPruningConfig(method="none"), completion or CompletionPruningConfig()),
-            "num_prompts": prompts_per_step,
-            "prompts_per_step": prompts_per_step,
-            "group_size": group_size,
-            "total_steps": total_steps,
-            "seed": seed,
-            "row_multiple": policy.data_parallel_size * policy.cfg["train_micro_batch_size"],
-        }
-        StepPruner(**self._given, divides_by_length=True)  # an error in the settings is said here
+        self._policy, self._step = policy, first_step
+        self._pruner = StepPruner(
+            PruningConfig(PromptPruningConfig(method="none"), completion or CompletionPruningConfig()),
+            num_prompts=prompts_per_step,
+            prompts_per_step=prompts_per_step,
+            group_size=group_size,
+            total_steps=total_steps,
+            seed=seed,
+            divides_by_length=True,  # as far as is known before `train` is given the loss
+            row_multiple=policy.data_parallel_size * policy.cfg["train_micro_batch_size"],
+        )
         self.ledger: tuple[LedgerRow, ...] = ()  # of the last step
 
     def __getattr__(self, name: str) -> Any:
@@ -64,14 +64,13 @@ class PrunedPolicy:
         """As the policy's, on the rows that are kept; `all_mb_metrics` gets `prune/*` and `ledger/*`."""
         if eval_mode:
             return dict(self._policy.train(data, loss_fn, eval_mode=True, **others))
-        rows, nominal = len(data["sample_mask"]), math.prod(self._shape)
-        if found := nemo_rl_refusals(loss_fn, self._policy, rows, nominal):
+        if found := nemo_rl_refusals(loss_fn, self._policy, len(data["sample_mask"]), self._pruner.num_nominal):
             raise UserError("settings of NeMo-RL with which pruning would be biased: " + "; ".join(found))
         by_token = loss_fn.loss_type.name == "TOKEN_LEVEL"
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-        lengths, norm, advantages = (one.reshape(self._shape) for one in _outcomes(data, mask))
-        pruner = StepPruner(**self._given, divides_by_length=not by_token)
-        prompts = np.arange(self._shape[0])
+        pruner = replace(self._pruner, divides_by_length=not by_token)
+        lengths, norm, advantages = _outcomes(data, mask).reshape(3, pruner.num_prompts, pruner.group_size)
+        prompts = np.arange(pruner.num_prompts)
         chosen, counts = pruner.choose(prompts, self._step), lengths.astype(np.int64)
         kept = pruner.finish(prompts, chosen, advantages, counts, norm, advantages, self._step)
         at = torch.from_numpy(kept.rows)

@@ -6,7 +6,7 @@ The adapters differ in where their trainer keeps rewards, rows and divisors; cho
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,7 @@ INDEX = "dppo_index"
 STATE = "dppo_selection.pt"
 """The selection's state, in a checkpoint's folder."""
 _LENGTH_DECAY = 0.9
-_PREDICTED_TOKENS = LedgerRow(
-    "denominator/tokens", 1.0, "ratio", "skipped prompts have no tokens: the mean of earlier steps stands for theirs"
-)
+_PREDICTED_TOKENS = LedgerRow("denominator/tokens", 1.0, "ratio", "skipped prompts count as the mean of earlier steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +41,7 @@ class Kept:
     """`prune/*`, and `ledger/<selection>/<label>`: the share that each selection kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowCapacity:
-    """`pruning.interface.StepCapacity` of a trainer whose micro-batches hold equal numbers of rows."""
-
-    multiple: int
-
-    def microbatches(self, tokens: IntArray, inclusion_prob: FloatArray) -> int:
-        """Rows of each micro-batch."""
-        return max(1, math.ceil(float(inclusion_prob.sum()) / self.multiple - 1e-9))
-
-    def holds(self, microbatches: int, tokens: IntArray, inclusion_prob: FloatArray, *, fixed_size: bool) -> bool:
-        """Whether the expected number fits; a draw of random size may still take one row more of each."""
-        return self.microbatches(tokens, inclusion_prob) <= microbatches
-
-
+@dataclass
 class StepPruner(Stateful):
     """Both policies around the steps of a trainer that keeps its own order of prompts and its own advantages.
 
@@ -67,57 +51,59 @@ class StepPruner(Stateful):
     Steps count from 0. Everything is a function of seed, step, rows and history: processes that see the same arrays
     choose the same without talking.
 
-    Args:
-        num_prompts: rows of the training set.
-        prompts_per_step: N, prompts that the trainer offers each step.
-        group_size: G, completions of each.
-        total_steps: of the run, for annealing.
-        divides_by_length: the loss of a completion is the mean over its tokens, not their sum.
-        max_tokens: of a completion, if the trainer divides by `Kept.tokens`; stands for the mean before the first step.
-        row_multiple: the trainer trains on a multiple of so many rows; room that is there anyway is filled.
-
     Raises:
         UserError: a method that needs what other trainers do not give: refills, measured costs, more prompts.
     """
 
+    pruning: PruningConfig
+    _: KW_ONLY
+    num_prompts: int
+    """Rows of the training set."""
+    prompts_per_step: int
+    """N, prompts that the trainer offers each step."""
+    group_size: int
+    """G, completions of each."""
+    total_steps: int
+    """Of the run, for annealing."""
+    seed: int
+    divides_by_length: bool
+    """The loss of a completion is the mean over its tokens, not their sum."""
+    max_tokens: int | None = None
+    """Of a completion, if the trainer divides by `Kept.tokens`; stands for the mean before the first step."""
+    row_multiple: int = 1
+    """The trainer trains on a multiple of so many rows; room that is there anyway is filled."""
+    mean_length: float = field(default=0.0, init=False)
+    """Running mean of trained tokens of a completion; 0 before the first step."""
     _state_names = ("_prompts", "_completions", "mean_length")
 
-    def __init__(
-        self,
-        pruning: PruningConfig,
-        *,
-        num_prompts: int,
-        prompts_per_step: int,
-        group_size: int,
-        total_steps: int,
-        seed: int,
-        divides_by_length: bool,
-        max_tokens: int | None = None,
-        row_multiple: int = 1,
-    ) -> None:
-        check_methods(pruning, group_size=group_size, minibatch_size=prompts_per_step * group_size)
+    def __post_init__(self) -> None:
+        self.num_nominal = self.prompts_per_step * self.group_size
+        check_methods(self.pruning, group_size=self.group_size, minibatch_size=self.num_nominal)
         self._prompts = make_prompt_policy(
-            pruning.prompt,
-            num_prompts=num_prompts,
-            completions_per_prompt=group_size,
-            prompts_per_step=prompts_per_step,
-            total_steps=total_steps,
-            seed=seed,
+            self.pruning.prompt,
+            num_prompts=self.num_prompts,
+            completions_per_prompt=self.group_size,
+            prompts_per_step=self.prompts_per_step,
+            total_steps=self.total_steps,
+            seed=self.seed,
         )
         self._completions = make_completion_policy(
-            pruning.completion, seed=seed, total_steps=total_steps, group_size=group_size
+            self.pruning.completion, seed=self.seed, total_steps=self.total_steps, group_size=self.group_size
         )
         for level, ratio in (("prompt", "fixed_cost_ratio"), ("completion", "rollout_cost_ratio")):
-            settings = getattr(pruning, level)
+            settings = getattr(self.pruning, level)
             if settings.method == "dppo_auto" and settings.auto_rule == "cost" and not getattr(settings, ratio):
                 raise UserError(f"pruning.{level}.{ratio} = 0: costs are not measured in this trainer; give the ratio")
-        if self._prompts.resamples or pruning.completion.allocation or pruning.prompt.group_size_factor > 1:
+        if self._prompts.resamples or self.pruning.completion.allocation or self.pruning.prompt.group_size_factor > 1:
             raise UserError("pruning: more prompts in a step and groups of several sizes are not to be had here")
-        self.num_nominal, self._group_size = prompts_per_step * group_size, group_size
-        self._divides_by_length, self._max_tokens = divides_by_length, max_tokens
-        self._capacity = RowCapacity(row_multiple)
-        self.mean_length = 0.0
-        """Running mean of trained tokens of a completion; 0 before the first step."""
+
+    def microbatches(self, tokens: IntArray, inclusion_prob: FloatArray) -> int:
+        """Rows of each micro-batch, all of which hold as many; with `holds` what `fill_slack` asks a `StepCapacity`."""
+        return max(1, math.ceil(float(inclusion_prob.sum()) / self.row_multiple - 1e-9))
+
+    def holds(self, microbatches: int, tokens: IntArray, inclusion_prob: FloatArray, *, fixed_size: bool) -> bool:
+        """Whether the expected number fits; a draw of random size may still take one row more of each."""
+        return self.microbatches(tokens, inclusion_prob) <= microbatches
 
     def choose(self, nominal: IntArray, step: int) -> Selection:
         """Which of the offered prompts, rows [N] of the training set, to roll out."""
@@ -146,7 +132,7 @@ class StepPruner(Stateful):
         """
         index, may_skip = nominal[chosen.kept], bool((chosen.inclusion_prob < 1).any())
         check_outcomes(index, rewards, np.maximum(lengths, 1), logit_grad_norm)
-        by_length = np.maximum(lengths, 1.0) if self._divides_by_length else np.ones(lengths.shape)
+        by_length = np.maximum(lengths, 1.0) if self.divides_by_length else np.ones(lengths.shape)
         batch = CompletionBatch.of_groups(
             index,
             rewards=rewards,
@@ -157,22 +143,21 @@ class StepPruner(Stateful):
             prompt_weight=chosen.weight[chosen.kept],
             num_nominal=self.num_nominal,
         )
-        of_rows = self._completions.prune(batch, step=step, capacity=self._capacity)
+        of_rows = self._completions.prune(batch, step=step, capacity=self)
         # by earlier steps alone: a divisor that knows who was drawn would bias the estimate
-        predicted = self.num_nominal * (self.mean_length or self._max_tokens or 1)
+        predicted = self.num_nominal * (self.mean_length or self.max_tokens or 1)
         tokens = predicted if may_skip else max(int(lengths.sum()), 1)
         self._learn(index, chosen, batch, step)
-        ledger = chosen.ledger + of_rows.ledger + (_PREDICTED_TOKENS,) * (may_skip and self._max_tokens is not None)
+        ledger = chosen.ledger + of_rows.ledger + (_PREDICTED_TOKENS,) * (may_skip and self.max_tokens is not None)
         metrics = step_metrics(chosen, batch, of_rows)
         metrics |= {f"ledger/{row.name}/{row.label}": row.kept_fraction for row in ledger}
         rows = np.flatnonzero(of_rows.kept)
-        count = max(1, math.ceil(len(rows) / self._capacity.multiple)) * self._capacity.multiple
-        weight = np.zeros(count)
-        weight[: len(rows)] = (batch.prompt_weight * of_rows.weight)[rows]
+        count = self.microbatches(batch.lengths[rows], np.ones(len(rows))) * self.row_multiple
+        weight = np.pad((batch.prompt_weight * of_rows.weight)[rows], (0, count - len(rows)))
         return Kept(np.resize(rows if len(rows) else 0, count), weight, tokens, ledger, metrics)
 
     def _learn(self, index: IntArray, chosen: Selection, batch: CompletionBatch, step: int) -> None:
-        kept, shape = chosen.kept, (len(index), self._group_size)
+        kept, shape = chosen.kept, (len(index), self.group_size)
         score = completion_score(batch.advantages, batch.logit_grad_norm, batch.denominator, np.ones(1))
         self._prompts.observe(
             index,
@@ -193,6 +178,7 @@ def save_state(pruner: StepPruner, folder: Path) -> None:
     import torch
     from accelerate.utils import recursively_apply
 
+    folder.mkdir(parents=True, exist_ok=True)
     held = recursively_apply(torch.from_numpy, pruner.state_dict(), test_type=lambda one: isinstance(one, np.ndarray))
     torch.save(held, folder / STATE)
 

@@ -3,6 +3,7 @@ are written out here: it is on no package index. Every draw of completions, equa
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,12 +99,12 @@ def test_the_expected_gradient_is_the_full_one(
     policy.train(data, loss, gbs=ROWS)
     full, pruned = policy.gradient.numpy(), _pruned(policy)
 
-    def made(*args: Any, **settings: Any) -> StepPruner:
-        pruner = StepPruner(*args, **settings)
+    def made(pruner: StepPruner, **changes: Any) -> StepPruner:
+        pruner = replace(pruner, **changes)
         pruner._prompts = pruner._completions = played
         return pruner
 
-    monkeypatch.setattr(adapter, "StepPruner", made)
+    monkeypatch.setattr(adapter, "replace", made)
     mean, total = np.zeros(2), 0.0
     for probability in played.draws():
         pruned.train(data, loss)
