@@ -110,24 +110,21 @@ class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_advantage(batch, metrics)  # corrections too; its advantages are of what is left
-        mask = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
-        mask = mask["response_mask"]
+        where = {"keys": batch.keys, "partition_id": batch.partition_id}
+        mask = tq.kv_batch_get(**where, select_fields=["response_mask"])["response_mask"]
         known = torch.tensor([self.coefficients.get(key, 0.0) for key in batch.keys], dtype=torch.float32)
         nested = response_to_nested(known[:, None] * mask.to_padded_tensor(0.0), mask)
-        fields = TensorDict({"advantages": nested}, batch_size=len(batch))
-        return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        return tq.kv_batch_put(**where, fields=TensorDict({"advantages": nested}, batch_size=len(batch)))
 
     def _save_checkpoint(self) -> None:
-        folder = self._folder(self.global_steps)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_state(self.pruner, folder)  # before verl says that the checkpoint is complete
+        save_state(self.pruner, self._folder())  # before verl says that the checkpoint is complete
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
         if self.global_steps:
             at = self.config.trainer.resume_from_path if self.config.trainer.resume_mode == "resume_path" else None
-            self.pruner.load_state_dict(load_state(Path(at) if at else self._folder(self.global_steps)))
+            self.pruner.load_state_dict(load_state(Path(at) if at else self._folder()))
 
-    def _folder(self, step: int) -> Path:
-        return Path(self.config.trainer.default_local_dir) / f"global_step_{step}"
+    def _folder(self) -> Path:
+        return Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
