@@ -71,8 +71,8 @@ class PrunedPolicy:
         pruner = replace(self._pruner, divides_by_length=not by_token)
         lengths, norm, advantages = _outcomes(data, mask).reshape(3, pruner.num_prompts, pruner.group_size)
         prompts = np.arange(pruner.num_prompts)
-        chosen, counts = pruner.choose(prompts, self._step), lengths.astype(np.int64)
-        kept = pruner.finish(prompts, chosen, advantages, counts, norm, advantages, self._step)
+        chosen = pruner.choose(prompts, self._step)
+        kept = pruner.finish(prompts, chosen, advantages, lengths, norm, advantages, self._step)
         at = torch.from_numpy(kept.rows)
         share = mask.sum(1) if by_token else data["sample_mask"]  # of the divisor, which is that of the rows given
         weight = kept.weight * float(share[at].sum() / share.sum().clamp(min=1))

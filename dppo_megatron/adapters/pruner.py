@@ -114,7 +114,7 @@ class StepPruner(Stateful):
         nominal: IntArray,
         chosen: Selection,
         rewards: FloatArray,
-        lengths: IntArray,
+        lengths: IntArray | FloatArray,
         logit_grad_norm: FloatArray,
         advantages: FloatArray,
         step: int,
@@ -130,6 +130,7 @@ class StepPruner(Stateful):
         Example: 2 prompts of 4, one without reward variance: of the other's 4 completions a rate of 0.5 keeps 2 or
         more, whose weights have mean 1 over the draws; the first prompt's carry no gradient and go for free.
         """
+        lengths = lengths.astype(np.int64)  # trainers have them among floats
         index, may_skip = nominal[chosen.kept], bool((chosen.inclusion_prob < 1).any())
         check_outcomes(index, rewards, np.maximum(lengths, 1), logit_grad_norm)
         by_length = np.maximum(lengths, 1.0) if self.divides_by_length else np.ones(lengths.shape)

@@ -118,7 +118,7 @@ class PrunedGRPOMixin(CompactGeneration):
         given = self._rewards[:count].double()
         rewards = (given * self.reward_weights.to(given)).nansum(1)
         rewards[given.isnan().all(1)] = math.nan
-        return rewards.cpu().numpy().reshape(shape), lengths.astype(np.int64), norm, advantages
+        return rewards.cpu().numpy().reshape(shape), lengths, norm, advantages
 
     def _dropped(self, out: dict[str, Any], rows: IntArray, weight: FloatArray) -> dict[str, Any]:
         """The rows that stay, shared out evenly."""

@@ -58,7 +58,6 @@ def _samples_plainly(model: Any) -> bool:
     return model.generation_config.get_generation_mode() in ("sample", "greedy_search")  # no beams
 
 
-@torch.no_grad()
 def sample_compactly(
     model: Any,
     input_ids: Tensor,

@@ -82,8 +82,7 @@ class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
         batch = batch.select_keys([keys[name] for name in wanted])
         outcomes = self._outcomes(batch)
         rewards, lengths, norm, advantages = outcomes[:, : count * size].reshape(4, count, size)
-        arrays = rewards, lengths.astype(np.int64), norm, advantages
-        kept = self.pruner.finish(self.nominal, self.chosen, *arrays, self.global_steps - 1)
+        kept = self.pruner.finish(self.nominal, self.chosen, rewards, lengths, norm, advantages, self.global_steps - 1)
         weight = kept.weight * outcomes[3, kept.rows]
         if self.mode == "token-mean":  # verl divides by the tokens that are left
             weight = weight * outcomes[1, kept.rows].sum() / kept.tokens
