@@ -69,12 +69,17 @@ class PrunedPolicy:
         by_token = loss_fn.loss_type.name == "TOKEN_LEVEL"
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
         pruner = replace(self._pruner, divides_by_length=not by_token)
-        lengths, norm, advantages = _outcomes(data, mask).reshape(3, pruner.num_prompts, pruner.group_size)
+        own, tokens = data["advantages"][:, 1:] * mask, mask.sum(1)
+        # those of a row may differ by token, and their sum be 0 though none is
+        size = (own.square().sum(1) / tokens.clamp(min=1)).sqrt() * own.sum(1).sign().where(own.sum(1) != 0, 1.0)
+        free = torch.expm1(data["generation_logprobs"][:, 1:].clamp(max=0)) * mask
+        outcomes = torch.stack([tokens, free.square().sum(1).sqrt(), size]).double().numpy()
+        lengths, norm, advantages = outcomes.reshape(3, pruner.num_prompts, pruner.group_size)
         prompts = np.arange(pruner.num_prompts)
         chosen = pruner.choose(prompts, self._step)
         kept = pruner.finish(prompts, chosen, advantages, lengths, norm, advantages, self._step)
         at = torch.from_numpy(kept.rows)
-        share = mask.sum(1) if by_token else data["sample_mask"]  # of the divisor, which is that of the rows given
+        share = tokens if by_token else data["sample_mask"]  # of the divisor, which is that of the rows given
         weight = kept.weight * float(share[at].sum() / share.sum().clamp(min=1))
         less = data.select_indices(at)
         less["advantages"] = less["advantages"] * torch.from_numpy(weight).to(less["advantages"])[:, None]
@@ -82,12 +87,3 @@ class PrunedPolicy:
         self._step, self.ledger = self._step + 1, kept.ledger
         found["all_mb_metrics"] |= {name: [value] for name, value in kept.metrics.items()}
         return dict(found)
-
-
-def _outcomes(data: Any, mask: torch.Tensor) -> np.ndarray:
-    """[3, rows] trained tokens, norms and advantages; those of a row may differ by token, and 0 means all are."""
-    own = data["advantages"][:, 1:] * mask
-    tokens = mask.sum(1).clamp(min=1)
-    advantage = (own.square().sum(1) / tokens).sqrt() * own.sum(1).sign().where(own.sum(1) != 0, 1.0)
-    free = torch.expm1(data["generation_logprobs"][:, 1:].clamp(max=0)) * mask
-    return np.asarray(torch.stack([mask.sum(1), free.square().sum(1).sqrt(), advantage]).double())

@@ -23,7 +23,6 @@ INDEX = "dppo_index"
 """Column of the training set that says which row a prompt is; reward functions do not see it."""
 STATE = "dppo_selection.pt"
 """The selection's state, in a checkpoint's folder."""
-_LENGTH_DECAY = 0.9
 _PREDICTED_TOKENS = LedgerRow("denominator/tokens", 1.0, "ratio", "skipped prompts count as the mean of earlier steps")
 
 
@@ -171,7 +170,7 @@ class StepPruner(Stateful):
         )
         if (total := float(batch.prompt_weight.sum())) > 0:
             mean, old = float(batch.prompt_weight @ batch.lengths) / total, self.mean_length
-            self.mean_length = _LENGTH_DECAY * old + (1 - _LENGTH_DECAY) * mean if old else mean
+            self.mean_length = 0.9 * old + 0.1 * mean if old else mean
 
 
 def save_state(pruner: StepPruner, folder: Path) -> None:

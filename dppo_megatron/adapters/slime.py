@@ -50,14 +50,11 @@ def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], li
     weight = np.zeros(len(samples))
     weight[kept.rows] = kept.weight
     for row in np.flatnonzero((weight == 0) & (lengths.ravel() > 0)):
-        _cut(samples[row])
+        sample = samples[row]
+        sample.tokens = sample.tokens[: len(sample.tokens) - sample.response_length + 1]
+        sample.response_length, sample.loss_mask, sample.remove_sample = 1, [0], True
+        left = {"rollout_log_probs": 1, "teacher_log_probs": 1, "rollout_routed_experts": len(sample.tokens) - 1}
+        for name, length in left.items():
+            if getattr(sample, name, None) is not None:
+                setattr(sample, name, getattr(sample, name)[:length])
     return raw, (weight * advantages.ravel()).tolist()
-
-
-def _cut(sample: Any) -> None:
-    sample.tokens = sample.tokens[: len(sample.tokens) - sample.response_length + 1]
-    sample.response_length, sample.loss_mask, sample.remove_sample = 1, [0], True
-    lengths = {"rollout_log_probs": 1, "teacher_log_probs": 1, "rollout_routed_experts": len(sample.tokens) - 1}
-    for name, length in lengths.items():
-        if getattr(sample, name, None) is not None:
-            setattr(sample, name, getattr(sample, name)[:length])

@@ -35,8 +35,6 @@ class PrunedGRPOMixin(CompactGeneration):
         UserError: settings under which the expected gradient would change, all of them named.
     """
 
-    _buffered_inputs: Any
-
     def __init__(self, *args: Any, train_dataset: Any, pruning: PruningConfig | None = None, **kwargs: Any) -> None:
         if not hasattr(train_dataset, "add_column") or not hasattr(train_dataset, "__len__"):
             raise UserError("train_dataset: must be a datasets.Dataset, whose rows have numbers")
