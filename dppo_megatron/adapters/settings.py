@@ -34,9 +34,12 @@ def trl_refusals(trainer: Any, pruning: PruningConfig) -> list[str]:
     args, skips = trainer.args, pruning.prompt.method != "none"
     of_batch = "a figure of the batch, which would be that of the prompts left; pruning.prompt.method=none keeps it"
     batch_mean = trainer.multi_objective_aggregation == "normalize_then_sum"
-    columns = trainer.train_dataset.column_names
+    columns, by_tokens = trainer.train_dataset.column_names, TRL_DIVISORS.get(trainer.loss_type) == "tokens"
     wrong = {
         f"loss_type={trainer.loss_type} (known: {', '.join(TRL_DIVISORS)})": trainer.loss_type not in TRL_DIVISORS,
+        "max_completion_length=None: it stands for the tokens of prompts skipped in the first step": skips
+        and by_tokens
+        and trainer.max_completion_length is None,
         f"beta={trainer.beta}: the KL term is not weighted": trainer.beta != 0,
         "entropy_coef: the entropy term is not weighted": trainer._entropy_bonus_enabled,
         "router_aux_loss_coef: the router's loss is not weighted": trainer.aux_loss_enabled,

@@ -83,7 +83,7 @@ class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
         outcomes = self._outcomes(batch)
         rewards, lengths, norm, advantages = outcomes[:, : count * size].reshape(4, count, size)
         kept = self.pruner.finish(self.nominal, self.chosen, rewards, lengths, norm, advantages, self.global_steps - 1)
-        weight = kept.weight * outcomes[3, kept.rows]
+        weight = kept.weight * np.where(kept.weight > 0, outcomes[3, kept.rows], 0.0)  # a stand-in's may be NaN
         if self.mode == "token-mean":  # verl divides by the tokens that are left
             weight = weight * outcomes[1, kept.rows].sum() / kept.tokens
         metrics |= kept.metrics | {"rolled_out/score": rewards.mean(), "rolled_out/response_length": lengths.mean()}

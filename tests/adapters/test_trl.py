@@ -138,6 +138,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "entropy_coef": {"entropy_coef": 0.01},
     "normalize_then_sum": {"multi_objective_aggregation": "normalize_then_sum"},
     "remove_unused_columns": {"remove_unused_columns": True},
+    "max_completion_length=None": {"max_completion_length": None, "loss_type": "dapo"},
 }
 
 

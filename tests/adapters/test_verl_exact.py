@@ -139,7 +139,12 @@ def _trainer(played: Played, mode: str) -> Any:
     made.config, made.mode, made.global_steps = OmegaConf.create(settings), mode, 1
     made.nominal = np.arange(PROMPTS)
     sizes = {"num_prompts": PROMPTS, "prompts_per_step": PROMPTS, "group_size": GROUP, "total_steps": 5, "seed": 0}
-    made.pruner = StepPruner(PruningConfig(), **sizes, divides_by_length=mode == "seq-mean-token-mean")
+    made.pruner = StepPruner(
+        PruningConfig(),
+        **sizes,
+        divides_by_length=mode == "seq-mean-token-mean",
+        max_tokens=LONGEST if mode == "token-mean" else None,
+    )
     made.pruner._prompts = made.pruner._completions = played
     made.pruner.mean_length, made.pruner._learn = 4.5, lambda *_: None
     return made
@@ -155,6 +160,8 @@ def _step(made: Any, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> tuple[np.
     keys = [key for key in reversed(queue.rows) if key.split("_")[0] in made.uids]  # finished in any order
     metrics: dict[str, float] = {}
     meta = made._balance_batch(KVBatchMeta(keys=keys, tags=[{} for _ in keys], partition_id="train"), metrics)
+    is_predicted = made.mode == "token-mean" and bool((made.chosen.inclusion_prob < 1).any())
+    assert ("ledger/denominator/tokens/ratio" in metrics) == is_predicted
     if len(rolled):  # of what was rolled out, whatever of it is trained on
         assert metrics["rolled_out/score"] == pytest.approx(batch.rewards.reshape(-1, GROUP)[rolled].mean())
     made._compute_advantage(meta, {})
