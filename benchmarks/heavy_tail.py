@@ -1,0 +1,140 @@
+"""The quickstart with answers of heavy-tailed lengths: what pruning and streaming save where stragglers hold a step.
+
+    python benchmarks/heavy_tail.py --python .venv-vllm/bin/python --out DIR [--seeds 0 1 2 3 4] [--arms ...]
+
+A problem says how many laps of 13 tokens its answer counts down before it works the chain: most have none, one in
+twenty-five has 45 to 75. Lengths are the problem's and not the policy's: where it chose them (fill tokens up to a
+geometric number) they grew tenfold or vanished within 20 steps, and the tail with them. Two real vLLM servers on this
+machine generate, are started once and used by all runs in turn; arms of a seed start from one SFT model. Judged by
+`compare`'s rules, by the clock: the servers' CPU seconds are not the trainer's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from dppo_megatron.config import load_config
+from dppo_megatron.pruning.policies import method_overrides
+from dppo_megatron.randomness import generator
+from dppo_megatron.workbench.compare.arms import Arm, MethodRun
+from dppo_megatron.workbench.compare.runs import in_a_process, run_all
+from dppo_megatron.workbench.compare.table import table
+from dppo_megatron.workbench.compare.verdict import judge
+from dppo_megatron.workbench.quickstart.make import write_task
+from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
+
+LAPS = ((0, 0), (1, 2), (3, 8), (45, 75))
+"""Fewest and most of each kind of problem; a lap is 13 tokens."""
+SHARES = (0.71, 0.2, 0.05, 0.04)
+LONGEST = 1024
+_CONFIG = "configs/quickstart.yaml"
+ARMS = {
+    "grpo": "grpo:32:4:160:5e-4:0",
+    "grpo,ahead": "grpo:32:4:160:5e-4:2",
+    "dppo": "dppo:32:8:120:7e-4:0",
+    "dppo,ahead": "dppo:32:8:120:7e-4:2",
+}
+
+
+def main() -> None:
+    """Run what is missing in `--out`, and judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", required=True, help="interpreter of vLLM's environment")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), help="names, or METHOD:PROMPTS:GROUP:STEPS:RATE:AHEAD")
+    given = parser.parse_args()
+    out, arms = given.out.resolve(), [make_arm(one) for one in given.arms]
+    for seed in given.seeds:
+        write_files(out / f"task{seed}", seed)
+    runs = list[MethodRun]()
+    with serving(given.python, out, job_settings(out, given.seeds[0])) as served:
+        placed = [Arm(arm.name, arm.method, arm.steps, (*served, *arm.settings)) for arm in arms]
+        for seed in given.seeds:
+            settings = job_settings(out, seed)
+            config = load_config(_CONFIG, settings, writes_run=False)
+            runs += run_all(config, _CONFIG, settings, placed, seeds=1, out=out, launch=in_a_process)
+    verdict = judge(runs, arms)
+    print(table(verdict))
+    (out / "verdict.json").write_text(json.dumps(asdict(verdict), default=str, indent=1))
+
+
+def make_arm(given: str) -> Arm:
+    """Of a name in `ARMS`, or of all values."""
+    method, prompts, group, steps, rate, ahead = ARMS.get(given, given).split(":")
+    settings = (
+        f"rollout.prompts_per_step={prompts}",
+        f"rollout.completions_per_prompt={group}",
+        f"actor.optimizer.learning_rate={rate}",
+        f"rollout.async_steps={ahead}",
+        f"steps={steps}",
+        f"eval.every_steps={max(1, int(steps) // 10)}",
+        *method_overrides(method),
+    )
+    return Arm(given.replace(":", "_"), method, int(steps), settings)
+
+
+def write_files(directory: Path, seed: int) -> None:
+    """The quickstart's task, each problem with its number of laps."""
+    if (directory / "model").exists():
+        return
+    write_task(directory, seed)
+    for name in ("train", "heldout", "sft"):
+        path, rng = directory / f"{name}.jsonl", generator(seed, f"heavy_tail/{name}")
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row, kind in zip(rows, rng.choice(len(LAPS), size=len(rows), p=SHARES).tolist(), strict=True):
+            low, high = LAPS[kind]
+            laps = int(rng.integers(low, high + 1))
+            row["problem"] = f"{laps:02d}*{row['problem']}"
+            if "completion" in row:
+                row["completion"] = (
+                    "".join(f"{left:02d}9876543210\n" for left in range(laps, 0, -1)) + row["completion"]
+                )
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_tiny_qwen3(directory / "model", seed, max_position_embeddings=2048)
+
+
+def job_settings(out: Path, seed: int) -> list[str]:
+    """Common to all arms of a seed."""
+    task = out / f"task{seed}"
+    return [
+        f"seed={seed}",
+        f"model.hf_path={task / 'model'}",
+        f"data.train_path={task / 'train.jsonl'}",
+        f"data.eval_paths.heldout={task / 'heldout.jsonl'}",
+        f"sft.examples_path={task / 'sft.jsonl'}",
+        "sft.steps=1000",
+        "data.max_prompt_tokens=24",
+        f"rollout.sampling.max_completion_tokens={LONGEST}",
+        "threads_per_rank=2",  # in a step that waits for its rollouts the update has both cores
+    ]
+
+
+@contextmanager
+def serving(python: str, out: Path, settings: Sequence[str]) -> Iterator[list[str]]:
+    """Two servers; yields the settings by which a trainer finds them, the same in each call: finished runs are kept."""
+    registry = out / "registry"
+    found = ["rollout.engine=vllm", f"rollout.servers.registry_dir={registry}", "rollout.sync.in_flight=continue"]
+    own = [f"rollout.servers.python={python}", "rollout.servers.count=2", f"run_dir={out / 'servers'}"]
+    command = [sys.executable, "-m", "dppo_megatron", "serve", _CONFIG, *settings, *found, *own]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            while len(list(registry.glob("*.json"))) < 2:
+                if process.poll() is not None:
+                    raise SystemExit(f"serve ended with exit code {process.returncode}")
+                time.sleep(1)
+            yield found
+        finally:
+            process.terminate()
+
+
+if __name__ == "__main__":
+    main()
