@@ -1,6 +1,6 @@
 """The quickstart with answers of heavy-tailed lengths: what pruning and streaming save where stragglers hold a step.
 
-    python benchmarks/heavy_tail.py --python .venv-vllm/bin/python --out DIR [--seeds 0 1 2 3 4] [--arms ...]
+    python benchmarks/heavy_tail.py --python .venv-vllm/bin/python --out DIR [--seeds 0 1 ...] [--arms grpo dppo ...]
 
 A problem says how many laps of 13 tokens its answer counts down before it works the chain: most have none, one in
 twenty-five has 45 to 75. Lengths are the problem's and not the policy's: where it chose them (fill tokens up to a
@@ -38,10 +38,12 @@ LONGEST = 1024
 _CONFIG = "configs/quickstart.yaml"
 ARMS = {
     "grpo": "grpo:32:4:160:5e-4:0",
-    "grpo,ahead": "grpo:32:4:160:5e-4:2",
+    "grpo,64": "grpo:64:4:80:7e-4:0",
+    "grpo,K=1": "grpo:32:4:160:5e-4:1",
     "dppo": "dppo:32:8:120:7e-4:0",
-    "dppo,ahead": "dppo:32:8:120:7e-4:2",
+    "dppo,K=1": "dppo:32:8:120:7e-4:1",
 }
+"""Batch, rate and steps of the quickstart's headline, and the one of two larger batches of GRPO that was as soon."""
 
 
 def main() -> None:
