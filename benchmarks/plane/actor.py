@@ -69,9 +69,9 @@ def one_rank(rank: int, world: int, model: Path) -> dict[str, Any]:
     def gather_told(out: list[Any], mine: Any, *rest: Any, **named: Any) -> None:
         """The fake group gives everybody what this rank has."""
         gather(out, mine, *rest, **named)
-        if isinstance(mine, RankReport):
-            told_by_me.append(mine)
-            out[:] = everybody
+        if mine and isinstance(mine[0], RankReport):
+            told_by_me.extend(mine)
+            out[:] = [[report] for report in everybody]
 
     dist.all_gather_object = gather_told  # type: ignore[assignment]
     layout_config = LayoutConfig(
