@@ -153,8 +153,8 @@ class RolloutConfig:
     """Completions sampled for each selected prompt: the group size G."""
     async_steps: int = ranged(0, "[0, 8]")
     """K: the next K steps' prompts wait behind this step's and fill what its last answers leave free, so that no
-    straggler holds the servers; tokens are at most K updates old. Colocated servers pause for every update. 0: never
-    stale."""
+    straggler holds the servers; tokens are at most K updates old, which `objective.correction` makes up for. Colocated
+    servers pause for every update. 0: never stale."""
     quantization: Literal["off", "fp8", "fp8_pow2"] = "off"
     """How servers hold the linear layers' weights: as the actor, or in FP8 with a scale for each 128 x 128, rounded by
     the trainer. `fp8_pow2`: scales are powers of two, which Blackwell's kernels need. The policy that is sampled from
