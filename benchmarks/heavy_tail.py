@@ -6,7 +6,7 @@ A problem says how many laps of 13 tokens its answer counts down before it works
 twenty-five has 45 to 75. Lengths are the problem's and not the policy's: where it chose them (fill tokens up to a
 geometric number) they grew tenfold or vanished within 20 steps, and the tail with them. Two real vLLM servers on this
 machine generate, are started once and used by all runs in turn; arms of a seed start from one SFT model. Judged by
-`compare`'s rules, by the clock: the servers' CPU seconds are not the trainer's.
+`compare`'s rules, by the clock (four fifths of GRPO's are rollouts): the servers' CPU seconds are not the trainer's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ARMS = {
     "dppo,K=2,none": "dppo:32:8:120:7e-4:2:none",
 }
 """method:prompts:completions:steps:learning rate:async_steps:correction. Batch, rate and steps of the quickstart's
-headline, and the one of two larger batches of GRPO that was as soon to 90 % of its gain and sooner to 95 %."""
+headline, and a larger batch of GRPO: where one straggler holds a step, it costs less a completion."""
 
 
 def main() -> None:
