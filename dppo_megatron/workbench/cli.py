@@ -205,6 +205,7 @@ class _Parser(argparse.ArgumentParser):
         return with_paths(super().format_help())
 
     def error(self, message: str) -> NoReturn:
+        """Exit code 2, with a missing CONFIG explained."""
         if message.startswith("the following arguments are required: CONFIG"):
             message = "arguments are required: CONFIG, a YAML file or a shipped one's name, such as quickstart"
         from dppo_megatron.config.paths import with_paths

@@ -292,6 +292,7 @@ def table(predictions: list[Prediction], costs: StepTimeModel, noise: float | No
 
 
 def as_json(predictions: list[Prediction], costs: StepTimeModel, noise: float | None = None) -> dict[str, object]:
+    """The predictions as plain values; `noise` as in `like_for_like`, None: `one_pair` is null."""
     methods = []
     for p in predictions:
         pair = None if noise is None else like_for_like(p, predictions[0], noise)
