@@ -196,7 +196,8 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     """What can be refused knowing config.json alone, data and tokenizer not; a plan checks it too.
 
     Returns:
-        A line for each level of pruning that sets what its method does not read, and a warning about a mixture.
+        A line for each level of pruning that sets what its method does not read, and warnings about stale rollouts and
+        a mixture.
 
     Raises:
         UserError: pruning, layout, layers or lengths that cannot be.
@@ -207,7 +208,17 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     _check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)
-    return unread + _replay_note(config, architecture)
+    return unread + _age_note(config) + _replay_note(config, architecture)
+
+
+def _age_note(config: Config) -> list[str]:
+    updates = config.rollout.async_steps
+    if not updates or config.objective.correction.level != "none":
+        return []
+    return [
+        f"warning: rollout.async_steps = {updates} with objective.correction.level = none: completions up to {updates}"
+        f" update{'s' * (updates > 1)} old are trained on as if they were new (docs/engines.md); `sequence` weighs them"
+    ]
 
 
 def _check_actor(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> None:

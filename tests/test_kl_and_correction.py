@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.tiny import write_model
 from torch import Tensor
 
 from dppo_megatron.algorithms.correction import Mismatch, importance_factor, left_over
@@ -15,8 +17,11 @@ from dppo_megatron.algorithms.policy_losses import clip
 from dppo_megatron.algorithms.tokens import TokenBatch, TokenLoss
 from dppo_megatron.config.objective import CorrectionConfig, KLConfig, ObjectiveConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.job import check_settings
+from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.steps.coordinator import off_policy_rows
 from dppo_megatron.types import UserError
+from dppo_megatron.weights.architecture import read_architecture
 
 VOCABULARY = 7
 ESTIMATORS = ("k1", "k2", "k3", "k3_unbiased")
@@ -174,6 +179,17 @@ def test_the_row_of_stale_tokens_is_true(level: str, mode: str, max_ratio: float
     assert (rounded.name, rounded.label) == ("rollout/quantized", row.label)
     config.rollout.quantization = "off"
     assert not off_policy_rows(config)
+
+
+@pytest.mark.parametrize(("age", "level", "warned"), [(0, "none", False), (2, "none", True), (2, "token", False)])
+def test_stale_rollouts_that_nothing_makes_up_for_are_warned_of(
+    tmp_path: Path, age: int, level: str, warned: bool
+) -> None:
+    config = Config(objective=_correction(level))
+    config.rollout.async_steps = age
+    architecture = read_architecture(write_model(tmp_path, family="qwen3", max_position_embeddings=4096))
+    lines = check_settings(config, architecture, 1, this_machine())
+    assert any("warning: rollout.async_steps = 2" in line for line in lines) == warned
 
 
 @pytest.mark.parametrize(("level", "max_ratio"), [("token", 1.2), ("token", 1e6), ("sequence", 1.2)])
