@@ -45,8 +45,9 @@ ARMS = {
     "grpo,K=2,none": "grpo:32:4:160:5e-4:2:none",
     "dppo,K=2,none": "dppo:32:8:120:7e-4:2:none",
 }
-"""method:prompts:completions:steps:learning rate:async_steps:correction. Batch, rate and steps of the quickstart's
-headline, and a larger batch of GRPO: where one straggler holds a step, it costs less a completion."""
+"""method:prompts:completions:steps:learning rate:async_steps:correction, and settings, each behind a colon of its own.
+Batch, rate and steps of the quickstart's headline, and a larger batch of GRPO: where one straggler holds a step, it
+costs less a completion."""
 
 
 def main() -> None:
@@ -74,7 +75,7 @@ def main() -> None:
 
 def make_arm(given: str) -> Arm:
     """Of a name in `ARMS`, or of all values."""
-    method, prompts, group, steps, rate, ahead, correction = ARMS.get(given, given).split(":")
+    method, prompts, group, steps, rate, ahead, correction, *other = ARMS.get(given, given).split(":")
     settings = (
         f"rollout.prompts_per_step={prompts}",
         f"rollout.completions_per_prompt={group}",
@@ -85,6 +86,7 @@ def make_arm(given: str) -> Arm:
         f"objective.correction.level={correction}",
         *(() if correction == "none" else ("objective.correction.max_ratio=1e9",)),
         *method_overrides(method),
+        *other,
     )
     return Arm(given.replace(":", "_"), method, int(steps), settings)
 
