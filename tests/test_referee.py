@@ -20,6 +20,8 @@ from referee.measure import judge
 from referee.record import sequence_masks
 from referee.replay import GROUP, PROMPTS, ROWS, Outcome, World, uniform_prompts, weighted
 
+from dppo_megatron.config import load_config
+
 # ------------------------------------------------------------------------------------------------- the definitions
 
 
@@ -208,6 +210,13 @@ def test_a_learned_row_is_its_ends_at_the_step_size_that_two_other_seeds_chose(
     assert second == (
         "minus grpo's (lr 0.0005), same seeds: +2.0 +- 0.0 points; tokens generated 75%, trained 75% of grpo's"
     )
+
+
+def test_every_learned_row_is_a_run_of_the_sizes_on_the_page() -> None:
+    """Whatever the quickstart's file has become."""
+    run = learn.Learned("grpo", 0, 1e-3, 40, [])
+    rollout = load_config(learn.CONFIG, run.settings, writes_run=False).rollout
+    assert (rollout.prompts_per_step, rollout.completions_per_prompt) == (PROMPTS, GROUP) == (64, 8)
 
 
 # ------------------------------------------------------------------------------------------------- the bound, the page

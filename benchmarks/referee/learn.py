@@ -187,8 +187,8 @@ class Learned:
 
     @property
     def settings(self) -> list[str]:
-        job = f"actor.optimizer.learning_rate={self.lr}", f"steps={self.steps}", f"rollout.prompts_per_step={PROMPTS}"
-        return [*job, *self.overrides]
+        groups = f"rollout.prompts_per_step={PROMPTS}", f"rollout.completions_per_prompt={GROUP}"
+        return [f"actor.optimizer.learning_rate={self.lr}", f"steps={self.steps}", *groups, *self.overrides]
 
     @property
     def end(self) -> float:
