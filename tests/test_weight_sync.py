@@ -560,6 +560,26 @@ def test_no_answer_is_no_proof_and_no_outage(running: Running, monkeypatch: pyte
         sync.to(lambda: _weights(1))
 
 
+def _due_after_silence(config: RolloutConfig) -> list[bool]:
+    """Whether the canary is due on this rank after each of three syncs; nobody answers for the first."""
+    server = Told("a")
+
+    def checksums(*, timeout_s: float) -> list[dict[str, str]]:
+        if sync.version == 1:
+            raise Refused(500, "out of memory while hashing")
+        return [{}]
+
+    server.checksums = checksums  # type: ignore[attr-defined]
+    fleet = Fleet([cast(Any, server)], config) if dist.get_rank() == 0 else None
+    sync = WeightSync(config, cast(Any, Telling(fleet)), fleet)
+    return [sync.to(lambda: _weights(1)) for _ in range(3)]
+
+
+def test_every_rank_knows_whether_a_sync_is_proven() -> None:
+    """Rank 0 alone hears the answers, and all ranks ask for the canary or none does."""
+    assert run_ranks(_due_after_silence, 2, _config(**{"sync.verify_every": 1000})) == [[True, True, False]] * 2
+
+
 class Answering:
     """An engine of which only `probe` and `health` are asked."""
 

@@ -80,7 +80,8 @@ class WeightSync:
         self._release: Callable[[], None] = lambda: None
         self._checksums = Receipt("checksums")
         self._proves = False
-        """The present sync is proven: the first, every `verify_every`-th, one after a proof without an answer."""
+        """The present sync is proven: the first, every `verify_every`-th, one after a proof without an answer. The same
+        on every rank."""
         self.run = run
         self.version = 0
         """Number of the last sync that was begun; the one counter of syncs."""
@@ -103,14 +104,17 @@ class WeightSync:
         """
         self.version += 1
         self._weights, self._release = weights, release
-        every = self._rollout.sync.verify_every
-        self._proves = every > 0 and ((self.version - 1) % every == 0 or self._checksums.is_overdue)
-        if self._is_zero:
-            if self._rollout.sync.in_flight == "finish":
-                self._settle_requests()
-            self._fleet.expect(version_name(self.run, self.version))
+        self._proves = from_rank_zero(self._begin)
         self.again()
         return self._proves
+
+    def _begin(self) -> bool:
+        """On rank 0: no server is live from now on. Whether this sync is proven: only rank 0 has the receipts."""
+        if self._rollout.sync.in_flight == "finish":
+            self._settle_requests()
+        self._fleet.expect(version_name(self.run, self.version))
+        every = self._rollout.sync.verify_every
+        return every > 0 and ((self.version - 1) % every == 0 or self._checksums.is_overdue)
 
     def again(self) -> None:
         """Passes over the present weights until every server that answers has them; the first when one answers."""
