@@ -370,8 +370,14 @@ def test_a_colocated_server_that_was_started_again_sleeps_first() -> None:
     bad.fails, bad.calls = False, []
     with fleet.lock:
         fleet.members[1].restarted()
-    sync.to(lambda: _weights(2))
-    assert bad.calls == ["sleep", "wake weights", "pause", "update", "wake kv_cache", "resume"] and len(fleet.live) == 2
+
+    def weights() -> list[tuple[str, torch.Tensor]]:
+        bad.calls.append("the actor's weights come back")
+        return _weights(2)
+
+    sync.to(weights)
+    room = ["sleep", "the actor's weights come back", "wake weights", "pause"]
+    assert bad.calls == [*room, "update", "wake kv_cache", "resume"] and len(fleet.live) == 2
 
 
 def test_a_colocated_server_sleeps_over_requests_that_go_on() -> None:

@@ -197,9 +197,10 @@ class WeightSync:
             except Exception as error:
                 problem = error
 
+        # no rank asks for the stream before it has room: an actor may bring its weights back to the device for it
+        from_rank_zero(lambda: attempt(lambda: members.extend(self._make_room())))
         stream = iter(weights())
-        # no rank begins to read it before the servers are ready: an actor may have to bring its weights back for it
-        from_rank_zero(lambda: attempt(lambda: members.extend(self._prepare())))
+        from_rank_zero(lambda: attempt(lambda: self._prepare(members)))
         if not self._is_zero:
             self._channel.take_part(stream)
         attempt(lambda: self._send(digests.tee(stream) if digests else stream, members))
@@ -209,17 +210,18 @@ class WeightSync:
         attempt(lambda: self._finish(members, digests))
         return problem
 
-    def _prepare(self) -> list[Member]:
-        """On rank 0: the members of this pass, awake for weights and paused."""
-        fleet = self._fleet
-        members = [member for member in fleet.members if member.state == "stale"]
+    def _make_room(self) -> list[Member]:
+        """On rank 0: the members of this pass, without memory of the actor's."""
         self._reach("waking")
-        if self._rollout.servers.colocate:  # one that was started again has all of its memory
-            members = self._put_to_sleep(members)
+        members = [member for member in self._fleet.members if member.state == "stale"]
+        # one that was started again has all of its memory
+        return self._put_to_sleep(members) if self._rollout.servers.colocate else members
+
+    def _prepare(self, members: Sequence[Member]) -> None:
+        """On rank 0: awake for weights and paused, which is not to last while the actor makes its stream ready."""
         self._wake(members, "weights")
         self._reach("pausing")
         self._pause(members)
-        return members
 
     def _send(self, tensors: Tensors, members: list[Member]) -> None:
         """On rank 0: keeps those in `members` that took everything."""
