@@ -124,7 +124,7 @@ def _member(now: list[float]) -> tuple[Member, Condition]:
 
 
 def test_failures_in_a_row_space_out_the_questions() -> None:
-    """Three are free; then 1, 2, 4, ... 30 s, until one good answer."""
+    """Three are free; then 1, 2, 4, ... 30 s, until one good answer or a new process."""
     now = [0.0]
     member, lock = _member(now)
     waits = []
@@ -137,6 +137,11 @@ def test_failures_in_a_row_space_out_the_questions() -> None:
             waits.append(now[0] - start)
             member.answered()
         assert waits == [0, 0, 0, 1, 2, 4, 8, 16, 30, 30]
+        member.failed("why")
+        assert not member.may_be_asked
+        member.restarted()
+        assert member.may_be_asked, "a new process has failed nobody"
+        member.answered()
         member.delivered()
         member.failed("why")
         assert member.may_be_asked

@@ -146,6 +146,34 @@ def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
     }
 
 
+def test_a_server_that_hangs_leaves_its_memory_to_the_actor(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two colocated servers one does not answer when they are to sleep: it is ended, with the device memory that it
+    holds, before the actor has the device. The next sync starts it again, and the other goes on."""
+    monkeypatch.setattr(server_process, "_TERM_S", 0.1)
+    limits = {"rollout__limits__probe_timeout_s": 0.5, "rollout__limits__sync_timeout_s": 1.0}
+    several = {"rollout__servers__colocate": "true", "rollout__servers__count": 2}
+    config = fake_config(files, tmp_path / "run", **several | limits)
+    job = prepare_job(config, 1)
+    with contextlib.closing(ServerEngine(config, job.architecture, job.tokenizer)) as engine:
+        weights = [(name, job.checkpoint.get(name)) for name in list(job.checkpoint.names)[:3]]
+        engine.load_weights(lambda: iter(weights))
+        assert engine._own is not None and len(engine._fleet.live) == 2
+        hanging, good = engine._own.here
+        before: list[Any] = [hanging.process, good.process]
+        os.killpg(before[0].pid, signal.SIGSTOP)
+        os.waitpid(before[0].pid, os.WUNTRACED)  # all of its threads have stopped
+        engine.rest()
+        assert before[0].poll() is not None and good.is_running
+        assert [bool(member.asleep) for member in engine._fleet.members if member.state != "out"] == [True]
+        engine.load_weights(lambda: iter(weights))
+        assert hanging.is_running and hanging.process is not before[0] and good.process is before[1]
+        engine.rest()  # waits until it has started
+        engine.load_weights(lambda: iter(weights))
+        assert len(engine._fleet.live) == 2
+
+
 def _answers(member: Member) -> bool:
     try:
         member.server.healthy(timeout_s=5)

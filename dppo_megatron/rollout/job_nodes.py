@@ -74,6 +74,15 @@ class JobServers:
                     self._await_one(server)
         barrier()
 
+    def end(self, out: Collection[str]) -> None:
+        """End those at these addresses, and what they have started, until `restart`: one that does not answer keeps its
+        device memory as long as it lives. Returns when that is free on every machine."""
+        ended = [server for server in self.here if server.url in out]
+        for server in ended:
+            show(f"rollout: the launched server {server.url} is out; it is ended, for its memory, until the next sync")
+        stop_all(ended)
+        barrier()
+
     def close(self) -> None:
         """End those of this machine."""
         stop_all(self.here)

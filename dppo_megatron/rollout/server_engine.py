@@ -231,7 +231,7 @@ class ServerEngine(Engine):
             # one that started now would take memory during the update
             self._own.await_started(from_rank_zero(lambda: [m.name for m in self._fleet.members if m.is_starting]))
             # every rank waits: before, the servers still hold its GPU
-            from_rank_zero(lambda: self._sync.sleep(keeps=bool(self._started)))
+            self._own.end(from_rank_zero(lambda: self._sync.sleep(keeps=bool(self._started))))
 
     def health(self) -> dict[str, str]:
         """As rank 0 sees it."""

@@ -236,6 +236,7 @@ class Member(Endpoint):
         self._owned()
         self._outages += self._state != "out"  # it had ended unseen
         self._state, self._reason, self._out_since = "out", "its process was started again", self._clock()
+        self._asked_again_at = -float("inf")
         self.asleep, self.has_leftovers, self.is_starting = frozenset(), False, True
 
     def removed(self, reason: str) -> bool:
@@ -257,7 +258,6 @@ class Member(Endpoint):
         """Another server has its address: no weights of ours, and no failures."""
         self._owned()
         self.server, self._has_left, self.failures = server, False, 0
-        self._asked_again_at = -float("inf")
         self.restarted()
 
     # ---------------------------------------------------------------------------------------------- its memory

@@ -139,8 +139,9 @@ class WeightSync:
         self._sync_s = self._tensors_verified = None
         return taken
 
-    def sleep(self, *, keeps: bool = False) -> None:
-        """On rank 0: device memory back to the actor, from every server that answers and is awake.
+    def sleep(self, *, keeps: bool = False) -> list[str]:
+        """On rank 0: device memory back to the actor, from every server that answers and is awake. Returns the job's
+        own that are out, by address: they may hold theirs until they are ended.
 
         Args:
             keeps: requests go on after the next sync, with their prefixes read again. Else what still runs there has
@@ -149,6 +150,7 @@ class WeightSync:
         fleet = self._fleet
         fleet.revive()
         self._put_to_sleep(fleet.members, keeps=keeps)
+        return [member.name for member in fleet.members if member.is_own and member.state == "out"]
 
     def _put_to_sleep(self, members: Sequence[Member], *, keeps: bool = False) -> list[Member]:
         """Those of `members` that sleep now."""
