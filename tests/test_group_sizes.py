@@ -129,12 +129,14 @@ def test_small_groups_are_lost_more_often(monkeypatch: pytest.MonkeyPatch) -> No
     assert {row.name: row.label for row in after.ledger}["rollout/missing"] == "biased"
 
 
-@pytest.mark.parametrize("method", ["max_variance", "cppo", "dppo_paper"])
-def test_a_bias_has_the_size_that_it_has_in_plain_arrays(method: str) -> None:
-    """The same groups of four, in arrays of four and of eight columns."""
+@pytest.mark.parametrize("normalization", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("method", ["none", "dppo", "max_variance", "cppo", "dppo_paper"])
+def test_groups_of_one_size_are_what_they_are_in_plain_arrays(method: str, normalization: str) -> None:
+    """The same groups of four, as all are before the score is ready, in arrays of four and of eight columns: weights,
+    advantages, divisors and sizes of biases. A divisor of more tokens than there are shortens the gradient."""
 
-    def estimate(factor: float) -> float | None:
-        config = Config(objective=ObjectiveConfig(advantage="rloo"))
+    def step(factor: float) -> tuple[TrainSelection, np.ndarray]:
+        config = Config(objective=ObjectiveConfig(advantage="rloo", normalization=normalization))  # type: ignore[arg-type]
         config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 6, USUAL
         config.pruning.prompt.group_size_factor, config.pruning.completion.method = factor, method
         selector = Selector(selection_settings(config), 6)
@@ -144,10 +146,17 @@ def test_a_bias_has_the_size_that_it_has_in_plain_arrays(method: str) -> None:
         rewards, lengths = np.full(asked.shape, np.nan), np.zeros(asked.shape, dtype=np.int64)
         rewards[asked], lengths[asked] = rng.random(24).round(1), rng.integers(3, 30, 24)
         decision = selector.finish(Rollouts(rewards, lengths, np.sqrt(lengths), unfinished=~asked), 1)
-        return next(row.bias_estimate for row in decision.ledger if row.name.startswith("completion/"))
+        columns = decision.kept, decision.weight, decision.advantages, decision.denominator
+        return decision, np.array([column.reshape(6, width)[:, :USUAL] for column in columns])
 
-    plain = estimate(1.0)
-    assert plain is not None and plain > 0.1 and estimate(2.0) == pytest.approx(plain, rel=1e-12)
+    (plain, found), (wide, of_wide) = step(1.0), step(2.0)
+    np.testing.assert_allclose(of_wide, found, rtol=1e-12)
+    assert wide.kept.sum() == plain.kept.sum() > 0
+    biases = [
+        next(row.bias_estimate or 0.0 for row in one.ledger if row.name.startswith("completion/"))
+        for one in (plain, wide)
+    ]
+    assert biases[1] == pytest.approx(biases[0], rel=1e-12) and (biases[0] > 0.1 or method in ("none", "dppo"))
 
 
 def test_labels_and_the_account_of_the_variance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,8 @@ class Coefficients:
         """
         if self._settings.objective.normalization != "token_mean":
             return self._divisor(lengths, np.zeros(len(lengths))), BiasSource(())
-        tokens = token_sums(lengths * groups.weight[:, None], minibatch, self._updates)
+        # read only where all groups have the usual size: the columns behind it were never asked for
+        tokens = token_sums(lengths[:, : self._size] * groups.weight[:, None], minibatch, self._updates)
         if not skips.any():
             return self._divisor(lengths, tokens[minibatch]), BiasSource(())
         expected = self._nominal * (self.mean_length or float(self._limit))

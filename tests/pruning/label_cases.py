@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 from unittest.mock import patch
@@ -53,7 +53,8 @@ class Case:
         rows = self.selector.begin(self.step).prompt_index
         while (more := self.selector.refill(table.rewards[rows], self.step)) is not None:
             rows = np.concatenate([rows, more.prompt_index])
-        return self.selector.finish(_rows_of(table, rows), self.step)
+        wide = selection_settings(self.config).widest_group
+        return _as_asked(self.selector.finish(_rows_of(table, rows, wide), self.step), table.rewards.shape[1])
 
 
 def accepted(index: int) -> tuple[np.random.Generator, Selector, Config, int]:
@@ -71,6 +72,8 @@ def accepted(index: int) -> tuple[np.random.Generator, Selector, Config, int]:
             )
         except UserError:
             continue
+        if config.pruning.prompt.group_size_factor == 2:  # groups of G in wider arrays: a size's draws are answers
+            selector._prompt_policy.expected = lambda ids, step: None  # type: ignore[method-assign]
         if selector.prompts_per_step <= 8:
             return rng, selector, config, num_prompts
 
@@ -94,10 +97,30 @@ def make_case(index: int) -> Case:
     return case
 
 
-def _rows_of(table: Rollouts, rows: np.ndarray) -> Rollouts:
-    columns = {name: getattr(table, name) for name in ("prompt_tokens", "truncated", "by_chance")}
-    optional = {name: None if column is None else column[rows] for name, column in columns.items()}
-    return Rollouts(table.rewards[rows], table.lengths[rows], table.logit_grad_norm[rows], **optional)
+def _rows_of(table: Rollouts, rows: np.ndarray, width: int) -> Rollouts:
+    """In arrays of `width` columns, of which only those of the table were asked for."""
+
+    def wide(values: np.ndarray, nothing: Any) -> np.ndarray:
+        return np.pad(values[rows], ((0, 0), (0, width - values.shape[1])), constant_values=nothing)
+
+    tokens, truncated, by_chance = table.prompt_tokens, table.truncated, table.by_chance
+    return Rollouts(
+        wide(table.rewards, np.nan),
+        wide(table.lengths, 0),
+        wide(table.logit_grad_norm, 0.0),
+        None if tokens is None else tokens[rows],
+        None if truncated is None else wide(truncated, False),
+        by_chance=None if by_chance is None else wide(by_chance, False),
+    )
+
+
+def _as_asked(decision: TrainSelection, size: int) -> TrainSelection:
+    """Without the columns behind `size`, in which nothing is kept."""
+    groups = len(decision.prompts.prompt_index)
+    names = ("kept", "weight", "advantages", "denominator", "minibatch", "completion_prob")
+    columns = {name: getattr(decision, name).reshape(groups, -1 if groups else size) for name in names}
+    assert not columns["kept"][:, size:].any()
+    return replace(decision, **{name: column[:, :size].ravel() for name, column in columns.items()})
 
 
 # ---------------------------------------------------------------------- coefficients of the full batch

@@ -67,7 +67,7 @@ def make_config(rng: np.random.Generator) -> Config:
     pruning.prompt.warmup_epochs = float(one(0, 0, 0, 0, 0.5, 1))
     pruning.prompt.fixed_cost_ratio = float(one(0, 0.01, 0.1, 1))
     pruning.prompt.revisit_epochs = float(one(0, 1.5))
-    pruning.prompt.group_size_factor = one(1.0, 1.0, 1.1)  # 1.1 leaves all sizes as they are: their draws are answers
+    pruning.prompt.group_size_factor = one(1.0, 1.0, 2.0)  # `accepted` keeps all sizes alike
     pruning.prompt.refill.enabled = one(True, True, False)
     pruning.prompt.refill.max_rounds = int(one(1, 3))
     pruning.prompt.refill.prompts_per_round = int(one(0, 1))

@@ -78,7 +78,7 @@ def sources(decision: TrainSelection) -> tuple[str, ...]:
 
 
 def verdicts(chosen: Iterable[int]) -> dict[tuple[str, ...], list[bool]]:
-    """Whether the estimate is right, by what has put rows into the ledger."""
+    """Whether the estimate is right, by what has put rows into the ledger; but for rows that have none."""
     found: dict[tuple[str, ...], list[bool]] = defaultdict(list)
     for index in chosen:
         case = make_case(index)
@@ -86,7 +86,7 @@ def verdicts(chosen: Iterable[int]) -> dict[tuple[str, ...], list[bool]]:
         lost = np.isnan(case.outcomes.rewards)
         case = replace(case, outcomes=replace(case.outcomes, by_chance=lost))
         names = tuple(name for name in sources(case.run()) if name != "rollout/missing")
-        if not names or is_resampled(case) or "advantage/posterior_loo" in names:  # which has no estimate
+        if not names or is_resampled(case) or {"advantage/posterior_loo", "rollout/group_sizes"} & set(names):
             continue
         expected = [expectation(case)]
         runs = -(-_RUNS // len(expected[0].decisions)) if deterministic_levels(case.config) else 1

@@ -173,7 +173,7 @@ def test_a_prompt_policy_learns_what_the_account_counts(monkeypatch: pytest.Monk
         table = make_outcomes(rng, num_prompts, config.rollout.completions_per_prompt, binary=binary)
         decisions: list[tuple[TrainSelection, BoolArray]] = []
         for step in (1, 2, 3):
-            rollouts = _rows_of(table, selector.begin(step).prompt_index)
+            rollouts = _rows_of(table, selector.begin(step).prompt_index, selection_settings(config).widest_group)
             there = (~np.isnan(rollouts.rewards)).sum(axis=1) > 1  # others are in no sum
             decisions.append((selector.finish(rollouts, step), there))
             selector.feedback(StepCost(step, 2.0, 1.0, 0.5))
