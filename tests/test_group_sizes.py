@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from support.job import settings
 
-from dppo_megatron.config.objective import ObjectiveConfig
+from dppo_megatron.config.objective import CorrectionConfig, ObjectiveConfig
 from dppo_megatron.config.pruning import PruningConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import SelectionSettings, selection_settings
@@ -36,10 +36,13 @@ WORTH = np.array([1.0, 9.0]), np.ones(2)
 """Second moment and cost of each prompt: sizes 2 and 6."""
 
 
-def _selector(monkeypatch: pytest.MonkeyPatch, **objective: Any) -> Selector:
+EXACT = CorrectionConfig("sequence", max_ratio=1e9)
+
+
+def _selector(monkeypatch: pytest.MonkeyPatch, age: int = 0, **objective: Any) -> Selector:
     config = Config(objective=ObjectiveConfig(**{"advantage": "rloo", "normalization": "sequence_mean"} | objective))
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = PROMPTS, USUAL
-    config.rollout.sampling.max_completion_tokens = 10
+    config.rollout.sampling.max_completion_tokens, config.rollout.async_steps = 10, age
     config.pruning.prompt.group_size_factor, config.pruning.completion.method = FACTOR, "none"
     selector = Selector(selection_settings(config), PROMPTS)
     monkeypatch.setattr(selector._prompt_policy, "expected", lambda ids, step: tuple(part[ids] for part in WORTH))
@@ -67,12 +70,24 @@ def _finished(selector: Selector, of: dict[int, tuple[int, ...]], step: int = 1)
 
 
 @pytest.mark.parametrize(
-    ("advantage", "normalization"),
-    [("rloo", "sequence_mean"), ("group_mean", "constant"), ("posterior_loo", "sequence_mean")],
+    ("advantage", "normalization", "age"),
+    [
+        ("rloo", "sequence_mean", 0),
+        ("group_mean", "constant", 0),
+        ("posterior_loo", "sequence_mean", 0),
+        ("rloo", "sequence_mean", 1),
+    ],
 )
-def test_every_group_of_either_size(monkeypatch: pytest.MonkeyPatch, advantage: str, normalization: str) -> None:
-    """E[sum W A / D grad log pi] = (1 / prompts) sum_a pi_a (r_a - v) / len_a grad log pi_a, whatever the size."""
-    selector = _selector(monkeypatch, advantage=advantage, normalization=normalization)
+def test_every_group_of_either_size(
+    monkeypatch: pytest.MonkeyPatch, advantage: str, normalization: str, age: int
+) -> None:
+    """E[sum W A / D grad log pi] = (1 / prompts) sum_a pi_a (r_a - v) / len_a grad log pi_a, whatever the size; of
+    older weights with the whole ratio pi / old, and v is theirs."""
+    correction = EXACT if age else CorrectionConfig()
+    selector = _selector(monkeypatch, age, advantage=advantage, normalization=normalization, correction=correction)
+    drawn = np.exp(LOGITS + age * np.array([0.4, -0.3, 0.0]))
+    drawn /= drawn.sum(axis=1, keepdims=True)
+    ratio = CHANCES / drawn
     fresh = selector.state_dict()
     chosen = selector.begin(1)
     selector.load_state_dict(fresh)
@@ -88,10 +103,12 @@ def test_every_group_of_either_size(monkeypatch: pytest.MonkeyPatch, advantage: 
             row = index.index(prompt) * (len(decision.kept) // PROMPTS)
             mine = slice(row, row + size)
             factor = decision.weight[mine] * decision.advantages[mine] / decision.denominator[mine]
-            found += np.prod(CHANCES[prompt][list(group)]) * (factor @ score[list(group)])
-        value = float(CHANCES[prompt] @ REWARDS)
+            factor = factor * ratio[prompt][list(group)]
+            found += np.prod(drawn[prompt][list(group)]) * (factor @ score[list(group)])
+        value = float(drawn[prompt] @ REWARDS)
         wanted = own * (CHANCES[prompt] * (REWARDS - value) / divisor) @ score / PROMPTS
         np.testing.assert_allclose(found, wanted, atol=1e-15)
+    assert {row.name: row.label for row in decision.ledger}["rollout/group_sizes"] == "unbiased"
 
 
 def test_what_is_missing_of_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +183,9 @@ def test_labels_and_the_account_of_the_variance(monkeypatch: pytest.MonkeyPatch)
     assert {row.name: row.label for row in decision.ledger}["rollout/group_sizes"] == "unbiased"
     assert decision.metrics["prune/size_design_effect"] == pytest.approx(0.8)
     assert decision.variance.growth.predicted == pytest.approx(0.8)
-    clipped, _ = _finished(_selector(monkeypatch, updates_per_step=2), {})
-    assert {row.name: row.label for row in clipped.ledger}["rollout/group_sizes"] == "biased"
+    for age, objective in ((0, {"updates_per_step": 2}), (0, {"updates_per_step": 2, "correction": EXACT}), (1, {})):
+        clipped, _ = _finished(_selector(monkeypatch, age, **objective), {})
+        assert {row.name: row.label for row in clipped.ledger}["rollout/group_sizes"] == "biased"
     own, _ = _finished(_selector(monkeypatch, function="examples.custom_loss:soft_gate"), {})
     assert {row.name: row.label for row in own.ledger}["rollout/group_sizes"] == "biased"
     ratio, _ = _finished(_selector(monkeypatch, normalization="token_mean"), {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import torch
 from support.tiny import write_model
 from torch import Tensor
 
+from dppo_megatron.algorithms.advantages import denominators, make_advantages
 from dppo_megatron.algorithms.correction import Mismatch, importance_factor, left_over
 from dppo_megatron.algorithms.objectives import check_policy_loss, kl_estimate, make_objective
 from dppo_megatron.algorithms.policy_losses import clip
-from dppo_megatron.algorithms.tokens import TokenBatch, TokenLoss
+from dppo_megatron.algorithms.tokens import TokenBatch, TokenLoss, sequence_sums
 from dppo_megatron.config.objective import CorrectionConfig, KLConfig, ObjectiveConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import check_settings
@@ -151,34 +153,69 @@ def test_sequence_correction_makes_the_estimate_right() -> None:
     assert 1e-3 < error(_correction("sequence", max_ratio=2.0)) < uncorrected
 
 
+COMPLETIONS = [(0,), (1, 0), (2, 0), *itertools.product((1, 2), (1, 2), (0, 1, 2))]
+"""Token 0 ends one, and the third place."""
+LENGTHS = np.array([len(tokens) for tokens in COMPLETIONS])
+REWARDS = np.array([0.4 * (tokens[-1] == 0) + 0.6 * (len(tokens) < 3 and tokens[0] != 2) for tokens in COMPLETIONS])
+PAIRS = np.array(list(itertools.product(range(len(COMPLETIONS)), repeat=2)))
+
+
+def _pairs_gradient(config: ObjectiveConfig, policy: Tensor, behaviour: Tensor) -> Tensor:
+    """Exact expectation over all pairs of completions drawn from `behaviour` of the loss's gradient at `policy`, each
+    completion with the pair's advantages and its divisor. Logits are [place, token]."""
+    drawn, lengths = [COMPLETIONS[which] for which in PAIRS.ravel()], LENGTHS[PAIRS]
+    tokens = torch.tensor([token for one in drawn for token in one])
+    places = torch.tensor([place for one in drawn for place in range(len(one))])
+    sequence = torch.repeat_interleave(torch.arange(len(drawn)), torch.tensor([len(one) for one in drawn]))
+    logits = policy.clone().requires_grad_()
+    now, theirs = (values.log_softmax(-1)[places, tokens] for values in (logits, behaviour))
+    prior = np.tile([4.0, 1.0], (len(PAIRS), 1))  # far from the mean
+    advantages = torch.from_numpy(make_advantages(REWARDS[PAIRS], config, lengths=lengths, prior=prior).ravel())
+    divisor = denominators(
+        config.normalization, lengths, lengths.sum(axis=1), nominal=2, max_completion_tokens=int(lengths.max())
+    )
+    batch = _batch(now, behaviour_logprobs=theirs, advantages=advantages[sequence], sequence=sequence)
+    chance = sequence_sums(theirs, batch).exp()[sequence.diff(prepend=torch.tensor([-1])) > 0].view(-1, 2).prod(dim=1)
+    each = torch.repeat_interleave(chance, 2) / torch.from_numpy(divisor.ravel())
+    return torch.autograd.grad(each[sequence] @ make_objective(config)(batch).loss, logits)[0]
+
+
 STREAMED = [
-    ("none", "truncate", 2.0),
-    ("token", "truncate", 1e9),
-    ("cumulative", "truncate", 1e9),
-    ("sequence", "truncate", 1e9),
-    ("sequence", "mask", 1e9),
-    ("sequence", "truncate", 1.1),
+    ("none", "truncate", 2.0, 0.0),
+    ("token", "truncate", 1e9, 0.0),
+    ("cumulative", "truncate", 1e9, 0.0),
+    ("sequence", "truncate", 1e9, 0.0),
+    ("sequence", "truncate", 1e9, 0.8),
+    ("sequence", "mask", 1e9, 0.0),
+    ("sequence", "mask", 1e9, 0.8),
+    ("sequence", "truncate", 1.1, 0.0),
 ]
 
 
-@pytest.mark.parametrize(("level", "mode", "max_ratio"), STREAMED)
-def test_the_row_of_stale_tokens_is_true(level: str, mode: str, max_ratio: float) -> None:
-    """A completion whose two tokens are of two older weights, by enumeration: the expected gradient is the newest
-    weights' exactly where the row says so."""
-    policy, older = _distributions(3, 4)
-    behaviour = torch.stack([policy + 0.4 * (older - policy), policy - 0.2 * (older - policy)])
-    config = Config(objective=_correction(level, mode, max_ratio))
-    config.objective.advantage, config.rollout.async_steps = "rloo", 2
-    target = _sequences_gradient(ObjectiveConfig(), policy, policy, draw_from=policy)
-    found = _sequences_gradient(config.objective, behaviour, policy, draw_from=behaviour)
-    error = float(torch.linalg.norm(found - target) / torch.linalg.norm(target))
-    [row] = off_policy_rows(config)
-    assert (row.label == "unbiased") == (error < 1e-12) and (row.label == "biased") == (error > 1e-3)
-    config.rollout.async_steps, config.rollout.quantization = 0, "fp8"
-    [rounded] = off_policy_rows(config)
-    assert (rounded.name, rounded.label) == ("rollout/quantized", row.label)
-    config.rollout.quantization = "off"
-    assert not off_policy_rows(config)
+@pytest.mark.parametrize("normalization", ["constant", "sequence_mean", "token_mean"])
+@pytest.mark.parametrize("advantage", ["rloo", "posterior_loo", "group_mean", "group_std"])
+def test_the_row_of_stale_tokens_is_true(advantage: str, normalization: str) -> None:
+    """Completions of one to three tokens, of which the first is of other older weights than those behind it, by
+    enumeration of all pairs: the expected gradient is the newest weights' exactly where the row says so. A completion
+    that its own length divides is not among those: its mates' mean is the older weights'."""
+    random = torch.Generator().manual_seed(0)
+    policy = torch.randn(3, 3, generator=random, dtype=torch.float64)
+    older = torch.randn(3, 3, generator=random, dtype=torch.float64) * torch.tensor([[0.6], [-0.4], [-0.4]])
+    plain = ObjectiveConfig(advantage=advantage, normalization=normalization)  # type: ignore[arg-type]
+    target = _pairs_gradient(plain, policy, policy)
+    for level, mode, max_ratio, min_ratio in STREAMED:
+        config = Config(objective=replace(plain, correction=_correction(level, mode, max_ratio, min_ratio).correction))
+        config.rollout.async_steps = 2
+        found = _pairs_gradient(config.objective, policy, policy + older)
+        error = float(torch.linalg.norm(found - target) / torch.linalg.norm(target))
+        [row] = off_policy_rows(config)
+        assert row.label == ("unbiased" if error < 1e-12 else "biased"), (level, mode, min_ratio, error)
+        assert not 1e-12 < error < 1e-3
+        config.rollout.async_steps, config.rollout.quantization = 0, "fp8"
+        [rounded] = off_policy_rows(config)
+        assert (rounded.name, rounded.label) == ("rollout/quantized", row.label)
+        config.rollout.quantization = "off"
+        assert not off_policy_rows(config)
 
 
 @pytest.mark.parametrize(("age", "level", "warned"), [(0, "none", False), (2, "none", True), (2, "token", False)])

@@ -140,14 +140,20 @@ def old_is_current(config: ObjectiveConfig) -> bool:
     return config.old_logprobs == "auto" and config.updates_per_step == 1 and config.correction.level != "none"
 
 
-def is_exact_off_policy(config: ObjectiveConfig) -> bool:
-    """Whether the first update's expected gradient is the same whichever weights completions were sampled under: the
-    whole completion's ratio, without a bound that acts (ratios end at exp(20)), on a term that nothing but its own
-    completion divides, with a baseline of others."""
-    own = config.advantage in ("rloo", "group_mean") and config.normalization != "token_mean"
-    multiplied = not (config.function or config.kl.coef or config.entropy_coef or config.dual_clip)
+def is_linear_off_policy(config: ObjectiveConfig) -> bool:
+    """Whether the first update's loss is linear in the advantage whichever weights completions were sampled under: the
+    whole completion's ratio multiplies it, without a bound that acts (ratios end at exp(20))."""
     correction = config.correction
-    return own and multiplied and correction.level == "sequence" and correction.max_ratio > 4.9e8
+    bounded = correction.max_ratio < 4.9e8 or (correction.mode == "mask" and correction.min_ratio > 0)
+    return correction.level == "sequence" and not (bounded or config.function or config.dual_clip)
+
+
+def is_exact_off_policy(config: ObjectiveConfig) -> bool:
+    """Whether the first update's expected gradient is the same whichever weights completions were sampled under. Mates'
+    mean is the older weights'; it drops out as any baseline does, unless it is divided by its completion's length."""
+    unmultiplied = config.kl.coef or config.entropy_coef
+    of_others = config.advantage in ("rloo", "posterior_loo", "group_mean") and config.normalization == "constant"
+    return is_linear_off_policy(config) and of_others and not unmultiplied
 
 
 def zero_advantage_slope(config: ObjectiveConfig) -> float:

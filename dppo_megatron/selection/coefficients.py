@@ -18,7 +18,7 @@ from dppo_megatron.algorithms.advantages import (
     overlong_penalty,
     token_sums,
 )
-from dppo_megatron.config.objective import is_exact_off_policy, zero_advantage_slope
+from dppo_megatron.config.objective import is_linear_off_policy, zero_advantage_slope
 from dppo_megatron.config.selection import SelectionSettings
 from dppo_megatron.pruning import LedgerRow, Selection
 from dppo_megatron.pruning.scores import completion_score
@@ -142,7 +142,7 @@ class Coefficients:
         if objective.function:
             row = LedgerRow(_POSTERIOR, 1.0, "biased", _OWN_LOSS)
             return BiasSource((row,), None, unknown="nothing is known of that loss")
-        if objective.updates_per_step > 1 or self._settings.async_steps > 0:
+        if self._bounds_ratios:
             note = "off policy, where ratios are bounded, a baseline changes the expected gradient: compare with rloo"
             row = LedgerRow(_POSTERIOR, 1.0, "biased", note)
             return BiasSource((row,), None, unknown="which ratios will be bounded is not known")
@@ -161,12 +161,19 @@ class Coefficients:
         if objective.function:
             row = LedgerRow(_SIZES, 1.0, "biased", _OWN_LOSS)
             return BiasSource((row,), None, unknown="nothing is known of that loss")
-        off_policy = objective.updates_per_step > 1 or self._settings.async_steps > 0
-        if off_policy and not is_exact_off_policy(objective):
+        if self._bounds_ratios:
             note = "off policy, where ratios are bounded, the expected gradient changes with the noise of a baseline"
             row = LedgerRow(_SIZES, 1.0, "biased", note)
             return BiasSource((row,), None, unknown="which ratios will be bounded is not known")
         return BiasSource((LedgerRow(_SIZES, 1.0, "unbiased", note),), np.ones((1, 1)))
+
+    @property
+    def _bounds_ratios(self) -> bool:
+        """A ratio may be bounded: in the updates after a step's first, or where it is of completions of older weights
+        that the first does not count in full."""
+        objective = self._settings.objective
+        stale = self._settings.async_steps > 0 and not is_linear_off_policy(objective)
+        return objective.updates_per_step > 1 or stale
 
     def squared_norms(self, rollouts: Rollouts, advantages: FloatArray, denominator: FloatArray) -> FloatArray:
         """[K, G] squared gradient norms of the completions, up to a common factor, without weights."""

@@ -16,7 +16,7 @@ import torch
 from dppo_megatron.algorithms.advantages import denominators, make_advantages, posterior_advantages
 from dppo_megatron.algorithms.objectives import make_objective
 from dppo_megatron.algorithms.tokens import TokenBatch
-from dppo_megatron.config.objective import ObjectiveConfig
+from dppo_megatron.config.objective import CorrectionConfig, ObjectiveConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.pruning import StepCost
@@ -60,9 +60,10 @@ def _terms(config: ObjectiveConfig, policy: torch.Tensor, advantages: np.ndarray
     def gradient(which: int, advantage: float) -> np.ndarray:
         if (which, advantage) not in known:
             answer, free = ANSWERS[which], policy.clone().requires_grad_()
-            now, old = _logprobs(free, answer), _logprobs(BEHAVIOUR, answer)
+            now, theirs = _logprobs(free, answer), _logprobs(BEHAVIOUR, answer)
+            old = theirs if config.correction.level == "none" else now.detach()
             every, same = torch.ones(len(answer), dtype=torch.float64), torch.zeros(len(answer), dtype=torch.int64)
-            batch = TokenBatch(now, 0 * every, old, old, 0 * every, advantage * every, every, same)
+            batch = TokenBatch(now, 0 * every, theirs, old, 0 * every, advantage * every, every, same)
             [found] = torch.autograd.grad(objective(batch).loss.sum(), free)
             known[which, advantage] = found.numpy().ravel()
         return known[which, advantage]
@@ -103,6 +104,16 @@ def test_off_policy_a_bound_makes_a_baseline_count(loss: str, most: float) -> No
     assert off < 1e-12 if most > 1 else off > 0.005
 
 
+@pytest.mark.parametrize("normalization", ["constant", "sequence_mean"])
+@pytest.mark.parametrize(("mode", "bounds"), [("truncate", (1e9, 0.8)), ("truncate", (1.1, 0.0)), ("mask", (1e9, 0.8))])
+def test_a_whole_ratio_keeps_it_off_policy(normalization: str, mode: str, bounds: tuple[float, float]) -> None:
+    """Of older weights, with the completion's ratio: rloo's gradient where nothing bounds it, and the label says so."""
+    correction = CorrectionConfig("sequence", mode, *bounds)  # type: ignore[arg-type]
+    off, _ = _compared(normalization=normalization, later=True, correction=correction)
+    label = _label(age=1, normalization=normalization, correction=correction)
+    assert label == ("unbiased" if off < 1e-12 else "biased") and not 1e-12 < off < 0.005
+
+
 def test_the_plain_baseline_would_favour_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """r - b over its own length, the same enumeration: off by more than a hundredth where b is far from the mean."""
     monkeypatch.setattr(
@@ -129,9 +140,10 @@ def test_the_worked_example_and_what_is_not_there() -> None:
     np.testing.assert_allclose(same, found, atol=1e-15)
 
 
-def _label(**objective: Any) -> str:
+def _label(age: int = 0, **objective: Any) -> str:
     config = Config(objective=ObjectiveConfig(advantage="posterior_loo", **objective))
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 4, 3
+    config.rollout.async_steps = age
     selector = Selector(selection_settings(config), 4)
     selector.begin(1)
     shape = (4, 3)
@@ -142,7 +154,7 @@ def _label(**objective: Any) -> str:
 def test_labels_say_where_it_holds() -> None:
     assert _label() == _label(normalization="constant") == "unbiased"
     assert _label(normalization="token_mean") == "ratio"
-    assert _label(updates_per_step=2) == _label(loss="cispo", updates_per_step=2) == "biased"
+    assert _label(updates_per_step=2) == _label(loss="cispo", updates_per_step=2) == _label(age=1) == "biased"
 
 
 def test_the_prior_is_what_was_known_before_the_step() -> None:
