@@ -6,7 +6,7 @@
 # make test-adapters TRL's and verl's own trainers with ours in them (docs/adapters.md); TRL=1.17.0 VERL=0.9.2 try others,
 #                    and make test-adapters-oldest the oldest that are promised
 # make test-newest  the Megatron part of the suite with the newest megatron-core and Triton (Python 3.12; torch brings CUDA libraries)
-# make test-rehearsal every recipe of configs/ as a miniature of itself, one by one (CI runs four)
+# make test-rehearsal every recipe of configs/ as a miniature of itself, one by one (CI runs six)
 # make test-slurm   examples/slurm on a real Slurm of two nodes on this machine (root; apt-get install slurm-wlm munge)
 # make test-night   kills, stops, memory, clocks, disks and damage at random, and real vLLM for hours: KILLS=1000 HOURS=8
 # make docs         the documentation site in site/, with every link checked

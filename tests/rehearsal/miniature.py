@@ -1,6 +1,6 @@
 """A recipe of configs/ as a job of at most eight processes on a CPU: the recipe's own file, and what must be smaller.
 
-The rule, for a recipe on `nodes` machines of 8 GPUs each:
+The rule, for a recipe on `nodes` machines of 8 GPUs each, or on one of fewer:
 
     nodes, tensor, pipeline, context   2 where the recipe has more than one
     data parallel                      2 where the recipe has more than one
@@ -36,9 +36,7 @@ from dppo_megatron.config.schema import Config
 
 _CONFIGS = REPOSITORY / "configs"
 RECIPES = [
-    *sorted(_CONFIGS.glob("h100/*gpus_*.yaml")),
-    _CONFIGS / "h100" / "qwen3_235b_a22b_128gpus.yaml",
-    _CONFIGS / "h100" / "glm_4.5_air_64gpus.yaml",
+    *sorted(_CONFIGS.glob("h100/*gpus*.yaml")),
     _CONFIGS / "qwen3_4b.yaml",
     *sorted(_CONFIGS.glob("math/*.yaml")),
 ]
@@ -130,8 +128,8 @@ def miniature(recipe: Path) -> Miniature:
     """Of one of `RECIPES`."""
     config = _loaded(recipe)
     layout = config.actor.layout
-    nodes = _nodes(recipe)
-    ranks = 8 * nodes
+    ranks = _gpus(recipe)
+    nodes = max(1, ranks // 8)
     full = Sizes(
         nodes,
         layout.tensor_parallel,
@@ -171,9 +169,9 @@ def _loaded(recipe: Path) -> Config:
     return load_config(str(recipe), [anything], purpose="plan", writes_run=False)
 
 
-def _nodes(recipe: Path) -> int:
+def _gpus(recipe: Path) -> int:
     gpus = [part.removesuffix("gpus") for part in recipe.stem.split("_") if part.endswith("gpus")]
-    return int(gpus[0]) // 8 if gpus else 1
+    return int(gpus[0]) if gpus else 8
 
 
 def _parallel(config: Config, small: Miniature) -> dict[str, Any]:

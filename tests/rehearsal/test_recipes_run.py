@@ -2,7 +2,7 @@
 
 What `plan` and a dry run cannot see is the protocol: who asks whom for what, which ranks meet in a call, where a weight
 goes. Here the command of the recipe runs in every rank, starts its server on every node, syncs through memory of the
-rank beside each worker, and resumes. CI runs five recipes, of which one has every kind of group that any other has,
+rank beside each worker, and resumes. CI runs six recipes, of which one has every kind of group that any other has,
 `make test` the one with experts; DPPO_REHEARSE_ALL=1 runs each one by itself (`make test-rehearsal`).
 """
 
@@ -127,7 +127,7 @@ def _check(
 
 def test_the_rule() -> None:
     """Every recipe is known, has a run that stands for it, and keeps what it has: no size above one becomes one."""
-    assert len(RECIPES) == 24 + 2 + 5 + 1 and len(MINIATURES) == len(RECIPES)
+    assert len(RECIPES) == 24 + 3 + 5 + 1 and len(MINIATURES) == len(RECIPES)
     for small in MINIATURES.values():
         assert any(MINIATURES[name].stands_for(small) for name in ALWAYS), small.recipe
     assert {MINIATURES[name].tied for name in RUN} == {False, True}

@@ -188,8 +188,8 @@ def _make_up_devices() -> None:
         import hashlib
 
         held = hashlib.sha256()
-        for name, parameter in sorted(self.model.named_parameters()):
-            held.update(name.encode() + parameter.detach().float().numpy().tobytes())
+        for name, tensor in _held(self.model):
+            held.update(name.encode() + tensor.detach().float().numpy().tobytes())
         own = own_device(self.parallel_config)
         note = {"worker": own, "rank": self.parallel_config.rank, "held": held.hexdigest()}
         with open(os.environ["DPPO_REHEARSED_NOTES"], "a") as notes:
@@ -197,6 +197,20 @@ def _make_up_devices() -> None:
 
     extension.WorkerExtension.dppo_model = model_on_device
     extension.Receiver.receive_weights, extension.Receiver.finish_weight_update = take_on_device, finish_and_note
+
+
+def _held(model: Any) -> Iterator[tuple[str, Any]]:
+    """Names and weights of a model by which it computes. A CPU's linear layers keep theirs packed and show an empty
+    one, so these are read back: the layer's product with the identity is its weight, to the last bit."""
+    import torch
+
+    yield from sorted(model.named_parameters())
+    for name, layer in sorted(model.named_modules()):
+        weight = getattr(layer, "weight", None)
+        if hasattr(layer, "cpu_linear") and weight is not None and not weight.numel():
+            width = getattr(layer, "input_size_per_partition", layer.input_size)
+            identity = torch.eye(width, dtype=weight.dtype)
+            yield f"{name}.packed", layer.cpu_linear(identity, weight, None)
 
 
 def _make_up_collectives() -> None:
