@@ -194,6 +194,12 @@ def test_the_channel_is_chosen_and_can_be_forced() -> None:
     assert chosen("disk", own) == "disk" and chosen("gloo", own) == "gloo"
     with pytest.raises(UserError, match=r"sync\.channel = gloo"):
         chosen("gloo", ("disk",))
+    drafts = ("gloo", "nccl", "ipc")  # an SGLang with a drafter
+    assert chosen("auto", drafts, on_gpu=True, colocated=True) == "ipc"
+    assert chosen("auto", drafts, on_gpu=True) == "nccl"
+    for offered, colocated in ((("gloo", "nccl"), True), (("gloo",), False), ((), False)):
+        with pytest.raises(UserError, match="over disk an SGLang that drafts"):
+            chosen("auto", offered, on_gpu=True, colocated=colocated)
 
 
 def test_expandable_segments_are_said_with_ipc(monkeypatch: pytest.MonkeyPatch) -> None:

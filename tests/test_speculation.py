@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from support.distribution import check_distribution
@@ -19,8 +20,15 @@ from dppo_megatron.config.rollout import RolloutConfig, check_rollout, draft_len
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers.protocol import TensorNote
 from dppo_megatron.rollout.servers.server_process import make_servers
-from dppo_megatron.rollout.servers.sglang import _IN_ENGINE, draft_ladder, sglang_command
+from dppo_megatron.rollout.servers.sglang import (
+    _IN_ENGINE,
+    MINIMUM_VERSION,
+    SGLangServer,
+    draft_ladder,
+    sglang_command,
+)
 from dppo_megatron.rollout.servers.vllm import vllm_command
 from dppo_megatron.types import UserError
 
@@ -93,6 +101,52 @@ def test_sglang_is_told_methods_and_lengths(monkeypatch: pytest.MonkeyPatch) -> 
     assert started._adaptive("") == []
 
 
+@pytest.mark.parametrize("colocate", [False, True])
+@pytest.mark.parametrize("method", ["none", "ngram", "eagle3"])
+@pytest.mark.parametrize(
+    ("engine", "flag"),
+    [("vllm", "--sleep-preserve-parameter-names draft.*"), ("sglang", "--enable-draft-weights-cpu-backup")],
+)
+def test_a_drafter_outlives_sleep(engine: str, flag: str, method: str, colocate: bool) -> None:
+    """Whoever sleeps with one keeps its weights, which no sync brings."""
+    values = LOCAL | (DRAFTER if method == "eagle3" else {"speculation.method": method})
+    config = rollout_config(values | {"engine": engine, "servers.colocate": colocate})
+    check_rollout(config)
+    assert (flag in " ".join(_arguments(config))) == (colocate and method == "eagle3")
+
+
+class _Asked:
+    """An SGLang's answers about itself; notes what it is told to do."""
+
+    url, api_key = "http://sglang", ""
+
+    def __init__(self, **args: Any) -> None:
+        self.args, self.told = args, dict[str, dict[str, Any]]()
+
+    def find(self, path: str, kind: Any, *, timeout_s: float) -> Any:
+        answers = {"/server_info": {"version": MINIMUM_VERSION, **self.args}, "/model_info": {}}
+        return msgspec.convert(answers[path], kind) if path in answers else None
+
+    def do(self, path: str, body: Any = None, *, timeout_s: float) -> None:
+        self.told[path] = body or {}
+
+
+@pytest.mark.parametrize("algorithm", [None, "NGRAM", "EAGLE3", "NEXTN"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_sglangs_drafter_is_given_no_tensor_of_the_policy(algorithm: str | None, replicas: int) -> None:
+    """Every call of an update that carries tensors or opens one is for the model alone; `disk`, which cannot say so, is
+    not offered beside a drafter. n-grams have no model."""
+    http = _Asked(speculative_algorithm=algorithm, dp_size=replicas)
+    server = SGLangServer(cast(Any, http), 10)
+    channels = server.describe(timeout_s=1).channels
+    assert ("disk" in channels) == (algorithm in (None, "NGRAM"))
+    assert set(channels) - {"disk"} == (set() if replicas > 1 else {"gloo", "nccl", "ipc"})
+    server.begin_update(timeout_s=1)
+    server.receive([TensorNote("a", "bfloat16", (1,))], timeout_s=1)
+    server.receive_shared(["offer"], [TensorNote("a", "bfloat16", (1,))], timeout_s=1)
+    assert len(http.told) == 3 and {body["selector"] for body in http.told.values()} == {"target"}
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -106,6 +160,9 @@ def test_sglang_is_told_methods_and_lengths(monkeypatch: pytest.MonkeyPatch) -> 
         ({"servers.args": ["--speculative_config", "{}"]}, "has --speculative-config, which rollout.spec"),
         ({"servers.args": ["-pp", "2"]}, "has -pp, with which SGLang refuses drafts"),
         ({"servers.args": ["--data-parallel-size=2"]}, "max_drafted=0"),
+        (DRAFTER | {"servers.args": ["--sleep-preserve-parameter-names", "x"]}, "has --sleep-preserve-parameter-names"),
+        (DRAFTER | {"engine": "sglang", "sync.channel": "disk"}, "into the drafter too; leave it at auto"),
+        (DRAFTER | {"engine": "sglang", "servers.args": ["--dp", "2"]}, "has --dp-size, with which SGLang takes"),
     ],
 )  # fmt: skip
 def test_what_an_engine_would_do_otherwise_is_refused(more: dict[str, Any], message: str) -> None:
@@ -119,7 +176,8 @@ def test_what_an_engine_does_is_accepted() -> None:
         {"engine": "sglang", "servers.args": ["--dp-size", "2"]},
         {"sampling.top_p": 0.9, "speculation.method": "suffix"},
         {"servers.launch": "none", "servers.registry_dir": "/shared/servers"},
-        DRAFTER,
+        DRAFTER | {"sync.channel": "disk"},
+        DRAFTER | {"engine": "sglang", "servers.colocate": True},
     ):
         check_rollout(rollout_config(LOCAL | more))
 

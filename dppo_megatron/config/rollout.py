@@ -278,6 +278,12 @@ def _check_speculation(config: RolloutConfig) -> None:
             f"{setting}: with drafts SGLang's log-probabilities are those before rollout.sampling.top_p and top_k cut;"
             " leave both at their defaults"
         )
+    reads_all = config.engine == "sglang" and method == "eagle3"
+    if reads_all and config.sync.channel == "disk":
+        raise UserError(
+            f"{setting} with rollout.sync.channel = disk: SGLang reads the policy's files into the drafter too; leave"
+            " it at auto"
+        )
     for options, why in (
         (DRAFT_OPTIONS, "which rollout.speculation chooses"),
         (STAGE_OPTIONS, "with which SGLang refuses drafts, and nobody has run vLLM's; split it by tensors"),
@@ -285,6 +291,10 @@ def _check_speculation(config: RolloutConfig) -> None:
             REPLICA_OPTIONS if config.engine == "vllm" and speculation.max_drafted else (),
             "with which vLLM drafts the same number at any concurrency: use rollout.servers.count, or"
             " rollout.speculation.max_drafted=0",
+        ),
+        (
+            REPLICA_OPTIONS if reads_all else (),
+            "with which SGLang takes weights from disk alone, and into the drafter too: use rollout.servers.count",
         ),
     ):
         if option := named_option(servers.args, options):

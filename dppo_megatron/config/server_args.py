@@ -31,6 +31,7 @@ DRAFT_OPTIONS = (
     *("--speculative-adaptive-config", "--speculative-draft-model-path", "--speculative-num-steps"),
     *("--speculative-eagle-topk", "--speculative-num-draft-tokens", "--speculative-ngram-max-bfs-breadth"),
     *("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
+    "--sleep-preserve-parameter-names",
 )
 _TENSOR_OPTIONS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tp")
 REPLICA_OPTIONS = ("--data-parallel-size", "-dp", "--dp-size", "--dp")

@@ -274,13 +274,19 @@ def choose_channel(
         return wanted, "asked for"  # type: ignore[return-value]
     if "ipc" in common and (colocated or not on_gpu):
         return "ipc", "the servers are the trainer's own, on this machine"
-    if colocated:
-        return "disk", "NCCL has no groups with two members on one GPU"
-    if on_gpu and "nccl" in common:
+    if on_gpu and not colocated and "nccl" in common:
         return "nccl", "the actor is on GPUs and every server offers it"
-    if not on_gpu and "gloo" in common:
+    if not on_gpu and not colocated and "gloo" in common:
         return "gloo", "the actor is on CPUs and every server offers it"
-    return "disk", f"no NCCL communicator: {unequal}" if unequal else "not every server is started for a broadcast"
+    why = f"no NCCL communicator: {unequal}" if unequal else "not every server is started for a broadcast"
+    if colocated:
+        why = "NCCL has no groups with two members on one GPU"
+    if "disk" not in common:
+        raise UserError(
+            f"rollout.sync.channel = auto: {why}, and over disk an SGLang that drafts with a model reads the policy"
+            " into that model too; docs/engines.md has what the other channels need"
+        )
+    return "disk", why
 
 
 def check_server(url: str, info: ServerInfo, config: Config, architecture: Architecture) -> None:

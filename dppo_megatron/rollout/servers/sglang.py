@@ -57,6 +57,9 @@ _FLUSH = {"flush_cache": True, "torch_empty_cache": False}
 """With every bucket, since nothing is generated from `pause` to `resume`. /flush_cache would also collect garbage (on a
 CPU) or empty the device's allocator, and cannot be asked not to: on a CPU it cost as much as the bytes."""
 
+_TO_POLICY = {"selector": "target"}
+"""With every step of an update: by default (`all`) SGLang gives the tensors to a drafter's model too, which has other
+shapes under the same names. /update_weights_from_disk has no such field (0.5.23)."""
 
 _OWN_NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """What SGLang 0.5.23 sets where the variables are not set (srt/entrypoints/engine.py): assumed of a server that was not
@@ -118,6 +121,7 @@ class SGLangServer:
         root = info.model_path or model.model_path  # the latter may be a snapshot of an earlier run's
         architecture, vocab_size = architecture_of(root)
         single = info.pp_size == self.replicas == 1  # SGLang numbers group members by TP
+        drafts = info.speculative_algorithm not in (None, "NGRAM")  # with a model; see `_TO_POLICY`
         nccl = self.http.find(SGLANG_NCCL_PATH, Nccl, timeout_s=timeout_s) if self._arrays else None
         return ServerInfo(
             engine_version=info.version,
@@ -125,7 +129,7 @@ class SGLangServer:
             max_tokens=_longest(info),
             architecture=architecture or next(iter(model.architectures or ()), None),
             vocab_size=vocab_size,
-            channels=("disk", "gloo", "nccl", "ipc") if single else ("disk",),
+            channels=(*(() if drafts else ("disk",)), *(("gloo", "nccl", "ipc") if single else ())),
             world_size=self.world_size,
             logprobs_are_processed=None,
             max_top_k=info.sampling_mask_max_tokens or 0,
@@ -184,10 +188,10 @@ class SGLangServer:
     def begin_update(self, *, timeout_s: float) -> None:
         """Opens a session; one that an interrupted sync has left open is closed first."""
         try:
-            self.http.do("/begin_weight_update", {}, timeout_s=timeout_s)
+            self.http.do("/begin_weight_update", _TO_POLICY, timeout_s=timeout_s)
         except Refused:
             self.http.do("/end_weight_update", {}, timeout_s=timeout_s)
-            self.http.do("/begin_weight_update", {}, timeout_s=timeout_s)
+            self.http.do("/begin_weight_update", _TO_POLICY, timeout_s=timeout_s)
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
         """See `_FLUSH`. One broadcast of bytes, end to end. The version is given after the last bucket."""
@@ -197,13 +201,14 @@ class SGLangServer:
             "shapes": [list(note.shape) for note in tensors],
             "group_name": self._group,
             "load_format": "flattened_bucket",
+            **_TO_POLICY,
             **_FLUSH,
         }
         self.http.do("/update_weights_from_distributed", body, timeout_s=timeout_s)
 
     def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
         """Handles of the trainer's memory, one pickle a worker."""
-        body = {"serialized_named_tensors": list(offers), **_FLUSH}
+        body = {"serialized_named_tensors": list(offers), **_TO_POLICY, **_FLUSH}
         self.http.do("/update_weights_from_tensor", body, timeout_s=timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
@@ -260,6 +265,8 @@ def _drafting(config: RolloutConfig) -> list[str]:
     return [
         *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", drafter),
         *("--speculative-eagle-topk", "1", "--speculative-num-steps", str(tokens), *verified),
+        # a sleeping server drops all weights, and no sync brings the drafter's
+        *(["--enable-draft-weights-cpu-backup"] if config.servers.colocate else []),
     ]
 
 

@@ -45,6 +45,7 @@ from dppo_megatron.types import UserError
 _IN_ENGINE = Path(__file__).parent / "in_engine"
 MINIMUM_VERSION = "0.32"
 _PAUSE_MODE: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "continue": "keep"}
+_KEPT_ASLEEP = ("--sleep-preserve-parameter-names", "draft.*")
 _WHOLE_PREFILL = ("--no-enable-chunked-prefill",)
 """On a CPU a request with a seed whose prefill is split in two ends vLLM 0.32.0's engine: it rewinds the generator of
 the discarded sample by `set_offset`, which torch has for CUDA only."""
@@ -325,7 +326,9 @@ def _drafting(config: RolloutConfig) -> list[str]:
         **({"num_speculative_tokens_per_batch_size": lengths} if len(lengths) > 1 else {}),
         **own.get(speculation.method, {}),
     }
-    return ["--speculative-config", json.dumps(settings)]
+    # a sleeping server drops all weights, and no sync brings the drafter's
+    kept = speculation.method == "eagle3" and config.servers.colocate
+    return ["--speculative-config", json.dumps(settings), *(_KEPT_ASLEEP if kept else ())]
 
 
 def vllm_environment(cpu: bool, servers: int = 1) -> dict[str, str]:
