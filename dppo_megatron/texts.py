@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TextIO
 
-_LONGEST_ENTRY = 10_000
+LONGEST_ENTRY = 10_000
 _LOGS: list[Callable[[str], object]] = [lambda line: show(line)]
 """The last one takes the lines of `log`. Not a logger: a plug-in that sets up `logging` would silence a run, and not a
 context variable: a new thread has none."""
@@ -45,7 +45,7 @@ def reason(error: BaseException) -> str:
 
 def entry(text: str) -> str:
     """`text` as one entry of a terminal or log."""
-    return shortened(plain(shortened(text, _LONGEST_ENTRY)), _LONGEST_ENTRY).replace("\n", "\n    ")
+    return shortened(plain(shortened(text, LONGEST_ENTRY)), LONGEST_ENTRY).replace("\n", "\n    ")
 
 
 def show(*texts: str, file: TextIO | None = None) -> None:

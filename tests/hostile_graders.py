@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 from dppo_megatron.types import Grade
@@ -19,10 +20,25 @@ def repeats(completion: str, answer: str) -> float:
 
 
 def prints_without_end(completion: str, answer: str) -> float:
-    """A gigabyte, in one piece, in pieces and by a child's mouth."""
+    """A gigabyte, in one piece and in pieces; and some of it past Python's streams, and by a child's mouth."""
     print("x" * 2**30)
     for _ in range(2**10):
         sys.stdout.write("y" * 2**20)
+    for _ in range(2**5):
+        os.write(1, b"z\n" * 2**19)
+    subprocess.run(["head", "-c", str(2**27), "/dev/zero"], check=True)
+    return 1.0
+
+
+def prints_below(completion: str, answer: str) -> float:
+    """Past Python's streams, by a child's mouth, and by that of one that has left the group and goes on for an hour."""
+    text = completion.encode(errors="surrogateescape")
+    os.write(1, b"written: " + text + b"\n")
+    subprocess.run(["printf", "%s", b"a child: " + text.replace(b"\0", b"") + b"\n"], check=True)
+    sys.stderr.buffer.write(b"buffered: " + text + b", and no line end behind it")
+    sys.stderr.flush()
+    if "last" in completion:
+        subprocess.Popen(["sleep", "3600"], start_new_session=True)
     return 1.0
 
 

@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -30,11 +31,13 @@ from support.record import unpacked, write_record
 import dppo_megatron
 from dppo_megatron.evaluation.eval_samples import EvalSample, write_samples
 from dppo_megatron.observe.progress_display import Progress, RunProgress, print_line
+from dppo_megatron.rewards.functions import NamedFunction
 from dppo_megatron.rewards.measures import log_failures
+from dppo_megatron.rewards.pool import Grader
 from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth
 from dppo_megatron.rollout.servers.http import brief, excerpt
 from dppo_megatron.texts import entry, guard_errors, log, logged, one_line, plain, reason, show
-from dppo_megatron.types import Grade, RunAborted, UserError
+from dppo_megatron.types import Grade, GradeTask, RunAborted, UserError
 from dppo_megatron.workbench.accept import record as accept_page
 from dppo_megatron.workbench.accept.bars import STEPS
 from dppo_megatron.workbench.accept.record import Ran, Record
@@ -70,7 +73,6 @@ MAY_PRINT = {
     "workbench/commands/completion.py": "code for a shell, from nothing but our own names",
     "workbench/commands/watch.py": "rich, of texts that went through `one_line`",
     "rollout/servers/in_engine/dppo_probe.py": "JSON in ASCII, for the process that has asked",
-    "rewards/worker.py": "what graders print, made plain",
 }
 _PRINTS = re.compile(r"\bprint\(|(stdout|stderr|_stream)\.write\(|console\.print|\.write\(.*file=|warnings\.warn\(")
 
@@ -272,6 +274,24 @@ def test_what_a_run_of_compare_said(code: int, tmp_path: Path, capsys: pytest.Ca
                 check_end(tmp_path, code, said)
             say(f"stopped: {ended.value}")
             check(capsys.readouterr().err, text)
+
+
+def test_what_graders_print_below_python(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its descriptors and by its children: all of it is shown, as a grader's, and nobody waits for its end."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    function = NamedFunction("", "hostile_graders:prints_below", key="reward.function")
+    grader = Grader([function], processes=1, timeout_s=60.0, memory_mb=0)
+    texts = [*(text.replace("\ud800", "\udcff") for text in HOSTILE), FORGED, f"{FORGED}\n{FORGED}", "last"]
+    began = time.monotonic()
+    grades = grader.grade([GradeTask(text, "1", {}, text) for text in texts])
+    grader.close()
+    assert [grade.reward for grade in grades] == [1.0] * len(texts) and time.monotonic() - began < 600
+    printed = capfd.readouterr()
+    check(printed.err, "a grader's output", 50_000)
+    assert all(line.startswith("grader: ") for line in printed.err.splitlines()), printed.err
+    for way in ("written: ", "a child: ", "buffered: "):
+        assert printed.err.count(f"{way}it said ") == printed.err.count(f"{way}last") * len(HOSTILE) == len(HOSTILE)
+    assert printed.err.count(FORGED) == 3 * (len(HOSTILE) + 3) and "\\x1b[2J" in printed.err
 
 
 @pytest.mark.slow

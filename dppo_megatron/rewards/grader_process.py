@@ -29,12 +29,18 @@ from dppo_megatron.rewards.messages import (
     board_file,
     map_board,
 )
+from dppo_megatron.texts import LONGEST_ENTRY, entry, show
 
 _READ_BYTES = 1 << 16
 """What a pipe holds on Linux by default."""
 _READS = 256  # of 64 KiB: at most 16 MiB in one look
 _REQUEST_BYTES = 1 << 18
 """That the pipe of requests is to hold: most chunks whole, so that the trainer need not wait until half is read."""
+_LONGEST_LINE = 4 * LONGEST_ENTRY + 400
+"""Bytes that are kept of a printed line, in UTF-8 more than are shown."""
+_MOST_SHOWN = 64 << 20
+"""Characters that a process may print, of which a line takes this many beside its own: it costs some microseconds."""
+_LINE_COSTS = 64
 _DECODER = msgspec.msgpack.Decoder(Message)
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -46,6 +52,9 @@ class NoAnswers(Exception):
 class GraderProcess:
     """One process. Samples are called by their positions in all that it was given. Only `kill` may be called from
     another thread than the one that made it, with which the process ends.
+
+    What it and its own children print, by whatever means, comes through a pipe and is shown line by line as a grader's,
+    at the latest with the next messages or at its end.
 
     Raises:
         OSError: the machine has no room for it.
@@ -62,6 +71,7 @@ class GraderProcess:
                 variables=threads | {"CUDA_VISIBLE_DEVICES": ""},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 bufsize=0,
                 pass_fds=(board.fileno(),),
                 start_new_session=True,  # so that what a grader started ends with it
@@ -74,9 +84,9 @@ class GraderProcess:
                 "board": board.fileno(),
                 "parent": os.getpid(),
             }
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._requests, self._answers = self._process.stdin, self._process.stdout
-        for pipe in (self._requests, self._answers):
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._requests, self._answers, self._output = self._process.stdin, self._process.stdout, self._process.stderr
+        for pipe in (self._requests, self._answers, self._output):
             os.set_blocking(pipe.fileno(), False)
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or the user's share of such memory is used up
             fcntl.fcntl(self._requests, fcntl.F_SETPIPE_SZ, _REQUEST_BYTES)
@@ -85,6 +95,10 @@ class GraderProcess:
         to be had."""
         self._received = FrameBuffer()
         self._outgoing = memoryview(framed(pickle.dumps(setup)))
+        self._line, self._left = b"", _MOST_SHOWN
+        """Of what it prints: the line that has not ended, and how many characters more are shown."""
+        self._prints = True
+        """Somebody holds the other end of that pipe."""
         self.given = 0
         """Samples so far."""
 
@@ -104,6 +118,8 @@ class GraderProcess:
         self._write()
         poll = select.poll()
         poll.register(self._answers, select.POLLIN)
+        if self._prints:
+            poll.register(self._output, select.POLLIN)
         if self._death is not None:
             poll.register(self._death, select.POLLIN)
         if self._outgoing:
@@ -111,6 +127,7 @@ class GraderProcess:
         if not poll.poll(max(0, math.ceil(1e3 * (until_s - time.monotonic())))):
             return []
         self._write()
+        self._show_output()  # first: what it said before it answered
         messages, ended = self._read()
         if not messages and not ended and self._process.poll() is not None:
             messages, _ = self._read()  # asked before this: what it wrote is then all there
@@ -138,6 +155,26 @@ class GraderProcess:
         except (OSError, msgspec.MsgspecError) as error:
             raise NoAnswers(str(error)) from None
         return messages, data == b""
+
+    def _show_output(self) -> None:
+        """Show what is in the pipe of its output; no end is waited for, as what it has started may write on. Beyond the
+        limit it is read for nothing: no grading should fail because its text is not shown."""
+        data = self._output.read(_READ_BYTES)
+        self._prints = data != b""
+        if data and self._left > 0:
+            *lines, self._line = (self._line + data).split(b"\n")
+            self._line = self._line[:_LONGEST_LINE]
+            self._show_lines(lines)
+
+    def _show_lines(self, lines: Sequence[bytes]) -> None:
+        if not lines or self._left <= 0:
+            return
+        texts = [entry(f"grader: {line[:_LONGEST_LINE].decode(errors='backslashreplace')}") for line in lines]
+        self._left -= sum(len(text) + _LINE_COSTS for text in texts)
+        if self._left <= 0:
+            texts.append("grader: (no more is shown of what this process prints)")
+        with contextlib.suppress(OSError, ValueError):  # nobody reads the trainer's stderr any more
+            show(*texts, file=sys.stderr)
 
     @property
     def pid(self) -> int:
@@ -171,6 +208,9 @@ class GraderProcess:
         code = self._process.poll()
         self.kill()
         self._process.wait()
+        self._show_output()
+        self._show_lines([self._line] if self._line else [])
+        self._line = b""
         if code is None:
             return ""
         if code == CANNOT_ANSWER:
@@ -179,7 +219,7 @@ class GraderProcess:
 
     def close(self) -> None:
         """Close its files. Of a process that has ended, or is another one's: copied by a fork."""
-        for pipe in (self._requests, self._answers):
+        for pipe in (self._requests, self._answers, self._output):
             with contextlib.suppress(OSError):
                 pipe.close()
         if self._death is not None:

@@ -3,10 +3,10 @@
 A plain program, neither a fork nor multiprocessing: a fork would copy held locks of torch and of the process group, and
 spawning would import the trainer's main module again. It imports the grader's module and nothing of torch.
 
-Whatever a grader does must cost its own sample only. Its output goes to the trainer's stderr, its stdin is empty, and
-a child that it forks and forgets does not continue as a second grader. Memory is limited by
-RLIMIT_DATA and not by RLIMIT_AS: it counts what can be written, where the address space also counts what is only
-reserved (64 MiB for each thread's malloc, more for BLAS), so that a limit in it would fail graders by the number of the
+Whatever a grader does must cost its own sample only. Its output goes to the trainer, which shows it; its stdin is empty,
+and a child that it forks and forgets does not continue as a second grader. Memory is limited by RLIMIT_DATA and not by
+RLIMIT_AS: it counts what can be written, where the address space also counts what is only reserved (64 MiB for each
+thread's malloc, more for BLAS), so that a limit in it would fail graders by the number of the
 machine's cores. What runs out of it is a MemoryError that Python reports; a limit is set beyond what the process has
 when the grader is imported.
 """
@@ -46,7 +46,7 @@ from dppo_megatron.rewards.messages import (
     NoStart,
     map_board,
 )
-from dppo_megatron.texts import entry
+from dppo_megatron.texts import LONGEST_ENTRY, shortened
 
 _FLUSH_NS = 5_000_000
 """Answers wait about 5 ms for others to go with: writing them and waking the trainer costs a hundredth of that."""
@@ -222,19 +222,15 @@ def _take_over_streams() -> tuple[IO[bytes], IO[bytes]]:
 
 
 class _Printed(io.TextIOWrapper):
-    """What graders print, for the trainer's terminal or log: nothing that a terminal obeys, and not without end."""
-
-    left = 64 << 20  # characters, over the life of the process
+    """What graders print by Python's means: gigabytes need neither be encoded nor go through the pipe."""
 
     def write(self, text: str) -> int:
-        kept = entry(text.removesuffix("\n")[: max(0, self.left)]) + "\n" * text.endswith("\n")
-        self.left -= len(kept)
-        super().write(kept if self.left > 0 or not kept else f"{kept}\n(no more is shown of what this grader prints)\n")
+        super().write(shortened(text, LONGEST_ENTRY))
         return len(text)
 
 
 def _open_streams() -> None:
-    """Nothing to read, and the trainer's stderr to print to; where that has been closed, nothing either."""
+    """Nothing to read, and the pipe of output to print to; where that has been closed, nothing either."""
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     for file in (1, 2):
