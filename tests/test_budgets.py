@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +22,7 @@ from dppo_megatron.config.data import TrainSetConfig
 from dppo_megatron.config.resolved_sets import check_data, train_set_configs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data import templates
-from dppo_megatron.data.rows import read_file
+from dppo_megatron.data.rows import read_file, read_rows
 from dppo_megatron.data.sets import ProblemSet, load_set, stop_token_ids
 from dppo_megatron.data.templates import check_template
 from dppo_megatron.rewards.functions import NamedFunction
@@ -118,12 +119,37 @@ def test_a_gzip_file_that_unpacks_to_a_thousand_times_its_size(name: str, fillin
         list(read_file(str(tmp_path / name)))
 
 
+@pytest.mark.parametrize(
+    ("rows", "length", "dictionary", "folder"),
+    [
+        (300_000, 100_000, False, ""),
+        (300_000, 100_000, True, ""),
+        (300_000, 100_000, False, "set/"),
+        (100, 50_000_000, False, ""),
+        (4096, 2_000_000, False, ""),
+    ],
+)
+def test_a_table_that_repeats_one_string(rows: int, length: int, dictionary: bool, folder: str, tmp_path: Path) -> None:
+    """A file of a kilobyte is rows of gigabytes: many, long, or in one batch more than a column may have; also where
+    Arrow reads the column as a dictionary, and where the `datasets` library reads the file."""
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), ["x" * length])
+    table = pyarrow.table({"problem": column, "answer": column})
+    (tmp_path / folder).mkdir(exist_ok=True)
+    path = tmp_path / folder / "train.parquet"
+    pyarrow.parquet.write_table(table, path, compression="zstd", store_schema=dictionary)
+    assert path.stat().st_size < 10_000
+    with within_limit(), pytest.raises(UserError, match=r"300 times its size; if it may|\[0\]: 256 rows .* than 1 GiB"):
+        sum(1 for _ in read_rows(str(path.parent if folder else path), "", "train" if folder else ""))
+
+
 def test_text_that_is_repeated_is_no_bomb(tmp_path: Path) -> None:
     """The same long instruction in each of 10,000 rows: 30 MB in 0.4."""
     rows = [{"problem": "You are careful. " * 180 + f"What is {n} + {n * n}?", "answer": str(n)} for n in range(10_000)]
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     assert sum(1 for _ in read_file(str(tmp_path / "a.jsonl.gz"))) == 10_000
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", compression="zstd")
+    assert sum(1 for _ in read_file(str(tmp_path / "a.parquet"))) == 10_000
 
 
 @pytest.mark.parametrize("piece", ["x", "1 + ", "数"])

@@ -14,8 +14,10 @@ import gzip
 import json
 import os
 import re
+import resource
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,11 +34,15 @@ _LONGEST_LINE = 64 * 2**20
 """Bytes of a line. A problem has thousands; a longer line means that this is another kind of file."""
 _MOST_UNPACKED = 300
 """Times its size that a gzip file may unpack to: rows have 3 to 75, nothing but zeros 230 to 1,030."""
+_MOST_REPEATED = 2**28
+"""Bytes that a table may hold in any case: one long system prompt in each of 10,000 rows takes a few in its file."""
+_MOST_GROWN = 2**30
+"""Bytes that reading a few hundred rows may take."""
 _MOST_BLANK = 1_000_000
 _NAME = re.compile(r"(?P<name>(?:[\w.-]+/)?[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _OLDEST = 4
 """Version of `datasets`: since then a repository's own script is never run."""
-_ROWS_AT_A_TIME = 1000
+_ROWS_AT_A_TIME = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +210,53 @@ def _parquet(path: str) -> Iterator[Row]:
             names = file.schema_arrow.names
             if len(set(names)) < len(names):
                 raise UserError(f"{path}: two columns have one name; it has: {listed(names)}")
-            number = 0
-            for batch in file.iter_batches(batch_size=4096):
-                yield from table_rows(pyarrow.Table.from_batches([batch]), path, number)
-                number += len(batch)
+            batches = file.iter_batches(batch_size=_ROWS_AT_A_TIME, use_threads=False)
+            yield from _rows_of_tables(map(pyarrow.Table.from_batches, ([batch] for batch in batches)), path)
     except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError, TypeError, KeyError) as error:
         raise UserError(f"{path}: damaged or unreadable Parquet file: {reason(error)}") from None
+
+
+def _rows_of_tables(tables: Iterator[Any], path: str) -> Iterator[Row]:
+    """The rows of a file or directory `path` in tables of a few hundred, so that one string that a kilobyte repeats a
+    million times takes neither the machine's memory nor a minute."""
+    number, held = 0, 0
+    files = [file for file in Path(path).rglob("*") if file.is_file()] if Path(path).is_dir() else [Path(path)]
+    size = sum(file.stat().st_size for file in files if file.is_file())  # of a set of the hub 0
+    while True:
+        try:
+            with growing_at_most(_MOST_GROWN):
+                if (table := next(tables, None)) is None:
+                    return
+                held += sum(map(_unpacked_bytes, table.itercolumns()))
+                rows = list(table_rows(table, path, number))
+        except MemoryError:
+            raise UserError(
+                f"{path}[{number}]: {_ROWS_AT_A_TIME} rows from here on take more than {_MOST_GROWN >> 30} GiB of"
+                " memory; a problem has thousands of bytes: this is another kind of file, or is damaged"
+            ) from None
+        if size:
+            _check_held(held, max(_MOST_REPEATED, _MOST_UNPACKED * size), path)
+        yield from rows
+        number += len(rows)
+
+
+def _unpacked_bytes(column: Any) -> int:
+    """Of a dictionary's codes, what they stand for."""
+    chunks = (chunk.dictionary_decode() if hasattr(chunk, "dictionary") else chunk for chunk in column.chunks)
+    return sum(chunk.nbytes for chunk in chunks)
+
+
+@contextmanager
+def growing_at_most(most: int) -> Iterator[None]:
+    """In the block this process may take so many bytes of memory more than it has; then it is a MemoryError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        most += int(file.read().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (most if soft < 0 else min(most, soft), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 _READERS: dict[str, Callable[[str], Iterator[Row]]] = {
@@ -228,8 +275,15 @@ def _open(path: str) -> IO[bytes]:
 
 def _check_unpacked(file: IO[bytes], path: str, size: int) -> None:
     """Raise UserError for a gzip file that unpacks to hundreds of times its size."""
-    if file.tell() > max(2**23, _MOST_UNPACKED * size):
-        raise UserError(f"{path}: unpacks to more than {_MOST_UNPACKED} times its size; unpack it yourself if it may")
+    _check_held(file.tell(), max(2**23, _MOST_UNPACKED * size), path)
+
+
+def _check_held(held: int, most: int, path: str) -> None:
+    if held > most:
+        raise UserError(
+            f"{path}: unpacks to more than {_MOST_UNPACKED} times its size; if it may, unpack it yourself (a table:"
+            " write it as .jsonl)"
+        )
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
@@ -331,9 +385,9 @@ def _arrow_rows(split: Any, origin: str) -> Iterator[Row]:
     """Arrow tables, whatever format the set was saved with."""
     number = 0
     try:
-        for table in split.with_format("arrow").iter(_ROWS_AT_A_TIME):
-            yield from table_rows(table, origin, number)
-            number += len(table)
+        for row in _rows_of_tables(iter(split.with_format("arrow").iter(_ROWS_AT_A_TIME)), origin):
+            yield row
+            number += 1
     except UserError:
         raise
     except Exception as error:

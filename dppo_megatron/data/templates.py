@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-import resource
 import signal
 import warnings
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from dppo_megatron.config.resolved_sets import ResolvedSet, Template
 from dppo_megatron.data.fields import Messages, section_of
+from dppo_megatron.data.rows import growing_at_most
 from dppo_megatron.texts import reason
 from dppo_megatron.types import UserError
 
@@ -176,18 +176,14 @@ def _filled_in(chat: Messages, template: Template, tokenizer: PreTrainedTokenize
     def stop(*_: object) -> NoReturn:
         raise TimeoutError(f"it has computed for {_TEMPLATE_CPU_S:g} s")
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    with open("/proc/self/statm", encoding="ascii") as file:
-        most = int(file.read().split()[5]) * resource.getpagesize() + _TEMPLATE_BYTES
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_CPU_S)
     try:
-        resource.setrlimit(resource.RLIMIT_DATA, (most if soft < 0 else min(most, soft), hard))
         extra = template.chat_template_kwargs
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks, **extra))
+        with growing_at_most(_TEMPLATE_BYTES):
+            return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks, **extra))
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
         signal.signal(signal.SIGVTALRM, before)
 
 

@@ -3,12 +3,12 @@
 A plain program, neither a fork nor multiprocessing: a fork would copy held locks of torch and of the process group, and
 spawning would import the trainer's main module again. It imports the grader's module and nothing of torch.
 
-Whatever a grader does must cost its own sample only. Its output goes to the trainer, which shows it; its stdin is empty,
-and a child that it forks and forgets does not continue as a second grader. Memory is limited by RLIMIT_DATA and not by
-RLIMIT_AS: it counts what can be written, where the address space also counts what is only reserved (64 MiB for each
-thread's malloc, more for BLAS), so that a limit in it would fail graders by the number of the
-machine's cores. What runs out of it is a MemoryError that Python reports; a limit is set beyond what the process has
-when the grader is imported.
+Whatever a grader does must cost its own sample only. Its output goes to the trainer, which shows it; its stdin is
+empty, and a child that it forks and forgets does not continue as a second grader. Memory is limited by RLIMIT_DATA and
+not by RLIMIT_AS: it counts what can be written, where the address space also counts what is only reserved (64 MiB for
+each thread's malloc, more for BLAS), so that a limit in it would fail graders by the number of the machine's cores.
+What runs out of it is a MemoryError that Python reports; a limit is set beyond what the process has when the grader is
+imported.
 """
 
 from __future__ import annotations
