@@ -203,6 +203,25 @@ def test_broken_trace_is_named(still: Path, tmp_path: Path) -> None:
         read_trace(str(torn))
 
 
+@pytest.mark.parametrize("lost", [0, 1], ids=["no prompt", "no completion"])
+def test_a_trace_without_outcomes_is_refused(
+    still: Path, tmp_path: Path, lost: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps of which nothing was generated say nothing of lengths or seconds."""
+    head, *steps = (still / "trace.jsonl").read_text().splitlines()
+    rows = [json.loads(step) for step in steps]
+    size = len(rows[0]["lengths"][0])
+    for row in rows:
+        zeros = [[0] * size] * lost
+        row |= {"prompts": row["prompts"][:lost], "kept": [], "lengths": zeros, "logit_grad_norm": zeros}
+        row["rewards"] = [[None] * size] * lost
+    empty = tmp_path / "trace.jsonl"
+    empty.write_text("\n".join([head, *map(json.dumps, rows)]))
+    for command in (["simulate", str(empty)], ["plan", "h100/qwen3_8b_8gpus_dppo", "--trace", str(empty)]):
+        assert main(command) == 2
+        assert "trace.jsonl': holds no outcomes" in capsys.readouterr().err
+
+
 def _begin_trace(path: Path, header: dict[str, Any]) -> int:
     """With one step of one group; returns the bytes of the header."""
     row = {"step": 1, "prompts": [0], "kept": [0], "seconds": dict.fromkeys(("rollout", "update", "other"), 1)}

@@ -150,9 +150,7 @@ def simulate(
         capacity: what a step's micro-batches hold, for `fill_slack`; None: nothing is filled.
         order: of the prompts; None: the recorded run's.
     """
-    settings = selection_settings(with_method(trace.config, method))
-    selector = Selector(settings, trace.num_prompts, order, capacity, trace.set_sizes, trace.features)
-    selector.skip_to(trace.steps[0].step)  # a bounded trace has lost the first ones
+    selector = _selector(trace, method, capacity, order)
     outcomes, labels, rows = _NearestRollouts(trace), {"exact"}, []
     accounts: list[tuple[StepVariance, float, bool]] = []
     # of each step with a gradient: its account, the full batch's sum s^2, and whether prompts could be skipped
@@ -201,6 +199,28 @@ def simulate(
         without_gradient=idle_tokens / max(nominal_tokens, 1.0),
         prompt_effect=(effect.realised, effect.error, effect.uniform) if effect else None,
     )
+
+
+def unpruned_lengths(trace: Trace) -> IntArray:
+    """Tokens of completions, [steps, prompts, G], that the recorded run would have generated without pruning.
+
+    Those that it did generate are of the prompts that were not skipped, and of refills: neither as many nor as long.
+    """
+    selector, outcomes, lengths = _selector(trace, "grpo"), _NearestRollouts(trace), []
+    for traced in _shown(trace, "grpo"):
+        rollouts = outcomes.of(selector.begin(traced.step).prompt_index, traced.step)
+        selector.finish(rollouts, traced.step)
+        selector.feedback(StepCost(traced.step, 0.0, 0.0, 0.0))
+        lengths.append(rollouts.lengths)
+    return np.stack(lengths)
+
+
+def _selector(trace: Trace, method: str, capacity: StepCapacity | None = None, order: Order | None = None) -> Selector:
+    """The trainer's, before the first step that is left of the trace: a bounded one has lost those before."""
+    settings = selection_settings(with_method(trace.config, method))
+    selector = Selector(settings, trace.num_prompts, order, capacity, trace.set_sizes, trace.features)
+    selector.skip_to(trace.steps[0].step)
+    return selector
 
 
 def _shown(trace: Trace, method: str) -> Iterator[TracedStep]:

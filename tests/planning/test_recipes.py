@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.job import REPOSITORY, write_job_files
 from support.job import settings as job_settings
 from support.true_shapes import GLM, LARGEST, LONG, MODELS, write_config, write_empty_model
 
 from dppo_megatron.config import load_config
+from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
+from dppo_megatron.pruning.interface import StepCost
+from dppo_megatron.pruning.policies import METHODS, with_method
+from dppo_megatron.selection import Rollouts, Selector
+from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.planning import timing
+from dppo_megatron.workbench.planning.plan import make_plan
+from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
+from dppo_megatron.workbench.planning.timing import speeds_for
+from dppo_megatron.workbench.runs.trace import Trace, TracedStep
 
 RECIPES = sorted((REPOSITORY / "configs" / "h100").glob("*gpus_*.yaml"))
 PARTS = re.compile(r"(\w+)_(\d+)gpus_(grpo|dppo)")
@@ -339,6 +351,69 @@ def test_advice_can_be_followed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "cpu_offload" not in capsys.readouterr().err
     assert main(["plan", *settings, "--methods", "grpo", "actor.optimizer.cpu_offload=1"]) == 2
     assert "the host's state is float32" in capsys.readouterr().err
+
+
+SITE = Site(8, 8, 80 * GIB, CHIPS["h100"].peak_flops, 1900 * GIB, bandwidth=CHIPS["h100"].bandwidth)
+
+
+def _small_job(tmp_path: Path) -> tuple[Config, Architecture]:
+    model = write_config(tmp_path, "qwen3_8b")
+    recipe = str(REPOSITORY / "configs" / "h100" / "qwen3_8b_8gpus_dppo.yaml")
+    config = load_config(recipe, [f"model.hf_path={model}"], purpose="plan", writes_run=False)
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt, config.steps = 8, 4, 40
+    return config, read_architecture(model)
+
+
+def _recorded(config: Config, method: str) -> Trace:
+    """Of a run by `method` over 16 prompts, of which a third is never solved and has completions ten times as long, so
+    that what is skipped differs from what is generated. One step generates nothing."""
+    config = with_method(config, method)
+    settings, prompts, size = selection_settings(config), 16, config.rollout.completions_per_prompt
+    selector = Selector(settings, prompts, None, None, None, None)
+    solved = np.arange(prompts * size).reshape(prompts, size) % 2 * (np.arange(prompts) % 3 > 0)[:, None]
+    lengths = np.where(solved.any(axis=1, keepdims=True), 40, 400) + np.arange(size)
+    norms, steps = np.sqrt(lengths), []
+    for step in range(1, config.steps + 1):
+        at = selector.begin(step).prompt_index
+        while (more := selector.refill(solved[at].astype(np.float64), step)) is not None:
+            at = np.concatenate([at, more.prompt_index])
+        rollouts = Rollouts(solved[at].astype(np.float64), lengths[at], norms[at])
+        kept = selector.finish(rollouts, step).kept
+        selector.feedback(StepCost(step, 1.0, 1.0, 0.0))
+        steps.append(TracedStep(step, at, rollouts, kept, {"rollout": 1.0, "update": 1.0, "other": 0.0}))
+    nothing = Rollouts(*(np.zeros((0, size), dtype) for dtype in (np.float64, np.int64, np.float64)))
+    steps[7] = replace(steps[7], prompt_index=steps[7].prompt_index[:0], rollouts=nothing, kept=steps[7].kept[:0])
+    return Trace(config, prompts, None, None, steps)
+
+
+def test_a_trace_of_any_method_is_planned_alike(tmp_path: Path) -> None:
+    """What a run skipped is missing in its trace: seconds without pruning are GRPO's in the table, and completions as
+    long, whichever method was recorded."""
+    config, architecture = _small_job(tmp_path)
+    lengths, recorded = {}, []
+    for method in METHODS:
+        trace = _recorded(config, method)
+        recorded.append(sum(step.rollouts.lengths.sum() for step in trace.steps))
+        speeds = speeds_for(architecture, decode=None if method == "dppo" else 300.0)  # the roofline too
+        plan = make_plan(config, architecture, SITE, speeds, methods=["grpo"], trace=trace)
+        assert plan.timing is not None
+        assert plan.predictions[0].step_s == pytest.approx(plan.timing.step_s, rel=0.02), method
+        lengths[method] = plan.lengths.completion
+    assert min(recorded) < 0.8 * recorded[0]
+    assert lengths == pytest.approx(dict.fromkeys(METHODS, lengths["grpo"]), rel=0.05)
+
+
+def test_a_trace_is_replayed_under_the_config_s_pruning(tmp_path: Path) -> None:
+    """And the recorded run's is left as it is; a group size factor is not replayed."""
+    config, architecture = _small_job(tmp_path)
+    trace, generated = _recorded(config, "grpo"), []
+    before = copy.deepcopy(trace.config)
+    speeds = speeds_for(architecture, decode=300.0)
+    for rate, factor in ((0.1, 1.0), (0.6, 1.0), (0.6, 2.0)):
+        config.pruning.prompt.rate, config.pruning.prompt.group_size_factor = rate, factor
+        plan = make_plan(config, architecture, SITE, speeds, methods=["dppo"], trace=trace)
+        generated.append(plan.predictions[0].completions_generated)
+    assert generated[1] < 0.75 * generated[0] and generated[2] == generated[1] and trace.config == before
 
 
 # ------------------------------------------------------------------------------------------------ --dry-run

@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--methods", default=",".join(METHODS), metavar="A,B,...", help="pruning methods (default: all)"
     )
-    parser.add_argument("--trace", metavar="FILE", help="trace.jsonl of a run, whose outcomes are replayed")
+    parser.add_argument("--trace", metavar="FILE", help="trace.jsonl of a run, replayed under CONFIG's pruning")
     parser.add_argument("--json", metavar="FILE", help="also write every figure here")
     parser.add_argument("--dry-run", action="store_true", help="load and check all that a run loads before it starts")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts
-from dppo_megatron.types import UserError
+from dppo_megatron.types import IntArray, UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.workbench.planning.advice import SettingAdvice, advise
 from dppo_megatron.workbench.planning.generation import ROOFLINE, SPREAD, Lengths, capped
@@ -30,7 +30,7 @@ from dppo_megatron.workbench.planning.shares import active_parameters, trained_p
 from dppo_megatron.workbench.planning.site import CONTEXT_BYTES, ENGINE_WORK_BYTES, GIB, SLEEPING_BYTES, Site
 from dppo_megatron.workbench.planning.timing import SOURCES, Speeds, Timing, plan_timing, speeds_for
 from dppo_megatron.workbench.runs.trace import Trace, TracedStep
-from dppo_megatron.workbench.simulate import Prediction, StepTimeModel, like_for_like, simulate
+from dppo_megatron.workbench.simulate import Prediction, StepTimeModel, like_for_like, simulate, unpruned_lengths
 
 _PROMPT_TOKENS = 150
 """Of a problem of mathematics in a chat template. An assumption."""
@@ -123,13 +123,36 @@ def make_plan(
         completion_tokens: mean length; None: half of the longest allowed, or the trace's.
         prompt_tokens: likewise; None: 150, or the longest allowed if that is less.
         methods: pruning methods to compare, the first one the measure; empty: none.
-        trace: a recorded run whose outcomes are replayed.
+        trace: a recorded run whose outcomes are replayed, under `config`'s pruning.
 
     Raises:
         UserError: the layout does not fit the model or the number of GPUs, or a mean is above the longest allowed.
     """
     check_world_size(config, site.gpus)
     architecture.check_layout(config.actor)
+    trace = None if trace is None else _pruned_as(config, trace)
+    recorded = None if trace is None else unpruned_lengths(trace)
+    lengths = _lengths(config, completion_tokens, prompt_tokens, recorded)
+    memory = plan_memory(config, architecture, site, lengths.sequence)
+    timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)
+    smaller, faster = advise(config, architecture, site, lengths, speeds, timing)
+    predictions = []
+    if methods and timing:
+        replayed = made_up_trace(config, lengths) if trace is None else trace
+        predictions = predict(timing, replayed, unpruned_lengths(replayed) if recorded is None else recorded, methods)
+    return Plan(
+        *(architecture, site, lengths, memory, timing, speeds),
+        predictions=tuple(predictions),
+        advice=tuple(smaller),
+        faster=tuple(faster),
+        has_trace=trace is not None,
+    )
+
+
+def _lengths(
+    config: Config, completion_tokens: float | None, prompt_tokens: float | None, recorded: IntArray | None
+) -> Lengths:
+    """`recorded`: a run's `unpruned_lengths`. The others and what is raised: see `make_plan`."""
     limit, longest_prompt = config.rollout.sampling.max_completion_tokens, longest_prompt_tokens(config)
     for option, given, key, most in (
         ("completion", completion_tokens, "rollout.sampling.max_completion_tokens", limit),
@@ -138,24 +161,20 @@ def make_plan(
         if given is not None and given > most:
             raise UserError(f"--{option}-tokens {given:g}: no mean can be above {key} = {most}")
     if completion_tokens is None:
-        recorded = [step.rollouts.lengths.mean() for step in trace.steps] if trace else [limit / 2]
-        completion_tokens = min(float(sum(recorded) / len(recorded)), limit)
+        completion_tokens = limit / 2 if recorded is None else min(float(recorded.mean()), limit)
     prompt_tokens = min(_PROMPT_TOKENS, longest_prompt) if prompt_tokens is None else prompt_tokens
-    lengths = Lengths.assumed(prompt_tokens, completion_tokens, limit, config.rollout.completions_per_prompt)
-    if trace:
-        drawn = capped(np.concatenate([step.rollouts.lengths for step in trace.steps]), completion_tokens, limit)
-        lengths = Lengths(prompt_tokens, completion_tokens, drawn)
-    memory = plan_memory(config, architecture, site, lengths.sequence)
-    timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)
-    smaller, faster = advise(config, architecture, site, lengths, speeds, timing)
-    predictions = predict(config, timing, lengths, methods, trace) if methods and timing else []
-    return Plan(
-        *(architecture, site, lengths, memory, timing, speeds),
-        predictions=tuple(predictions),
-        advice=tuple(smaller),
-        faster=tuple(faster),
-        has_trace=trace is not None,
-    )
+    if recorded is None:
+        return Lengths.assumed(prompt_tokens, completion_tokens, limit, config.rollout.completions_per_prompt)
+    shape = np.maximum(recorded.reshape(-1, recorded.shape[-1]), 1)  # of a lost completion there is no length
+    return Lengths(prompt_tokens, completion_tokens, capped(shape, completion_tokens, limit))
+
+
+def _pruned_as(config: Config, trace: Trace) -> Trace:
+    """The trace of a run that had `config`'s settings of pruning; a replay has groups of one size."""
+    settings = copy.deepcopy(trace.config)
+    settings.pruning = copy.deepcopy(config.pruning)
+    settings.pruning.prompt.group_size_factor = 1.0
+    return replace(trace, config=settings)
 
 
 def lines(plan: Plan, name: str) -> list[str]:
@@ -261,13 +280,9 @@ _PROMPTS = 64
 """Of a replayed step: enough for the averages, and a large batch would only take longer."""
 
 
-def predict(
-    config: Config, timing: Timing, lengths: Lengths, methods: list[str], trace: Trace | None
-) -> list[Prediction]:
-    """Each method's prediction, seconds on the machines of the plan."""
-    if trace is None:
-        trace = made_up_trace(config, lengths)
-    tokens = float(np.mean([step.rollouts.lengths.sum() for step in trace.steps]))
+def predict(timing: Timing, trace: Trace, unpruned: IntArray, methods: list[str]) -> list[Prediction]:
+    """Each method's prediction, seconds on the machines of the plan; `unpruned`: the trace's `unpruned_lengths`."""
+    tokens = float(unpruned.sum()) / len(unpruned)
     seconds, scale = timing.seconds, tokens / timing.tokens_generated
     # a replayed step has fewer tokens than a real one: each counts as 1 / `scale` of them
     update_s = seconds["log-probs"] + seconds["update"]

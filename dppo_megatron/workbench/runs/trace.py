@@ -82,7 +82,7 @@ def read_trace(path: str) -> Trace:
                 steps.append(_step(row, head.num_prompts, group_size, steps[-1].step if steps else 0))
             except ValueError as error:
                 raise UserError(f"{path}:{number}: {error}") from None
-    if not any(len(step.prompt_index) for step in steps):
+    if not any(step.rollouts.lengths.any() for step in steps):
         raise UserError(f"trace '{path}': holds no {'outcomes' if steps else 'steps'}")
     return Trace(config, head.num_prompts, head.set_sizes, _features(head, path), steps, head.ranks)
 
