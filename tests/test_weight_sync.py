@@ -521,6 +521,30 @@ def test_each_rank_hands_its_buffer_to_the_server_beside_it(running: Running) ->
     assert offers == offers_of_other == 2 * num_buckets
 
 
+def _without_files(config: RolloutConfig) -> str:
+    """What stops the sync on this rank. Both have to give the server what it is to map."""
+    server = Told("a")
+
+    def pause(in_flight: str, *, timeout_s: float) -> None:
+        raise RunAborted("the trainer cannot open a connection: Too many open files")
+
+    server.pause = pause  # type: ignore[method-assign]
+    fleet = Fleet([cast(Any, server)], config) if dist.get_rank() == 0 else None
+    channel = SharedMemoryChannel(fleet, {"a": (0, 1)}, vllm_offer, BUCKET, 60)
+    sync = WeightSync(config, channel, fleet)
+    with pytest.raises(RunAborted) as stopped:
+        sync.to(lambda: _weights(1))
+    return str(stopped.value)
+
+
+def test_what_stops_rank_zero_before_the_stream_stops_all() -> None:
+    """Others would wait in the exchange of offers, which it does not enter."""
+    assert (
+        run_ranks(_without_files, 2, _config(), timeout_s=60)
+        == ["the trainer cannot open a connection: Too many open files"] * 2
+    )
+
+
 def test_ranks_are_found_by_their_devices() -> None:
     """By UUID whatever the numbers; a worker on a GPU without a rank has none; ranks of a CPU take turns."""
     ranks = [RankDevice(0, frozenset(names)) for names in (("GPU-a", "0"), ("GPU-b", "1"))]

@@ -185,7 +185,7 @@ class WeightSync:
         self.stage, self._reached_s = stage, now
 
     def _pass_to_the_end(self, weights: Weights) -> Exception | None:
-        """One pass, and what went wrong in it: every rank walks the stream to its end first."""
+        """One pass, and on rank 0 what went wrong in it. Every rank walks the stream to its end, or none begins."""
         members: list[Member] = []
         problem: Exception | None = None
         digests = Digests() if self._proves and self._is_zero else None
@@ -199,10 +199,15 @@ class WeightSync:
             except Exception as error:
                 problem = error
 
+        def is_ready() -> bool:
+            attempt(lambda: self._prepare(members))
+            return problem is None
+
         # no rank asks for the stream before it has room: an actor may bring its weights back to the device for it
         from_rank_zero(lambda: attempt(lambda: members.extend(self._make_room())))
         stream = iter(weights())
-        from_rank_zero(lambda: attempt(lambda: self._prepare(members)))
+        if not from_rank_zero(is_ready):
+            return problem
         if not self._is_zero:
             self._channel.take_part(stream)
         attempt(lambda: self._send(digests.tee(stream) if digests else stream, members))
