@@ -30,6 +30,7 @@ from dppo_megatron.convert import megatron_to_hf
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.adapter_files import write_adapter
 from dppo_megatron.weights.architecture import PROJECTIONS, read_architecture
+from dppo_megatron.weights.pipeline import LAYOUT
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +71,8 @@ CASES = [
     ("qwen3", Parallel(pp=2)),
     ("qwen3", Parallel(tp=2, pp=2, vpp=2, recompute=True)),
     ("qwen3", Parallel(cp=2, dp=2, distributed_optimizer=True)),
-    ("qwen3", Parallel(pp=4, uneven=(("pipeline_model_parallel_layout", "E|ttt|t|L"),), distributed_optimizer=True)),
+    ("qwen3", Parallel(pp=4, uneven=((LAYOUT, "Et|tt|t|L"),))),
+    ("qwen3", Parallel(pp=2, uneven=((LAYOUT, "Et|tttL"),), distributed_optimizer=True)),
     ("qwen2", ONE),
     ("qwen2", Parallel(tp=2, distributed_optimizer=True)),
     ("qwen2", Parallel(pp=2, distributed_optimizer=True)),  # frozen tied embeddings on both stages
@@ -368,6 +370,7 @@ def _resumed(path: Path, parallel: Parallel, lora: LoraConfig, directory: Path) 
 
 
 MOVES = [
+    ("qwen3", Parallel(pp=4, uneven=((LAYOUT, "Et|tt|t|L"),)), Parallel(pp=2)),  # the last trains nothing
     ("qwen3", Parallel(tp=2, pp=2, distributed_optimizer=True), Parallel(distributed_optimizer=True)),
     ("qwen2", Parallel(distributed_optimizer=True), Parallel(tp=2, distributed_optimizer=True)),
     (

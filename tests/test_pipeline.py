@@ -31,6 +31,7 @@ from dppo_megatron.algorithms.objectives import clipped_surrogate, supervised
 from dppo_megatron.config import changes
 from dppo_megatron.config.schema import UNEVEN_STAGES, ActorConfig, LayoutConfig
 from dppo_megatron.types import UserError
+from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.pipeline import (
     EMBEDDING,
     FIRST,
@@ -223,6 +224,26 @@ def test_what_cannot_be_is_a_sentence(actor: ActorConfig, said: str) -> None:
     """With the setting, the model's layers and what would be right."""
     with pytest.raises(UserError, match=re.escape(said)):
         split_layers(7, actor)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("expert_parallel", [1, 2])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_stage_of_which_nothing_could_be_saved_is_refused(
+    tmp_path: Path, rank: int, expert_parallel: int, distributed: bool
+) -> None:
+    """E or L alone hold no adapter, and no expert where experts have an optimizer of their own; `test_lora.py` resumes
+    with L alone, without the distributed one."""
+    architecture = read_architecture(write_config(tmp_path, "qwen3_30b_a3b", num_hidden_layers=4))
+    for layout, empty in (("E|ttttL", 0), ("Etttt|L", 1), ("Et|tttL", None), ("E|tt|t|tL", None), ("Ett|t|t|L", None)):
+        actor = _actor(2, 1 + ("|t" in layout and layout.count("|") > 1), **{LAYOUT: layout})
+        actor.lora.rank, actor.layout.expert_parallel = rank, expert_parallel
+        actor.optimizer.distributed = distributed
+        if (empty == 0 or (empty == 1 and distributed)) and (rank or expert_parallel > 1):
+            with pytest.raises(UserError, match=f"stage {empty} would have no layer, and so no .*; give the stage a"):
+                architecture.check_layout(actor)
+        else:
+            architecture.check_layout(actor)
 
 
 def test_a_run_resumes_at_another_division() -> None:

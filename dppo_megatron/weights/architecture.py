@@ -46,7 +46,7 @@ from dppo_megatron.weights.layer_parts import (
     read_gemma,
     read_latent,
 )
-from dppo_megatron.weights.pipeline import Stages, split_layers
+from dppo_megatron.weights.pipeline import Stages, check_optimizers, split_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +182,10 @@ class Architecture:
                 raise UserError(f"{where}: the model's {what} {size} does not divide by it")
         if self.latent is not None and "mla_up_proj" in actor.recompute_modules:
             raise UserError("actor.recompute_modules = mla_up_proj: attention here is recomputed by core_attn alone")
-        self._check_stages(split_layers(self.num_layers, actor))
+        stages = split_layers(self.num_layers, actor)
+        self._check_stages(stages)
         self._check_experts(layout)
+        check_optimizers(stages, actor)
 
     def check_servers(self, rollout: RolloutConfig) -> None:
         """Raise `UserError` unless a server's workers get whole heads; both engines copy key-value heads."""

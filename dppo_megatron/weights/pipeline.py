@@ -57,6 +57,21 @@ def split_layers(num_layers: int, actor: ActorConfig) -> Stages:
     return _by_ends(num_layers, stages, chunks, given)
 
 
+def check_optimizers(stages: Stages, actor: ActorConfig) -> None:
+    """Refuse a stage without layers where one of Megatron's optimizers would hold nothing there, if that cannot be
+    saved: the distributed one asserts that torch's Adam has made a step (0.16, `state_dict`); the other takes the step
+    of all stages from the first."""
+    layout, held = actor.layout, list(map(sum, stages))
+    why = "no adapter (actor.lora)" if actor.lora.rank else ""
+    if layout.expert_parallel > 1:  # experts then have an optimizer of their own
+        why = why or f"no expert (actor.layout.expert_parallel = {layout.expert_parallel})"
+    if why and 0 in (held if actor.optimizer.distributed else held[:1]):
+        raise UserError(
+            f"actor.layout.pipeline_parallel = {len(stages)}: stage {held.index(0)} would have no layer, and so {why};"
+            " Megatron could not save its optimizer or load it again; give the stage a layer"
+        )
+
+
 def uneven_hint(num_layers: int, parts: int) -> str:
     """An uneven split that there is, as the end of a sentence; empty if there are more parts than layers."""
     layers, more = divmod(num_layers, parts)
