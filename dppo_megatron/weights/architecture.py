@@ -325,9 +325,11 @@ def _family(raw: Mapping[str, Any], path: Path) -> str:
             f" as {GEMMA3}"
         )
     if names[0] not in MODEL_TYPES:
+        more = ", and what model.provider describes (docs/extending.md)"
+        if names[0].startswith(("Qwen3Next", "Qwen3_5")):  # no rows describe linear attention
+            more = "; docs/scope.md has what is missing for it"
         raise UserError(
-            f"{path}: architecture {plain(names[0])} is not supported; supported: {', '.join(SUPPORTED)}, and what"
-            " model.provider describes (docs/extending.md)"
+            f"{path}: architecture {plain(names[0])} is not supported; supported: {', '.join(SUPPORTED)}{more}"
         )
     model_type = MODEL_TYPES[names[0]]
     if raw.get("model_type") != model_type:
