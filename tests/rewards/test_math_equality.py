@@ -19,6 +19,16 @@ from dppo_megatron.rewards.math.parse import parse
 from tests.support.cases import Choose
 
 Tree = tuple  # ("x",), ("7", 7), ("+", a, b), ("abs", a), ...
+AT_ZERO = {
+    "power": "0^{{{}}}",
+    "rounded power": "(\\cos\\frac{{\\pi}}{{2}})^{{{}}}",
+    "no factors": "\\prod_{{k=1}}^{{{}}} 0",
+    "step": "\\lfloor\\frac{{1}}{{1 + {}}}\\rfloor",
+    "hidden step": "\\sum_{{k=1}}^{{1}}\\lfloor\\frac{{k}}{{1 + {}}}\\rfloor",
+    "small step": "\\lfloor 2^{{-{}}}\\rfloor",
+    "bump": "e^{{-100 {}}}",
+}
+"""Spellings of what is 1 where a square is 0, and 0 or nearly so elsewhere."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +48,8 @@ def value(tree: Tree, at: dict[str, Fraction]) -> Fraction:
         return at[tree[1]]
     parts = [value(part, at) for part in tree[1:]]
     one = parts[0]
+    if kind in AT_ZERO and not one:
+        return Fraction(1)
     return {
         "+": lambda: one + parts[1],
         "-": lambda: one - parts[1],
@@ -62,6 +74,7 @@ def latex(tree: Tree) -> str:
         return str(tree[1])
     parts = [latex(part) for part in tree[1:]]
     return {
+        **AT_ZERO,
         "+": "({} + {})",
         "-": "({} - {})",
         "*": "({} \\cdot {})",
@@ -181,6 +194,25 @@ def test_different_functions_are_never_found_equal(cases: Choose) -> None:
     assert tried and not accepted, f"{len(accepted)}: {accepted[:5]}"
 
 
+def test_functions_that_differ_at_one_point_are_never_found_equal(cases: Choose) -> None:
+    """However the 1 at that point is spelled: no draw of points would meet it."""
+    accepted, tried = [], set()
+    for seed in cases("expressions that differ at a point", 500):
+        drawn = random.Random(seed)
+        names = drawn.choice(["x", "x", "n", "n", "ab"])
+        at = {name: a_number(drawn) for name in names}
+        one, kind = a_tree(drawn, drawn.randrange(3), names), drawn.choice(sorted(AT_ZERO))
+        squares = [("2", ("-", ("s", name), ("n", value))) for name, value in at.items()]
+        apart = ("+", *squares) if len(squares) > 1 else squares[0]
+        two = ("+", rewritten(one, drawn), (kind, apart))
+        point = {name: Fraction(value) for name, value in at.items()}
+        assert value(two, point) == value(one, point) + 1
+        tried.add(kind)
+        if same(read(one), read(two)):
+            accepted.append((seed, latex(one), latex(two)))
+    assert tried and not accepted, f"{len(accepted)}: {accepted[:5]}"
+
+
 def test_rewritten_functions_are_found_equal(cases: Choose) -> None:
     """At least 99.5 % of them; none is found different."""
     chosen, unknown, different = cases("equal expressions", 500), [], []
@@ -250,6 +282,28 @@ def test_rewritten_functions_are_found_equal(cases: Choose) -> None:
         ("x^4y^2+|z|", "|x^4y^2+|z||", 1),
         ("x^3+1", "|x^3+1|", 0),
         ("x^2-|y|", "|x^2-|y||", 0),
+        ("n^2", "n^2+0^{(n-7)^2}", 0),
+        ("2n", "2n+0^{n^2-14n+49}", 0),
+        ("x^2", "x^2+(x-x)^{(x-7)^2}", 0),
+        ("x^2", "x^2+\\ln(1+(\\sin\\pi)^{(x-7)^2})", 0),
+        ("x^2", "x^2+\\sum_{k=1}^{2}0^{|x-k|}", 0),
+        ("5-x", "\\sum_{k=1}^{1}|x-5|", 0),
+        ("n^2", "n^2+\\prod_{k=1}^{|n-50|}0", 0),
+        ("n^2", "n^2+\\lfloor\\frac{1}{1+(n-2^6)^2}\\rfloor", 0),
+        ("n^2", "n^2+\\lfloor\\frac{1}{1+(n-4!)^2}\\rfloor", 0),
+        ("n^2", "n^2+\\lfloor(n/2)^5\\rfloor-\\lfloor\\frac{n^5-1}{32}\\rfloor", 0),
+        ("\\gcd(n,(1+1)^8)", "\\gcd(n,(1+1)^7)", 0),
+        ("1", "\\gcd(n^7+1,(n+1)^7+1)", 0),
+        ("n", "n+\\sum_{k=0}^{16}i^{4kn/17}", 0),
+        ("n", "n+\\cos^{40000}(\\frac{\\pi n}{13})", 0),
+        ("\\sin x", "\\sin x+\\frac{1}{\\cosh(40(x-7))^3}", 0),
+        ("\\sin 1", "\\sin 1+e^{-200}", 0),
+        ("\\lfloor (n+1)^2/4 \\rfloor", "\\frac{2n^2+4n+1-(-1)^n}{8}", 1),
+        ("\\gcd(n,6)", "\\gcd(6,n)", 1),
+        ("\\lfloor n^2/4 \\rfloor", "\\sum_{k=1}^{n} \\lfloor k/2 \\rfloor", 1),
+        ("\\cosh x", "\\frac{e^x+e^{-x}}{2}", 1),
+        ("e^{-200}\\ln 2", "\\frac{\\ln 2}{e^{200}}", 1),
+        ("x^x", "e^{x \\ln x}", 1),
     ],
 )
 def test_steps_and_sums(gold: str, answer: str, reward: float) -> None:

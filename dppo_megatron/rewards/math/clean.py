@@ -21,8 +21,7 @@ from dppo_megatron.rewards.math.patterns import regex
 _SIGNS = r"""
 √ \sqrt ∛ \sqrt[3] ∜ \sqrt[4] π \pi ∞ \infty ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ≈ \approx ∪ \cup ∩ \cap ∈ \in ± \pm ∓ \mp
 ∅ \emptyset ℝ \mathbb{R} ℤ \mathbb{Z} ° ^\degree º ^\degree ∠ \angle ∖ \setminus … \ldots ∀ \forall
-∑ \sum ∏ \prod ∫ \int ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil
-≡ \equiv △ \triangle ⟨ ( ⟩ ) ″ ''
+∑ \sum ∏ \prod ∫ \int ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil ≡ \equiv △ \triangle ⟨ ( ⟩ ) ″ ''
 """.split()  # noqa: SIM905
 _SPELLED = {
     **dict.fromkeys("\u2212\u2013\u2014\u2012\ufe63\u2010\u2011", "-"),
@@ -56,18 +55,10 @@ _SPELLINGS = {
     "\\le ": "leqslant leqq leq",
     "\\ge ": "geqslant geqq geq",
     "\\ne ": "neq",
-    "<": "lt",
-    ">": "gt",
-    "=": "eq",
     " * ": "times cdot ast cdotp",
-    "/": "div",
-    "%": "percent",
     "|": "lvert rvert vert mid",
     "\\{": "lbrace",
     "\\}": "rbrace",
-    "[": "lbrack",
-    "]": "rbrack",
-    ":": "colon",
     "\\emptyset ": "varnothing empty",
     "\\cup ": "sqcup cupdot bigcup",
     "\\setminus ": "backslash",
@@ -78,16 +69,15 @@ _SPELLINGS = {
     "\\overline ": "vec hat widehat tilde bar overrightarrow overleftarrow",
     " i": "imath",
     " T": "top",
-    "(": "langle",
-    ")": "rangle",
 }
 _MACROS = {name: spelling for spelling, names in _SPELLINGS.items() for name in names.split()}
+_ONE_SIGN = "lt gt eq div percent lbrack rbrack colon langle rangle"
+_MACROS |= zip(_ONE_SIGN.split(), "<>=/%[]:()", strict=True)
 _MACROS |= {f"var{name}": f"\\{name} " for name in ("epsilon", "theta", "phi", "rho", "pi", "sigma", "kappa")}
 _MACRO = regex(r"\\([A-Za-z]+)")
 # \text read as a tab and ext, \frac as a form feed and rac
 _READ_ESCAPE = regex(r"[\t\x0c\x08](?=ext|imes|heta|frac|rac|box|oxed|eta|egin|inom)")
-# on its way through JSON, say
-_ESCAPED_TWICE = regex(
+_ESCAPED_TWICE = regex(  # on its way through JSON, say
     r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|pi|text|left|right|cdot|times|infty|circ|boxed|sin|cos|tan|log|ln|pm|leq?|geq?"
     r"|neq?|in|infty|cup|mathbb|theta|alpha)\b|(?:[dtc]?frac|sqrt|cdot|times)[\d{])"
 )

@@ -100,7 +100,8 @@ def _points(names: Sequence[str]) -> Iterator[dict[str, Fraction]]:
 
 def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit) -> bool | None:
     """Equal for whole numbers: runs of small ones, large ones, and a whole period of what repeats."""
-    if len(names) > 3:
+    sums = [part for node in walk(("+", gold, other)) if node[0] == "big" for part in walk(node)]
+    if len(names) > 3 or ("c", "i") in sums or ("c", "pi") in sums:  # a sum of 17 cosines is 0 but at every 17th n
         return None
     numbers = drawn(f"whole {names}")
     points = [dict.fromkeys(names, Fraction(both)) for both in range(1, 13)]
@@ -109,14 +110,24 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
     points += [{name: Fraction(-numbers.randrange(1, bound)) for name in names} for bound in (30, 10**4, 10**9)]
     periodic = {node for node in walk(("+", gold, other)) if node[0] == "f" and node[1] in _PERIODIC and symbols(node)}
     if periodic:  # gcd(n, 1009) - 1 is 0 at nearly every point
-        inside = [part[1] for node in periodic for part in walk(node) if part[0] == "n" and part[1]]
-        period = math.prod(abs(number.numerator) * number.denominator for number in inside)
-        if len(names) > 1 or period > _MAX_PERIOD:
+        parts = [part for node in periodic for part in walk(node)]
+        period = math.prod(abs(part[1].numerator) * part[1].denominator for part in parts if part[0] == "n" and part[1])
+        if len(names) > 1 or period > _MAX_PERIOD or not all(map(_has_period, parts)):
             return None
         far = numbers.randrange(10**12)
         points += [{names[0]: Fraction(start + whole)} for start in (12, far) for whole in range(1, period + 1)]
     outcomes = _outcomes(gold, other, points, work)
     return outcomes[-1] not in _DIFFERENT and (outcomes.count("equal") >= 4 * _ENOUGH or None)
+
+
+def _has_period(node: Node) -> bool:
+    """Whether the numbers in it tell the period, if they do in its parts: floor(1 / (1 + n^2)) is 0 but at a point."""
+    others = [part for part in node[2:] if part[0] != "n"]
+    if node[0] == "^":  # of (n/2)^5 it is 32
+        return not others and all(part[0] in "s+-*^" or (part[0] == "n" and part[1] % 1 == 0) for part in walk(node))
+    if node[0] == "f":
+        return node[1] in _PERIODIC and len(others) == 1 and (node[1] != "mod" or others[0] == node[2])
+    return node[0] in "ns+-*" or (node[0] == "/" and not others)
 
 
 def _outcomes(gold: Node, other: Node, points: Iterable[Point], work: WorkLimit) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from dppo_megatron.rewards.math.answers import Node
+from dppo_megatron.rewards.math.answers import Node, symbols
 
 Point = Mapping[str, Fraction]
 """Values of variables."""
@@ -27,6 +27,7 @@ WORK = 20_000
 """Operations of one grading: about 30 ms."""
 
 _TRANSCENDENTAL = frozenset(["sin", "cos", "tan", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan"])
+_GROWING = frozenset(["exp", "sinh", "cosh", "tanh"])
 _OF_WHOLES = frozenset(["factorial", "factorial2", "binom", "gcd", "lcm", "mod"])
 
 
@@ -120,7 +121,7 @@ class Evaluation:
         if kind in ("+", "*", "/"):
             return self._operation(kind, self.of(node[1]), self.of(node[2]))
         if kind == "^":
-            return self._power(node[1], self.of(node[2]))
+            return self._power(node[1], node[2])
         if kind == "c":
             if node[1] == "inf":
                 raise Undefined("infinite")
@@ -154,10 +155,17 @@ class Evaluation:
             self.work.spend(bits // (4096 if value.denominator == 1 else 256))
         return value
 
-    def _power(self, base: Node, power: Any) -> Any:
-        if base != ("c", "e"):
-            return self._raised(self.of(base), power)
-        return Fraction(1) if power == 0 else self._exp(self.lift(power))
+    def _power(self, base: Node, exponent: Node) -> Any:
+        power, value = self.of(exponent), self.of(base)
+        if base == ("c", "e"):
+            return Fraction(1) if power == 0 else self._exp(self.lift(power))
+        if self._is_nothing(value) and symbols(exponent):  # 0^{(x-7)^2} is 0 at every point but one
+            raise TooBig("0 to a power that may be 0")
+        return self._raised(value, power)
+
+    def _is_nothing(self, value: Any) -> bool:
+        """Whether it is 0, or may be but for rounding."""
+        return not value or (not isinstance(value, Fraction) and abs(value) <= self.tiny)
 
     def _raised(self, base: Any, power: Any) -> Any:
         """Real for odd roots of real numbers."""
@@ -168,7 +176,9 @@ class Evaluation:
             if power.denominator == 1 and base:
                 if abs(power) > _MAX_BITS:
                     raise TooBig
-                return base ** int(power)
+                result = base ** int(power)
+                self.bits = max(self.bits, 0 if self._is_nothing(base) else abs(self._arithmetic.mag(result)))
+                return result
             if power.denominator % 2 and not base.imag and base.real < 0:
                 root = self._raised(-base.real, power)
                 return -root if power.numerator % 2 else root
@@ -204,6 +214,8 @@ class Evaluation:
     def _called(self, name: str, value: Any) -> Any:
         """A function of mpmath, without an imaginary part that is nothing."""
         self.work.spend(self._cost)
+        if name in _GROWING:  # a sum needs the digits of e^{-4900} to be told from one without it
+            self.bits = max(self.bits, 2 * int(abs(value.real)))
         result = getattr(self._arithmetic, name)(value)
         return result if result.imag else result.real
 
@@ -220,9 +232,8 @@ class Evaluation:
             return self._transcendental(name, self.lift(values[0]))
         if not fractions:
             raise Discrete(name)
-        self.work.spend(
-            sum(value.numerator.bit_length() + value.denominator.bit_length() for value in values) ** 2 >> 21
-        )
+        bits = sum(value.numerator.bit_length() + value.denominator.bit_length() for value in values)
+        self.work.spend(bits**2 >> 21)
         if name == "mod":
             return values[0] % values[1]
         if name == "binom" and values[0].denominator != 1 and values[1] in range(100):
@@ -279,6 +290,8 @@ class Evaluation:
             self.values = {**outside, name: Fraction(index)}
             result = self._operation("+" if kind == "sum" else "*", result, self.of(body))
         self.values = outside
+        if first <= last and self._is_nothing(result) and symbols(low) | symbols(high):  # \prod_{k=1}^{(n-7)^2} 0
+            raise TooBig("0 but for no terms, maybe")
         return result
 
 

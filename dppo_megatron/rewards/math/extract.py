@@ -66,8 +66,7 @@ _PROSE = regex(r"(?<=[A-Za-z$])\s+(?:in|of|on|from|that|which)\s+[A-Za-z].*", re
 _LAST_NAME = regex(r"(?<![\w^}])[A-Za-z](?=[\s$&]*\Z)")
 _WORDS = regex(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _SENTENCE_BEGIN = regex(r"(?<=[.?!])[\s$]+(?=[A-Z\\$])|\n\s*\n")
-# a condition, a task or a doubt: the equation is then not what the text comes to
-_NOT_A_RESULT = regex(
+_NOT_A_RESULT = regex(  # a condition, a task or a doubt: the equation is then not what the text comes to
     r"\b(?:if|let|suppose|assume|assuming|given|where|when|whether|unless|until|for|find|solve|evaluate|compute"
     r"|calculate|determine|simplify|express|prove|show|what|how|such that|not|cannot|never|no|wrong|maybe|perhaps|guess"
     r"|try|check|consider|need|want|would|could|should|might|may|reject|exclude|contradicts?|except|without|claims?|asks?)"

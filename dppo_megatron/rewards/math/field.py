@@ -15,7 +15,7 @@ import os
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from dppo_megatron.rewards.math.answers import Node, symbols, walk
+from dppo_megatron.rewards.math.answers import Node, substituted, symbols, walk
 from dppo_megatron.rewards.math.evaluate import TooBig, Undefined, WorkLimit, rational
 
 if TYPE_CHECKING:
@@ -63,8 +63,9 @@ def proved_equal(gold: Node, other: Node, work: WorkLimit) -> bool | None:
 
 def steps(node: Node) -> set[str]:
     """Which functions change their branch somewhere; the root of a square is an absolute value."""
-    if node[0] == "big":
-        return set()  # defined for whole numbers only
+    if node[0] == "big":  # its letter is as free as its bounds are
+        _, _, name, low, high, body = node
+        return steps(low) | steps(high) | steps(substituted(body, {name: ("+", low, high)}))
     found: set[str] = set().union(*(steps(part) for part in node[1:] if isinstance(part, tuple)))
     if node[0] == "f" and node[1] in ("abs", "floor", "max", "mod") and symbols(node):
         found.add(node[1])

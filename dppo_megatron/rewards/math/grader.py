@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 _MAX_BOXES = 8
 """Of which each is compared by itself."""
-# spaces that part no two words or numbers
-_GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")
+_GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")  # spaces that part no two words or numbers
 _UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 _GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
 _CURRENCIES = {
@@ -48,8 +47,7 @@ _OPPOSITES += ",rational irrational,acute obtuse right"
 _WHO = regex(r"\b(?:who|whom|whose|which)\b", re.IGNORECASE)
 _NEUTRAL = {"the", "a", "an", "any", "all", "only"}
 _CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
-# as NuminaMath has them: \textbf{(C)}\ 15
-_CHOICE_WITH_VALUE = regex(
+_CHOICE_WITH_VALUE = regex(  # as NuminaMath has them: \textbf{(C)}\ 15
     r"\(?([A-J])\s*(?:\)\s*(?:[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*\d)(?!.*\([A-J]\)).*"
 )
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
@@ -151,10 +149,8 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
         return answer
     if count == 1 and for_decimal and re.fullmatch(r"-?\d+,\d+", text, re.ASCII):
         return _read(text.replace(",", "."))[0] or answer
-    for spelled in (
-        re.sub(r",(?!0\d)", ", ", text),
-        _GROUPED.sub(lambda number: number.group().replace(",", ""), text),
-    ):
+    grouped = _GROUPED.sub(lambda number: number.group().replace(",", ""), text)
+    for spelled in (re.sub(r",(?!0\d)", ", ", text), grouped):
         read = _read(spelled)[0] if _GROUPED.search(text) else None
         if read is not None and _count(read) == count:
             return read

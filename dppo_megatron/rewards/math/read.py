@@ -40,8 +40,7 @@ _WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\
 _GLUED_TAIL = regex(r"(?<=[\d}])(?P<unit>[A-Za-z]+(?:\^\s*\{?\s*[23]\s*\}?)?)$")
 _LABEL = regex(r"(?:\\text\{\s*)?([A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)", re.DOTALL)
 _WORD = regex("[A-Z][a-z]+")
-# ]1, 2[ is (1, 2)
-_FRENCH = regex(
+_FRENCH = regex(  # ]1, 2[ is (1, 2)
     r"(\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)\s*([\[\]])([^\[\]()]{1,200}[,;][^\[\]()]{1,200})([\[\]])"
 )
 
@@ -55,11 +54,7 @@ _NAME = regex(
     r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
     r"|(?:\\overline\{)?[A-Z]{2,4}\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
 )
-
-
 _OVER = regex(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
-
-
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
 _TERM = regex(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
 

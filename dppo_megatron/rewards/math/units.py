@@ -159,9 +159,8 @@ def read_unit(words: str) -> Unit | None:
 def _changes(word: str) -> bool:
     """Whether it is a number in words, also in the plural and as a part, or of those that change one."""
     stem = word.removesuffix("s")
-    return word in _CHANGES_MEANING or (
-        word != "zeros" and not _NUMBERS.isdisjoint((word, stem, stem.removesuffix("th")))
-    )
+    is_number = word != "zeros" and not _NUMBERS.isdisjoint((word, stem, stem.removesuffix("th")))
+    return is_number or word in _CHANGES_MEANING
 
 
 def compatible(gold: Unit, other: Unit) -> bool:
