@@ -381,6 +381,44 @@ def test_no_argument_changes_address_code_or_key(cases: Choose) -> None:
         assert not any(part and part in str(refused.value) for part in [given[0].partition("=")[2], *given[1:]])
 
 
+CODE_IN_VALUES = [
+    ["--distributed-executor-backend", "my.Class"],
+    ["--distributed_executor_backend=my.Class"],
+    ["--compilation-config", '{"backend": "m.f"}'],
+    ["--compilation-config", '{"backend": "m\\u002ef"}'],
+    ["--compilation-config.backend=m.f"],
+    ["-cc", '{"inductor_passes": {"a": "m.f"}}'],
+    ["-cc.backend", "my-module.f"],
+    ["-cc.inductor_passes.a=m.f"],
+    ["--structured-outputs-config", '{"reasoning_parser_plugin": "/tmp/x"}'],
+    ["--structured-outputs-config.reasoning_parser_plugin=x"],
+    ["-sc", '{"method": "custom_class", "model": "m.Proposer"}'],
+    ["--spec-model", "m.Proposer"],
+]
+NO_CODE_IN_VALUES = [
+    *(["--distributed-executor-backend", one] for one in ("mp", "ray", "uni", "external_launcher")),
+    [
+        "--compilation-config",
+        '{"backend": "inductor", "splitting_ops": ["vllm::unified_attention"], "cache_dir": "/a.b/c"}',
+    ],
+    ["-cc", '{"cudagraph_mode": "FULL_AND_PIECEWISE", "custom_ops": ["none", "+rms_norm"], "pass_config": {"x": 0.5}}'],
+    ["-cc.cudagraph_mode=NONE", "--compilation-config.max_cudagraph_capture_size", "256"],
+    ["--structured-outputs-config", '{"backend": "xgrammar"}'],
+    ["--spec-model", "Qwen/Qwen2.5-0.5B", "--spec-tokens", "2"],
+    ["--watermark", "0.05", "--load-format", "dummy", "--chat-template", "/a/b.jinja"],
+]
+
+
+def test_values_that_name_code_are_refused() -> None:
+    """Of options that are the user's otherwise, for executors, compilers and plug-ins that are imported by name."""
+    for given in CODE_IN_VALUES:
+        with pytest.raises(UserError, match=r"rollout\.servers\.args has --?.*runs code") as refused:
+            check_rollout(_with_arguments(["--seed", "7", *given, "--enforce-eager"]))
+        assert given[-1].rpartition("=")[2] not in str(refused.value)
+    for given in NO_CODE_IN_VALUES:
+        check_rollout(_with_arguments(given))
+
+
 def _with_arguments(arguments: list[str]) -> Any:
     return rollout_config({"engine": "vllm", "servers.launch": "local", "servers.args": arguments})
 
@@ -416,7 +454,8 @@ def test_vllm_reads_what_passes_as_harmless(cases: Choose) -> None:
     names = ["host", "port", "uds", "root_path", "grpc_port", "api_key", "ssl_keyfile", "ssl_certfile"]
     names += ["middleware", "model", "served_model_name", "worker_extension_cls", "worker_cls", "trust_remote_code"]
     names += ["weight_transfer_config", "hf_token", "headless", "nnodes", "node_rank", "master_addr", "scheduler_cls"]
-
+    names += ["ec_manager_config", "kv_events_config", "kv_transfer_config", "tool_server", "tool_parser_plugin"]
+    names += ["data_parallel_rpc_port", "data_parallel_supervisor_port", "data_parallel_address", "master_port", "grpc"]
     vllm = subprocess.Popen([PYTHON["vllm"], "-c", _PARSED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert vllm.stdout is not None
     options = json.loads(next(line for line in vllm.stdout if line.startswith("[")))
@@ -425,7 +464,7 @@ def test_vllm_reads_what_passes_as_harmless(cases: Choose) -> None:
         rng = np.random.default_rng(case)
         option = options[rng.integers(len(options))]
         short = option[: rng.integers(3, len(option) + 1)] if option.startswith("--") else option
-        value = str(rng.choice(["1", "x", '{"backend": "x"}', "0.5", "auto"]))
+        value = str(rng.choice(["1", "x", '{"backend": "x"}', "0.5", "auto", "my.Class"]))
         spelled = short.replace("-", "_") if rng.random() < 0.2 else short
         spelled = "--" + spelled[2:] if option.startswith("--") else spelled
         arguments = [[spelled, value], [f"{spelled}={value}"], [spelled], [f"{spelled}.part={value}"]][rng.integers(4)]

@@ -23,6 +23,7 @@ from dppo_megatron.config.server_args import (
     STAGE_OPTIONS,
     check_engine_names,
     check_gpus,
+    importing_option,
     named_option,
 )
 from dppo_megatron.types import UserError
@@ -334,7 +335,7 @@ def _check_keys(config: RolloutConfig) -> None:
             "rollout.servers.args holds a key, which would stand in config.yaml and in the list of processes;"
             f" put it into the environment variable {name} (rollout.servers.api_key_env)"
         )
-    if option := named_option(config.servers.args, CODE_OPTIONS):
+    if option := named_option(config.servers.args, CODE_OPTIONS) or importing_option(config.servers.args):
         raise UserError(
             f"rollout.servers.args has {option}, which runs code that this trainer does not know in the server; it"
             " never runs the Python files of a model either: leave it out"

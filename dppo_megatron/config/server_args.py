@@ -12,12 +12,14 @@ from typing import Literal
 
 from dppo_megatron.types import UserError
 
-KEY_OPTIONS = ("--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password")
+KEY_OPTIONS = ("--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password", "--watermark-config")
 CODE_OPTIONS = (
     *("--trust-remote-code", "--middleware", "--worker-cls", "--worker-extension-cls", "--scheduler-cls"),
     *("--tool-parser-plugin", "--reasoning-parser-plugin", "--io-processor-plugin", "--logits-processors"),
     *("--model-class-overrides", "--kv-transfer-config", "--ec-transfer-config", "--custom-weight-loader"),
-    *("--enable-custom-logit-processor", "--forward-hooks"),
+    *("--enable-custom-logit-processor", "--forward-hooks", "--ec-manager-config", "--log-config-file"),
+    *("--logging-config", "--tool-server", "--sidecar", "--sidecar-args", "--unified-cache-external-linker-config"),
+    *("--hicache-storage-backend-extra-config", "--lmcache-config-file", "--flexkv-config-file"),
 )
 OWN_OPTIONS = (
     *("--host", "--port", "--uds", "--config", "--root-path", "--fastapi-root-path", "--grpc-port"),
@@ -25,7 +27,20 @@ OWN_OPTIONS = (
     *("--enable-ssl-refresh", "--enable-http2", "--headless", "--nnodes", "-n", "--node-rank", "-r", "--master-addr"),
     *("--master-port", "--dist-init-addr", "--nccl-init-addr", "--data-parallel-address", "-dpa", "--model"),
     *("--model-path", "--served-model-name", "--weight-transfer-config", "--tokenizer-worker-num"),
+    *("--data-parallel-rpc-port", "-dpp", "--data-parallel-supervisor-port", "--kv-events-config", "--nccl-port"),
+    *("--gated-launch-port", "--disaggregation-bootstrap-port", "--encoder-bootstrap-port", "--encoder-urls"),
+    *("--encoder-register-urls", "--engine-info-bootstrap-port", "--load-publish-endpoint", "--weight-cache-socket"),
+    *("--decoupled-spec-bind-endpoint", "--decoupled-spec-connect-endpoints", "--smg-grpc-mode"),
+    *("--smg-http-sidecar-port", "--grpc-http-sidecar-port", "--forward-pass-metrics-ipc-name"),
+    *("--modelexpress-config", "--remote-instance-weight-loader-seed-instance-ip", "--decrypted-config-file"),
+    *("--remote-instance-weight-loader-seed-instance-service-port", "--decrypted-draft-config-file"),
+    "--remote-instance-weight-loader-send-weights-group-ports",
 )
+_EXECUTORS = ("mp", "ray", "uni", "external_launcher")
+_MAY_IMPORT = (
+    *("--compilation-config", "-cc", "--structured-outputs-config", "--speculative-config", "-sc", "--spec-model"),
+)
+"""Options of vLLM that are the user's unless something in their value is to be imported."""
 DRAFT_OPTIONS = (
     *("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens", "--speculative-algorithm"),
     *("--speculative-adaptive-config", "--speculative-draft-model-path", "--speculative-num-steps"),
@@ -40,7 +55,7 @@ _SIZES = {"tensor": _TENSOR_OPTIONS, "replicas": REPLICA_OPTIONS, "stages": STAG
 QUANTIZATION_OPTIONS = ("--quantization", "-q", "--hf-overrides", "--json-model-override-args")
 _OTHER_SPLITS = {"--enable-dp-attention", "--data-parallel-size-local", "--prefill-context-parallel-size", "-pcp"}
 """With these a server's GPUs are not the product of the three sizes."""
-_NOT_SHORT = ("--reasoning-parser", "--tokenizer")
+_NOT_SHORT = ("--reasoning-parser", "--tokenizer", "--watermark")
 """Other options, whose names begin as one of those above does."""
 _COUNTERPARTS = (
     ("--gpu-memory-utilization", "--mem-fraction-static"),
@@ -125,13 +140,34 @@ def named_option(arguments: Sequence[str], options: Sequence[str]) -> str:
     Example: "--api_key=x" and "--api-k" both mean --api-key.
     """
 
-    def is_meant(option: str, name: str) -> bool:
-        if not name.startswith("--"):
-            return option[1] != "-" and name.startswith(option)  # the value may follow at once: -n2
-        return name == option or (len(name) > 2 and name not in _NOT_SHORT and option.startswith(name))
-
     names = _names(arguments)
-    return next((option for option in options if any(is_meant(option, name) for name in names)), "")
+    return next((option for option in options if any(_is_meant(option, name) for name in names)), "")
+
+
+def importing_option(arguments: Sequence[str]) -> str:
+    """The first option that is refused for what its value names: a class or function of a module, or a plug-in."""
+    for name, argument, behind in zip(_names(arguments), arguments, [*arguments, ""][1:], strict=True):
+        value = argument.partition("=")[2] or behind
+        if _is_meant("--distributed-executor-backend", name) and value not in _EXECUTORS:
+            return "--distributed-executor-backend"
+        option = next((option for option in _MAY_IMPORT if _is_meant(option, name)), "")
+        if option and ("plugin" in argument + value or any(map(_is_importable, re.split(_JSON_MARKS, value)))):
+            return option
+    return ""
+
+
+_JSON_MARKS = r"""[\s"'{}\[\],=]+|:"""
+
+
+def _is_importable(word: str) -> bool:
+    """Whether it is neither a number nor a path: `package.name`; or something that JSON has escaped."""
+    return "\\" in word or ("." in word and "/" not in word and not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", word))
+
+
+def _is_meant(option: str, name: str) -> bool:
+    if not name.startswith("--"):
+        return option[1] != "-" and name.startswith(option)  # the value may follow at once: -n2
+    return name == option or (len(name) > 2 and name not in _NOT_SHORT and option.startswith(name))
 
 
 def _names(arguments: Sequence[str]) -> list[str]:
