@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,16 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import Choose
 from support.job import REPOSITORY, job_config, read_metrics
 from support.launch import run_ranks
 
+from dppo_megatron.config.checks import check_values
 from dppo_megatron.config.data import EvalSetConfig
-from dppo_megatron.config.load import read_config
+from dppo_megatron.config.load import read_config, save_config
 from dppo_megatron.config.reward import SetRewardConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.evaluation.eval_samples import read_samples, scores_of
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
@@ -275,6 +281,63 @@ def test_a_set_of_the_run_by_its_name(trained: Path, tmp_path: Path, monkeypatch
     assert main(["eval", str(trained), "--sets", EASY, f"mine={own.path}", "--limit", "2", "--out", "out"]) == 0
     sets = json.loads((tmp_path / "out" / "results.json").read_text())["sets"]
     assert sets.keys() == {EASY, "mine"} and sets[EASY]["samples"] == 5 != sets["mine"]["samples"]
+
+
+SERVED: dict[str, list[Any]] = {
+    "rollout.engine": ["vllm", "sglang"],
+    "rollout.async_steps": [0, 1, 3],
+    "rollout.quantization": ["off", "fp8", "fp8_pow2"],
+    "rollout.speculation.method": ["none", "ngram", "suffix", "eagle3"],
+    "rollout.sync.channel": ["auto", "disk", "gloo", "nccl", "ipc"],
+    "rollout.sync.in_flight": ["finish", "abort", "continue"],
+    "rollout.limits.finish_fraction": [1.0, 0.5],
+    "rollout.servers.colocate": [False, True],
+    "rollout.servers.min_servers": [1, 3],
+    "rollout.servers.gpus": [[], ["0", "1"]],
+    "rollout.servers.count": [1, 2],
+    "objective.correction.level": ["none", "token", "sequence"],
+    "objective.loss": ["clip", "divergence_tv"],
+    "actor.offload": ["auto", "all", "none"],
+    "actor.routing_replay": ["off", "actor", "engine"],
+}
+"""Settings that servers are needed for, or that need servers."""
+
+
+def test_whatever_servers_a_run_had(files: Path, tmp_path: Path, cases: Choose) -> None:
+    """Its model is evaluated by the embedded engine, and as the printed advice says."""
+    (tmp_path / "hf").symlink_to(files / "model")
+    plain = _config(files, tmp_path, model__dtype="bfloat16")
+    for number in cases("served run", 20):
+        draw = random.Random(f"served run {number}")
+        config: Config | None = None
+        while config is None:
+            config = _served(plain, draw, str(files / "model"))
+        save_config(config, tmp_path / "config.yaml")
+        alone, _, said = prepare(EvalArguments(str(tmp_path), follow=draw.random() < 0.5))
+        assert alone.rollout.engine == "hf" and config.rollout.engine in said[0], config
+        assert (len(said) == 2) == (config.rollout.quantization != "off")
+        there = draw.choice(["launch=local", "endpoints=[http://127.0.0.1:1]"])
+        own = [f"rollout.engine={config.rollout.engine}", f"rollout.servers.{there}"]
+        served, _, said = prepare(EvalArguments(str(tmp_path), own, follow=draw.random() < 0.5))
+        assert served.rollout.quantization == config.rollout.quantization and len(said) == 1, config
+
+
+def _served(plain: Config, draw: random.Random, drafter: str) -> Config | None:
+    """A random run on servers; None if it could not be trained."""
+    config = copy.deepcopy(plain)
+    for key, values in SERVED.items():
+        *sections, name = key.split(".")
+        setattr(functools.reduce(getattr, sections, config), name, draw.choice(values))
+    if config.rollout.speculation.method == "eagle3":
+        config.rollout.speculation.draft_path = drafter
+    there = {"endpoints": ["http://127.0.0.1:2"], "launch": "local", "registry_dir": "registry"}
+    name = draw.choice([*there])
+    setattr(config.rollout.servers, name, there[name])
+    try:
+        check_values(config)
+    except UserError:
+        return None
+    return config
 
 
 @pytest.mark.parametrize("held", ["[1]", "{a: 3}", "{a: {path: []}}", "x"])

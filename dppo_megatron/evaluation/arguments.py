@@ -16,14 +16,14 @@ from typing import Any
 from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.config.data import EvalSetConfig
-from dppo_megatron.config.load import config_from_values, config_values, load_config
+from dppo_megatron.config.load import config_from_values, config_values, load_config, read_config
 from dppo_megatron.config.paths import how_to_download, shipped
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.yaml12 import Source, parse, plain
 from dppo_megatron.evaluation.eval_samples import FOLLOWED
 from dppo_megatron.types import UserError
 
-_SERVER_KEYS = ("endpoints", "launch", "colocate", "allow_remote_endpoints")
+_SERVER_KEYS = ("endpoints", "launch", "registry_dir", "colocate", "allow_remote_endpoints")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,6 @@ class _Target:
     settings: Mapping[str, Any]
     where: str
     """The file that the settings came from."""
-    said: tuple[str, ...] = ()
-    """Lines for the log."""
 
 
 def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]:
@@ -62,14 +60,14 @@ def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]
     is_config = given.model.endswith((".yaml", ".yml"))
     if is_config and given.step is not None:
         raise UserError("--step belongs to a run directory, not to a config file")
-    target = None
+    target, said = None, tuple[str, ...]()
     if not is_config:
         target = _followed(Path(given.model)) if given.follow else _find_target(given.model, given.step)
     own = _own_sets(target) if target is not None else {}
     sets = _chosen_sets(given.sets, given.data, given.settings, own)
     layers: list[tuple[str, Mapping[str, Any]]] = [("--sets", {"data": {"eval_sets": sets}})] if sets else []
     if target is not None:
-        own = _settings_of(target, given, replaced=bool(sets))
+        own, said = _without_servers(_settings_of(target, given, replaced=bool(sets)), given.settings)
         model = {"hf_path": str(target.model)} if target.model is not None else {}
         layers = [(target.where, own), ("MODEL", {"model": model}), *layers]
     path = given.model if is_config else ""
@@ -84,13 +82,13 @@ def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]
         data.eval_paths = {}
         for of in data.eval_sets.values():
             of.limit = min(given.limit, of.limit or given.limit)
-    return (config, given.out, ()) if target is None else (config, given.out or target.out, target.said)
+    return config, given.out or (target.out if target is not None else None), said
 
 
 def _settings_of(target: _Target, given: EvalArguments, *, replaced: bool) -> dict[str, Any]:
     """Of the run or checkpoint, as far as they are of use here; `replaced`: other sets are evaluated than its own."""
     settings, data = dict(target.settings), dict(target.settings.get("data") or {})
-    for key in ("checkpoint", "run_dir", "sft"):  # they name files of the run, which may be absent here
+    for key in ("checkpoint", "run_dir", "sft", "actor"):  # of the trainer, or about files that may be absent here
         settings.pop(key, None)
     for key in ("train_path", "train_sets"):
         data.pop(key, None)
@@ -228,37 +226,45 @@ def _of_run(run: Path, step: int | None) -> _Target:
         model = steps[max(steps)]
     else:
         raise UserError(f"'{run}' holds neither hf/ nor a complete checkpoint yet: there is no model to evaluate")
-    settings, said = _without_servers(saved_values(run / "config.yaml"))
-    return _Target(model, run / "eval" / model.name, settings, str(run / "config.yaml"), said)
+    return _Target(model, run / "eval" / model.name, saved_values(run / "config.yaml"), str(run / "config.yaml"))
 
 
 def _followed(run: Path) -> _Target:
-    settings, said = _without_servers(saved_values(run / "config.yaml"))
-    return _Target(None, run / FOLLOWED, settings, str(run / "config.yaml"), said)
+    return _Target(None, run / FOLLOWED, saved_values(run / "config.yaml"), str(run / "config.yaml"))
 
 
 def _of_checkpoint(path: Path) -> _Target:
     manifest = read_manifest(path)
     if isinstance(manifest, str):
         raise UserError(f"'{path}' is no complete checkpoint: {manifest}")
-    settings, said = _without_servers(manifest.config)
     # runs/x/checkpoints/step_000020 -> runs/x/eval/step_000020
     run = path.resolve().parent.parent
     out = (run if (run / "config.yaml").is_file() else Path()) / "eval" / path.resolve().name
-    return _Target(path, out, settings, str(path / "manifest.json"), said)
+    return _Target(path, out, manifest.config, str(path / "manifest.json"))
 
 
-def _without_servers(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Drop the run's server addresses: they may serve another run by now, and an evaluation loads other weights."""
+def _without_servers(settings: dict[str, Any], given: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Drop the run's server addresses, for they may serve another run by now, and an evaluation loads other weights;
+    and what only those servers can do, or servers at all if the settings `given` on the command line name none. Returns
+    lines for the log too."""
     rollout = dict(settings.get("rollout") or {})
-    engine, had_servers = rollout.get("engine", "hf"), rollout.get("engine", "hf") != "hf"
+    engine, sync = rollout.pop("engine", "hf"), dict(rollout.get("sync") or {})
     servers = {key: value for key, value in (rollout.get("servers") or {}).items() if key not in _SERVER_KEYS}
-    kept = {key: value for key, value in rollout.items() if key != "engine"} | {"servers": servers}
-    said = (
-        f"the run's {engine} servers are not used, they may be another run's by now; rollout.engine={engine} with"
-        " rollout.servers.launch=local or rollout.servers.endpoints=[...] names servers for this evaluation",
-    )
-    return settings | {"rollout": kept}, said if had_servers else ()
+    for key in ("async_steps", "speculation"):  # no scores depend on them
+        rollout.pop(key, None)
+    if sync.get("channel") == "ipc":
+        del sync["channel"]
+    said = []
+    if engine != "hf":
+        said.append(
+            f"the run's {engine} servers are not used, they may be another run's by now; rollout.engine={engine} with"
+            " rollout.servers.launch=local or rollout.servers.endpoints=[...] names servers for this evaluation"
+        )
+    now = read_config("", [item for item in given if item.startswith("rollout")]).rollout
+    held = "off" if now.engine != "hf" else rollout.pop("quantization", "off")
+    if held != "off":
+        said.append(f"the weights are not rounded (the run: rollout.quantization = {held}), which the hf engine cannot")
+    return settings | {"rollout": rollout | {"servers": servers, "sync": sync}}, tuple(said)
 
 
 def _defaults(model: Path) -> dict[str, Any]:
