@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from dppo_megatron.config.changes import check_changes, fingerprint
-from dppo_megatron.config.load import config_from_values, config_values, read_config, save_config
+from dppo_megatron.config.load import config_from_values, config_values, load_config, read_config, save_config
 from dppo_megatron.config.paths import import_as_in
 from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.schema import Config
@@ -362,6 +362,37 @@ reward: {function: 'mine_of_that_run:grade'}
         home.rename(tmp_path / "q")
         moved = read_config(str(tmp_path / "q" / "runs" / "one" / "config.yaml"), [])
         assert moved.data.train_path == f"{tmp_path}/q/t.jsonl"
+
+    def test_a_moved_run_is_not_begun_where_it_was(
+        self, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nor a copy gone on with in the original: moved alone, `run_dir` in its file is another directory. Its own
+        place by any name, and with everything else, need no word."""
+        given = [f"model.hf_path={files / 'model'}", f"data.train_path={files / 'train.jsonl'}"]
+        home, archive = tmp_path / "p", tmp_path / "p" / "archive"
+        for directory in ("runs/one", str(home / "runs" / "two")):  # as a user writes it
+            (home / "runs").mkdir(parents=True, exist_ok=True)
+            monkeypatch.chdir(home)
+            RunDirectory(Path(directory)).close()
+            _write(Path(directory, "config.yaml"), f"run_dir: {directory}\n")
+            (home / "link").unlink(missing_ok=True)
+            (home / "link").symlink_to(directory)
+            copy, name = archive / Path(directory).name, Path(directory).name
+            shutil.copytree(directory, copy)
+            for here in (home, tmp_path, archive):
+                monkeypatch.chdir(here)
+                for own in (f"{home}/runs/{name}", f"{home}/link"):
+                    assert Path(load_config(f"{own}/config.yaml", given).run_dir).samefile(home / "runs" / name)
+                said = os.path.relpath(copy)
+                both = rf"was moved or copied: .*: run_dir={said} or run_dir=\S*{directory}"
+                with pytest.raises(UserError, match=both):
+                    load_config(f"{said}/config.yaml", given)
+                assert read_config(f"{said}/config.yaml", []).run_dir.endswith(directory), "who only reads it may"
+                for meant in (copy, home / "runs" / name):
+                    config = load_config(f"{said}/config.yaml", [*given, f"run_dir={os.path.relpath(meant)}"])
+                    assert Path(config.run_dir).samefile(meant)
+        home.rename(tmp_path / "q")
+        load_config(f"{tmp_path}/q/runs/one/config.yaml", given)
 
     @pytest.mark.parametrize("identity", ["", "[]", "{}", '{"working_dir": 3}', '{"working_dir": ".."'])
     def test_a_damaged_record_is_none(self, tmp_path: Path, identity: str) -> None:

@@ -10,6 +10,7 @@ names (data.eval_paths) name by name; `{}` in a file or on the command line drop
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +20,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from dppo_megatron.config.checks import Purpose, check_run_dir, check_values
-from dppo_megatron.config.paths import import_as_in, nearest_config, working_directory
+from dppo_megatron.config.paths import import_as_in, nearest_config, shown, working_directory
 from dppo_megatron.config.references import escaped
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.yaml12 import MAX_CHARACTERS, TEXT, Dumper, Source, parse
@@ -48,6 +49,8 @@ def load_config(
         UserError: a file is missing or not a mapping, a key is unknown, a value has the wrong type or range.
     """
     config = read_config(path, overrides, layers)
+    if writes_run and not any(item.startswith("run_dir=") for item in overrides):
+        _check_moved(path, config.run_dir)
     for where in (path, *(where for where, _ in layers)):  # who only reads a run imports nothing of it
         import_as_in(where)
     if writes_run and working_directory(config.run_dir):  # its files are about paths as they were where it was started
@@ -67,6 +70,17 @@ def read_config(path: str, overrides: list[str], layers: Sequence[tuple[str, Map
     own = _documents(Path(path), ()) if path else []
     between = [document for where, values in layers for document in _given(values, where)]
     return merged([*own, *between], overrides)
+
+
+def _check_moved(path: str, run_dir: str) -> None:
+    """Raise `UserError` for a run's own file whose `run_dir` is another directory than the one that it stands in."""
+    stands_in = Path(path).resolve().parent
+    is_a_runs = Path(path).name == "config.yaml" and (stands_in / "run.json").is_file()
+    if is_a_runs and run_dir and Path(run_dir).resolve() != stands_in:
+        raise UserError(
+            f"{path}: this run was moved or copied: run_dir is '{shown(run_dir)}' there. Say which directory is meant:"
+            f" run_dir={shlex.quote(str(Path(path).parent))} or run_dir={shlex.quote(shown(run_dir))}"
+        )
 
 
 def config_from_values(values: Mapping[str, Any], where: str) -> Config:
