@@ -348,6 +348,19 @@ reward: {function: 'mine_of_that_run:grade'}
         (run / "run.json").write_text(json.dumps({"working_dir": "/gone"}))
         assert read_config("run/config.yaml", []).data.train_path == "/gone/a/t.jsonl"
 
+    @pytest.mark.parametrize("cache", ["", "~/.cache/dppo_megatron", "~me/c", "/c", "cache"])
+    def test_defaults_are_of_no_directory(self, tmp_path: Path, cache: str) -> None:
+        """Nor is a home directory: the file of a run without a path is read from elsewhere as it is there."""
+        run, home = tmp_path / "p" / "run", tmp_path / "p"
+        run.mkdir(parents=True)
+        config = Config()
+        config.data.cache_path = cache
+        save_config(config, run / "config.yaml")
+        (run / "run.json").write_text(json.dumps({"working_dir": ".."}))
+        there = read_config(str(run / "config.yaml"), [])
+        config.data.cache_path = f"{home}/cache" if cache == "cache" else cache
+        assert there == config
+
     def test_a_run_that_was_moved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """With all it read, its paths lead to the new place; alone, to where everything still is."""
         home, run = tmp_path / "p", tmp_path / "p" / "runs" / "one"

@@ -92,7 +92,11 @@ def from_environment(text: str, key: str, *, keep: bool) -> str:
 def located(text: str, key: str, base: str) -> str:
     """A text of a run's settings, as files hold it, that was written while `base` was the working directory: a relative
     path is joined to it."""
-    is_name = {"checkpoint.resume": text in ("auto", "never"), "rollout.servers.python": "/" not in text}
+    is_name = {
+        "checkpoint.resume": text in ("auto", "never"),
+        "rollout.servers.python": "/" not in text,
+        "data.cache_path": text.startswith("~"),
+    }
     if not text or text.startswith(("hub:", "${")) or is_name.get(key, not is_path(key)):
         return text
     return os.path.join(escaped(base), text)
