@@ -22,6 +22,7 @@ from support.launch import run_ranks
 from dppo_megatron.config.checks import check_values
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import read_config, save_config
+from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.config.reward import SetRewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
@@ -260,6 +261,33 @@ def test_a_model_alone(files: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     samples = read_samples(out)
     assert {one.as_json()["name"]: one.as_json() for one in scores_of(samples)}.keys() == results["scores"].keys()
     assert json.loads(json.dumps([one.as_json() for one in scores_of(samples)])) == list(results["scores"].values())
+
+
+def test_the_pages_example_is_a_file_of_sets(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `data` and `eval` hold beside what sets have is no setting of a set, and nothing of theirs is lost."""
+    monkeypatch.chdir(tmp_path)
+    page = (REPOSITORY / "docs" / "evaluation.md").read_text()
+    text = page[page.index("```yaml\neval: {every_steps") + 8 :].partition("```")[0]
+    for name in ("data/aime24/test.jsonl", "data/gsm8k/test.jsonl", "mine.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    more = "  train_path: t.jsonl\n  where: [level > 3]\n  problem_field: question\n"
+    for form in (text, text + more, yaml.safe_dump(yaml.safe_load(text + more) | {"steps": 3})):
+        (tmp_path / "sets.yaml").write_text(form)
+        config, _, _ = prepare(EvalArguments(str(files / "model"), sets=["sets.yaml"]))
+        sets = eval_set_configs(config)
+        assert [(of.samples, of.temperature, of.top_p) for of in sets.values()] == [
+            (32, 0.6, 0.95),
+            (1, 0.0, 0.95),
+            (4, 0.6, 0.95),
+        ]
+        assert sets["gsm8k"].limit == 200 and sets["mine/hard"].reward.function == "my_module:grade"
+        assert {one.problem_field for one in sets.values()} == {"problem" if form == text else "question"}
+        assert not any(one.where for one in sets.values())
+    for wrong in ("data: {limit: 3,", "eval: {every: 3}\ndata: {", "eval: {samples: x}\ndata: {"):
+        (tmp_path / "sets.yaml").write_text(wrong + " eval_sets: {a: {path: mine.parquet}}}")
+        with pytest.raises(UserError, match=r"data\.limit|eval\.every|samples"):
+            prepare(EvalArguments(str(files / "model"), sets=["sets.yaml"]))
 
 
 def test_settings_may_stand_anywhere() -> None:

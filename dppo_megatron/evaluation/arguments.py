@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from dppo_megatron.evaluation.eval_samples import FOLLOWED
 from dppo_megatron.types import UserError
 
 _SERVER_KEYS = ("endpoints", "launch", "registry_dir", "colocate", "allow_remote_endpoints")
+
+_COMMON = {item.name for item in fields(EvalSetConfig)} - {"where"}
+"""What a set that leaves it out has from `data` or `eval`; rows are left out of an evaluation by its own entry only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +161,10 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     try:
         source = Source(f"--sets {path}", has_lines=True)
         raw = plain(parse(path.read_text(encoding="utf-8"), source), source)
-        general = {**(raw.pop("data", None) or {}), **(raw.pop("eval", None) or {})}
-        sets = {name: {"path": where} for name, where in (general.pop("eval_paths", None) or {}).items()}
-        sets |= general.pop("eval_sets", None) or {}
+        data, sampling = dict(raw.pop("data", None) or {}), dict(raw.pop("eval", None) or {})
+        sets = {name: {"path": where} for name, where in (data.pop("eval_paths", None) or {}).items()}
+        sets |= data.pop("eval_sets", None) or {}
+        general = {key: value for key, value in (data | sampling).items() if key in _COMMON}
         found = {str(name): general | values for name, values in sets.items()}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--sets {path}: cannot be read: {error}") from None
@@ -168,7 +172,8 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"--sets {path}: expected sets under data.eval_sets, and their settings by name") from None
     if not found:
         raise UserError(f"--sets {path}: has no set under data.eval_sets")
-    config_from_values({"data": {"eval_sets": found}, **raw}, f"--sets {path}")  # raises what is wrong with them
+    # raises what is wrong with them
+    config_from_values({"data": data | {"eval_sets": found}, "eval": sampling, **raw}, f"--sets {path}")
     return found
 
 
