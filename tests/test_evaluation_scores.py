@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dppo_megatron.evaluation.bootstrap import bootstrap_over_seeds, paired_bootstrap
-from dppo_megatron.evaluation.eval_samples import EvalSample
+from dppo_megatron.evaluation.eval_samples import EvalSample, problem_ids
 from dppo_megatron.evaluation.eval_scores import (
     SampleOutcome,
     ballot,
@@ -24,6 +24,7 @@ from dppo_megatron.evaluation.eval_scores import (
     students_t,
 )
 from dppo_megatron.evaluation.standalone import by_level, level_lines
+from dppo_megatron.types import Prompt
 
 samples_of_a_problem = st.lists(
     st.one_of(st.just((True, "right")), st.sampled_from([(False, name) for name in "abc"]), st.just((False, None))),
@@ -260,3 +261,15 @@ def test_the_interval_over_one_seed_is_that_over_problems() -> None:
     assert seed.low is not None and problems.low is not None
     assert seed.low == pytest.approx(problems.low, abs=0.005) and seed.difference == pytest.approx(b.mean() - a.mean())
     assert bootstrap_over_seeds([(a[:1], b[:1])]).low is None, "one problem says nothing"
+
+
+def test_no_two_problems_have_one_id() -> None:
+    """In every small set of ids, places and what looks like either; an id that nothing else looks like stays."""
+    for size in range(1, 5):
+        for ids in itertools.product(["", "0", "1", 1, "b", "b#0", "b#1", "b#1#0"], repeat=size):
+            rows = [{"id": name} if name else {} for name in ids]
+            found = problem_ids([Prompt(at, "", (), "", "", row=row) for at, row in enumerate(rows)])
+            assert len({*found}) == size, ids
+            if ids.count("b") == 1:
+                assert found[ids.index("b")] == "b"
+    assert problem_ids([Prompt(at, "", (), "", "", row={"id": 1} if at == 0 else {}) for at in (0, 1)]) == ["1#0", "1"]

@@ -87,17 +87,16 @@ class EvalSample:
 
 
 def problem_ids(prompts: Sequence[Prompt]) -> list[str]:
-    """An id for each problem of a set: the `id` of its row, made unique by its position; else its position.
+    """An id for each problem of a set: the `id` of its row, with its position where another has that too; else its
+    position.
 
     Example:
         rows with id "a", "b", "b"  ->  ["a", "b#1", "b#2"]; rows without  ->  ["0", "1", "2"]
     """
     given = [str(prompt.row.get("id", "")) for prompt in prompts]
-    counts = Counter(given)
-    return [
-        name if name and counts[name] == 1 else f"{name}#{index}" if name else str(index)
-        for index, name in enumerate(given)
-    ]
+    placed = [f"{name}#{index}" if name else str(index) for index, name in enumerate(given)]
+    counts = Counter([*given, *placed])  # an id may also be what another is made unique by
+    return [name if name and counts[name] == 1 else own for name, own in zip(given, placed, strict=True)]
 
 
 def by_problem(samples: Iterable[EvalSample]) -> dict[str, dict[str, list[EvalSample]]]:
