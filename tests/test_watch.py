@@ -77,6 +77,16 @@ def test_every_state_of_a_run(tmp_path: Path, state: str) -> None:
     assert "warning: rollout/stragglers changes the expected gradient (bias 25 %): cut 1 (step 1-40)" in said
 
 
+def test_sets_have_their_whole_names(tmp_path: Path) -> None:
+    """A name may have slashes: `mine/easy` beside `mine/hard`."""
+    run = write_record(tmp_path / "run", 5)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    scores = {"eval/mine/easy/pass@1": 0.5, "eval/mine/hard/pass@1": 0.25}
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | scores)]) + "\n")
+    said = _shown(run)
+    assert "mine/easy pass@1  50.0%" in said and "mine/hard pass@1  25.0%" in said
+
+
 def test_a_run_that_has_no_step_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     run.mkdir()

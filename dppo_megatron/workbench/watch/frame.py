@@ -198,7 +198,7 @@ def _evaluations(record: RunRecord) -> Iterator[RenderableType]:
             scored = [(step, one) for step, one in zip(record.steps, values, strict=True) if one is not None]
             if scored:
                 shown = "  ".join(f"{one:.1%} (step {step})" for step, one in scored[-4:])
-                yield _indented((f"{_line(key.split('/')[1])} pass@1  ", "bold"), shown)
+                yield _indented((f"{_line(key[5:-7])} pass@1  ", "bold"), shown)
 
 
 def _servers(servers: Sequence[ServerHealth], age_s: float) -> RenderableType:
