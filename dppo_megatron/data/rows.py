@@ -171,8 +171,7 @@ def _has_objects_as_lines(text: str) -> bool:
     return end < len(text) or ("data" not in first and "\n" not in text)
 
 
-def _csv(path: str) -> Iterator[Row]:
-    delimiter = "\t" if ".tsv" in Path(path).suffixes else ","
+def _csv(path: str, delimiter: str = ",") -> Iterator[Row]:
     csv.field_size_limit(_LONGEST_LINE)  # the default of 131,072 refuses long worked solutions
     reader = csv.reader((text for _, text in _lines(path)), delimiter=delimiter, strict=True)
     header: list[str] | None = None
@@ -264,7 +263,7 @@ _READERS: dict[str, Callable[[str], Iterator[Row]]] = {
     ".ndjson": _json_lines,
     ".json": _json,
     ".csv": _csv,
-    ".tsv": _csv,
+    ".tsv": partial(_csv, delimiter="\t"),
     ".parquet": _parquet,
 }
 
