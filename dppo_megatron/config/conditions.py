@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from operator import ge, gt, le, lt
 from typing import Any
@@ -52,7 +53,7 @@ class Condition:
 
     def holds(self, value: Any) -> bool:
         """Whether a field with this value meets it; None or NaN: the row does not have the field."""
-        value = None if isinstance(value, float) and math.isnan(value) else value  # how pandas writes it
+        value = None if isinstance(value, (float, Decimal)) and math.isnan(value) else value  # how pandas writes it
         if self.operator in _ORDER:
             number, bound = _number(value), _number(self.values[0])
             return number is not None and bound is not None and _ORDER[self.operator](number, bound)
@@ -69,7 +70,9 @@ def _is(value: Any, wanted: str) -> bool:
 
 def _number(value: Any) -> Fraction | None:
     """A number, or text that is one: 0.5, "0.5", "3/8"."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return Fraction(repr(value)) if math.isfinite(value) else None  # as it is written: 0.1 is 1/10
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else Fraction(value)
+    if isinstance(value, (float, Decimal)):
+        return Fraction(str(value)) if math.isfinite(value) else None  # as it is written: 0.1 is 1/10
     text = value.strip() if isinstance(value, str) else ""
     return Fraction(text) if _NUMBER.fullmatch(text) else None

@@ -92,8 +92,8 @@ def completion_of(row: Row, name: str, settings: ResolvedSet) -> str:
 def source_of(row: Row, settings: ResolvedSet) -> str:
     """The subset that the row names, or nothing. Raises UserError for what is no name."""
     value = get_field(row.values, settings.source_field) if settings.source_field else None
-    if value is None or (isinstance(value, float) and math.isnan(value)):  # how pandas writes a missing value
-        return ""
+    if value is None or (isinstance(value, (float, Decimal)) and math.isnan(value)):
+        return ""  # how pandas writes a missing value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
@@ -107,7 +107,7 @@ def level_of(row: Row, settings: ResolvedSet) -> tuple[float | None, bool]:
         value = get_field(row.values, settings.level_field)
     else:
         value = row.values.get("level", row.values.get("difficulty"))
-    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
+    if value is None or value == "" or (isinstance(value, (float, Decimal)) and math.isnan(value)):
         return None, False
     level = parse_level(value)
     if level is not None and settings.level_is == "solve_rate":
@@ -121,6 +121,7 @@ def parse_level(value: Any) -> float | None:
     Example:
         parse_level(3), parse_level("Level 3"), parse_level("3/8"), parse_level("easy")  # 3.0, 3.0, 0.375, None
     """
+    value = float(value) if isinstance(value, Decimal) else value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value) if abs(value) < 1e300 else None  # not NaN, and no integer that a float cannot hold
     match = _LEVEL.fullmatch(value.strip()) if isinstance(value, str) and len(value) < 100 else None
@@ -148,7 +149,9 @@ def kind(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    names = {str: "text", int: "a number", float: "a number", list: "a list", tuple: "a list", dict: "an object"}
+    if isinstance(value, (int, float, Decimal)):
+        return "a number"
+    names: dict[type, str] = {str: "text", list: "a list", tuple: "a list", dict: "an object"}
     return names.get(type(value), f"of type {type(value).__name__}")
 
 

@@ -76,6 +76,8 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "lines.json": lambda p: p.write_text(_lines(ROWS), encoding="utf-8"),
     "rows.csv": lambda p: _write_csv(p, ","),
     "rows.tsv": lambda p: _write_csv(p, "\t"),
+    "ROWS.TSV": lambda p: _write_csv(p, "\t"),
+    "rows.tsv.csv": lambda p: _write_csv(p, ","),
     "rows.parquet": lambda p: pq.write_table(pa.Table.from_pylist(ROWS), p, row_group_size=2),
     "saved": lambda p: datasets.Dataset.from_list(ROWS).save_to_disk(p),
     "repository": _write_repository,
@@ -361,6 +363,7 @@ def test_levels(tmp_path: Path) -> None:
     for value, expected in (
         (3, 3.0), (0.4, 0.4), ("Level 3", 3.0), (" level 2 ", 2.0), ("0.25", 0.25), ("difficulty: 4", 4.0),
         ("easy", None), (True, None), ([1], None), (float("nan"), None), (10**400, None), ("Level ?", None),
+        (Decimal("0.50"), 0.5), (Decimal("NaN"), None), (Decimal("1e400"), None),
     ):  # fmt: skip
         assert parse_level(value) == expected
     rows = [{"difficulty": 4}, {"level": 2, "difficulty": 9}, {"level": "easy"}, {}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,11 @@ _OPERATORS = {
 
 @given(st.sampled_from(sorted(_OPERATORS)), st.integers(-40, 40), st.integers(-40, 40), st.sampled_from([1, 2, 4, 8]))
 def test_numbers_are_compared_as_numbers(operator: str, a: int, b: int, parts: int) -> None:
-    """As Python compares them, however either side writes them: a number, its text, a fraction."""
+    """As Python compares them, however either side writes them: a number, its text, a fraction, a decimal column's."""
     condition = Condition.parse(f"x {operator} {b}/{parts}")
     expected = _OPERATORS[operator](a / parts, b / parts)
-    assert {condition.holds(form) for form in (a / parts, str(a / parts), f"{a}/{parts}")} == {expected}
+    forms = a / parts, str(a / parts), f"{a}/{parts}", Decimal(a) / parts
+    assert {condition.holds(form) for form in forms} == {expected}
 
 
 def test_texts_lists_and_what_is_not_there() -> None:
@@ -50,12 +52,13 @@ def test_texts_lists_and_what_is_not_there() -> None:
         ("type not in [mcq, null]", ["proof", 0], ["mcq", None]),
         ("answer != null", ["", 0], [None, "null"]),
         ("valid = true", [True], [False, "yes", 1, None]),
-        ("rate > 0.1", [0.2, "1/2", ".2", "2e-1"], [0.1, None, "high", True, float("nan"), "1e-5"]),
+        ("rate > 0.1", [0.2, "1/2", ".2", "2e-1"], [0.1, None, "high", True, float("nan"), Decimal("NaN"), "1e-5"]),
+        ("rate < 1", [-(10**400)], [10**400, Decimal("Infinity")]),
         # as people write them who know Python or SQL: a filter that never filters would not be noticed
         ("type != 'proof'", ["mcq"], ["proof"]),
         ('kind of type in ["a, b", c]', ["a, b", "c"], ["a", "b"]),
         ("valid == True", [True, "True"], [False, None]),
-        ("answer != None", ["", 0], [None, float("nan")]),
+        ("answer != None", ["", 0], [None, float("nan"), Decimal("NaN")]),
         ("answer != ''", ["a", None], [""]),
     ):
         condition = Condition.parse(text)
