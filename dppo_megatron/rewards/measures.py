@@ -73,7 +73,8 @@ def grading_metrics(table: GradeTable, parts: Sequence[str] = ()) -> dict[str, f
     are the configured rewards, add up to it.
     """
     timeouts = sum(count for failure, count in table.failures.items() if failure.startswith("timed out"))
-    facts = [name for name in (*table.facts, *FACTS) if name not in ("mean", "failed_count")]  # other metrics' names
+    taken = ("mean", "failed_count", "timeouts")  # other metrics' names
+    facts = [name for name in (*table.facts, *FACTS) if name not in taken]
     means = {name: _mean(table.weight, table.facts.get(name)) for name in facts}
     means |= {name: _mean(table.weight, table.parts.get(name)) for name in parts}
     return {"reward/timeouts": float(timeouts)} | {f"reward/{name}": mean for name, mean in means.items()}

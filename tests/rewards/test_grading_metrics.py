@@ -46,6 +46,13 @@ def test_means_are_over_the_gradings_that_have_them() -> None:
     )
 
 
+def test_a_fact_replaces_no_metric_of_its_name() -> None:
+    """What `reward/` has besides facts and named rewards; else a grader's own count would pass for the trainer's."""
+    facts = dict.fromkeys(("mean", "failed_count", "timeouts"), 9.0)
+    found = grading_metrics(GradeTable.of([group_of([Grade(1.0, facts=facts), LATE])]))
+    assert found["reward/timeouts"] == 1.0 and 9.0 not in found.values()
+
+
 def test_means_over_nothing_are_null() -> None:
     """Not 0: that would look like a weak model."""
     nothing = dict.fromkeys(("parsed_share", "boxed_share", "style"), math.nan)
