@@ -352,7 +352,7 @@ class Telling:
         self._pushed()
         return took
 
-    def take_part(self, tensors: Any) -> None:
+    def take_part(self, tensors: Any, names: Any) -> None:
         for _ in tensors:
             pass
 
@@ -495,7 +495,13 @@ def _through_memory(config: RolloutConfig, servers: list[PipeServer]) -> Any:
     for version, seed in enumerate((1, 2), start=1):
         sync.to(lambda s=seed: _weights(s))
         right += [_holds(server, _weights(seed), str(version)) for server in servers if fleet is not None]
-    return list(channel.receivers), len(OFFERED), right
+    offered = len(OFFERED)
+    if fleet is not None:
+        os.kill(servers[1].process.pid, signal.SIGKILL)
+        fleet.mark_out(fleet.members[1], "it has ended")
+    sync.to(lambda: _weights(3))
+    right += [_holds(servers[0], _weights(3), "3")] if fleet is not None else []
+    return list(channel.receivers), offered, right, len(OFFERED) - offered
 
 
 OFFERED: list[str] = []
@@ -512,13 +518,14 @@ def _noted(offer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_each_rank_hands_its_buffer_to_the_server_beside_it(running: Running) -> None:
-    """Both ranks take part in every bucket, each for its own server; rank 0 alone speaks to both."""
+    """Both ranks take part in every bucket, each for its own server; rank 0 alone speaks to both. Nothing is offered to
+    one that is out: on a GPU the offer would keep its memory."""
     running.servers += [PipeServer(0), PipeServer(1)]
     results = run_ranks(_through_memory, 2, _config(), running.servers)
-    (receivers, offers, right), (_, offers_of_other, _) = results
+    (receivers, offers, right, last), (_, offers_of_other, _, last_of_other) = results
     num_buckets = len(list(buckets(_weights(1), BUCKET)))
-    assert receivers == [0, 1] and right == [True] * 4
-    assert offers == offers_of_other == 2 * num_buckets
+    assert receivers == [0, 1] and right == [True] * 5
+    assert offers == offers_of_other == 2 * num_buckets and (last, last_of_other) == (num_buckets, 0)
 
 
 def _without_files(config: RolloutConfig) -> str:

@@ -62,8 +62,8 @@ class Channel(ABC):
         """On rank 0: one pass. Consumes all `tensors`, whatever happens; a server that fails is marked out. Returns
         those that have all of them."""
 
-    def take_part(self, tensors: Tensors) -> None:
-        """On every other rank, at the same time: the stream's exchanges."""
+    def take_part(self, tensors: Tensors, names: Collection[str]) -> None:
+        """On every other rank, at the same time: the stream's exchanges. `names`: the members of the pass."""
         drain(tensors)
 
     @abstractmethod

@@ -17,7 +17,7 @@ import base64
 import io
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeAlias
 
@@ -52,9 +52,17 @@ class SharedMemoryChannel(BucketChannel):
             with on_loopback_if_one_machine():
                 self._group = dist.new_group(list(self.receivers), backend="gloo")
         self._buffers: list[SharedBuffer | None] = [None, None]
+        self._readers: list[tuple[str, int]] = []
+        """Servers of this pass and their workers that read from this rank."""
 
-    def take_part(self, tensors: Tensors) -> None:
+    def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
+        """See `BucketChannel.push`."""
+        self._offer_to([member.name for member in members])
+        return super().push(tensors, members, version)
+
+    def take_part(self, tensors: Tensors, names: Collection[str]) -> None:
         """On the other ranks: offer each bucket in its turn, if a server's worker reads from here."""
+        self._offer_to(names)
         if self._rank not in self.receivers:
             return drain(tensors)
         for turn, bucket in enumerate(buckets(tensors, self._bucket_bytes)):
@@ -67,12 +75,15 @@ class SharedMemoryChannel(BucketChannel):
             buffer.close()
         self._buffers = [None, None]
 
+    def _offer_to(self, names: Collection[str]) -> None:
+        """In this pass. CUDA keeps a buffer that was offered until its reader has let go of it: one that is out never
+        does."""
+        readers = [(url, w, rank) for url in names for w, rank in enumerate(self._device_map.get(url, ()))]
+        self._readers = [(url, w) for url, w, rank in readers if rank == self._rank]
+
     def _offer(self, bucket: Bucket, turn: int) -> Offers | str:
         """Fill a buffer; how each worker that reads here finds it."""
-        readers = [
-            (url, w) for url, ranks in self._device_map.items() for w, rank in enumerate(ranks) if rank == self._rank
-        ]
-        if not readers:
+        if not self._readers:
             return {}
         try:
             flat = bucket.flat()
@@ -83,7 +94,7 @@ class SharedMemoryChannel(BucketChannel):
                 buffer = SharedBuffer(max(flat.nbytes, self._bucket_bytes), flat.device)
                 self._buffers[turn % 2] = buffer
             buffer.fill(flat)
-            return {reader: self._make_offer(buffer, bucket.notes) for reader in readers}
+            return {reader: self._make_offer(buffer, bucket.notes) for reader in self._readers}
         except (RuntimeError, OSError) as error:  # alone, this rank would leave the others waiting
             return f"rank {self._rank} could not offer its memory: {error}"
 

@@ -166,10 +166,10 @@ class WeightSync:
 
         return on_each(self._fleet, members, sleep, doing="going to sleep")
 
-    def _pause(self, members: Sequence[Member]) -> None:
+    def _pause(self, members: Sequence[Member]) -> list[Member]:
         """On rank 0: running requests are treated by `sync.in_flight`, leftovers of an outage are ended, since their
-        ids come back; new ones wait at the server."""
-        on_each(
+        ids come back; new ones wait at the server. Returns those that are paused."""
+        return on_each(
             self._fleet,
             members,
             lambda m: m.server.pause(
@@ -199,17 +199,19 @@ class WeightSync:
             except Exception as error:
                 problem = error
 
-        def is_ready() -> bool:
+        def ready() -> list[str] | None:
+            """On rank 0: who gets the weights; None if something is wrong."""
             attempt(lambda: self._prepare(members))
-            return problem is None
+            return [member.name for member in members] if problem is None else None
 
         # no rank asks for the stream before it has room: an actor may bring its weights back to the device for it
         from_rank_zero(lambda: attempt(lambda: members.extend(self._make_room())))
         stream = iter(weights())
-        if not from_rank_zero(is_ready):
+        names = from_rank_zero(ready)
+        if names is None:
             return problem
         if not self._is_zero:
-            self._channel.take_part(stream)
+            self._channel.take_part(stream, names)
         attempt(lambda: self._send(digests.tee(stream) if digests else stream, members))
         drain(stream)
         self._release()
@@ -224,11 +226,12 @@ class WeightSync:
         # one that was started again has all of its memory
         return self._put_to_sleep(members) if self._rollout.servers.colocate else members
 
-    def _prepare(self, members: Sequence[Member]) -> None:
-        """On rank 0: awake for weights and paused, which is not to last while the actor makes its stream ready."""
+    def _prepare(self, members: list[Member]) -> None:
+        """On rank 0: awake for weights and paused, which is not to last while the actor makes its stream ready. Keeps
+        those in `members` that are."""
         self._wake(members, "weights")
         self._reach("pausing")
-        self._pause(members)
+        members[:] = self._pause(members)
 
     def _send(self, tensors: Tensors, members: list[Member]) -> None:
         """On rank 0: keeps those in `members` that took everything."""
