@@ -489,7 +489,9 @@ def _through_memory(config: RolloutConfig, servers: list[PipeServer]) -> Any:
     """Two ranks, a server beside each; rank 0 speaks to both over the pipes that it has inherited."""
     fleet = Fleet(servers, config) if torch.distributed.get_rank() == 0 else None  # type: ignore[arg-type]
     beside = {server.http.url: (rank,) for rank, server in enumerate(servers)}
-    channel = SharedMemoryChannel(fleet, beside, _noted(vllm_offer), BUCKET, 60)
+    channel = SharedMemoryChannel(fleet, beside, _noted(vllm_offer), BUCKET, 3600)
+    patience = channel._group._get_backend(torch.device("cpu")).options._timeout
+    assert patience > timedelta(hours=3), "a bucket and the end of an update, of an hour a call, are waited for"
     sync = WeightSync(config, channel, fleet)
     right = []
     for version, seed in enumerate((1, 2), start=1):

@@ -18,6 +18,7 @@ import io
 import math
 import os
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeAlias
 
@@ -32,6 +33,11 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Offer, TensorNote
 from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, Offers, Tensors, buckets, drain, on_each
+
+_CALLS = 4
+"""To a server that may lie between two exchanges, one after the other: a bucket, and up to three that end an update."""
+_GATHERING = timedelta(minutes=30)
+"""Torch's default timeout, for the actor's own part between two exchanges."""
 
 
 class SharedMemoryChannel(BucketChannel):
@@ -49,8 +55,9 @@ class SharedMemoryChannel(BucketChannel):
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._group: Any = None
         if len(self.receivers) > 1:
+            each = timedelta(seconds=timeout_s)
             with on_loopback_if_one_machine():
-                self._group = dist.new_group(list(self.receivers), backend="gloo")
+                self._group = dist.new_group(list(self.receivers), timeout=_GATHERING + _CALLS * each, backend="gloo")
         self._buffers: list[SharedBuffer | None] = [None, None]
         self._readers: list[tuple[str, int]] = []
         """Servers of this pass and their workers that read from this rank."""
