@@ -254,7 +254,8 @@ def test_who_is_back_before_anybody_looks_has_lost_its_requests() -> None:
 
 
 def test_a_launched_server_that_answers_nothing_is_started_again() -> None:
-    """After a minute, and not again while it starts, however long that takes; nor one that answers in between."""
+    """After a minute, and not again while it starts, as long as it may take for that; nor one that answers in
+    between."""
     now, server = [0.0], FakeServer("a")
     fleet = Fleet([server], rollout_config({}), are_own=True, clock=lambda: now[0])  # type: ignore[list-item]
 
@@ -276,6 +277,10 @@ def test_a_launched_server_that_answers_nothing_is_started_again() -> None:
     fleet.mark_out(fleet.members[0], "HTTP 500")
     server.healthy_now = False
     assert [hangs_after(seconds) for seconds in (59, 2, 2)] == [False, True, False]
+    assert fleet.starting() == ["a"] and fleet.limits.start_timeout_s == 600
+    now[0] += 599
+    assert fleet.starting() == [] and hangs_after(0), "it will not become ready, and is waited for no more"
+    assert fleet.starting() == ["a"] and not hangs_after(600)
     fleet.close()
 
 

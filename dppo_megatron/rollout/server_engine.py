@@ -229,7 +229,7 @@ class ServerEngine(Engine):
         started and is not finished goes on then."""
         if self._own is not None and self._config.rollout.servers.colocate:
             # one that started now would take memory during the update
-            self._own.await_started(from_rank_zero(lambda: [m.name for m in self._fleet.members if m.is_starting]))
+            self._own.await_started(from_rank_zero(lambda: self._fleet.starting()))
             # every rank waits: before, the servers still hold its GPU
             self._own.end(from_rank_zero(lambda: self._sync.sleep(keeps=bool(self._started))))
 

@@ -163,8 +163,14 @@ class Fleet:
 
     def hanging(self) -> list[str]:
         """The job's own servers that hang, by address. Each is asked once more: while the actor trains none is."""
-        self._ask([member for member in self.members if member.hangs])
-        return [member.name for member in self.members if member.hangs]
+        start_s = self.limits.start_timeout_s
+        self._ask([member for member in self.members if member.hangs(start_s)])
+        return [member.name for member in self.members if member.hangs(start_s)]
+
+    def starting(self) -> list[str]:
+        """Those that were started again and may still become ready in time, by address."""
+        start_s = self.limits.start_timeout_s
+        return [member.name for member in self.members if member.is_starting and not member.hangs(start_s)]
 
     def restarted(self, why: Mapping[str, str]) -> None:
         """The servers at these addresses were started again, and why."""

@@ -223,12 +223,11 @@ class Member(Endpoint):
         """Name of one of its replicas, in messages and canary answers."""
         return self.name if self.width == 1 else f"{self.name} (replica {replica} of {self.width})"
 
-    @property
-    def hangs(self) -> bool:
-        """Whether this job's own server has been out for so long, and is not starting. It may not have been asked
-        meanwhile: see `Fleet.hanging`."""
-        out_s = self._clock() - self._out_since
-        return self.is_own and self._state == "out" and not self.is_starting and out_s > HUNG_S
+    def hangs(self, start_timeout_s: float) -> bool:
+        """Whether this job's own server has been out for so long; that is `start_timeout_s` for one that was started
+        again. It may not have been asked meanwhile: see `Fleet.hanging`."""
+        patience_s = start_timeout_s if self.is_starting else HUNG_S
+        return self.is_own and self._state == "out" and self._clock() - self._out_since > patience_s
 
     def restarted(self) -> None:
         """Its process is a new one: no weights of ours, nothing that still runs, all of its memory. It comes back by

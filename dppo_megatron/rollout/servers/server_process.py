@@ -67,6 +67,8 @@ class LaunchedServer:
     _reserved: socket.socket | None = field(default=None, init=False)
     _has_listened: bool = field(default=False, init=False)
     """Since its last start, when somebody looked."""
+    _begun_s: float = field(default=0.0, init=False)
+    """Its last start, of the monotonic clock."""
 
     @property
     def visible_devices(self) -> str | None:
@@ -99,7 +101,7 @@ class LaunchedServer:
         Raises:
             UserError: the address is not this machine's, the log cannot be written, or the interpreter is not there.
         """
-        self._has_listened = False
+        self._has_listened, self._begun_s = False, time.monotonic()
         if self.process is not None and self.is_running:
             stop_all([self])
         if self._reserved is None:
@@ -147,8 +149,8 @@ class LaunchedServer:
         return not problem
 
     def wait_ready(self, ask: Callable[[], None], timeout_s: float) -> None:
-        """Return when it is ready. Raises UserError if it ends before, or is not ready in time."""
-        deadline = time.monotonic() + timeout_s
+        """Return when it is ready. Raises UserError if it ends before, or is not ready so long after its start."""
+        deadline = self._begun_s + timeout_s
         while not self.is_ready(ask, deadline, timeout_s):
             if not self.is_running:
                 raise UserError(self.with_log(f"ended with code {self.exit_code} before it was ready"))
