@@ -202,9 +202,10 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     Raises:
         UserError: pruning, layout, layers or lengths that cannot be.
     """
-    size = config.rollout.completions_per_prompt
-    minibatch = selection_settings(config).planned_prompts // config.objective.updates_per_step * size
-    unread = check_methods(config.pruning, group_size=size, minibatch_size=minibatch)
+    size, selection = config.rollout.completions_per_prompt, selection_settings(config)
+    minibatch = selection.planned_prompts // config.objective.updates_per_step * size
+    reads = selection.reads_pass_rates
+    unread = check_methods(config.pruning, group_size=size, minibatch_size=minibatch, reads_pass_rates=reads)
     _check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)

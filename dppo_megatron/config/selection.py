@@ -85,6 +85,12 @@ class SelectionSettings:
         """Most completions of a prompt: G, or more with `pruning.prompt.group_size_factor`."""
         return math.floor(self.completions_per_prompt * self.group_size_factor)
 
+    @property
+    def reads_pass_rates(self) -> bool:
+        """The advantage or the order goes by what was seen of each prompt's rewards, whatever the method reads."""
+        sorts = self.order in ("easy_first", "hard_first") and self.order_by == "pass_rate"
+        return sorts or self.objective.advantage == "posterior_loo"
+
     def check(self) -> None:
         """Raise `UserError` for a number out of its range, and where settings contradict each other."""
         check_ranges(self)

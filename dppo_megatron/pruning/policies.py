@@ -66,6 +66,8 @@ COMPLETION_POLICIES: dict[str, type[CompletionPolicy]] = {
     "max_variance": baselines.MaxVariancePolicy,
 }
 """As `PROMPT_POLICIES`."""
+PASS_RATES = ("discount", "prior")
+"""Settings that pass rates depend on."""
 METHODS: dict[str, tuple[str, str]] = {
     "grpo" if name == "none" else name: (
         name if name in PROMPT_POLICIES else "none",
@@ -86,9 +88,14 @@ def completion_policy_class(method: str, key: str = "pruning.completion.method")
     return _resolve(method, key, COMPLETION_POLICIES, CompletionPolicy)
 
 
-def check_methods(config: PruningConfig, *, group_size: int = 0, minibatch_size: int = 0) -> list[str]:
-    """A line for each level with settings, other than the defaults, that its method does not read. Sizes as for
+def check_methods(
+    config: PruningConfig, *, group_size: int = 0, minibatch_size: int = 0, reads_pass_rates: bool = False
+) -> list[str]:
+    """A line for each level with settings, other than the defaults, that nothing reads. Sizes as for
     `CompletionPolicy.check`.
+
+    Args:
+        reads_pass_rates: an advantage or an order goes by the prompts' pass rates, whatever the method does.
 
     Raises:
         UserError: no such method, a plugged policy that is none, settings that contradict each other under it.
@@ -108,7 +115,7 @@ def check_methods(config: PruningConfig, *, group_size: int = 0, minibatch_size:
     if is_plugin(config.completion.method):
         make_completion_policy(config.completion, seed=0, total_steps=1)
     return [
-        *_unread("pruning.prompt", config.prompt, prompt),
+        *_unread("pruning.prompt", config.prompt, prompt, PASS_RATES if reads_pass_rates else ()),
         *_unread("pruning.completion", config.completion, completion),
     ]
 
@@ -169,9 +176,11 @@ def _resolve(method: str, key: str, known: dict[str, type[P]], base: type[P]) ->
     return cast(type[P], plug(loaded, base, key, method))
 
 
-def _unread(key: str, config: PromptPruningConfig | CompletionPruningConfig, cls: type[Policy]) -> list[str]:
-    """One line with the settings that were changed and mean nothing."""
-    default, read = type(config)(), {"method", *cls.reads} - set(cls.unread(config))
+def _unread(
+    key: str, config: PromptPruningConfig | CompletionPruningConfig, cls: type[Policy], others: tuple[str, ...] = ()
+) -> list[str]:
+    """One line with the settings that were changed and mean nothing; `others` have readers beside the policy."""
+    default, read = type(config)(), {"method", *cls.reads} - set(cls.unread(config)) | set(others)
     idle = [item.name for item in fields(config) if item.name not in read]
     changed = [name for name in idle if getattr(config, name) != getattr(default, name)]
     return [f"{key}.method = {config.method} does not read {', '.join(changed)}"] if changed else []

@@ -8,12 +8,19 @@ import runpy
 import pytest
 from omegaconf import OmegaConf
 from support.job import REPOSITORY
+from support.tiny import write_model
 
+from dppo_megatron.config.data import DataConfig
+from dppo_megatron.config.objective import ObjectiveConfig
 from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig, PruningConfig
 from dppo_megatron.config.ranges import check_ranges
+from dppo_megatron.config.schema import Config
+from dppo_megatron.job import check_settings
+from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.pruning import make_completion_policy, make_prompt_policy
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, check_methods
 from dppo_megatron.types import UserError
+from dppo_megatron.weights.architecture import read_architecture
 
 
 def load(*overrides):
@@ -130,6 +137,27 @@ def test_settings_that_a_method_does_not_read_are_named():
         "pruning.prompt.method = dppo_auto does not read rate",
         "pruning.completion.method = dppo does not read quadratic_cost_per_token",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "read"),
+    [
+        ({}, False),
+        ({"objective": ObjectiveConfig(advantage="posterior_loo")}, True),
+        ({"data": DataConfig(order="easy_first", order_by="pass_rate")}, True),
+        ({"data": DataConfig(order="file", order_by="pass_rate")}, False),
+        ({"data": DataConfig(order="hard_first")}, False),
+    ],
+)
+@pytest.mark.parametrize("method", ["none", "dppo", "greso"])
+def test_what_pass_rates_depend_on_is_read_by_an_advantage_and_an_order(method, changes, read, tmp_path):
+    """Whatever the method of the prompts reads: the line at the start of a job does not name it."""
+    config = Config(pruning=load(f"prompt.method={method}", "prompt.prior=4", "prompt.discount=0.9"), **changes)
+    architecture = read_architecture(write_model(tmp_path, family="qwen3", max_position_embeddings=4096))
+    said = "".join(check_settings(config, architecture, 1, this_machine()))
+    names = "prior" if method == "dppo" else "discount, prior"
+    assert (f"pruning.prompt.method = {method} does not read {names}" in said) == (not read)
+    assert read or names in said
 
 
 @pytest.mark.parametrize("level", ["prompt", "completion"])
