@@ -7,9 +7,11 @@ import heapq
 import itertools
 import json
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,7 +25,7 @@ from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import make_objective
-from dppo_megatron.config.objective import ObjectiveConfig
+from dppo_megatron.config.objective import CorrectionConfig, ObjectiveConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.pruning.interface import StepCost
@@ -44,12 +46,15 @@ def _decision(
     advantage: str = "rloo",
     pruned_by: int | None = None,
     lost_share: float = 0.0,
+    age: int = 0,
+    objective: Mapping[str, Any] = MappingProxyType({}),
     **more: np.ndarray,
 ) -> TrainSelection:
     """Of one step; `pruned_by` is the seed with which half of the completions are dropped, `lost_share` the groups that
-    earlier steps have lost by chance."""
+    earlier steps have lost by chance, `age` of its weights."""
     count, size = rewards.shape
-    config = Config()
+    config = Config(objective=ObjectiveConfig(**objective))
+    config.rollout.async_steps = age
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = count, size
     config.objective.advantage, config.objective.normalization = advantage, "constant"
     config.pruning.prompt.method = config.pruning.completion.method = "none"
@@ -94,6 +99,50 @@ def test_expected_coefficients_are_those_without_failures(advantage: str) -> Non
         assert [row.label for row in decision.ledger if row.name == "rollout/missing"] == ["ratio"], "in every pattern"
     np.testing.assert_allclose(expected, full, atol=1e-14)
     assert np.linalg.norm(unweighted - full) > 0.2 * np.linalg.norm(full), "the same enumeration sees missing weights"
+
+
+def _label(decision: TrainSelection) -> str:
+    return next(row.label for row in decision.recorded_ledger if row.name == "rollout/missing")
+
+
+@pytest.mark.parametrize("advantage", ["rloo", "group_mean", "posterior_loo", "group_std"])
+def test_the_label_says_whether_fewer_have_the_same_gradient(advantage: str) -> None:
+    """Of a prompt that is seldom right and of one that is so half the time: all answers of a group of four, 30 % of
+    them missing. Where each keeps another share of its gradient, the direction of their sum is another."""
+    patterns = np.array(list(itertools.product((0.0, 1.0), repeat=4)))
+    lost_share = 4 * RATE**3 * (1 - RATE) + RATE**4
+    full, fewer = np.zeros((16, 4)), np.zeros((16, 4))
+    for which, rewards in enumerate(patterns):
+        full[which] = _decision(rewards[None], advantage).advantages
+        for missing in patterns > 0:
+            seen = np.where(missing, np.nan, rewards)[None]
+            decision = _decision(seen, advantage, lost_share=lost_share, by_chance=missing[None])
+            fewer[which] += np.prod(np.where(missing, RATE, 1 - RATE)) * decision.weight * decision.advantages
+    shares = []
+    for rate in (0.05, 0.5):
+        score = (patterns - rate) * np.prod(np.where(patterns > 0, rate, 1 - rate), axis=1, keepdims=True)
+        shares.append(float((fewer * score).sum() / (full * score).sum()))
+    same = max(abs(share - 1.0) for share in shares) < 1e-12
+    assert same or abs(shares[0] - shares[1]) > 0.03
+    one = _decision(np.array([[np.nan, 1.0, 0.0, 0.0]]), advantage, by_chance=np.eye(4, dtype=bool)[:1])
+    [row] = one.unforeseen
+    assert (row.label, row.bias_estimate) == (("ratio", 0.0) if same else ("biased", None))
+    assert _label(decision) == row.label
+
+
+@pytest.mark.parametrize(
+    ("age", "objective", "label"),
+    [
+        (0, {"updates_per_step": 2}, "biased"),
+        (0, {"function": "examples.custom_loss:soft_gate"}, "biased"),
+        (1, {}, "biased"),
+        (1, {"correction": CorrectionConfig("sequence", max_ratio=1e9)}, "ratio"),
+    ],
+)
+def test_a_loss_that_is_not_linear_sees_how_many_are_left(age: int, objective: Mapping[str, Any], label: str) -> None:
+    missing = np.array([[True, False, False], [False] * 3])
+    seen = np.where(missing, np.nan, REWARDS)
+    assert _label(_decision(seen, by_chance=missing, age=age, objective=objective)) == label
 
 
 def _samples(decision: TrainSelection) -> list[TrainSample]:
@@ -188,6 +237,7 @@ def test_by_chance_is_tested_against_length(failing: str) -> None:
     config = Config()
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 8, 4
     config.pruning.prompt.method = config.pruning.completion.method = "none"
+    config.objective.advantage = "rloo"
     selector, rng, labels = Selector(selection_settings(config), 8), np.random.default_rng(5), []
     for step in range(1, 41):
         selector.begin(step)

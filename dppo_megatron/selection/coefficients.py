@@ -53,7 +53,7 @@ class Coefficients:
             self._shaped(rollouts), self._settings.objective, group_weight, lengths=rollouts.lengths, prior=prior
         )
         if self._settings.objective.advantage not in ("group_mean", "reinforce_baseline"):
-            return advantages  # a mean of the others has none of it, and group_std's deviation shrinks as much
+            return advantages  # a mean of the others has none of it; of group_std's no factor makes up for fewer
         own = 1.0 / np.maximum((~np.isnan(rollouts.rewards)).sum(axis=1, keepdims=True), 2)
         scaled: FloatArray = advantages * ((1.0 - 1.0 / self._size) / (1.0 - own))
         return scaled
@@ -166,6 +166,12 @@ class Coefficients:
             row = LedgerRow(_SIZES, 1.0, "biased", note)
             return BiasSource((row,), None, unknown="which ratios will be bounded is not known")
         return BiasSource((LedgerRow(_SIZES, 1.0, "unbiased", note),), np.ones((1, 1)))
+
+    @property
+    def size_free(self) -> bool:
+        """A group of any size has the same expected gradient, whatever its prompt's rewards are."""
+        objective = self._settings.objective
+        return objective.advantage != "group_std" and not (objective.function or self._bounds_ratios)
 
     @property
     def _bounds_ratios(self) -> bool:

@@ -3,9 +3,11 @@
 A missing completion costs itself. Of a group of G with m left, G / m times the sum over the m is the sum over the G in
 the mean, if which ones are missing is no matter of what they say: the baseline over the m is a mean over their pairs,
 and all pairs are left equally often. That needs no rate and looks at nothing beyond the group, so it holds whatever is
-pruned. (A group that was asked for in another size, `group_sizes`, is of the same kind with nothing missing.) Groups
-with fewer than two left have no baseline and are lost; the others stand for them by the share of groups that was lost
-in *earlier* steps, which no draw of this step can move. Nothing is sampled again.
+pruned. It does not hold for what is no sum over pairs: fewer rewards have a smaller deviation, by how much depends on
+the pass rate; a bounded ratio goes by the sign of what it multiplies. (A group that was asked for in another size,
+`group_sizes`, is of the same kind with nothing missing.) Groups with fewer than two left have no baseline and are lost;
+the others stand for them by the share of groups that was lost in *earlier* steps, which no draw of this step can move.
+Nothing is sampled again.
 
 What can depend on the answer (a time-out, a grader that fails on what it reads) is weighted likewise, which mends the
 gradient's length, and labelled biased: no weight makes long answers out of short ones. What is said to be by chance is
@@ -26,7 +28,7 @@ import numpy as np
 
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.pruning.monitors import relative_deviation
-from dppo_megatron.selection.arrays import Rollouts, was_asked
+from dppo_megatron.selection.arrays import PromptDraw, Rollouts, was_asked
 from dppo_megatron.selection.bias import BiasSource
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, mean_of_sums
 
@@ -101,12 +103,12 @@ def with_lengths(rollouts: Rollouts, usual: float) -> Rollouts:
 
 def missing_of(
     rollouts: Rollouts,
-    prompt_prob: FloatArray,
+    prompts: PromptDraw,
     set_of: IntArray,
     past: Past,
-    asked: IntArray,
     usual: int,
     *,
+    size_free: bool,
     stands_for_lost: bool,
     may_end_early: bool,
     refuted: str,
@@ -116,14 +118,14 @@ def missing_of(
     Args:
         set_of: [K] the training set of each prompt.
         past: what the steps before this one have lost.
-        asked: [K] completions that were asked for.
         usual: G, in whose place each group stands.
+        size_free: groups of all sizes have the same expected gradient; else what is left has another, even by chance.
         stands_for_lost: groups without a baseline are made up for here; not where groups are asked for until there are
             enough.
         may_end_early: a setting ends completions by how long they take, which biases every step.
         refuted: why earlier steps' by chance is not believed; empty if it is.
     """
-    graded = ~np.isnan(rollouts.rewards)
+    graded, asked = ~np.isnan(rollouts.rewards), prompts.size
     lost = ~graded & was_asked(rollouts, asked)
     left, count = graded.sum(axis=1), int(asked.sum())
     usable = left >= 2
@@ -133,7 +135,7 @@ def missing_of(
     said = lost & (np.False_ if rollouts.by_chance is None else rollouts.by_chance)
     by_chance = said & (not refuted)
     chosen = lost & ~by_chance
-    share = np.where(chosen, 1.0 / prompt_prob[:, None], 0.0)
+    share = np.where(chosen, 1.0 / prompts.inclusion_prob[:, None], 0.0)
     mates = np.nan_to_num(_of_mates(rollouts.rewards, graded))
     figures = {
         "missing_count": float(lost.sum()),
@@ -145,19 +147,28 @@ def missing_of(
     capped = stands_for_lost and max(past.lost_share) > MOST_LOST
     mixed = bool((asked != usual).any())  # small groups are lost more often, and all stand for them alike
     uneven = mixed and stands_for_lost and max(past.lost_share) > 0
-    known: Known = "biased" if may_end_early or refuted or capped or uneven else past.known
-    now: Known = "biased" if chosen.any() or (mixed and not usable.all()) else "ratio" if lost.any() else ""
+    least: Known = "ratio" if size_free else "biased"
+    seen: Known = max(past.known, least, key=KNOWN.index) if past.known else ""
+    known: Known = "biased" if may_end_early or refuted or capped or uneven else seen
+    now: Known = "biased" if chosen.any() or (mixed and not usable.all()) else least if lost.any() else ""
     label = max(known, now, key=KNOWN.index)
     source = BiasSource(())
     if label:
-        share_left, note = float(graded.sum()) / max(count, 1), _note(figures, count, refuted, mixed=mixed)
-        row = LedgerRow(NAME, share_left, label, note)
-        stands_in = 1.0 + chosen.sum(axis=1, keepdims=True) / np.maximum(left, 1)[:, None]
-        gone = chosen | (chosen.any(axis=1) & ~usable)[:, None]
-        source = BiasSource((row,), np.where(gone, 0.0, np.where(by_chance, 1.0, stands_in)))
+        note = _note(figures, count, refuted, mixed=mixed, size_free=size_free)
+        row = LedgerRow(NAME, float(graded.sum()) / max(count, 1), label, note)
+        source = _source(row, chosen, by_chance, left, size_free=size_free)
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
     along = _against_length(rollouts.lengths, graded, said)
     return Missing(graded & usable[:, None], weight, source, known, now, along, metrics)
+
+
+def _source(row: LedgerRow, chosen: BoolArray, by_chance: BoolArray, left: IntArray, *, size_free: bool) -> BiasSource:
+    """`chosen` and `by_chance` [K, G]; `left` [K] of each group."""
+    if by_chance.any() and not size_free:
+        return BiasSource((row,), unknown="how fewer rewards change a gradient depends on their chances")
+    stands_in = 1.0 + chosen.sum(axis=1, keepdims=True) / np.maximum(left, 1)[:, None]
+    gone = chosen | (chosen.any(axis=1) & (left < 2))[:, None]
+    return BiasSource((row,), np.where(gone, 0.0, np.where(by_chance, 1.0, stands_in)))
 
 
 def as_foreseen(ledger: tuple[LedgerRow, ...], missing: Missing) -> tuple[tuple[LedgerRow, ...], tuple[LedgerRow, ...]]:
@@ -186,10 +197,11 @@ def _against_length(lengths: IntArray, graded: BoolArray, said: BoolArray) -> di
     return {"tokens": relative_deviation(direction[among], said[mixed][among], each[among])}
 
 
-def _note(figures: Mapping[str, float], count: int, refuted: str, *, mixed: bool) -> str:
+def _note(figures: Mapping[str, float], count: int, refuted: str, *, mixed: bool, size_free: bool) -> str:
     note = f"of {count} completions {figures['missing_count']:.0f} are missing; others of their groups stand for them"
     note += f"; not by chance: {refuted}" if refuted else ""
     note += "; small groups are lost more often" if mixed and figures["missing_groups"] else ""
+    note += "" if size_free else "; with this objective fewer have another expected gradient"
     if not figures["missing_biased_count"]:
         return note
     return (

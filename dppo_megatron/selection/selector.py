@@ -313,11 +313,11 @@ class Selector:
     def _missing(self, rollouts: Rollouts, prompts: PromptDraw) -> Missing:
         return missing_of(
             rollouts,
-            prompts.inclusion_prob,
+            prompts,
             self._sets_of(prompts),
             self._lost,
-            prompts.size,
             self._group,
+            size_free=self._coefficients.size_free,
             stands_for_lost=not self._prompt_policy.resamples,
             may_end_early=self._may_end_early,
             refuted=self._declared[2].refuted,
