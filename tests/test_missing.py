@@ -275,6 +275,51 @@ def test_a_sets_groups_stand_for_its_own() -> None:
     assert np.mean(weights[50:], axis=0).tolist() == pytest.approx([4.0, 4.0], rel=0.06)
 
 
+@pytest.mark.parametrize(
+    ("sets", "kept"),
+    [
+        ({"a": 3, "b": 5}, True),
+        ({"b": 5, "a": 3}, False),
+        ({"a": 5, "b": 3}, False),
+        ({"a": 2, "b": 3, "c": 3}, False),
+        ({"all": 8}, False),
+    ],
+)
+def test_a_resume_with_other_sets_forgets_what_was_each_sets(sets: dict[str, int], kept: bool) -> None:
+    """`checkpoint.may_change` permits sets of the same total: a set takes no other's share, nor its epoch's order.
+    States of older versions do not know their sets' names."""
+    config = Config()
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 2, 4
+
+    def selector(of: dict[str, int]) -> Selector:
+        weights = dict.fromkeys(of, 1.0)
+        settings = replace(selection_settings(config), order="easy_first", order_by="pass_rate", set_weights=weights)
+        return Selector(settings, 8, set_sizes=of)
+
+    def step(one: Selector, number: int) -> None:
+        prompts = one.begin(number).prompt_index
+        gone = np.repeat(prompts[:, None] >= 3, 4, axis=1)
+        rewards = np.where(gone, np.nan, [0.0, 1.0, 1.0, 0.0])
+        one.finish(Rollouts(rewards, np.full((2, 4), 9), np.ones((2, 4))), number)
+        one.feedback(StepCost(number, 1.0, 1.0, 0.1))
+
+    first = selector({"a": 3, "b": 5})
+    step(first, 1)
+    state = first.state_dict()
+    share, known = state["missing"]["lost_share"], state["missing"]["known"]
+    assert share[1] > share[0] == 0.0 and known == "biased" and set(state["epochs"][0]) == {0, 1}
+    second = selector(sets)
+    second.load_state_dict(state)
+    again = second.state_dict()
+    assert again["missing"] == {"lost_share": share if kept else (0.0,) * len(sets), "known": known}
+    assert (again["epochs"] == state["epochs"]) == kept
+    for number in range(2, 10):
+        step(second, number)
+    older = selector(sets)
+    older.load_state_dict({key: value for key, value in state.items() if key != "sets"})
+    step(older, 2)
+
+
 def test_more_lost_groups_than_can_be_stood_for_are_biased() -> None:
     """The share that is made up for ends at a half; beyond it the step's gradient is too short, and is called so."""
     for share, label in ((0.5, "ratio"), (0.6, "biased")):

@@ -128,7 +128,9 @@ class WeightedOrder:
         return dict(self._latest)
 
     def load_state_dict(self, state: Mapping[int, Any]) -> None:
-        self._latest = dict(state)
+        """Without the orders of what had another size."""
+        sizes = dict(enumerate(self._sizes))
+        self._latest = {s: (epoch, order) for s, (epoch, order) in state.items() if len(order) == sizes.get(s)}
 
     def _items(self, s: int, start: int, count: int) -> IntArray:
         """Problems start, start + 1, ... of set `s`, over its epochs."""

@@ -171,7 +171,7 @@ class Selector:
             features=features,
         )
         sizes = {"": num_prompts} if set_sizes is None else set_sizes
-        self._set_ends = np.cumsum(list(sizes.values()))
+        self._sets, self._set_ends = [[*one] for one in sizes.items()], np.cumsum(list(sizes.values()))
         if order is None:
             level = None if features is None else features.level
             key = order_key(
@@ -345,8 +345,7 @@ class Selector:
         return [*sources, *others, last]
 
     def feedback(self, cost: StepCost) -> list[str]:
-        """What the step cost; lines for the log if a rate moved. Called once each step, also where an update was
-        skipped."""
+        """What the step cost; lines for the log if a rate moved. Once each step, also where an update was skipped."""
         of = self._of(cost.step)
         if of is not self._open[0] or of.outcome is None or of.missing is None:
             raise ValueError(f"feedback of step {cost.step}, which is not the oldest step that is finished")
@@ -375,8 +374,7 @@ class Selector:
         return said
 
     def full_scores(self, everything: Rollouts, prior: FloatArray | None = None) -> FloatArray:
-        """[N, G] gradient-norm proxy of the completions of all nominal prompts of a step, none skipped; `prior` as in
-        `TrainSelection`."""
+        """[N, G] gradient-norm proxy of all nominal prompts' completions, none skipped; `TrainSelection.prior`."""
         return self._coefficients.full_scores(with_lengths(everything, self._coefficients.mean_length), prior)
 
     def state_dict(self) -> dict[str, Any]:
@@ -385,30 +383,32 @@ class Selector:
         places = [*(one.place for one in self._open), *self._replayed, self._settled]
         places = places if self._delay else places[:1]
         epochs = {} if self._epochs is None else {"epochs": [dict(place.epochs) for place in places]}
+        unlearned = self._past[0 if self._open else len(self._past) - self._unlearned :]
         return epochs | {
             "prompt": self._prompt_policy.state_dict() if of_prompts is None else deepcopy(of_prompts),
             "completion": self._completion_policy.state_dict(),
             "positions": [place.position for place in places],
             "mean_length": self._coefficients.mean_length,
             "missing": asdict(self._lost),
-            "past": deepcopy(
-                [one._asdict() for one in self._past[0 if self._open else len(self._past) - self._unlearned :]]
-            ),
+            "past": deepcopy([one._asdict() for one in unlearned]),
+            "sets": self._sets,
             "declared": [asdict(test) for test in self._declared],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved `state_dict`; steps that had begun are forgotten. ValueError: of another version."""
-        epochs = {"epochs"} & state.keys()  # of a run with another order, whose change was permitted
-        check_state(state, set(self.state_dict()) - {"epochs"} | epochs, "the selection")
+        some = {"epochs", "sets"}  # of a run with another order, whose change was permitted; not of older versions
+        check_state(state, set(self.state_dict()) - some | (some & state.keys()), "the selection")
         self._prompt_policy.load_state_dict(state["prompt"])
         self._completion_policy.load_state_dict(state["completion"])
-        positions = state["positions"]
-        places = [_Place(*each) for each in zip(positions, state.get("epochs", [{}] * len(positions)), strict=True)]
+        positions, shares = state["positions"], tuple(state["missing"]["lost_share"])
+        same = state.get("sets", self._sets) == self._sets and len(shares) == len(self._sets)
+        epochs = state.get("epochs") if same else None  # by a set's number, as are the shares
+        places = [_Place(*each) for each in zip(positions, epochs or [{}] * len(positions), strict=True)]
         self._replayed, self._settled = deque(places[:-1]), places[-1]
         self._go_to(self._settled)
         self._coefficients.mean_length = state["mean_length"]
-        self._lost = Past(tuple(state["missing"]["lost_share"]), state["missing"]["known"])
+        self._lost = Past(shares if same else (0.0,) * len(self._sets), state["missing"]["known"])
         self._past = [_FinishedStep(**one) for one in state["past"]]
         self._unlearned = len(self._past)
         for test, saved in zip(self._declared, state["declared"], strict=True):
