@@ -12,7 +12,7 @@ import numpy as np
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.functions import BUILT_IN, NamedFunction
-from dppo_megatron.rewards.measures import failed
+from dppo_megatron.rewards.measures import UNSAMPLED, failed
 from dppo_megatron.rewards.pool import Grader
 from dppo_megatron.rewards.work import Pace
 from dppo_megatron.types import Completion, Grade, GradeTask, Group, RolloutPrompt, UserError, deciding_reward
@@ -133,7 +133,7 @@ def grade_groups(
         completions: the groups one after another, of these `sizes`.
         known: position in `completions` -> its grade, where a rollout client has graded it already.
     """
-    ended = failed("was not sampled to its end")
+    ended = failed(UNSAMPLED)
     graded = {i: ended for i, one in enumerate(completions) if one.finish_reason == "abort"} | dict(known or {})
     open_ones = [i for i in range(len(completions)) if i not in graded]
     starts = [0, *itertools.accumulate(sizes)]

@@ -17,6 +17,8 @@ from dppo_megatron.types import FloatArray, Grade, Group, RunAborted
 
 FACTS = ("parsed_share", "boxed_share")
 """Facts of the `math` grader: null in a step in which no grading has them, so that the columns are always there."""
+UNSAMPLED = "was not sampled to its end"
+"""Failure of a completion that was never graded."""
 _SHOWN = 5
 """Failures of one call that are logged one by one, if they differ."""
 
@@ -82,7 +84,8 @@ def grading_metrics(table: GradeTable, parts: Sequence[str] = ()) -> dict[str, f
 
 def set_metrics(table: GradeTable, parts: Sequence[str], name: str) -> dict[str, float]:
     """`reward/<name>/...` of a set with rewards of its own: what all sets together have under `reward/`."""
-    own = {"reward/mean": _mean(table.weight, table.reward), "reward/failed_count": float(sum(table.failures.values()))}
+    failures = sum(table.failures.values()) - table.failures.get(UNSAMPLED, 0)  # those are no gradings
+    own = {"reward/mean": _mean(table.weight, table.reward), "reward/failed_count": float(failures)}
     found = own | grading_metrics(table, parts)
     return {key.replace("reward/", f"reward/{name}/", 1): value for key, value in found.items()}
 

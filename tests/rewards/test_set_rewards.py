@@ -16,7 +16,8 @@ from dppo_megatron.config.resolved_sets import set_rewards
 from dppo_megatron.config.reward import RewardConfig, RewardFunctionConfig, SetRewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rewards.grading import Graders, GradeTask
-from dppo_megatron.rewards.measures import GradeTable, check_failures, set_metrics
+from dppo_megatron.rewards.measures import UNSAMPLED, GradeTable, check_failures, set_metrics
+from dppo_megatron.selection.arrays import PromptDraw, Rollouts, reward_figures
 from dppo_megatron.types import Grade, Group, Prompt, RolloutPrompt, RunAborted, UserError
 
 CODE, TEST = "data.train_sets.code.reward", "data.eval_sets.a.b.reward"
@@ -123,7 +124,8 @@ def test_what_is_cancelled_or_broken_reaches_every_part() -> None:
 
 
 def test_metrics_and_failures_are_each_sets_own() -> None:
-    """A set all of whose gradings fail stops the run by its own limit, however many others succeed."""
+    """A set all of whose gradings fail stops the run by its own limit, however many others succeed. What was never
+    sampled is a failure by that limit, and no failed grading: neither of a set nor of all."""
     failed, good = Grade(math.nan, failure="timed out after 1 s"), Grade(3.0, parts={"own": 1.5})
 
     def group(grades: tuple[Grade, ...], prob: float) -> Group:
@@ -134,6 +136,12 @@ def test_metrics_and_failures_are_each_sets_own() -> None:
     found = set_metrics(table, ["own"], "code")
     assert found["reward/code/mean"] == pytest.approx(3 * 2 / 3) and found["reward/code/own"] == 1.5
     assert (found["reward/code/failed_count"], found["reward/code/timeouts"]) == (2.0, 2.0)
+    unsampled = GradeTable.of([group((good, failed), 0.5), group((Grade(0.0), Grade(math.nan, failure=UNSAMPLED)), 1)])
+    draw = PromptDraw(np.arange(2), np.ones(2), np.ones(2), np.zeros(2, np.int64), np.ones(2), np.full(2, 2))
+    unfinished, lengths = np.array([[False, False], [False, True]]), np.full((2, 2), 3)
+    rollouts = Rollouts(unsampled.reward.reshape(2, 2), lengths, np.ones((2, 2)), unfinished=unfinished)
+    assert reward_figures(rollouts, draw, np.ones(2))["reward/failed_count"] == 1.0
+    assert set_metrics(unsampled, [], "code")["reward/code/failed_count"] == 1.0
     assert all(name.startswith("reward/code/") for name in found)
     assert math.isnan(set_metrics(GradeTable.of([]), [], "code")["reward/code/mean"])
     check_failures(table, RewardConfig(max_failed_share=0.5), 1, CODE)
