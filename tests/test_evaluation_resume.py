@@ -20,6 +20,7 @@ import pytest
 from support.cases import Choose
 from support.job import job_config
 
+import dppo_megatron.rewards
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.evaluation.eval_samples import (
@@ -30,7 +31,7 @@ from dppo_megatron.evaluation.eval_samples import (
     read_unfinished,
 )
 from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders, one_spelling
-from dppo_megatron.evaluation.standalone import about
+from dppo_megatron.evaluation.standalone import _graded_by, about
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import Graders
 from dppo_megatron.rollout.hf import engine_from_files
@@ -165,8 +166,27 @@ def test_verdicts_of_an_edited_grader_are_not_kept(tmp_path: Path, capsys: pytes
                 kept.add(sample)
         else:
             assert [one.is_graded for one in kept.samples.values()] == are_graded
+            again = "2 samples are graded again: the graders were others" in capsys.readouterr().out
+            assert again != all(are_graded)
         kept.grade(samples)
         kept.close()
+
+
+def test_a_built_in_grader_is_another_one_with_other_code(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package's version is not enough: a checkout changes without a new one. Graders that nothing names are left
+    out, and a user's own is told by its file alone."""
+    code = tmp_path / "rewards"
+    shutil.copytree(Path(dppo_megatron.rewards.__file__).parent, code)
+    monkeypatch.setattr(dppo_megatron.rewards, "__file__", str(code / "__init__.py"))
+    ours = job_config(files, tmp_path / "run")
+    theirs = job_config(files, tmp_path / "run", reward__functions="{a: {function: 'support.job:job_config'}}")
+    before = [_graded_by(config) for config in (ours, theirs)]
+    assert [_graded_by(config) for config in (ours, theirs)] == before
+    with (code / "math" / "evaluate.py").open("a") as file:
+        file.write("# another\n")
+    assert [_graded_by(config) == then for config, then in zip((ours, theirs), before, strict=True)] == [False, True]
 
 
 def test_what_an_evaluation_is_about(files: Path, tmp_path: Path) -> None:
@@ -181,6 +201,7 @@ def test_what_an_evaluation_is_about(files: Path, tmp_path: Path) -> None:
         return about(prepare_job(config, 1, trains=False), out)
 
     first = found()
+    assert "None" not in first["engine_version"]
     out.mkdir()
     (out / UNFINISHED).write_text("a line")
     assert found(reward__timeout_s=7, reward__processes=3) == first

@@ -293,6 +293,7 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
     lines = text.split(b"\n")
     end = len(text) - len(lines.pop())
     rows, damaged = dict[Key, dict[str, Any]](), 0
+    outdated: set[Key] = set()
     try:
         head = dict(json.loads(lines[0])) if lines else None
     except (ValueError, TypeError, RecursionError):
@@ -300,9 +301,11 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
     for line in lines[1:]:
         try:
             row = json.loads(line)
+            key = row["set"], row["problem_index"], row["sample"]
             if graded_by is None or row.get("by", graded_by) == graded_by:
-                key = row["set"], row["problem_index"], row["sample"]
                 rows[key] = rows.get(key, {}) | row
+            else:
+                outdated.add(key)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             damaged += 1
     found: dict[Key, EvalSample] = {}
@@ -313,6 +316,8 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
             damaged += 1
     if damaged:
         log(f"eval: {damaged} lines of {UNFINISHED} are damaged; their samples are made again")
+    if again := sum(not one.is_graded for key, one in found.items() if key in outdated):
+        log(f"eval: {again} samples are graded again: the graders were others, or had other code or limits")
     return head, found, end
 
 

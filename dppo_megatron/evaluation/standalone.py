@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import dppo_megatron.rewards
 from dppo_megatron import __version__
 from dppo_megatron.config.load import load_config
 from dppo_megatron.config.paths import with_paths
@@ -151,6 +152,8 @@ def about(job: Job, out: Path) -> dict[str, Any]:
         "model_files": sha256(repr(states).encode()).hexdigest(),
         "seed": config.seed,
         "engine": config.rollout.engine,
+        # of servers it is not known before they have started; `generated_by` in results.json names it
+        "engine_version": f"{version('torch')} {version('transformers')}" if config.rollout.engine == "hf" else None,
         "dtype": config.model.dtype,
         "stop_token_ids": list(job.stop_token_ids),
         "reward": _lasting(asdict(config.reward)),
@@ -300,14 +303,17 @@ def write_results(
 
 
 def _grader_sources(config: Config) -> dict[str, str]:
-    """SHA-256 of the file of each `module:function` that grades; built-in graders have the version of the package."""
+    """SHA-256 of the file of each `module:function` that grades; of a built-in grader the files of all of them, because
+    a checkout changes without a new version."""
     rewards = set_rewards(config).values()
     found: dict[str, str] = {}
-    named = [[of.function, *(one.function for one in of.functions.values())] for of in rewards]
+    named = [[one.function for one in of.functions.values()] or [of.function] for of in rewards]
     for function in chain.from_iterable(named):
         with suppress(ImportError, ValueError, OSError):
-            spec = find_spec(function.partition(":")[0]) if ":" in function else None
-            if spec is not None and spec.origin:
+            if ":" not in function:
+                code = sorted(Path(dppo_megatron.rewards.__file__).parent.rglob("*.py"))
+                found[function] = sha256(b"\0".join(path.read_bytes() for path in code)).hexdigest()
+            elif (spec := find_spec(function.partition(":")[0])) is not None and spec.origin:
                 found[function] = sha256(Path(spec.origin).read_bytes()).hexdigest()
     return found
 
