@@ -88,6 +88,68 @@ def test_there_is_one_way_to_print() -> None:
     assert found <= {*MAY_PRINT}, found - {*MAY_PRINT}
 
 
+MAY_WRITE = {
+    "files.py": "the one way",
+    "workbench/cli.py": "devnull",
+    "workbench/commands/terminal.py": "devnull",
+    "observe/trackers/process.py": "devnull",
+    "rewards/worker.py": "devnull, its own pipe, /proc",
+    "observe/json_lines.py": "what `open_own` has opened",
+    "observe/timeline.py": "gzip around what `replacing` has opened",
+    "observe/run_directory.py": "a run's directory, which its user names",
+    "checkpoint/store.py": "a new directory, which gets its name when it is whole",
+    "checkpoint/state.py": "in that",
+    "checkpoint/writers.py": "a file in memory",
+    "checkpoint/checkpoint_dir.py": "in that",
+    "weights/adapter_files.py": "in that",
+    "weights/torch_dist.py": "in that",
+    "weights/hf_files.py": "`aside`, which is such a directory, and what is put there",
+    "rollout/sync/channels.py": "a new directory of rollout.sync.dir",
+    "rollout/client/remote.py": "a new directory of mode 700",
+    "steps/first_layers.py": "a temporary directory of mode 700",
+    "adapters/pruner.py": "what `replacing` has opened",
+    "steps/trace.py": "what `replacing` has opened",
+    "rollout/serve.py": "rollout.servers.registry_dir, which its user names",
+    "data/known.py": "where `data --out` says",
+    "workbench/quickstart/make.py": "where `quickstart --out` says, aside",
+    "workbench/quickstart/tiny_model.py": "in that",
+    "workbench/accept/jobs.py": "in a step's new directory",
+    "workbench/accept/workload.py": "in a step's new directory",
+    "workbench/accept/runner.py": "a step's new directory",
+    "workbench/commands/accept.py": "--out",
+    "workbench/commands/compare.py": "--out",
+    "workbench/compare/runs.py": "a new directory of --out",
+    "workbench/commands/init.py": "a new directory that its user names",
+    "workbench/commands/parser.py": "--json FILE, which its user names: /dev/stdout too",
+}
+_WRITES = re.compile(
+    r"\.(write_text|write_bytes|mkdir|makedirs|touch|save_pretrained|symlink_to|mkstemp)\(|\b(torch|np)\.savez?\(|\bsave_file\(|shutil\.copy"
+)
+
+
+def _opens_to_write(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    if not re.search(r"(^|\.)(open|fdopen)$", name):
+        return bool(_WRITES.search(f"{name}("))
+    modes = [*call.args, *(word.value for word in call.keywords if word.arg == "mode")]
+    written = ("O_WRONLY", "O_RDWR", "O_CREAT")
+    texts = [one.value for one in modes if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return any(re.fullmatch(r"[rwxabt+]*[wxa+][rwxabt+]*", text) for text in texts) or any(
+        flag in ast.unparse(one) for one in modes for flag in written
+    )
+
+
+def test_there_is_one_way_to_write_a_file() -> None:
+    """`files.py`, which follows no link; where a file is opened otherwise or a directory made, it is said here why."""
+    package = Path(dppo_megatron.__file__).parent
+    found = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and _opens_to_write(node):
+                found.add(str(path.relative_to(package)))
+    assert found == {*MAY_WRITE}, (found - {*MAY_WRITE}, {*MAY_WRITE} - found)
+
+
 def _bar(text: str) -> None:
     progress = RunProgress(3, visible=True)
     progress.say(text)

@@ -26,7 +26,7 @@ from support.wandb_reading import history, records
 
 from dppo_megatron.config.observe import ObserveConfig, TrackingConfig, check_observe
 from dppo_megatron.frames import FrameBuffer, framed
-from dppo_megatron.observe.trackers import sink
+from dppo_megatron.observe.trackers import process, sink
 from dppo_megatron.observe.trackers.process import (
     ENCODER,
     Begin,
@@ -101,6 +101,24 @@ def test_tensorboard_has_every_step_once(run: Path) -> None:
     [table] = read.Tensors("samples/text_summary")
     assert table.step == 2 and b"it is &lt;b&gt;4&#124;&lt;/b&gt;" in table.tensor_proto.string_val[0]
     assert b"rollout.engine" in read.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+@pytest.mark.parametrize(
+    ("tool", "folder"),
+    [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("trackio", "trackio"), ("mlflow", "mlruns"), ("mlflow", "")],
+)
+def test_no_tracker_follows_a_link(tool: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of its folder, or of all of them: it fails, which the run does not, and nothing is written there."""
+    for name in ("TRACKIO_DIR", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    outside, trackers = tmp_path / "outside", tmp_path / "run" / "trackers"
+    outside.mkdir()
+    (trackers / folder).parent.mkdir(parents=True)
+    (trackers / folder).symlink_to(outside)
+    begin = Begin(RUN, str(trackers), "p", "n", [], offline=True, config={}, resumed_step=None)
+    with pytest.raises(OSError, match="symbolic link"):
+        Sink(tool, process.TOOLS[tool]()).take(begin)
+    assert not list(outside.iterdir())
 
 
 @pytest.mark.slow

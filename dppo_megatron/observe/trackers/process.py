@@ -139,10 +139,11 @@ class TensorBoard:
     """
 
     def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
+        folder = _folder(begin, "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         next_step = 0 if begin.resumed_step is None else begin.resumed_step + 1
-        self._writer = SummaryWriter(Path(begin.directory) / "tensorboard", purge_step=next_step)
+        self._writer = SummaryWriter(folder, purge_step=next_step)
         if begin.resumed_step is None:
             rows = [[key, value] for key, value in sorted(begin.config.items())]
             self._writer.add_text("config", _markdown(["setting", "value"], rows), 0, 0.0)
@@ -184,6 +185,7 @@ class Wandb(_Rows):
     _how = {"commit": True}  # else a row waits for the next one
 
     def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
+        _folder(begin, "wandb")  # which it takes itself
         import wandb
 
         self._table = wandb.Table
@@ -221,7 +223,8 @@ class Trackio(_Rows):
     """
 
     def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
-        os.environ.setdefault("TRACKIO_DIR", str(Path(begin.directory) / "trackio"))
+        if "TRACKIO_DIR" not in os.environ:
+            os.environ["TRACKIO_DIR"] = str(_folder(begin, "trackio"))
         if begin.offline:
             for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
                 os.environ.pop(name, None)
@@ -256,7 +259,7 @@ class Mlflow:
         uri = "" if begin.offline else os.environ.get("MLFLOW_TRACKING_URI", "")
         if not uri:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            uri = (Path(begin.directory) / "mlruns").as_uri()
+            uri = _folder(begin, "mlruns").as_uri()
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
@@ -293,6 +296,13 @@ class Mlflow:
 TOOLS: dict[str, Callable[[], Tracker]] = {
     "mlflow": Mlflow, "tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb,
 }  # fmt: skip
+
+
+def _folder(begin: Begin, name: str) -> Path:
+    """A tool's folder in the run directory. Raises OSError for a link in its place."""
+    folder = Path(begin.directory) / name
+    make_directory(folder)
+    return folder
 
 
 def metric_name(name: str) -> str:

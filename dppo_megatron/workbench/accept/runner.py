@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.children import die_with_parent, package_environment, python_command
-from dppo_megatron.files import remove_tree
+from dppo_megatron.files import append_to, remove_tree
 from dppo_megatron.observe.json_lines import finite
 from dppo_megatron.progress import progress
 from dppo_megatron.workbench.accept.bars import STEPS, Step
@@ -101,7 +101,7 @@ def _run(step: Step, own: Path, limit_s: float, record: Record) -> Ran:
     environment = inherited | step.environment | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     command = python_command(CHILD, step.name, str(own), options, ranks=step.ranks)
     started, why = time.monotonic(), ""
-    with (own / "log").open("wb") as log:
+    with append_to(own / "log") as log:
         child = subprocess.Popen(
             command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -160,8 +160,8 @@ class Sheet:
         self._write("facts", **facts)
 
     def _write(self, figure: str, **values: Any) -> None:
-        with (self.directory / FIGURES).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite({"figure": figure} | values), allow_nan=False) + "\n")
+        with append_to(self.directory / FIGURES) as file:
+            file.write((json.dumps(finite({"figure": figure} | values), allow_nan=False) + "\n").encode())
 
 
 def measure(sheet: Sheet) -> None:
