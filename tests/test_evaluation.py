@@ -22,7 +22,7 @@ from support.launch import run_ranks
 from dppo_megatron.config.checks import check_values
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import read_config, save_config
-from dppo_megatron.config.resolved_sets import eval_set_configs
+from dppo_megatron.config.resolved_sets import TEMPLATES, eval_set_configs
 from dppo_megatron.config.reward import SetRewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
@@ -366,6 +366,57 @@ def _served(plain: Config, draw: random.Random, drafter: str) -> Config | None:
     except UserError:
         return None
     return config
+
+
+FOR_ALL: dict[str, tuple[Any, Any, str]] = {
+    "eval.samples": (4, 8, ""),
+    "eval.temperature": (0.5, 0.0, ""),
+    "eval.top_p": (0.5, 0.75, ""),
+    "eval.top_k": (5, 7, ""),
+    "eval.max_completion_tokens": (4, 8, ""),
+    "data.problem_field": ("theirs", "mine", ""),
+    "data.answer_field": ("theirs", "mine", ""),
+    "data.answer_from": ("last", "boxed", ""),
+    "data.source_field": ("theirs", "mine", ""),
+    "data.level_field": ("theirs", "mine", ""),
+    "data.level_is": ("difficulty", "solve_rate", ""),
+    "data.max_prompt_tokens": (50, 60, ""),
+    "data.overlong": ("error", "filter", ""),
+    "data.template": ("plain_boxed", "chat_boxed", "template"),
+    "data.prompt_template": ("a {problem}", "b {problem}", "template.prompt_template"),
+    "data.system_prompt": ("a", "b", "template.system_prompt"),
+    "data.apply_chat_template": (True, False, "template.apply_chat_template"),
+    "data.chat_template_kwargs": ({"a": 1}, {"b": 2}, "template.chat_template_kwargs"),
+}
+"""Setting, what a set has of its own, what the command line says, and where that is found if not by its name."""
+
+
+@pytest.mark.parametrize("key", FOR_ALL)
+def test_the_command_line_is_for_all_sets(files: Path, tmp_path: Path, key: str) -> None:
+    """Of a run, of its file as a config and of a file of sets: in place of what a set or its template says, unless the
+    command line says it of the set."""
+    (tmp_path / "hf").symlink_to(files / "model")
+    path, name, (own, now, where) = str(files / "heldout.jsonl"), key.partition(".")[2], FOR_ALL[key]
+    chat = {"apply_chat_template": True} if name in ("system_prompt", "chat_template_kwargs") else {}
+    plain = {"path": path, "where": ["problem != x"]}
+    held = {"own": plain | chat | {name: own}, "no": plain | chat, "said": plain | {"template": "r1"} | chat}
+    (tmp_path / "sets.yaml").write_text(yaml.safe_dump({"data": {"eval_sets": held}}))
+    config = _config(files, tmp_path, {name: EvalSetConfig(**of) for name, of in held.items()})
+    save_config(config, tmp_path / "config.yaml")
+    model, settings = str(files / "model"), [f"{key}={json.dumps(now) if isinstance(now, dict) else now}"]
+    for asked in (
+        EvalArguments(str(tmp_path), settings),
+        EvalArguments(str(tmp_path / "config.yaml"), settings),
+        EvalArguments(model, settings, sets=[str(tmp_path / "sets.yaml")]),
+        EvalArguments(str(tmp_path), [f"data.eval_sets.own.{name}={own}", *settings]),
+    ):
+        of_its_own = asked.settings[0] != settings[0]
+        for set_name, one in eval_set_configs(prepare(asked)[0]).items():
+            both = now | own if isinstance(now, dict) else own  # mappings are merged, as everywhere
+            wanted = both if of_its_own and set_name == "own" else now
+            wanted = TEMPLATES[wanted] if key == "data.template" else wanted
+            found = functools.reduce(getattr, (where or name).split("."), one)
+            assert found == wanted and one.where == ["problem != x"], (asked, set_name)
 
 
 @pytest.mark.parametrize("held", ["[1]", "{a: 3}", "{a: {path: []}}", "x"])

@@ -18,6 +18,7 @@ from dppo_megatron.config.changes import saved_values
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import config_from_values, config_values, load_config, read_config
 from dppo_megatron.config.paths import how_to_download, shipped
+from dppo_megatron.config.resolved_sets import Template
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.yaml12 import Source, parse, plain
 from dppo_megatron.evaluation.eval_samples import FOLLOWED
@@ -27,6 +28,7 @@ _SERVER_KEYS = ("endpoints", "launch", "registry_dir", "colocate", "allow_remote
 
 _COMMON = {item.name for item in fields(EvalSetConfig)} - {"where"}
 """What a set that leaves it out has from `data` or `eval`; rows are left out of an evaluation by its own entry only."""
+_TEMPLATE = {"template", *(item.name for item in fields(Template))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,14 @@ def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]
     if not is_config:
         target = _followed(Path(given.model)) if given.follow else _find_target(given.model, given.step)
     own = _own_sets(target) if target is not None else {}
-    sets = _chosen_sets(given.sets, given.data, given.settings, own)
+    sets = _chosen_sets(given.sets, given.data, own)
     layers: list[tuple[str, Mapping[str, Any]]] = [("--sets", {"data": {"eval_sets": sets}})] if sets else []
     if target is not None:
-        own, said = _without_servers(_settings_of(target, given, replaced=bool(sets)), given.settings)
+        own, said = _without_servers(_settings_of(target, replaced=bool(sets)), given.settings)
         model = {"hf_path": str(target.model)} if target.model is not None else {}
         layers = [(target.where, own), ("MODEL", {"model": model}), *layers]
     path = given.model if is_config else ""
+    layers += _said_for_all(path, given.settings, layers)
     config = load_config(path, list(given.settings), writes_run=False, purpose="evaluate", layers=layers)
     data = config.data
     if sets and is_config:
@@ -88,7 +91,23 @@ def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]
     return config, given.out or (target.out if target is not None else None), said
 
 
-def _settings_of(target: _Target, given: EvalArguments, *, replaced: bool) -> dict[str, Any]:
+def _said_for_all(
+    path: str, settings: Sequence[str], layers: Sequence[tuple[str, Mapping[str, Any]]]
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """Layers in which what the command line says for all sets, such as eval.samples or data.template, is in place of
+    what each has of its own; what it says of one set goes before that."""
+    said = {item.partition("=")[0] for item in settings}
+    keys = {key for key in _COMMON if {f"data.{key}", f"eval.{key}"} & said}
+    if not keys:
+        return []
+    data = read_config(path, list(settings), layers).data
+    values = config_values(data)
+    # of a template's settings the value itself, for it goes before what the set's `template` says
+    of_each = (dict.fromkeys(keys), {key: values[key] for key in keys & _TEMPLATE})
+    return [("the command line", {"data": {"eval_sets": dict.fromkeys(data.eval_sets, one)}}) for one in of_each]
+
+
+def _settings_of(target: _Target, *, replaced: bool) -> dict[str, Any]:
     """Of the run or checkpoint, as far as they are of use here; `replaced`: other sets are evaluated than its own."""
     settings, data = dict(target.settings), dict(target.settings.get("data") or {})
     for key in ("checkpoint", "run_dir", "sft", "actor"):  # of the trainer, or about files that may be absent here
@@ -97,9 +116,6 @@ def _settings_of(target: _Target, given: EvalArguments, *, replaced: bool) -> di
         data.pop(key, None)
     if replaced:
         data |= {"eval_sets": {}, "eval_paths": {}}
-    else:
-        own = data.get("eval_sets") or {}
-        data["eval_sets"] = {name: _without(values, given.settings) for name, values in own.items()}
     return settings | {"data": data}
 
 
@@ -114,7 +130,7 @@ def _own_sets(target: _Target) -> dict[str, dict[str, Any]]:
 
 
 def _chosen_sets(
-    words: Sequence[str], data: Path | None, settings: Sequence[str], own: Mapping[str, dict[str, Any]]
+    words: Sequence[str], data: Path | None, own: Mapping[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """`data.eval_sets` for the sets that `words` name; `data` is the directory that relative paths of presets and files
     are in, `own` are the run's. Raises UserError for a name that is in neither, or a duplicate one."""
@@ -134,13 +150,7 @@ def _chosen_sets(
         if both := found.keys() & new.keys():
             raise UserError(f"--sets: the set '{min(both)}' is given twice; names must differ")
         found |= new
-    return {name: _without(values, settings) for name, values in found.items()}
-
-
-def _without(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """A set's settings without those that the command line sets for all sets, such as eval.samples or data.template."""
-    said = {item.split("=")[0] for item in settings}
-    return {key: value for key, value in values.items() if not {f"eval.{key}", f"data.{key}"} & said}
+    return found
 
 
 def _preset(name: str, own: Collection[str]) -> dict[str, dict[str, Any]]:
