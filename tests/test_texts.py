@@ -107,7 +107,7 @@ MAY_WRITE = {
     "rollout/sync/channels.py": "a new directory of rollout.sync.dir",
     "rollout/client/remote.py": "a new directory of mode 700",
     "steps/first_layers.py": "a temporary directory of mode 700",
-    "adapters/pruner.py": "what `replacing` has opened",
+    "adapters/pruner.py": "in a checkpoint of the other trainer",
     "steps/trace.py": "what `replacing` has opened",
     "rollout/serve.py": "rollout.servers.registry_dir, which its user names",
     "data/known.py": "where `data --out` says",

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.config.pruning import PruningConfig
-from dppo_megatron.files import make_directory, replacing
 from dppo_megatron.pruning import CompletionBatch, LedgerRow, Selection, step_metrics
 from dppo_megatron.pruning.interface import Stateful, check_outcomes
 from dppo_megatron.pruning.policies import check_methods, make_completion_policy, make_prompt_policy
@@ -179,10 +178,9 @@ def save_state(pruner: StepPruner, folder: Path) -> None:
     import torch
     from accelerate.utils import recursively_apply
 
-    make_directory(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     held = recursively_apply(torch.from_numpy, pruner.state_dict(), test_type=lambda one: isinstance(one, np.ndarray))
-    with replacing(folder / STATE) as file:
-        torch.save(held, file)
+    torch.save(held, folder / STATE)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
