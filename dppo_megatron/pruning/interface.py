@@ -94,7 +94,7 @@ class Selection:
 
     kept: BoolArray
     """[n]. It may hold no True: a Poisson draw that nobody survives, completions of which none has an advantage. The
-    step's gradient is then 0, and its update is left out; to draw again until something is kept is biased."""
+    optimizer then steps with a gradient of 0 (momentum, decay, schedule); to draw until something is kept is biased."""
     inclusion_prob: FloatArray
     """[n] float64, P(kept | what was known before the draw), in [0, 1]."""
     weight: FloatArray
