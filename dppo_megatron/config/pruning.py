@@ -95,7 +95,7 @@ class PromptPruningConfig:
     """Above 1, a prompt gets from completions_per_prompt / this (2 at least) to completions_per_prompt x this
     completions, more where more gradient is expected of them for their tokens; a step has as many as without it. Needs
     score=fit and an advantage that means the same in groups of any size (rloo, posterior_loo, group_mean). Goes on in
-    warm-up and after annealing."""
+    warm-up and after annealing. At rate 0 no outcome judges the score: see prune/size_realised_design_effect."""
     max_design_effect: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of the growth of the variance, as sum(s^2/pi)/sum(s^2) of the score predicts it and earlier steps have
     measured it; 0 for none. The rate backs off to hold it."""

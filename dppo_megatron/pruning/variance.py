@@ -134,6 +134,9 @@ class EffectMonitor(Stateful):
     (warm-up, or after the score was found wanting): what skipping would do is then measured all the same, and pruning
     can begin, or begin again, on evidence. Beside it stands what skipping at random would do at the same cost, the
     inverse of the share of tokens that is planned to be kept. A score that does worse than that is worse than none.
+
+    At rate 0 no plan skips, so the score is never judged, nor are sizes of groups that go by it: of those
+    `StepVariance.sizes` tells what they do.
     """
 
     _state_names = ("_sums", "believed")
