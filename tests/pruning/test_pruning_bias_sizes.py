@@ -73,10 +73,6 @@ def is_right(size: float | None, truth: float, error: float = 0.0) -> bool:
     return size < 0.002 + error if low < 0.001 else low / 2 <= size <= 2 * high
 
 
-NOT_SIZED = {"advantage/posterior_loo", "rollout/group_sizes", "rollout/missing"}
-"""Rows that may have no estimate."""
-
-
 def sources(decision: TrainSelection) -> tuple[str, ...]:
     return tuple(row.name for row in decision.ledger if row.label in ("ratio", "biased"))
 
@@ -88,11 +84,12 @@ def verdicts(chosen: Iterable[int]) -> dict[tuple[str, ...], list[bool]]:
         case = make_case(index)
         # the truth counts what stands for the missing ones; the size of their row is for tests/test_missing.py
         lost = np.isnan(case.outcomes.rewards)
-        case = replace(case, outcomes=replace(case.outcomes, by_chance=lost))
-        decision = case.run()
-        names = tuple(name for name in sources(decision) if name != "rollout/missing")
-        unknown = {row.name for row in decision.ledger if row.bias_estimate is None} & set(sources(decision))
-        if not names or is_resampled(case) or unknown & NOT_SIZED:
+        rewards = case.outcomes.rewards
+        if not case.selector._coefficients.size_free:  # then that row has no size, and nor has the whole
+            rewards = np.nan_to_num(rewards)
+        case = replace(case, outcomes=replace(case.outcomes, rewards=rewards, by_chance=lost))
+        names = tuple(name for name in sources(case.run()) if name != "rollout/missing")
+        if not names or is_resampled(case) or {"advantage/posterior_loo", "rollout/group_sizes"} & set(names):
             continue
         expected = [expectation(case)]
         runs = -(-_RUNS // len(expected[0].decisions)) if deterministic_levels(case.config) else 1
