@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pty
 import re
@@ -394,6 +395,23 @@ def test_a_script_for_each_shell(shell: str, capsys: pytest.CaptureFixture[str])
 def _start(*arguments: str, **streams: int) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen([sys.executable, "-m", "dppo_megatron", *arguments], env=environment, **streams)  # type: ignore[call-overload, no-any-return]
+
+
+def test_a_terminal_without_utf8(tmp_path: Path) -> None:
+    """What ASCII has no form for is escaped, in results and in mistakes."""
+    sample = {"set": "s", "problem": "0", "problem_index": 0, "sample": 0, "prompt": "", "reference": "", "text": ""}
+    sample |= {"tokens": 1, "finish_reason": "stop", "reward": 1.0}
+    rows = [json.dumps(sample | {"problem_index": at, "problem": str(at)}) for at in (0, 1)]
+    (tmp_path / "samples.jsonl").write_text("\n".join(rows))
+    plain = {"PYTHONPATH": str(REPOSITORY), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for arguments, code, said in (
+        (["eval", "--rescore", str(tmp_path)], 0, rb" % \xb1 "),
+        (["train", "\u00e9.yaml"], 2, b"config file"),
+    ):
+        command = [sys.executable, "-m", "dppo_megatron", *arguments]
+        done = subprocess.run(command, env={**os.environ, **plain}, capture_output=True, timeout=300)
+        assert done.returncode == code and said in done.stdout + done.stderr, done
+        assert (done.stdout + done.stderr).isascii() and b"Traceback" not in done.stderr
 
 
 def test_nobody_reads_the_output() -> None:

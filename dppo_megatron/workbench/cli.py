@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import io
 import os
 import select
 import sys
@@ -144,10 +145,13 @@ def _package(error: UserError) -> str:
 
 
 def _open_what_is_closed() -> None:
-    """A service may start a command without stdout or stderr (`2>&-`), and Python then has None in its place."""
+    """A service may start a command without stdout or stderr (`2>&-`), and Python then has None in its place. Where
+    they are not UTF-8 (LC_ALL=C), what they have no form for is escaped."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _output_has_gone() -> bool:
