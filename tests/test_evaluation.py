@@ -442,7 +442,12 @@ def test_graded_again(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     scores = [json.loads((path / "results.json").read_text())["scores"] for path in (first, again)]
     assert scores[0] == scores[1]
     samples = str(first / "samples.jsonl")
+    results = json.loads((first / "results.json").read_text()) | {"engine": "vllm", "seed": 7}
+    (first / "results.json").write_text(json.dumps(results))
     assert main(["eval", "--rescore", samples, "reward.function=final_answer", "--out", str(other)]) == 0
+    judged_again = json.loads((other / "results.json").read_text())
+    for key in ("engine", "seed", "model", "generated_by"):
+        assert judged_again[key] == results[key], "what made the samples has not changed"
     judged = read_samples(other)
     assert len(judged) == 57
     assert all(sample.correct == bool(final_answer(sample.text, sample.reference)) for sample in judged)

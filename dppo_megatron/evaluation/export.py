@@ -53,7 +53,7 @@ def export(form: str, evaluation: str, out: Path | None) -> list[str]:
     results, samples = read_results(directory / RESULTS), [_plain(one) for one in read_samples(directory)]
     samples.sort(key=lambda one: one.problem_index)
     problems = {name: list(of.values()) for name, of in by_problem(samples).items()}
-    model = Path(results.get("model", directory)).name
+    model = Path(results.get("model") or directory).name
     date = datetime.now().isoformat().replace(":", "-")
     try:
         written = FORMS[form](results, problems, scores_of(samples), out, model, date)
@@ -72,7 +72,7 @@ def _lm_eval(
         "versions": dict.fromkeys(problems, 1),
         "n-shot": dict.fromkeys(problems, 0),
         "n-samples": {name: {"original": len(of), "effective": len(of)} for name, of in problems.items()},
-        "config": {"model": results.get("generated_by", ""), "model_args": f"pretrained={model}"},
+        "config": {"model": results.get("generated_by") or "", "model_args": f"pretrained={model}"},
         "model_name": model,
         "model_name_sanitized": safe_name(model),
     }

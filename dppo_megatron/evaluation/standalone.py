@@ -229,7 +229,8 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
             " overrepresented, which the intervals do not account for"
         )
     if out is not None:
-        write_results(out, again, scores, config, {"rescored": str(path)}, sets)
+        made = {key: before.get(key) for key in ("model", "generated_by", "seed", "engine")}  # null: not known
+        write_results(out, again, scores, config, made | {"rescored": str(path)}, sets)
         lines.append(f"{out}/: {RESULTS}, {SAMPLES}")
     return lines
 
@@ -277,6 +278,7 @@ def write_results(
     """Write samples.jsonl, then results.json: if the second exists, the first is complete.
 
     Args:
+        about: further fields, and those that are not the settings' own.
         sets: what is known of their settings, where that is not all of `config`.
     """
     settings = {name: asdict(of) for name, of in eval_set_configs(config).items()} if sets is None else sets
@@ -284,9 +286,9 @@ def write_results(
     packages = ("torch", "transformers", "numpy", "megatron-core")
     results = {
         "format": FORMAT,
-        **about,
         "seed": config.seed,
         "engine": config.rollout.engine,
+        **about,
         "reward": asdict(config.reward),
         "sets": settings,
         "scores": {one.name: one.as_json() for one in scores},
