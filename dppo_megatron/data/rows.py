@@ -248,6 +248,9 @@ def _unpacked_bytes(column: Any) -> int:
 @contextmanager
 def growing_at_most(most: int) -> Iterator[None]:
     """In the block this process may take so many bytes of memory more than it has; then it is a MemoryError."""
+    if not os.path.exists("/proc/self/statm"):  # not Linux
+        yield
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     with open("/proc/self/statm", encoding="ascii") as file:
         most += int(file.read().split()[5]) * resource.getpagesize()
