@@ -75,6 +75,11 @@ BOMBS = [
 """Towers, long numbers, deep nests, long lists, steps without end."""
 
 
+def places(text: str) -> list[tuple[str, str]]:
+    """References and answers."""
+    return [(text, "7"), ("7", text), ("x", text), (r"\pi+\sqrt2", text), (f"0+{text}", text), ("1,2", f"1,{text}")]
+
+
 @pytest.fixture
 def spent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Operations of the gradings since."""
@@ -92,14 +97,7 @@ def spent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("text", [*UNDONE, *BOMBS], ids=lambda text: re.sub(r"\W+", "", text)[:20])
 def test_an_answer_takes_no_more_than_its_operations(text: str, spent: list[int]) -> None:
     """As an answer, as a reference, against itself in another spelling, and in a list."""
-    for gold, answer in (
-        (text, "7"),
-        ("7", text),
-        ("x", text),
-        (r"\pi+\sqrt2", text),
-        (f"0+{text}", text),
-        ("1,2", f"1,{text}"),
-    ):
+    for gold, answer in places(text):
         spent[0] = 0
         grade = grade_math(f"\\boxed{{{answer}}}", gold, {})
         assert spent[0] < 1.5 * evaluate.WORK

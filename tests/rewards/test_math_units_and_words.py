@@ -169,6 +169,9 @@ CASES = [
     case("ABD", right=["A, B, D", r"\text{A, B and D}"], wrong=["A, B", "A, B, C, D"]),
     case("AC", right=["A, C", "A and C"], wrong=["A", "CAB"]),
     case("C", right=["c", "(c)", "c.", r"\text{c}", "c) 12"], wrong=["d", "cc", "cat", "c + 1", "c = 5"]),
+    case("1", right=[], wrong=["1 \\text{ unproven }"]),
+    case("22", right=["22 \\text{ wide}"], wrong=["22 \\text{ wide of it}"], row={"problem": "It is 4 meters wide."}),
+    case("50", right=[], wrong=["50 \\text{ as a bound}"], row={"problem": "Arcs of radius 5 as a bound of a region"}),
     case("C", right=["c"], wrong=[], row={"problem": "Which? (A) 1 (B) 2 (C) 3"}),
     case("C", right=["C"], wrong=["c"], row={"problem": "A circle has the centre C and the chord c."}),
 ]

@@ -53,13 +53,13 @@ _CAPITALS = {"N": "newton", "V": "volt", "A": "amp", "K": "kelvin", "C": "celsiu
 _DOUBTFUL = (
     "not no non nor never neither none nope cannot wrong incorrect error false invalid fails failing excluded excluding"
     " except rejected extraneous impossible nonexistent guess guessed maybe perhaps possibly probably likely unsure"
-    " hopefully if unless hope alternatively versus vs instead"
+    " hopefully if unless hope alternatively versus vs instead unproven"
 )
 DOUBTS = frozenset(_DOUBTFUL.split())
 """Words that take back what stands beside them, or make it a condition."""
 _SAID = (
     "or and than more less least most about approximately around when where minus plus times over half third"
-    " divided by quarter to from up under above below between but either almost nearly roughly greater fewer"
+    " divided by quarter to from up under above below between but either almost nearly roughly greater fewer it bound"
     " without mod modulo base th st nd rd is are was equals equal for all any some every other true correct answer"
     " i only log sin cos tan ln sqrt pi undefined infinity infinite squared cubed factorial inverse negative"
     " opposite point double twice triple k max min minimum maximum upwards onwards off mille ish permille ppm ppb"
