@@ -2,6 +2,7 @@
 
 python benchmarks/grading.py accuracy [--json FILE]
 python benchmarks/grading.py throughput [--json FILE]
+python benchmarks/grading.py cost
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import sys
 
 from grading_accuracy import main as accuracy
+from grading_cost import main as cost
 from grading_throughput import main as throughput
 
-COMMANDS = {"accuracy": accuracy, "throughput": throughput}
+COMMANDS = {"accuracy": accuracy, "throughput": throughput, "cost": cost}
 
 
 def main() -> int:

@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
-    files = _labelled(arguments.data)
+    files = labelled(arguments.data)
     if not arguments.skip_references:
         files = {**_references(arguments.data), **files}
     judges: dict[str, Judge] = {"math": _ours}
@@ -126,7 +126,8 @@ def _references(data: Path) -> dict[str, list[Row]]:
     }
 
 
-def _labelled(data: Path) -> dict[str, list[Row]]:
+def labelled(data: Path) -> dict[str, list[Row]]:
+    """Rows of a text, a reference (`gold`) and a label, by file."""
     pairs = [row for row in _read(data / "grader_cases.jsonl") if not row.get("ambiguous")]
     responses = _read(data / "model_responses.jsonl")
     return {
