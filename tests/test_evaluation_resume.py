@@ -35,6 +35,7 @@ from dppo_megatron.evaluation.standalone import _graded_by, about
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import Graders
 from dppo_megatron.rollout.hf import engine_from_files
+from dppo_megatron.texts import logged
 from dppo_megatron.types import Grade, GradeTask, UserError
 from dppo_megatron.workbench.cli import main
 
@@ -158,7 +159,9 @@ def test_verdicts_of_an_edited_grader_are_not_kept(tmp_path: Path, capsys: pytes
     """The samples are kept; those of its verdicts that were given since are, too. Without samples there is no score."""
     samples = [_sample(index) for index in range(2)]
     for graded_by, are_graded in (("a", [False, False]), ("b", [False, False]), ("b", [True, True]), ("a", [True] * 2)):
-        kept = UnfinishedSamples(tmp_path, {"seed": 1}, graded_by)
+        said = list[str]()
+        with logged(said.append):
+            kept = UnfinishedSamples(tmp_path, {"seed": 1}, graded_by)
         if not kept.samples:
             assert main(["eval", "--rescore", str(tmp_path)]) == 2
             assert "the evaluation has no samples yet" in capsys.readouterr().err
@@ -166,7 +169,7 @@ def test_verdicts_of_an_edited_grader_are_not_kept(tmp_path: Path, capsys: pytes
                 kept.add(sample)
         else:
             assert [one.is_graded for one in kept.samples.values()] == are_graded
-            again = "2 samples are graded again: the graders were others" in capsys.readouterr().out
+            again = "2 samples are graded again: the graders were others" in "".join(said)
             assert again != all(are_graded)
         kept.grade(samples)
         kept.close()
