@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import copy
-import functools
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,17 +11,13 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import Choose
 from support.job import REPOSITORY, job_config, read_metrics
 from support.launch import run_ranks
 
-from dppo_megatron.config.checks import check_values
 from dppo_megatron.config.data import EvalSetConfig
-from dppo_megatron.config.load import read_config, save_config
-from dppo_megatron.config.resolved_sets import TEMPLATES, eval_set_configs
+from dppo_megatron.config.load import read_config
 from dppo_megatron.config.reward import SetRewardConfig
 from dppo_megatron.config.schema import Config
-from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.evaluation.eval_samples import read_samples, scores_of
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
@@ -37,8 +29,6 @@ from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import Prompt, UserError
 from dppo_megatron.workbench.cli import main
-from dppo_megatron.workbench.commands import evaluate
-from dppo_megatron.workbench.commands.evaluate import split_settings
 
 EASY, HARD, ODD = "math/easy", "math/hard", "a.b c @24: ü"
 ALONE = ("reward.function=support.faulty:length_parity", "reward.min_self_consistency=0")
@@ -263,45 +253,6 @@ def test_a_model_alone(files: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(json.dumps([one.as_json() for one in scores_of(samples)])) == list(results["scores"].values())
 
 
-def test_the_pages_example_is_a_file_of_sets(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `data` and `eval` hold beside what sets have is no setting of a set, and nothing of theirs is lost."""
-    monkeypatch.chdir(tmp_path)
-    page = (REPOSITORY / "docs" / "evaluation.md").read_text()
-    text = page[page.index("```yaml\neval: {every_steps") + 8 :].partition("```")[0]
-    for name in ("data/aime24/test.jsonl", "data/gsm8k/test.jsonl", "mine.parquet"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    more = "  train_path: t.jsonl\n  where: [level > 3]\n  problem_field: question\n"
-    for form in (text, text + more, yaml.safe_dump(yaml.safe_load(text + more) | {"steps": 3})):
-        (tmp_path / "sets.yaml").write_text(form)
-        config, _, _ = prepare(EvalArguments(str(files / "model"), sets=["sets.yaml"]))
-        sets = eval_set_configs(config)
-        assert [(of.samples, of.temperature, of.top_p) for of in sets.values()] == [
-            (32, 0.6, 0.95),
-            (1, 0.0, 0.95),
-            (4, 0.6, 0.95),
-        ]
-        assert sets["gsm8k"].limit == 200 and sets["mine/hard"].reward.function == "my_module:grade"
-        assert {one.problem_field for one in sets.values()} == {"problem" if form == text else "question"}
-        assert not any(one.where for one in sets.values())
-    for wrong in ("data: {limit: 3,", "eval: {every: 3}\ndata: {", "eval: {samples: x}\ndata: {"):
-        (tmp_path / "sets.yaml").write_text(wrong + " eval_sets: {a: {path: mine.parquet}}}")
-        with pytest.raises(UserError, match=r"data\.limit|eval\.every|samples"):
-            prepare(EvalArguments(str(files / "model"), sets=["sets.yaml"]))
-
-
-def test_settings_may_stand_anywhere() -> None:
-    """Before and after options, as `main` parses once settings may stand between options; and among the sets."""
-    parser = argparse.ArgumentParser()
-    evaluate.add_options(parser)
-    words = ["M", "seed=1", "--sets", "six", "mine=x", "rollout.engine=vllm", "--step", "2", "eval.samples=4"]
-    arguments = parser.parse_intermixed_args(words)
-    assert (arguments.model, arguments.step) == ("M", 2)
-    assert arguments.overrides == ["seed=1", "eval.samples=4"]
-    assert split_settings(arguments.sets) == (["six", "mine=x"], ["rollout.engine=vllm"])
-    assert split_settings(["eval=x.jsonl", "a.b=y", "seed=3"]) == (["eval=x.jsonl", "a.b=y"], ["seed=3"])
-
-
 def test_a_set_of_the_run_by_its_name(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From elsewhere too, sampled as the run does; beside a set that is given by its path."""
     monkeypatch.chdir(tmp_path)
@@ -309,114 +260,6 @@ def test_a_set_of_the_run_by_its_name(trained: Path, tmp_path: Path, monkeypatch
     assert main(["eval", str(trained), "--sets", EASY, f"mine={own.path}", "--limit", "2", "--out", "out"]) == 0
     sets = json.loads((tmp_path / "out" / "results.json").read_text())["sets"]
     assert sets.keys() == {EASY, "mine"} and sets[EASY]["samples"] == 5 != sets["mine"]["samples"]
-
-
-SERVED: dict[str, list[Any]] = {
-    "rollout.engine": ["vllm", "sglang"],
-    "rollout.async_steps": [0, 1, 3],
-    "rollout.quantization": ["off", "fp8", "fp8_pow2"],
-    "rollout.speculation.method": ["none", "ngram", "suffix", "eagle3"],
-    "rollout.sync.channel": ["auto", "disk", "gloo", "nccl", "ipc"],
-    "rollout.sync.in_flight": ["finish", "abort", "continue"],
-    "rollout.limits.finish_fraction": [1.0, 0.5],
-    "rollout.servers.colocate": [False, True],
-    "rollout.servers.min_servers": [1, 3],
-    "rollout.servers.gpus": [[], ["0", "1"]],
-    "rollout.servers.count": [1, 2],
-    "objective.correction.level": ["none", "token", "sequence"],
-    "objective.loss": ["clip", "divergence_tv"],
-    "actor.offload": ["auto", "all", "none"],
-    "actor.routing_replay": ["off", "actor", "engine"],
-}
-"""Settings that servers are needed for, or that need servers."""
-
-
-def test_whatever_servers_a_run_had(files: Path, tmp_path: Path, cases: Choose) -> None:
-    """Its model is evaluated by the embedded engine, and as the printed advice says."""
-    (tmp_path / "hf").symlink_to(files / "model")
-    plain = _config(files, tmp_path, model__dtype="bfloat16")
-    for number in cases("served run", 20):
-        draw = random.Random(f"served run {number}")
-        config: Config | None = None
-        while config is None:
-            config = _served(plain, draw, str(files / "model"))
-        save_config(config, tmp_path / "config.yaml")
-        alone, _, said = prepare(EvalArguments(str(tmp_path), follow=draw.random() < 0.5))
-        assert alone.rollout.engine == "hf" and config.rollout.engine in said[0], config
-        assert (len(said) == 2) == (config.rollout.quantization != "off")
-        there = draw.choice(["launch=local", "endpoints=[http://127.0.0.1:1]"])
-        own = [f"rollout.engine={config.rollout.engine}", f"rollout.servers.{there}"]
-        served, _, said = prepare(EvalArguments(str(tmp_path), own, follow=draw.random() < 0.5))
-        assert served.rollout.quantization == config.rollout.quantization and len(said) == 1, config
-
-
-def _served(plain: Config, draw: random.Random, drafter: str) -> Config | None:
-    """A random run on servers; None if it could not be trained."""
-    config = copy.deepcopy(plain)
-    for key, values in SERVED.items():
-        *sections, name = key.split(".")
-        setattr(functools.reduce(getattr, sections, config), name, draw.choice(values))
-    if config.rollout.speculation.method == "eagle3":
-        config.rollout.speculation.draft_path = drafter
-    there = {"endpoints": ["http://127.0.0.1:2"], "launch": "local", "registry_dir": "registry"}
-    name = draw.choice([*there])
-    setattr(config.rollout.servers, name, there[name])
-    try:
-        check_values(config)
-    except UserError:
-        return None
-    return config
-
-
-FOR_ALL: dict[str, tuple[Any, Any, str]] = {
-    "eval.samples": (4, 8, ""),
-    "eval.temperature": (0.5, 0.0, ""),
-    "eval.top_p": (0.5, 0.75, ""),
-    "eval.top_k": (5, 7, ""),
-    "eval.max_completion_tokens": (4, 8, ""),
-    "data.problem_field": ("theirs", "mine", ""),
-    "data.answer_field": ("theirs", "mine", ""),
-    "data.answer_from": ("last", "boxed", ""),
-    "data.source_field": ("theirs", "mine", ""),
-    "data.level_field": ("theirs", "mine", ""),
-    "data.level_is": ("difficulty", "solve_rate", ""),
-    "data.max_prompt_tokens": (50, 60, ""),
-    "data.overlong": ("error", "filter", ""),
-    "data.template": ("plain_boxed", "chat_boxed", "template"),
-    "data.prompt_template": ("a {problem}", "b {problem}", "template.prompt_template"),
-    "data.system_prompt": ("a", "b", "template.system_prompt"),
-    "data.apply_chat_template": (True, False, "template.apply_chat_template"),
-    "data.chat_template_kwargs": ({"a": 1}, {"b": 2}, "template.chat_template_kwargs"),
-}
-"""Setting, what a set has of its own, what the command line says, and where that is found if not by its name."""
-
-
-@pytest.mark.parametrize("key", FOR_ALL)
-def test_the_command_line_is_for_all_sets(files: Path, tmp_path: Path, key: str) -> None:
-    """Of a run, of its file as a config and of a file of sets: in place of what a set or its template says, unless the
-    command line says it of the set."""
-    (tmp_path / "hf").symlink_to(files / "model")
-    path, name, (own, now, where) = str(files / "heldout.jsonl"), key.partition(".")[2], FOR_ALL[key]
-    chat = {"apply_chat_template": True} if name in ("system_prompt", "chat_template_kwargs") else {}
-    plain = {"path": path, "where": ["problem != x"]}
-    held = {"own": plain | chat | {name: own}, "no": plain | chat, "said": plain | {"template": "r1"} | chat}
-    (tmp_path / "sets.yaml").write_text(yaml.safe_dump({"data": {"eval_sets": held}}))
-    config = _config(files, tmp_path, {name: EvalSetConfig(**of) for name, of in held.items()})
-    save_config(config, tmp_path / "config.yaml")
-    model, settings = str(files / "model"), [f"{key}={json.dumps(now) if isinstance(now, dict) else now}"]
-    for asked in (
-        EvalArguments(str(tmp_path), settings),
-        EvalArguments(str(tmp_path / "config.yaml"), settings),
-        EvalArguments(model, settings, sets=[str(tmp_path / "sets.yaml")]),
-        EvalArguments(str(tmp_path), [f"data.eval_sets.own.{name}={own}", *settings]),
-    ):
-        of_its_own = asked.settings[0] != settings[0]
-        for set_name, one in eval_set_configs(prepare(asked)[0]).items():
-            both = now | own if isinstance(now, dict) else own  # mappings are merged, as everywhere
-            wanted = both if of_its_own and set_name == "own" else now
-            wanted = TEMPLATES[wanted] if key == "data.template" else wanted
-            found = functools.reduce(getattr, (where or name).split("."), one)
-            assert found == wanted and one.where == ["problem != x"], (asked, set_name)
 
 
 @pytest.mark.parametrize("held", ["[1]", "{a: 3}", "{a: {path: []}}", "x"])
