@@ -168,7 +168,7 @@ class Coefficients:
         return BiasSource((LedgerRow(_SIZES, 1.0, "unbiased", note),), np.ones((1, 1)))
 
     @property
-    def size_free(self) -> bool:
+    def same_at_any_size(self) -> bool:
         """A group of any size has the same expected gradient, whatever its prompt's rewards are."""
         objective = self._settings.objective
         return objective.advantage != "group_std" and not (objective.function or self._bounds_ratios)

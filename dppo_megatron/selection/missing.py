@@ -108,7 +108,7 @@ def missing_of(
     past: Past,
     usual: int,
     *,
-    size_free: bool,
+    same_at_any_size: bool,
     stands_for_lost: bool,
     may_end_early: bool,
     refuted: str,
@@ -119,7 +119,8 @@ def missing_of(
         set_of: [K] the training set of each prompt.
         past: what the steps before this one have lost.
         usual: G, in whose place each group stands.
-        size_free: groups of all sizes have the same expected gradient; else what is left has another, even by chance.
+        same_at_any_size: groups of all sizes have the same expected gradient; else what is left of one has another,
+            though it is missing by chance.
         stands_for_lost: groups without a baseline are made up for here; not where groups are asked for until there are
             enough.
         may_end_early: a setting ends completions by how long they take, which biases every step.
@@ -147,24 +148,26 @@ def missing_of(
     capped = stands_for_lost and max(past.lost_share) > MOST_LOST
     mixed = bool((asked != usual).any())  # small groups are lost more often, and all stand for them alike
     uneven = mixed and stands_for_lost and max(past.lost_share) > 0
-    least: Known = "ratio" if size_free else "biased"
+    least: Known = "ratio" if same_at_any_size else "biased"
     seen: Known = max(past.known, least, key=KNOWN.index) if past.known else ""
     known: Known = "biased" if may_end_early or refuted or capped or uneven else seen
     now: Known = "biased" if chosen.any() or (mixed and not usable.all()) else least if lost.any() else ""
     label = max(known, now, key=KNOWN.index)
     source = BiasSource(())
     if label:
-        note = _note(figures, count, refuted, mixed=mixed, size_free=size_free)
+        note = _note(figures, count, refuted, mixed=mixed, same_at_any_size=same_at_any_size)
         row = LedgerRow(NAME, float(graded.sum()) / max(count, 1), label, note)
-        source = _source(row, chosen, by_chance, left, size_free=size_free)
+        source = _source(row, chosen, by_chance, left, same_at_any_size=same_at_any_size)
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
     along = _against_length(rollouts.lengths, graded, said)
     return Missing(graded & usable[:, None], weight, source, known, now, along, metrics)
 
 
-def _source(row: LedgerRow, chosen: BoolArray, by_chance: BoolArray, left: IntArray, *, size_free: bool) -> BiasSource:
+def _source(
+    row: LedgerRow, chosen: BoolArray, by_chance: BoolArray, left: IntArray, *, same_at_any_size: bool
+) -> BiasSource:
     """`chosen` and `by_chance` [K, G]; `left` [K] of each group."""
-    if by_chance.any() and not size_free:
+    if by_chance.any() and not same_at_any_size:
         return BiasSource((row,), unknown="how fewer rewards change a gradient depends on their chances")
     stands_in = 1.0 + chosen.sum(axis=1, keepdims=True) / np.maximum(left, 1)[:, None]
     gone = chosen | (chosen.any(axis=1) & (left < 2))[:, None]
@@ -197,11 +200,11 @@ def _against_length(lengths: IntArray, graded: BoolArray, said: BoolArray) -> di
     return {"tokens": relative_deviation(direction[among], said[mixed][among], each[among])}
 
 
-def _note(figures: Mapping[str, float], count: int, refuted: str, *, mixed: bool, size_free: bool) -> str:
+def _note(figures: Mapping[str, float], count: int, refuted: str, *, mixed: bool, same_at_any_size: bool) -> str:
     note = f"of {count} completions {figures['missing_count']:.0f} are missing; others of their groups stand for them"
     note += f"; not by chance: {refuted}" if refuted else ""
     note += "; small groups are lost more often" if mixed and figures["missing_groups"] else ""
-    note += "" if size_free else "; with this objective fewer have another expected gradient"
+    note += "" if same_at_any_size else "; with this objective fewer have another expected gradient"
     if not figures["missing_biased_count"]:
         return note
     return (

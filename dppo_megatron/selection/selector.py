@@ -317,7 +317,7 @@ class Selector:
             self._sets_of(prompts),
             self._lost,
             self._group,
-            size_free=self._coefficients.size_free,
+            same_at_any_size=self._coefficients.same_at_any_size,
             stands_for_lost=not self._prompt_policy.resamples,
             may_end_early=self._may_end_early,
             refuted=self._declared[2].refuted,

@@ -85,7 +85,7 @@ def verdicts(chosen: Iterable[int]) -> dict[tuple[str, ...], list[bool]]:
         # the truth counts what stands for the missing ones; the size of their row is for tests/test_missing.py
         lost = np.isnan(case.outcomes.rewards)
         rewards = case.outcomes.rewards
-        if not case.selector._coefficients.size_free:  # then that row has no size, and nor has the whole
+        if not case.selector._coefficients.same_at_any_size:  # then that row has no size, and nor has the whole
             rewards = np.nan_to_num(rewards)
         case = replace(case, outcomes=replace(case.outcomes, rewards=rewards, by_chance=lost))
         names = tuple(name for name in sources(case.run()) if name != "rollout/missing")
