@@ -20,7 +20,7 @@ from referee.measure import judge
 from referee.record import sequence_masks
 from referee.replay import GROUP, PROMPTS, ROWS, Outcome, World, uniform_prompts, weighted
 
-from dppo_megatron.config import load_config
+from dppo_megatron.config.load import read_config
 
 # ------------------------------------------------------------------------------------------------- the definitions
 
@@ -215,7 +215,7 @@ def test_a_learned_row_is_its_ends_at_the_step_size_that_two_other_seeds_chose(
 def test_every_learned_row_is_a_run_of_the_sizes_on_the_page() -> None:
     """Whatever the quickstart's file has become."""
     run = learn.Learned("grpo", 0, 1e-3, 40, [])
-    rollout = load_config(learn.CONFIG, run.settings, writes_run=False).rollout
+    rollout = read_config(learn.CONFIG, run.settings).rollout
     assert (rollout.prompts_per_step, rollout.completions_per_prompt) == (PROMPTS, GROUP) == (64, 8)
 
 
