@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from night.__main__ import summary
 from night.memory import fitted
 from night.trials import Ended
+from support.cases import PROPERTY
 from support.executed import Executed
 from support.killing import PHASES, Kill, arm
 from support.launch import run_ranks
@@ -73,7 +74,7 @@ def test_gpu_tests_build_the_groups_once() -> None:
 
 def _report(nodeid: str, skipped: str = "", when: str = "call") -> Any:
     longrepr = ("a.py", 1, f"Skipped: {skipped}") if skipped else None
-    return SimpleNamespace(nodeid=nodeid, when=when, skipped=bool(skipped), longrepr=longrepr)
+    return SimpleNamespace(nodeid=nodeid, when=when, skipped=bool(skipped), longrepr=longrepr, user_properties=[])
 
 
 def test_a_run_that_executed_nothing_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +92,15 @@ def test_a_run_that_executed_nothing_is_red(monkeypatch: pytest.MonkeyPatch) -> 
     )
     monkeypatch.setenv("DPPO_VLLM_PYTHON", "/x")
     assert gone in str(whole.faults())
+
+
+def test_a_case_that_no_test_has_is_red() -> None:
+    """A mistyped DPPO_FUZZ_SEED skips every generator, beside tests that have none and pass."""
+    reports = [_report("a.py::f"), _report("a.py::h", "DPPO_FUZZ_SEED='fil 17' is no case of 'file'")]
+    assert "no test has a case" in str(Executed.of(reports).faults())
+    reports.append(_report("a.py::g"))
+    reports[-1].user_properties = [(PROPERTY, "1 of 1 cases 'fil 17' and on")]
+    assert Executed.of(reports).faults() == []
 
 
 @pytest.mark.parametrize(

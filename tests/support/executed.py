@@ -2,8 +2,9 @@
 
 Every run leaves a table: how many cases of each parametrized test were executed, and how often each reason to skip was
 given. `python -m pytest --cache-show 'executed/*'` prints that of the last run. A run is red if it was given a reason
-that is not expected here, or if it skipped everything. A parameter list without an entry is an error of pytest's own
-(`empty_parameter_set_mark`), and random cases count themselves (`support/cases.py`).
+that is not expected here, if no test has the case that DPPO_FUZZ_SEED names, or if it skipped everything. A parameter
+list without an entry is an error of pytest's own (`empty_parameter_set_mark`), and random cases count themselves
+(`support/cases.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+
+from support.cases import PROPERTY
 
 EXPECTED = (  # what a machine may lack, or a test be for
     r"actor\.fp8 = \w+: there is no CUDA device",
@@ -46,6 +49,8 @@ class Executed:
     """Skipped tests by reason."""
     tests: int
     """Executed, parametrized or not."""
+    random: int = 0
+    """Of these, with random cases."""
 
     @classmethod
     def of(cls, reports: list[Any]) -> Executed:
@@ -55,11 +60,14 @@ class Executed:
         cases = Counter(_generator(nodeid) for nodeid in executed if "[" in nodeid)
         cases.update({_generator(report.nodeid): 0 for report in skipped if "[" in report.nodeid})
         reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
-        return cls(dict(sorted(cases.items())), dict(sorted(reasons.items())), len(executed))
+        random = sum(any(name == PROPERTY for name, _ in report.user_properties) for report in reports)
+        return cls(dict(sorted(cases.items())), dict(sorted(reasons.items())), len(executed), random)
 
     def faults(self) -> list[str]:
         """Why the run is red."""
         found = [f"not expected as a reason to skip {n}: {why}" for why, n in self.skips.items() if not _expected(why)]
+        if any(why.startswith("DPPO_FUZZ_SEED=") for why in self.skips) and not self.random:
+            found.append(f"no test has a case DPPO_FUZZ_SEED={os.environ.get('DPPO_FUZZ_SEED', '')!r}")
         return found + ["every test was skipped: nothing has run"] * (not self.tests and bool(self.skips))
 
     def lines(self) -> list[str]:
