@@ -30,6 +30,8 @@ def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)  # a pipe would block
     except OSError as error:
         raise OSError(errno.ELOOP, _LINK, str(path)) if error.errno == errno.ELOOP else error from None
+    except ValueError:  # a NUL, half of a character
+        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
     reason = _not_ours(os.fstat(descriptor), path.parent, written=bool(flags & (os.O_WRONLY | os.O_RDWR)))
     if not reason:
         return descriptor

@@ -264,11 +264,12 @@ def test_every_command_is_tried() -> None:
 def test_what_is_typed_and_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cases: Choose
 ) -> None:
-    """Names of files, settings and their values in the mistakes of every command; 3,000 cases are all of them."""
+    """Names of files, settings and their values in the mistakes of every command: each line with one of the texts, and
+    as many times as many cases as there are texts are all."""
     monkeypatch.chdir(tmp_path)
     lines = [*(line for lines in COMMANDS.values() for line in lines), *(["train", CONFIG, one] for one in SETTINGS)]
     lines += [["plan", CONFIG, one] for one in SETTINGS]
-    for case in cases("typed", 8):
+    for case in cases("typed", len(lines)):
         line, text = lines[case % len(lines)], HOSTILE[(case + case // len(lines)) % len(HOSTILE)]
         code = _ended([word.replace("{}", text) for word in line])
         printed = capfd.readouterr()
