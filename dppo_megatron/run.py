@@ -46,6 +46,7 @@ from dppo_megatron.progress import counted, progress, shown_by
 from dppo_megatron.pruning import LedgerRow, biased_rows
 from dppo_megatron.spans import recorded_by
 from dppo_megatron.steps.first_layers import check_first_layers
+from dppo_megatron.steps.freed_memory import FreedMemory
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
 from dppo_megatron.steps.trace import trace_header, trace_seconds, write_features
@@ -105,7 +106,7 @@ class Run:
             self._reached.enter_context(recorded_by(self._recorder.spans))
             self.loop = Loop(job, self.progress.phases, self._recorder)
             undo.pop_all()
-        self.summary = Summary()
+        self.summary, self._freed_memory = Summary(), FreedMemory()
         self._warned: set[str] = set()
         self._first_step = 1
         self.last_step = job.config.steps
@@ -272,6 +273,7 @@ class Run:
         self._stop_if_asked(step)
         if _is_due(step, self._config.checkpoint.every_steps, self.last_step):
             self._save(step)
+        self._freed_memory.return_if_due()
 
     def finish(self) -> None:
         """The Hugging Face checkpoint, summary.json and the closing table. Collective."""

@@ -7,7 +7,6 @@ the manifest and renames. A directory named step_NNNNNN was therefore complete; 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import inspect
 import os
 import pickle
@@ -128,7 +127,6 @@ class CheckpointStore:
         else:
             self._publish()
         self._saved_step = manifest.step
-        _return_freed_memory()
 
     def finalize(self, *, blocking: bool) -> bool:
         """Complete an asynchronous save that has been written; returns whether none is in progress any more.
@@ -290,17 +288,6 @@ def _check_kinds(template: dict[str, Any], metadata: Metadata, directory: Path) 
             metadata.state_dict_metadata.get(value.key), BytesStorageMetadata
         ):
             raise UserError(f"'{directory}': the tensor {value.key} is described as bytes, which are not loaded")
-
-
-def _return_freed_memory() -> None:
-    """Give the pages that the C library holds free back to the machine (in 14 ms for 270 MB).
-
-    Beside servers, what lives for a step and what stays are allocated in turn: the heap in use is 171 MB for as long as
-    one looks, but 6 kB of holes came with each step.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
 
 
 def _check_reader(directory: Path) -> None:
