@@ -9,6 +9,7 @@ import signal
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from time import thread_time
 from typing import NoReturn
 
 from jinja2 import Environment, TemplateSyntaxError
@@ -23,6 +24,9 @@ from dppo_megatron.types import UserError
 _TEMPLATE_BYTES = 2**30
 _TEMPLATE_CPU_S = 5.0
 """CPU seconds in which a prompt has to be rendered; the longest templates take some milliseconds."""
+_BATCH_CPU_S, _MESSAGE_CPU_S, _CHARACTERS = 3.0, 0.01, 100_000
+"""CPU seconds in which a batch of prompts has to be rendered, and what is added for each message, and for so many
+characters. Templates in use take 0.1 ms a message and as many characters, and 1 ms on a slow machine."""
 _MARK = "Xq7turn"
 """Placeholder for an assistant's text, to see what the chat template appends to it."""
 
@@ -80,7 +84,7 @@ def render(
     template = settings.template
     if template.apply_chat_template:
         chats = [_chat(problem, at, template) for problem, at in zip(problems, origins, strict=True)]
-        return [_apply(chat, at, template, tokenizer) for chat, at in zip(chats, origins, strict=True)]
+        return _all_applied(chats, origins, settings, tokenizer)
     texts, as_it_is = [], template.prompt_template == "{problem}"
     for problem, origin in zip(problems, origins, strict=True):
         if not isinstance(problem, str):
@@ -156,6 +160,25 @@ def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:
             raise UserError(f"{origin}: the messages begin with a system turn, and system_prompt is set; keep one")
         chat.insert(0, {"role": "system", "content": template.system_prompt})
     return chat
+
+
+def _all_applied(
+    chats: Sequence[Messages], origins: Sequence[str], settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """The chats as texts. Raises UserError for a template that would take hours for a set, though none of its prompts
+    takes too long. The time is this thread's on a CPU: a busy machine is not a slow template."""
+    texts, began, allowed = list[str](), thread_time(), _BATCH_CPU_S
+    for chat, origin in zip(chats, origins, strict=True):
+        texts.append(_apply(chat, origin, settings.template, tokenizer))
+        allowed += _MESSAGE_CPU_S * (len(chat) + sum(len(turn["content"]) for turn in chat) / _CHARACTERS)
+        if (spent := thread_time() - began) > allowed:
+            raise UserError(
+                f"{settings.key}: the tokenizer's chat template is too slow: {1000 * spent / len(texts):,.0f} ms of CPU"
+                f" a prompt, over {len(texts)} up to {origin}; others take less than 1 ms, and"
+                f" {1000 * _MESSAGE_CPU_S:g} ms a message are allowed; find the loop in it and remove it, or use a"
+                " plain template (template=plain_boxed)"
+            )
+    return texts
 
 
 def _apply(chat: Messages, origin: str, template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
