@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import os
+import random
 import threading
 from collections import Counter
 from pathlib import Path
@@ -16,8 +17,9 @@ import pytest
 from megatron.core import parallel_state
 from night.__main__ import summary
 from night.memory import fitted
-from night.trials import Ended
+from night.trials import Ended, expected, never_tried
 from support.cases import PROPERTY
+from support.damage import DAMAGES, harm, name_of
 from support.executed import Executed
 from support.killing import PHASES, Kill, arm
 from support.launch import run_ranks
@@ -136,6 +138,35 @@ def test_a_night_names_what_it_did_not_try() -> None:
     )
     assert "hang                           0   NOT TRIED" in said and "not possible here: no" in said
     assert said.endswith("3 blows have struck, 1 failures") and "FAILED --seed 1 --trial 2: x" in said
+
+
+def test_a_night_that_was_long_enough_has_tried_every_damage_and_layout() -> None:
+    """Each that is left out of a long night makes it red, alone, and so does all of one sort; a short night may have
+    missed them."""
+    kinds = ["kill", "hang"]
+    plenty = Counter(dict.fromkeys([*kinds, *expected(Counter(), kinds)], 50) | {"kill": 2000})
+    assert len(plenty) == 2 + 3 + 5 + 4 + len(set(DAMAGES)) - 3 and never_tried(plenty, kinds) == []
+    for name in plenty:
+        night = plenty - Counter({name: plenty[name]})
+        assert never_tried(night, kinds) == [name]
+        said = summary(night, [], {}, kinds, "").splitlines()
+        assert f"{name:<30} 0   NOT TRIED" in said and f"enough to try each of these, and has not: {name}" in said[-2]
+    assert never_tried(Counter({"kill": 500, "hang": 1}), kinds) == [
+        "damage",
+        "another layout",
+        "another layout after damage",
+    ]
+    assert never_tried(Counter({"kill": 40, "hang": 1, "damage: flip": 20, "starts at tp1": 20}), kinds) == []
+
+
+def test_a_damage_that_changes_nothing_was_not_tried(tmp_path: Path) -> None:
+    """Without checkpoints most have nothing to harm."""
+    tried, told = Counter[str](), list[str]()
+    for seed in range(50):
+        (run_dir := tmp_path / str(seed)).mkdir()
+        told += harm(run_dir, random.Random(seed), tried)
+    assert 0 < tried.total() < len(told) / 2 and not tried.keys() & {"swap checkpoints", "swap files", "samples"}
+    assert tried.keys() <= {name_of(one) for one in DAMAGES}
 
 
 def test_growth_of_memory_is_found_within_its_error() -> None:

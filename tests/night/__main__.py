@@ -5,7 +5,8 @@
 
 Ends when so many blows have struck and the hours with vLLM are over, or after `--hours`. Each trial is a run that is
 struck up to eight times (`trials.py`, `blows.py`); `memory.py` is the run with vLLM. The summary counts blows by kind
-and names each failure with what repeats it. A night in which a kind that is possible here has not struck is red.
+and names each failure with what repeats it. A night in which a kind that is possible here has not struck is red, as is
+one that was long enough to try each damage and each layout, and has not.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from support.engines.servers import PYTHON
 from support.job import write_job_files
 
 from night.blows import KINDS, impossible
-from night.trials import Bench, trial
+from night.trials import Bench, expected, never_tried, trial
 
 
 def main() -> int:
@@ -69,17 +70,18 @@ def main() -> int:
             return bool(failures)
     told = _memory(memory, out)
     print("\n" + summary(count, failures, not_here, bench.kinds, told), flush=True)
-    untried = [kind for kind in bench.kinds if not count[kind]]
-    return int(bool(failures or untried or not count) or (memory is not None and memory.returncode != 0))
+    return int(bool(failures or never_tried(count, bench.kinds)) or (memory is not None and memory.returncode != 0))
 
 
 def summary(count: Counter[str], failures: list[str], not_here: dict[str, str], kinds: list[str], told: str) -> str:
     """What a night was."""
-    lines = [f"{kind:<30} {count[kind]}{'' if count[kind] else '   NOT TRIED'}" for kind in kinds]
-    lines += [f"{kind:<30} {count[kind]}" for kind in sorted(count.keys() - set(kinds))]
+    never, named = never_tried(count, kinds), [*kinds, *expected(count, kinds)]
+    lines = [f"{kind:<30} {count[kind]}{'   NOT TRIED' if kind in never else ''}" for kind in named]
+    lines += [f"{kind:<30} {count[kind]}" for kind in sorted(count.keys() - set(named))]
     lines += [f"{kind:<30} not possible here: {why}" for kind, why in not_here.items()]
     lines += [told] if told else []
     lines += [f"FAILED {failure}" for failure in failures]
+    lines += [f"RED: the night was long enough to try each of these, and has not: {', '.join(never)}"] if never else []
     struck = sum(count[kind] for kind in kinds)
     return "\n".join([*lines, f"{struck} blows have struck, {len(failures)} failures"])
 

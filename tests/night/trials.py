@@ -16,6 +16,7 @@ import re
 import shutil
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.damage import FILES, RECORDS, harm, obstructed, unharmed_steps
+from support.damage import DAMAGES, FILES, RECORDS, harm, name_of, obstructed, unharmed_steps
 from support.engines.fake_vllm import fake_python
 from support.job import REPOSITORY, nearly, read_metrics, settings
 from support.killing import PHASES, Kill, arm
@@ -61,6 +62,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 _SHARES = {"tp1": 4, "dp2": 3, "tp2": 1, "tp2pp2": 1, "servers": 3}
 _LIMIT_S = 600
 """After which a run that has not ended hangs."""
+_SELDOM = ("no checkpoints", "link all", "lock")
+"""Damages from which no run can be resumed by `_damage`'s measure, or for which a killed run leaves no place."""
+_DUE = 10
+"""What should have been tried so often and never was is not by chance: that has a probability of 5 in 100,000."""
 STRUCK = "struck"
 _MARK = "DPPO_NIGHT_TRIAL"
 """In the environment of all that a trial starts."""
@@ -207,6 +212,7 @@ def trial(bench: Bench, seed: str, count: Counter[str]) -> list[str]:
     shutil.rmtree(run_dir, ignore_errors=True)
     [layout] = rng.choices([*_SHARES], [*_SHARES.values()])
     bench.whole(layout)
+    count[f"starts at {layout}"] += 1
     struck, faults = Struck(layout), list[str]()
     try:
         for _ in range(rng.randint(3, 8)):
@@ -227,6 +233,39 @@ def trial(bench: Bench, seed: str, count: Counter[str]) -> list[str]:
     except AssertionError as error:
         faults.append(f"{'; '.join(struck.story)}: {str(error)[:2000]}")
     return faults
+
+
+def expected(count: Counter[str], kinds: Sequence[str]) -> dict[str, float]:
+    """How often, at least, each damage and each layout should have been tried in a night that counts so.
+
+    Of all of them together by the blows that have struck, of each by how often one was chosen. A damage that changes
+    nothing or leaves nothing to resume from does not count: of some kinds two of three, such as a swap of checkpoints
+    where there is one; and those of `_SELDOM` need not be tried.
+    """
+
+    def chosen(what: str) -> int:
+        return sum(times for name, times in count.items() if name.startswith(what))
+
+    struck, started = sum(count[kind] for kind in kinds), chosen("starts at ")
+    others = [name for name in LAYOUTS if name != "servers"]
+    return {
+        "damage": struck / 10,
+        "another layout": struck / 10,
+        "another layout after damage": struck / 50,
+        **{f"starts at {name}": started * share / sum(_SHARES.values()) for name, share in _SHARES.items()},
+        **{f"goes on at {name}": chosen("goes on at ") / (len(others) + 2) for name in others},
+        **{
+            f"damage: {name_of(one)}": chosen("damage: ") / (3 * len(DAMAGES))
+            for one in DAMAGES
+            if name_of(one) not in _SELDOM
+        },
+    }
+
+
+def never_tried(count: Counter[str], kinds: Sequence[str]) -> list[str]:
+    """The kinds of blows that have not struck, and the damages and layouts that the night was long enough to try."""
+    due = [name for name, times in expected(count, kinds).items() if times >= _DUE]
+    return [name for name in (*kinds, *due) if not count[name]]
 
 
 def _last_words(ended: Ended) -> str:
@@ -260,7 +299,7 @@ def _befall(bench: Bench, run_dir: Path, rng: random.Random, struck: Struck, cou
     may_be = (
         rng.random() < 0.3 and run_dir.exists() and not struck.is_damaged
     )  # of whole files it is known what is whole
-    if may_be and (told := _damage(run_dir, rng, struck)):
+    if may_be and (told := _damage(run_dir, rng, struck, count)):
         struck.story.append(f"damage: {'; '.join(told)}".replace(str(run_dir), ""))
         count["damage"] += 1
     if rng.random() < 0.25 and struck.layout != "servers":
@@ -268,9 +307,10 @@ def _befall(bench: Bench, run_dir: Path, rng: random.Random, struck: Struck, cou
         struck.is_exact = False
         struck.story.append(f"goes on at {struck.layout}")
         count["another layout" + " after damage" * struck.is_damaged] += 1
+        count[f"goes on at {struck.layout}"] += 1
 
 
-def _damage(run_dir: Path, rng: random.Random, struck: Struck) -> list[str]:
+def _damage(run_dir: Path, rng: random.Random, struck: Struck, count: Counter[str]) -> list[str]:
     """Harm the run so that it can still be resumed; what was done, or nothing if it has nothing to be resumed from."""
     original, whole = run_dir.with_name("before_damage"), run_dir.with_name("whole")
     for link in [path for path in run_dir.rglob("*") if path.is_symlink()]:
@@ -284,7 +324,8 @@ def _damage(run_dir: Path, rng: random.Random, struck: Struck) -> list[str]:
     run_dir.rename(whole)
     for _ in range(30):
         shutil.copytree(whole, run_dir, symlinks=True)
-        told = harm(run_dir, rng)  # in its own place: some of the links that it makes are absolute
+        tried = Counter[str]()
+        told = harm(run_dir, rng, tried)  # in its own place: some of the links that it makes are absolute
         steps = unharmed_steps(run_dir, original)
         same = all(_bytes(run_dir / name) == _bytes(original / name) for name in ("run.json", "config.yaml"))
         linked = any((run_dir / name).is_symlink() for name in FILES)
@@ -293,6 +334,7 @@ def _damage(run_dir: Path, rng: random.Random, struck: Struck) -> list[str]:
                 left = _bytes(run_dir / name)
                 struck.lost |= {step for step, line in lines[name].items() if line not in left and step <= steps[-1]}
             struck.is_damaged = True
+            count.update({f"damage: {name}": times for name, times in tried.items()})
             return told
         shutil.rmtree(run_dir)
     whole.rename(run_dir)

@@ -11,6 +11,7 @@ import dataclasses
 import os
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,9 +27,20 @@ NEWER = (
 DIRECTORIES = ("checkpoints", "checkpoints/aside", "old", "samples", "prompts")
 
 
-def harm(run_dir: Path, rng: random.Random) -> list[str]:
-    """One to eight damages; what they were."""
-    return [rng.choice(DAMAGES)(run_dir, rng) for _ in range(rng.randint(1, 8))]
+def harm(run_dir: Path, rng: random.Random, tried: Counter[str] | None = None) -> list[str]:
+    """One to eight damages; what they were. `tried` counts by name those that have changed something."""
+    told = []
+    for _ in range(rng.randint(1, 8)):
+        damage, before = rng.choice(DAMAGES), {} if tried is None else listed(run_dir)
+        told.append(damage(run_dir, rng))
+        if tried is not None and listed(run_dir) != before:
+            tried[name_of(damage)] += 1
+    return told
+
+
+def name_of(damage: Callable[[Path, random.Random], str]) -> str:
+    """As a night counts it."""
+    return damage.__name__.strip("_").replace("_", " ")
 
 
 def unharmed_steps(run_dir: Path, original: Path) -> list[int]:
