@@ -29,8 +29,9 @@ else:  # numpy would be two thirds of the time of `dppo-megatron --help`
 Label: TypeAlias = Literal["exact", "unbiased", "ratio", "biased"]
 """What a selection does to the expected gradient: nothing dropped; corrected; corrected up to O(1/n); changed."""
 
-FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-"""At a stop token; at the token limit; ended before either, so the completion is missing."""
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "early"]
+"""At a stop token; at the token limit; ended before either, so the completion is missing; at a limit of its own that
+was drawn before it was sampled (`pruning.early_stop`), so that others count for it."""
 
 
 class UserError(Exception):
@@ -84,6 +85,8 @@ class RolloutPrompt:
     """Factor in the loss that undoes this selection; 1 / inclusion_prob for a Horvitz-Thompson estimator."""
     completions: int = 0
     """To sample of it; 0: `rollout.completions_per_prompt`."""
+    limits: tuple[int, ...] = ()
+    """[completions] tokens at which each is stopped early; empty: none is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +181,10 @@ class Grade:
     """It failed by what cannot depend on the completion: a judge that did not take the call."""
 
 
+STOPPED_EARLY = Grade(math.nan, failure="was stopped early")
+"""Of a completion that has no end to grade."""
+
+
 def deciding_reward(grade: Grade) -> float:
     """What decides whether a completion is correct: the first of several named rewards, else the reward itself."""
     return next(iter(grade.parts.values()), grade.reward)
@@ -193,6 +200,8 @@ class Group:
     """[n]; NaN where the grader failed."""
     grades: tuple[Grade, ...] = ()
     """[n]; empty in tests that need rewards only."""
+    stands_for: FloatArray | None = None
+    """[n] what each counts for those that were stopped early, 0 of these; None: none could be, and each counts 1."""
 
 
 @dataclass(frozen=True, slots=True)

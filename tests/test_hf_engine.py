@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,26 @@ def test_a_completion_does_not_depend_on_its_batch(tmp_path: Path, batch: int, l
             assert one.token_ids.tolist() == other.token_ids.tolist()
             assert (one.finish_reason, one.text) == (other.finish_reason, other.text)
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64])
+def test_a_limit_ends_its_own_completion_and_changes_no_token(tmp_path: Path, batch: int) -> None:
+    """Each is the beginning of what it is without; one that stops at its limit has come to its end."""
+    path = write_model(tmp_path / "model", family="qwen2", tie_word_embeddings=True)
+    prompts = [Prompt(i, "", tuple(range(3, 4 + i)), "", "") for i in range(4)]
+    sampling = Sampling(MAX_TOKENS, temperature=1.4, seed=1, stop_token_ids=(9, 12, 30))
+    free = [Request(prompt, index, 2) for prompt in prompts for index in range(6)]
+    whole = _engine(path).generate(free, sampling)
+    limits = np.random.default_rng(0).integers(1, MAX_TOKENS + 1, len(free)).tolist()
+    limits[:4] = [0, len(whole[1].token_ids), MAX_TOKENS, 10 * MAX_TOKENS]
+    found = _engine(path, batch=batch).generate(
+        [replace(one, limit=limit) for one, limit in zip(free, limits, strict=True)], sampling
+    )
+    for one, other, limit in zip(found, whole, limits, strict=True):
+        assert one.token_ids.tolist() == other.token_ids[: limit or None].tolist()
+        is_whole = not limit or limit >= len(other.token_ids)
+        assert one.finish_reason == (other.finish_reason if is_whole else "early")
+    assert {one.finish_reason for one in found} >= {"stop", "early"} and whole[1].finish_reason == "stop"
 
 
 def test_giving_up_before_anything_was_asked_for(tmp_path: Path) -> None:

@@ -171,6 +171,23 @@ def test_resume_continues_at_any_layout(
             assert mine[key] == nearly(theirs[key], rel=1e-4, abs=1e-5), key
 
 
+def test_stopping_early_resumes_and_is_the_same_at_any_layout(files: Path, tmp_path: Path) -> None:
+    """Limits are by the prompt and not by the rank. What was stopped has no reward and no end; generated tokens are
+    fewer than without, and the row is unbiased in every step."""
+    early = {"pruning__early_stop__after_tokens": 5, "objective__advantage": "rloo", "checkpoint__every_steps": 2}
+    original = _run(files, tmp_path / "one", **early)[1:]
+    stopped = [row["rollout/stopped_early_count"] for row in original]
+    assert min(stopped) > 0 and all(row["reward/failed_count"] == 0 for row in original)
+    rows = [{one["name"]: one for one in row["prune/ledger"]}["rollout/early_stop"] for row in original]
+    assert {row["label"] for row in rows} == {"unbiased"} and all(0 < row["kept_fraction"] < 1 for row in rows)
+    resume = {"checkpoint__resume": tmp_path / "one" / "checkpoints" / "step_000002"}
+    assert _run(files, tmp_path / "same", **early, **resume) == original[2:]
+    split = _run(files, tmp_path / "tp2pp2", 4, **early, **TP2, **PP2)[1:]
+    for mine, theirs in zip(split, original, strict=True):
+        for key in ("rollout/stopped_early_count", "tokens/generated", "tokens/trained", "reward/mean", "train/loss"):
+            assert mine[key] == nearly(theirs[key], rel=1e-3, abs=1e-5), key
+
+
 def _all_samples(groups: Iterable[Group]) -> list[TrainSample]:
     """Every completion, pruned or not."""
     return [

@@ -39,7 +39,7 @@ def _outcomes(groups: int, seed: int) -> list[RolloutTable]:
         holder = np.full(len(mine), rank)
         outcomes = rewards, lengths, np.sqrt(lengths) * rng.uniform(0.1, 0.4, shape), 0.3 * lengths, lengths >= 8192
         there = np.zeros(shape, np.bool_)
-        parts.append(RolloutTable(mine, holder, *outcomes, there, there, {"reward": table}))
+        parts.append(RolloutTable(mine, holder, *outcomes, there, there, np.ones(shape), {"reward": table}))
     return parts
 
 

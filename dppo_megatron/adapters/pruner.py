@@ -86,15 +86,15 @@ class StepPruner(Stateful):
             total_steps=self.total_steps,
             seed=self.seed,
         )
-        self._completions = make_completion_policy(
-            self.pruning.completion, seed=self.seed, total_steps=self.total_steps, group_size=self.group_size
-        )
+        completion, early = self.pruning.completion, self.pruning.early_stop.after_tokens
+        of_run = {"seed": self.seed, "total_steps": self.total_steps, "group_size": self.group_size}
+        self._completions = make_completion_policy(completion, **of_run)
         for level, ratio in (("prompt", "fixed_cost_ratio"), ("completion", "rollout_cost_ratio")):
             settings = getattr(self.pruning, level)
             if settings.method == "dppo_auto" and settings.auto_rule == "cost" and not getattr(settings, ratio):
                 raise UserError(f"pruning.{level}.{ratio} = 0: costs are not measured in this trainer; give the ratio")
-        if self._prompts.resamples or self.pruning.completion.allocation or self.pruning.prompt.group_size_factor > 1:
-            raise UserError("pruning: more prompts in a step and groups of several sizes are not to be had here")
+        if self._prompts.resamples or completion.allocation or early or self.pruning.prompt.group_size_factor > 1:
+            raise UserError("pruning: more prompts, groups of several sizes and early stops are not to be had here")
 
     def microbatches(self, tokens: IntArray, inclusion_prob: FloatArray) -> int:
         """Rows of each micro-batch, all of which hold as many; with `holds` what `fill_slack` asks a `StepCapacity`."""

@@ -32,6 +32,7 @@ def make_advantages(
     *,
     lengths: IntArray | None = None,
     prior: FloatArray | None = None,
+    stands_for: FloatArray | None = None,
 ) -> FloatArray:
     """The advantages of `config.advantage`.
 
@@ -39,7 +40,15 @@ def make_advantages(
         group_weights: [groups] what undoes the selection of each group's prompt, for statistics over the step; None:
             nothing was skipped.
         lengths, prior: as of `posterior_advantages`, the only ones to read them; without a prior the mean is 1/2.
+        stands_for: as of `early_stop_advantages`, which then are taken, for a group that may be without some rewards.
     """
+    if stands_for is not None:
+        known = np.full((len(rewards), 2), 0.5) if prior is None else prior
+        by_length = lengths if config.normalization == "sequence_mean" else None
+        found = early_stop_advantages(
+            rewards, stands_for, known, by_length, to_posterior=config.advantage == "posterior_loo"
+        )
+        return found
     if config.advantage == "rloo":
         return rloo_advantages(rewards)
     if config.advantage == "posterior_loo":
@@ -115,6 +124,45 @@ def posterior_advantages(rewards: FloatArray, prior: FloatArray, lengths: IntArr
         inverse = np.where(graded, 1.0 / np.maximum(lengths, 1), 0.0)
         shift = shift * lengths * (inverse.sum(axis=1, keepdims=True) - inverse) / np.maximum(others, 1)
     advantages: FloatArray = np.where(graded & (others > 0), values - mean + shift, 0.0)
+    return advantages
+
+
+def early_stop_advantages(
+    rewards: FloatArray,
+    stands_for: FloatArray,
+    prior: FloatArray,
+    lengths: IntArray | None = None,
+    *,
+    to_posterior: bool = False,
+) -> FloatArray:
+    """Each reward less m, the mean of the group's others, of which some were stopped early; or with `to_posterior` less
+    that mean drawn towards the prior, as in `posterior_advantages`.
+
+    m = u + sum(w (r - u)) / n over the n others, w what one counts and u the prior's mean: in expectation the mean of
+    their rewards, whatever u is, and independent of the completion's own end. The mean of those that came to their end
+    would be that of short ones.
+
+    Args:
+        stands_for: [groups, G] w: 0 of those that were stopped early, whose reward is NaN.
+        prior, lengths: as of `posterior_advantages`.
+
+    Example: rewards 1, 0, NaN, the first with weight 2, the last stopped; prior (1, 1). m of the second is
+    1/2 + (2 x 1/2 + 0) / 2 = 1, and its advantage -1.
+    """
+    there = ~np.isnan(rewards)
+    known = there | (stands_for == 0)  # without gradings that failed
+    others = np.maximum(known.sum(axis=1, keepdims=True) - 1, 1)
+    usual = prior[:, :1] / prior.sum(axis=1, keepdims=True)
+    counts = np.where(there, stands_for, 0.0)
+    above = counts * np.where(there, rewards - usual, 0.0)
+    mean = usual + (above.sum(axis=1, keepdims=True) - above) / others
+    shift = np.zeros(rewards.shape)
+    if to_posterior:
+        shift = mean - (prior[:, :1] + others * mean) / (prior.sum(axis=1, keepdims=True) + others)
+        if lengths is not None:
+            inverse = counts / np.maximum(lengths, 1)
+            shift = shift * lengths * (inverse.sum(axis=1, keepdims=True) - inverse) / others
+    advantages: FloatArray = np.where(there, rewards - mean + shift, 0.0)
     return advantages
 
 

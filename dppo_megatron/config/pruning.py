@@ -161,14 +161,29 @@ class CompletionPruningConfig:
 
 
 @dataclass
+class EarlyStopConfig:
+    """Stopping completions early by chance, while they are sampled; those that come to their end count for them."""
+
+    after_tokens: int = ranged(0, "[0, 100000000]")
+    """Above 0, each completion gets a limit before it is sampled, so that one of n tokens comes to its end with
+    probability min(1, after_tokens / n), and then weighs the inverse. The mean length is a good start; `simulate
+    --roulette` says what it would gain. Needs an advantage that means the same in groups of any size (rloo,
+    posterior_loo, group_mean). 0: off."""
+    min_inclusion_prob: float = ranged(0.1, "(0, 1]", why="0 would leave lengths that are never trained on")
+    """Smallest probability of an end, however long; bounds the weights by its inverse."""
+
+
+@dataclass
 class PruningConfig:
-    """Both levels. `pruning.prompt.method=none pruning.completion.method=none` is the unpruned run."""
+    """All levels. `pruning.prompt.method=none pruning.completion.method=none` is the unpruned run."""
 
     page = "pruning.md"
     prompt: PromptPruningConfig = field(default_factory=PromptPruningConfig)
     """Prompts, before rollout."""
     completion: CompletionPruningConfig = field(default_factory=CompletionPruningConfig)
     """Completions, before the update."""
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    """Completions, while they are sampled. Off."""
 
 
 def exact_rate(rate: float) -> Fraction:

@@ -20,6 +20,8 @@ from dppo_megatron.types import UserError
 
 SIZE_FREE = ("rloo", "posterior_loo", "group_mean")
 """Advantages of which a group of any size has the same expected gradient."""
+BY_REWARDS = ("dynamic_sampling", "greso")
+"""Prompt methods that roll out more by the rewards of the first."""
 ONE_SIZE = ("greso", "cppo_verl")
 """Completion methods that count completions where they mean groups."""
 
@@ -89,13 +91,20 @@ class SelectionSettings:
     def reads_pass_rates(self) -> bool:
         """The advantage or the order goes by what was seen of each prompt's rewards, whatever the method reads."""
         sorts = self.order in ("easy_first", "hard_first") and self.order_by == "pass_rate"
-        return sorts or self.objective.advantage == "posterior_loo"
+        return sorts or self.reads_prior
+
+    @property
+    def reads_prior(self) -> bool:
+        """So does a baseline: what was known of the prompt stands for mates that were stopped early."""
+        return self.objective.advantage == "posterior_loo" or self.pruning.early_stop.after_tokens > 0
 
     def check(self) -> None:
         """Raise `UserError` for a number out of its range, and where settings contradict each other."""
         check_ranges(self)
         if self.group_size_factor > 1:
-            self._check_sizes()
+            self._check_sizes(f"pruning.prompt.group_size_factor = {self.group_size_factor:g}")
+        if self.pruning.early_stop.after_tokens:
+            self._check_early_stop(f"pruning.early_stop.after_tokens = {self.pruning.early_stop.after_tokens}")
         planned, updates = self.planned_prompts, self.objective.updates_per_step
         by_allocation = " by pruning.completion.allocation" if planned != self.prompts_per_step else ""
         if planned % updates:
@@ -104,11 +113,16 @@ class SelectionSettings:
                 " divide by it, and mini-batches hold whole groups"
             )
 
-    def _check_sizes(self) -> None:
-        key, completion = (
-            f"pruning.prompt.group_size_factor = {self.group_size_factor:g}",
-            self.pruning.completion.method,
-        )
+    def _check_early_stop(self, key: str) -> None:
+        if self.pruning.prompt.method in BY_REWARDS:
+            raise UserError(
+                f"{key}: pruning.prompt.method = {self.pruning.prompt.method} goes by all rewards of a group, and what"
+                " is stopped early has none"
+            )
+        self._check_sizes(key)
+
+    def _check_sizes(self, key: str) -> None:
+        completion = self.pruning.completion.method
         if completion in ONE_SIZE:
             raise UserError(f"{key}: pruning.completion.method = {completion} is defined for groups of one size")
         if self.objective.advantage not in SIZE_FREE:

@@ -8,6 +8,9 @@ its prompt's weight w, so a step's growths are those of its own full batch, esti
     by dropping completions    sum W^2 s^2 / sum w^2 s^2
     by both                    sum W^2 s^2 / sum w s^2, the product
 
+Where completions may be stopped early, those that came to their end count e for them: the sums above have e s^2 in
+place of s^2, and between both stands sum w^2 e^2 s^2 / sum w^2 e s^2.
+
 In groups of several sizes a group of n counts as one of G: G / n times each completion, of which the full batch would
 have had G, with (1 - 1/n) / (1 - 1/G) of the moment, since the mean of more others is less noisy. That is a growth
 before the others: below 1, or above it with fewer tokens, since sizes go by cost too.
@@ -65,6 +68,8 @@ class StepVariance:
     completions: Growth
     sizes: Growth
     """By groups of several sizes."""
+    early: Growth
+    """By stopping completions early. Its probabilities look at nothing, so what was realised is what was foreseen."""
     kept: float
     """sum W^2 s^2."""
     expected: float
@@ -73,13 +78,14 @@ class StepVariance:
     @property
     def growth(self) -> Growth:
         """By all of it."""
-        each = self.prompts, self.completions, self.sizes
+        each = self.prompts, self.completions, self.sizes, self.early
         return Growth(math.prod(one.predicted for one in each), math.prod(one.realised for one in each))
 
     def metrics(self) -> dict[str, float]:
         """As `prune/*` figures."""
         stages = {"prompt_": self.prompts, "completion_": self.completions, "": self.growth}
         stages |= {"size_": self.sizes} if self.sizes != NONE else {}
+        stages |= {"early_stop_": self.early} if self.early != NONE else {}
         predicted = {f"prune/{stage}design_effect": growth.predicted for stage, growth in stages.items()}
         return predicted | {f"prune/{stage}realised_design_effect": each.realised for stage, each in stages.items()}
 
@@ -91,6 +97,7 @@ def step_variance(
     slope: float = 0.0,
     stands_for: FloatArray | float = 1.0,
     sizes: GroupSizes | None = None,
+    ended: FloatArray | None = None,
 ) -> StepVariance:
     """Of a step whose `batch` was offered to the completion policy; without any gradient nothing grows.
 
@@ -99,6 +106,7 @@ def step_variance(
         stands_for: [n] part of `batch.prompt_weight` that is there for missing completions, which no selection has
             left out, and for others of a full group: it is in no growth by a selection.
         sizes: None: all groups have the usual one.
+        ended: [n] part of `batch.prompt_weight` that is there for completions that were stopped early; None: none was.
 
     Example: two prompts of one completion each, drawn with probabilities 1/2 and 1; s^2 = 1 and 4. Both were kept, and
     all their completions: the full batch's sum is put at 2 x 1 + 4 = 6, and that of the draw is 4 x 1 + 4 = 8.
@@ -106,17 +114,20 @@ def step_variance(
     norms = (batch.advantages, batch.logit_grad_norm, batch.denominator)
     own = stands_for * np.square(completion_score(*norms, np.ones(1), zero_advantage_slope=slope))
     full_batch, moment = (own, own) if sizes is None else (own * sizes.usual, own * sizes.share)
-    first = batch.prompt_weight / stands_for
+    counts = np.ones(len(own)) if ended is None else ended
+    first = batch.prompt_weight / stands_for  # with `counts`
     weight = first * completions.weight
-    full, drawn, kept = (float(np.sum(factor * moment)) for factor in (first, np.square(first), np.square(weight)))
+    factors = first, np.square(first) / counts, np.square(first), np.square(weight)
+    full, by_prompts, drawn, kept = (float(np.sum(factor * moment)) for factor in factors)
     by_sizes = NONE
     if sizes is not None:
         plain = float(np.sum(first * full_batch))
         by_sizes = Growth(sizes.predicted, full / plain if plain else 1.0)
     return StepVariance(
-        Growth(prompts.growth, drawn / full if full else 1.0),
+        Growth(prompts.growth, by_prompts / full if full else 1.0),
         Growth(completions.growth, kept / drawn if drawn else 1.0),
         by_sizes,
+        NONE if ended is None or not by_prompts else Growth(drawn / by_prompts, drawn / by_prompts),
         float(np.sum(stands_for * np.square(weight) * own)),
         float(np.sum(weight * full_batch)),
     )

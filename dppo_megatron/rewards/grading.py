@@ -15,7 +15,16 @@ from dppo_megatron.rewards.functions import BUILT_IN, NamedFunction
 from dppo_megatron.rewards.measures import UNSAMPLED, failed
 from dppo_megatron.rewards.pool import Grader
 from dppo_megatron.rewards.work import Pace
-from dppo_megatron.types import Completion, Grade, GradeTask, Group, RolloutPrompt, UserError, deciding_reward
+from dppo_megatron.types import (
+    STOPPED_EARLY,
+    Completion,
+    Grade,
+    GradeTask,
+    Group,
+    RolloutPrompt,
+    UserError,
+    deciding_reward,
+)
 
 __all__ = ["GradeTask", "Grader", "Graders", "deciding_reward", "grade_groups", "make_grader"]
 
@@ -133,8 +142,9 @@ def grade_groups(
         completions: the groups one after another, of these `sizes`.
         known: position in `completions` -> its grade, where a rollout client has graded it already.
     """
-    ended = failed(UNSAMPLED)
-    graded = {i: ended for i, one in enumerate(completions) if one.finish_reason == "abort"} | dict(known or {})
+    never = {"abort": failed(UNSAMPLED), "early": STOPPED_EARLY}
+    graded = {i: never[one.finish_reason] for i, one in enumerate(completions) if one.finish_reason in never}
+    graded |= known or {}
     open_ones = [i for i in range(len(completions)) if i not in graded]
     starts = [0, *itertools.accumulate(sizes)]
     group = [k for k, size in enumerate(sizes) for _ in range(size)]

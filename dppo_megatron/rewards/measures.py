@@ -28,7 +28,8 @@ class GradeTable:
     """What a step's metrics need of its gradings, as columns: 16,384 grades travel between ranks as a few arrays."""
 
     weight: FloatArray
-    """[n] inverse inclusion probability of each grading's prompt, over the size of its group."""
+    """[n] inverse inclusion probability of each grading's prompt, over the size of its group, times what it counts for
+    completions that were stopped early, which have none."""
     reward: FloatArray
     """[n], NaN where grading failed."""
     facts: dict[str, FloatArray]
@@ -44,7 +45,12 @@ class GradeTable:
         shares = (
             (group, 1.0 / (group.selected.inclusion_prob * len(group.grades))) for group in groups if group.grades
         )
-        graded = [(share, grade) for group, share in shares for grade in group.grades]
+        graded = [
+            (share * count, grade)
+            for group, share in shares
+            for grade, count in zip(group.grades, _counts(group), strict=True)
+            if count
+        ]
         return GradeTable(
             np.array([weight for weight, _ in graded], dtype=np.float64),
             np.array([grade.reward for _, grade in graded], dtype=np.float64),
@@ -111,6 +117,10 @@ def check_failures(
             f"step {step}: {failed} of {total} gradings failed, more than"
             f" {key}.max_failed_share = {share:g} allows: {reasons}"
         )
+
+
+def _counts(group: Group) -> Sequence[float]:
+    return [1.0] * len(group.grades) if group.stands_for is None else group.stands_for.tolist()
 
 
 def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, FloatArray]:

@@ -34,6 +34,8 @@ class Request:
     streams share neither random numbers nor request ids, whatever their indices."""
     sampling: Sampling | None = None
     """How this one is sampled; None: with the sampling of the call."""
+    limit: int = 0
+    """Tokens at which it is stopped early, if that is before the sampling's limit; 0: it is not."""
 
     @property
     def purpose(self) -> str:

@@ -106,11 +106,12 @@ class HFEngine(Engine):
         while some := list(islice(arriving, _HANDED_ON)):
             found |= some
             if self._grade is not None:
+                ended = [position for position, completion in some if completion.finish_reason != "early"]
                 tasks = [
                     GradeTask.of(one.prompt, got.text, one.completion_index, len(got.token_ids), got.finish_reason)
-                    for one, got in ((requests[position], completion) for position, completion in some)
+                    for one, got in ((requests[position], found[position]) for position in ended)
                 ]
-                self._graded.append(([position for position, _ in some], self._grade(tasks)))
+                self._graded.append((ended, self._grade(tasks)))
         return dict(sorted(found.items()))
 
     def take_grades(self) -> dict[int, Grade]:
@@ -156,14 +157,18 @@ class HFEngine(Engine):
         if self._choices is not None:
             written.read(read, seen, own)
         stops = torch.tensor([self._tokenizer.eos_token_id, *sampling.stop_token_ids], device=self._device)
-        rows = torch.arange(len(requests), device=self._device)
+        rows, never = torch.arange(len(requests), device=self._device), sampling.max_completion_tokens
+        limits = torch.tensor([request.limit or never for request in requests], device=self._device)
         for t in range(sampling.max_completion_tokens):
             chosen, written.logprobs[rows, t] = choose(logits, rows, t)
             written.tokens[rows, t] = chosen
-            running = (chosen[:, None] != stops).all(1)
+            stopped = (chosen[:, None] == stops).any(1)
+            early = ~stopped & (limits[rows] == t + 1) & (t + 1 < never)
+            running = ~(stopped | early)
             num_running = int(running.sum())
             if num_running < len(rows):
-                written.end(rows[~running], t + 1, "stop")
+                written.end(rows[stopped], t + 1, "stop")
+                written.end(rows[early], t + 1, "early")
                 moves = Moves.of(running, num_running)
                 cache.move(moves)
                 rows, chosen, positions = (moves.apply(each) for each in (rows, chosen, positions))

@@ -6,7 +6,7 @@ mini-batches are drawn independently of each other; `merge` makes one selection 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,6 +37,8 @@ class PromptDraw:
     """[K] with which each would have been drawn, had nothing kept the method from skipping."""
     size: IntArray
     """[K] completions to sample of each."""
+    limits: IntArray
+    """[K, G] tokens at which each completion is stopped early; [K, 0] where none is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,17 @@ class Rollouts:
     """[K, G] never sampled to its end. None where it was not recorded: those without tokens and reward."""
     by_chance: BoolArray | None = None
     """[K, G] what came in the way of its reward cannot depend on what it says. None: nothing is known to be so."""
+    stands_for: FloatArray | None = None
+    """[K, G] what each counts for those that were stopped early, 0 of these, without a reward. None: none could be."""
+
+    @property
+    def stopped(self) -> BoolArray:
+        """[K, G] was stopped early."""
+        return np.zeros(self.rewards.shape, np.bool_) if self.stands_for is None else self.stands_for == 0
+
+    def for_stopped(self, values: FloatArray) -> FloatArray:
+        """[K, G] `values` times what each completion counts."""
+        return values if self.stands_for is None else values * self.stands_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +95,8 @@ class TrainSelection:
     prompts: PromptDraw
     """Those that were rolled out."""
     completion_prob: FloatArray
-    """Inclusion probability of each completion given its group; NaN where it was not up for the draw: its group does
-    not go on, or it was filtered."""
+    """Inclusion probability of each completion given its group, before it was sampled: times that of its end where it
+    may be stopped early. NaN where it was not up for the draw: its group does not go on, or it was filtered."""
     has_support: bool
     """Every completion with gradient could be kept. A fixed rule that leaves some out makes it False."""
     zero_carries: bool
@@ -120,8 +133,8 @@ class TrainSelection:
 
 def join(chosen: list[PromptDraw]) -> PromptDraw:
     """One selection of prompts from those of mini-batches and rounds, in their order."""
-    columns = [(c.prompt_index, c.inclusion_prob, c.weight, c.minibatch, c.planned_prob, c.size) for c in chosen]
-    return PromptDraw(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+    names = [one.name for one in fields(PromptDraw)]
+    return PromptDraw(*(np.concatenate([getattr(one, name) for one in chosen]) for name in names))
 
 
 def completion_batch(
@@ -145,6 +158,8 @@ def completion_batch(
         num_nominal=num_nominal,
         prompt_tokens=rollouts.prompt_tokens,
     )
+    if rollouts.stands_for is not None:
+        everything = replace(everything, prompt_weight=everything.prompt_weight * rollouts.stands_for.ravel())
     return part(everything, np.flatnonzero(trainable), 1)
 
 
@@ -226,10 +241,11 @@ def was_asked(rollouts: Rollouts, asked: IntArray) -> BoolArray:
 def reward_figures(rollouts: Rollouts, prompts: PromptDraw, stands_for: FloatArray) -> dict[str, float]:
     """Each group [K] counts as the full ones that it stands for."""
     rewards, graded = rollouts.rewards, ~np.isnan(rollouts.rewards)
-    failed = ~graded & was_asked(rollouts, prompts.size)
+    failed = ~graded & ~rollouts.stopped & was_asked(rollouts, prompts.size)
     unfinished = 0.0 if rollouts.unfinished is None else float((failed & rollouts.unfinished).sum())
     prompt_prob = prompts.inclusion_prob / stands_for
-    weight = np.where(graded, 1.0 / prompt_prob[:, None], 0.0)  # no estimator's weights, and no cap
+    # no estimator's weights, and no cap
+    weight = np.where(graded, rollouts.for_stopped(1.0 / prompt_prob[:, None] * np.ones(rewards.shape)), 0.0)
     return {
         # weighted, because the generated prompts are a sample of the considered ones
         "reward/mean": mean_of_sums(float((weight * np.where(graded, rewards, 0.0)).sum()), float(weight.sum())),

@@ -8,6 +8,7 @@ batch's for `simulate`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from dppo_megatron.algorithms.advantages import (
 from dppo_megatron.config.objective import is_linear_off_policy, zero_advantage_slope
 from dppo_megatron.config.selection import SelectionSettings
 from dppo_megatron.pruning import LedgerRow, Selection
+from dppo_megatron.pruning.early_stop import NAME as EARLY_STOP
 from dppo_megatron.pruning.scores import completion_score
 from dppo_megatron.selection.arrays import Rollouts
 from dppo_megatron.selection.bias import BiasSource, whitening_factor
@@ -50,8 +52,15 @@ class Coefficients:
         A mean that holds the completion itself takes 1 / m of its advantage, more in a group with some missing: undone.
         """
         advantages = make_advantages(
-            self._shaped(rollouts), self._settings.objective, group_weight, lengths=rollouts.lengths, prior=prior
+            self._shaped(rollouts),
+            self._settings.objective,
+            group_weight,
+            lengths=rollouts.lengths,
+            prior=prior,
+            stands_for=rollouts.stands_for,
         )
+        if rollouts.stands_for is not None:  # the others' mean: a mean with itself in it has 1 / G less of each
+            return advantages * (1.0 - 1.0 / self._size if self._settings.objective.advantage == "group_mean" else 1.0)
         if self._settings.objective.advantage not in ("group_mean", "reinforce_baseline"):
             return advantages  # a mean of the others has none of it; of group_std's no factor makes up for fewer
         own = 1.0 / np.maximum((~np.isnan(rollouts.rewards)).sum(axis=1, keepdims=True), 2)
@@ -154,24 +163,40 @@ class Coefficients:
 
     def sizes(self) -> BiasSource:
         """What groups of several sizes do to the expected gradient: nothing, where no ratio is bounded."""
-        objective = self._settings.objective
         if self._settings.group_size_factor == 1:
             return BiasSource(())
         note = "sizes of groups are fixed before anything is sampled; every group counts as one of the usual size"
-        if objective.function:
-            row = LedgerRow(_SIZES, 1.0, "biased", _OWN_LOSS)
+        return self._of_noisier_baseline(LedgerRow(_SIZES, 1.0, "unbiased", note))
+
+    def early_stop(self, rollouts: Rollouts, asked: BoolArray) -> BiasSource:
+        """What stopping completions early does to the expected gradient: likewise. `asked` [K, G]."""
+        early = self._settings.pruning.early_stop
+        if not early.after_tokens:
+            return BiasSource(())
+        note = (
+            f"of n tokens a completion came to its end with probability {early.after_tokens} / n,"
+            f" {early.min_inclusion_prob:g} at least, by a limit drawn before it was sampled, and weighs the inverse"
+        )
+        share = 1.0 - float(rollouts.stopped.sum()) / max(int(asked.sum()), 1)
+        return self._of_noisier_baseline(LedgerRow(EARLY_STOP, share, "unbiased", note))
+
+    def _of_noisier_baseline(self, row: LedgerRow) -> BiasSource:
+        """`row` of a design whose baselines are noisier: no matter, unless the loss is not linear in the advantage."""
+        if self._settings.objective.function:
+            row = replace(row, label="biased", note=_OWN_LOSS)
             return BiasSource((row,), None, unknown="nothing is known of that loss")
         if self._bounds_ratios:
             note = "off policy, where ratios are bounded, the expected gradient changes with the noise of a baseline"
-            row = LedgerRow(_SIZES, 1.0, "biased", note)
+            row = replace(row, label="biased", note=note)
             return BiasSource((row,), None, unknown="which ratios will be bounded is not known")
-        return BiasSource((LedgerRow(_SIZES, 1.0, "unbiased", note),), np.ones((1, 1)))
+        return BiasSource((row,), np.ones((1, 1)))
 
     @property
     def same_at_any_size(self) -> bool:
         """A group of any size has the same expected gradient, whatever its prompt's rewards are."""
-        objective = self._settings.objective
-        return objective.advantage != "group_std" and not (objective.function or self._bounds_ratios)
+        objective, early = self._settings.objective, self._settings.pruning.early_stop.after_tokens
+        # which of those that were stopped early would have no reward is not known
+        return objective.advantage != "group_std" and not (objective.function or self._bounds_ratios or early)
 
     @property
     def _bounds_ratios(self) -> bool:
@@ -191,7 +216,7 @@ class Coefficients:
         """Typical slope of the terms of the loss that do not depend on the advantage."""
         return zero_advantage_slope(self._settings.objective) * self._settings.pruning.completion.kl_slope
 
-    def learn_length(self, lengths: IntArray, weight: FloatArray) -> None:
+    def learn_length(self, lengths: FloatArray, weight: FloatArray) -> None:
         """From lengths [K, G] of prompts with weights [K]."""
         total = float(weight.sum()) * lengths.shape[1]
         if total > 0:

@@ -127,8 +127,9 @@ def missing_of(
         refuted: why earlier steps' by chance is not believed; empty if it is.
     """
     graded, asked = ~np.isnan(rollouts.rewards), prompts.size
-    lost = ~graded & was_asked(rollouts, asked)
-    left, count = graded.sum(axis=1), int(asked.sum())
+    stopped = rollouts.stopped
+    lost = ~graded & ~stopped & was_asked(rollouts, asked)
+    left, count = (graded | stopped).sum(axis=1), int(asked.sum())
     usable = left >= 2
     share_lost = np.array(past.lost_share)[set_of] if stands_for_lost else np.zeros(len(left))
     lost_weight = 1.0 / (1.0 - np.minimum(share_lost, MOST_LOST))
@@ -156,7 +157,7 @@ def missing_of(
     source = BiasSource(())
     if label:
         note = _note(figures, count, refuted, mixed=mixed, same_at_any_size=same_at_any_size)
-        row = LedgerRow(NAME, float(graded.sum()) / max(count, 1), label, note)
+        row = LedgerRow(NAME, float(left.sum()) / max(count, 1), label, note)
         source = _source(row, chosen, by_chance, left, same_at_any_size=same_at_any_size)
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
     along = _against_length(rollouts.lengths, graded, said)

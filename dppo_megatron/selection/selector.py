@@ -13,8 +13,8 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from dppo_megatron.pruning import (
     make_completion_policy,
     make_prompt_policy,
 )
+from dppo_megatron.pruning.early_stop import draw_limits
 from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCost, check_outcomes, check_state
 from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
 from dppo_megatron.pruning.policies import check_methods
@@ -49,59 +50,8 @@ from dppo_megatron.selection.arrays import (
 from dppo_megatron.selection.bias import BiasSource, sized
 from dppo_megatron.selection.coefficients import Coefficients
 from dppo_megatron.selection.missing import Missing, Past, as_foreseen, missing_of, with_lengths
+from dppo_megatron.selection.open_steps import FinishedStep, OpenStep, Place
 from dppo_megatron.types import FloatArray, IntArray, UserError
-
-
-class _Place(NamedTuple):
-    """Where the order of the prompts is."""
-
-    position: int
-    epochs: dict[int, Any]
-    """Of an order by what changes; else empty."""
-
-
-@dataclass
-class _OpenStep:
-    """A step that has begun and has had no feedback yet."""
-
-    number: int
-    place: _Place
-    """Before its first prompt."""
-    rounds: int = 0
-    offered: list[IntArray] = field(default_factory=list)
-    selections: list[Selection] = field(default_factory=list)
-    """Those of the first round's mini-batches, then one for each refill."""
-    chosen: list[PromptDraw] = field(default_factory=list)
-    priors: list[FloatArray] = field(default_factory=list)
-    """[n, 2] of those offered in each round, what was known of their rewards before; empty where nothing reads it."""
-    kept_costs: tuple[float, ...] = (1.0, 1.0)
-    """Of prompts and completions; see `StepCost.kept_cost`."""
-    deviations: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
-    """Of what was kept of prompts and of completions from the probabilities."""
-    outcome: tuple[PromptDraw, Rollouts, FloatArray] | None = None
-    """What was finished, with second moments [K]."""
-    missing: Missing | None = None
-    """Of what was finished."""
-    size_growth: list[float] = field(default_factory=list)
-    """Of the variance by the sizes of groups, as the scores predict it; of each choice."""
-    before: dict[str, Any] | None = None
-    """The prompt policy's state that it was chosen with, if steps before it were still open."""
-
-    def prior(self) -> tuple[FloatArray | None, FloatArray | None]:
-        """What was known of the prompts' rewards before: of all offered and of those to roll out."""
-        if not self.priors:
-            return None, None
-        every = np.concatenate(self.priors)
-        return every, every[np.concatenate([selection.kept for selection in self.selections])]
-
-
-class _FinishedStep(NamedTuple):
-    """What the prompt policy learns of a step that is done."""
-
-    outcome: dict[str, Any]
-    """Arguments of its `observe`."""
-    cost: dict[str, Any]
-    """Of a `StepCost`."""
 
 
 class Selector:
@@ -184,20 +134,21 @@ class Selector:
         self._position = 0
         self._settled = self._place()
         """Without the refills of a step that is not done."""
-        self._replayed: deque[_Place] = deque()
+        self._replayed: deque[Place] = deque()
         """At which the next steps begin: they were open in the state that was loaded."""
         self._may_end_early = settings.may_end_early
-        self._reads_prior = settings.objective.advantage == "posterior_loo"
+        self._reads_prior, self._early_stop = settings.reads_prior, settings.pruning.early_stop
+        self._seed, self._longest, self._width = settings.seed, settings.max_completion_tokens, settings.widest_group
         self._delay = settings.async_steps
         """Steps that may be open when one begins, of which it therefore knows nothing."""
-        self._past: list[_FinishedStep] = []
+        self._past: list[FinishedStep] = []
         """The last `_delay` steps that are done, oldest first, of which the last `_unlearned` are not learned yet."""
         self._unlearned = 0
         self._lost = Past((0.0,) * len(sizes))
         self._declared = DeclaredTest(), DeclaredTest(), DeclaredTest()
         """Of the probabilities of prompts and of completions, and of what is missing by chance."""
         self._said: list[str] = []
-        self._open: list[_OpenStep] = []
+        self._open: list[OpenStep] = []
         """Steps that have begun and have had no feedback, oldest first."""
 
     def skip_to(self, step: int) -> None:
@@ -218,7 +169,7 @@ class Selector:
         behind = self._place()
         if replays := bool(self._replayed):
             self._go_to(self._replayed.popleft())
-        of = _OpenStep(step, self._place(), before=self._prompt_policy.state_dict() if self._delay else None)
+        of = OpenStep(step, self._place(), before=self._prompt_policy.state_dict() if self._delay else None)
         self._open.append(of)
         chosen = self._choose(self.prompts_per_step, of, self._updates)
         if replays:
@@ -252,7 +203,8 @@ class Selector:
         denominator, divided = self._denominator(rollouts.lengths, minibatch, groups, of, prompts)
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
         squared = missing.estimated(self._coefficients.squared_norms(rollouts, advantages, denominator))
-        squared = np.where(was_asked(rollouts, prompts.size), squared, 0.0) * (self._group / prompts.size)[:, None]
+        asked = was_asked(rollouts, prompts.size)
+        squared = rollouts.for_stopped(np.where(asked, squared, 0.0)) * (self._group / prompts.size)[:, None]
         seen = replace(rollouts, rewards=np.where(missing.there, rollouts.rewards, math.nan))  # one alone tells nothing
         usual_moment = (1.0 - 1.0 / prompts.size) / (1.0 - 1.0 / self._group)  # of fewer others, a mean is noisier
         moment = squared.sum(axis=1) * usual_moment
@@ -270,7 +222,11 @@ class Selector:
         offered = with_refills(planned, later)
         expected = placed(completions.expected_weight, rows, rollouts, elsewhere=1.0)
         whitened = self._coefficients.whitening(planned, of.selections, rollouts)
-        others = whitened, self._coefficients.baseline(), self._coefficients.sizes(), divided, filtered, missing.source
+        stops = self._coefficients.early_stop(rollouts, asked)
+        others = (
+            *(whitened, self._coefficients.baseline(), self._coefficients.sizes(), stops),
+            *(divided, filtered, missing.source),
+        )
         sources = self._sources(planned, offered, groups, completions, expected.reshape(rollouts.rewards.shape), others)
         rows_of_all, bias = sized(sources, squared, prompts.inclusion_prob)
         ledger, unforeseen = as_foreseen(rows_of_all, missing)
@@ -278,7 +234,8 @@ class Selector:
         if self._size_factor > 1:
             shares = self._group / prompts.size[rows // width], usual_moment[rows // width]
             sizes = GroupSizes(*shares, float(np.mean(of.size_growth)) if of.size_growth else 1.0)
-        variance = step_variance(planned, batch, completions, self._coefficients.slope, stands_for, sizes)
+        ended = None if rollouts.stands_for is None else rollouts.stands_for.ravel()[rows]
+        variance = step_variance(planned, batch, completions, self._coefficients.slope, stands_for, sizes, ended)
         of.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))
         of.deviations = self._deviations(offered, np.concatenate(of.offered)), deviations(completions, batch.facts())
         counts = counts_of(offered, prompts, int(sampled.sum()), batch.lengths[completions.kept])
@@ -302,7 +259,9 @@ class Selector:
             effect=offered.effect,
             offered=np.concatenate(of.offered),
             prompts=prompts,
-            completion_prob=placed(completions.inclusion_prob, rows, rollouts, elsewhere=math.nan),
+            completion_prob=placed(
+                completions.inclusion_prob / (1.0 if ended is None else ended), rows, rollouts, elsewhere=math.nan
+            ),
             has_support=has_support,
             zero_carries=self._completion_policy.zero_advantage_slope > 0,
             missing_weight=missing.weight,
@@ -363,9 +322,9 @@ class Selector:
             "inclusion_prob": prompts.inclusion_prob,
             "planned_prob": prompts.planned_prob,
         }
-        self._past.append(_FinishedStep(outcome, asdict(of_prompts)))
+        self._past.append(FinishedStep(outcome, asdict(of_prompts)))
         self._unlearned += 1
-        self._coefficients.learn_length(rollouts.lengths, prompts.weight)
+        self._coefficients.learn_length(rollouts.for_stopped(rollouts.lengths.astype(np.float64)), prompts.weight)
         self._lost = self._lost.then(of.missing, prompts.weight, self._sets_of(prompts))
         if not self._open:  # else the next to begin learns it
             self._learn(cost.step + 1)
@@ -404,26 +363,26 @@ class Selector:
         positions, shares = state["positions"], tuple(state["missing"]["lost_share"])
         same = state.get("sets", self._sets) == self._sets and len(shares) == len(self._sets)
         epochs = state.get("epochs") if same else None  # by a set's number, as are the shares
-        places = [_Place(*each) for each in zip(positions, epochs or [{}] * len(positions), strict=True)]
+        places = [Place(*each) for each in zip(positions, epochs or [{}] * len(positions), strict=True)]
         self._replayed, self._settled = deque(places[:-1]), places[-1]
         self._go_to(self._settled)
         self._coefficients.mean_length = state["mean_length"]
         self._lost = Past(shares if same else (0.0,) * len(self._sets), state["missing"]["known"])
-        self._past = [_FinishedStep(**one) for one in state["past"]]
+        self._past = [FinishedStep(**one) for one in state["past"]]
         self._unlearned = len(self._past)
         for test, saved in zip(self._declared, state["declared"], strict=True):
             test.load_state_dict(saved)
         self._open, self._said = [], []
 
-    def _place(self) -> _Place:
-        return _Place(self._position, {} if self._epochs is None else self._epochs.state_dict())
+    def _place(self) -> Place:
+        return Place(self._position, {} if self._epochs is None else self._epochs.state_dict())
 
-    def _go_to(self, place: _Place) -> None:
+    def _go_to(self, place: Place) -> None:
         self._position = place.position
         if self._epochs is not None:
             self._epochs.load_state_dict(place.epochs)
 
-    def _of(self, step: int) -> _OpenStep:
+    def _of(self, step: int) -> OpenStep:
         for one in self._open:
             if one.number == step:
                 return one
@@ -441,7 +400,7 @@ class Selector:
         facts = {name: past[name][prompt_index] for name in ("variance", "tokens", "visits")}
         return deviations(offered, facts | {"index": prompt_index})
 
-    def _choose(self, count: int, of: _OpenStep, parts: int) -> PromptDraw:
+    def _choose(self, count: int, of: OpenStep, parts: int) -> PromptDraw:
         nominal, self._position = self._order.take(self._position, count)
         seen = np.concatenate([*of.offered, np.empty(0, np.int64)])
         nominal = nominal[~np.isin(nominal, seen)]  # a refill may run into the next epoch, where they come again
@@ -456,12 +415,14 @@ class Selector:
             kept = selection.kept
             minibatch = np.full(int(kept.sum()), index, dtype=np.int64)
             columns = selection.inclusion_prob[kept], selection.weight[kept], minibatch, selection.planned[kept]
-            chosen.append(PromptDraw(mine[kept], *columns, self._sizes(mine[kept], selection.weight[kept], of)))
+            sizes = self._sizes(mine[kept], selection.weight[kept], of)
+            limits = draw_limits(self._early_stop, self._seed, mine[kept], of.number, self._width, self._longest)
+            chosen.append(PromptDraw(mine[kept], *columns, sizes, limits))
             of.selections.append(selection)
         of.chosen += chosen
         return join(chosen)
 
-    def _sizes(self, ids: IntArray, weight: FloatArray, of: _OpenStep) -> IntArray:
+    def _sizes(self, ids: IntArray, weight: FloatArray, of: OpenStep) -> IntArray:
         """[n] completions of the chosen prompts `ids`, which have these weights."""
         known = self._prompt_policy.expected(ids, of.number - 1) if self._size_factor > 1 and len(ids) else None
         if known is None:
@@ -484,14 +445,15 @@ class Selector:
         return shared
 
     def _denominator(
-        self, lengths: IntArray, minibatch: IntArray, groups: Selection, of: _OpenStep, prompts: PromptDraw
+        self, lengths: IntArray, minibatch: IntArray, groups: Selection, of: OpenStep, prompts: PromptDraw
     ) -> tuple[FloatArray, BiasSource]:
         skips = np.bincount(minibatch, prompts.size != self._group, minlength=self._updates) > 0
+        skips |= self._early_stop.after_tokens > 0
         if not self._prompt_policy.resamples:  # else the mean over the groups that go on, which are all known
             skips |= [bool((selection.inclusion_prob < 1).any()) for selection in of.selections]
         return self._coefficients.denominator(lengths, minibatch, groups, skips, prompts.inclusion_prob)
 
-    def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, of: _OpenStep) -> Selection:
+    def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, of: OpenStep) -> Selection:
         """The completion policy on each mini-batch [n], put together in the order of `batch`."""
         rows = [np.flatnonzero(minibatch == index) for index in range(self._updates)]
         parts = [part(batch, mine, self._updates) for mine in rows]

@@ -50,7 +50,7 @@ from dppo_megatron.selection import PromptDraw
 from dppo_megatron.steps.build import make_canary, make_engine, make_sampling, what_to_offload
 from dppo_megatron.steps.coordinator import Coordinator, off_policy_sized
 from dppo_megatron.steps.exchange import Replicas, exchange
-from dppo_megatron.steps.step import RolloutTable, Step, Update
+from dppo_megatron.steps.step import RolloutTable, Step, Update, with_early_stop
 from dppo_megatron.texts import log
 from dppo_megatron.types import Completion, FloatArray, PackPlan, Prompt, RolloutPrompt, TrainSample
 
@@ -219,6 +219,7 @@ class Loop:
             known = {place: grades[position] for place, position in enumerate(positions) if position in grades}
             prompts, of_mine = [selected[group] for group in mine], [sizes[group] for group in mine]
             graded = grade_groups(self.job.grade, prompts, flat, of_mine, known)
+            graded = with_early_stop(graded, self.job.config.pruning.early_stop)
             groups = {first + group: one for group, one in zip(mine, graded, strict=True)}
             if self._replicas.rank == 0:
                 self._cross_check.begin(one for one in graded if one.selected.prompt.graded_by == "reward")
@@ -375,7 +376,7 @@ class Loop:
     def _start(self, step: Step, selected: Sequence[RolloutPrompt]) -> None:
         sizes = self._sizes(selected)
         requests = [
-            Request(item.prompt, index, step.number)
+            Request(item.prompt, index, step.number, limit=item.limits[index] if item.limits else 0)
             for item, size in zip(selected, sizes, strict=True)
             for index in range(size)
         ]
@@ -424,8 +425,11 @@ class Loop:
         if chosen is None:
             return []
         prompts = self.job.train_prompts
-        rows = zip(chosen.prompt_index, chosen.inclusion_prob, chosen.weight, chosen.size.tolist(), strict=True)
-        return [RolloutPrompt(prompts[index], float(prob), float(weight), size) for index, prob, weight, size in rows]
+        columns = chosen.inclusion_prob.tolist(), chosen.weight.tolist(), chosen.size.tolist(), chosen.limits.tolist()
+        return [
+            RolloutPrompt(prompts[index], prob, weight, size, tuple(limits[:size]))
+            for index, prob, weight, size, limits in zip(chosen.prompt_index, *columns, strict=True)
+        ]
 
     def _sizes(self, selected: Sequence[RolloutPrompt]) -> list[int]:
         """Completions to sample of each."""

@@ -12,16 +12,18 @@ While a step is `updating` the weights are between two steps, so nothing can be 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from dppo_megatron.actor.replay import Recorded
+from dppo_megatron.config.pruning import EarlyStopConfig
 from dppo_megatron.observe.metrics import StepTiming, Timers
 from dppo_megatron.observe.samples import RecordedGroup
 from dppo_megatron.packing.planner import SampleSize
 from dppo_megatron.pruning import LedgerRow, logit_grad_norm
+from dppo_megatron.pruning.early_stop import end_probability
 from dppo_megatron.rewards.measures import GradeTable
 from dppo_megatron.selection import Rollouts, TrainSelection
 from dppo_megatron.types import (
@@ -93,6 +95,8 @@ class RolloutTable:
     """[k, G] ended before that, and before a stop token; or never asked for, in groups of several sizes."""
     by_chance: BoolArray
     """[k, G] grading failed by what cannot depend on the completion."""
+    stands_for: FloatArray
+    """[k, G] what each counts for those that were stopped early, 0 of these."""
     grades: dict[str, GradeTable]
     """By the settings of the rewards, see `Prompt.graded_by`."""
 
@@ -118,8 +122,17 @@ class RolloutTable:
             logit_grad_norm=table((logit_grad_norm(one.logprobs) for one in completions), 0.0, np.float64),
             surprisal=table((-one.logprobs.sum(dtype=np.float64) for one in completions), 0.0, np.float64),
             truncated=table((one.finish_reason == "length" for one in completions), False, np.bool_),
-            unfinished=table((one.finish_reason == "abort" for one in completions), True, np.bool_),
+            unfinished=table((one.finish_reason in ("abort", "early") for one in completions), True, np.bool_),
             by_chance=table((one is not None and one.by_chance for one in grades), False, np.bool_),
+            stands_for=table(
+                (
+                    count
+                    for one in held
+                    for count in (np.ones(len(one.completions)) if one.stands_for is None else one.stands_for)
+                ),
+                1.0,
+                np.float64,
+            ),
             grades={
                 key: GradeTable.of(one for one in held if one.selected.prompt.graded_by == key)
                 for key in dict.fromkeys(one.selected.prompt.graded_by for one in held)
@@ -143,7 +156,7 @@ class RolloutTable:
         Args:
             inclusion_prob: [k] of each group's prompt; where sizes differ, times the size.
         """
-        weight = ~self.unfinished / inclusion_prob[:, None]
+        weight = ~self.unfinished * self.stands_for / inclusion_prob[:, None]
         tokens = float((weight * self.lengths).sum())
         completions = float(weight.sum())
         return {
@@ -151,10 +164,12 @@ class RolloutTable:
             "rollout/completion_tokens_mean": mean_of_sums(tokens, completions),
             "rollout/truncated_share": mean_of_sums(float((weight * self.truncated).sum()), completions),
             "rollout/truncated_count": float(self.truncated.sum()),
+            "rollout/stopped_early_count": float((self.stands_for == 0).sum()),
         }
 
     def rollouts(self, selected: Sequence[RolloutPrompt]) -> Rollouts:
         """The selector's input; `selected` [k] are the prompts of the groups."""
+        may_stop = any(one.limits for one in selected)
         return Rollouts(
             rewards=self.rewards,
             lengths=self.lengths,
@@ -163,7 +178,22 @@ class RolloutTable:
             truncated=self.truncated,
             unfinished=self.unfinished,
             by_chance=self.by_chance,
+            stands_for=self.stands_for if may_stop else None,
         )
+
+
+def with_early_stop(groups: Sequence[Group], config: EarlyStopConfig) -> list[Group]:
+    """The groups with what their completions count for those that were stopped early."""
+    if not config.after_tokens:
+        return list(groups)
+    found = []
+    for group in groups:
+        lengths = np.array([len(one.token_ids) for one in group.completions], dtype=np.int64)
+        ended = np.array([one.finish_reason in ("stop", "length") for one in group.completions])
+        stopped = np.array([one.finish_reason == "early" for one in group.completions])
+        counts = np.where(ended, 1.0 / end_probability(config, lengths), 1.0)  # of what is missing, nothing is counted
+        found.append(replace(group, stands_for=np.where(stopped, 0.0, counts)))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

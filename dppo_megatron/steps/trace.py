@@ -139,6 +139,7 @@ def reasons_of(
     # a KL term has a gradient there too, and the draw gave it a chance
     without_gradient = (decision.advantages == 0) & (zero_advantage_slope(config.objective) == 0)
     conditions = [
+        (rollouts.stopped.ravel(), "stopped early"),
         (unfinished, "missing"),
         (failed, "failed"),
         (not_drawn & truncated, "overlong"),

@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from label_configs import check_sections, make_config, make_features, make_outcomes
+from label_configs import check_sections, few_long, make_config, make_features, make_outcomes
 
 from dppo_megatron import randomness
 from dppo_megatron.config.schema import Config
@@ -45,16 +45,51 @@ class Case:
     state: dict[str, Any]
     outcomes: Rollouts
     """[num_prompts, G], a row for each prompt."""
+    stopped: tuple[int, ...] = ()
+    """Positions in them of the completions that were stopped early."""
 
     def run(self, outcomes: Rollouts | None = None) -> TrainSelection:
         """The step from the same state, with whatever the uniform numbers are now."""
-        table = outcomes or self.outcomes
+        table = self.as_stopped(outcomes or self.outcomes)
         self.selector.load_state_dict(self.state)
         rows = self.selector.begin(self.step).prompt_index
         while (more := self.selector.refill(table.rewards[rows], self.step)) is not None:
             rows = np.concatenate([rows, more.prompt_index])
         wide = selection_settings(self.config).widest_group
         return _as_asked(self.selector.finish(_rows_of(table, rows, wide), self.step), table.rewards.shape[1])
+
+    def as_stopped(self, table: Rollouts) -> Rollouts:
+        """As it comes from the engine, if completions may be stopped early and these were."""
+        early = self.config.pruning.early_stop
+        if not early.after_tokens:
+            return table
+        gone = np.isin(np.arange(table.rewards.size), self.stopped).reshape(table.rewards.shape)
+        return replace(
+            table,
+            rewards=np.where(gone, np.nan, table.rewards),
+            lengths=np.where(gone, early.after_tokens, table.lengths),
+            unfinished=gone,
+            stands_for=np.where(gone, 0.0, self.counts(table)),
+        )
+
+    def counts(self, table: Rollouts) -> np.ndarray:
+        """[num_prompts, G] 1 over the probability that a completion comes to its end, by definition."""
+        early = self.config.pruning.early_stop
+        if not early.after_tokens:
+            return np.ones(table.lengths.shape)
+        share = [
+            max(min(1.0, early.after_tokens / n), early.min_inclusion_prob) for n in table.lengths.ravel().tolist()
+        ]
+        return 1.0 / np.array(share).reshape(table.lengths.shape)
+
+    def endings(self) -> Iterator[float]:
+        """The chance of each pattern of those that are stopped early and those that are not; `stopped` is it."""
+        ends = 1.0 / self.counts(self.outcomes).ravel()
+        chance = np.flatnonzero(ends < 1).tolist()
+        for pattern in itertools.product((False, True), repeat=len(chance)):
+            self.stopped = tuple(itertools.compress(chance, pattern))
+            yield math.prod(1 - ends[at] if gone else ends[at] for at, gone in zip(chance, pattern, strict=True))
+        self.stopped = ()
 
 
 def accepted(index: int) -> tuple[np.random.Generator, Selector, Config, int]:
@@ -83,9 +118,15 @@ def make_case(index: int) -> Case:
     rng, selector, config, num_prompts = accepted(index)
     binary = config.pruning.prompt.method.startswith("dppo") and config.pruning.prompt.score == "beta"
     size = config.rollout.completions_per_prompt
-    case = Case(config, selector, 1, selector.state_dict(), make_outcomes(rng, num_prompts, size, binary=binary))
+    early = config.pruning.early_stop.after_tokens
+
+    def outcomes() -> Rollouts:
+        made = make_outcomes(rng, num_prompts, size, binary=binary)
+        return few_long(rng, made, early) if early else made
+
+    case = Case(config, selector, 1, selector.state_dict(), outcomes())
     for step in range(1, int(rng.integers(2, 8))):
-        case.outcomes = make_outcomes(rng, num_prompts, size, binary=binary)
+        case.outcomes = outcomes()
         case.run()
         for ahead in range(1, int(rng.integers(0, config.rollout.async_steps + 1)) + 1):
             selector.begin(step + ahead)
@@ -93,7 +134,7 @@ def make_case(index: int) -> Case:
         case.step, case.state = step + 1, selector.state_dict()
     if "monitor" in case.state["prompt"] and rng.random() < 0.1:
         case.state["prompt"]["monitor"]["believed"] = False  # what 48 groups of a bad score come to
-    case.outcomes = make_outcomes(rng, num_prompts, size, binary=binary)
+    case.outcomes = outcomes()
     return case
 
 
@@ -104,13 +145,16 @@ def _rows_of(table: Rollouts, rows: np.ndarray, width: int) -> Rollouts:
         return np.pad(values[rows], ((0, 0), (0, width - values.shape[1])), constant_values=nothing)
 
     tokens, truncated, by_chance = table.prompt_tokens, table.truncated, table.by_chance
+    unfinished, counts = table.unfinished, table.stands_for
     return Rollouts(
         wide(table.rewards, np.nan),
         wide(table.lengths, 0),
         wide(table.logit_grad_norm, 0.0),
         None if tokens is None else tokens[rows],
         None if truncated is None else wide(truncated, False),
-        by_chance=None if by_chance is None else wide(by_chance, False),
+        None if unfinished is None else wide(unfinished, True),
+        None if by_chance is None else wide(by_chance, False),
+        None if counts is None else wide(counts, 1.0),
     )
 
 
@@ -353,29 +397,34 @@ class Expected:
     total: float
     """Sum of the probabilities over mini-batches, to be their number."""
 
+    def add(self, case: Case, minibatch: int, chance: float, decision: TrainSelection) -> None:
+        """One draw of a mini-batch."""
+        self.labels.add(tuple((row.name, row.label) for row in decision.ledger))
+        self.decisions.append(decision)
+        self.chances.append(chance)
+        self.total += chance
+        share = planned_prompts(case.config) // case.config.objective.updates_per_step
+        mine = set(decision.offered[minibatch * share : (minibatch + 1) * share].tolist())
+        mine = mine if not is_resampled(case) else set(range(len(case.outcomes.rewards)))
+        drawn = *drawn_coefficients(decision), _inverse_probabilities(decision), _counted(decision)
+        means = self.coefficient, self.inverse, self.frequency, self.counted
+        for totals, values in zip(means, drawn, strict=True):
+            for key, value in values.items():
+                if key[0] in mine:
+                    totals[key] = totals.get(key, 0.0) + chance * value
+
 
 def expectation(case: Case, *, ties: int = 0) -> Expected:
     """E[W A / D] and E[W / D], mini-batch by mini-batch: their draws are independent of each other."""
     found = Expected({}, {}, {}, {}, set(), [], [], 0.0)
     updates = case.config.objective.updates_per_step
     for minibatch in range(updates):
-        dice = Dice(ties=ties, breaks=deterministic_levels(case.config))
-        with dice.rolled():
-            for outer, _ in every_draw(case, dice, ("prompt", minibatch)):
-                for inner, decision in every_draw(case, dice, ("completion", minibatch)):
-                    found.labels.add(tuple((row.name, row.label) for row in decision.ledger))
-                    found.decisions.append(decision)
-                    found.chances.append(outer * inner)
-                    found.total += outer * inner
-                    share = planned_prompts(case.config) // updates
-                    mine = set(decision.offered[minibatch * share : (minibatch + 1) * share].tolist())
-                    mine = mine if not is_resampled(case) else set(range(len(case.outcomes.rewards)))
-                    drawn = *drawn_coefficients(decision), _inverse_probabilities(decision), _counted(decision)
-                    means = found.coefficient, found.inverse, found.frequency, found.counted
-                    for totals, values in zip(means, drawn, strict=True):
-                        for key, value in values.items():
-                            if key[0] in mine:
-                                totals[key] = totals.get(key, 0.0) + outer * inner * value
+        for chance in case.endings():
+            dice = Dice(ties=ties, breaks=deterministic_levels(case.config))
+            with dice.rolled():
+                for outer, _ in every_draw(case, dice, ("prompt", minibatch)):
+                    for inner, decision in every_draw(case, dice, ("completion", minibatch)):
+                        found.add(case, minibatch, chance * outer * inner, decision)
     return found
 
 

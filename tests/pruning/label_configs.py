@@ -6,6 +6,7 @@ be generated before its label is believed. What contradicts itself the trainer's
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from dppo_megatron.config.objective import (
     OverlongConfig,
     check_objective,
 )
-from dppo_megatron.config.pruning import GresoConfig
+from dppo_megatron.config.pruning import EarlyStopConfig, GresoConfig
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning import (
@@ -90,6 +91,7 @@ def make_config(rng: np.random.Generator) -> Config:
     pruning.completion.quadratic_cost_per_token = one(0.0, 0.0, 0.05)
     pruning.completion.fill_slack = one(True, False)
     pruning.completion.allocation = one(False, True)
+    pruning.early_stop = EarlyStopConfig(int(one(0, 0, 0, 3, 8)), one(0.1, 0.5))
     loss = one("clip", "clip", "gspo", "cispo", "divergence_tv")
     own = rng.random() < 0.1
     config.objective = ObjectiveConfig(
@@ -150,6 +152,15 @@ def make_outcomes(rng: np.random.Generator, num_prompts: int, size: int, *, bina
     tokens = rng.integers(1, 5, num_prompts) if rng.random() < 0.5 else None
     by_chance = np.isnan(rewards) & bool(lengths.sum() % 2)  # of all or of none: the label is that of the worst
     return Rollouts(rewards, lengths, logit_grad_norm, tokens, truncated, by_chance=by_chance)
+
+
+def few_long(rng: np.random.Generator, outcomes: Rollouts, after_tokens: int) -> Rollouts:
+    """With at most three completions of more than so many tokens, which may be stopped early, and rewards of all: which
+    of those that are stopped would have none is not known."""
+    long = rng.permutation(np.flatnonzero(outcomes.lengths.ravel() > after_tokens))[3:]
+    lengths = outcomes.lengths.copy()
+    lengths.ravel()[long] = after_tokens
+    return replace(outcomes, rewards=np.nan_to_num(outcomes.rewards), lengths=lengths, truncated=None, by_chance=None)
 
 
 def make_features(rng: np.random.Generator, num_prompts: int) -> PromptFeatures | None:

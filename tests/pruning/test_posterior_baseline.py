@@ -17,9 +17,11 @@ from dppo_megatron.algorithms.advantages import denominators, make_advantages, p
 from dppo_megatron.algorithms.objectives import make_objective
 from dppo_megatron.algorithms.tokens import TokenBatch
 from dppo_megatron.config.objective import CorrectionConfig, ObjectiveConfig
+from dppo_megatron.config.pruning import EarlyStopConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.pruning import StepCost
+from dppo_megatron.pruning.early_stop import end_probability
 from dppo_megatron.selection import Rollouts, Selector
 
 VOCABULARY, LONGEST, END, GROUP = 3, 3, 0, 3
@@ -50,8 +52,11 @@ def _logprobs(policy: torch.Tensor, answer: tuple[int, ...]) -> torch.Tensor:
 CHANCES = np.exp([float(_logprobs(BEHAVIOUR, answer).sum()) for answer in ANSWERS])
 
 
-def _terms(config: ObjectiveConfig, policy: torch.Tensor, advantages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over all groups of the gradient of one group's loss, and of its square; advantages [groups, GROUP]."""
+def _terms(
+    config: ObjectiveConfig, policy: torch.Tensor, advantages: np.ndarray, weight: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over all groups of the gradient of one group's loss, and of its square; advantages and what each completion
+    counts [groups, GROUP]."""
     objective, known = make_objective(config), dict[tuple[int, float], np.ndarray]()
     divisor = denominators(
         config.normalization, LENGTHS[GROUPS], np.zeros(len(GROUPS)), nominal=GROUP, max_completion_tokens=LONGEST
@@ -69,7 +74,8 @@ def _terms(config: ObjectiveConfig, policy: torch.Tensor, advantages: np.ndarray
         return known[which, advantage]
 
     mean, square = np.zeros(policy.numel()), np.zeros(policy.numel())
-    for group, row, by in zip(GROUPS.tolist(), advantages.tolist(), divisor, strict=True):
+    counts = np.ones(advantages.shape) if weight is None else weight
+    for group, row, by in zip(GROUPS.tolist(), advantages.tolist(), divisor / np.maximum(counts, 1e-300), strict=True):
         chance = float(np.prod(CHANCES[group]))
         one = sum(gradient(i, round(a, 12)) / d for i, a, d in zip(group, row, by, strict=True))
         mean, square = mean + chance * one, square + chance * one**2
@@ -121,6 +127,32 @@ def test_the_plain_baseline_would_favour_a_length(monkeypatch: pytest.MonkeyPatc
         lambda rewards, prior, lengths: posterior_advantages(rewards, prior),
     )
     assert _compared(normalization="sequence_mean", loss="clip")[0] > 0.01
+
+
+@pytest.mark.parametrize("advantage", ["rloo", "posterior_loo"])
+@pytest.mark.parametrize("normalization", ["constant", "sequence_mean"])
+def test_stopping_early_keeps_the_expected_gradient(advantage: str, normalization: str) -> None:
+    """Over all groups, and all ways in which their completions of two and three tokens are stopped early or not; and
+    mates that came to their end, which are short ones, are no fair mean."""
+    config = ObjectiveConfig(advantage=advantage, normalization=normalization)  # type: ignore[arg-type]
+    rewards, lengths = REWARDS[GROUPS], LENGTHS[GROUPS]
+    full, _ = _terms(config, BEHAVIOUR, make_advantages(rewards, ObjectiveConfig(advantage="rloo")))
+    early = EarlyStopConfig(after_tokens=1, min_inclusion_prob=0.4)
+    ends = end_probability(early, LENGTHS)
+    assert set(ends.tolist()) == {1.0, 0.5, 0.4}
+    known, found, naive = np.broadcast_to(PRIOR, (len(GROUPS), 2)), np.zeros(full.shape), np.zeros(full.shape)
+    for pattern in itertools.product((False, True), repeat=GROUP):
+        gone = np.array(pattern)
+        chance = np.where(gone, 1 - ends[GROUPS], ends[GROUPS]).prod(axis=1)
+        counts = np.where(gone, 0.0, 1 / ends[GROUPS])
+        there = np.where(gone, np.nan, rewards)
+        own = make_advantages(there, config, lengths=lengths, prior=known, stands_for=counts)
+        found += _terms(config, BEHAVIOUR, own, counts * chance[:, None])[0]
+        plain = make_advantages(there, config, lengths=lengths, prior=known)
+        naive += _terms(config, BEHAVIOUR, plain, counts * chance[:, None])[0]
+    scale = np.linalg.norm(full)
+    assert np.linalg.norm(found - full) < 1e-9 * scale
+    assert np.linalg.norm(naive - full) > 0.03 * scale
 
 
 @pytest.mark.parametrize("normalization", ["constant", "sequence_mean"])

@@ -34,6 +34,8 @@ from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.pruning import StepCost
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 
+_SIZELESS = {"advantage/posterior_loo", "rollout/group_sizes", "rollout/early_stop"}
+"""Rows without a size where they are biased."""
 _RUNS = 64
 """Of tie-breaks and draws together."""
 
@@ -89,7 +91,7 @@ def verdicts(chosen: Iterable[int]) -> dict[tuple[str, ...], list[bool]]:
             rewards = np.nan_to_num(rewards)
         case = replace(case, outcomes=replace(case.outcomes, rewards=rewards, by_chance=lost))
         names = tuple(name for name in sources(case.run()) if name != "rollout/missing")
-        if not names or is_resampled(case) or {"advantage/posterior_loo", "rollout/group_sizes"} & set(names):
+        if not names or is_resampled(case) or _SIZELESS & set(names):
             continue
         expected = [expectation(case)]
         runs = -(-_RUNS // len(expected[0].decisions)) if deterministic_levels(case.config) else 1

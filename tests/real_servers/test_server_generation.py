@@ -31,7 +31,7 @@ from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import make_grader
-from dppo_megatron.rollout.engine import Sampling
+from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.connect import make_server
@@ -39,7 +39,7 @@ from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, VLLM_ARRA
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.protocol import generate
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Submit
-from dppo_megatron.types import Grade, GradeTask
+from dppo_megatron.types import Grade, GradeTask, Prompt
 from examples.judge_grader import _QUESTION
 
 pytestmark = pytest.mark.slow
@@ -116,6 +116,30 @@ def test_the_longest_sequence_fits(served: Served, tmp_path: Path) -> None:
     group = GenerateRequest("long-0", (3,) * (longest - 8), 16, 1, max_tokens=8, stop_token_ids=(1,))
     found = generate(member.server, group, Expected(engine._vocab_size, 1, 1, engine._sync.run), timeout_s=60)
     assert max(len(one.token_ids) for one in found) == 8
+
+
+def test_completions_with_limits_of_their_own(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is the beginning of what it is without (vLLM samples by seed; SGLang is asked greedily), whichever form its
+    answer has; and one that is not stopped says so."""
+    engine = served.engine(served.config(tmp_path, count=1))
+    engine.load_weights(Reference(served.files / "model", 5).weights)
+    [member] = engine._fleet.members
+    greedy = {"vllm": 0.7, "sglang": 0.0}[served.name]
+    prompts = [Prompt(index, "", (2, 5, 7 + index), "", "") for index in range(3)]
+    sampling = Sampling(LONG, greedy, 3)
+    free = [Request(prompt, index, 1) for prompt in prompts for index in range(4)]
+    whole = engine.generate(free, sampling)
+    limits = [(3 * place) % (LONG + 4) for place in range(len(free))]  # 0 is none
+    asked = [replace(one, limit=limit) for one, limit in zip(free, limits, strict=True)]
+    for arrays in (True, False):
+        dialect = msgspec.structs.replace(member.server.dialect, arrays=arrays)
+        monkeypatch.setattr(type(member.server), "dialect", property(lambda _, dialect=dialect: dialect))
+        found = engine.generate(asked, sampling)
+        for one, other, limit in zip(found, whole, limits, strict=True):
+            assert one.token_ids.tolist() == other.token_ids[: limit or None].tolist()
+            is_whole = not limit or limit >= len(other.token_ids)
+            assert one.finish_reason == (other.finish_reason if is_whole else "early")
+        assert "early" in {one.finish_reason for one in found}
 
 
 ROOM = {"rollout__sampling__max_completion_tokens": LONGEST, "packing__max_tokens_per_microbatch": 1024}

@@ -137,7 +137,15 @@ def test_metrics_and_failures_are_each_sets_own() -> None:
     assert found["reward/code/mean"] == pytest.approx(3 * 2 / 3) and found["reward/code/own"] == 1.5
     assert (found["reward/code/failed_count"], found["reward/code/timeouts"]) == (2.0, 2.0)
     unsampled = GradeTable.of([group((good, failed), 0.5), group((Grade(0.0), Grade(math.nan, failure=UNSAMPLED)), 1)])
-    draw = PromptDraw(np.arange(2), np.ones(2), np.ones(2), np.zeros(2, np.int64), np.ones(2), np.full(2, 2))
+    draw = PromptDraw(
+        np.arange(2),
+        np.ones(2),
+        np.ones(2),
+        np.zeros(2, np.int64),
+        np.ones(2),
+        np.full(2, 2),
+        np.zeros((2, 0), np.int64),
+    )
     unfinished, lengths = np.array([[False, False], [False, True]]), np.full((2, 2), 3)
     rollouts = Rollouts(unsampled.reward.reshape(2, 2), lengths, np.ones((2, 2)), unfinished=unfinished)
     assert reward_figures(rollouts, draw, np.ones(2))["reward/failed_count"] == 1.0

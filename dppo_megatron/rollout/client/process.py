@@ -80,7 +80,7 @@ from dppo_megatron.rollout.servers.wire import (
     Submit,
     checked,
 )
-from dppo_megatron.types import Grade, GradeTask
+from dppo_megatron.types import STOPPED_EARLY, Grade, GradeTask
 
 OWN_FILES = 64
 """Open files that the client needs beside a socket for each group in flight."""
@@ -216,20 +216,26 @@ class Client:
             elif ask.ticket in self._held:
                 # written by this job's rank 0, over a connection that has shown the job's key
                 prompt = pickle.loads(ask.prompt)
+                ended = [index for index, one in enumerate(sampled) if one.finish_reason != "early"]
                 tasks = [
-                    GradeTask.of(prompt, text, ask.first + index, len(one.token_ids), one.finish_reason)
-                    for index, (text, one) in enumerate(zip(texts, sampled, strict=True))
+                    GradeTask.of(
+                        prompt, texts[at], ask.first + at, len(sampled[at].token_ids), sampled[at].finish_reason
+                    )
+                    for at in ended
                 ]
-                self._hook.submit(tasks).add_done_callback(partial(self._graded, ask.ticket, sent))
+                self._hook.submit(tasks).add_done_callback(partial(self._graded, ask.ticket, sent, ended))
         except BaseException as error:
             self._lost(error)
 
-    def _graded(self, ticket: int, texts: list[str], graded: Future[list[Grade]]) -> None:
-        """In a thread of the hook's."""
+    def _graded(self, ticket: int, texts: list[str], ended: list[int], graded: Future[list[Grade]]) -> None:
+        """In a thread of the hook's; `ended` are the completions that were graded, the others were stopped early."""
         try:
-            grades = graded.result()
-            if len(grades) != len(texts):
-                raise ValueError(f"{len(grades)} grades of {len(texts)} completions")
+            known = graded.result()
+            if len(known) != len(ended):
+                raise ValueError(f"{len(known)} grades of {len(ended)} completions")
+            grades = [STOPPED_EARLY] * len(texts)
+            for index, grade in zip(ended, known, strict=True):
+                grades[index] = grade
             self._ready(ticket, texts, grades)
         except BaseException as error:  # else rank 0 would wait for this group
             self._lost(error)

@@ -121,8 +121,8 @@ class _Dialect(msgspec.Struct, frozen=True):
 
 
 class VLLMDialect(_Dialect, frozen=True, tag="vllm"):
-    """POST /inference/v1/generate, one request with n = group.count (0.32). vLLM's router passes the body on as it
-    is."""
+    """POST /inference/v1/generate, one request with n = group.count (0.32), or one for each completion that has a limit
+    of its own: n share their parameters. vLLM's router passes the body on as it is."""
 
     seeded: bool = True
     arrays: bool = False
@@ -131,16 +131,19 @@ class VLLMDialect(_Dialect, frozen=True, tag="vllm"):
     def rounds(self, group: GenerateRequest) -> list[list[Call]]:
         """Every parameter is given: what is left out would come from the served model's generation_config.json."""
         path = VLLM_ARRAYS_PATH if self.arrays else "/inference/v1/generate"
-        return [[Call(path, msgspec.json.encode(vllm_body(group, self.seeded)))]]
+        return [[Call(path, msgspec.json.encode(vllm_body(one, self.seeded))) for one in group.each()]]
 
     def abort_calls(self, group: GenerateRequest) -> list[Call]:
         """Both forms of the id are named; unknown ones are ignored."""
-        ids = [f"{prefix}{group.request_id}" for prefix in ("", _VLLM_PREFIX)]
+        ids = [f"{prefix}{one.request_id}" for one in group.each() for prefix in ("", _VLLM_PREFIX)]
         return [Call("/abort_requests", msgspec.json.encode({"request_ids": ids}))]
 
     def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
         """The completions in the order of their indices."""
-        [content] = answers
+        each = zip(answers, group.each(), strict=True)
+        return [sampled for content, one in each for sampled in self._read_one(content, one)]
+
+    def _read_one(self, content: bytes, group: GenerateRequest) -> list[Sampled]:
         if self.arrays:
             return _from_arrays(content, group)
         answer = decoded(_VLLM_DECODER, content)
@@ -310,7 +313,6 @@ def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[s
     cuts = _cuts(group)
     parameters: dict[str, Any] = {
         "n": 1,
-        "max_new_tokens": group.max_tokens,
         "min_new_tokens": 0,
         "temperature": group.temperature,
         "top_p": group.top_p,
@@ -327,7 +329,9 @@ def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[s
         **({} if group.experts is None else {"return_routed_experts": True}),
         "rid": [_rid(group, index) for index in range(group.count)],
         "input_ids": [group.prompt_ids] * group.count,
-        "sampling_params": [parameters | seed for seed in seeds],
+        "sampling_params": [
+            parameters | {"max_new_tokens": group.limit(index)} | seed for index, seed in enumerate(seeds)
+        ],
         "return_logprob": True,
         "logprob_start_len": -1,
         "top_logprobs_num": 0,

@@ -118,9 +118,16 @@ def grouped(
                 stop_token_ids=(*stop_ids, *how.stop_token_ids),
                 reads_logprobs=how.reads_logprobs,
                 experts=None if first.stream else replayed,
+                limits=_limits([requests[place].limit for place in members], how.max_completion_tokens),
             )
         )
     return groups, places
+
+
+def _limits(limits: Sequence[int], longest: int) -> tuple[int, ...]:
+    """Of the completions of a group, 0 for those without; empty if none has one before `longest`."""
+    found = tuple(min(limit or longest, longest) for limit in limits)
+    return found if min(found) < longest else ()
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dppo_megatron.rollout.servers.http import BadAnswer
-from dppo_megatron.types import ExpertArray, ExpertChoices
+from dppo_megatron.types import ExpertArray, ExpertChoices, FinishReason
 
 _HIGHEST_LOGPROB = 1e-3
 """Rounding of a log-softmax in bfloat16 may lift a certain token a little above 0."""
@@ -50,17 +50,36 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """Which of the server's data-parallel replicas is to answer; None: the engine balances."""
     experts: ExpertChoices | None = None
     """The experts that tokens are sent to are wanted, in this form."""
+    limits: tuple[int, ...] = ()
+    """[count] tokens at which each completion is stopped, at most `max_tokens`; empty: all at that."""
 
     def part(self, first: int, count: int) -> GenerateRequest:
         """`count` of its completions, with the ids and seeds that they have in it."""
         stem, _, number = self.request_id.rpartition("-")
         name, seed = f"{stem}-{int(number) + first}", self.seed + first
-        return msgspec.structs.replace(self, request_id=name, count=count, seed=seed)
+        limits = self.limits[first : first + count]
+        return msgspec.structs.replace(self, request_id=name, count=count, seed=seed, limits=limits)
+
+    def limit(self, index: int) -> int:
+        """Most tokens of a completion."""
+        return self.limits[index] if self.limits else self.max_tokens
+
+    def each(self) -> list[GenerateRequest]:
+        """As requests that have one limit each, for engines that know no other; itself where it has one."""
+        if not self.limits:
+            return [self]
+        one = msgspec.structs.replace(self, count=1, limits=())
+        return [
+            msgspec.structs.replace(
+                one, request_id=f"{self.request_id}.{index}", seed=self.seed + index, max_tokens=limit
+            )
+            for index, limit in enumerate(self.limits)
+        ]
 
     @property
     def cost(self) -> int:
         """Tokens that it may come to."""
-        return len(self.prompt_ids) + self.count * self.max_tokens
+        return len(self.prompt_ids) + (sum(self.limits) or self.count * self.max_tokens)
 
     @property
     def answer_bytes(self) -> int:
@@ -76,7 +95,7 @@ class Sampled:
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: FinishReason
     weights_versions: tuple[tuple[str, int, int], ...]
     """(version, start, end): tokens [start, end) were sampled under `version`."""
     experts: ExpertArray | None = None
@@ -127,28 +146,28 @@ def checked(sampled: Sequence[Sampled], group: GenerateRequest, expected: Expect
     Raises:
         BadAnswer: with the first thing that is wrong.
     """
-    for one in sampled:
-        _raise_if_wrong(one, group, expected)
+    for index, one in enumerate(sampled):
+        _raise_if_wrong(one, group, group.limit(index), expected)
     if group.temperature > 0 and group.reads_logprobs:
         _raise_if_falsely_certain(sampled, group)
-    ended = [_as_it_ended(one, group) for one in sampled]
+    ended = [_as_it_ended(one, group, group.limit(index)) for index, one in enumerate(sampled)]
     for one in ended:
         # an aborted one is never trained on, and engines may have recorded less of it
-        if group.experts is not None and one.finish_reason != "abort":
+        if group.experts is not None and one.finish_reason not in ("abort", "early"):
             _raise_if_experts_wrong(one, group, group.experts)
     return ended
 
 
-def _raise_if_wrong(one: Sampled, group: GenerateRequest, expected: Expected) -> None:
+def _raise_if_wrong(one: Sampled, group: GenerateRequest, limit: int, expected: Expected) -> None:
     count = len(one.token_ids)
     if one.finish_reason == "abort" and not count:
         return
     if not count:
         raise BadAnswer("a completion without tokens that was not aborted")
-    if count > group.max_tokens:
-        raise BadAnswer(f"{count} tokens for a limit of {group.max_tokens}")
-    if one.finish_reason == "length" and count < group.max_tokens:
-        raise BadAnswer(f"it says `length` after {count} of {group.max_tokens} tokens")
+    if count > limit:
+        raise BadAnswer(f"{count} tokens for a limit of {limit}")
+    if one.finish_reason == "length" and count < limit:
+        raise BadAnswer(f"it says `length` after {count} of {limit} tokens")
     if len(one.logprobs) != count:
         raise BadAnswer(f"{len(one.logprobs)} log-probabilities for {count} tokens")
     lowest, highest = int(one.token_ids.min()), int(one.token_ids.max())
@@ -211,13 +230,16 @@ def _raise_if_experts_wrong(one: Sampled, group: GenerateRequest, wanted: Expert
         raise BadAnswer("a token that was routed to one expert twice: the server did not record it")
 
 
-def _as_it_ended(one: Sampled, group: GenerateRequest) -> Sampled:
+def _as_it_ended(one: Sampled, group: GenerateRequest, limit: int) -> Sampled:
+    at_limit: FinishReason = "length" if limit == group.max_tokens else "early"
+    if one.finish_reason == "length":
+        return replace(one, finish_reason=at_limit)
     if one.finish_reason != "abort" or not len(one.token_ids):
         return one
     if int(one.token_ids[-1]) in group.stop_token_ids:
         return replace(one, finish_reason="stop")
-    if len(one.token_ids) == group.max_tokens:
-        return replace(one, finish_reason="length")
+    if len(one.token_ids) == limit:
+        return replace(one, finish_reason=at_limit)
     return one
 
 
@@ -279,7 +301,7 @@ class Completed(msgspec.Struct, frozen=True, tag=True):
     lengths: list[int]
     """[count] tokens of each completion."""
     reasons: list[str]
-    """[count] stop, length or abort."""
+    """[count] as of `types.FinishReason`."""
     spans: list[tuple[int, int]]
     """(weights version, tokens sampled under it), of all completions together."""
     read_again: int = 0
