@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from dppo_megatron.config.pruning import EarlyStopConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.steps.rollout_cost import RolloutCost
@@ -136,6 +137,29 @@ def test_the_posterior_row_is_the_objective_s(monkeypatch: pytest.MonkeyPatch) -
         np.testing.assert_allclose(found, (np.square(scaled) * lengths).ravel() * step.energy, rtol=1e-12)
 
 
+@pytest.mark.parametrize("normalization", ["constant", "sequence_mean"])
+def test_limits_are_those_of_the_trainer(normalization: str) -> None:
+    """What comes to its end counts the inverse of the chance, against the mean of mates that have ended and of what was
+    known of the others, drawn towards that; one completion at a time."""
+    step = roulette._steps(trace_of(decided_by_length, normalization=normalization, steps=5))[4]
+    early = EarlyStopConfig(after_tokens=50, min_inclusion_prob=0.2)
+    row = roulette._Estimator("", posterior=True, early=early)
+    generated, moment = roulette._moments(row, step, [], np.random.default_rng(3))
+    ended = generated == step.lengths
+    assert 0 < ended.sum() < len(ended) and (moment[~ended] == 0).all()
+    chance = np.maximum(np.minimum(50 / step.lengths, 1.0), 0.2)
+    own = step.typical / step.lengths if step.typical else np.ones(len(ended))
+    for i in np.flatnonzero(ended).tolist():
+        mates = [j for j in range(i // 8 * 8, i // 8 * 8 + 8) if j != i]
+        usual = step.alpha[i] / (step.alpha[i] + step.beta[i])
+        mean = usual + sum((step.rewards[j] - usual) / chance[j] for j in mates if ended[j]) / 7
+        shift = mean - (step.alpha[i] + 7 * mean) / (step.alpha[i] + step.beta[i] + 7)
+        if step.typical:
+            shift *= step.lengths[i] * sum(1 / chance[j] / step.lengths[j] for j in mates if ended[j]) / 7
+        wanted = ((step.rewards[i] - mean + shift) * own[i] / chance[i]) ** 2 * step.energy[i] * step.lengths[i]
+        assert moment[i] == pytest.approx(wanted, rel=1e-9)
+
+
 # -------------------------------------------------------------------------------------------------- its verdict
 
 
@@ -147,16 +171,33 @@ def test_it_pays_where_the_outcome_is_known_before_the_end(normalization: str) -
     assert rloo.by_tokens == rloo.by_roofline == pytest.approx(1.0) and rloo.stopped_share == tokens.stopped_share == 0
     assert stopping.by_tokens > 1.5 > 1.1 > tokens.tokens_generated > 2 * stopping.tokens_generated
     assert 0.3 < stopping.stopped_share < 0.7
-    assert "worth building into" in roulette_table(gains, COSTS, 48.0)
+
+
+def test_limits_pay_where_few_answers_are_most_of_the_tokens() -> None:
+    """One prompt in sixteen has answers of twenty times the length, which is half of all tokens, and divided by their
+    length hardly any of the gradient."""
+
+    def tail(rng: np.random.Generator, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        lengths = np.where(ids % 16 == 0, 800, 40)[:, None] + rng.integers(0, 20, (len(ids), 8))
+        return lengths, (rng.random(lengths.shape) < 0.5).astype(float)
+
+    gains = judge_roulette(trace_of(tail, steps=40, normalization="sequence_mean"), COSTS)
+    posterior, built = gains[1], gains[-1]
+    assert built.tokens_generated < 0.7 * posterior.tokens_generated and 0.01 < built.stopped_share < 0.5
+    assert built.by_tokens > 1.1 * posterior.by_tokens and built.by_roofline > 1.2 * posterior.by_roofline
+    after, least = built.name.removeprefix("early_stop ").split(", ")
+    said = roulette_table(gains, COSTS, 48.0)
+    assert f"after_tokens={after} pruning.early_stop.min_inclusion_prob={least}: " in said
 
 
 def test_it_does_not_pay_where_nothing_is_known() -> None:
     """By free guesses; a good probe sees more, and its row says so."""
     gains = judge_roulette(trace_of(by_nothing, steps=40), COSTS, probes=(3.0,))
-    _, _, tokens, stopping, _, with_probe = gains
+    _, posterior, tokens, stopping, _, with_probe, built = gains
     assert stopping.by_tokens / tokens.by_tokens < 1.05 < 1.3 < with_probe.by_tokens
     said = roulette_json(gains, COSTS, 48.0)["verdicts"]
-    assert isinstance(said, list) and "not worth building" in said[0] and len(said) == 2
+    assert isinstance(said, list) and said[0].startswith("pruning.early_stop.") and len(said) == 3
+    assert built.by_tokens / posterior.by_tokens < 1.1  # as long and as often right as any: nothing to be had
 
 
 def test_what_it_cannot_judge_it_says() -> None:

@@ -42,6 +42,11 @@ def draw_limits(
     if not config.after_tokens:
         return np.zeros((len(prompt_index), 0), dtype=np.int64)
     drawn = np.stack([uniforms(seed, "early stop", prompt_index, step, index) for index in range(width)], axis=1)
-    most = np.minimum(np.floor(config.after_tokens / np.maximum(drawn, 1e-12)), float(longest))
-    limits: IntArray = np.where(drawn <= config.min_inclusion_prob, longest, most).astype(np.int64)
+    return limits_of(config, drawn, longest)
+
+
+def limits_of(config: EarlyStopConfig, uniform: FloatArray, longest: int) -> IntArray:
+    """The limits by numbers in [0, 1), any shape: the largest n with S(n) >= u, at most `longest`."""
+    most = np.minimum(np.floor(config.after_tokens / np.maximum(uniform, 1e-12)), float(longest))
+    limits: IntArray = np.where(uniform <= config.min_inclusion_prob, longest, most).astype(np.int64)
     return limits

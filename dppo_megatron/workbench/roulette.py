@@ -11,6 +11,9 @@ Checkpoints follow each other by recursion. Without any stop (c = 1) the guesses
 guess is a logistic regression on the prompt's posterior and t over its remembered length, fitted to earlier steps only;
 a probe on the model's states would see more, and what one of a given quality would see is drawn from the outcome.
 
+What the trainer has (`pruning.early_stop`) draws the limit before the first token, from its length alone, and counts in
+full what comes to its end; its two settings are chosen likewise.
+
 The gradients of a completion's tokens are taken as orthogonal and of equal length, together its `logit_grad_norm`, so
 the variance is a sum over tokens of squared advantages. Completions are pruned under every estimator. Seconds are the
 trace's own, generation taking as long as its tokens, or as a roofline in which an iteration of n sequences takes
@@ -26,8 +29,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dppo_megatron.algorithms.advantages import early_stop_advantages
+from dppo_megatron.config.pruning import EarlyStopConfig
 from dppo_megatron.progress import progress
 from dppo_megatron.pruning.designs import WaterFiller
+from dppo_megatron.pruning.early_stop import end_probability, limits_of
 from dppo_megatron.pruning.history import PromptHistory
 from dppo_megatron.pruning.scores import budgeted_probabilities
 from dppo_megatron.randomness import generator
@@ -39,14 +45,14 @@ from dppo_megatron.workbench.simulate import StepTimeModel
 KNEE = 48.0
 """Sequences with which an iteration takes twice as long as with none; of an 8B model on an H100, in the roofline of
 `plan`, 80 with contexts of 2k tokens and 22 with 8k."""
-WORTH = 1.15
-"""Gain by stopping itself from which it is worth building into the engines."""
 _PER_ENGINE = 256
 _MARKS = np.array([1, 2, 4, 8, 12, 16, 20, 24, 28]) / 32
 """Checkpoints, as shares of the longest completion."""
 _PROBE_FULL = 0.25
 """Share of the longest completion from which a probe is as good as it gets."""
 _PRICES, _FLOORS = (0.02, 0.06, 0.2, 0.6, 2.0), (0.1, 0.3)
+_AFTER, _LEAST_ENDS = (0.5, 0.75, 1.0, 1.5, 2.0), (0.05, 0.1, 0.2, 0.4)
+"""Of `pruning.early_stop`: after_tokens over the mean length, and min_inclusion_prob."""
 _GROWTH = 1.1
 """Of the variance by pruning completions."""
 _LEAST_PROB = 0.05
@@ -85,6 +91,8 @@ class _Estimator:
     """d' of the probe; 0: none."""
     price: float = 0.0
     """Of a token to come, against the variance that it takes away; 0: nothing stops."""
+    early: EarlyStopConfig | None = None
+    """Limits drawn beforehand."""
     floor: float = 1.0
     """Least probability of going on to the end: without it a completion that has passed nine coins weighs 1,000 times
     what it was, and a made-up run of short answers had 6 times the variance."""
@@ -190,7 +198,7 @@ def judge_roulette(
     plain = _Estimator("rloo")
     estimators = [plain, replace(plain, name="posterior_loo", posterior=True)]
     base = played(plain, 0, 1)
-    with progress("choosing when to stop", 1 + len(probes), "guesses") as advance:
+    with progress("choosing when to stop", 2 + len(probes), "guesses") as advance:
         for probe in (0.0, *probes):
             said = f"a probe of d' {probe:g}" if probe else "free guesses"
             tokens = _Estimator(f"token baseline, {said}", posterior=True, guesses=True, probe=probe)
@@ -198,8 +206,17 @@ def judge_roulette(
             best = max(tried, key=lambda one: np.prod(_gains(base, played(one, 0, 2), costs)))
             estimators += [tokens, replace(best, name=f"stopping, {said}")]
             advance(1)
+        mean = float(np.mean(np.concatenate([step.lengths for step, _ in halves[0]])))
+        built = [EarlyStopConfig(max(1, round(share * mean)), floor) for share in _AFTER for floor in _LEAST_ENDS]
+        tried = [_Estimator(_named(early), posterior=True, early=early) for early in built]
+        estimators.append(max(tried, key=lambda one: np.prod(_gains(base, played(one, 0, 2), costs))))
+        advance(1)
     base = played(plain, 1, 1)
     return [_judged(one.name, base, played(one, 1, _DRAWS), costs) for one in estimators]
+
+
+def _named(early: EarlyStopConfig) -> str:
+    return f"early_stop {early.after_tokens}, {early.min_inclusion_prob:g}"
 
 
 def _steps(trace: Trace) -> list[_Step]:
@@ -281,6 +298,8 @@ def _moments(
     one: _Estimator, step: _Step, guesses: Sequence[_Guess], random: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
     """[n] tokens that are generated, [n] squared gradient of what is trained on."""
+    if one.early is not None:
+        return _limited(one.early, step, random)
     own = step.own
     generated, alive, stages = _coins(one, step, guesses, random)
     rewards = _estimates(np.where(alive, step.rewards, 0.0), [stage.value for stage in stages], stages)[-1]
@@ -297,6 +316,22 @@ def _moments(
         tokens = np.where(stage.on, np.minimum(generated, end) - stage.mark, 0.0)
         moment += np.square(weight * (behind - guess)) * tokens
     return generated, moment * step.energy
+
+
+def _limited(early: EarlyStopConfig, step: _Step, random: np.random.Generator) -> tuple[FloatArray, FloatArray]:
+    """As `_moments`, of what the trainer does with `posterior_loo`."""
+    limits = limits_of(early, random.random(len(step.rewards)), int(step.lengths.max()))
+    ended = step.lengths <= limits
+    counts = ended / end_probability(early, step.lengths.astype(np.int64))
+    shape = -1, step.size
+    prior = np.stack([step.alpha, step.beta], axis=1)[:: step.size]
+    rewards, lengths = (
+        np.where(ended, step.rewards, np.nan).reshape(shape),
+        step.lengths.astype(np.int64).reshape(shape),
+    )
+    by = lengths if step.typical else None
+    advantages = early_stop_advantages(rewards, counts.reshape(shape), prior, by, to_posterior=True).ravel()
+    return np.minimum(step.lengths, limits), np.square(counts * advantages * step.own) * step.lengths * step.energy
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,15 +453,18 @@ def roulette_table(gains: Sequence[Gain], costs: StepTimeModel, knee: float) -> 
 
 
 def _verdicts(gains: Sequence[Gain]) -> list[str]:
-    """Of each estimator that stops, beside the one before it, which has the same guesses."""
-    lines = []
+    """Of each estimator that stops, beside the one before it, which has the same guesses; and of what there is."""
+    posterior, built = gains[1], gains[-1]
+    own = built.by_tokens / posterior.by_tokens, built.by_roofline / posterior.by_roofline
+    after, least = built.name.removeprefix("early_stop ").split(", ")
+    settings = f"pruning.early_stop.after_tokens={after} pruning.early_stop.min_inclusion_prob={least}"
+    lines = [f"{settings}: {own[0]:.2f}x by tokens and {own[1]:.2f}x by the roofline over posterior_loo without it"]
     for tokens, stopping in itertools.pairwise(gains):
         if stopping.name.startswith("stopping"):
             own = stopping.by_tokens / tokens.by_tokens, stopping.by_roofline / tokens.by_roofline
-            said = "worth building" if min(own) >= WORTH else "not worth building"
             lines.append(
                 f"{stopping.name}: {own[0]:.2f}x by tokens and {own[1]:.2f}x by the roofline over the same guesses"
-                f" without a stop, which need no engine; {said} into the engines (from {WORTH:g}x by both)"
+                " without a stop; in no engine, which would have to ask for each guess while it samples"
             )
     return lines
 
