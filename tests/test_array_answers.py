@@ -22,7 +22,7 @@ from support.engines.stub import Asked, StubServers, answer_to
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.http import BadAnswer
 from dppo_megatron.rollout.servers.in_engine import dppo_arrays
-from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled, checked
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled, VersionSpan, as_sampled, checked
 
 GROUP = requests(1)[0]
 EXPECTED = Expected(19, 1, 2)
@@ -212,3 +212,24 @@ def test_through_a_client() -> None:
             fleet.close()
         finally:
             rig.close()
+
+
+def test_a_completion_that_ends_at_its_limit_has_ended() -> None:
+    """Whatever the engine calls it: with its stop token it has come to its end, as its chance says; and only
+    a limit before the group's is early. Parts keep their limits, and those that are none are asked for together."""
+    group = GenerateRequest("a-0", (5,), 3, 7, max_tokens=4, stop_token_ids=(1,), limits=(2, 4, 3))
+    assert [one.request_id for one in group.each()] == ["a-0.0", "a-0.1", "a-0.2"]
+    assert [(one.seed, one.max_tokens) for one in group.each()] == [(7, 2), (8, 4), (9, 3)]
+    assert (group.sockets, group.part(1, 1).limits, group.part(1, 2).limits) == (3, (), (4, 3))
+    assert group.part(1, 1).each() == [group.part(1, 1)]
+
+    def sampled(*tokens: int, reason: str = "length") -> Sampled:
+        return as_sampled(tokens, [-1.0] * len(tokens), reason, [VersionSpan("1", 0, len(tokens))])
+
+    for answer, wanted in (
+        ([sampled(3, 4), sampled(2, 3, 4, 5), sampled(2, 3, 1)], ["early", "length", "stop"]),
+        ([sampled(3, 1), sampled(2, 3, reason="abort"), sampled(2, 3, 4, reason="abort")], ["stop", "abort", "early"]),
+    ):
+        assert [one.finish_reason for one in checked(answer, group, EXPECTED)] == wanted
+    with pytest.raises(BadAnswer, match="3 tokens for a limit of 2"):
+        checked([sampled(3, 4, 5), sampled(1, reason="stop"), sampled(1, reason="stop")], group, EXPECTED)

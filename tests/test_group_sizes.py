@@ -265,3 +265,7 @@ def test_refusals(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     trace.write_text(json.dumps({"format": "dppo_megatron trace 1", "num_prompts": 512, "config": config}) + "\n")
     with pytest.raises(UserError, match="groups of several sizes are not replayed"):
         read_trace(str(trace))
+    config = {"pruning": {"early_stop": {"after_tokens": 9}}, "objective": {"advantage": "rloo"}}
+    trace.write_text(json.dumps({"format": "dppo_megatron trace 1", "num_prompts": 512, "config": config}) + "\n")
+    with pytest.raises(UserError, match="after_tokens = 9, and what that stopped cannot be shown"):
+        read_trace(str(trace))

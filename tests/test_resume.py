@@ -48,6 +48,7 @@ SHORT = {
     "objective__advantage": "rloo",
     "pruning__prompt__group_size_factor": 2.0,
     "pruning__prompt__rate": 0.1,
+    "pruning__early_stop__after_tokens": 6,
 }
 
 

@@ -162,7 +162,9 @@ def early_stop_advantages(
         if lengths is not None:
             inverse = counts / np.maximum(lengths, 1)
             shift = shift * lengths * (inverse.sum(axis=1, keepdims=True) - inverse) / others
-    advantages: FloatArray = np.where(there, rewards - mean + shift, 0.0)
+    whole = (stands_for == 1).all(axis=1, keepdims=True)  # exactly 0 where all rewards are equal
+    plain = posterior_advantages(rewards, prior, lengths) if to_posterior else rloo_advantages(rewards)
+    advantages: FloatArray = np.where(whole, plain, np.where(there, rewards - mean + shift, 0.0))
     return advantages
 
 

@@ -169,13 +169,15 @@ class EarlyStopConfig:
     probability min(1, after_tokens / n), and then weighs the inverse. The mean length is a good start; `simulate
     --roulette` says what it would gain. Needs an advantage that means the same in groups of any size (rloo,
     posterior_loo, group_mean). 0: off."""
-    min_inclusion_prob: float = ranged(0.1, "(0, 1]", why="0 would leave lengths that are never trained on")
+    min_inclusion_prob: float = ranged(
+        0.1, "(0, 1)", why="0 would leave lengths that are never trained on, and 1 stops nothing"
+    )
     """Smallest probability of an end, however long; bounds the weights by its inverse."""
 
 
 @dataclass
 class PruningConfig:
-    """All levels. `pruning.prompt.method=none pruning.completion.method=none` is the unpruned run."""
+    """All levels. The unpruned run: `pruning.prompt.method=none pruning.completion.method=none`, and no early_stop."""
 
     page = "pruning.md"
     prompt: PromptPruningConfig = field(default_factory=PromptPruningConfig)

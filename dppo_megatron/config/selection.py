@@ -114,6 +114,11 @@ class SelectionSettings:
             )
 
     def _check_early_stop(self, key: str) -> None:
+        if self.pruning.early_stop.after_tokens >= self.max_completion_tokens:
+            raise UserError(
+                f"{key}: no completion is longer than rollout.sampling.max_completion_tokens ="
+                f" {self.max_completion_tokens}, and none would be stopped"
+            )
         if self.pruning.prompt.method in BY_REWARDS:
             raise UserError(
                 f"{key}: pruning.prompt.method = {self.pruning.prompt.method} goes by all rewards of a group, and what"

@@ -65,9 +65,17 @@ class PromptHistory:
         return np.asarray(successes / (successes + failures))
 
     def update(
-        self, ids: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int, second_moment: FloatArray | None
+        self,
+        ids: IntArray,
+        rewards: FloatArray,
+        lengths: IntArray,
+        *,
+        step: int,
+        second_moment: FloatArray | None,
+        stands_for: FloatArray | None = None,
     ) -> None:
         """Visits of prompts ids [K]: rewards and lengths [K, G]; a NaN reward is no evidence, a row of them no visit.
+        With `stands_for` [K, G] evidence and lengths are those of all, or a prompt is known by its short answers.
 
         A prompt that occurs twice counts as visited twice.
         """
@@ -75,7 +83,8 @@ class PromptHistory:
         if len(firsts) < len(ids):
             for rows in (firsts, np.setdiff1d(np.arange(len(ids)), firsts)):
                 moment = None if second_moment is None else second_moment[rows]
-                self.update(ids[rows], rewards[rows], lengths[rows], step=step, second_moment=moment)
+                counts = None if stands_for is None else stands_for[rows]
+                self.update(ids[rows], rewards[rows], lengths[rows], step=step, second_moment=moment, stands_for=counts)
             return
         graded = ~np.isnan(rewards)
         counts = graded.sum(axis=1)
@@ -85,9 +94,10 @@ class PromptHistory:
         a, first = self.arrays, self.arrays["visits"][ids] == 0
 
         successes, failures = self.posterior(ids, step)
-        right = np.clip(filled, 0.0, 1.0).sum(axis=1)
+        weight = graded.astype(np.float64) if stands_for is None else graded * stands_for[visited]
+        right = (np.clip(filled, 0.0, 1.0) * weight).sum(axis=1)
         a["successes"][ids] = self.discount * successes + right
-        a["failures"][ids] = self.discount * failures + (counts - right)
+        a["failures"][ids] = self.discount * failures + (weight.sum(axis=1) - right)
 
         deviation = np.where(graded, filled - (filled.sum(axis=1) / counts)[:, None], 0.0)
         variance = np.square(deviation).sum(axis=1) / counts
@@ -96,10 +106,14 @@ class PromptHistory:
         a["variance"][ids] = self._average(a["variance"][ids], variance, first)
         if second_moment is not None:
             # Degenerate visits are the posterior's business; counting their zero here would count them twice.
-            informative = std > 1e-12
+            informative = std > 1e-12 if stands_for is None else second_moment[visited] > 0
             rows, moment = ids[informative], second_moment[visited][informative]
             a["moment"][rows] = self._average(a["moment"][rows], moment, np.isnan(a["moment"][rows]))
-        a["tokens"][ids] = self._average(a["tokens"][ids], lengths[visited].mean(axis=1), first)
+        tokens = lengths[visited].mean(axis=1)
+        if stands_for is not None:
+            every = graded | (stands_for[visited] == 0)
+            tokens = (lengths[visited] * weight).sum(axis=1) / every.sum(axis=1)
+        a["tokens"][ids] = self._average(a["tokens"][ids], tokens, first)
         a["last_step"][ids] = step
         a["visits"][ids] += 1
 

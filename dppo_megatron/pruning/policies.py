@@ -227,10 +227,13 @@ def with_method(config: C, name: str) -> C:
     return changed
 
 
-def _settings(name: str) -> list[tuple[str, str, str | bool]]:
+def _settings(name: str) -> list[tuple[str, str, str | bool | int]]:
     """(level, setting, value) of both methods; what is refused with one of them is off."""
     prompt, completion = levels(name)
-    settings: list[tuple[str, str, str | bool]] = [("prompt", "method", prompt), ("completion", "method", completion)]
+    settings: list[tuple[str, str, str | bool | int]]
+    settings = [("prompt", "method", prompt), ("completion", "method", completion)]
+    if prompt == completion == "none":  # the run without pruning
+        settings.append(("early_stop", "after_tokens", 0))
     if "allocation" not in completion_policy_class(completion).reads:
         settings.append(("completion", "allocation", False))
     return settings

@@ -33,6 +33,8 @@ class Visits:
     """With which probability each was drawn."""
     planned: FloatArray
     """With which it would have been, had nothing kept the method from skipping."""
+    stands_for: FloatArray | None
+    """What each completion counts for those that were stopped early; None: none could be."""
 
 
 class PromptPolicy(Policy):
@@ -111,11 +113,13 @@ class PromptPolicy(Policy):
         second_moment: FloatArray | None = None,
         inclusion_prob: FloatArray | None = None,
         planned_prob: FloatArray | None = None,
+        stands_for: FloatArray | None = None,
     ) -> None:
         """Learn from visited prompts: prompt_index [K], rewards and lengths [K, G]; NaN rewards are left out.
 
         second_moment [K]: sum of squared completion scores of each group, without its prompt's weight; None: whether
         its rewards differ. inclusion_prob and planned_prob [K]: of the selection that drew them; None: 1.
+        stands_for [K, G]: what each completion counts for those that were stopped early; None: 1.
         """
         ids = check_ids(prompt_index, len(self.history))
         rewards = check_visits(ids, rewards, lengths, binary_score=self.needs_unit_rewards(self.config))
@@ -125,7 +129,9 @@ class PromptPolicy(Policy):
             np.ones(len(ids)) if given is None else np.asarray(given, dtype=np.float64)[order]
             for given in (inclusion_prob, planned_prob)
         )
-        self._learn(Visits(ids[order], rewards[order], np.asarray(lengths)[order], moment, inclusion, planned), step)
+        counts = None if stands_for is None else np.asarray(stands_for)[order]
+        rows = ids[order], rewards[order], np.asarray(lengths)[order]
+        self._learn(Visits(*rows, moment, inclusion, planned, counts), step)
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
         """How many more nominal prompts the loop should offer to `select` and roll out in this step; 0 when done.
@@ -153,7 +159,8 @@ class PromptPolicy(Policy):
         return keep_all(len(ids), self.name, why)
 
     def _learn(self, visits: Visits, step: int) -> None:
-        self.history.update(visits.ids, visits.rewards, visits.lengths, step=step, second_moment=visits.second_moment)
+        outcome = visits.ids, visits.rewards, visits.lengths
+        self.history.update(*outcome, step=step, second_moment=visits.second_moment, stands_for=visits.stands_for)
 
     def _resting(self, step: int) -> str:
         if self.config.method == "none":

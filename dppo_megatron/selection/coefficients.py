@@ -71,7 +71,7 @@ class Coefficients:
         return rollouts.rewards + overlong_penalty(rollouts.lengths, self._settings.objective.overlong, self._limit)
 
     def denominator(
-        self, lengths: IntArray, minibatch: IntArray, groups: Selection, skips: BoolArray, prompt_prob: FloatArray
+        self, rollouts: Rollouts, minibatch: IntArray, groups: Selection, skips: BoolArray, prompt_prob: FloatArray
     ) -> tuple[FloatArray, BiasSource]:
         """[K, G] frozen divisor of each completion's token sum, and the ledger row of a predicted token count.
 
@@ -81,6 +81,7 @@ class Coefficients:
             skips: [mini-batches]: some of its prompts could have been skipped, or have groups of another size. By the
                 probabilities and not by the draw: a divisor that depends on who was drawn would bias the estimate.
         """
+        lengths = rollouts.lengths
         if self._settings.objective.normalization != "token_mean":
             return self._divisor(lengths, np.zeros(len(lengths))), BiasSource(())
         # read only where all groups have the usual size: the columns behind it were never asked for
@@ -93,11 +94,12 @@ class Coefficients:
             " length of the expected gradient and not its direction"
         )
         row = LedgerRow("denominator/token_mean", 1.0, "ratio", note)
-        factor = np.where(skips, self._true_over(expected, lengths, minibatch, prompt_prob), 1.0)[minibatch][:, None]
+        whole = rollouts.for_stopped(lengths.astype(np.float64))
+        factor = np.where(skips, self._true_over(expected, whole, minibatch, prompt_prob), 1.0)[minibatch][:, None]
         return self._divisor(lengths, np.where(skips, expected, tokens)[minibatch]), BiasSource((row,), factor)
 
     def _true_over(
-        self, expected: float, lengths: IntArray, minibatch: IntArray, prompt_prob: FloatArray
+        self, expected: float, lengths: FloatArray, minibatch: IntArray, prompt_prob: FloatArray
     ) -> FloatArray:
         """[mini-batches] tokens of all prompts over `expected`, from those that were rolled out."""
         counts = np.stack([np.ones(len(lengths)), 1.0 / prompt_prob, lengths.mean(axis=1) / prompt_prob])

@@ -57,7 +57,7 @@ class Past:
         for index, share in enumerate(self.lost_share):
             mine = prompt_weight * (set_of == index)
             total = float(mine.sum())
-            lost = float(mine @ ~missing.there.any(axis=1)) / total if total > 0 else share
+            lost = float(mine @ ~missing.usable) / total if total > 0 else share
             shares.append(_DECAY * share + (1.0 - _DECAY) * lost)
         return Past(tuple(shares), max(self.known, missing.now, key=KNOWN.index))
 
@@ -68,6 +68,8 @@ class Missing:
 
     there: BoolArray
     """[K, G]; none of a group with fewer than two."""
+    usable: BoolArray
+    """[K] not lost: two or more have a reward, or were stopped early."""
     weight: FloatArray
     """[K] of what is there, in place of the full group and of the groups without any."""
     source: BiasSource
@@ -96,7 +98,8 @@ def with_lengths(rollouts: Rollouts, usual: float) -> Rollouts:
         open_ones = rollouts.unfinished
     if not open_ones.any():
         return rollouts
-    mates = np.nan_to_num(_of_mates(rollouts.lengths.astype(np.float64), ~open_ones), nan=usual)
+    ended = rollouts.for_stopped((~open_ones).astype(np.float64))  # or of short ones only
+    mates = np.nan_to_num(_of_mates(rollouts.lengths.astype(np.float64), ended), nan=usual)
     lengths = np.where(open_ones, np.maximum(np.maximum(np.rint(mates), rollouts.lengths), 1.0), rollouts.lengths)
     return replace(rollouts, lengths=lengths.astype(np.int64))
 
@@ -161,7 +164,7 @@ def missing_of(
         source = _source(row, chosen, by_chance, left, same_at_any_size=same_at_any_size)
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
     along = _against_length(rollouts.lengths, graded, said)
-    return Missing(graded & usable[:, None], weight, source, known, now, along, metrics)
+    return Missing(graded & usable[:, None], usable, weight, source, known, now, along, metrics)
 
 
 def _source(
@@ -214,9 +217,9 @@ def _note(figures: Mapping[str, float], count: int, refuted: str, *, mixed: bool
     )
 
 
-def _of_mates(values: FloatArray, there: BoolArray) -> FloatArray:
-    """[K, 1] mean of each group's `values` [K, G] that are `there`; of all where a group has none, NaN without any."""
-    count = there.sum(axis=1, keepdims=True)
-    total = np.where(there, values, 0.0).sum(axis=1, keepdims=True)
-    everywhere = float(total.sum()) / int(count.sum()) if count.any() else math.nan
-    return np.where(count > 0, total / np.maximum(count, 1), everywhere)
+def _of_mates(values: FloatArray, there: BoolArray | FloatArray) -> FloatArray:
+    """[K, 1] mean of each group's `values` [K, G] weighted by `there`; of all where a group has none; else NaN."""
+    count = there.sum(axis=1, keepdims=True, dtype=np.float64)
+    total = (np.where(there > 0, values, 0.0) * there).sum(axis=1, keepdims=True)
+    everywhere = float(total.sum()) / float(count.sum()) if count.any() else math.nan
+    return np.where(count > 0, total / np.where(count > 0, count, 1.0), everywhere)

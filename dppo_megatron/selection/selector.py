@@ -32,7 +32,7 @@ from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCo
 from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
 from dppo_megatron.pruning.policies import check_methods
 from dppo_megatron.pruning.scores import group_sizes
-from dppo_megatron.pruning.variance import GroupSizes, step_variance
+from dppo_megatron.pruning.variance import GroupSizes, StepVariance, step_variance
 from dppo_megatron.selection.arrays import (
     PromptDraw,
     Rollouts,
@@ -200,14 +200,13 @@ class Selector:
         missing = self._missing(rollouts, prompts)
         prior, known = of.prior()
         advantages = self._coefficients.advantages(rollouts, prompts.weight * groups.weight, known)
-        denominator, divided = self._denominator(rollouts.lengths, minibatch, groups, of, prompts)
+        denominator, divided = self._denominator(rollouts, minibatch, groups, of, prompts)
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
         squared = missing.estimated(self._coefficients.squared_norms(rollouts, advantages, denominator))
         asked = was_asked(rollouts, prompts.size)
         squared = rollouts.for_stopped(np.where(asked, squared, 0.0)) * (self._group / prompts.size)[:, None]
         seen = replace(rollouts, rewards=np.where(missing.there, rollouts.rewards, math.nan))  # one alone tells nothing
-        usual_moment = (1.0 - 1.0 / prompts.size) / (1.0 - 1.0 / self._group)  # of fewer others, a mean is noisier
-        moment = squared.sum(axis=1) * usual_moment
+        moment = squared.sum(axis=1) * self._usual_moment(prompts)
         of.outcome, of.missing = (prompts, seen, moment), missing
         trainable, filtered = self._coefficients.trainable(rollouts, missing.there & groups.kept[:, None])
         nominal = self.prompts_per_step * self._group
@@ -230,12 +229,8 @@ class Selector:
         sources = self._sources(planned, offered, groups, completions, expected.reshape(rollouts.rewards.shape), others)
         rows_of_all, bias = sized(sources, squared, prompts.inclusion_prob)
         ledger, unforeseen = as_foreseen(rows_of_all, missing)
-        stands_for, sizes = missing.weight[rows // width], None
-        if self._size_factor > 1:
-            shares = self._group / prompts.size[rows // width], usual_moment[rows // width]
-            sizes = GroupSizes(*shares, float(np.mean(of.size_growth)) if of.size_growth else 1.0)
-        ended = None if rollouts.stands_for is None else rollouts.stands_for.ravel()[rows]
-        variance = step_variance(planned, batch, completions, self._coefficients.slope, stands_for, sizes, ended)
+        variance = self._variance(planned, batch, completions, of, rows)
+        ended = rollouts.for_stopped(np.ones(rollouts.rewards.shape)).ravel()[rows]
         of.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))
         of.deviations = self._deviations(offered, np.concatenate(of.offered)), deviations(completions, batch.facts())
         counts = counts_of(offered, prompts, int(sampled.sum()), batch.lengths[completions.kept])
@@ -259,15 +254,33 @@ class Selector:
             effect=offered.effect,
             offered=np.concatenate(of.offered),
             prompts=prompts,
-            completion_prob=placed(
-                completions.inclusion_prob / (1.0 if ended is None else ended), rows, rollouts, elsewhere=math.nan
-            ),
+            completion_prob=placed(completions.inclusion_prob / ended, rows, rollouts, elsewhere=math.nan),
             has_support=has_support,
             zero_carries=self._completion_policy.zero_advantage_slope > 0,
             missing_weight=missing.weight,
             unforeseen=unforeseen,
             prior=prior,
         )
+
+    def _usual_moment(self, prompts: PromptDraw) -> FloatArray:
+        """[K] of the usual size over that of its own: of fewer others, a mean is noisier."""
+        found: FloatArray = (1.0 - 1.0 / prompts.size) / (1.0 - 1.0 / self._group)
+        return found
+
+    def _variance(
+        self, planned: Selection, batch: CompletionBatch, completions: Selection, of: OpenStep, rows: IntArray
+    ) -> StepVariance:
+        """The account of a step of which `rows` [n] are trainable, the batch."""
+        assert of.outcome is not None and of.missing is not None
+        prompts, rollouts, _ = of.outcome
+        group, sizes, ended = rows // rollouts.rewards.shape[1], None, None
+        if self._size_factor > 1:
+            shares = self._group / prompts.size[group], self._usual_moment(prompts)[group]
+            sizes = GroupSizes(*shares, float(np.mean(of.size_growth)) if of.size_growth else 1.0)
+        if rollouts.stands_for is not None:
+            ended = rollouts.stands_for.ravel()[rows]
+        stands_for = of.missing.weight[group]
+        return step_variance(planned, batch, completions, self._coefficients.slope, stands_for, sizes, ended)
 
     def _missing(self, rollouts: Rollouts, prompts: PromptDraw) -> Missing:
         return missing_of(
@@ -321,6 +334,7 @@ class Selector:
             "second_moment": moment,
             "inclusion_prob": prompts.inclusion_prob,
             "planned_prob": prompts.planned_prob,
+            "stands_for": rollouts.stands_for,
         }
         self._past.append(FinishedStep(outcome, asdict(of_prompts)))
         self._unlearned += 1
@@ -445,13 +459,13 @@ class Selector:
         return shared
 
     def _denominator(
-        self, lengths: IntArray, minibatch: IntArray, groups: Selection, of: OpenStep, prompts: PromptDraw
+        self, rollouts: Rollouts, minibatch: IntArray, groups: Selection, of: OpenStep, prompts: PromptDraw
     ) -> tuple[FloatArray, BiasSource]:
         skips = np.bincount(minibatch, prompts.size != self._group, minlength=self._updates) > 0
         skips |= self._early_stop.after_tokens > 0
         if not self._prompt_policy.resamples:  # else the mean over the groups that go on, which are all known
             skips |= [bool((selection.inclusion_prob < 1).any()) for selection in of.selections]
-        return self._coefficients.denominator(lengths, minibatch, groups, skips, prompts.inclusion_prob)
+        return self._coefficients.denominator(rollouts, minibatch, groups, skips, prompts.inclusion_prob)
 
     def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, of: OpenStep) -> Selection:
         """The completion policy on each mini-batch [n], put together in the order of `batch`."""

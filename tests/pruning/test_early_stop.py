@@ -5,13 +5,17 @@ That labels are true is a matter of `test_pruning_labels.py`, that the gradient 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from dppo_megatron.algorithms.advantages import early_stop_advantages, posterior_advantages, rloo_advantages
 from dppo_megatron.config.pruning import EarlyStopConfig, PruningConfig
 from dppo_megatron.config.selection import SelectionSettings
-from dppo_megatron.pruning import early_stop
+from dppo_megatron.pruning import StepCost, early_stop
 from dppo_megatron.pruning.early_stop import draw_limits, end_probability
+from dppo_megatron.pruning.policies import method_overrides
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.types import IntArray, UserError
 
@@ -48,9 +52,11 @@ def test_each_completion_has_a_limit_of_its_own() -> None:
         ({"pruning.prompt.method": "greso"}, "goes by all rewards"),
         ({"pruning.prompt.method": "dynamic_sampling"}, "goes by all rewards"),
         ({"pruning.completion.method": "cppo_verl"}, "groups of one size"),
+        ({"pruning.early_stop.after_tokens": 64}, "no completion is longer"),
+        ({"pruning.early_stop.min_inclusion_prob": 1.0}, "1 stops nothing"),
     ],
 )
-def test_what_it_cannot_go_with(changes: dict[str, str], said: str) -> None:
+def test_what_it_cannot_go_with(changes: dict[str, Any], said: str) -> None:
     settings = _settings()
     settings.check()
     for key, value in changes.items():
@@ -112,3 +118,65 @@ def test_figures_are_of_all_that_would_have_been_sampled() -> None:
     assert np.mean(means) == pytest.approx(np.mean(true), abs=4 * error)
     assert np.mean(plain) < 0.75 * np.mean(true)
     assert 1.5 < np.mean(growth) < 1 / early.min_inclusion_prob
+
+
+def _skewed(rng: np.random.Generator, limits: IntArray, early: EarlyStopConfig) -> Rollouts:
+    """The longer, the less often right: one in ten is long and wrong."""
+    lengths = np.where(rng.random(limits.shape) < 0.9, rng.integers(1, 4, limits.shape), 60)
+    rewards, stopped = (lengths < 4).astype(np.float64), lengths > limits
+    counts = np.where(stopped, 0.0, 1 / end_probability(early, lengths))
+    there = np.where(stopped, np.nan, rewards)
+    return Rollouts(there, np.minimum(lengths, limits), np.sqrt(lengths), unfinished=stopped, stands_for=counts)
+
+
+def test_groups_that_are_stopped_whole_are_not_lost() -> None:
+    """Those that came to their end count for them already: nothing of later steps does as well."""
+    settings = _settings(after=2, size=2)
+    selector = Selector(settings, 16)
+    for step in range(1, 30):
+        limits = selector.begin(step).limits
+        lengths = np.full(limits.shape, 60)
+        stopped = lengths > limits
+        counts = np.where(stopped, 0.0, 1 / end_probability(settings.pruning.early_stop, lengths))
+        rewards = np.where(stopped, np.nan, 1.0 * (np.arange(2) == 0))
+        table = Rollouts(
+            rewards, np.minimum(lengths, limits), np.ones(limits.shape), unfinished=stopped, stands_for=counts
+        )
+        decision = selector.finish(table, step)
+        selector.feedback(StepCost(step, 1.0, 1.0, 0.0))
+        assert stopped.all(axis=1).any() and decision.metrics["rollout/missing_groups"] == 0
+        assert decision.weight[decision.kept] == pytest.approx(5.0)
+    assert selector.state_dict()["missing"]["lost_share"] == (0.0,)
+
+
+def test_what_is_known_of_prompts_is_not_that_of_short_answers() -> None:
+    """Pass rates and lengths in the history, and the predicted divisor, whose error is no more than its noise."""
+    settings = _settings(after=4, size=8)
+    settings.objective.normalization = "token_mean"
+    selector, rng = Selector(settings, 16), np.random.default_rng(0)
+    biases = []
+    for step in range(1, 101):
+        table = _skewed(rng, selector.begin(step).limits, settings.pruning.early_stop)
+        decision = selector.finish(table, step)
+        biases.append({row.name: row for row in decision.ledger}["denominator/token_mean"].bias_estimate)
+        selector.feedback(StepCost(step, 1.0, 1.0, 0.0))
+    history = selector._prompt_policy.history
+    assert history.pass_rate().mean() == pytest.approx(0.9, abs=0.04)  # 0.98 by those that ended
+    assert history.arrays["tokens"].mean() == pytest.approx(7.8, rel=0.25)  # 2 by them
+    assert selector._coefficients.mean_length == pytest.approx(7.8, rel=0.35)
+    assert np.mean([one for one in biases[20:] if one is not None]) < 0.35
+
+
+@pytest.mark.parametrize("to_posterior", [False, True])
+def test_groups_of_which_nothing_could_be_stopped_are_as_without(to_posterior: bool) -> None:
+    """To the last bit: where rewards are equal, nothing is trained on."""
+    rng = np.random.default_rng(0)
+    rewards, prior = np.repeat(rng.random((50, 1)), 7, axis=1), rng.uniform(0.3, 9, (50, 2))
+    usual = posterior_advantages(rewards, prior) if to_posterior else rloo_advantages(rewards)
+    found = early_stop_advantages(rewards, np.ones(rewards.shape), prior, to_posterior=to_posterior)
+    assert (found == usual).all() and (to_posterior or not found.any())
+
+
+def test_the_unpruned_method_stops_nothing() -> None:
+    assert "pruning.early_stop.after_tokens=0" in method_overrides("grpo")
+    assert not any("early_stop" in one for one in method_overrides("dppo"))

@@ -308,7 +308,7 @@ class Dispatch:
         group, now = work.groups[index], self._clock()
         left_s = work.first_asked.setdefault(index, now) + self._limits.request_timeout_s - now
         with self._fleet.lock:
-            member.began(group.cost, group.count)
+            member.began(group.cost, group.count, group.sockets)
         self._attempts[ticket] = _Attempt(work, index, member, self._fleet.spans.clock(), member.outages)
         whole, first = work.part_of(index)
         prompt = work.prompts[whole] if work.prompts else b""
@@ -320,13 +320,14 @@ class Dispatch:
         room = self._limits.max_concurrent_sequences * member.width - member.completions
         fits = group.count <= room or member.groups == 0
         is_ready = member.is_free and not member.asleep
-        return is_ready and fits and member.groups < self._intake.room(member.name)
+        has_sockets = member.sockets + group.sockets <= self._intake.room(member.name) or member.groups == 0
+        return is_ready and fits and has_sockets
 
     def _forget(self, ticket: int) -> _Attempt:
         attempt = self._attempts.pop(ticket)
         group = attempt.work.groups[attempt.index]
         with self._fleet.lock:
-            attempt.member.ended(group.cost, group.count)
+            attempt.member.ended(group.cost, group.count, group.sockets)
         return attempt
 
     def _settle(self, event: Event) -> int | None:

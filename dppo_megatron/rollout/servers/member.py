@@ -62,8 +62,8 @@ class Endpoint:
         """This job has started it again, and it has not answered since."""
         self.has_leftovers = False
         """It has been out since its last sync: requests that others have answered since may still run there."""
-        self.outstanding_tokens = self.groups = self.completions = 0
-        """In flight there: tokens that its groups may come to, groups, and completions of all groups."""
+        self.outstanding_tokens = self.groups = self.completions = self.sockets = 0
+        """In flight there: tokens that its groups may come to, groups, completions of all groups, and their sockets."""
         self.asleep: frozenset[DeviceMemory] = frozenset()
         """What it has given back to the actor. A process that was started again has all of its memory."""
         self._out_since = self._asked_again_at = self._free_at = -float("inf")
@@ -157,19 +157,21 @@ class Endpoint:
 
     # -------------------------------------------------------------------------------------------- its requests
 
-    def began(self, tokens: int, completions: int) -> None:
+    def began(self, tokens: int, completions: int, sockets: int = 1) -> None:
         """A group of this size was sent to it."""
         self._owned()
         self.outstanding_tokens += tokens
         self.groups += 1
         self.completions += completions
+        self.sockets += sockets
 
-    def ended(self, tokens: int, completions: int) -> None:
+    def ended(self, tokens: int, completions: int, sockets: int = 1) -> None:
         """That group was answered, aborted or lost."""
         self._owned()
         self.outstanding_tokens -= tokens
         self.groups -= 1
         self.completions -= completions
+        self.sockets -= sockets
 
     def back_off(self, wanted_s: float | None) -> None:
         """It has too much to do (HTTP 408, 429, 503): no requests for as long as it asks, else twice as long as the

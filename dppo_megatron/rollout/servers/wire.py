@@ -58,6 +58,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         stem, _, number = self.request_id.rpartition("-")
         name, seed = f"{stem}-{int(number) + first}", self.seed + first
         limits = self.limits[first : first + count]
+        limits = limits if min(limits, default=self.max_tokens) < self.max_tokens else ()
         return msgspec.structs.replace(self, request_id=name, count=count, seed=seed, limits=limits)
 
     def limit(self, index: int) -> int:
@@ -75,6 +76,11 @@ class GenerateRequest(msgspec.Struct, frozen=True):
             )
             for index, limit in enumerate(self.limits)
         ]
+
+    @property
+    def sockets(self) -> int:
+        """It may take, one for each completion where these are asked for alone."""
+        return self.count if self.limits else 1
 
     @property
     def cost(self) -> int:
@@ -232,10 +238,11 @@ def _raise_if_experts_wrong(one: Sampled, group: GenerateRequest, wanted: Expert
 
 def _as_it_ended(one: Sampled, group: GenerateRequest, limit: int) -> Sampled:
     at_limit: FinishReason = "length" if limit == group.max_tokens else "early"
-    if one.finish_reason == "length":
-        return replace(one, finish_reason=at_limit)
-    if one.finish_reason != "abort" or not len(one.token_ids):
+    if one.finish_reason == "length" and at_limit == "length":
         return one
+    if one.finish_reason == "stop" or not len(one.token_ids):
+        return one
+    # also where an engine looks at the limit first: that it has come to its end is in its probability
     if int(one.token_ids[-1]) in group.stop_token_ids:
         return replace(one, finish_reason="stop")
     if len(one.token_ids) == limit:
@@ -332,7 +339,7 @@ class Intake(Protocol):
     """Takes in completions and keeps them."""
 
     def room(self, server: str) -> int:
-        """Groups that may be in flight on `server`: each holds a socket of its client."""
+        """Sockets that groups in flight on `server` may hold of its client."""
 
     def ask(self, ask: Submit) -> None:
         """Begin one attempt; what becomes of it is among the `events`."""

@@ -54,11 +54,6 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         check_writable("--json", arguments.json, directory=False)
     trace = read_trace(arguments.trace)
-    if after := trace.config.pruning.early_stop.after_tokens:
-        raise UserError(
-            f"{arguments.trace}: its run had pruning.early_stop.after_tokens = {after}, and no method can be shown what"
-            " that stopped; record a trace without it"
-        )
     costs = fit_costs(trace, arguments.rollout_cost, arguments.update_cost)
     if arguments.roulette is not None:
         gains = roulette.judge_roulette(trace, costs, arguments.roulette or (1.0, 2.0), arguments.knee)

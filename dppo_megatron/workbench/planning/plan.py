@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.pruning import EarlyStopConfig
 from dppo_megatron.config.resolved_sets import longest_prompt_tokens
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
@@ -173,7 +174,7 @@ def _pruned_as(config: Config, trace: Trace) -> Trace:
     """The trace of a run that had `config`'s settings of pruning; a replay has groups of one size."""
     settings = copy.deepcopy(trace.config)
     settings.pruning = copy.deepcopy(config.pruning)
-    settings.pruning.prompt.group_size_factor = 1.0
+    settings.pruning.prompt.group_size_factor, settings.pruning.early_stop = 1.0, EarlyStopConfig()
     return replace(trace, config=settings)
 
 
@@ -298,7 +299,8 @@ def made_up_trace(config: Config, lengths: Lengths) -> Trace:
     updates = small.objective.updates_per_step
     small.rollout.prompts_per_step = min(small.rollout.prompts_per_step, -(-_PROMPTS // updates) * updates)
     small.steps = _STEPS
-    small.pruning.prompt.group_size_factor = 1.0  # a replay has groups of one size
+    small.pruning.prompt.group_size_factor = 1.0  # a replay has groups of one size, of whole completions
+    small.pruning.early_stop = EarlyStopConfig()
     planned, size = selection_settings(small).planned_prompts, small.rollout.completions_per_prompt
     num_prompts = 4 * planned
     random = generator(0, "plan")

@@ -138,6 +138,11 @@ def _read_config(head: _HeaderLine, path: str) -> Config:
             f"trace '{path}': its run had pruning.prompt.group_size_factor = {factor:g}, and groups of several sizes"
             " are not replayed; record one with 1"
         )
+    if after := config.pruning.early_stop.after_tokens:
+        raise UserError(
+            f"trace '{path}': its run had pruning.early_stop.after_tokens = {after}, and what that stopped cannot be"
+            " shown to another method; record one with 0"
+        )
     config.pruning.prompt.group_size_factor = 1.0  # which the run's method did not read, and another's would
     if too_few := selection_settings(config).too_few_prompts(head.num_prompts, f"trace '{path}'"):
         raise UserError(f"rollout.{too_few}")

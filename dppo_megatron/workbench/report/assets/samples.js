@@ -10,7 +10,7 @@ function reason(group, member) {
   const p = percent(member.completion_prob), kept = member.kept;
   return { certain: kept ? "Kept with certainty." : "Left out.", score: kept ? `Kept by the draw: its score gave it ${p}.` : `Dropped by the draw: its score gave it ${p}.`,
     floor: kept ? `Kept by the draw at the floor of ${p}.` : `Dropped by the draw at the floor of ${p}.`, rank: "Cut by a fixed rule: its probability was 0.", "zero advantage": "Zero advantage: it has no gradient to give.",
-    group: "Its whole group does not go on.", overlong: "Truncated, and truncated completions are filtered.", failed: "Its grading failed.", missing: "It was not sampled to its end." }[member.why] || member.why;
+    group: "Its whole group does not go on.", overlong: "Truncated, and truncated completions are filtered.", failed: "Its grading failed.", missing: "It was not sampled to its end.", "stopped early": "It was stopped at the limit drawn for it, and others count for it." }[member.why] || member.why;
 }
 
 function pieces(member, tokens) { return member.token_ids && Object.keys(tokens).length ? member.token_ids.map((id) => tokens[id] ?? "") : null; }
@@ -47,8 +47,8 @@ function memberCard(group, member, tokens) {
   const pairs = [["advantage", number(member.advantage)], ["probability", percent(member.completion_prob)], ["weight", number(member.weight)], ["tokens", number(member.tokens)], ["ended by", member.finish_reason], ["weights", member.weights_version_first === null ? "–" : member.weights_version_first === member.weights_version_last ? `sync ${member.weights_version_first}` : `syncs ${member.weights_version_first}–${member.weights_version_last}`], ...(member.parts || []).map(([name, value]) => [`reward/${name}`, number(value)])];
   const judged = verdict(member), kind = { right: "good", failed: "bad" }[judged];
   return make("article", { class: `member ${member.kept ? "kept" : "dropped"}`, "aria-label": `Completion ${member.completion}` },
-    make("div", { class: "row" }, make("b", {}, `#${member.completion}`), judged ? make("span", { class: `chip ${kind || ""}` }, judged === "failed" ? (member.why === "missing" ? "missing" : "not graded") : judged) : null, member.reward === null ? null : make("span", { class: "chip" }, `reward ${number(member.reward)}`), make("span", { class: "chip" }, member.kept ? "trained on" : "pruned"), member.extracted !== null ? make("span", { class: "dim" }, "answer ", make("code", {}, member.extracted)) : null),
-    make("p", { class: "why" }, reason(group, member), member.reward_why ? make("span", { class: "dim" }, ` Graded: ${member.reward_why}.`) : null), textOf(member, tokens), make("dl", {}, ...pairs.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, String(value))])));
+    make("div", { class: "row" }, make("b", {}, `#${member.completion}`), judged ? make("span", { class: `chip ${kind || ""}` }, judged === "failed" ? (["missing", "stopped early"].includes(member.why) ? member.why : "not graded") : judged) : null, member.reward === null ? null : make("span", { class: "chip" }, `reward ${number(member.reward)}`), make("span", { class: "chip" }, member.kept ? "trained on" : "pruned"), member.extracted !== null ? make("span", { class: "dim" }, "answer ", make("code", {}, member.extracted)) : null),
+    make("p", { class: "why" }, reason(group, member), member.reward_why && member.why !== "stopped early" ? make("span", { class: "dim" }, ` Graded: ${member.reward_why}.`) : null), textOf(member, tokens), make("dl", {}, ...pairs.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, String(value))])));
 }
 
 function strip(group) {
