@@ -196,7 +196,7 @@ STRICT = {
     "seed: 1\n---\nseed: 2": "not valid YAML",
     "model: {dtype: fp8}": "must be one of float32, bfloat16, float64",
     "pruning: {prompt: {design: sistematic}}": "did you mean 'systematic'",
-    "pruning: {completion: {estimator: hayek}}": "must be one of ht, c_form, hajek; did you mean 'hajek'",
+    "pruning: {completion: {estimator: hayek}}": "must be one of ht, fixed_size_ht, hajek; did you mean 'hajek'",
     "pruning: {prompt: {score: betta}}": "did you mean 'beta'",
     "data: {train_sets: {a: {overlong: cut}}}": r"data\.train_sets\.a\.overlong = cut: must be one of error, filter",
     "data: {train_sets: {a: {pth: x}}}": r"did you mean 'data\.train_sets\.a\.path'\?",

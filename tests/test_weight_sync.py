@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from receivers import PipeServer
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.servers.device_map import RankDevice, seats, visible_devices
+from dppo_megatron.rollout.servers.device_map import RankDevice, ranks_of_workers, visible_devices
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
@@ -557,14 +557,14 @@ def test_what_stops_rank_zero_before_the_stream_stops_all() -> None:
 def test_ranks_are_found_by_their_devices() -> None:
     """By UUID whatever the numbers; a worker on a GPU without a rank has none; ranks of a CPU take turns."""
     ranks = [RankDevice(0, frozenset(names)) for names in (("GPU-a", "0"), ("GPU-b", "1"))]
-    assert seats(ranks, ("GPU-b", "GPU-a"), 0) == (1, 0) and seats(ranks, ("0",), 5) == (0,)
-    assert seats(ranks, ("GPU-a", "GPU-c"), 0) is None and seats(ranks, (), 0) is None
-    assert seats([*ranks, RankDevice(1, frozenset(("GPU-c",)))], ("GPU-c",), 0) is None
+    assert ranks_of_workers(ranks, ("GPU-b", "GPU-a"), 0) == (1, 0) and ranks_of_workers(ranks, ("0",), 5) == (0,)
+    assert ranks_of_workers(ranks, ("GPU-a", "GPU-c"), 0) is None and ranks_of_workers(ranks, (), 0) is None
+    assert ranks_of_workers([*ranks, RankDevice(1, frozenset(("GPU-c",)))], ("GPU-c",), 0) is None
     shared = [RankDevice(0, frozenset(("cpu",)))] * 2
-    assert [seats(shared, ("cpu", "cpu"), turn) for turn in range(3)] == [(0, 0), (1, 1), (0, 0)]
+    assert [ranks_of_workers(shared, ("cpu", "cpu"), turn) for turn in range(3)] == [(0, 0), (1, 1), (0, 0)]
     assert visible_devices("2, 3") == ["2", "3"]
     two_nodes = [RankDevice(node, frozenset((name,))) for node in (0, 1) for name in ("0", "1")]
-    assert seats(two_nodes, ("1", "0"), 0, node=1) == (3, 2), "GPUs of two machines may have one number"
+    assert ranks_of_workers(two_nodes, ("1", "0"), 0, node=1) == (3, 2), "GPUs of two machines may have one number"
 
 
 class Silent(PipeServer):

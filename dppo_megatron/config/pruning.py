@@ -80,8 +80,8 @@ class PromptPruningConfig:
     """Both parameters of the Beta prior of an unvisited prompt."""
     design: Literal["systematic", "poisson"] = "systematic"
     """How kept prompts are drawn: systematic (fixed size) or poisson (independent coins)."""
-    estimator: Literal["ht", "c_form", "hajek"] = "ht"
-    """Weights of kept prompts: ht (1/pi, unbiased), c_form (mean over kept times C/(1-P)) or hajek (ratio)."""
+    estimator: Literal["ht", "fixed_size_ht", "hajek"] = "ht"
+    """Weights of kept prompts: ht (1/pi, unbiased), fixed_size_ht (mean over kept times C/(1-P)) or hajek (ratio)."""
     max_weight: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Cap of the weights, 0 for none. It trades bias for variance: biased wherever a draw from the step's
     probabilities can give a larger weight."""
@@ -130,11 +130,11 @@ class CompletionPruningConfig:
     log-probabilities; abs_advantage: |A|. Both times the frozen per-sample coefficient and the prompt's weight."""
     design: Literal["systematic", "poisson"] = "systematic"
     """systematic (fixed size) or poisson (independent coins)."""
-    estimator: Literal["ht", "c_form", "hajek"] = "ht"
-    """ht (1/pi, unbiased), c_form or hajek."""
+    estimator: Literal["ht", "fixed_size_ht", "hajek"] = "ht"
+    """ht (1/pi, unbiased), fixed_size_ht or hajek."""
     max_weight: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Cap of the weights, 0 for none. Biased where the settings admit a larger weight: 1 / min_inclusion_prob with ht,
-    about any with hajek or a c_form of random size."""
+    about any with hajek or a fixed_size_ht of random size."""
     warmup_steps: int = ranged(0, COUNT)
     """Steps at the start without any pruning."""
     anneal_fraction: float = ranged(1.0, "[0, 1]")

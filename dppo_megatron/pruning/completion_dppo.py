@@ -63,10 +63,10 @@ class DppoCompletionPolicy(CompletionPolicy):
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
         _check_support(key, config.min_inclusion_prob)
         check_floor(key, config.min_inclusion_prob, cls.rate_of(config))
-        if config.cost_aware and config.estimator == "c_form":
+        if config.cost_aware and config.estimator == "fixed_size_ht":
             raise UserError(
-                f"{key}.estimator = c_form with cost_aware = true: a token budget has no fixed count for C/(1-P) to"
-                " cancel; use estimator=ht"
+                f"{key}.estimator = fixed_size_ht with cost_aware = true: a token budget keeps no fixed number; use"
+                " estimator=ht"
             )
 
     @property

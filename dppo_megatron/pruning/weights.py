@@ -29,7 +29,7 @@ def horvitz_thompson(draw: Draw) -> FloatArray:
     return np.where(draw.kept, 1.0 / np.where(draw.kept, draw.inclusion_prob, 1.0), 0.0)
 
 
-def c_form(draw: Draw) -> FloatArray:
+def fixed_size_ht(draw: Draw) -> FloatArray:
     """C/(1-P) of DPPO (arXiv 2603.04135, 4.1) with a mean over the kept, as weights on nominal denominators [n].
 
     Equals Horvitz-Thompson times E[count]/count, so the two agree when the size is fixed. Nothing kept: zeros.
@@ -48,7 +48,7 @@ def hajek(draw: Draw) -> FloatArray:
     return scaled
 
 
-ESTIMATOR_WEIGHTS = {"ht": horvitz_thompson, "c_form": c_form, "hajek": hajek}
+ESTIMATOR_WEIGHTS = {"ht": horvitz_thompson, "fixed_size_ht": fixed_size_ht, "hajek": hajek}
 
 
 def weigh(
@@ -162,7 +162,7 @@ def label_of_settings(estimator: str, *, fixed_size: bool, least_prob: float, ma
     """The label of a random draw whose probabilities are not known yet.
 
     Args:
-        estimator: ht, c_form or hajek.
+        estimator: ht, fixed_size_ht or hajek.
         fixed_size: every draw keeps the same number, whatever is offered.
         least_prob: no probability is below this where there is gradient, in (0, 1].
         max_weight: the cap; 0 for none.
@@ -190,7 +190,7 @@ def _label(estimator: str, fixed_size: bool, max_weight: float, largest: float) 
 
 def _is_inverse(estimator: str, fixed_size: bool) -> bool:
     """Its weights are 1/pi, whatever was kept."""
-    return estimator == "ht" or (estimator == "c_form" and fixed_size)
+    return estimator == "ht" or (estimator == "fixed_size_ht" and fixed_size)
 
 
 def _can_bind(max_weight: float, largest: float) -> bool:
@@ -204,7 +204,7 @@ def largest_weight(draw: Draw, estimator: str) -> float:
     Reads the probabilities, `fixed_size` and `least_kept` of `draw`, not what was kept.
 
     Example: pi = (0.5, 0.5, 0.5, 0.5) by independent coins. ht: 2. Hajek: 4, where one alone is kept and stands for
-    all. c_form: 2 x 2 / 1 = 4 likewise.
+    all. fixed_size_ht: 2 x 2 / 1 = 4 likewise.
     """
     supported: FloatArray = draw.inclusion_prob[draw.inclusion_prob > 0]
     if not len(supported):
@@ -216,7 +216,7 @@ def largest_weight(draw: Draw, estimator: str) -> float:
     certain = int((~chance).sum())
     # given that a row is kept, so many are: the certain ones, itself, and what the design always keeps beside them
     count = np.maximum(certain + chance, max(draw.least_kept, 1))
-    if estimator == "c_form":
+    if estimator == "fixed_size_ht":
         return float(np.max(float(supported.sum()) / count * inverse))
     lightest = np.concatenate([[0.0], np.cumsum(np.sort(inverse[chance]))])
     others = lightest[count - certain - chance] + certain - ~chance

@@ -114,16 +114,16 @@ class ServerEngine(Engine):
                 """On rank 0: reach every server, and wait for the clients from now on."""
                 found = connect(config, architecture, devices, launched)
                 self._head = head = _RankZero(config, architecture, found, launched, self._nodes.count)
-                return head.meeting, head.nodes, found.description, found.channel, found.seats
+                return head.meeting, head.nodes, found.description, found.channel, found.device_map
 
-            meeting, self._owners, self.description, channel, seats = from_rank_zero(connected)
+            meeting, self._owners, self.description, channel, device_map = from_rank_zero(connected)
             self._secret, self._take_path = meeting.secret, meeting.take_path(self._nodes.node)
             if self._nodes.is_first and self._nodes.node in self._owners:
                 path, decode = self._take_path, self._detokenizer
                 client = Setup(self._nodes.node, meeting.address, meeting.secret, path, decode, client_hook)
                 self._client = NodeClient(client)
             from_rank_zero(lambda: self._zero.await_clients())
-            self._channel = self._make_channel(channel, seats)
+            self._channel = self._make_channel(channel, device_map)
         except BaseException:
             self.close()
             raise
@@ -267,7 +267,7 @@ class ServerEngine(Engine):
     def _fleet(self) -> Fleet:
         return self._zero.fleet
 
-    def _make_channel(self, name: ChannelName, seats: DeviceMap) -> Channel:
+    def _make_channel(self, name: ChannelName, device_map: DeviceMap) -> Channel:
         """On every rank: some take part in a sync though only rank 0 talks to servers."""
         rollout, fleet = self._config.rollout, self._head.fleet if self._head is not None else None
         bucket_bytes, timeout_s = rollout.sync.bucket_mb << 20, rollout.limits.sync_timeout_s
@@ -278,7 +278,7 @@ class ServerEngine(Engine):
             directory = Path(rollout.sync.dir) / own if rollout.sync.dir else run_dir / "sync"
             return DiskChannel(fleet, directory, self._config.model.hf_path, bucket_bytes, timeout_s)
         if name == "ipc":
-            return SharedMemoryChannel(fleet, seats, OFFERS[rollout.engine], bucket_bytes, timeout_s)
+            return SharedMemoryChannel(fleet, device_map, OFFERS[rollout.engine], bucket_bytes, timeout_s)
         return BroadcastChannel(fleet, name, bucket_bytes, timeout_s)
 
     def _restart(self) -> None:
@@ -364,7 +364,7 @@ class _RankZero:
             are_own=bool(launched),
             health_file=HealthFile(Path(config.run_dir)),
             routers=found.routers,
-            recruit=membership.update,
+            update_membership=membership.update,
             inspect=membership.inspect,
         )
         self.background = _Background(self.fleet)

@@ -54,7 +54,7 @@ def make_config(rng: np.random.Generator) -> Config:
         level.min_inclusion_prob = float(one(0.02, 0.05, 1 - level.rate, rng.uniform(0.01, 1 - level.rate)))
         level.design, level.estimator = (
             one("systematic", "systematic", "poisson"),
-            one("ht", "ht", "ht", "c_form", "hajek"),
+            one("ht", "ht", "ht", "fixed_size_ht", "hajek"),
         )
         capped = rng.random() < 0.3
         level.max_weight = float(one(1, 1.3, 2, 3, 5, 20, 1 / level.min_inclusion_prob, 100)) if capped else 0.0

@@ -103,7 +103,7 @@ def test_settings_that_contradict_each_other_are_explained():
             load("completion.method=dppo_auto", "completion.auto_rule=design_effect", "completion.max_design_effect=0")
         )
     with pytest.raises(UserError, match="use estimator=ht"):
-        check(load("completion.cost_aware=true", "completion.estimator=c_form"))
+        check(load("completion.cost_aware=true", "completion.estimator=fixed_size_ht"))
 
 
 def test_the_factories_check_too():

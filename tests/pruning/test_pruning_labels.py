@@ -130,7 +130,7 @@ def _estimator(name: str, pi: np.ndarray, kept: np.ndarray) -> np.ndarray:
     inverse = np.array([1 / p if k else 0.0 for p, k in zip(pi.tolist(), kept.tolist(), strict=True)])
     if not kept.any() or name == "ht":
         return inverse
-    return inverse * (pi.sum() / kept.sum() if name == "c_form" else (pi > 0).sum() / inverse.sum())
+    return inverse * (pi.sum() / kept.sum() if name == "fixed_size_ht" else (pi > 0).sum() / inverse.sum())
 
 
 def check_figures(case: Case, expected: Expected, labels: dict[str, str]) -> None:
@@ -313,7 +313,7 @@ def test_expectation_of_a_larger_step(design: str) -> None:
 
 @given(
     st.lists(st.sampled_from([0.0, 0.05, 0.2, 1 / 3, 0.5, 0.8, 1.0]), min_size=1, max_size=7),
-    st.sampled_from(["ht", "c_form", "hajek"]),
+    st.sampled_from(["ht", "fixed_size_ht", "hajek"]),
 )
 @settings(max_examples=120, deadline=None, derandomize=True)
 def test_the_largest_weight_that_can_occur(probabilities: list[float], estimator: str) -> None:
@@ -374,8 +374,8 @@ def _label(config: Config, *prefixes: str) -> str:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "`ht`": {},
-    "`c_form`": {"estimator": "c_form"},
-    "`c_form`, `poisson`": {"estimator": "c_form", "design": "poisson"},
+    "`fixed_size_ht`": {"estimator": "fixed_size_ht"},
+    "`fixed_size_ht`, `poisson`": {"estimator": "fixed_size_ht", "design": "poisson"},
     "`hajek`": {"estimator": "hajek"},
     "`ht`, `max_weight` 1.2": {"max_weight": 1.2},
     "rate 0": {"rate": 0.0},

@@ -248,8 +248,8 @@ def test_every_score_selects(score):
 
 
 @pytest.mark.parametrize(("estimator", "design", "label"), [
-    ("c_form", "systematic", "unbiased"),
-    ("c_form", "poisson", "ratio"),
+    ("fixed_size_ht", "systematic", "unbiased"),
+    ("fixed_size_ht", "poisson", "ratio"),
     ("hajek", "systematic", "ratio"),
     ("ht", "poisson", "unbiased"),
 ])  # fmt: skip
@@ -268,7 +268,7 @@ def test_a_weight_cap_that_binds_is_labelled_and_one_that_cannot_is_not():
     assert loose.ledger[0].label == "unbiased"
 
 
-@pytest.mark.parametrize("estimator", ["hajek", "c_form"])
+@pytest.mark.parametrize("estimator", ["hajek", "fixed_size_ht"])
 def test_a_cap_is_judged_by_the_largest_weight_that_can_occur(estimator):
     """1/pi ends at 1/min_inclusion_prob; a ratio's weights do not, where few of the independent coins fall well."""
     common = {"rate": 0.5, "min_inclusion_prob": 0.2, "design": "poisson", "estimator": estimator}

@@ -30,7 +30,7 @@ from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.pruning import CompletionBatch, make_completion_policy
 from dppo_megatron.pruning.designs import Draw, WaterFiller, poisson, systematic
 from dppo_megatron.pruning.scores import completion_score
-from dppo_megatron.pruning.weights import c_form, hajek, horvitz_thompson
+from dppo_megatron.pruning.weights import fixed_size_ht, hajek, horvitz_thompson
 
 TOLERANCE = 1e-12
 
@@ -284,16 +284,16 @@ def test_c_form_is_biased_with_a_random_size_and_exact_with_a_fixed_one():
     problem = make_problem()
     terms = sequence_gradients(problem, "clip") / denominators(problem, "sequence_mean")[:, None]
     pi = WaterFiller(logit_grad_norms(problem), 0.1).solve(4.0)
-    random_size = sum(p * (c_form(drawn) @ terms) for p, drawn in poisson_outcomes(pi))
+    random_size = sum(p * (fixed_size_ht(drawn) @ terms) for p, drawn in poisson_outcomes(pi))
     assert relative_error(random_size, terms.sum(0)) > 1e-3
     for _, drawn in systematic_outcomes(pi, np.arange(8)):
         assert drawn.fixed_size
-        assert (c_form(drawn) == horvitz_thompson(drawn)).all()
+        assert (fixed_size_ht(drawn) == horvitz_thompson(drawn)).all()
 
 
 def test_probability_one_is_bitwise_the_unpruned_run():
     everything = Draw(np.ones(8, dtype=bool), np.ones(8), fixed_size=True)
-    for estimator in (horvitz_thompson, c_form, hajek):
+    for estimator in (horvitz_thompson, fixed_size_ht, hajek):
         assert (estimator(everything) == 1.0).all()
     batch = as_batch(make_problem())
     for method in ("dppo", "cppo", "cppo_verl", "dppo_paper", "infobatch", "max_variance"):

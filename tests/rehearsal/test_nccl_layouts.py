@@ -102,11 +102,11 @@ class Server:
             self._digest.update(name.encode() + tensors[name])
 
 
-def _channel(name: str, fleet: Fleet | None, seats: DeviceMap, root: Path, model: Path) -> Channel:
+def _channel(name: str, fleet: Fleet | None, device_map: DeviceMap, root: Path, model: Path) -> Channel:
     if name == "disk":
         return DiskChannel(fleet, root, str(model), BUCKET, TIMEOUT_S)
     if name == "ipc":
-        return SharedMemoryChannel(fleet, seats, lambda memory, _: _bytes(memory), BUCKET, TIMEOUT_S)
+        return SharedMemoryChannel(fleet, device_map, lambda memory, _: _bytes(memory), BUCKET, TIMEOUT_S)
     broadcast.own_group = lambda meeting, server: cast(Any, server).own_group(meeting)
     return BroadcastChannel(fleet, cast(Any, name), BUCKET, TIMEOUT_S)
 
@@ -130,8 +130,8 @@ def _life(model: Path, parallel: Parallel, root: Path, ways: list[tuple[str, boo
                                  "sync.verify_every": 0, "limits.sync_timeout_s": TIMEOUT_S})  # fmt: skip
         fleet = Fleet([cast(Any, server)], config) if dist.get_rank() == 0 else None
         # beside all ranks, or beside one that is not rank 0
-        seats = {server.http.url: tuple(range(world)) if colocated else (world - 1,)}
-        channel = _channel(name, fleet, seats, root / str(number), model)
+        device_map = {server.http.url: tuple(range(world)) if colocated else (world - 1,)}
+        channel = _channel(name, fleet, device_map, root / str(number), model)
         if name == "disk" and fleet is not None:
             (root / str(number)).mkdir()
         servers.append(server)

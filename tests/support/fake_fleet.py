@@ -1,7 +1,7 @@
 """A fleet over fake servers, with a clock of the test's.
 
-A fake server is its health; a fake intake is a function from an `Submit` to what comes of it. Nothing here sleeps: when
-nothing happens the intake lets the clock go on.
+A fake server is its health; fake clients are a function from an `Submit` to what comes of it. Nothing here sleeps: when
+nothing happens they let the clock go on.
 """
 
 from __future__ import annotations

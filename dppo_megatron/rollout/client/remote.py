@@ -201,7 +201,7 @@ def owners(urls: Sequence[str], num_clients: int, launched_on: Sequence[int] = (
 
 
 class Clients:
-    """All rollout clients of a job as one intake; see `wire.Intake`. On rank 0.
+    """All rollout clients of a job together; see `wire.RolloutClients`. On rank 0.
 
     Args:
         of_server: the client that owns each server.

@@ -19,7 +19,7 @@ import torch
 from dppo_megatron.config.resolved_sets import longest_sequence
 from dppo_megatron.config.rollout import RolloutConfig, check_endpoint
 from dppo_megatron.config.schema import Config
-from dppo_megatron.rollout.servers.device_map import CPU, DeviceMap, RankDevice, seats, visible_devices
+from dppo_megatron.rollout.servers.device_map import CPU, DeviceMap, RankDevice, ranks_of_workers, visible_devices
 from dppo_megatron.rollout.servers.directory import Addresses, Directory, RegistryEntry
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import BadAnswer, Http, NotProven, Refused, Unreachable, clean_key
@@ -62,7 +62,7 @@ class ConnectedServers:
     routers: list[RouterServer]
     channel: ChannelName
     description: str
-    seats: DeviceMap
+    device_map: DeviceMap
     """Under the channel ipc, the rank that hands weights to each worker; else empty."""
     addresses: Addresses | None = None
     """The servers from now on, where they may come and go."""
@@ -120,7 +120,7 @@ def connect(
         servers=servers,
         routers=routers,
         channel=channel,
-        seats={url: ranks for url, ranks in found.items() if ranks} if channel == "ipc" else {},
+        device_map={url: ranks for url, ranks in found.items() if ranks} if channel == "ipc" else {},
         description=(
             f"rollout: {rollout.engine} {infos[0].engine_version} at {', '.join(urls)}; weight sync: {channel} ({why})"
             f"{ipc_warning() if channel == 'ipc' and on_gpu else ''}"
@@ -205,7 +205,7 @@ def _device_map(
         workers = info.devices
         if not workers and torch.cuda.is_available():
             workers = tuple(visible_devices(server.visible_devices)[: info.world_size])
-        found[server.url] = seats(devices, workers or (CPU,) * info.world_size, turn, server.node)
+        found[server.url] = ranks_of_workers(devices, workers or (CPU,) * info.world_size, turn, server.node)
     return found
 
 

@@ -48,7 +48,9 @@ def visible_devices(setting: str | None) -> list[str]:
     return [str(index) for index in range(max(1, torch.cuda.device_count()))]
 
 
-def seats(ranks: Sequence[RankDevice], workers: Sequence[str], turn: int, node: int = 0) -> tuple[int, ...] | None:
+def ranks_of_workers(
+    ranks: Sequence[RankDevice], workers: Sequence[str], turn: int, node: int = 0
+) -> tuple[int, ...] | None:
     """For each worker of a server on machine `node`, the rank that hands it weights; None if one has no rank.
 
     Args:

@@ -239,8 +239,8 @@ class Dispatch:
     """
 
     def __init__(self, fleet: Fleet, works: Collection[Work]) -> None:
-        assert fleet.intake is not None
-        self._fleet, self._works, self._intake = fleet, works, fleet.intake
+        assert fleet.clients is not None
+        self._fleet, self._works, self._clients = fleet, works, fleet.clients
         self._limits, self._clock = fleet.limits, fleet.clock
         self._open: list[Work] = []
         """Those that are not complete, in their order."""
@@ -255,7 +255,7 @@ class Dispatch:
                 self._assign()
                 if not self._attempts and not self._fleet.live and any(work.pending for work in self._open):
                     raise NeedsWeights
-                for event in self._intake.events(_TICK_S):
+                for event in self._clients.events(_TICK_S):
                     if (landed := self._settle(event)) is not None:
                         yield landed
                 self._drop_the_lost()
@@ -271,7 +271,7 @@ class Dispatch:
         dropped = [one for one in self._open if one.given_up]
         for work in dropped:
             tickets = self._tickets(work)
-            self._intake.end(tickets)
+            self._clients.end(tickets)
             self._cancel(tickets)
         for work in [one for one in list(self._works) if one not in self._open and one.is_wanted]:
             over = work.done.keys() | work.lost.keys()
@@ -289,7 +289,7 @@ class Dispatch:
         return [ticket for ticket, attempt in self._attempts.items() if attempt.work is work]
 
     def _cancel(self, tickets: Sequence[int]) -> None:
-        self._intake.cancel(tickets)
+        self._clients.cancel(tickets)
         for ticket in tickets:
             self._forget(ticket)
 
@@ -313,14 +313,14 @@ class Dispatch:
         whole, first = work.part_of(index)
         prompt = work.prompts[whole] if work.prompts else b""
         asked = Submit(ticket, whole, member.name, group, work.expected, left_s + _ANSWER_S, prompt, work.number, first)
-        self._intake.ask(asked)
+        self._clients.ask(asked)
 
     def _has_room(self, member: Endpoint, group: GenerateRequest) -> bool:
         """A group that is larger than the whole room goes alone: it could go nowhere else."""
         room = self._limits.max_concurrent_sequences * member.width - member.completions
         fits = group.count <= room or member.groups == 0
         is_ready = member.is_free and not member.asleep
-        has_sockets = member.sockets + group.sockets <= self._intake.room(member.name) or member.groups == 0
+        has_sockets = member.sockets + group.sockets <= self._clients.room(member.name) or member.groups == 0
         return is_ready and fits and has_sockets
 
     def _forget(self, ticket: int) -> _Attempt:
@@ -411,7 +411,7 @@ class Dispatch:
             work.retries += 1
             self._ask_for_rest(attempt, rest)
         else:
-            self._intake.cancel([event.ticket])  # drops what it brought
+            self._clients.cancel([event.ticket])  # drops what it brought
             self._again(attempt)
         if aborts > _MOST_ABORTS:
             self._blame(attempt, f"it has ended the request {aborts} times, unasked")
@@ -449,7 +449,7 @@ class Dispatch:
             return
         self._outages = outages
         lost = [ticket for ticket, attempt in self._attempts.items() if attempt.member.outages != attempt.outages]
-        self._intake.cancel(lost)
+        self._clients.cancel(lost)
         for ticket in reversed(lost):
             self._again(self._forget(ticket))
 
@@ -461,7 +461,7 @@ class Dispatch:
         tickets = self._tickets(work)
         if tickets and sum(work.groups[index].count for index in work.done) >= share * total:
             work.stragglers_ended = True
-            self._intake.end(tickets)
+            self._clients.end(tickets)
 
     def _check_deadlines(self) -> bool:
         now, limit_s = self._clock(), self._limits.request_timeout_s
@@ -491,7 +491,7 @@ class Dispatch:
             if index in work.pending:
                 self._lose(work, index, _LATE)
         if late:
-            self._intake.end([t for t, one in self._attempts.items() if (one.work, one.index) in late])
+            self._clients.end([t for t, one in self._attempts.items() if (one.work, one.index) in late])
 
 
 def _listed(names: Sequence[str]) -> str:

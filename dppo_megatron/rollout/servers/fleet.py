@@ -27,7 +27,7 @@ from dppo_megatron.rollout.servers.http import NotProven
 from dppo_megatron.rollout.servers.member import Endpoint, Member
 from dppo_megatron.rollout.servers.protocol import Server
 from dppo_megatron.rollout.servers.router import Router, RouterServer
-from dppo_megatron.rollout.servers.wire import GenerateRequest, Intake
+from dppo_megatron.rollout.servers.wire import GenerateRequest, RolloutClients
 from dppo_megatron.spans import recorder
 from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
@@ -53,13 +53,13 @@ class Fleet:
     """All servers of a run.
 
     Args:
-        intake: has the servers asked; needed for rollouts only.
+        clients: has the servers asked; needed for rollouts only.
         are_own: this job has started the servers.
         clock: seconds that only grow.
         threads: where questions to servers wait for their answers.
         health_file: gets the servers' states, for `watch`.
         routers: in front of some of the servers; requests for those go through them.
-        recruit: lets servers in and go; called where a server that is back could be used at once.
+        update_membership: lets servers in and go; called where a server that is back could be used at once.
         inspect: checks a server that was out and that this job has not started: it may be another one by now. Raises
             UserError for one that does not fit. In the thread of a probe.
     """
@@ -68,22 +68,22 @@ class Fleet:
         self,
         servers: Sequence[Server],
         config: RolloutConfig,
-        intake: Intake | None = None,
+        clients: RolloutClients | None = None,
         are_own: bool = False,
         clock: Callable[[], float] = time.monotonic,
         threads: Executor | None = None,
         health_file: HealthFile | None = None,
         routers: Sequence[RouterServer] = (),
-        recruit: Callable[[Fleet], None] = lambda fleet: None,
+        update_membership: Callable[[Fleet], None] = lambda fleet: None,
         inspect: Callable[[Member], None] = lambda member: None,
     ) -> None:
         self.lock = Condition()
         """Held to change a member; never across a call to a server."""
         self.members = [Member(server, self.lock, clock, are_own) for server in servers]
         self.routers = [Router(router, self.lock, self.members, clock) for router in routers]
-        self.intake = intake
+        self.clients = clients
         self.spans = recorder()  # kept here for the rollout thread, whose own context has none
-        self._recruit, self._inspect = recruit, inspect
+        self._update_membership, self._inspect = update_membership, inspect
         self.limits, self.clock, self._health_file = config.limits, clock, health_file
         self._threads = threads or ThreadPoolExecutor(max_workers=max(32, len(servers)), thread_name_prefix="probe")
         self._expected = ""
@@ -126,8 +126,8 @@ class Fleet:
         member.server.http.close()
 
     def revive(self) -> None:
-        """Have `recruit` add servers; then ask all that are out at once whether they are back: those become stale."""
-        self._recruit(self)
+        """Have `update_membership` add servers; then ask all that are out if they are back: those become stale."""
+        self._update_membership(self)
         self._ask([asked for asked in self.endpoints if asked.state == "out" and asked.may_be_asked])
 
     def _ask(self, out: Sequence[Endpoint]) -> None:

@@ -335,7 +335,7 @@ class AttemptFailed(msgspec.Struct, frozen=True, tag=True):
 Event = Completed | Graded | AttemptFailed
 
 
-class Intake(Protocol):
+class RolloutClients(Protocol):
     """Takes in completions and keeps them."""
 
     def room(self, server: str) -> int:
@@ -351,4 +351,4 @@ class Intake(Protocol):
         """Close the connections of these, and drop what they have brought."""
 
     def events(self, timeout_s: float) -> list[Event]:
-        """What has happened, waiting for it up to `timeout_s`. Raises RunAborted if the intake itself is lost."""
+        """What has happened, waiting for it up to `timeout_s`. Raises RunAborted if a client itself is lost."""

@@ -47,11 +47,11 @@ class SharedMemoryChannel(BucketChannel):
     name = "ipc"
 
     def __init__(
-        self, fleet: Fleet | None, seats: DeviceMap, offer: MakeOffer, bucket_bytes: int, timeout_s: float
+        self, fleet: Fleet | None, device_map: DeviceMap, offer: MakeOffer, bucket_bytes: int, timeout_s: float
     ) -> None:
         super().__init__(fleet, bucket_bytes, timeout_s)
-        self._device_map, self._make_offer = seats, offer
-        self.receivers = sorted({0, *(rank for ranks in seats.values() for rank in ranks)})
+        self._device_map, self._make_offer = device_map, offer
+        self.receivers = sorted({0, *(rank for ranks in device_map.values() for rank in ranks)})
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._group: Any = None
         if len(self.receivers) > 1:
