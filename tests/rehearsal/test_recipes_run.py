@@ -159,6 +159,22 @@ def test_a_recipe_trains_with_servers_in_fp8(bench: Bench, tmp_path: Path) -> No
 
 @needs("vllm")
 @pytest.mark.slow
+@pytest.mark.long
+def test_a_recipe_trains_with_early_stops(bench: Bench, tmp_path: Path) -> None:
+    """Two nodes, a rollout client each, two replicas: every completion of a group is asked for alone, and what is
+    stopped is graded by none of them."""
+    early = ("pruning.early_stop.after_tokens=3", "objective.advantage=rloo")
+    small = MINIATURES["qwen3_32b_32gpus_dppo"]
+    small = replace(small, settings=(*small.settings, *early))
+    said, rows, notes = _train(small, bench, tmp_path)
+    _check(small, said, rows, notes, syncs=4)
+    for row in rows[1:]:
+        assert row["rollout/stopped_early_count"] > 0 and row["reward/failed_count"] == 0
+        assert "rollout/early_stop" in [one["name"] for one in row["prune/ledger"]]
+
+
+@needs("vllm")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.long) if one in LONG else one for one in RUN])
 def test_a_recipe_trains_and_resumes(name: str, bench: Bench, tmp_path: Path) -> None:
     """Three steps; then, without the last checkpoint, as after a kill in step 3, the third step again."""
