@@ -160,14 +160,15 @@ def test_a_recipe_trains_with_servers_in_fp8(bench: Bench, tmp_path: Path) -> No
 @needs("vllm")
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_recipe_trains_with_early_stops(bench: Bench, tmp_path: Path) -> None:
-    """Two nodes, a rollout client each, two replicas: every completion of a group is asked for alone, and what is
-    stopped is graded by none of them."""
+def test_a_recipe_trains_with_early_stops_and_a_step_ahead(bench: Bench, tmp_path: Path) -> None:
+    """Two nodes, a rollout client each, colocated servers that sleep over the next step's requests: every completion of
+    a group is asked for alone, and what is stopped is graded by nobody."""
     early = ("pruning.early_stop.after_tokens=3", "objective.advantage=rloo")
+    early += ("rollout.async_steps=1", "rollout.sync.in_flight=continue")
     small = MINIATURES["qwen3_32b_32gpus_dppo"]
     small = replace(small, settings=(*small.settings, *early))
     said, rows, notes = _train(small, bench, tmp_path)
-    _check(small, said, rows, notes, syncs=4)
+    _check(small, said, rows, notes, syncs=4, tolerance=0.2)  # of weights one update old
     for row in rows[1:]:
         assert row["rollout/stopped_early_count"] > 0 and row["reward/failed_count"] == 0
         assert "rollout/early_stop" in [one["name"] for one in row["prune/ledger"]]
