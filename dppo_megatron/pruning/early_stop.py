@@ -6,7 +6,7 @@ is trained on once, and long ones cost less. A tail of lengths in which n or mor
 as the longest of chains of thought often have, costs log(n) tokens where it cost n.
 
 S knows nothing of the prompt on purpose. With guesses of each completion's length and reward, fitted to earlier steps,
-the gain on recorded runs was the same within its error (docs/choosing.md), and a setting needs no state of its own.
+the gain on recorded runs was about the same (docs/choosing.md), and settings need no state that is saved and restored.
 """
 
 from __future__ import annotations
