@@ -48,7 +48,7 @@ SHORT = {
     "objective__advantage": "rloo",
     "pruning__prompt__group_size_factor": 2.0,
     "pruning__prompt__rate": 0.1,
-    "pruning__early_stop__after_tokens": 6,
+    "pruning__early_stop__after_tokens": 12,
 }
 
 
@@ -62,6 +62,7 @@ def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
         rows = read_metrics(runs[name])[1:]
         assert all(0 < row["prune/completions_trained"] < row["prune/completions_generated"] for row in rows)
         assert all(row["rollout/missing_count"] > row["rollout/missing_biased_count"] > 0 for row in rows)
+        assert all(row["rollout/stopped_early_count"] for row in rows)
         trace = [json.loads(line) for line in (runs[name] / "trace.jsonl").read_text().splitlines()[1:]]
         assert len({len(group) for step in trace for group in step["rewards"]}) > 1, "groups of one size"
     return runs
