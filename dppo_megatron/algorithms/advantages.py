@@ -45,10 +45,8 @@ def make_advantages(
     if stands_for is not None:
         known = np.full((len(rewards), 2), 0.5) if prior is None else prior
         by_length = lengths if config.normalization == "sequence_mean" else None
-        found = early_stop_advantages(
-            rewards, stands_for, known, by_length, to_posterior=config.advantage == "posterior_loo"
-        )
-        return found
+        to_posterior = config.advantage == "posterior_loo"
+        return early_stop_advantages(rewards, stands_for, known, by_length, to_posterior=to_posterior)
     if config.advantage == "rloo":
         return rloo_advantages(rewards)
     if config.advantage == "posterior_loo":

@@ -11,8 +11,8 @@ Checkpoints follow each other by recursion. Without any stop (c = 1) the guesses
 guess is a logistic regression on the prompt's posterior and t over its remembered length, fitted to earlier steps only;
 a probe on the model's states would see more, and what one of a given quality would see is drawn from the outcome.
 
-What the trainer has (`pruning.early_stop`) draws the limit before the first token, from its length alone, and counts in
-full what comes to its end; its two settings are chosen likewise.
+What the trainer has (`pruning.early_stop`) draws a limit before the first token, by chance alone, and weighs what comes
+to its end by the inverse of its chance to; its two settings are chosen likewise.
 
 The gradients of a completion's tokens are taken as orthogonal and of equal length, together its `logit_grad_norm`, so
 the variance is a sum over tokens of squared advantages. Completions are pruned under every estimator. Seconds are the
