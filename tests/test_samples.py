@@ -289,6 +289,12 @@ def test_files_without_rows_or_columns(tmp_path: Path) -> None:
     """A writer that was closed before the first row leaves no row group; a file without columns is none of ours."""
     pq.ParquetWriter(tmp_path / "empty.parquet", to_table(0, []).schema).close()
     assert read_rows(tmp_path / "empty.parquet", ["step", "group"], 1) == []
+    tables = [to_table(step, [_group(0)]) for step in (1, 2)]
+    names = sorted(tables[0].column_names, key=lambda name: (name == "step", name != "parts"))
+    with pq.ParquetWriter(tmp_path / "turned.parquet", tables[0].select(names).schema) as file:
+        for table in tables:  # statistics are of the leaves, of which `parts` before `step` has two
+            file.write_table(table.select(names))
+    assert [len(read_rows(tmp_path / "turned.parquet", ["group"], step)) for step in (1, 2, 3)] == [2, 2, 0]
     pq.write_table(pa.table({"step": pa.array([1], pa.int32())}), tmp_path / "bare.parquet")
     with pytest.raises(ValueError, match=r"^bare\.parquet: group is missing"):
         read_rows(tmp_path / "bare.parquet", ["step", "group"], 1)

@@ -52,22 +52,23 @@ def read_rows(path: Path, columns: Sequence[str], step: int) -> list[dict[str, A
 
 
 def _of_step(file: pq.ParquetFile, columns: Sequence[str], step: int) -> pa.Table:
-    """In this thread alone: with Arrow's own, a process that ends at once now and then aborts ("terminate called
-    without an active exception", in one of some thousand beside eight busy ones)."""
+    """In this thread alone: beside Arrow's own threads a process that ends at once can abort ("terminate called without
+    an active exception": `watch`, once, on a busy machine)."""
     of_file = file.schema_arrow
     there = [name for name in columns if name in of_file.names]
     if wrong := [name for name in there if of_file.field(name).type != _SCHEMA.field(name).type]:
         raise ValueError(f"{wrong[0]} is of type {of_file.field(wrong[0]).type}")
-    place = of_file.names.index("step")
-    groups = [at for at in range(file.num_row_groups) if _may_hold(file.metadata.row_group(at).column(place), step)]
+    groups = [at for at in range(file.num_row_groups) if _may_hold(file.metadata.row_group(at), step)]
     table = file.read_row_groups(groups, columns=[*there, "step"], use_threads=False)
     table = table.filter(pa.array(table.column("step").to_numpy() == step))
     of_older = {name: pa.nulls(len(table), _SCHEMA.field(name).type) for name in columns if name not in there}
     return pa.table({name: table.column(name) if name in there else of_older[name] for name in columns})
 
 
-def _may_hold(column: Any, step: int) -> bool:
-    known = column.statistics
+def _may_hold(group: Any, step: int) -> bool:
+    """Whether rows of a row group may be of a step, by its statistics."""
+    columns = map(group.column, range(group.num_columns))
+    known = next((one.statistics for one in columns if one.path_in_schema == "step"), None)
     return known is None or not known.has_min_max or bool(known.min <= step <= known.max)
 
 
