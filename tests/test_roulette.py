@@ -185,9 +185,9 @@ def test_limits_pay_where_few_answers_are_most_of_the_tokens() -> None:
     posterior, built = gains[1], gains[-1]
     assert built.tokens_generated < 0.7 * posterior.tokens_generated and 0.01 < built.stopped_share < 0.5
     assert built.by_tokens > 1.1 * posterior.by_tokens and built.by_roofline > 1.2 * posterior.by_roofline
-    after, least = built.name.removeprefix("early_stop ").split(", ")
-    said = roulette_table(gains, COSTS, 48.0)
-    assert f"after_tokens={after} pruning.early_stop.min_inclusion_prob={least}: " in said
+    [after, least] = [float(one.partition("=")[2]) for one in built.settings]
+    assert 30 < after < 200 and 0 < least < 1 and "pruning.early_stop.after_tokens=" in built.settings[0]
+    assert f"{' '.join(built.settings)}: " in roulette_table(gains, COSTS, 48.0)
 
 
 def test_it_does_not_pay_where_nothing_is_known() -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -79,6 +79,8 @@ class Gain:
     """Standard error, over steps."""
     by_roofline: float
     by_roofline_error: float
+    settings: tuple[str, ...] = field(default=(), kw_only=True)
+    """With which the trainer does it; empty: it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,15 +210,11 @@ def judge_roulette(
             advance(1)
         mean = float(np.mean(np.concatenate([step.lengths for step, _ in halves[0]])))
         built = [EarlyStopConfig(max(1, round(share * mean)), floor) for share in _AFTER for floor in _LEAST_ENDS]
-        tried = [_Estimator(_named(early), posterior=True, early=early) for early in built]
+        tried = [_Estimator("early_stop", posterior=True, early=early) for early in built]
         estimators.append(max(tried, key=lambda one: np.prod(_gains(base, played(one, 0, 2), costs))))
         advance(1)
     base = played(plain, 1, 1)
-    return [_judged(one.name, base, played(one, 1, _DRAWS), costs) for one in estimators]
-
-
-def _named(early: EarlyStopConfig) -> str:
-    return f"early_stop {early.after_tokens}, {early.min_inclusion_prob:g}"
+    return [_judged(one, base, played(one, 1, _DRAWS), costs) for one in estimators]
 
 
 def _steps(trace: Trace) -> list[_Step]:
@@ -425,7 +423,7 @@ def _gains(base: FloatArray, ours: FloatArray, costs: StepTimeModel) -> tuple[fl
     return gain(mine.generated / plain.generated), gain(mine.span / plain.span)
 
 
-def _judged(name: str, base: FloatArray, ours: FloatArray, costs: StepTimeModel) -> Gain:
+def _judged(one: _Estimator, base: FloatArray, ours: FloatArray, costs: StepTimeModel) -> Gain:
     """With a jackknife over steps."""
     count = base.shape[1]
     left = np.array([_gains(np.delete(base, at, axis=1), np.delete(ours, at, axis=1), costs) for at in range(count)])
@@ -433,7 +431,12 @@ def _judged(name: str, base: FloatArray, ours: FloatArray, costs: StepTimeModel)
     shares = (ours.mean(axis=(0, 1)) / base.mean(axis=(0, 1)).clip(1e-12))[:_STOPPED].tolist()
     both = np.stack([_gains(base, ours, costs), errors], axis=1).ravel().tolist()
     figures: list[float] = [*shares, float(ours[..., _STOPPED].mean()), *both]
-    return Gain(name, *figures)
+    return Gain(one.name, *figures, settings=() if one.early is None else _settings(one.early))
+
+
+def _settings(early: EarlyStopConfig) -> tuple[str, ...]:
+    """As on the command line."""
+    return tuple(f"pruning.early_stop.{name}={value:g}" for name, value in asdict(early).items())
 
 
 def roulette_table(gains: Sequence[Gain], costs: StepTimeModel, knee: float) -> str:
@@ -453,18 +456,17 @@ def roulette_table(gains: Sequence[Gain], costs: StepTimeModel, knee: float) -> 
 
 
 def _verdicts(gains: Sequence[Gain]) -> list[str]:
-    """Of each estimator that stops, beside the one before it, which has the same guesses; and of what there is."""
+    """Of what the trainer has; then of each that stops by guesses, beside the one before it, which has the same."""
     posterior, built = gains[1], gains[-1]
     own = built.by_tokens / posterior.by_tokens, built.by_roofline / posterior.by_roofline
-    after, least = built.name.removeprefix("early_stop ").split(", ")
-    settings = f"pruning.early_stop.after_tokens={after} pruning.early_stop.min_inclusion_prob={least}"
-    lines = [f"{settings}: {own[0]:.2f}x by tokens and {own[1]:.2f}x by the roofline over posterior_loo without it"]
+    both = f"{own[0]:.2f}x by tokens and {own[1]:.2f}x by the roofline"
+    lines = [f"{' '.join(built.settings)}: {both} over posterior_loo without it"]
     for tokens, stopping in itertools.pairwise(gains):
         if stopping.name.startswith("stopping"):
             own = stopping.by_tokens / tokens.by_tokens, stopping.by_roofline / tokens.by_roofline
             lines.append(
                 f"{stopping.name}: {own[0]:.2f}x by tokens and {own[1]:.2f}x by the roofline over the same guesses"
-                " without a stop; in no engine, which would have to ask for each guess while it samples"
+                " without a stop; not built: the engine would have to ask for a guess while it samples"
             )
     return lines
 

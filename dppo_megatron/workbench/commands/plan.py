@@ -123,6 +123,8 @@ def execute(arguments: argparse.Namespace) -> int:
     )
     is_told = arguments.gpus or launched_world_size() > 1
     assumed = [] if is_told else [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
+    if config.pruning.early_stop.after_tokens:
+        assumed.append("assumed: every completion comes to its end; what pruning.early_stop saves is not planned")
     show(*map(with_paths, (*assumed, *published, *said, *lines(plan, arguments.config), *loaded)))
     if arguments.json is not None:
         write_json(arguments.json, plan.as_json())
