@@ -42,12 +42,14 @@ class UniformEngine(Engine):
         size, end = len(self._tokenizer), self._tokenizer.eos_token_id
         prompt, index = request.prompt.index, request.completion_index
         draws = generator(sampling.seed, request.purpose, request.step, prompt, index)
-        tokens = draws.integers(size, size=sampling.max_completion_tokens)
+        longest = sampling.max_completion_tokens
+        limit = min(request.limit or longest, longest)  # earlier only with pruning.early_stop
+        tokens = draws.integers(size, size=longest)[:limit]
         ends = np.flatnonzero(np.isin(tokens, [end, *sampling.stop_token_ids]))
         tokens = tokens[: ends[0] + 1] if len(ends) else tokens
         return Completion(
             token_ids=tokens,
             logprobs=np.full(len(tokens), -math.log(size), np.float32),
-            finish_reason="stop" if len(ends) else "length",
+            finish_reason="stop" if len(ends) else "length" if limit == longest else "early",
             text=self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True),
         )

@@ -68,9 +68,9 @@ class Rollouts:
         """[K, G] was stopped early."""
         return np.zeros(self.rewards.shape, np.bool_) if self.stands_for is None else self.stands_for == 0
 
-    def for_stopped(self, values: FloatArray) -> FloatArray:
-        """[K, G] `values` times what each completion counts."""
-        return values if self.stands_for is None else values * self.stands_for
+    def counted(self, values: FloatArray) -> FloatArray:
+        """[K, G] `values` times what each completion counts: 0 of those that were stopped, even where NaN."""
+        return values if self.stands_for is None else np.where(self.stopped, 0.0, values * self.stands_for)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ def reward_figures(rollouts: Rollouts, prompts: PromptDraw, stands_for: FloatArr
     unfinished = 0.0 if rollouts.unfinished is None else float((failed & rollouts.unfinished).sum())
     prompt_prob = prompts.inclusion_prob / stands_for
     # no estimator's weights, and no cap
-    weight = np.where(graded, rollouts.for_stopped(1.0 / prompt_prob[:, None] * np.ones(rewards.shape)), 0.0)
+    weight = np.where(graded, rollouts.counted(1.0 / prompt_prob[:, None] * np.ones(rewards.shape)), 0.0)
     return {
         # weighted, because the generated prompts are a sample of the considered ones
         "reward/mean": mean_of_sums(float((weight * np.where(graded, rewards, 0.0)).sum()), float(weight.sum())),

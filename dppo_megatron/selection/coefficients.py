@@ -94,7 +94,7 @@ class Coefficients:
             " length of the expected gradient and not its direction"
         )
         row = LedgerRow("denominator/token_mean", 1.0, "ratio", note)
-        whole = rollouts.for_stopped(lengths.astype(np.float64))
+        whole = rollouts.counted(lengths.astype(np.float64))
         factor = np.where(skips, self._true_over(expected, whole, minibatch, prompt_prob), 1.0)[minibatch][:, None]
         return self._divisor(lengths, np.where(skips, expected, tokens)[minibatch]), BiasSource((row,), factor)
 

@@ -98,8 +98,7 @@ def with_lengths(rollouts: Rollouts, usual: float) -> Rollouts:
         open_ones = rollouts.unfinished
     if not open_ones.any():
         return rollouts
-    ended = rollouts.for_stopped((~open_ones).astype(np.float64))  # or of short ones only
-    mates = np.nan_to_num(_of_mates(rollouts.lengths.astype(np.float64), ended), nan=usual)
+    mates = np.nan_to_num(_of_mates(rollouts.lengths.astype(np.float64), ~open_ones), nan=usual)
     lengths = np.where(open_ones, np.maximum(np.maximum(np.rint(mates), rollouts.lengths), 1.0), rollouts.lengths)
     return replace(rollouts, lengths=lengths.astype(np.int64))
 
@@ -217,9 +216,9 @@ def _note(figures: Mapping[str, float], count: int, refuted: str, *, mixed: bool
     )
 
 
-def _of_mates(values: FloatArray, there: BoolArray | FloatArray) -> FloatArray:
-    """[K, 1] mean of each group's `values` [K, G] weighted by `there`; of all where a group has none; else NaN."""
-    count = there.sum(axis=1, keepdims=True, dtype=np.float64)
-    total = (np.where(there > 0, values, 0.0) * there).sum(axis=1, keepdims=True)
-    everywhere = float(total.sum()) / float(count.sum()) if count.any() else math.nan
-    return np.where(count > 0, total / np.where(count > 0, count, 1.0), everywhere)
+def _of_mates(values: FloatArray, there: BoolArray) -> FloatArray:
+    """[K, 1] mean of each group's `values` [K, G] that are `there`; of all where a group has none, NaN without any."""
+    count = there.sum(axis=1, keepdims=True)
+    total = np.where(there, values, 0.0).sum(axis=1, keepdims=True)
+    everywhere = float(total.sum()) / int(count.sum()) if count.any() else math.nan
+    return np.where(count > 0, total / np.maximum(count, 1), everywhere)

@@ -193,6 +193,8 @@ class Selector:
         """
         of, zero_based, width = self._of(step), step - 1, rollouts.rewards.shape[1]
         prompts, sampled = join(of.chosen), rollouts.lengths
+        if self._early_stop.after_tokens and width and len(prompts.size) and rollouts.stands_for is None:
+            raise ValueError("pruning.early_stop: rollouts that do not say what each completion stands for")
         rollouts = with_lengths(rollouts, self._coefficients.mean_length)
         check_outcomes(prompts.prompt_index, rollouts.rewards, rollouts.lengths, rollouts.logit_grad_norm)
         groups = self._prompt_policy.keep_groups(rollouts.rewards, step=zero_based)
@@ -204,7 +206,7 @@ class Selector:
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
         squared = missing.estimated(self._coefficients.squared_norms(rollouts, advantages, denominator))
         asked = was_asked(rollouts, prompts.size)
-        squared = rollouts.for_stopped(np.where(asked, squared, 0.0)) * (self._group / prompts.size)[:, None]
+        squared = rollouts.counted(np.where(asked, squared, 0.0)) * (self._group / prompts.size)[:, None]
         seen = replace(rollouts, rewards=np.where(missing.there, rollouts.rewards, math.nan))  # one alone tells nothing
         moment = squared.sum(axis=1) * self._usual_moment(prompts)
         of.outcome, of.missing = (prompts, seen, moment), missing
@@ -230,7 +232,7 @@ class Selector:
         rows_of_all, bias = sized(sources, squared, prompts.inclusion_prob)
         ledger, unforeseen = as_foreseen(rows_of_all, missing)
         variance = self._variance(planned, batch, completions, of, rows)
-        ended = rollouts.for_stopped(np.ones(rollouts.rewards.shape)).ravel()[rows]
+        ended = rollouts.counted(np.ones(rollouts.rewards.shape)).ravel()[rows]
         of.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))
         of.deviations = self._deviations(offered, np.concatenate(of.offered)), deviations(completions, batch.facts())
         counts = counts_of(offered, prompts, int(sampled.sum()), batch.lengths[completions.kept])
@@ -338,7 +340,7 @@ class Selector:
         }
         self._past.append(FinishedStep(outcome, asdict(of_prompts)))
         self._unlearned += 1
-        self._coefficients.learn_length(rollouts.for_stopped(rollouts.lengths.astype(np.float64)), prompts.weight)
+        self._coefficients.learn_length(rollouts.counted(rollouts.lengths.astype(np.float64)), prompts.weight)
         self._lost = self._lost.then(of.missing, prompts.weight, self._sets_of(prompts))
         if not self._open:  # else the next to begin learns it
             self._learn(cost.step + 1)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 EVERY_S = 60.0
-"""A trim of 270 MB takes 14 ms; after each step it would be 3 % of the quickstart's."""
+"""A trim of 270 MB takes 14 ms; after each step it would be 5 % of the quickstart's."""
 
 
 class FreedMemory:

@@ -219,7 +219,8 @@ class Loop:
             known = {place: grades[position] for place, position in enumerate(positions) if position in grades}
             prompts, of_mine = [selected[group] for group in mine], [sizes[group] for group in mine]
             graded = grade_groups(self.job.grade, prompts, flat, of_mine, known)
-            graded = with_early_stop(graded, self.job.config.pruning.early_stop)
+            config = self.job.config
+            graded = with_early_stop(graded, config.pruning.early_stop, config.rollout.sampling.max_completion_tokens)
             groups = {first + group: one for group, one in zip(mine, graded, strict=True)}
             if self._replicas.rank == 0:
                 self._cross_check.begin(one for one in graded if one.selected.prompt.graded_by == "reward")

@@ -36,6 +36,7 @@ from dppo_megatron.types import (
     StepCounts,
     TrainSample,
     UpdateResult,
+    UserError,
     mean_of_sums,
 )
 
@@ -73,7 +74,7 @@ class StepRecord:
 class RolloutTable:
     """The outcomes of k groups as arrays: what rank 0 needs to select completions, without their tokens.
 
-    Each rank makes the rows of the groups that it holds; rank 0 joins them. That is 35 bytes a completion, where
+    Each rank makes the rows of the groups that it holds; rank 0 joins them. That is 43 bytes a completion, where
     pickled completions were 24 bytes a *token*.
     """
 
@@ -182,18 +183,36 @@ class RolloutTable:
         )
 
 
-def with_early_stop(groups: Sequence[Group], config: EarlyStopConfig) -> list[Group]:
-    """The groups with what their completions count for those that were stopped early."""
+def with_early_stop(groups: Sequence[Group], config: EarlyStopConfig, longest: int) -> list[Group]:
+    """The groups with what their completions count for those that were stopped early.
+
+    Args:
+        longest: `rollout.sampling.max_completion_tokens`.
+
+    Raises:
+        UserError: the engine, one of the user's own, did not keep to a limit: the weights would not be true.
+    """
     if not config.after_tokens:
         return list(groups)
     found = []
     for group in groups:
+        _check_limits(group, longest)
         lengths = np.array([len(one.token_ids) for one in group.completions], dtype=np.int64)
         ended = np.array([one.finish_reason in ("stop", "length") for one in group.completions])
         stopped = np.array([one.finish_reason == "early" for one in group.completions])
         counts = np.where(ended, 1.0 / end_probability(config, lengths), 1.0)  # of what is missing, nothing is counted
         found.append(replace(group, stands_for=np.where(stopped, 0.0, counts)))
     return found
+
+
+def _check_limits(group: Group, longest: int) -> None:
+    for one, limit in zip(group.completions, group.selected.limits, strict=True):
+        count, reason = len(one.token_ids), one.finish_reason
+        if count > limit or (reason == "length" and count < longest):
+            raise UserError(
+                f"the engine brought a completion of {count} tokens that ended by `{reason}`, for a limit of {limit}:"
+                " with pruning.early_stop it has to end each at its `Request.limit` and call that `early`"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def reasons_of(
     if config.objective.overlong.filter:
         limit = config.rollout.sampling.max_completion_tokens
         truncated = (rollouts.lengths >= limit if rollouts.truncated is None else rollouts.truncated).ravel()
-    prob = decision.completion_prob * rollouts.for_stopped(np.ones(rollouts.rewards.shape)).ravel()  # given its end
+    prob = decision.completion_prob * rollouts.counted(np.ones(rollouts.rewards.shape)).ravel()  # given its end
     not_drawn = np.isnan(prob)
     failed = np.isnan(rollouts.rewards.ravel()) & ~decision.kept
     unfinished = failed & (False if rollouts.unfinished is None else rollouts.unfinished.ravel())

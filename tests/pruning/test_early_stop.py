@@ -17,7 +17,8 @@ from dppo_megatron.pruning import StepCost, early_stop
 from dppo_megatron.pruning.early_stop import draw_limits, end_probability
 from dppo_megatron.pruning.policies import method_overrides
 from dppo_megatron.selection import Rollouts, Selector
-from dppo_megatron.types import IntArray, UserError
+from dppo_megatron.steps.step import with_early_stop
+from dppo_megatron.types import Completion, Group, IntArray, Prompt, RolloutPrompt, UserError
 
 
 @pytest.mark.parametrize("floor", [0.07, 0.5, 1.0])
@@ -180,3 +181,27 @@ def test_groups_of_which_nothing_could_be_stopped_are_as_without(to_posterior: b
 def test_the_unpruned_method_stops_nothing() -> None:
     assert "pruning.early_stop.after_tokens=0" in method_overrides("grpo")
     assert not any("early_stop" in one for one in method_overrides("dppo"))
+
+
+@pytest.mark.parametrize(("tokens", "reason"), [(7, "stop"), (5, "length")])
+def test_an_engine_that_keeps_to_no_limit_is_refused(tokens: int, reason: Any) -> None:
+    """One of the user's own: its completions would weigh what those weigh that were sampled under limits."""
+    prompt = RolloutPrompt(Prompt(0, "", (2,), "", ""), 1.0, 1.0, 1, (5,))
+    early, ids = EarlyStopConfig(2, 0.1), np.arange(tokens)
+
+    def group(count: int, why: Any) -> Group:
+        one = Completion(ids[:count], np.zeros(count, np.float32), why, "")
+        return Group(prompt, (one,), np.zeros(1))
+
+    kept = [with_early_stop([group(n, why)], early, 9)[0] for n, why in ((4, "stop"), (5, "early"))]
+    assert [one.stands_for for one in kept] == [2, 0]
+    with pytest.raises(UserError, match=rf"{tokens} tokens that ended by `{reason}`, for a limit of 5"):
+        with_early_stop([group(tokens, reason)], early, 9)
+
+
+def test_rollouts_have_to_say_what_they_stand_for() -> None:
+    """A trainer of one's own that draws limits and does not look at who came to an end."""
+    selector = Selector(_settings(), 16)
+    shape = selector.begin(1).limits.shape
+    with pytest.raises(ValueError, match="what each completion stands for"):
+        selector.finish(Rollouts(np.zeros(shape), np.ones(shape, np.int64), np.ones(shape)), 1)

@@ -12,14 +12,16 @@ from label_cases import _rows_of, accepted
 from label_configs import make_outcomes
 from support.cases import Choose
 
+from dppo_megatron.config.pruning import EarlyStopConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.pruning import CompletionBatch, PromptPolicy, Selection, StepCost
 from dppo_megatron.pruning.designs import Draw, design_effect
+from dppo_megatron.pruning.early_stop import end_probability
 from dppo_megatron.pruning.variance import StepVariance, step_variance
 from dppo_megatron.pruning.weights import weigh
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
-from dppo_megatron.types import BoolArray, FloatArray
+from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 G = 2
 PROMPT_PI = np.array([0.3, 0.8, 1.0, 0.5])
@@ -164,7 +166,7 @@ def test_a_prompt_policy_learns_what_the_account_counts(monkeypatch: pytest.Monk
         observe(policy, *arguments, second_moment=second_moment, **more)
 
     monkeypatch.setattr(PromptPolicy, "observe", spy)
-    chosen, with_terms, skipped = cases("account", 150), 0, 0
+    chosen, with_terms, skipped, stopped = cases("account", 150), 0, 0, 0
     for index in chosen:
         rng, selector, config, num_prompts = accepted(index)
         if config.objective.overlong.filter or selector._prompt_policy.resamples:
@@ -173,8 +175,12 @@ def test_a_prompt_policy_learns_what_the_account_counts(monkeypatch: pytest.Monk
         table = make_outcomes(rng, num_prompts, config.rollout.completions_per_prompt, binary=binary)
         decisions: list[tuple[TrainSelection, BoolArray]] = []
         for step in (1, 2, 3):
-            rollouts = _rows_of(table, selector.begin(step).prompt_index, selection_settings(config).widest_group)
-            there = (~np.isnan(rollouts.rewards)).sum(axis=1) > 1  # others are in no sum
+            draw = selector.begin(step)
+            rollouts = _rows_of(table, draw.prompt_index, selection_settings(config).widest_group)
+            if config.pruning.early_stop.after_tokens:
+                rollouts = _stopped(rollouts, draw.limits, config.pruning.early_stop)
+                stopped += int(rollouts.stopped.sum())
+            there = (~np.isnan(rollouts.rewards) | rollouts.stopped).sum(axis=1) > 1  # others are in no sum
             decisions.append((selector.finish(rollouts, step), there))
             selector.feedback(StepCost(step, 2.0, 1.0, 0.5))
             for moment in shown:  # with steps begun ahead those of earlier ones, in their order
@@ -186,4 +192,12 @@ def test_a_prompt_policy_learns_what_the_account_counts(monkeypatch: pytest.Monk
                     with_terms += selector._coefficients.slope > 0
                     skipped += growth > 1.01
             shown.clear()
-    assert chosen.are_few or (with_terms > 20 and skipped > 10), (with_terms, skipped)
+    assert chosen.are_few or (with_terms > 20 and skipped > 10 and stopped > 50), (with_terms, skipped, stopped)
+
+
+def _stopped(rollouts: Rollouts, limits: IntArray, early: EarlyStopConfig) -> Rollouts:
+    """What comes of them under these limits."""
+    gone = rollouts.lengths > limits
+    counts = np.where(gone, 0.0, 1.0 / end_probability(early, rollouts.lengths))
+    rewards, lengths = np.where(gone, np.nan, rollouts.rewards), np.minimum(rollouts.lengths, limits)
+    return replace(rollouts, rewards=rewards, lengths=lengths, unfinished=gone | (lengths == 0), stands_for=counts)
