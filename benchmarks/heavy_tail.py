@@ -42,6 +42,8 @@ ARMS = {
     "grpo,K=2": "grpo:32:4:160:5e-4:2:sequence",
     "dppo": "dppo:32:8:120:7e-4:0:none",
     "dppo,K=2": "dppo:32:8:120:7e-4:2:sequence",
+    "dppo,posterior": "dppo:32:8:120:7e-4:0:none:objective.advantage=posterior_loo",
+    "dppo,early": "dppo:32:8:120:7e-4:0:none:objective.advantage=posterior_loo:pruning.early_stop.after_tokens=38",
     "grpo,K=2,none": "grpo:32:4:160:5e-4:2:none",
     "dppo,K=2,none": "dppo:32:8:120:7e-4:2:none",
 }

@@ -263,7 +263,8 @@ class Run:
         return step if due and self._config.rollout.sync.in_flight == "finish" else self.last_step
 
     def save_if_due(self, step: int) -> None:
-        """Save a checkpoint if one is due; end the run if a guard or a signal asks for it. Collective.
+        """Save a checkpoint if one is due; end the run if a guard or a signal asks for it. Collective. Freed memory is
+        returned, too, which every rank does by its own clock.
 
         Raises:
             Stopped: the run ends here.

@@ -242,7 +242,7 @@ def _as_it_ended(one: Sampled, group: GenerateRequest, limit: int) -> Sampled:
         return one
     if one.finish_reason == "stop" or not len(one.token_ids):
         return one
-    # also where an engine looks at the limit first: that it has come to its end is in its probability
+    # also where an engine looks at the limit first: a stop token there is an end, as the completion's weight has it
     if int(one.token_ids[-1]) in group.stop_token_ids:
         return replace(one, finish_reason="stop")
     if len(one.token_ids) == limit:
