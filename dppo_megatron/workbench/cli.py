@@ -57,7 +57,7 @@ _ABOUT = {
     "data.md": "data",
     "engines.md": "rollout",
     "evaluation.md": "eval evaluation",
-    "extending.md": "first_layers",
+    "extending.md": "first_layers step",
     "objectives.md": "algorithms",
     "packing.md": "packing",
     "plan.md": "plan planning",
