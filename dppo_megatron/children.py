@@ -37,16 +37,16 @@ def python_command(module: str, *arguments: str, ranks: int = 1) -> list[str]:
 
 
 def start_python(
-    module: str, *arguments: str, variables: Mapping[str, str] | None = None, **options: Any
+    module: str, *arguments: str, ranks: int = 1, variables: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[Any]:
-    """Start `python -m module`. Raises OSError.
+    """Start `python_command`. Raises OSError.
 
     Args:
         variables: environment beside this process's own.
         options: of Popen.
     """
     environment = package_environment() | dict(variables or {})
-    return subprocess.Popen(python_command(module, *arguments), env=environment, **options)
+    return subprocess.Popen(python_command(module, *arguments, ranks=ranks), env=environment, **options)
 
 
 def ignore_signals(*kinds: signal.Signals) -> None:

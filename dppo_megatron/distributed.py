@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from dppo_megatron.texts import show
 from dppo_megatron.types import RunAborted, UserError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _ROUND_TRIPS = 8
 """To compare two clocks; the shortest counts."""
@@ -175,6 +176,31 @@ def from_rank_zero(decide: Callable[[], T]) -> T:
         raise outcome[1]
     result: T = outcome[0]
     return result
+
+
+class OnRankZero(Generic[T]):
+    """What rank 0 alone has. The other ranks make one that is empty, and ask.
+
+    Example:
+        fleet = OnRankZero(Fleet(...)) if rank() == 0 else OnRankZero[Fleet]()
+        names = fleet.ask(lambda fleet: [member.name for member in fleet.live])    # collective: on every rank
+        fleet.here(lambda fleet: fleet.revive())                                   # on rank 0, which does not wait
+    """
+
+    def __init__(self, value: T | None = None) -> None:
+        self._value = value
+
+    @property
+    def is_here(self) -> bool:
+        return self._value is not None
+
+    def ask(self, question: Callable[[T], R]) -> R:
+        """The answer of rank 0 on every rank. Collective, as `from_rank_zero`."""
+        return from_rank_zero(lambda: question(cast(T, self._value)))
+
+    def here(self, act: Callable[[T], R]) -> R | None:
+        """Call `act` on rank 0 and return its result; None elsewhere."""
+        return act(self._value) if self._value is not None else None
 
 
 def share(items: Sequence[T]) -> list[T]:

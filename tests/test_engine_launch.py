@@ -21,7 +21,7 @@ from support.job import QUICK, job_config, read_metrics, write_job_files
 from support.launch import run_ranks
 from support.processes import is_gone, until
 from support.said import heard
-from support.served import prompts_of
+from support.served import prompts_of, rank_zero
 from support.timelines import nested, overlapping, read_timeline
 
 from dppo_megatron.config.rollout import RolloutConfig
@@ -108,13 +108,13 @@ REPLICAS = {"vllm": ("--data-parallel-size", "2"), "sglang": ()}
 def _train_and_kill_the_server(config: Config, killed: str) -> str:
     with Run(prepare_job(config, 2)) as run:
         engine: Any = run.loop._engine
-        if engine._head is not None:
+        if engine._zero.is_here:
             _asks_for_its_key(_only_server(engine), config.rollout.engine)
         name, last_call = {"generating": ("start", 3), "asleep": ("rest", 2)}[killed]
         call, calls = getattr(engine, name), itertools.count(1)
 
         def call_and_kill(*arguments: Any) -> None:
-            is_due = next(calls) == last_call and engine._head is not None  # in step 2; an evaluation starts too
+            is_due = next(calls) == last_call and engine._zero.is_here  # in step 2; an evaluation starts too
             # found before the call: a step's answers may all be there before a look through /proc ends
             kill = _killer(_only_server(engine), config.rollout) if is_due else lambda: None
             call(*arguments)
@@ -122,9 +122,9 @@ def _train_and_kill_the_server(config: Config, killed: str) -> str:
 
         setattr(engine, name, call_and_kill)
         train(run)
-        if engine._head is not None and config.rollout.engine == "vllm":
+        if engine._zero.is_here and config.rollout.engine == "vllm":
             every_call_reaches_every_replica(engine, config)
-        last = _group(_only_server(engine), config.rollout) if engine._head is not None else None
+        last = _group(_only_server(engine), config.rollout) if engine._zero.is_here else None
         description = str(engine.description)
     if last is not None:
         until(lambda: is_gone(last), "some of the server is left", 120)
@@ -198,7 +198,7 @@ def every_call_reaches_every_replica(engine: Any, config: Config) -> None:
         load_from_disk, join_group, receive   what each computes; receive_shared, begin_update, end_update: training did
         weights_version, checksums            both answer
     """
-    [asked] = engine._fleet.members
+    [asked] = rank_zero(engine).fleet.members
     server, http = asked.server, asked.server.http
     assert server.replicas == 2 and len(server.describe(timeout_s=60).devices) == 2
     for call, arguments, path, expected in (
@@ -213,15 +213,15 @@ def every_call_reaches_every_replica(engine: Any, config: Config) -> None:
     requests = [Request(prompts_of(config)[0], index, 9) for index in range(4)]
     work = engine._plan(requests, Sampling(12, 1.0, 0))[0]
     for seed, channel in (
-        (3, DiskChannel(engine._fleet, Path(config.run_dir) / "again", config.model.hf_path, 1 << 20, 60)),
-        (4, BroadcastChannel(engine._fleet, "gloo", 1 << 20, 60)),
+        (3, DiskChannel(rank_zero(engine).fleet, Path(config.run_dir) / "again", config.model.hf_path, 1 << 20, 60)),
+        (4, BroadcastChannel(rank_zero(engine).fleet, "gloo", 1 << 20, 60)),
     ):
         reference, version = Reference(Path(config.model.hf_path), seed), f"{engine._sync.run}.{engine._sync.version}"
         assert channel.push(reference.weights(), [asked], version) == [asked]
         channel.close()
         assert server.weights_version(timeout_s=60) == version
         assert [len(differing(_digests(reference), held)[0]) for held in server.checksums(timeout_s=60)] == [0, 0]
-        answers = ask_for_canary(engine._fleet, work.groups, work.expected, 60)
+        answers = ask_for_canary(rank_zero(engine).fleet, work.groups, work.expected, 60)
         assert [name for name, _ in answers] == [f"{asked.name} (replica {replica} of 2)" for replica in range(2)]
         for _, sampled in answers:
             for one in sampled:

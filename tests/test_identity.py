@@ -29,6 +29,7 @@ from support.impostor import WAYS, Impostor
 from support.job import job_config
 from support.processes import until
 from support.said import heard
+from support.served import rank_zero
 from support.settings import rollout_config
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -189,7 +190,7 @@ def test_a_port_that_is_taken_at_a_restart(files: Path, tmp_path: Path, monkeypa
     job, said = prepare_job(config, 1), heard()
     engine = ServerEngine(config, job.architecture, job.tokenizer)
     try:
-        [first, second] = engine._fleet.members
+        [first, second] = rank_zero(engine).fleet.members
         for step in range(1, 5):
             if step == 2:
                 assert engine._own is not None

@@ -32,7 +32,7 @@ from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.sync import colocated
 from dppo_megatron.rollout.sync.colocated import SharedBuffer, SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
-from dppo_megatron.rollout.sync.weight_sync import WeightSync
+from dppo_megatron.rollout.sync.server_side import ServerSide
 from dppo_megatron.types import RunAborted, UserError
 
 KEY = "key"
@@ -112,9 +112,9 @@ def test_other_bytes_on_the_second_replica_are_found(fake: FakeVLLM) -> None:
         def result(self) -> dict[str, tuple[str, ...]]:
             return sent
 
-    sync = WeightSync(rollout_config({}), None, fleet)  # type: ignore[arg-type]
+    side = ServerSide(rollout_config({}), None, fleet, lambda: None)  # type: ignore[arg-type]
     with pytest.raises(RunAborted, match=r"\(replica 1 of 2\) holds other bytes .*: b \(1 of 2"):
-        sync._compare(Sent())  # type: ignore[arg-type]
+        side._compare(Sent())  # type: ignore[arg-type]
     held |= {f"dp{replica}:pp0:pcp0:tp1:a": "4" * 64 for replica in range(2)}
     assert server.checksums(timeout_s=10) == [], "pieces of tensors have no digests of ours"
 

@@ -23,6 +23,7 @@ from support.job import job_config
 from support.launch import run_ranks
 from support.processes import until
 from support.said import heard
+from support.served import rank_zero
 from test_array_answers import packed
 
 from dppo_megatron.config.reward import RewardConfig
@@ -196,7 +197,7 @@ def test_what_is_given_up_half_way_is_ended_at_the_server(files: Path, tmp_path:
     try:
         asked = [Request(Prompt(i, "", (2, 3), "", ""), c, 1) for i in range(2) for c in range(4)]
         work, places = engine._plan(asked, Sampling(LIMIT, 1.0, 0))
-        landing = dispatch(engine._fleet, work)
+        landing = dispatch(rank_zero(engine).fleet, work)
         next(landing)
         engine._take(work, places)
         landing.close()  # type: ignore[attr-defined]
@@ -337,8 +338,8 @@ def _generate(config: Config, two_nodes: bool) -> tuple[dict[int, Completion], i
     engine = ServerEngine(config, job.architecture, job.tokenizer)
     try:
         engine._sync.run = ""  # as the stubs call their weights
-        if engine._head is not None:
-            sync(engine._fleet)
+        if engine._zero.is_here:
+            sync(rank_zero(engine).fleet)
         for step in (1, 2):
             asked = [Request(Prompt(i, "", (2, 3), "", ""), c, step) for i in range(10) for c in range(3)]
             engine.start(asked, Sampling(LIMIT, 1.0, 0))

@@ -20,6 +20,7 @@ from support.job import REPOSITORY, job_config, settings, write_job_files
 from support.launch import run_ranks
 from support.processes import processes_of, until
 from support.said import heard
+from support.served import rank_zero
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
@@ -232,8 +233,8 @@ def test_an_engine_whose_client_has_ended_is_closed(files: Path, tmp_path: Path,
     trainer()
     engine = trainer.engine
     engine.start([Request(Prompt(0, "", (2, 3), "", ""), c, 2) for c in range(3)], SAMPLING)
-    assert engine._head is not None and engine._client is not None
-    engine._head.background.join()
+    assert engine._client is not None
+    rank_zero(engine).background.join()
     assert engine._started[0].work.landed
     engine._client.process.kill()
     engine._client.process.wait()

@@ -20,6 +20,7 @@ from support.job import REPOSITORY, job_config, write_job_files
 from support.job import settings as job_settings
 from support.launch import RankError, run_ranks
 from support.processes import command_line, is_gone, processes_of, until
+from support.served import rank_zero
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import from_rank_zero, gather_all
@@ -117,8 +118,8 @@ def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
         weights = [(name, job.checkpoint.get(name)) for name in list(job.checkpoint.names)[:3]]
         states = []
         for step in (1, 2, 3):
-            if step == 3 and engine._head is not None:  # asked for in the second sync
-                until(lambda: all(map(_answers, engine._fleet.members)), "it was not started again")
+            if step == 3 and engine._zero.is_here:  # asked for in the second sync
+                until(lambda: all(map(_answers, rank_zero(engine).fleet.members)), "it was not started again")
             engine.load_weights(lambda to=None: iter(weights))
             engine.start(
                 [Request(Prompt(i, "", (2, 3), "", ""), c, step) for i in range(12) for c in range(3)], SAMPLING
@@ -159,19 +160,19 @@ def test_a_server_that_hangs_leaves_its_memory_to_the_actor(
     with contextlib.closing(ServerEngine(config, job.architecture, job.tokenizer)) as engine:
         weights = [(name, job.checkpoint.get(name)) for name in list(job.checkpoint.names)[:3]]
         engine.load_weights(lambda: iter(weights))
-        assert engine._own is not None and len(engine._fleet.live) == 2
+        assert engine._own is not None and len(rank_zero(engine).fleet.live) == 2
         hanging, good = engine._own.here
         before: list[Any] = [hanging.process, good.process]
         os.killpg(before[0].pid, signal.SIGSTOP)
         os.waitpid(before[0].pid, os.WUNTRACED)  # all of its threads have stopped
         engine.rest()
         assert before[0].poll() is not None and good.is_running
-        assert [bool(member.asleep) for member in engine._fleet.members if member.state != "out"] == [True]
+        assert [bool(member.asleep) for member in rank_zero(engine).fleet.members if member.state != "out"] == [True]
         engine.load_weights(lambda: iter(weights))
         assert hanging.is_running and hanging.process is not before[0] and good.process is before[1]
         engine.rest()  # waits until it has started
         engine.load_weights(lambda: iter(weights))
-        assert len(engine._fleet.live) == 2
+        assert len(rank_zero(engine).fleet.live) == 2
 
 
 def _answers(member: Member) -> bool:

@@ -45,6 +45,7 @@ from dppo_megatron.rollout.sync.broadcast import (
 from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets, in_thread, on_each
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel, vllm_offer
 from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Canary
+from dppo_megatron.rollout.sync.server_side import ServerSide
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
 from dppo_megatron.types import Completion, Prompt, RunAborted
 
@@ -91,6 +92,12 @@ def running() -> Iterator[Running]:
     yield found
     for server in found.servers:
         server.stop()
+
+
+def _server_side(sync: WeightSync) -> ServerSide:
+    side = sync._zero.here(lambda zero: zero)
+    assert side is not None
+    return side
 
 
 def _noting(send: Callable[[torch.Tensor], None], sent: list[int], memory: torch.Tensor) -> None:
@@ -299,7 +306,7 @@ def test_servers_wake_in_two_steps_around_the_weights(running: Running) -> None:
     assert [call for call in server.calls if call not in ("healthy", "receive")] == [
         "sleep", "wake weights", "pause", "begin", "join", "end", "wake kv_cache", "resume", "version",
     ]  # fmt: skip
-    assert fleet.live and sync.stage == "done"
+    assert fleet.live and _server_side(sync).stage == "done"
 
 
 class Told:
@@ -594,7 +601,7 @@ def test_no_answer_is_no_proof_and_no_outage(running: Running, monkeypatch: pyte
     assert sync.to(lambda: _weights(1)) and not sync.to(lambda: _weights(1))
     monkeypatch.setattr(Silent, "silent", True)
     sync._proves = True
-    sync._checksums._missed = MOST_MISSED - 1
+    _server_side(sync)._checksums._missed = MOST_MISSED - 1
     with pytest.raises(RunAborted, match="no rollout server has answered for its checksums"):
         sync.to(lambda: _weights(1))
 

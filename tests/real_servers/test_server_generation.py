@@ -22,7 +22,16 @@ from support.engines.servers import API_KEY, Reference
 from support.job import QUICK, read_metrics
 from support.launch import run_ranks
 from support.listening import beyond_loopback
-from support.served import LONG, LONGEST, Served, process_group, prompts_of, requests_for, train_on_this_rank
+from support.served import (
+    LONG,
+    LONGEST,
+    Served,
+    process_group,
+    prompts_of,
+    rank_zero,
+    requests_for,
+    train_on_this_rank,
+)
 from support.settings import rollout_config
 
 from dppo_megatron.config.data import EvalSetConfig
@@ -80,7 +89,7 @@ def test_both_forms_of_an_answer_say_the_same(served: Served, tmp_path: Path) ->
     the last bit that JSON keeps. Bad requests are refused, and those without the key."""
     engine = served.engine(served.config(tmp_path, count=1))
     engine.load_weights(Reference(served.files / "model", 5).weights)
-    [member] = engine._fleet.members
+    [member] = rank_zero(engine).fleet.members
     arrays: Any = member.server.dialect
     assert arrays.arrays, "launched servers have the path"
     found = []
@@ -111,7 +120,7 @@ def test_the_longest_sequence_fits(served: Served, tmp_path: Path) -> None:
     config = served.config(tmp_path, count=1, **ROOM)
     engine = served.engine(config)
     engine.load_weights(Reference(served.files / "model", 5).weights)
-    [member] = engine._fleet.members
+    [member] = rank_zero(engine).fleet.members
     longest, _ = longest_sequence(config)
     group = GenerateRequest("long-0", (3,) * (longest - 8), 16, 1, max_tokens=8, stop_token_ids=(1,))
     found = generate(member.server, group, Expected(engine._vocab_size, 1, 1, engine._sync.run), timeout_s=60)
@@ -123,7 +132,7 @@ def test_completions_with_limits_of_their_own(served: Served, tmp_path: Path, mo
     answer has; and one that is not stopped says so."""
     engine = served.engine(served.config(tmp_path, count=1))
     engine.load_weights(Reference(served.files / "model", 5).weights)
-    [member] = engine._fleet.members
+    [member] = rank_zero(engine).fleet.members
     greedy = {"vllm": 0.7, "sglang": 0.0}[served.name]
     prompts = [Prompt(index, "", (2, 5, 7 + index), "", "") for index in range(3)]
     sampling = Sampling(LONG, greedy, 3)
@@ -193,8 +202,7 @@ def test_evaluation_through_servers(served: Served, tmp_path: Path) -> None:
 
 def _note_asks(engine: ServerEngine, note: Callable[[Submit], None]) -> None:
     """Have `note` see every group that is sent to a server."""
-    assert engine._head is not None
-    clients: Any = engine._head.clients
+    clients: Any = rank_zero(engine).clients
     ask = clients.ask
 
     def noted(asked: Submit) -> None:
@@ -332,13 +340,13 @@ def test_what_was_begun_can_be_given_up(served: Served, tmp_path: Path) -> None:
     requests = requests_for(prompts_of(config)[:24])
     engine.start(requests, Sampling(LONG, 1.0, 0))
     engine.abort()
-    assert sum(member.groups for member in engine._fleet.members) == 0
-    for member in engine._fleet.live:
+    assert sum(member.groups for member in rank_zero(engine).fleet.members) == 0
+    for member in rank_zero(engine).fleet.live:
         member.server.pause("finish", timeout_s=30)
     engine.start(requests[:8], Sampling(8, 1.0, 0))
     threading.Event().wait(1.0)
     assert not engine._started[0].work.done
-    for member in engine._fleet.live:
+    for member in rank_zero(engine).fleet.live:
         member.server.resume(timeout_s=30)
     assert reference.difference(requests[:8], list(engine.finish().values())).max() < 1e-3
 

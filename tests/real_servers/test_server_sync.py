@@ -23,6 +23,7 @@ from support.served import (
     Served,
     generate_while,
     prompts_of,
+    rank_zero,
     requests_for,
     send,
     sync_until_all_live,
@@ -43,7 +44,7 @@ def test_a_tensor_that_differs_is_named(served: Served, tmp_path: Path) -> None:
     """One number of one tensor is changed on the way: the receipt stops the run with the tensor's name."""
     config = served.config(tmp_path, 1, rollout__sync__channel="disk", rollout__sync__verify_every=1)
     engine = served.engine(config)
-    server: Any = engine._fleet.members[0].server
+    server: Any = rank_zero(engine).fleet.members[0].server
 
     def tampered(
         path: str, version: str, *, timeout_s: float, load: Callable[..., None] = server.load_from_disk
@@ -70,7 +71,7 @@ def test_the_canary_catches_stale_packed_weights(served: Served, tmp_path: Path)
     requests = requests_for(prompts_of(engine._config)[:1])
     old, new = Reference(served.files / "model", 4), Reference(served.files / "model", 5)
     engine.load_weights(old.weights)
-    server: Any = engine._fleet.members[0].server
+    server: Any = rank_zero(engine).fleet.members[0].server
     server._extended = False  # as a server that was started without this project's worker extension
     engine.load_weights(new.weights)
     answers = engine.probe(requests, Sampling(LONG, 1.0, 0))
@@ -212,7 +213,7 @@ def test_a_sync_that_fails_half_way_leaves_nobody_with_mixed_weights(served: Ser
 
     engine._sync.sleep()
     engine.load_weights(hangs_after_the_first_bucket)
-    assert [member.asleep for member in engine._fleet.members] == [frozenset(), {"kv_cache"}]
+    assert [member.asleep for member in rank_zero(engine).fleet.members] == [frozenset(), {"kv_cache"}]
     assert engine.health()[good.url] == "live" and engine.health()[bad.url].startswith("out: weight sync failed")
     assert any(bad.url in line and "weight sync failed" in line for line in said)
     requests = requests_for(prompts_of(config)[:8])
@@ -232,7 +233,7 @@ def test_a_bucket_that_fails_leaves_nothing_behind(served: Served, tmp_path: Pat
     engine.load_weights(broken.weights)
     name = "model.layers.0.mlp.gate_proj.weight"
     gate = dict(broken.weights())[name]
-    server: Any = engine._fleet.members[0].server
+    server: Any = rank_zero(engine).fleet.members[0].server
     buffer = SharedBuffer(gate.nbytes, gate.device)
     buffer.fill(gate.detach().reshape(-1).view(torch.uint8))
     notes = [TensorNote(name, "float32", tuple(gate.shape))]
@@ -246,7 +247,7 @@ def test_a_bucket_that_fails_leaves_nothing_behind(served: Served, tmp_path: Pat
     engine.load_weights(whole.weights)
     requests = requests_for(prompts_of(engine._config)[:8])
     assert whole.difference(requests, engine.generate(requests, Sampling(LONG, 1.0, 0))).max() < 1e-3
-    assert engine._fleet.members[0].outages == 0
+    assert rank_zero(engine).fleet.members[0].outages == 0
     buffer.close()
 
 

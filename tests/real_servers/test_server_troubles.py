@@ -20,6 +20,7 @@ from support.served import (
     command_line,
     generate_while,
     prompts_of,
+    rank_zero,
     requests_for,
     send,
     sync_until_all_live,
@@ -129,7 +130,7 @@ def test_a_hung_server_is_named_and_survived(served: Served, tmp_path: Path) -> 
     send(served.servers[1], signal.SIGCONT)
     config.rollout.limits.probe_timeout_s = 60.0  # on a busy machine the way back would have outages of its own
     engine._sync.sleep()
-    assert all(member.asleep and member.state != "out" for member in engine._fleet.members)
+    assert all(member.asleep and member.state != "out" for member in rank_zero(engine).fleet.members)
     other = Reference(served.files / "model", 7)
     sync_until_all_live(engine, other)
     completions = engine.generate(requests, Sampling(LONG, 1.0, 0))

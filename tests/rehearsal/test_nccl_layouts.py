@@ -148,7 +148,7 @@ def _life(model: Path, parallel: Parallel, root: Path, ways: list[tuple[str, boo
 
 
 def _sync_all(actor: Actor, syncs: list[tuple[WeightSync, Fleet | None, bool]]) -> None:
-    for sync, fleet, colocated in syncs:
+    for sync, _, colocated in syncs:
 
         def weights(receivers: Sequence[int] = sync._channel.receivers, leaves: bool = colocated) -> Iterator[Any]:
             yield from actor.weights(receivers, BUCKET)
@@ -157,8 +157,7 @@ def _sync_all(actor: Actor, syncs: list[tuple[WeightSync, Fleet | None, bool]]) 
 
         if colocated:
             actor.offload()
-            if fleet is not None:
-                sync.sleep()
+            sync.sleep()
         sync.to(weights)
 
 

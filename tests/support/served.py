@@ -16,6 +16,7 @@ import torch
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.rank_zero import RankZero
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.run import Run
@@ -54,6 +55,13 @@ class Served:
         return self.name != "vllm" or all(a.token_ids.tolist() == b.token_ids.tolist() for a, b in pairs)
 
 
+def rank_zero(engine: ServerEngine) -> RankZero:
+    """What rank 0 has of the servers, on this rank."""
+    zero = engine._zero.here(lambda zero: zero)
+    assert zero is not None
+    return zero
+
+
 def prompts_of(config: Config) -> list[Prompt]:
     return prepare_job(config, 1).train_prompts
 
@@ -72,7 +80,7 @@ def generate_while(
     """The completions of `requests`, with `harm` done as soon as some requests were sent, and `wait_s` after it."""
     engine.start(requests, Sampling(tokens_each, 1.0, 0))
     deadline = time.monotonic() + 60
-    while sum(member.groups for member in engine._fleet.members) < 2 and time.monotonic() < deadline:
+    while sum(member.groups for member in rank_zero(engine).fleet.members) < 2 and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     threading.Event().wait(wait_s)
     harm()

@@ -6,7 +6,7 @@ the directory of its step, where its metrics, logs and checkpoints stay.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import os
 import subprocess
@@ -22,12 +22,14 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dppo_megatron.algorithms.correction import Mismatch
-from dppo_megatron.children import python_command
+from dppo_megatron.children import start_python
 from dppo_megatron.config import load_config
 from dppo_megatron.config.paths import shipped
+from dppo_megatron.types import UserError
 from dppo_megatron.workbench.accept.runner import TESTS, Sheet, repository
 from dppo_megatron.workbench.quickstart.make import write_task
 from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer, write_tiny_qwen3
+from dppo_megatron.workbench.runs.run_record import Follow, RunRecord
 
 _SHARE = {"vllm": ["--gpu-memory-utilization", "0.3", "--enforce-eager"], "sglang": ["--mem-fraction-static", "0.3"]}
 _FP8 = {
@@ -62,21 +64,27 @@ def killed_and_resumed(sheet: Sheet) -> None:
         "sft.steps": 200 if sheet.cuda else 20,
     }
     first = _start(sheet, settings)
-    while first.poll() is None and max(_metrics(sheet), default=0) < kill_at:
+    while first.poll() is None and max(_record(sheet).steps, default=0) < kill_at:
         time.sleep(_POLL_S)
     first.kill()  # no warning, as a lost machine
     first.wait()
-    before = _metrics(sheet)
+    before = _record(sheet)
     _check(_start(sheet, settings))
-    after = _metrics(sheet)
-    repeated = [step for step in sorted(before) if after[step]["time/step_s"] != before[step]["time/step_s"]]
-    sheet.note("steps", len(after), steps)
-    sheet.note("repeated", len(repeated), note=f"killed after step {max(before)}; done again: {repeated}")
-    sheet.note("kept", len(before) - len(repeated), every, "from the checkpoint")
+    after = _record(sheet)
+
+    def old_and_new(name: str, step: int) -> list[float]:
+        return [run.columns[name][run.steps.index(step)] or 0.0 for run in (before, after)]
+
+    trained = [step for step in before.steps if step]
+    repeated = [step for step in trained if len(set(old_and_new("time/step_s", step))) > 1]
+    sheet.note("steps", sum(step > 0 for step in after.steps), steps)
+    sheet.note("repeated", len(repeated), note=f"killed after step {max(trained)}; done again: {repeated}")
+    sheet.note("kept", len(trained) - len(repeated), every, "from the checkpoint")
     if repeated:
-        old, new = before[repeated[0]], after[repeated[0]]
-        sheet.note("loss", abs(new["train/loss"] - old["train/loss"]))
-        sheet.note("grad_norm", abs(new["train/grad_norm"] / old["train/grad_norm"] - 1))
+        old, new = old_and_new("train/loss", repeated[0])
+        sheet.note("loss", abs(new - old))
+        old, new = old_and_new("train/grad_norm", repeated[0])
+        sheet.note("grad_norm", abs(new / old - 1))
     sheet.note("mismatch", _mismatch(after))
 
 
@@ -94,7 +102,9 @@ def three_steps(sheet: Sheet, servers: str) -> None:
     run, used = _start(sheet, settings, ranks), list[float]()
     while run.poll() is None:
         time.sleep(_POLL_S)
-        if sheet.cuda and 0 < len(_metrics(sheet)) < 3:  # the server sleeps and wakes, and has not ended
+        if (
+            sheet.cuda and 0 < max(_record(sheet).steps, default=0) < 3
+        ):  # the server has not ended
             free, total = torch.cuda.mem_get_info()
             used.append(1 - free / total)
     _check(run)
@@ -189,8 +199,7 @@ def _task(sheet: Sheet, settings: dict[str, Any], write_model: Callable[[Path], 
 
 
 def _start(sheet: Sheet, settings: dict[str, Any], ranks: int = 1) -> subprocess.Popen[bytes]:
-    command = python_command("dppo_megatron", "train", *_task(sheet, settings), ranks=ranks)
-    return subprocess.Popen(command, cwd=sheet.directory)
+    return start_python("dppo_megatron", "train", *_task(sheet, settings), ranks=ranks, cwd=sheet.directory)
 
 
 def _check(run: subprocess.Popen[bytes]) -> None:
@@ -198,23 +207,22 @@ def _check(run: subprocess.Popen[bytes]) -> None:
         raise RuntimeError(f"the training run ended with exit code {code}")
 
 
-def _metrics(sheet: Sheet) -> dict[int, dict[str, Any]]:
-    """Step -> its line; a last line that is being written is not counted."""
-    try:
-        text = Path(sheet.directory, "runs", "quickstart", "metrics.jsonl").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return {}
-    return {row["step"]: row for row in map(json.loads, text.split("\n")[:-1]) if row.get("step", 0) > 0}
+def _record(sheet: Sheet) -> RunRecord:
+    """The run as far as it has got; without a step before it has begun."""
+    path = sheet.directory / "runs" / "quickstart"
+    with contextlib.suppress(UserError):
+        return Follow(path).look()
+    return RunRecord(path.name, path)
 
 
 def _note_run(sheet: Sheet) -> None:
-    rows = _metrics(sheet)
-    sheet.note("steps", len(rows))
-    sheet.note("mismatch", _mismatch(rows))
-    seconds = rows[max(rows)].get("rollout/sync_s")
+    run = _record(sheet)
+    sheet.note("steps", sum(step > 0 for step in run.steps))
+    sheet.note("mismatch", _mismatch(run))
+    seconds = run.columns.get("rollout/sync_s", [None])[-1]
     sheet.note("sync_s", seconds, note="no server" if seconds is None else "")
 
 
-def _mismatch(rows: dict[int, dict[str, Any]]) -> float:
-    found = [row["mismatch/logprob_abs_diff_mean"] for row in rows.values()]
-    return max((one for one in found if one is not None), default=math.nan)  # nothing was compared: it fails
+def _mismatch(run: RunRecord) -> float:
+    found = [one for one in run.columns.get("mismatch/logprob_abs_diff_mean", ()) if one is not None]
+    return max(found, default=math.nan)  # nothing was compared: it fails
