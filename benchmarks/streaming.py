@@ -161,6 +161,9 @@ class Steps:
 
     # ---------------------------------------------------------------------------------------------- as an intake
 
+    def client_of(self, server: str) -> int:
+        return 0
+
     def room(self, server: str) -> int:
         return 1 << 20
 

@@ -418,6 +418,35 @@ def test_a_busy_server_rests_and_is_no_outage(status: int, wanted: float | None,
     assert first == pytest.approx(seconds, abs=0.41) and second == pytest.approx(seconds if wanted else 1.0, abs=0.41)
 
 
+def test_a_group_stays_with_one_client_while_that_has_a_server() -> None:
+    """Servers a and b are asked by client 0, c and d by client 1. All parts of a group go to servers of one; when both
+    of client 0 are out, what it had of group 0 is asked for again elsewhere, completion by completion."""
+    world = World(clients={"a": 0, "b": 0, "c": 1, "d": 1})
+    world.reply = lambda ask: answered(ask) if len(world.asked) > 4 or ask.server == "a" else None
+    fleet, work = world.fleet(4), work_of(groups(4, 4), may_split=True)
+    work.spread(2)
+    landing = dispatch(fleet, work)
+    assert next(landing) == 0 and [ask.server for ask in world.asked] == ["a", "b", "c", "d"]
+    assert [(ask.index, ask.first) for ask in world.asked] == [(0, 0), (0, 2), (1, 0), (1, 2)]
+    for member in fleet.members[:2]:
+        fleet.mark_out(member, "killed")
+    list(landing)
+    again = [(ask.index, ask.first, ask.group.count, ask.server in "cd") for ask in world.asked[4:]]
+    assert sorted(again) == [(0, 0, 1, True), (0, 1, 1, True), (0, 2, 2, True)]
+    assert 1 in world.cancelled and work.is_complete and work.retries == 2 and nothing_in_flight(fleet)
+
+
+def test_a_client_without_room_holds_up_its_own_groups_alone() -> None:
+    """Client 0's server has room for two: the second part of group 0 waits for it, and group 1 goes to client 1."""
+    world = World(clients={"a": 0, "b": 1}, reply=lambda ask: answered(ask) if len(world.asked) > 1 else None)
+    fleet, work = world.fleet(2, max_concurrent_sequences=2), work_of(groups(4, 2), may_split=True)
+    work.groups[0] = work.groups[0].part(0, 2)
+    work.parts[2] = 0, 2
+    work.groups.append(groups(4)[0].part(2, 2))
+    assert sorted(dispatch(fleet, work)) == [0, 1, 2]
+    assert [(ask.index, ask.server) for ask in world.asked] == [(0, "a"), (1, "b"), (0, "a")]
+
+
 def test_a_refusal_ends_an_evaluation_and_costs_training_the_group() -> None:
     world = World()
     world.reply = lambda ask: AttemptFailed(ask.ticket, "refused", "HTTP 400: context too long", 400)
@@ -595,8 +624,8 @@ def test_what_is_given_up_at_any_moment_ends_at_the_servers(moment: int) -> None
 def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, counts: list[int], servers: int) -> None:
     """Servers that fail, rest, abort, hang for a while or go away at any moment, with syncs whenever they are asked
     for: each completion lands exactly once or, of training, is lost, or one message names a request. Nothing stays on
-    any server's account."""
-    world = World()
+    any server's account. One client holds all of a group that may be in parts."""
+    world = World(clients={name: data.draw(st.integers(0, 2)) for name in "abcd"})
     kinds = st.sampled_from(["ok"] * 6 + ["later", "broken", "bad", "busy", "abort", "part", "refused"])
 
     def reply(ask: Submit) -> Event | None:
@@ -629,6 +658,7 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
                 world.now += 1.0
                 synced(fleet)
         assert sorted([*landed, *work.lost]) == list(range(len(work.groups)))
+        client_of = {ask.ticket: world.client_of(ask.server) for ask in world.asked}
         assert may["may_lose"] or not work.lost
         found = []
         for index in range(len(work.groups)):
@@ -636,6 +666,10 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
             reasons = work.done[index].reasons if index in work.done else ["lost"] * work.groups[index].count
             found += [(whole, first + place) for place, reason in enumerate(reasons) if reason != "abort"]
         assert sorted(found) == [(index, place) for index, count in enumerate(counts) for place in range(count)]
+        held = {(work.part_of(index)[0], client_of[ticket]) for ticket, index in work.landed.items()}
+        assert not work.may_split or len(held) == len({whole for whole, _ in held})
+        kept = [index for index, one in work.done.items() if {*one.reasons} != {"abort"}]
+        assert {*kept} <= {*work.landed.values()} and not {*work.landed} & {*world.cancelled}
     except RunAborted as stop:
         assert "1-" in str(stop)
         assert len(set(landed)) == len(landed)

@@ -94,6 +94,8 @@ class World:
     """Events that were on their way when their ticket was cancelled."""
     said: list[str] = field(default_factory=heard)
     capacity: int = 1000
+    clients: dict[str, int] = field(default_factory=dict)
+    """Server -> the client that asks it; all the same one's else."""
 
     def fleet(self, count: int = 2, routers: Sequence[FakeRouter] = (), **limits: Any) -> Fleet:
         config = rollout_config({f"limits.{name}": value for name, value in limits.items()})
@@ -102,6 +104,9 @@ class World:
         fleet = Fleet(*given)
         synced(fleet)
         return fleet
+
+    def client_of(self, server: str) -> int:
+        return self.clients.get(server, 0)
 
     def room(self, server: str) -> int:
         return self.capacity

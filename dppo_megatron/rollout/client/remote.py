@@ -257,6 +257,9 @@ class Clients:
         node = self._of_server.setdefault(address.peer.url, min(self._nodes, key=owned_by.count))
         self._send(node, Servers([address]))
 
+    def client_of(self, server: str) -> int:
+        return self._of_server[server]
+
     def room(self, server: str) -> int:
         node = self._of_server[server]
         return max(1, self._sockets[node] // list(self._of_server.values()).count(node))

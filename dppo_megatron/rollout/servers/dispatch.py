@@ -15,8 +15,10 @@ The rules:
 - A group goes to the live server or router with the fewest outstanding tokens, of those with room for its completions:
   `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight.
   It is for one engine: a server of four data-parallel replicas has room for four times as many.
-- A group of training is asked for in parts, one for each live server (`Work.spread`): completions of a hard prompt are
-  long together, and whoever had all of them would end last.
+- A group of training is asked for in parts, one for each live server of a client (`Work.spread`): completions of a
+  hard prompt are long together, and whoever had all of them would end last. A rank takes a whole group from its node's
+  client, so all parts go to servers of the client that the first went to; if none of those is left, what it holds is
+  asked for again elsewhere.
 - Groups of a server that has gone out are queued again, and only the first answer to each is kept. With a seed (vLLM)
   the second attempt samples the same completion, so a failure does not favour short ones; without, `Work.resent`.
 - Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
@@ -29,24 +31,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from dppo_megatron.randomness import generator
-from dppo_megatron.rollout.engine import Request, Sampling
+import msgspec
+
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.member import Endpoint
-from dppo_megatron.rollout.servers.wire import (
-    AttemptFailed,
-    Completed,
-    Event,
-    Expected,
-    GenerateRequest,
-    Graded,
-    Submit,
-)
+from dppo_megatron.rollout.servers.wire import AttemptFailed, Completed, Event, GenerateRequest, Graded, Submit
+from dppo_megatron.rollout.servers.work import Work
 from dppo_megatron.texts import log
-from dppo_megatron.types import ExpertChoices, RunAborted
+from dppo_megatron.types import RunAborted
 
 _TICK_S = 0.2
 _ANSWER_S = 30.0
@@ -54,8 +48,6 @@ _ANSWER_S = 30.0
 _MOST_FAILURES = 4
 """Answers to one request that went wrong, on any server: then it is the request. Attempts that are lost because another
 one's failure has marked their server out do not count."""
-_TOKENS_PER_READ = 8
-"""Tokens that a part of a group may generate, at least, for each of its prompt's, which its server reads for it."""
 _MOST_ABORTS = 8
 """A weight sync with in_flight=abort ends a request once; after eight aborts the server is at fault."""
 BUSY = (408, 429, 503)
@@ -66,148 +58,6 @@ _NOT_THE_SERVER = (401, 403, 404, 405)
 
 class NeedsWeights(Exception):
     """No server has the present weights: sync, which waits for one, then `dispatch` the same work again."""
-
-
-def grouped(
-    requests: Sequence[Request],
-    sampling: Sampling,
-    size: int,
-    stop_ids: tuple[int, ...] = (),
-    replayed: ExpertChoices | None = None,
-) -> tuple[list[GenerateRequest], list[list[int]]]:
-    """Consecutive completions of one prompt as one group of at most `size`, so that they share a prefill.
-
-    How requests are grouped changes no completion: completion i of a prompt has the prompt's seed + i.
-
-    Args:
-        stop_ids: tokens that end every completion, beside those of its sampling.
-        replayed: the experts that are wanted with completions to train on.
-
-    Returns:
-        The groups, and the positions in `requests` of each one's completions.
-
-    Example:
-        completions (prompt 7: 0, 1, 2), (prompt 9: 0), size 2  ->  groups of 2, 1 and 1; places [0, 1], [2], [3]
-    """
-    places: list[list[int]] = []
-    latest: dict[tuple[str, int, int], list[int]] = {}
-    for place, request in enumerate(requests):
-        prompt = request.stream, request.step, request.prompt.index
-        group = latest.get(prompt)
-        follows = group is not None and requests[group[-1]].completion_index + 1 == request.completion_index
-        if group is not None and follows and len(group) < size:
-            group.append(place)
-        else:
-            latest[prompt] = [place]
-            places.append(latest[prompt])
-    groups = []
-    for members in places:
-        first = requests[members[0]]
-        how = first.sampling or sampling
-        draw = generator(how.seed, first.purpose, first.step, first.prompt.index, 0).integers(1 << 30)
-        groups.append(
-            GenerateRequest(
-                request_id=first.id,
-                prompt_ids=first.prompt.token_ids,
-                count=len(members),
-                seed=int(draw) + first.completion_index,
-                max_tokens=how.max_completion_tokens,
-                temperature=how.temperature,
-                top_p=how.top_p,
-                top_k=how.top_k,
-                stop_token_ids=(*stop_ids, *how.stop_token_ids),
-                reads_logprobs=how.reads_logprobs,
-                experts=None if first.stream else replayed,
-                limits=_limits([requests[place].limit for place in members], how.max_completion_tokens),
-            )
-        )
-    return groups, places
-
-
-def _limits(limits: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Of the completions of a group, 0 for those without; empty if none has one before `longest`."""
-    found = tuple(min(limit or longest, longest) for limit in limits)
-    return found if min(found) < longest else ()
-
-
-@dataclass(eq=False)
-class Work:
-    """The groups of one rollout and what has come back; survives a `NeedsWeights`."""
-
-    groups: list[GenerateRequest]
-    """With the other parts of each, and what was asked for again, behind them."""
-    expected: Expected
-    prompts: Sequence[bytes] = ()
-    """For the grading hook, one a group; empty: nothing is graded."""
-    may_lose: bool = False
-    """Completions may be missing: those of a request that fails for good or is late, and stragglers under
-    `rollout.limits.finish_fraction`. Not of an evaluation, where they would count as wrong."""
-    order: int = 0
-    """The lowest comes first: a training step's number."""
-    number: int = 0
-    """Tells the rollouts of a run apart at its clients."""
-    pending: deque[int] = field(default_factory=deque)
-    """Groups to be asked for, in this order; kept by `Dispatch`."""
-    finished: Future[None] = field(default_factory=Future)
-    """Has a result once all is ready."""
-    done: dict[int, Completed] = field(default_factory=dict)
-    landed: dict[int, int] = field(default_factory=dict)
-    """The ticket that brought each group's answer -> the group."""
-    ready: set[int] = field(default_factory=set)
-    """Groups that are decoded and graded."""
-    first_asked: dict[int, float] = field(default_factory=dict)
-    failures: dict[int, list[str]] = field(default_factory=dict)
-    """What went wrong with each group, one line an answer."""
-    aborts: dict[int, int] = field(default_factory=dict)
-    """How often what is asked for under an index was aborted, as a part of its group too."""
-    completions_aborted: int = 0
-    """Completions that were asked for again for it."""
-    parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """What is asked for beside a group's first part -> the group, and the position there of its first completion."""
-    may_split: bool = False
-    """One client asks all servers, so it holds what there is of a group already."""
-    lost: dict[int, str] = field(default_factory=dict)
-    """Groups that were given up whole, and why."""
-    ended: set[int] = field(default_factory=set)
-    """Groups that were late: the servers were told to end them where they are."""
-    resent: set[int] = field(default_factory=set)
-    """Groups that were lost while a server without seeds sampled them: long ones are lost more often."""
-    retries: int = 0
-    given_up: bool = False
-    """The rest is not wanted any more: `dispatch` ends its requests."""
-    stragglers_ended: bool = False
-    """The straggler rule has aborted the rest."""
-    stragglers_aborted: int = 0
-
-    def spread(self, servers: int) -> None:
-        """Have each group asked for in equal parts, one for each of `servers`, or fewer: see `_TOKENS_PER_READ`. What
-        is asked for together shares a prefill; every completion has its own seed, so that none changes."""
-        for index, group in enumerate(tuple(self.groups)):
-            least = math.ceil(_TOKENS_PER_READ * len(group.prompt_ids) / group.max_tokens)
-            count = min(group.count, max(math.ceil(group.count / max(1, servers)), least))
-            self.groups[index] = group.part(0, count)
-            for first in range(count, group.count, count):
-                self.parts[len(self.groups)] = index, first
-                self.groups.append(group.part(first, min(count, group.count - first)))
-
-    @property
-    def missing(self) -> dict[tuple[int, int], str]:
-        """(group, position there) of each completion that was asked for in vain, and why."""
-        parts = [(*self.part_of(index), self.groups[index].count, why) for index, why in self.lost.items()]
-        return {(whole, place): why for whole, first, count, why in parts for place in range(first, first + count)}
-
-    def part_of(self, index: int) -> tuple[int, int]:
-        """The group, and the position there of the first completion, of what is asked for under `index`."""
-        return self.parts.get(index, (index, 0))
-
-    @property
-    def is_wanted(self) -> bool:
-        """Neither done nor given up."""
-        return not (self.finished.done() or self.given_up)
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.ready) + len(self.lost) == len(self.groups)
 
 
 @dataclass
@@ -294,14 +144,55 @@ class Dispatch:
             self._forget(ticket)
 
     def _assign(self) -> None:
+        """What finds no room holds up what is behind it, at its client or everywhere: a large group would starve."""
+        clients = {self._clients.client_of(one.name) for one in self._fleet.endpoints if one.state == "live"}
+        full: set[int] = set()
         for work in self._open:
-            while work.pending:
-                group = work.groups[work.pending[0]]
-                free = [asked for asked in self._fleet.targets_for(group) if self._has_room(asked, group)]
-                if not free:
-                    return
-                least = min(free, key=lambda asked: asked.outstanding_tokens / asked.width)
-                self._ask(least, work, work.pending.popleft())
+            waiting: list[int] = []
+            while work.pending and not full >= clients:
+                index = work.pending[0]
+                targets = [
+                    (self._clients.client_of(one.name), one) for one in self._fleet.targets_for(work.groups[index])
+                ]
+                holder = self._holder(work, index, {client for client, _ in targets})
+                may = [one for client, one in targets if holder in (None, client) and client not in full]
+                if free := [one for one in may if self._has_room(one, work.groups[index])]:
+                    least = min(free, key=lambda one: one.outstanding_tokens / one.width)
+                    self._ask(least, work, work.pending.popleft())
+                elif holder is None:
+                    break
+                else:
+                    full.add(holder)
+                    waiting.append(work.pending.popleft())
+            is_held_up = bool(work.pending)
+            work.pending.extendleft(reversed(waiting))
+            if is_held_up:
+                return
+
+    def _holder(self, work: Work, index: int, clients: Collection[int]) -> int | None:
+        """The client that has to be given what is asked for under `index`; None: any of `clients`, which have servers
+        for it."""
+        whole, _ = work.part_of(index)
+        holder = work.holders.get(whole)
+        if holder is not None and clients and holder not in clients:
+            self._leave(work, whole)
+            return None
+        return holder
+
+    def _leave(self, work: Work, whole: int) -> None:
+        """The group goes to another client; what this one has of it is dropped, and asked for again."""
+        held = {index: ticket for ticket, index in work.landed.items() if work.part_of(index)[0] == whole}
+        self._clients.cancel(list(held.values()))
+        is_seeded = all(asked.server.dialect.seeded for asked in self._fleet.endpoints)
+        for index, ticket in held.items():
+            landed = work.done[index]
+            del work.landed[ticket]
+            work.ready.add(index)
+            work.retries += 1
+            self._ask_for(work, index, [i for i, reason in enumerate(landed.reasons) if reason != "abort"], is_seeded)
+            gone = ["abort"] * len(landed.reasons)
+            work.done[index] = msgspec.structs.replace(landed, reasons=gone, spans=[])
+        del work.holders[whole]
 
     def _ask(self, member: Endpoint, work: Work, index: int) -> None:
         ticket = next(self._fleet.tickets)
@@ -311,6 +202,8 @@ class Dispatch:
             member.began(group.cost, group.count, group.sockets)
         self._attempts[ticket] = _Attempt(work, index, member, self._fleet.spans.clock(), member.outages)
         whole, first = work.part_of(index)
+        if work.may_split:
+            work.holders[whole] = self._clients.client_of(member.name)
         prompt = work.prompts[whole] if work.prompts else b""
         asked = Submit(ticket, whole, member.name, group, work.expected, left_s + _ANSWER_S, prompt, work.number, first)
         self._clients.ask(asked)
@@ -348,6 +241,11 @@ class Dispatch:
         self._show(f"requests {attempt.member.name}", group, attempt.began_s, landed_s, event.ticket)
         if isinstance(event, AttemptFailed):
             self._failed(attempt, event)
+            return None
+        client = self._clients.client_of(attempt.member.name)
+        if work.may_split and work.holders.setdefault(work.part_of(attempt.index)[0], client) != client:
+            self._clients.cancel([event.ticket])  # the rest has left this client meanwhile
+            self._again(attempt)
             return None
         aborted = event.reasons.count("abort")
         if aborted and not (work.stragglers_ended or attempt.index in work.ended):
@@ -409,7 +307,7 @@ class Dispatch:
         work.completions_aborted += len(rest) if splits else len(event.reasons)
         if splits:
             work.retries += 1
-            self._ask_for_rest(attempt, rest)
+            self._ask_for(work, attempt.index, rest, attempt.member.server.dialect.seeded)
         else:
             self._clients.cancel([event.ticket])  # drops what it brought
             self._again(attempt)
@@ -417,15 +315,15 @@ class Dispatch:
             self._blame(attempt, f"it has ended the request {aborts} times, unasked")
         return splits
 
-    def _ask_for_rest(self, attempt: _Attempt, places: Sequence[int]) -> None:
-        work, group = attempt.work, attempt.work.groups[attempt.index]
-        whole, first = work.part_of(attempt.index)
+    def _ask_for(self, work: Work, part: int, places: Sequence[int], is_seeded: bool) -> None:
+        """Have completions of a part asked for again, each alone."""
+        whole, first = work.part_of(part)
         for place in places:
             work.pending.append(index := len(work.groups))
-            work.parts[index], work.first_asked[index] = (whole, first + place), work.first_asked[attempt.index]
-            work.aborts[index] = work.aborts[attempt.index]
-            work.groups.append(group.part(place, 1))
-            if not attempt.member.server.dialect.seeded:
+            work.parts[index], work.first_asked[index] = (whole, first + place), work.first_asked[part]
+            work.aborts[index] = work.aborts.get(part, 0)
+            work.groups.append(work.groups[part].part(place, 1))
+            if not is_seeded:
                 work.resent.add(whole)
 
     def _blame(self, attempt: _Attempt, why: str) -> None:

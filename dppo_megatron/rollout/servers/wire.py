@@ -338,6 +338,9 @@ Event = Completed | Graded | AttemptFailed
 class RolloutClients(Protocol):
     """Takes in completions and keeps them."""
 
+    def client_of(self, server: str) -> int:
+        """The one that asks it."""
+
     def room(self, server: str) -> int:
         """Sockets that groups in flight on `server` may hold of its client."""
 
