@@ -26,11 +26,12 @@ from support.fake_fleet import (
 from support.settings import rollout_config
 
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
-from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.server_process import LaunchedServer, stop_all
 from dppo_megatron.rollout.servers.wire import AttemptFailed, Completed, Event, GenerateRequest, Submit
+from dppo_megatron.rollout.servers.work import Work
 from dppo_megatron.spans import Spans, recorded_by
 from dppo_megatron.types import RunAborted
 
@@ -436,6 +437,23 @@ def test_a_group_stays_with_one_client_while_that_has_a_server() -> None:
     assert 1 in world.cancelled and work.is_complete and work.retries == 2 and nothing_in_flight(fleet)
 
 
+def test_what_lands_at_a_client_that_its_group_has_left_is_asked_for_again() -> None:
+    """A probe finds that client 0's only server is out while one part is in flight there and the other waits for room:
+    that goes to client 1. Then the first part is answered after all."""
+    world = World(clients={"a": 0, "b": 1})
+
+    def reply(ask: Submit) -> Event | None:
+        world.servers[0].healthy_now = False
+        return answered(ask) if any(one.server == "b" for one in world.asked) else None
+
+    world.reply = reply
+    fleet, work = world.fleet(2, max_concurrent_sequences=2, probe_every_s=0.1), work_of(groups(4), may_split=True)
+    work.spread(2)
+    list(dispatch(fleet, work))
+    assert [(ask.first, ask.server) for ask in world.asked] == [(0, "a"), (2, "b"), (0, "b")]
+    assert 1 in world.cancelled and sorted(work.landed) == [2, 3] and nothing_in_flight(fleet)
+
+
 def test_a_client_without_room_holds_up_its_own_groups_alone() -> None:
     """Client 0's server has room for two: the second part of group 0 waits for it, and group 1 goes to client 1."""
     world = World(clients={"a": 0, "b": 1}, reply=lambda ask: answered(ask) if len(world.asked) > 1 else None)
@@ -626,11 +644,13 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
     for: each completion lands exactly once or, of training, is lost, or one message names a request. Nothing stays on
     any server's account. One client holds all of a group that may be in parts."""
     world = World(clients={name: data.draw(st.integers(0, 2)) for name in "abcd"})
-    kinds = st.sampled_from(["ok"] * 6 + ["later", "broken", "bad", "busy", "abort", "part", "refused"])
+    kinds = st.sampled_from(["ok"] * 6 + ["later", "unwell", "broken", "bad", "busy", "abort", "part", "refused"])
 
     def reply(ask: Submit) -> Event | None:
         kind = data.draw(kinds)
-        if kind == "later":
+        if kind == "unwell":  # a probe finds it, and its answers may still come
+            next(one for one in world.servers if one.name == ask.server).healthy_now = False
+        if kind in ("later", "unwell"):
             return None
         if kind in ("busy", "refused"):
             status = 429 if kind == "busy" else 400
@@ -646,7 +666,7 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
 
     world.reply = reply
     may = {name: data.draw(st.booleans()) for name in ("may_lose", "may_split")}
-    fleet, work = world.fleet(servers, request_timeout_s=600.0, engine_wait_s=30.0), work_of(groups(*counts), **may)
+    fleet, work = world.fleet(servers, request_timeout_s=600.0, probe_every_s=0.2), work_of(groups(*counts), **may)
     if work.may_split:
         work.spread(data.draw(st.integers(1, 4)))
     landed: list[int] = []
@@ -656,6 +676,8 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
                 landed.extend(dispatch(fleet, work))
             except NeedsWeights:
                 world.now += 1.0
+                for one in world.servers:
+                    one.healthy_now = True
                 synced(fleet)
         assert sorted([*landed, *work.lost]) == list(range(len(work.groups)))
         client_of = {ask.ticket: world.client_of(ask.server) for ask in world.asked}

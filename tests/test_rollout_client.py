@@ -37,8 +37,9 @@ from dppo_megatron.rollout.client.detokenizer import Detokenizer
 from dppo_megatron.rollout.client.remote import Nodes, owners, take
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.rollout.servers.dispatch import dispatch, grouped
+from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.wire import Sampled
+from dppo_megatron.rollout.servers.work import grouped
 from dppo_megatron.types import Completion, Grade, Prompt, RunAborted
 
 LIMIT = 12
@@ -353,8 +354,9 @@ def _generate(config: Config, two_nodes: bool) -> tuple[dict[int, Completion], i
 @pytest.mark.parametrize(("ranks", "two_nodes"), [(1, False), (3, False), (4, True)])
 def test_every_rank_holds_a_share(files: Path, tmp_path: Path, ranks: int, two_nodes: bool) -> None:
     """On one machine through one client, and as two machines of two ranks through two, the second one's over TCP:
-    every completion is held by one rank, a prompt's by the same, and is what its seed draws. Through one client a
-    prompt's are spread over the servers, and a part of them that is refused costs no more."""
+    every completion is held by one rank, a prompt's by the same, and is what its seed draws. A prompt's are spread over
+    the servers of one client, and a part of them that is refused costs no more."""
+    of_client = [{"a", "c"}, {"b", "d"}] if two_nodes else [{"a", "b"}]
     asked_of: dict[tuple[int, int], list[str]] = {}
 
     def behaving(server: str) -> Behaviour:
@@ -367,8 +369,9 @@ def test_every_rank_holds_a_share(files: Path, tmp_path: Path, ranks: int, two_n
 
         return behave
 
-    with StubServers({"a": behaving("a"), "b": behaving("b")}) as stubs:
-        values = {"rollout__servers__endpoints": f"[{stubs.url('a')},{stubs.url('b')}]", "rollout__engine": "vllm"}
+    with StubServers({name: behaving(name) for name in sorted(set.union(*of_client))}) as stubs:
+        urls = ",".join(map(stubs.url, sorted(set.union(*of_client))))
+        values = {"rollout__servers__endpoints": f"[{urls}]", "rollout__engine": "vllm"}
         if two_nodes:  # another name for loopback, which is not taken for rank 0's alone
             values = {name: value.replace("127.0.0.1", "127.0.0.2") for name, value in values.items()}
             values["rollout__servers__allow_remote_endpoints"] = "true"
@@ -383,10 +386,9 @@ def test_every_rank_holds_a_share(files: Path, tmp_path: Path, ranks: int, two_n
     assert all(mine for mine in prompts), "each rank of each node has some"
     asked = [Request(Prompt(i, "", (2, 3), "", ""), c, 2) for i in range(10) for c in range(3)]
     groups, places = grouped(asked, Sampling(LIMIT, 1.0, 0), 3)
-    together = ["a"], ["b"]
-    spread = [servers not in together for (_, prompt), servers in asked_of.items() if prompt != 4]
-    assert len(spread) == 16 and (not any(spread) if two_nodes else all(spread))
-    missing = {21, 22, 23} if two_nodes else {14, 21, 22, 23}
+    whole = {prompt: {*servers} for prompt, servers in asked_of.items() if prompt[1] != 4}
+    assert len(whole) == 16 and all(servers in of_client for servers in whole.values())
+    missing = {14, 21, 22, 23}
     for share, _ in shares:
         for position, one in share.items():
             group = groups[position // 3]

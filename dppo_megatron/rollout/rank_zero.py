@@ -6,6 +6,7 @@ been begun (`servers/dispatch.py`) and ends when they are done.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
@@ -16,13 +17,14 @@ from dppo_megatron.rollout.client.messages import ServerAddress
 from dppo_megatron.rollout.client.remote import Clients, Listener, owners
 from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.rollout.servers.connect import ConnectedServers, Launched, Membership
-from dppo_megatron.rollout.servers.dispatch import Dispatch, NeedsWeights, Work
+from dppo_megatron.rollout.servers.dispatch import Dispatch, NeedsWeights
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import Peer
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Generator
 from dppo_megatron.rollout.servers.router import RouterServer
+from dppo_megatron.rollout.servers.work import Work
 from dppo_megatron.rollout.sync.channels import drain, in_thread
 from dppo_megatron.weights.architecture import Architecture
 
@@ -72,7 +74,8 @@ class RankZero:
     def begin(self, work: Work) -> None:
         """Generate for it in the background."""
         if work.may_split:
-            work.spread(len(self.fleet.live))
+            of_client = Counter(self.clients.client_of(one.name) for one in self.fleet.live)
+            work.spread(max(of_client.values(), default=1))
         self.background.begin(work)
 
     def abort(self, works: Sequence[Work]) -> None:

@@ -43,9 +43,10 @@ from dppo_megatron.rollout.job_nodes import JobServers
 from dppo_megatron.rollout.rank_zero import RankZero
 from dppo_megatron.rollout.servers.connect import ChannelName, Launched, connect
 from dppo_megatron.rollout.servers.device_map import DeviceMap, this_device
-from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch, grouped
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.wire import Expected
+from dppo_megatron.rollout.servers.work import Work, grouped
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
 from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
@@ -277,7 +278,7 @@ class ServerEngine(Engine):
         prompts = []
         if trains and self._grades_in_client and self._zero.is_here:
             prompts = [pickle.dumps(replace(requests[place[0]].prompt, token_ids=())) for place in places]
-        work = Work(groups, expected, prompts, may_lose=trains, may_split=trains and len(self._owners) == 1)
+        work = Work(groups, expected, prompts, may_lose=trains, may_split=trains)
         work.order = requests[0].step if trains and requests else 0  # an evaluation is asked before every step
         work.number = number
         return work, places

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
-from dppo_megatron.rollout.servers.dispatch import Work
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.wire import (
@@ -24,6 +23,7 @@ from dppo_megatron.rollout.servers.wire import (
     Graded,
     Submit,
 )
+from dppo_megatron.rollout.servers.work import Work
 from support.said import heard
 from support.settings import rollout_config
 

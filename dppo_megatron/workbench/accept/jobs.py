@@ -102,9 +102,7 @@ def three_steps(sheet: Sheet, servers: str) -> None:
     run, used = _start(sheet, settings, ranks), list[float]()
     while run.poll() is None:
         time.sleep(_POLL_S)
-        if (
-            sheet.cuda and 0 < max(_record(sheet).steps, default=0) < 3
-        ):  # the server has not ended
+        if sheet.cuda and 0 < max(_record(sheet).steps, default=0) < 3:  # the server has not ended
             free, total = torch.cuda.mem_get_info()
             used.append(1 - free / total)
     _check(run)

@@ -14,13 +14,14 @@ from dppo_megatron.rollout.client.messages import ServerAddress
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, take
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
-from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http, Peer
 from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from dppo_megatron.rollout.servers.work import Work
 from support.engines.stub import completion
 from support.settings import rollout_config
 
