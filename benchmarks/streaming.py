@@ -25,8 +25,8 @@ from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import Dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.rollout_work import Work
 from dppo_megatron.rollout.servers.wire import Completed, Event, Expected, GenerateRequest, Graded, Submit
-from dppo_megatron.rollout.servers.work import Work
 
 _BANDWIDTH, _WEIGHTS, _CACHED, _FIXED_S = 3.35e12 * 0.7 * 2, 16.4e9, 147456, 0.006
 _TOKEN_S = 2 * 8.2e9 / (989e12 * 0.4 * 2)

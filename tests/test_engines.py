@@ -29,9 +29,9 @@ from dppo_megatron.rollout.servers.connect import check_server, choose_channel, 
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.http import Done, Http, Unreachable
 from dppo_megatron.rollout.servers.protocol import ServerInfo, is_older
+from dppo_megatron.rollout.servers.rollout_work import grouped
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.rollout.servers.wire import GenerateRequest
-from dppo_megatron.rollout.servers.work import grouped
 from dppo_megatron.rollout.sync.channels import buckets, write_snapshot
 from dppo_megatron.rollout.sync.colocated import SharedBuffer
 from dppo_megatron.rollout.sync.receipts import Digests, canary_difference, differing, digest

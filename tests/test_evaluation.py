@@ -24,7 +24,7 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.functions import final_answer
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import engine_from_files
-from dppo_megatron.rollout.servers.work import grouped
+from dppo_megatron.rollout.servers.rollout_work import grouped
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import Prompt, UserError

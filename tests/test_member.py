@@ -155,9 +155,9 @@ def test_a_busy_server_rests_without_going_out() -> None:
         assert member.synced("1")
         member.back_off(5.0)
         member.back_off(2.0)
-        assert not member.is_free and member.state == "live"
+        assert not member.is_ready and member.state == "live"
         now[0] = 5.0
-        assert member.is_free
+        assert member.is_ready
 
 
 def test_only_the_owner_of_the_lock_changes_a_member() -> None:

@@ -38,8 +38,8 @@ from dppo_megatron.rollout.client.remote import Nodes, owners, take
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.dispatch import dispatch
+from dppo_megatron.rollout.servers.rollout_work import grouped
 from dppo_megatron.rollout.servers.wire import Sampled
-from dppo_megatron.rollout.servers.work import grouped
 from dppo_megatron.types import Completion, Grade, Prompt, RunAborted
 
 LIMIT = 12
@@ -355,7 +355,8 @@ def _generate(config: Config, two_nodes: bool) -> tuple[dict[int, Completion], i
 def test_every_rank_holds_a_share(files: Path, tmp_path: Path, ranks: int, two_nodes: bool) -> None:
     """On one machine through one client, and as two machines of two ranks through two, the second one's over TCP:
     every completion is held by one rank, a prompt's by the same, and is what its seed draws. A prompt's are spread over
-    the servers of one client, and a part of them that is refused costs no more."""
+    the servers of one client, and a part of them that is refused costs no more. Of prompt 5 that client's servers take
+    one part only, so that the rest comes by way of the other client."""
     of_client = [{"a", "c"}, {"b", "d"}] if two_nodes else [{"a", "b"}]
     asked_of: dict[tuple[int, int], list[str]] = {}
 
@@ -364,6 +365,10 @@ def test_every_rank_holds_a_share(files: Path, tmp_path: Path, ranks: int, two_n
             step, prompt, first = map(int, one.body["request_id"].split(".")[0].split("-"))
             if prompt == 7 or (prompt, first) == (4, 2):
                 return await one.reply("too long", "400 Bad Request")
+            if two_nodes and prompt == 5 and step == 2:
+                [mine] = [names for names in of_client if server in names]
+                if mine & {*asked_of.get((step, prompt), ())}:
+                    return await one.reply("busy", "429 Too Many Requests", "Retry-After: 30\r\n")
             asked_of.setdefault((step, prompt), []).append(server)
             await good(one)
 
@@ -386,8 +391,10 @@ def test_every_rank_holds_a_share(files: Path, tmp_path: Path, ranks: int, two_n
     assert all(mine for mine in prompts), "each rank of each node has some"
     asked = [Request(Prompt(i, "", (2, 3), "", ""), c, 2) for i in range(10) for c in range(3)]
     groups, places = grouped(asked, Sampling(LIMIT, 1.0, 0), 3)
+    strayed = {*asked_of.pop((2, 5))}
+    assert all(strayed & names for names in of_client) and len(strayed) == 2
     whole = {prompt: {*servers} for prompt, servers in asked_of.items() if prompt[1] != 4}
-    assert len(whole) == 16 and all(servers in of_client for servers in whole.values())
+    assert len(whole) == 15 and all(servers in of_client for servers in whole.values())
     missing = {14, 21, 22, 23}
     for share, _ in shares:
         for position, one in share.items():

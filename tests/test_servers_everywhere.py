@@ -33,8 +33,8 @@ from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import server_process
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
+from dppo_megatron.rollout.servers.rollout_work import grouped
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
-from dppo_megatron.rollout.servers.work import grouped
 from dppo_megatron.types import Completion, Prompt
 
 LIMIT = 12

@@ -16,10 +16,10 @@ from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, t
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http, Peer
+from dppo_megatron.rollout.servers.rollout_work import Work
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
-from dppo_megatron.rollout.servers.work import Work
 from plane.canned import COUNT, Canned, CannedServers, request_id
 
 VOCABULARY = 151_936

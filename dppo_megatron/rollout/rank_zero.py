@@ -23,8 +23,8 @@ from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import Peer
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Generator
+from dppo_megatron.rollout.servers.rollout_work import Work
 from dppo_megatron.rollout.servers.router import RouterServer
-from dppo_megatron.rollout.servers.work import Work
 from dppo_megatron.rollout.sync.channels import drain, in_thread
 from dppo_megatron.weights.architecture import Architecture
 

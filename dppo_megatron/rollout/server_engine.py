@@ -2,7 +2,8 @@
 
     rank 0     start: plan of groups -> rollout thread (dispatch.py) <-> clients (client/remote.py) <-> servers
     any rank   start: the same plan, for the places of what it will hold
-               finish: waits for rank 0's broadcast over gloo, then takes its share from its node's client
+               finish: waits for rank 0's broadcast over gloo, then takes its share from its node's client; parts of a
+                       group that had to go to servers of another node's client are brought to the rest of it
     rank 0     load_weights: main thread; the rollout thread is done, or its requests are treated by
                `rollout.sync.in_flight`
 
@@ -45,8 +46,8 @@ from dppo_megatron.rollout.servers.connect import ChannelName, Launched, connect
 from dppo_megatron.rollout.servers.device_map import DeviceMap, this_device
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.rollout_work import Work, grouped
 from dppo_megatron.rollout.servers.wire import Expected
-from dppo_megatron.rollout.servers.work import Work, grouped
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
 from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
@@ -172,7 +173,9 @@ class ServerEngine(Engine):
             self._sync.again()
             self._go_on()
         found = self._take(first.work, first.places)
-        lost = from_rank_zero(lambda: first.work.missing)
+        lost, homes = from_rank_zero(lambda: (first.work.missing, first.work.homes))
+        if homes:
+            self._reunite(found, homes, first.places)
         of_group = Counter(group for group, _ in lost)
         for (group, position), why in lost.items():
             places = first.places[group]
@@ -184,6 +187,24 @@ class ServerEngine(Engine):
                     self._grades[places[position]] = Grade(math.nan, failure=f"not sampled: {why}")
         self._zero.here(lambda zero: zero.count(first.work, self._sync.version, self._stats))
         return dict(sorted(found.items()))
+
+    def _reunite(self, found: dict[int, Completion], homes: dict[int, int], places: Sequence[Sequence[int]]) -> None:
+        """Bring what has landed elsewhere of a group to the rank that holds it at its home. Collective.
+
+        Args:
+            homes: the node of each group that is at several.
+        """
+        node = self._nodes.node
+        strays = [place for group, home in homes.items() if home != node for place in places[group] if place in found]
+        gathered = gather_all([(place, found.pop(place), self._grades.pop(place, None)) for place in strays])
+        mine = {place for group in homes if any(one in found for one in places[group]) for place in places[group]}
+        for place, completion, grade in gathered:
+            # one that was aborted may be in one place, and what came of asking again in another
+            if place in mine and (place not in found or found[place].finish_reason == "abort"):
+                found[place] = completion
+                self._grades.pop(place, None)
+                if grade is not None:
+                    self._grades[place] = grade
 
     def take_grades(self) -> dict[int, Grade]:
         """The hook's grades of the completions of the last `finish`, by position in its requests; empty without a

@@ -14,6 +14,7 @@ from typing import Any
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
+from dppo_megatron.rollout.servers.rollout_work import Work
 from dppo_megatron.rollout.servers.wire import (
     AttemptFailed,
     Completed,
@@ -23,7 +24,6 @@ from dppo_megatron.rollout.servers.wire import (
     Graded,
     Submit,
 )
-from dppo_megatron.rollout.servers.work import Work
 from support.said import heard
 from support.settings import rollout_config
 

@@ -15,11 +15,11 @@ The rules:
 - A group goes to the live server or router with the fewest outstanding tokens, of those with room for its completions:
   `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight.
   It is for one engine: a server of four data-parallel replicas has room for four times as many.
-- A group of training is asked for in parts, one for each live server of a client (`Work.spread`): completions of a
-  hard prompt are long together, and whoever had all of them would end last. A rank takes a whole group from its node's
-  client, so all parts go to servers of the client that the first went to; if none of those is left, what it holds is
-  asked for again elsewhere.
-- Groups of a server that has gone out are queued again, and only the first answer to each is kept. With a seed (vLLM)
+- A group of training is asked for in parts, as many as there are live servers of the client that has most
+  (`Work.spread`): completions of a hard prompt are long together, and whoever had all of them would end last. A rank
+  takes what its node's client holds, so the parts go to servers of one client while one of those can be asked; what has
+  to go elsewhere is sent on to that rank in the end (`Work.homes`).
+- Groups of a server that has gone out are queued again; what it answers after that is dropped. With a seed (vLLM)
   the second attempt samples the same completion, so a failure does not favour short ones; without, `Work.resent`.
 - Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
   it that went wrong. Each ends in one message with the request's id; training requests cost their own completions, and
@@ -29,16 +29,14 @@ The rules:
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.member import Endpoint
+from dppo_megatron.rollout.servers.rollout_work import Work
 from dppo_megatron.rollout.servers.wire import AttemptFailed, Completed, Event, GenerateRequest, Graded, Submit
-from dppo_megatron.rollout.servers.work import Work
 from dppo_megatron.texts import log
 from dppo_megatron.types import RunAborted
 
@@ -145,54 +143,38 @@ class Dispatch:
 
     def _assign(self) -> None:
         """What finds no room holds up what is behind it, at its client or everywhere: a large group would starve."""
-        clients = {self._clients.client_of(one.name) for one in self._fleet.endpoints if one.state == "live"}
+        routers = [router for router in self._fleet.routers if router.state == "live"]
+        known: dict[tuple[bool, ...], list[tuple[int, Endpoint]]] = {}
+        """Clients and whom they may ask, by which routers pass a group on: there are hundreds of servers and parts."""
         full: set[int] = set()
         for work in self._open:
             waiting: list[int] = []
-            while work.pending and not full >= clients:
+            while work.pending:
                 index = work.pending[0]
-                targets = [
-                    (self._clients.client_of(one.name), one) for one in self._fleet.targets_for(work.groups[index])
-                ]
-                holder = self._holder(work, index, {client for client, _ in targets})
-                may = [one for client, one in targets if holder in (None, client) and client not in full]
-                if free := [one for one in may if self._has_room(one, work.groups[index])]:
+                group, near = work.groups[index], work.near.get(work.part_of(index)[0], ())
+                if near and full.issuperset(near):
+                    waiting.append(work.pending.popleft())
+                    continue
+                passed_on = tuple(router.server.dialect.carries(group) for router in routers)
+                if passed_on not in known:
+                    known[passed_on] = [
+                        (self._clients.client_of(one.name), one) for one in self._fleet.targets_for(group)
+                    ]
+                targets = known[passed_on]
+                close = [(client, one) for client, one in targets if client in near and one.is_ready]
+                free = [one for client, one in close or targets if client not in full and self._has_room(one, group)]
+                if free:
                     least = min(free, key=lambda one: one.outstanding_tokens / one.width)
                     self._ask(least, work, work.pending.popleft())
-                elif holder is None:
-                    break
-                else:
-                    full.add(holder)
+                elif close:
+                    full.update(client for client, _ in close)
                     waiting.append(work.pending.popleft())
+                else:
+                    break
             is_held_up = bool(work.pending)
             work.pending.extendleft(reversed(waiting))
             if is_held_up:
                 return
-
-    def _holder(self, work: Work, index: int, clients: Collection[int]) -> int | None:
-        """The client that has to be given what is asked for under `index`; None: any of `clients`, which have servers
-        for it."""
-        whole, _ = work.part_of(index)
-        holder = work.holders.get(whole)
-        if holder is not None and clients and holder not in clients:
-            self._leave(work, whole)
-            return None
-        return holder
-
-    def _leave(self, work: Work, whole: int) -> None:
-        """The group goes to another client; what this one has of it is dropped, and asked for again."""
-        held = {index: ticket for ticket, index in work.landed.items() if work.part_of(index)[0] == whole}
-        self._clients.cancel(list(held.values()))
-        is_seeded = all(asked.server.dialect.seeded for asked in self._fleet.endpoints)
-        for index, ticket in held.items():
-            landed = work.done[index]
-            del work.landed[ticket]
-            work.ready.add(index)
-            work.retries += 1
-            self._ask_for(work, index, [i for i, reason in enumerate(landed.reasons) if reason != "abort"], is_seeded)
-            gone = ["abort"] * len(landed.reasons)
-            work.done[index] = msgspec.structs.replace(landed, reasons=gone, spans=[])
-        del work.holders[whole]
 
     def _ask(self, member: Endpoint, work: Work, index: int) -> None:
         ticket = next(self._fleet.tickets)
@@ -202,8 +184,7 @@ class Dispatch:
             member.began(group.cost, group.count, group.sockets)
         self._attempts[ticket] = _Attempt(work, index, member, self._fleet.spans.clock(), member.outages)
         whole, first = work.part_of(index)
-        if work.may_split:
-            work.holders[whole] = self._clients.client_of(member.name)
+        self._count_near(work, index, member, 1)
         prompt = work.prompts[whole] if work.prompts else b""
         asked = Submit(ticket, whole, member.name, group, work.expected, left_s + _ANSWER_S, prompt, work.number, first)
         self._clients.ask(asked)
@@ -212,16 +193,23 @@ class Dispatch:
         """A group that is larger than the whole room goes alone: it could go nowhere else."""
         room = self._limits.max_concurrent_sequences * member.width - member.completions
         fits = group.count <= room or member.groups == 0
-        is_ready = member.is_free and not member.asleep
         has_sockets = member.sockets + group.sockets <= self._clients.room(member.name) or member.groups == 0
-        return is_ready and fits and has_sockets
+        return member.is_ready and fits and has_sockets
 
     def _forget(self, ticket: int) -> _Attempt:
         attempt = self._attempts.pop(ticket)
         group = attempt.work.groups[attempt.index]
+        self._count_near(attempt.work, attempt.index, attempt.member, -1)
         with self._fleet.lock:
             attempt.member.ended(group.cost, group.count, group.sockets)
         return attempt
+
+    def _count_near(self, work: Work, index: int, member: Endpoint, change: int) -> None:
+        if work.may_split:
+            near = work.near.setdefault(work.part_of(index)[0], Counter())
+            near[client := self._clients.client_of(member.name)] += change
+            if not near[client]:
+                del near[client]
 
     def _settle(self, event: Event) -> int | None:
         """The group that has landed, if one has. Tickets that are no longer wanted are passed over."""
@@ -242,11 +230,6 @@ class Dispatch:
         if isinstance(event, AttemptFailed):
             self._failed(attempt, event)
             return None
-        client = self._clients.client_of(attempt.member.name)
-        if work.may_split and work.holders.setdefault(work.part_of(attempt.index)[0], client) != client:
-            self._clients.cancel([event.ticket])  # the rest has left this client meanwhile
-            self._again(attempt)
-            return None
         aborted = event.reasons.count("abort")
         if aborted and not (work.stragglers_ended or attempt.index in work.ended):
             if not self._aborted(attempt, event):
@@ -255,6 +238,7 @@ class Dispatch:
         work.stragglers_aborted += aborted * work.stragglers_ended
         work.done[attempt.index] = event
         work.landed[event.ticket] = attempt.index
+        self._count_near(work, attempt.index, attempt.member, 1)
         with self._fleet.lock:
             attempt.member.delivered()
         return attempt.index
@@ -307,7 +291,7 @@ class Dispatch:
         work.completions_aborted += len(rest) if splits else len(event.reasons)
         if splits:
             work.retries += 1
-            self._ask_for(work, attempt.index, rest, attempt.member.server.dialect.seeded)
+            self._ask_for_rest(attempt, rest)
         else:
             self._clients.cancel([event.ticket])  # drops what it brought
             self._again(attempt)
@@ -315,15 +299,15 @@ class Dispatch:
             self._blame(attempt, f"it has ended the request {aborts} times, unasked")
         return splits
 
-    def _ask_for(self, work: Work, part: int, places: Sequence[int], is_seeded: bool) -> None:
-        """Have completions of a part asked for again, each alone."""
-        whole, first = work.part_of(part)
+    def _ask_for_rest(self, attempt: _Attempt, places: Sequence[int]) -> None:
+        work, group = attempt.work, attempt.work.groups[attempt.index]
+        whole, first = work.part_of(attempt.index)
         for place in places:
             work.pending.append(index := len(work.groups))
-            work.parts[index], work.first_asked[index] = (whole, first + place), work.first_asked[part]
-            work.aborts[index] = work.aborts.get(part, 0)
-            work.groups.append(work.groups[part].part(place, 1))
-            if not is_seeded:
+            work.parts[index], work.first_asked[index] = (whole, first + place), work.first_asked[attempt.index]
+            work.aborts[index] = work.aborts[attempt.index]
+            work.groups.append(group.part(place, 1))
+            if not attempt.member.server.dialect.seeded:
                 work.resent.add(whole)
 
     def _blame(self, attempt: _Attempt, why: str) -> None:
@@ -355,9 +339,11 @@ class Dispatch:
         share = self._limits.finish_fraction
         if share == 1 or not work.may_lose or work.stragglers_ended or work.pending:
             return
-        total = sum(group.count for group in work.groups)
+        # what was aborted and asked for again counts as what came of that
+        again = sum(one.reasons.count("abort") for index, one in work.done.items() if index not in work.ended)
+        total = sum(group.count for group in work.groups) - again
         tickets = self._tickets(work)
-        if tickets and sum(work.groups[index].count for index in work.done) >= share * total:
+        if tickets and sum(work.groups[index].count for index in work.done) - again >= share * total:
             work.stragglers_ended = True
             self._clients.end(tickets)
 

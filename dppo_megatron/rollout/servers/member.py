@@ -182,9 +182,9 @@ class Endpoint:
         self._free_at = max(self._free_at, self._clock() + min(_LONGEST_REST_S, rest_s))
 
     @property
-    def is_free(self) -> bool:
-        """Whether it no longer rests (see `back_off`)."""
-        return self._clock() >= self._free_at
+    def is_ready(self) -> bool:
+        """Awake, and no longer at rest (see `back_off`)."""
+        return not self.asleep and self._clock() >= self._free_at
 
     def _owned(self) -> None:
         """Raises RuntimeError unless this thread holds the fleet's lock: of the library's only a condition knows."""

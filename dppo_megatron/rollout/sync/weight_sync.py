@@ -24,7 +24,7 @@ _RETRY_S = 1.0
 
 
 class WeightSync:
-    """The syncs of a run. Made on every rank, and every call is collective.
+    """The syncs of a run. Made on every rank, and every call but `take_figures` is collective.
 
     Args:
         fleet: on rank 0; None elsewhere.

@@ -17,11 +17,11 @@ from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http, Peer
+from dppo_megatron.rollout.servers.rollout_work import Work
 from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
-from dppo_megatron.rollout.servers.work import Work
 from support.engines.stub import completion
 from support.settings import rollout_config
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -115,8 +115,8 @@ class Work:
     """What is asked for beside a group's first part -> the group, and the position there of its first completion."""
     may_split: bool = False
     """A group may be asked for in parts, and a part again of which some are missing."""
-    holders: dict[int, int] = field(default_factory=dict)
-    """Groups that may be split -> the client that holds what there is of each: all parts are asked for there."""
+    near: dict[int, Counter[int]] = field(default_factory=dict)
+    """Groups that may be split -> how many parts of each are in flight or have landed, by client."""
     lost: dict[int, str] = field(default_factory=dict)
     """Groups that were given up whole, and why."""
     ended: set[int] = field(default_factory=set)
@@ -146,6 +146,11 @@ class Work:
         """(group, position there) of each completion that was asked for in vain, and why."""
         parts = [(*self.part_of(index), self.groups[index].count, why) for index, why in self.lost.items()]
         return {(whole, place): why for whole, first, count, why in parts for place in range(first, first + count)}
+
+    @property
+    def homes(self) -> dict[int, int]:
+        """Groups that have landed at several clients -> the one that has most parts of each."""
+        return {whole: max(sorted(at), key=at.__getitem__) for whole, at in self.near.items() if len(at) > 1}
 
     def part_of(self, index: int) -> tuple[int, int]:
         """The group, and the position there of the first completion, of what is asked for under `index`."""
