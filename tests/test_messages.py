@@ -215,6 +215,10 @@ OUTPUTS: dict[str, Callable[[Path, Path], list[str]]] = {
     "simulate --json": lambda f, t: ["simulate", str(t / "trace.jsonl"), "--json", "/proc/self/x/y.json"],
     "simulate --json directory": lambda f, t: ["simulate", str(t / "trace.jsonl"), "--json", str(t)],
     "simulate --json empty": lambda f, t: ["simulate", str(t / "trace.jsonl"), "--json", ""],
+    "report --out": lambda f, t: ["report", str(t / "no_run"), "--out", "/proc/self/x.html"],
+    "report --out directory": lambda f, t: ["report", str(t / "no_run"), "--out", str(t)],
+    "plan --json": lambda f, t: ["plan", CONFIG, *settings(f, t / "run"), "--json", "/proc/self/x.json"],
+    "doctor --json": lambda f, t: ["doctor", CONFIG, *settings(f, t / "run"), "--json", "/proc/self/x.json"],
     "convert --out": lambda f, t: ["convert", "to-megatron", "--hf", str(t / "model"), "--out", "/proc/self/x"],
     "convert --out under a file": lambda f, t: [
         *("convert", "to-megatron", "--hf", str(t / "model"), "--out", str(t / "file" / "x"))

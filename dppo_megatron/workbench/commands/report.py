@@ -31,9 +31,9 @@ def execute(arguments: argparse.Namespace) -> int:
         from dppo_megatron.workbench.runs.run_record import read_run
     runs: list[Path] = arguments.runs
     out: Path = arguments.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    check_writable("--out", out, directory=False)
     with progress("reading", len(runs), "runs") as advance:
         records = [read_run(run) for run in counted(runs, advance)]
-    check_writable("--out", out, directory=False)
     with progress(f"writing {out}"):
         write_page(out, records)
     show(f"{out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser")
