@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import make_grader
+from dppo_megatron.rollout import server_engine
 from dppo_megatron.rollout.client import messages
 from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, HookFactory, hand_over, take_over
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
@@ -349,6 +351,26 @@ def _generate(config: Config, two_nodes: bool) -> tuple[dict[int, Completion], i
         return found, engine._nodes.count
     finally:
         engine.close()
+
+
+def test_strays_join_their_group_with_their_grades(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of node 0, whose group 0 is partly on node 1; of group 1 it has one that belongs there, and group 2 is
+    another rank's of its node. Of two for one place the one that was not aborted stays, whichever came from where."""
+    engine: Any = object.__new__(ServerEngine)
+    engine._nodes = Nodes((0, 0, 1), 0)
+
+    def one(reason: str) -> Completion:
+        return Completion(np.empty(0, np.int64), np.empty(0, np.float32), reason, "")
+
+    stop, length, ended = one("stop"), one("length"), one("abort")
+    engine._grades = {0: Grade(1.0), 1: Grade(0.0), 4: Grade(1.0)}
+    elsewhere = [(1, length, Grade(0.5)), (2, stop, None), (0, ended, Grade(0.0)), (8, stop, Grade(1.0))]
+    sent: list[Any] = []
+    monkeypatch.setattr(server_engine, "gather_all", lambda mine: sent.extend(mine) or [*mine, *elsewhere])
+    found = {0: stop, 1: ended, 4: length}
+    engine._reunite(found, {0: 0, 1: 1, 2: 0}, [[0, 1, 2], [3, 4, 5], [6, 7, 8]])
+    assert found == {0: stop, 1: length, 2: stop} and sent == [(4, length, Grade(1.0))]
+    assert engine._grades == {0: Grade(1.0), 1: Grade(0.5)}
 
 
 @pytest.mark.parametrize(("ranks", "two_nodes"), [(1, False), (3, False), (4, True)])
