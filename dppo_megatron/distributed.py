@@ -3,9 +3,10 @@
 Decisions (selection, pruning, packing, history) are made on rank 0 alone, so that ranks cannot disagree. An exception
 on rank 0 is raised on every rank instead of leaving the others waiting. Without a process group these are plain calls.
 
-Only scalars and plans go this way; tokens go through `exchange.py`. Objects travel over gloo on GPUs too (the process
-group is `cpu:gloo,cuda:nccl`): a rank that waits for a rollout waits on a socket. Inside an NCCL broadcast it would
-spin in a kernel, on the GPU that a colocated engine generates on.
+Only scalars and plans go this way, and completions of groups that came from several nodes; tokens go through
+`exchange.py`. Objects travel over gloo on GPUs too (the process group is `cpu:gloo,cuda:nccl`): a rank that waits for a
+rollout waits on a socket. Inside an NCCL broadcast it would spin in a kernel, on the GPU that a colocated engine
+generates on.
 """
 
 from __future__ import annotations
@@ -215,6 +216,19 @@ def gather_all(mine: Sequence[T]) -> list[T]:
     parts: list[Sequence[T]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, list(mine))
     return [item for part in parts for item in part]
+
+
+def from_each(mine: Sequence[T]) -> Iterator[list[T]]:
+    """The lists of the ranks that have anything, one after another, so that no rank holds all of them at the same time.
+    Collective: every rank walks it to its end."""
+    if _world_size() == 1:
+        yield list(mine)
+        return
+    for source, count in enumerate(gather_all([len(mine)])):
+        if count:
+            sent: list[Any] = [list(mine) if dist.get_rank() == source else None]
+            dist.broadcast_object_list(sent, src=source)
+            yield sent[0]
 
 
 def to_rank_zero(mine: T) -> list[T]:

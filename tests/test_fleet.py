@@ -435,7 +435,7 @@ def test_a_group_stays_at_one_client_while_that_has_a_server() -> None:
     list(landing)
     again = [(ask.index, ask.first, ask.server in "cd") for ask in world.asked[6:]]
     assert sorted(again)[0] == (0, 2, True) and {where for *_, where in again} == {True}
-    assert work.is_complete and work.near[0] == {0: 1, 1: 1} and work.homes.items() >= {0: 0}.items()
+    assert work.is_complete and work.near[0] == {0: 2, 1: 2} and work.homes.items() >= {0: 0}.items()
     assert 1 not in work.homes and nothing_in_flight(fleet)
 
 
@@ -453,6 +453,26 @@ def test_a_client_whose_servers_rest_holds_nothing_up(landed: bool) -> None:
     work.spread(2)
     assert sorted(dispatch(fleet, work)) == [0, 1] and world.now < 1
     assert work.homes == ({0: 0} if landed else {}) and nothing_in_flight(fleet)
+
+
+@pytest.mark.parametrize(("dead", "where"), [(2, {"c", "d"}), (3, {"e", "f", "g", "h"})])
+def test_a_client_that_has_lost_most_of_its_servers_is_not_waited_for(dead: int, where: set[str]) -> None:
+    """Of four servers each of two clients. A group with parts on all of client 0's loses those of the dead."""
+    world = World(clients=dict(zip("abcdefgh", (0, 0, 0, 0, 1, 1, 1, 1), strict=True)))
+    world.reply = lambda ask: answered(ask) if len(world.asked) > 4 else None
+    fleet, work = world.fleet(8), work_of(groups(8), may_split=True)
+    work.spread(4)
+    landing = dispatch(fleet, work)
+    events = world.events
+
+    def then_they_die(timeout_s: float) -> list[Event]:
+        for member in fleet.members[:dead] if len(world.asked) == 4 else ():
+            fleet.mark_out(member, "killed")
+        return events(timeout_s)
+
+    world.events = then_they_die  # type: ignore[method-assign]
+    list(landing)
+    assert len(world.asked) == 4 + dead and {ask.server for ask in world.asked[4:]} <= where
 
 
 def test_a_client_without_room_holds_up_its_own_groups_alone() -> None:
@@ -689,7 +709,9 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
             found += [(whole, first + place) for place, reason in enumerate(reasons) if reason != "abort"]
         assert sorted(found) == [(index, place) for index, count in enumerate(counts) for place in range(count)]
         client_of = {ask.ticket: world.client_of(ask.server) for ask in world.asked}
-        at = Counter((work.part_of(index)[0], client_of[ticket]) for ticket, index in work.landed.items())
+        at = Counter[tuple[int, int]]()
+        for ticket, index in work.landed.items():
+            at[work.part_of(index)[0], client_of[ticket]] += work.groups[index].count
         assert (
             at == {(whole, client): n for whole, near in work.near.items() for client, n in near.items()}
             or not work.may_split

@@ -366,7 +366,7 @@ def test_strays_join_their_group_with_their_grades(monkeypatch: pytest.MonkeyPat
     engine._grades = {0: Grade(1.0), 1: Grade(0.0), 4: Grade(1.0)}
     elsewhere = [(1, length, Grade(0.5)), (2, stop, None), (0, ended, Grade(0.0)), (8, stop, Grade(1.0))]
     sent: list[Any] = []
-    monkeypatch.setattr(server_engine, "gather_all", lambda mine: sent.extend(mine) or [*mine, *elsewhere])
+    monkeypatch.setattr(server_engine, "from_each", lambda mine: sent.extend(mine) or iter([mine, elsewhere]))
     found = {0: stop, 1: ended, 4: length}
     engine._reunite(found, {0: 0, 1: 1, 2: 0}, [[0, 1, 2], [3, 4, 5], [6, 7, 8]])
     assert found == {0: stop, 1: length, 2: stop} and sent == [(4, length, Grade(1.0))]

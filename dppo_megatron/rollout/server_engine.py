@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
-from dppo_megatron.distributed import OnRankZero, barrier, from_rank_zero, gather_all, rank
+from dppo_megatron.distributed import OnRankZero, barrier, from_each, from_rank_zero, gather_all, rank
 from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.rollout.client.completion_buffer import HookFactory, completion_of
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
@@ -165,7 +165,7 @@ class ServerEngine(Engine):
 
     def finish(self) -> dict[int, Completion]:
         """Wait for what was started of the earliest step. The completions are those that this node's client has taken
-        in, shared evenly by its ranks; a training prompt's stay together."""
+        in, shared evenly by its ranks; a training prompt's are together, also where they came from several nodes."""
         assert self._started, "start comes first"
         first = min(self._started, key=lambda one: one.work.order)
         self._started.remove(first)
@@ -196,9 +196,9 @@ class ServerEngine(Engine):
         """
         node = self._nodes.node
         strays = [place for group, home in homes.items() if home != node for place in places[group] if place in found]
-        gathered = gather_all([(place, found.pop(place), self._grades.pop(place, None)) for place in strays])
+        leaving = [(place, found.pop(place), self._grades.pop(place, None)) for place in strays]
         mine = {place for group in homes if any(one in found for one in places[group]) for place in places[group]}
-        for place, completion, grade in gathered:
+        for place, completion, grade in itertools.chain.from_iterable(from_each(leaving)):
             # one that was aborted may be in one place, and what came of asking again in another
             if place in mine and (place not in found or found[place].finish_reason == "abort"):
                 found[place] = completion

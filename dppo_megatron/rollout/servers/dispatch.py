@@ -10,15 +10,16 @@ Runs on rank 0 and decides from scalars; the rollout clients hold the sockets an
 
 The rules:
 
-- Of several rollouts the earliest step's comes first: a later one's groups wait until all of its are asked. They fill
-  the room that its last answers leave free, and no straggler holds them up.
+- Of several rollouts the earliest step's comes first: a later one's groups get the room that none of its can take. So
+  they fill what its last answers leave free, and no straggler holds them up.
 - A group goes to the live server or router with the fewest outstanding tokens, of those with room for its completions:
   `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight.
   It is for one engine: a server of four data-parallel replicas has room for four times as many.
-- A group of training is asked for in parts, as many as there are live servers of the client that has most
+- A group of training is asked for in parts, at most as many as there are live servers of the client that has most
   (`Work.spread`): completions of a hard prompt are long together, and whoever had all of them would end last. A rank
-  takes what its node's client holds, so the parts go to servers of one client while one of those can be asked; what has
-  to go elsewhere is sent on to that rank in the end (`Work.homes`).
+  takes what its node's client holds, so the parts go to servers of one client while one of those can be asked, and half
+  of them are live: the rest would wait for the last one. What goes elsewhere is brought together in the end
+  (`Work.homes`).
 - Groups of a server that has gone out are queued again; what it answers after that is dropped. With a seed (vLLM)
   the second attempt samples the same completion, so a failure does not favour short ones; without, `Work.resent`.
 - Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
@@ -146,12 +147,15 @@ class Dispatch:
         routers = [router for router in self._fleet.routers if router.state == "live"]
         known: dict[tuple[bool, ...], list[tuple[int, Endpoint]]] = {}
         """Clients and whom they may ask, by which routers pass a group on: there are hundreds of servers and parts."""
+        live = Counter(self._clients.client_of(one.name) for one in self._fleet.live)
+        known_to = Counter(self._clients.client_of(one.name) for one in self._fleet.members)
+        strong = {client for client, count in live.items() if 2 * count >= known_to[client]}
         full: set[int] = set()
         for work in self._open:
             waiting: list[int] = []
             while work.pending:
                 index = work.pending[0]
-                group, near = work.groups[index], work.near.get(work.part_of(index)[0], ())
+                group, near = work.groups[index], strong.intersection(work.near.get(work.part_of(index)[0], ()))
                 if near and full.issuperset(near):
                     waiting.append(work.pending.popleft())
                     continue
@@ -204,10 +208,10 @@ class Dispatch:
             attempt.member.ended(group.cost, group.count, group.sockets)
         return attempt
 
-    def _count_near(self, work: Work, index: int, member: Endpoint, change: int) -> None:
+    def _count_near(self, work: Work, index: int, member: Endpoint, sign: int) -> None:
         if work.may_split:
             near = work.near.setdefault(work.part_of(index)[0], Counter())
-            near[client := self._clients.client_of(member.name)] += change
+            near[client := self._clients.client_of(member.name)] += sign * work.groups[index].count
             if not near[client]:
                 del near[client]
 

@@ -183,8 +183,8 @@ class Endpoint:
 
     @property
     def is_ready(self) -> bool:
-        """Awake, and no longer at rest (see `back_off`)."""
-        return not self.asleep and self._clock() >= self._free_at
+        """Live, awake, and no longer at rest (see `back_off`)."""
+        return self.state == "live" and not self.asleep and self._clock() >= self._free_at
 
     def _owned(self) -> None:
         """Raises RuntimeError unless this thread holds the fleet's lock: of the library's only a condition knows."""

@@ -116,7 +116,7 @@ class Work:
     may_split: bool = False
     """A group may be asked for in parts, and a part again of which some are missing."""
     near: dict[int, Counter[int]] = field(default_factory=dict)
-    """Groups that may be split -> how many parts of each are in flight or have landed, by client."""
+    """Groups that may be split -> how many completions of each are in flight or have landed, by client."""
     lost: dict[int, str] = field(default_factory=dict)
     """Groups that were given up whole, and why."""
     ended: set[int] = field(default_factory=set)
@@ -149,7 +149,7 @@ class Work:
 
     @property
     def homes(self) -> dict[int, int]:
-        """Groups that have landed at several clients -> the one that has most parts of each."""
+        """Groups that have landed at several clients -> the one that has most of each."""
         return {whole: max(sorted(at), key=at.__getitem__) for whole, at in self.near.items() if len(at) > 1}
 
     def part_of(self, index: int) -> tuple[int, int]:
