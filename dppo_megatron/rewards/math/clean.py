@@ -31,8 +31,8 @@ _SPELLED = {
     **dict.fromkeys("“”", '"'),
     **{sign: spelling + " " for sign, spelling in zip(_SIGNS[::2], _SIGNS[1::2], strict=True)},
 }
-_GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega"
-_SPELLED.update(zip("αβγδεζηθικλμνξρστφχψω", (f"\\{name} " for name in _GREEK.split()), strict=True))
+GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega"
+_SPELLED.update(zip("αβγδεζηθικλμνξρστφχψω", (f"\\{name} " for name in GREEK.split()), strict=True))
 _UNICODE = str.maketrans(_SPELLED)
 _plain = functools.partial(unicodedata.normalize, "NFKC")  # full-width forms, letters of mathematical alphabets, spaces
 _FRACTION = regex("[\u00bc-\u00be\u2150-\u215e\u2189]")

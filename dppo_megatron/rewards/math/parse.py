@@ -12,6 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import Node, Unreadable
+from dppo_megatron.rewards.math.clean import GREEK
 from dppo_megatron.rewards.math.numbers import MAX_DIGITS, MAX_EXPONENT
 from dppo_megatron.rewards.math.patterns import regex
 
@@ -23,12 +24,9 @@ _RECIPROCALS = {"cot": "tan", "sec": "cos", "csc": "sin"}
 FUNCTIONS = frozenset(_FUNCTION_WORDS.split())
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _WORD_CONSTANTS = {"pi": "pi", "infty": "inf", "infinity": "inf", "inf": "inf"}
-_NAME_WORDS = (
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega Gamma"
-    " Delta Theta Lambda Xi Sigma Phi Psi Omega hbar ell odot prime partial nabla"
-)
-_NAMES = frozenset(_NAME_WORDS.split())
-_CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
+_LETTERS = f"{GREEK} Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega hbar ell odot prime partial nabla"
+_NAMES = frozenset(_LETTERS.split())
+_CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", "\\{": "\\}"}
 _NUMBER = regex(r"(\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d+)(?![A-Za-z]))?", re.ASCII)
 _PLUS_MINUS = regex(r"\\pm(?![A-Za-z])|\+\s*/-")
 _TOKEN = regex(r"\\?[A-Za-z]+|.", re.DOTALL)
@@ -98,7 +96,7 @@ class _Reader:
         if self._depth > _MAX_DEPTH:
             raise Unreadable("nested too deeply")
         node = self._signed(self.product)
-        while sign := self._sign():
+        while sign := self._take("+", "-"):
             term = self.product()
             node = ("+", node, term if sign == "+" else (sign, term))
         self._depth -= 1
@@ -113,7 +111,7 @@ class _Reader:
                 node = ("*", node, self._signed(self._factor))
             elif not until_function and self._take("/"):
                 node = _quotient(node, self._signed(self._factor))
-            elif not until_function and (self._take("\\bmod") or self._take("\\mod")):
+            elif not until_function and self._take("\\bmod", "\\mod"):
                 node = ("f", "mod", node, self._signed(self._factor))
             elif self._starts_factor() and not (until_function and self._starts_function()):
                 digits = self._peek()[0] in "0123456789."
@@ -125,13 +123,10 @@ class _Reader:
 
     def _signed(self, read: Callable[[], Node]) -> Node:
         """What is read, with the signs before it."""
-        sign = self._sign()
+        sign = self._take("+", "-")
         if not sign:
             return read()
-        return self._signed(read) if sign == "+" else ("-", self._signed(read))
-
-    def _sign(self) -> str:
-        return "+" if self._take("+") else "-" if self._take("-") else ""
+        return self._signed(read) if sign == "+" else (sign, self._signed(read))
 
     def _factor(self) -> Node:
         node = self._primary()
@@ -244,11 +239,11 @@ class _Reader:
 
     def _of_several(self, name: str) -> Node:
         """max(a, b), also in braces or with spaces."""
-        opening = next((sign for sign in ("(", "[", "\\{") if self._take(sign)), "")
+        opening = self._take("(", "[", "\\{")
         parts = [self.sum()] if opening else []
         while self._take(","):
             parts.append(self.sum())
-        if not self._take({"(": ")", "[": "]", "\\{": "\\}"}.get(opening, "?")) or len(parts) > 20:
+        if not opening or not self._take(_CLOSING[opening]) or len(parts) > 20:
             raise Unreadable(f"{name} of what?")
         return ("-", ("f", "max", *(("-", part) for part in parts))) if name == "min" else ("f", name, *parts)
 
@@ -332,12 +327,14 @@ class _Reader:
         match = _TOKEN.match(self.text, self.position)
         return match.group() if match else ""
 
-    def _take(self, sign: str) -> bool:
+    def _take(self, *signs: str) -> str:
+        """The one of the signs that comes next, which is then behind; empty if none does."""
         self._skip()
-        if self.text.startswith(sign, self.position):
-            self.position += len(sign)
-            return True
-        return False
+        for sign in signs:
+            if self.text.startswith(sign, self.position):
+                self.position += len(sign)
+                return sign
+        return ""
 
     def _skip(self) -> None:
         while self.text.startswith(" ", self.position):
