@@ -158,7 +158,7 @@ class Evaluation:
     def _power(self, base: Node, exponent: Node) -> Any:
         power, value = self.of(exponent), self.of(base)
         if base == ("c", "e"):
-            return Fraction(1) if power == 0 else self._exp(self.lift(power))
+            return Fraction(1) if power == 0 else self._called("exp", self.lift(power))
         if self._is_nothing(value) and symbols(exponent):  # 0^{(x-7)^2} is 0 at every point but one
             raise TooBig("0 to a power that may be 0")
         return self._raised(value, power)
@@ -190,7 +190,7 @@ class Evaluation:
         if power == Fraction(1, 2):
             self.has_branch |= not _is_positive(base)
             return self._called("sqrt", base)
-        return self._exp(self.lift(power) * self._ln(base))
+        return self._called("exp", self.lift(power) * self._ln(base))
 
     def _whole_power(self, base: Fraction, power: int) -> Fraction:
         if not base and power <= 0:
@@ -199,11 +199,6 @@ class Evaluation:
         if (bits - 1) * abs(power) > _MAX_BITS:  # a power of 1 is short
             raise TooBig
         return self._fits(base**power)
-
-    def _exp(self, value: Any) -> Any:
-        if abs(value) > 1e5:
-            raise TooBig
-        return self._called("exp", value)
 
     def _ln(self, value: Any) -> Any:
         if not value:
@@ -215,6 +210,8 @@ class Evaluation:
         """A function of mpmath, without an imaginary part that is nothing."""
         self.work.spend(self._cost)
         if name in _GROWING:  # a sum needs the digits of e^{-4900} to be told from one without it
+            if abs(value) > 1e5:
+                raise TooBig
             self.bits = max(self.bits, 2 * int(abs(value.real)))
         result = getattr(self._arithmetic, name)(value)
         return result if result.imag else result.real
@@ -248,7 +245,7 @@ class Evaluation:
         if name not in _TRANSCENDENTAL:
             raise Undefined(name)
         self.has_branch |= name in ("arcsin", "arccos") and abs(value) > 1
-        if abs(value) > (1e5 if name[-1] == "h" else 1e12):
+        if abs(value) > 1e12:
             raise TooBig
         return self._called(name.replace("arc", "a"), value)
 

@@ -21,7 +21,7 @@ _MAX_DEPTH = 40
 
 _FUNCTION_WORDS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs floor ceil Re Im arg cis log"
 _RECIPROCALS = {"cot": "tan", "sec": "cos", "csc": "sin"}
-FUNCTIONS = frozenset(_FUNCTION_WORDS.split())
+_FUNCTIONS = frozenset(_FUNCTION_WORDS.split())
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _WORD_CONSTANTS = {"pi": "pi", "infty": "inf", "infinity": "inf", "inf": "inf"}
 _LETTERS = f"{GREEK} Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega hbar ell odot prime partial nabla"
@@ -113,7 +113,7 @@ class _Reader:
                 node = _quotient(node, self._signed(self._factor))
             elif not until_function and self._take("\\bmod", "\\mod"):
                 node = ("f", "mod", node, self._signed(self._factor))
-            elif self._starts_factor() and not (until_function and self._starts_function()):
+            elif self._starts_factor() and not (until_function and self._peek().removeprefix("\\") in _FUNCTIONS):
                 digits = self._peek()[0] in "0123456789."
                 if digits and not _BRACKETED.search(self.text, 0, self.position):  # but (n-2) 2^n is a product
                     raise Unreadable("a number behind a factor")
@@ -210,7 +210,7 @@ class _Reader:
             return self._root()
         if name in _SEVERAL:
             return self._of_several(name)
-        if name in FUNCTIONS:
+        if name in _FUNCTIONS:
             return self._function(name)
         if name in _DECORATED:
             return ("s", self._name(name + ":" + self._raw_argument()))
@@ -275,7 +275,7 @@ class _Reader:
     def _word(self, word: str) -> Node:
         for length in range(len(word), 1, -1):
             head, end = word[:length], self.position + length
-            is_called = head in FUNCTIONS or head == "sqrt" or (head in _SEVERAL and self.text.startswith("(", end))
+            is_called = head in _FUNCTIONS or head == "sqrt" or (head in _SEVERAL and self.text.startswith("(", end))
             if is_called or (word == head in _WORD_CONSTANTS):
                 return self._command(head)
         if len(word) > 3:
@@ -317,9 +317,6 @@ class _Reader:
         if token == "|":
             return not self._in_bars
         return token != "" and ((token.isascii() and token.isalnum()) or token in "([{.")
-
-    def _starts_function(self) -> bool:
-        return self._peek().removeprefix("\\") in FUNCTIONS
 
     def _peek(self) -> str:
         """The next sign, command or run of letters; empty at the end."""

@@ -159,10 +159,7 @@ def _read_sets(text: str, depth: int) -> Answer | None:
     if not removed:
         return None
     rest = complement(_union([read_answer(part, depth + 1) for part in removed]))
-    left = rest and intersection(_union([read_answer(whole, depth + 1)]), rest)
-    if left is None:
-        raise Unreadable("a difference of sets")
-    return left
+    return rest and intersection(_union([read_answer(whole, depth + 1)]), rest)
 
 
 def _read_relation(text: str, depth: int) -> Answer | None:
@@ -243,8 +240,6 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
 
 
 def _set(inner: str, depth: int) -> Answer:
-    if not inner:
-        return answers.Intervals(())
     conditions = split_top(inner, _BAR)
     if len(conditions) == 2 and (over := _OVER.fullmatch(conditions[0].strip())):
         found = read_answer(conditions[1], depth + 1)
