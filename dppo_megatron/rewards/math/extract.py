@@ -9,6 +9,7 @@ second.
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import NamedTuple
 
@@ -30,9 +31,9 @@ class Extraction(NamedTuple):
     """Why there is none."""
 
 
-_BOX = regex(r"\\(?:boxed|fbox)(?![A-Za-z])")
-# an odd number of backslashes escapes a brace; \\\\boxed is a mark too, as texts that were escaped twice have it
-_TOKEN = regex(r"(?<!\\)(?P<escapes>\\*+)(?:(?P<brace>[{}])|(?<=\\)(?:boxed|fbox)(?![A-Za-z])(?P<open>\s*\{)?)")
+_BOX = regex(r"(?<!\\)\\++(?:boxed|fbox)(?![A-Za-z])")  # \\boxed too, as texts that were escaped twice have it
+_OPENING = regex(r"\s*\{")
+_BRACE = regex(r"\\.|[{}]", re.DOTALL)  # a brace, or what is escaped
 # `a = -\boxed{256}` says -256; a dash that begins a line of a list says nothing
 _MINUS = regex(r"(?:=|\$|\\\(|\\\[|\bis)[ ]*[-\u2212][ ]*\\*\Z")
 _MAX_BOXES = 2000
@@ -113,40 +114,32 @@ def _found(answer: str, mark: str) -> Extraction:
 
 def _from_boxes(text: str) -> Extraction | None:
     """The last box, or the row of boxes at the end; None if boxes are only spoken of."""
-    first = _BOX.search(text)
-    if first is None:
+    marks = list(itertools.islice(_BOX.finditer(text), _MAX_BOXES + 1))
+    if len(marks) > _MAX_BOXES:
+        return Extraction((), "", f"more than {_MAX_BOXES} boxes")
+    closed_at, open_braces = {}, []  # by where the content begins
+    for brace in _BRACE.finditer(text, marks[0].start()) if marks else ():
+        if brace.group() == "{":
+            open_braces.append(brace.end())
+        elif brace.group() == "}" and open_braces:
+            closed_at[open_braces.pop()] = brace.start()
+    boxes: list[tuple[int, int, int]] = []  # in no other box: (of the mark, of the content, of the closing brace)
+    end = None
+    for mark in marks:
+        content = mark.end()
+        if opening := _OPENING.match(text, content):
+            content, end = opening.end(), closed_at.get(opening.end(), -1)
+        elif bare := _BARE.match(text, content):
+            content, end = bare.span(bare.lastindex or 0)
+        elif _NOTHING_MORE.match(text, content):
+            end = -1
+        else:
+            continue
+        if end > (boxes[-1][2] if boxes else -1):
+            boxes.append((mark.start(), content, end))
+    if end is None:
         return None
-    closed: list[tuple[int, int, int]] = []  # in no other box: (of the mark, of the content, of the closing brace)
-    open_braces: list[tuple[int, int]] = []  # (of its box's mark, of the content); the mark is -1 of any other brace
-    last = -1
-    for token in _TOKEN.finditer(text, len(text[: first.start()].rstrip("\\"))):
-        if len(closed) + len(open_braces) > _MAX_BOXES:
-            return Extraction((), "", f"more than {_MAX_BOXES} boxes or open braces")
-        if token["brace"]:
-            if len(token["escapes"]) % 2:
-                continue
-            if token["brace"] == "{":
-                open_braces.append((-1, 0))
-            elif open_braces:
-                mark, content = open_braces.pop()
-                if mark < 0:
-                    continue
-                while closed and closed[-1][0] > mark:
-                    closed.pop()
-                closed.append((mark, content, token.start("brace")))
-        elif token["open"]:
-            last = token.start()
-            open_braces.append((last, token.end()))
-        elif bare := _BARE.match(text, token.end()):
-            last = token.start()
-            closed.append((last, bare.start(bare.lastindex or 0), bare.end()))
-        elif _NOTHING_MORE.match(text, token.end()):
-            return Extraction((), "", "the last box is not closed")
-    if last < 0:
-        return None
-    if any(mark == last for mark, _ in open_braces):
-        return Extraction((), "", "the last box is not closed")
-    return _joined(text, closed)
+    return _joined(text, boxes) if end >= 0 else Extraction((), "", "the last box is not closed")
 
 
 def _joined(text: str, boxes: list[tuple[int, int, int]]) -> Extraction:
