@@ -169,36 +169,30 @@ class Evaluation:
 
     def _raised(self, base: Any, power: Any) -> Any:
         """Real for odd roots of real numbers."""
+        if not base:
+            if power.real > 0:
+                return Fraction(0)
+            raise Undefined("0 to the power 0 or less")
         if isinstance(power, Fraction) and power.denominator <= 100:
+            if power.denominator % 2 and not base.imag and base.real < 0:
+                root = self._raised(-base.real, power)
+                return -root if power.numerator % 2 else root
             if isinstance(base, Fraction) and (root := _exact_root(base, power.denominator)) is not None:
-                return self._whole_power(root, power.numerator)
-            base = self.lift(base)
-            if power.denominator == 1 and base:
+                bits = max(root.numerator.bit_length(), root.denominator.bit_length())
+                if (bits - 1) * abs(power.numerator) > _MAX_BITS:  # a power of 1 is short
+                    raise TooBig
+                return self._fits(root**power.numerator)
+            if power.denominator == 1:
                 if abs(power) > _MAX_BITS:
                     raise TooBig
                 result = base ** int(power)
                 self.bits = max(self.bits, 0 if self._is_nothing(base) else abs(self._arithmetic.mag(result)))
                 return result
-            if power.denominator % 2 and not base.imag and base.real < 0:
-                root = self._raised(-base.real, power)
-                return -root if power.numerator % 2 else root
         base = self.lift(base)
-        if not base:
-            if power.real > 0:
-                return Fraction(0)
-            raise Undefined("0 to the power 0 or less")
         if power == Fraction(1, 2):
             self.has_branch |= not _is_positive(base)
             return self._called("sqrt", base)
         return self._called("exp", self.lift(power) * self._ln(base))
-
-    def _whole_power(self, base: Fraction, power: int) -> Fraction:
-        if not base and power <= 0:
-            raise Undefined("0 to the power 0 or less")
-        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-        if (bits - 1) * abs(power) > _MAX_BITS:  # a power of 1 is short
-            raise TooBig
-        return self._fits(base**power)
 
     def _ln(self, value: Any) -> Any:
         if not value:
@@ -302,14 +296,10 @@ def _is_positive(value: Any) -> bool:
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
-    """Real for negative numbers and odd degrees; None if it is not rational, or so long that many digits have to say
-    so."""
+    """None if it is not rational, or so long that many digits have to say so."""
     if degree == 1:
         return value
-    if value < 0:
-        root = _exact_root(-value, degree) if degree % 2 else None
-        return None if root is None else -root
-    if degree > 2 and max(value.numerator, value.denominator) >> 150:
+    if value < 0 or (degree > 2 and max(value.numerator, value.denominator) >> 150):
         return None
     above, below = (
         math.isqrt(part) if degree == 2 else round(part ** (1 / degree))
