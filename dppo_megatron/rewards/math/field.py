@@ -52,7 +52,7 @@ def proved_equal(gold: Node, other: Node, work: WorkLimit) -> bool | None:
         TooBig: too many combinations of signs, say.
     """
     pair = ("+", gold, other)
-    has_letters, is_gaussian = bool(steps(pair)), any(part == ("c", "i") for part in walk(pair))
+    has_letters, is_gaussian = bool(steps(pair)), ("c", "i") in walk(pair)
     try:
         if _FieldPoint(0, has_letters, is_gaussian, work).agree(gold, other):
             return True
@@ -217,7 +217,7 @@ class _FieldPoint:
 
     def _size(self, node: Node, power: Fraction) -> int:
         """|node| to a power, which may be a half, factor by factor."""
-        if any(part == ("c", "i") for part in walk(node)):  # neither u nor -u
+        if ("c", "i") in walk(node):  # neither u nor -u
             raise _NotRational
         is_half, value = power.denominator == 2, self._of(node)
         size = self._size_by_factors(node, power)

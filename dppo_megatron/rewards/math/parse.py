@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from dppo_megatron.rewards.math.answers import Node, Unreadable
+from dppo_megatron.rewards.math.answers import PI, Node, Unreadable
 from dppo_megatron.rewards.math.clean import GREEK
 from dppo_megatron.rewards.math.numbers import MAX_DIGITS, MAX_EXPONENT
 from dppo_megatron.rewards.math.patterns import regex
@@ -37,7 +37,7 @@ _BRACKETED = regex(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a bracket has closed, and it i
 _AT_A_NUMBER = regex(r"\((-?\d+)\)")
 _SEVERAL = frozenset(["max", "min", "gcd", "lcm"])
 ONE: Node = ("n", Fraction(1))
-DEGREE: Node = ("/", ("c", "pi"), ("n", Fraction(180)))
+DEGREE: Node = ("/", PI, ("n", Fraction(180)))
 _INDEX = regex(r"\s*\{\s*([A-Za-z])\s*=")
 _DECORATED = frozenset(["overline", "dot", "ddot", "angle", "triangle"])
 
@@ -161,23 +161,20 @@ class _Reader:
         raise Unreadable(f"unexpected {token!r}")
 
     def _number(self) -> Node:
+        """2\\frac{1}{3} and 2 1/3 are sums."""
         match = _NUMBER.match(self.text, self.position)
         if match is None or len(match.group()) > MAX_DIGITS or abs(int(match[2] or 0)) > MAX_EXPONENT:
             raise Unreadable("not a number, or too long")
         self.position = match.end()
         value = Fraction(match[1].replace(",", "")) * Fraction(10) ** int(match[2] or 0)
-        return ("n", value if match[2] or "." in match[1] else self._mixed(value))
-
-    def _mixed(self, whole: Fraction) -> Fraction:
-        """2\\frac{1}{3} and 2 1/3 are sums."""
-        match = _MIXED.match(self.text, self.position)
-        if match is None:
-            return whole
-        above, below = (int(number) for number in match.groups() if number)
+        part = None if match[2] or "." in match[1] else _MIXED.match(self.text, self.position)
+        if part is None:
+            return ("n", value)
+        above, below = (int(number) for number in part.groups() if number)
         if above >= below:
             raise Unreadable("not a mixed number")
-        self.position = match.end()
-        return whole + Fraction(above, below)
+        self.position = part.end()
+        return ("n", value + Fraction(above, below))
 
     def _until(self, close: str) -> Node:
         """What stands before the bracket that closes."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from dppo_megatron.rewards.math.answers import ANY_WHOLE, INFINITY, Node, Value, substituted, symbols, walk
+from dppo_megatron.rewards.math.answers import ANY_WHOLE, INFINITY, PI, Node, Value, substituted, symbols, walk
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
 from dppo_megatron.rewards.math.parse import DEGREE
@@ -59,7 +59,7 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
         return _percents(gold, gold_unit, other, other_unit, rules)
     for angle, plain in ((gold, other), (other, gold)):  # 90 degrees and pi/2
-        in_radians = plain.unit.dimension == "radians" if plain.unit else _has_pi(plain.node)
+        in_radians = plain.unit.dimension == "radians" if plain.unit else PI in walk(plain.node)
         if angle.unit is not None and angle.unit.dimension == "angle" and in_radians:
             return bool(same(("*", angle.node, DEGREE), plain.node, rules.work))
     if gold_unit.dimension and other.unit is None and (written := _with_unit(other.node, gold_unit)):
@@ -118,7 +118,7 @@ def equal_nodes(gold: Node, other: Node, rules: Rules) -> bool:
         return bool(verdict) or (not names and _near(gold, other, rules))
     if ANY_WHOLE in walk(other) and not symbols(gold):  # 3 modulo 5, where that is asked for
         return bool(same(gold, substituted(other, {"_": ("n", Fraction(0))}), rules.work))
-    if (_has_pi(gold) and names <= {"k", "m", "n"}) or ANY_WHOLE in walk(gold):
+    if (PI in walk(gold) and names <= {"k", "m", "n"}) or ANY_WHOLE in walk(gold):
         turned = parameter_turned(gold, other, rules.work)
     else:
         turned = _with_constant(gold, other, rules.work)
@@ -184,7 +184,3 @@ def _with_constant(gold: Node, other: Node, work: WorkLimit) -> Node | None:
     if added == {"c"} or same(("+", gold, one), substituted(gold, {"C": ("+", constant, one)}), work):
         return substituted(other, dict.fromkeys(added, constant))
     return None
-
-
-def _has_pi(node: Node) -> bool:
-    return ("c", "pi") in walk(node)
