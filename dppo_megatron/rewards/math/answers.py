@@ -107,12 +107,7 @@ def symbols(node: Node) -> frozenset[str]:
     """The names of its variables."""
     if node[0] == "s":
         return frozenset([node[1]])
-    if node[0] in "nc":
-        return frozenset()
-    found: frozenset[str] = frozenset()
-    for part in node[1:]:
-        if isinstance(part, tuple):
-            found |= symbols(part)
+    found = frozenset[str]().union(*(symbols(part) for part in node[1:] if isinstance(part, tuple)))
     return found - {node[2]} | symbols(node[3]) | symbols(node[4]) if node[0] == "big" else found
 
 
