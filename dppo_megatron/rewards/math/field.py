@@ -227,9 +227,8 @@ class _FieldPoint:
             return size
         if is_half and _is_square(node):
             value = self._absolute(pow(value, (self._prime + 1) // 4, self._prime))
-            power *= 2
         elif is_half:
-            value, power = _letter(f"root {value}", self._place, self._prime), 2 * power
+            value = _letter(f"root {value}", self._place, self._prime)
         elif power % 2 and _never_negative(node):
             self._learn(value, 1)
         elif power % 2:

@@ -136,11 +136,10 @@ class _Reader:
                 if node[0] == "s" and "_" not in node[1] and self._peek() == "_":  # v^2_0 is v_0^2
                     node = ("s", self._name(node[1]))
                 node = ("^", node, power)
-            elif self._take("!"):
-                double = self._take("!")
+            elif sign := self._take("!!", "!"):
                 if self._peek() == "!":
                     raise Unreadable("a triple factorial")
-                node = ("f", "factorial2" if double else "factorial", node)
+                node = ("f", "factorial" if sign == "!" else "factorial2", node)
             elif self._take("%"):
                 node = ("/", node, ("n", Fraction(100)))
             elif self._take("\\degree"):
