@@ -70,7 +70,8 @@ def test_half_lines_that_meet() -> None:
             ["x < -1, x > 5", r"x < -1 \text{ or } x > 5", r"\mathbb{R} \setminus [-1,5]"],
             [r"x < -1 \text{ and } x > 5", r"x \le -1, x > 5", r"\mathbb{R} \setminus (-1,5)"],
         )
-        + case("x > 3", [r"\{x : x > 3\}"], [r"\{x | x < 3\}"]),
+        + case("x > 3", [r"\{x : x > 3\}"], [r"\{x | x < 3\}"])
+        + case("2x+3y < 6", ["4x+6y < 12"], [r"2x+3y \le 6", "2x+3y > 6", "2x+3y = 6"]),
     )
 
 
