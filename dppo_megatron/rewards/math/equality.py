@@ -17,7 +17,15 @@ from fractions import Fraction
 from typing import Any
 
 from dppo_megatron.rewards.math.answers import Node, symbols, walk
-from dppo_megatron.rewards.math.evaluate import Discrete, Evaluation, Point, TooBig, Undefined, WorkLimit
+from dppo_megatron.rewards.math.evaluate import (
+    Discrete,
+    Evaluation,
+    Point,
+    TooBig,
+    Undefined,
+    WorkLimit,
+    operation_cost,
+)
 from dppo_megatron.rewards.math.field import drawn, proved_equal, steps
 
 _WHOLE = frozenset("nmkljNMK")
@@ -144,10 +152,14 @@ def _at(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:
     """`equal`, `different`, `one is real` (or defined), `other branch`, `whole` (defined for whole numbers only), or
     `undefined` (or too large). What seems equal is looked at with as many digits as the longest fraction beside the
     irrational part has, and 40 more."""
-    bits = 0
+    bits, spent, last = 0, 0, 0
     for digits in _DIGITS:
         if digits < 40 + bits // 3:
             continue
+        # e^{5t} at t = 290 takes 2000 digits: one far point must not take what the others need
+        if values and spent * operation_cost(digits) > work.left // 2 * operation_cost(last):
+            return "undefined"
+        left = work.left
         try:
             found, bits = _compared(gold, other, values, digits, work)
         except Discrete:
@@ -158,6 +170,7 @@ def _at(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:
             return "undefined"
         if found != "equal" or digits >= 40 + bits // 3:
             return found
+        spent, last = left - work.left, digits
     return "undefined"
 
 
