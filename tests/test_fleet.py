@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,15 +21,11 @@ from support.fake_fleet import (
     synced,
     work_of,
 )
-from support.settings import rollout_config
 
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
-from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.rollout_work import Work
-from dppo_megatron.rollout.servers.server_process import LaunchedServer, stop_all
-from dppo_megatron.rollout.servers.wire import AttemptFailed, Completed, Event, GenerateRequest, Submit
+from dppo_megatron.rollout.servers.wire import AttemptFailed, Completed, Event, Submit
 from dppo_megatron.spans import Spans, recorded_by
 from dppo_megatron.types import RunAborted
 
@@ -136,31 +129,6 @@ def test_a_server_is_given_as_many_completions_as_it_runs(counts: Sequence[int])
     assert nothing_in_flight(fleet)
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 8), st.integers(1, 40))
-def test_a_group_is_spread_over_the_servers(counts: list[int], servers: int, prompt: int) -> None:
-    """Each completion is asked for once, with its own id and seed, a group after the other, in as many equal parts as
-    there are servers, but for the last; in fewer where a part would not be 8 tokens for each that its server reads."""
-    world, each = World(), 16
-    fleet = world.fleet(servers)
-    work = work_of([GenerateRequest(f"1-{i}-0", (1,) * prompt, n, 100 * i, each) for i, n in enumerate(counts)])
-    work.spread(servers)
-    list(dispatch(fleet, work))
-    asked = [
-        (ask.index, ask.first + place, ask.group.seed + place)
-        for ask in world.asked
-        for place in range(ask.group.count)
-    ]
-    assert sorted(asked) == [(i, place, 100 * i + place) for i, n in enumerate(counts) for place in range(n)]
-    assert all(ask.group.request_id == f"1-{ask.index}-{ask.first}" for ask in world.asked)
-    assert [ask.index for ask in world.asked] == sorted(ask.index for ask in world.asked)
-    for index, count in enumerate(counts):
-        parts = [ask.group.count for ask in world.asked if ask.index == index]
-        assert len(parts) <= servers and min(parts[:-1], default=0) == max(parts[:-1], default=0)
-        assert parts == [count] or min(parts[:-1]) * each >= 8 * prompt
-        assert prompt > 2 * -(-count // servers) or max(parts) == -(-count // servers)
-
-
 def test_no_more_groups_than_sockets() -> None:
     world = World(capacity=3)
     seen: list[int] = []
@@ -224,75 +192,6 @@ def test_who_comes_back_is_asked_only_after_a_sync() -> None:
     synced(fleet)
     assert sorted(work.done) == [1, 2], "what had come before stays"
     assert list(dispatch(fleet, work)) == [0] and len(world.asked) == asked + 1
-
-
-def test_a_server_that_fails_its_probe_is_out() -> None:
-    """Nothing breaks, nothing answers: only the probe tells."""
-    world = World()
-    world.reply = lambda ask: answered(ask) if ask.server == "b" else None
-    fleet, work = world.fleet(probe_every_s=5.0), work_of(groups(1, 1))
-    world.servers[0].healthy_now = False
-    assert sorted(dispatch(fleet, work)) == [0, 1] and world.now < 12
-    assert "no answer to its health probe" in fleet.members[0].reason
-
-
-def test_who_is_back_before_anybody_looks_has_lost_its_requests() -> None:
-    """A sync in another thread marks a server out and finds it answering again: nobody else is told, and what was in
-    flight there is asked elsewhere."""
-    world = World()
-
-    def reply(ask: Submit) -> Event | None:
-        if ask.server == "b":
-            return answered(ask)
-        if not fleet.members[0].outages:
-            fleet.mark_out(fleet.members[0], "weight sync failed")
-            with fleet.lock:
-                fleet.members[0].answered()
-        return None
-
-    world.reply = reply
-    fleet, work = world.fleet(), work_of(groups(1, 1))
-    assert sorted(dispatch(fleet, work)) == [0, 1] and fleet.members[0].state == "stale" and nothing_in_flight(fleet)
-
-
-def test_a_launched_server_that_answers_nothing_is_started_again() -> None:
-    """After a minute, and not again while it starts, as long as it may take for that; nor one that answers in
-    between."""
-    now, server = [0.0], FakeServer("a")
-    fleet = Fleet([server], rollout_config({}), are_own=True, clock=lambda: now[0])  # type: ignore[list-item]
-
-    def hangs_after(seconds: float) -> bool:
-        now[0] += seconds
-        found = fleet.hanging()
-        fleet.restarted(dict.fromkeys(found, "does not answer"))
-        return found == ["a"]
-
-    fleet.mark_out(fleet.members[0], "HTTP 500")
-    server.healthy_now = False
-    assert [hangs_after(seconds) for seconds in (0, 59, 2, 600)] == [False, False, True, False]
-    assert fleet.members[0].is_starting
-    server.healthy_now = True
-    fleet.revive()
-    assert fleet.members[0].state == "stale" and not fleet.members[0].is_starting and not hangs_after(100)
-    fleet.mark_out(fleet.members[0], "a broken connection, the last thing before the actor trains")
-    assert not hangs_after(600) and fleet.members[0].state == "stale"
-    fleet.mark_out(fleet.members[0], "HTTP 500")
-    server.healthy_now = False
-    assert [hangs_after(seconds) for seconds in (59, 2, 2)] == [False, True, False]
-    assert fleet.starting() == ["a"] and fleet.limits.start_timeout_s == 600
-    now[0] += 599
-    assert fleet.starting() == [] and hangs_after(0), "it will not become ready, and is waited for no more"
-    assert fleet.starting() == ["a"] and not hangs_after(600)
-    fleet.close()
-
-
-def test_a_hung_process_is_ended_before_it_is_started_again(tmp_path: Path) -> None:
-    process = LaunchedServer(["sleep", "600"], {}, tmp_path / "log")
-    process.start()
-    first = process.process
-    process.start()
-    assert first is not None and first.poll() is not None and process.is_running
-    stop_all([process])
 
 
 def test_a_request_that_always_fails_is_named_after_four_answers() -> None:
@@ -374,33 +273,6 @@ def test_a_late_group_costs_what_is_not_done(answers: bool) -> None:
     assert world.now < (11 if answers else 42) and nothing_in_flight(fleet)
 
 
-def test_what_is_aborted_is_asked_again_alone() -> None:
-    """At 5 % of the completions, in groups of 8: at most 6 % again, with the seed that each had; whole groups were 34 %
-    and more."""
-    asked, work = _asked_with_aborts(may_split=True)
-    assert 0.04 < len(asked) / 3200 - 1 <= 0.06 and len({*asked}) == 3200 and not work.failures
-    assert work.completions_aborted == len(asked) - 3200
-    assert len(_asked_with_aborts(may_split=False)[0]) / 3200 - 1 > 0.3
-
-
-def _asked_with_aborts(may_split: bool) -> tuple[list[tuple[int, int]], Work]:
-    """(group, seed) of each completion that servers were asked for."""
-    world, rng, asked = World(), np.random.default_rng(0), list[tuple[int, int]]()
-
-    def reply(ask: Submit) -> Event | None:
-        asked.extend((ask.index, ask.group.seed + place) for place in range(ask.group.count))
-        reasons = ["abort" if rng.random() < 0.05 else "stop" for _ in range(ask.group.count)]
-        return Completed(ask.ticket, [2] * len(reasons), reasons, [(1, 2 * len(reasons))])
-
-    world.reply = reply
-    wanted = [msgspec.structs.replace(group, seed=100 * i) for i, group in enumerate(groups(*[8] * 400))]
-    fleet, work = world.fleet(2), work_of(wanted, may_split=may_split)
-    list(dispatch(fleet, work))
-    assert work.is_complete and nothing_in_flight(fleet)
-    assert all(ask.group.seed == 100 * ask.index + ask.first for ask in world.asked)
-    return asked, work
-
-
 @pytest.mark.parametrize(("status", "wanted", "seconds"), [(429, None, 0.5), (503, 7.0, 7.0), (408, 1e9, 30.0)])
 def test_a_busy_server_rests_and_is_no_outage(status: int, wanted: float | None, seconds: float) -> None:
     """As long as it asks for, within bounds; without a word half a second, then twice as long each time."""
@@ -418,72 +290,6 @@ def test_a_busy_server_rests_and_is_no_outage(status: int, wanted: float | None,
     assert fleet.members[0].state == "live" and fleet.members[0].outages == 0 and not work.failures
     first, second = refused[1] - refused[0], refused[2] - refused[1]
     assert first == pytest.approx(seconds, abs=0.41) and second == pytest.approx(seconds if wanted else 1.0, abs=0.41)
-
-
-def test_a_group_stays_at_one_client_while_that_has_a_server() -> None:
-    """Servers a and b are asked by client 0, c and d by client 1. All parts of a group go to servers of one; when both
-    of client 0 are out, what is missing goes to client 1, which is then where a part of the group has strayed to."""
-    world = World(clients={"a": 0, "b": 0, "c": 1, "d": 1})
-    world.reply = lambda ask: answered(ask) if len(world.asked) > 6 or ask.server == "a" else None
-    fleet, work = world.fleet(4), work_of(groups(4, 4, 4), may_split=True)
-    work.spread(2)
-    landing = dispatch(fleet, work)
-    assert next(landing) == 0 and [ask.server for ask in world.asked] == ["a", "b", "c", "d", "a", "b"]
-    assert [(ask.index, ask.first) for ask in world.asked] == [(i, first) for i in range(3) for first in (0, 2)]
-    for member in fleet.members[:2]:
-        fleet.mark_out(member, "killed")
-    list(landing)
-    again = [(ask.index, ask.first, ask.server in "cd") for ask in world.asked[6:]]
-    assert sorted(again)[0] == (0, 2, True) and {where for *_, where in again} == {True}
-    assert work.is_complete and work.near[0] == {0: 2, 1: 2} and work.homes.items() >= {0: 0}.items()
-    assert 1 not in work.homes and nothing_in_flight(fleet)
-
-
-@pytest.mark.parametrize("landed", [False, True])
-def test_a_client_whose_servers_rest_holds_nothing_up(landed: bool) -> None:
-    """Server a says for ever that it is busy. What was to go there goes to b, though a's client may hold a part."""
-    world = World(clients={"a": 0, "b": 1})
-    busy = "429 busy"
-    world.reply = lambda ask: (
-        answered(ask)
-        if ask.server == "b" or (landed and ask.first == 0)
-        else AttemptFailed(ask.ticket, "refused", busy, 429)
-    )
-    fleet, work = world.fleet(2), work_of(groups(4), may_split=True)
-    work.spread(2)
-    assert sorted(dispatch(fleet, work)) == [0, 1] and world.now < 1
-    assert work.homes == ({0: 0} if landed else {}) and nothing_in_flight(fleet)
-
-
-@pytest.mark.parametrize(("dead", "where"), [(2, {"c", "d"}), (3, {"e", "f", "g", "h"})])
-def test_a_client_that_has_lost_most_of_its_servers_is_not_waited_for(dead: int, where: set[str]) -> None:
-    """Of four servers each of two clients. A group with parts on all of client 0's loses those of the dead."""
-    world = World(clients=dict(zip("abcdefgh", (0, 0, 0, 0, 1, 1, 1, 1), strict=True)))
-    world.reply = lambda ask: answered(ask) if len(world.asked) > 4 else None
-    fleet, work = world.fleet(8), work_of(groups(8), may_split=True)
-    work.spread(4)
-    landing = dispatch(fleet, work)
-    events = world.events
-
-    def then_they_die(timeout_s: float) -> list[Event]:
-        for member in fleet.members[:dead] if len(world.asked) == 4 else ():
-            fleet.mark_out(member, "killed")
-        return events(timeout_s)
-
-    world.events = then_they_die  # type: ignore[method-assign]
-    list(landing)
-    assert len(world.asked) == 4 + dead and {ask.server for ask in world.asked[4:]} <= where
-
-
-def test_a_client_without_room_holds_up_its_own_groups_alone() -> None:
-    """Client 0's server has room for two: the second part of group 0 waits for it, and group 1 goes to client 1."""
-    world = World(clients={"a": 0, "b": 1}, reply=lambda ask: answered(ask) if len(world.asked) > 1 else None)
-    fleet, work = world.fleet(2, max_concurrent_sequences=2), work_of(groups(4, 2), may_split=True)
-    work.groups[0] = work.groups[0].part(0, 2)
-    work.parts[2] = 0, 2
-    work.groups.append(groups(4)[0].part(2, 2))
-    assert sorted(dispatch(fleet, work)) == [0, 1, 2]
-    assert [(ask.index, ask.server) for ask in world.asked] == [(0, "a"), (1, "b"), (0, "a")]
 
 
 def test_a_refusal_ends_an_evaluation_and_costs_training_the_group() -> None:
@@ -723,61 +529,6 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
     assert nothing_in_flight(fleet)
     tickets = [ticket for ticket in world.open if ticket not in world.cancelled]
     assert not tickets, "no attempt is left behind"
-
-
-class Unanswered(Executor):
-    """Questions wait for the test to answer them."""
-
-    def __init__(self) -> None:
-        self.questions: list[Future[Any]] = []
-
-    def submit(self, action: Callable[..., Any], /, *arguments: Any, **more: Any) -> Future[Any]:
-        self.questions.append(Future())
-        return self.questions[-1]
-
-
-def test_a_probe_of_the_predecessor_is_no_news() -> None:
-    """Another server has come to the address while the first one was being asked."""
-    world = World()
-    fleet = world.fleet(1)
-    fleet._threads = threads = Unanswered()
-    fleet.probe_all()
-    fleet.let_go(fleet.members[0], "it has left")
-    member = fleet.let_in(FakeServer("a"))  # type: ignore[arg-type]
-    assert member.state == "stale"
-    synced(fleet)
-    threads.questions[0].set_exception(Unreachable("no answer"))
-    fleet.probe_all()
-    assert fleet.live == [member]
-
-
-def test_what_a_probe_says_counts_for_the_server_that_was_asked() -> None:
-    """A server answers, is killed and started again: what is read then is the dead one's "I am well". The new one is
-    asked before it listens: "connection refused", read after its weight sync, says nothing about it now."""
-    world = World()
-    fleet = world.fleet(1, probe_every_s=1.0)
-    [member] = fleet.members
-    fleet._threads = threads = Unanswered()
-    fleet.probe_all()
-    threads.questions[0].set_result(None)  # read by nobody before it dies
-    fleet.mark_out(member, "killed")
-    world.now += 60.0
-    fleet.probe_all()
-    assert member.state == "out", "the answer is its predecessor's"
-    threads.questions[1].set_result(None)
-    fleet.probe_all()
-    assert member.state == "stale", "this one is its own"
-    world.now += 60.0
-    fleet.probe_all()
-    synced(fleet)
-    threads.questions[2].set_exception(Unreachable("connection refused"))
-    fleet.probe_all()
-    assert member.state == "live" and member.outages == 1
-    world.now += 60.0
-    fleet.probe_all()
-    threads.questions[-1].set_exception(Unreachable("connection refused"))
-    fleet.probe_all()
-    assert member.state == "out", "asked as it is now"
 
 
 def test_who_comes_takes_nobodys_place() -> None:

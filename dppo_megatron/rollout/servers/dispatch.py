@@ -17,9 +17,9 @@ The rules:
   It is for one engine: a server of four data-parallel replicas has room for four times as many.
 - A group of training is asked for in parts, at most as many as there are live servers of the client that has most
   (`Work.spread`): completions of a hard prompt are long together, and whoever had all of them would end last. A rank
-  takes what its node's client holds, so the parts go to servers of one client while one of those can be asked, and half
-  of them are live: the rest would wait for the last one. What goes elsewhere is brought together in the end
-  (`Work.homes`).
+  takes what its node's client holds, so the parts go to servers of one client while one of those can be asked and half
+  of them are live (else all would wait for the last one). What goes elsewhere joins the rest of its group after the
+  rollout (`Work.homes`).
 - Groups of a server that has gone out are queued again; what it answers after that is dropped. With a seed (vLLM)
   the second attempt samples the same completion, so a failure does not favour short ones; without, `Work.resent`.
 - Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
@@ -146,10 +146,8 @@ class Dispatch:
         """What finds no room holds up what is behind it, at its client or everywhere: a large group would starve."""
         routers = [router for router in self._fleet.routers if router.state == "live"]
         known: dict[tuple[bool, ...], list[tuple[int, Endpoint]]] = {}
-        """Clients and whom they may ask, by which routers pass a group on: there are hundreds of servers and parts."""
-        live = Counter(self._clients.client_of(one.name) for one in self._fleet.live)
-        known_to = Counter(self._clients.client_of(one.name) for one in self._fleet.members)
-        strong = {client for client, count in live.items() if 2 * count >= known_to[client]}
+        """The targets of a group, with their clients, by the routers that carry it: worked out once for all parts."""
+        strong = self._strong_clients()
         full: set[int] = set()
         for work in self._open:
             waiting: list[int] = []
@@ -180,6 +178,12 @@ class Dispatch:
             if is_held_up:
                 return
 
+    def _strong_clients(self) -> set[int]:
+        """Those that have at least half of their servers: the parts of their groups are kept together."""
+        all_of = Counter(self._clients.client_of(one.name) for one in self._fleet.members)
+        live_of = Counter(self._clients.client_of(one.name) for one in self._fleet.live)
+        return {client for client, live in live_of.items() if 2 * live >= all_of[client]}
+
     def _ask(self, member: Endpoint, work: Work, index: int) -> None:
         ticket = next(self._fleet.tickets)
         group, now = work.groups[index], self._clock()
@@ -209,6 +213,7 @@ class Dispatch:
         return attempt
 
     def _count_near(self, work: Work, index: int, member: Endpoint, sign: int) -> None:
+        """Add (`sign` 1) what is asked for under `index` to what the member's client has of its group, or take it off."""
         if work.may_split:
             near = work.near.setdefault(work.part_of(index)[0], Counter())
             near[client := self._clients.client_of(member.name)] += sign * work.groups[index].count
