@@ -213,7 +213,7 @@ class Dispatch:
         return attempt
 
     def _count_near(self, work: Work, index: int, member: Endpoint, sign: int) -> None:
-        """Add (`sign` 1) what is asked for under `index` to what the member's client has of its group, or take it off."""
+        """Add what is asked for under `index` to what the member's client has of its group; `sign` -1: take it off."""
         if work.may_split:
             near = work.near.setdefault(work.part_of(index)[0], Counter())
             near[client := self._clients.client_of(member.name)] += sign * work.groups[index].count
