@@ -169,10 +169,11 @@ def test_values_have_sources(recipe: Path) -> None:
 
 
 def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No tokenizer, no weights, no data, no run_dir."""
+    """No tokenizer, no weights, no data (though that has the levels which a job sorts its problems by), no run_dir."""
     model = write_config(tmp_path, "qwen3_8b")
     recipe = str(REPOSITORY / "configs" / "h100" / "qwen3_8b_8gpus_dppo.yaml")
-    assert main(["plan", recipe, f"model.hf_path={model}", "--json", str(tmp_path / "new" / "plan.json")]) == 0
+    settings = [f"model.hf_path={model}", "data.order=easy_first", "data.level_field=level"]
+    assert main(["plan", recipe, *settings, "--json", str(tmp_path / "new" / "plan.json")]) == 0
     out, said = capsys.readouterr()
     assert "new/plan.json: its directory did not exist and is made\n" in said
     plan = json.loads((tmp_path / "new" / "plan.json").read_text(encoding="utf-8"))

@@ -299,6 +299,7 @@ def made_up_trace(config: Config, lengths: Lengths) -> Trace:
     updates = small.objective.updates_per_step
     small.rollout.prompts_per_step = min(small.rollout.prompts_per_step, -(-_PROMPTS // updates) * updates)
     small.steps = _STEPS
+    small.data.order = "shuffled"  # made-up prompts have no level to sort by
     small.pruning.prompt.group_size_factor = 1.0  # a replay has groups of one size, of whole completions
     small.pruning.early_stop = EarlyStopConfig()
     planned, size = selection_settings(small).planned_prompts, small.rollout.completions_per_prompt
