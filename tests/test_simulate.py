@@ -131,6 +131,17 @@ def test_a_trace_that_has_lost_its_first_steps(still: Path) -> None:
     assert simulate(replace(trace, steps=trace.steps[-2:]), "grpo", COSTS).imputed_share == 0
 
 
+def test_a_run_that_was_extended_at_a_resume_prunes_to_its_end(still: Path, tmp_path: Path) -> None:
+    """The first line of its trace still has the steps that it began with, beyond which no method prunes."""
+    head, *steps = (still / "trace.jsonl").read_text().splitlines()
+    began = json.loads(head)
+    began["config"]["steps"] = 3
+    extended = tmp_path / "trace.jsonl"
+    extended.write_text("\n".join([json.dumps(began), *steps]))
+    as_one, resumed = (simulate(read_trace(str(path)), "dppo", COSTS) for path in (still / "trace.jsonl", extended))
+    assert resumed == as_one and as_one.completions_trained < as_one.completions_generated
+
+
 def test_each_step_s_growth_counts_alike(still: Path) -> None:
     """A first step whose gradients are a thousand times the others' has no larger part in the mean; its epoch skips
     nothing, and what skipping comes to is shown apart."""
