@@ -125,6 +125,19 @@ def test_variance_ratio_and_labels(still: Path) -> None:
     assert simulate(trace, "cppo", COSTS).label == "biased"
 
 
+def test_what_an_objective_does_by_itself_is_no_method_s_label(still: Path) -> None:
+    """Truncated completions are left out with and without pruning, and a baseline of earlier steps is the same off
+    policy: the methods are compared as before, beside a full batch that has neither."""
+    trace = read_trace(str(still / "trace.jsonl"))
+    trace.config.objective.overlong.filter, trace.config.rollout.async_steps = True, 1
+    trace.config.objective.advantage = "posterior_loo"
+    trace.config.rollout.sampling.max_completion_tokens = int(max(step.rollouts.lengths.max() for step in trace.steps))
+    full, dppo, cppo = (simulate(trace, method, COSTS) for method in ("grpo", "dppo", "cppo"))
+    assert (full.label, dppo.label, cppo.label) == ("exact", "unbiased", "biased")
+    assert full.tokens_trained < full.tokens_generated and full.scale == pytest.approx(1.0)
+    assert "of a step of grpo is rollout" in limits([full], COSTS)[0]
+
+
 def test_a_trace_that_has_lost_its_first_steps(still: Path) -> None:
     """The replay begins with the prompts of the first step that is left: all of their outcomes are known."""
     trace = read_trace(str(still / "trace.jsonl"))
@@ -344,5 +357,8 @@ def test_what_bounds_the_gain_is_said() -> None:
     assert second.endswith("the score helps") and "does not help here, a smaller batch would do as well" in third
     slow = StepTimeModel(COSTS.rollout.scaled(1, 100), COSTS.update_s_per_1k_tokens, COSTS.fixed_s)
     assert limits([base], slow)[1].startswith("pruning completions cannot help here")
-    [warned] = limits([_prediction(tokens_trained=10.0)], COSTS)
+    [warned] = limits([_prediction(method="dppo", tokens_trained=1000.0)], COSTS)
     assert "begin --methods with grpo" in warned
+    # 200 tokens without a reward are not trained on, pruned or not: 4 s of update, of which 1.5 are without gradient
+    [lost] = limits([_prediction(tokens_trained=800.0)], COSTS)
+    assert lost.startswith("38% of a step of grpo") and "is 1.30x" in lost
