@@ -209,6 +209,7 @@ def test_a_plan_needs_no_model_where_its_sizes_are_published(
 
 _ONE_GPU = "rollout.servers.gpus=['0']"
 """As many as servers take whose arguments are replaced."""
+_SMALL_CACHE = 'rollout.servers.args=[--tensor-parallel-size=4, -dp=2, --gpu-memory-utilization, "0.2"]'
 _TP4 = "rollout.servers.args=[--tensor-parallel-size=4]"
 
 
@@ -217,7 +218,12 @@ _TP4 = "rollout.servers.args=[--tensor-parallel-size=4]"
     [
         (["--gpu-memory", "40"], "backward needs"),
         (["--gpu-memory", "40"], "What helps: actor.optimizer.cpu_offload=1"),
-        (["--host-memory", "300"], "generate needs 568 GiB of a node's 300 (most of it optimizer on the host)"),
+        # what makes a GPU's phases smaller is no help for a node's memory, or for a server's cache
+        (
+            ["--host-memory", "300"],
+            "generate needs 568 GiB of a node's 300 (most of it optimizer on the host) (see docs/plan.md)",
+        ),
+        ([_SMALL_CACHE], "of 5120 tokens. What helps: --gpu-memory-utilization 0.4 in rollout.servers.args (73.9 GiB"),
         (["packing.max_tokens_per_microbatch=100"], "must fit"),
         (["actor.fp8=mxfp8"], "actor.fp8 = mxfp8: it needs a chip of sm_100 or newer; this one is sm_90"),
         (["actor.megatron={hidden_size: 8}"], "actor.megatron.hidden_size: is decided by"),

@@ -129,7 +129,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         write_json(arguments.json, plan.as_json())
     if plan.problems:
-        helps = "; ".join(f"{one.change} ({one.total / GIB:.1f} GiB)" for one in plan.advice[:3])
+        helps = "; ".join(f"{one.change} ({one.total / GIB:.1f} GiB of a GPU)" for one in plan.helps[:3])
         raise UserError(f"the job does not fit: {plan.problems[0]}" + (f". What helps: {helps}" if helps else ""))
     return 0
 
