@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.job import REPOSITORY, write_job_files
 from support.job import settings as job_settings
 from support.true_shapes import GLM, LARGEST, LONG, MODELS, write_config, write_empty_model
@@ -24,8 +26,10 @@ from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.pruning.policies import METHODS, with_method
 from dppo_megatron.selection import Rollouts, Selector
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.commands import plan as plan_command
 from dppo_megatron.workbench.planning import timing
 from dppo_megatron.workbench.planning.plan import make_plan
 from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
@@ -437,6 +441,7 @@ def _everything(folder: Path) -> dict[str, tuple[int, int] | None]:
 _BOTH = """
 import sys
 from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.commands import plan as plan_command
 for command in ("train", "plan"):
     assert main([command, *sys.argv[1:], "--dry-run", "--gpus", "1"]) == 0
     print("end of", command)
@@ -473,6 +478,40 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     train, _, rest = done.stdout.partition("end of train\n")
     plan, _, _ = rest.partition("end of plan\n")
     assert train.rstrip("\n").endswith(first) and plan.rstrip("\n").endswith(first)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "gib", "bandwidth", "said"),
+    [
+        ("NVIDIA H200", [], 139.0, CHIPS["h200"].bandwidth, "NVIDIA H200, 139.0 GiB"),
+        ("NVIDIA RTX 9000", [], 139.0, CHIPS["h100"].bandwidth, "NVIDIA RTX 9000, 139.0 GiB, as fast as an H100"),
+        ("NVIDIA H200", ["--gpu", "a100"], 79.1, CHIPS["a100"].bandwidth, ""),
+        ("NVIDIA H200", ["--gpu-memory", "40"], 40.0, CHIPS["h100"].bandwidth, ""),
+        ("", [], 79.1, CHIPS["h100"].bandwidth, ""),
+    ],
+)
+def test_a_dry_run_is_of_the_gpu_that_is_here(
+    device: str, options: list[str], gib: float, bandwidth: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless another is named: a job for 140 GiB was refused on such a GPU for an H100's 79."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(device))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 139 * GIB))
+    parser, sites = argparse.ArgumentParser(), []
+    plan_command.add_options(parser)
+    monkeypatch.setattr(plan_command, "load_config", lambda *_, **__: Config())
+
+    def load(config: Config, site: Site, gpu: str) -> list[str]:
+        sites.append(site)
+        raise UserError("that is all")
+
+    monkeypatch.setattr(plan_command, "_load_job", load)
+    arguments = parser.parse_args(["quickstart", *options, "--dry-run"])
+    found = "".join(plan_command._take_gpu_of_here(copy.copy(arguments)))
+    assert found.endswith(said) and bool(found) == bool(said)
+    with pytest.raises(UserError, match="that is all"):
+        plan_command.execute(arguments)
+    assert (sites[0].gpu_memory / GIB, sites[0].bandwidth) == (pytest.approx(gib), bandwidth)
 
 
 def test_dry_run_refuses_what_train_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
