@@ -355,7 +355,7 @@ def test_what_bounds_the_gain_is_said() -> None:
     assert first.startswith("33% of a step of grpo is rollout and what is fixed")
     assert "at most 3.00x" in first and "50% of the tokens have no gradient" in first and "is 1.50x" in first
     assert second.endswith("the score helps") and "does not help here, a smaller batch would do as well" in third
-    slow = StepTimeModel(COSTS.rollout.scaled(1, 100), COSTS.update_s_per_1k_tokens, COSTS.fixed_s)
+    slow = StepTimeModel(RolloutCost.proportional(200.0), COSTS.update_s_per_1k_tokens, COSTS.fixed_s)
     assert limits([base], slow)[1].startswith("pruning completions cannot help here")
     [warned] = limits([_prediction(method="dppo", tokens_trained=1000.0)], COSTS)
     assert "begin --methods with grpo" in warned
