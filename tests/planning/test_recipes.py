@@ -497,7 +497,7 @@ def test_a_dry_run_is_of_the_gpu_that_is_here(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(device))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 139 * GIB))
-    parser, sites = argparse.ArgumentParser(), []
+    parser, sites = argparse.ArgumentParser(), list[Site]()
     plan_command.add_options(parser)
     monkeypatch.setattr(plan_command, "load_config", lambda *_, **__: Config())
 

@@ -218,7 +218,7 @@ def _identity(config_path: str, settings: list[str], start: str) -> str:
     data = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
     came_from = hashlib.sha256(start.encode()).hexdigest() if start else ""
     named = sorted({value for value in flat(values).values() if isinstance(value, str) and _CODE.fullmatch(value)})
-    files = () if start else sorted(Path(config.model.hf_path).rglob("*"))  # the start's are what it was made of
+    files = [] if start else sorted(Path(config.model.hf_path).rglob("*"))  # the start's are what it was made of
     model = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
     code = {one: source_digest(one) for one in named}
     found = {"settings": values, "data": data, "start": came_from, "code": code, "model": model}
