@@ -59,8 +59,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, (_, what, default) in _NUMBERS.items():
         kind = int if name in _COUNTS else float
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=what, default=default)
-    kind = f"kind of GPU (default: {_GPU}; of a dry run the one that is here, if any)"
-    parser.add_argument("--gpu", choices=sorted(CHIPS), help=kind)
+    chip = f"kind of GPU (default: {_GPU}; of a dry run the one that is here, if any)"
+    parser.add_argument("--gpu", choices=sorted(CHIPS), help=chip)
     parser.add_argument(
         "--methods", default=",".join(METHODS), metavar="A,B,...", help="pruning methods (default: all)"
     )
