@@ -29,7 +29,7 @@ from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.types import FloatArray, Prompt
 from dppo_megatron.weights.architecture import read_architecture
-from dppo_megatron.workbench.quickstart.make import write_task
+from dppo_megatron.workbench.quickstart.make import Recipe, write_task
 
 _OTHER_SEEDS = 1000
 _MAX_TOKENS = 56
@@ -41,7 +41,7 @@ def further_problems(trained_on: Path, seed: int, number: int) -> list[dict[str,
     rows: list[dict[str, str]] = []
     for further in count(1):
         with tempfile.TemporaryDirectory() as folder:
-            write_task(folder, _OTHER_SEEDS * (seed + 1) + further, num_train=1, num_sft=1)
+            write_task(folder, Recipe(_OTHER_SEEDS * (seed + 1) + further, num_train=1, num_sft=1))
             lines = (Path(folder) / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
         rows += [row for row in map(json.loads, lines) if row["problem"] not in known]
         if len(rows) >= number:

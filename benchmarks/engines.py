@@ -34,7 +34,7 @@ from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.workbench.quickstart.make import write_task
+from dppo_megatron.workbench.quickstart.make import Recipe, write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 _ROUNDS = 9
@@ -61,7 +61,7 @@ def main() -> None:
     figures["torch"] = torch.__version__
     with tempfile.TemporaryDirectory(prefix="engines-") as folder:
         directory = Path(folder)
-        write_task(directory, seed=0, num_train=64, num_heldout=8, num_sft=64)
+        write_task(directory, Recipe(0, num_train=64, num_heldout=8, num_sft=64))
         write_tiny_qwen3(directory / "model", seed=0)
         write_tiny_qwen3(directory / "large", seed=0, **_LARGE)
         if not arguments.only_sync:

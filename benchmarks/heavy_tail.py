@@ -28,7 +28,7 @@ from dppo_megatron.workbench.compare.arms import Arm, MethodRun
 from dppo_megatron.workbench.compare.runs import in_a_process, run_all
 from dppo_megatron.workbench.compare.table import table
 from dppo_megatron.workbench.compare.verdict import judge
-from dppo_megatron.workbench.quickstart.make import write_task
+from dppo_megatron.workbench.quickstart.make import Recipe, write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 LAPS = ((0, 0), (1, 2), (3, 8), (45, 75))
@@ -97,7 +97,7 @@ def write_files(directory: Path, seed: int) -> None:
     """The quickstart's task, each problem with its number of laps."""
     if (directory / "model").exists():
         return
-    write_task(directory, seed)
+    write_task(directory, Recipe(seed))
     for name in ("train", "heldout", "sft"):
         path, rng = directory / f"{name}.jsonl", generator(seed, f"heavy_tail/{name}")
         rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -45,7 +45,7 @@ from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
 from dppo_megatron.types import FloatArray, Group, IntArray, RolloutPrompt, TrainSample
-from dppo_megatron.workbench.quickstart.make import write_task
+from dppo_megatron.workbench.quickstart.make import Recipe, write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 REPOSITORY = Path(__file__).parent.parent
@@ -68,7 +68,7 @@ class Recording:
 
 def make_loop(work: Path, sft_steps: int, prompts_per_step: int) -> Loop:
     """A loop on the quickstart's task with an SFT-trained, still policy."""
-    write_task(work, seed=0, num_train=4 * prompts_per_step, num_heldout=8, num_sft=4096)
+    write_task(work, Recipe(0, num_train=4 * prompts_per_step, num_heldout=8, num_sft=4096))
     write_tiny_qwen3(work / "model", seed=0)
     settings = {
         "run_dir": work / "run",

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from dppo_megatron.workbench.quickstart.make import write_task
+from dppo_megatron.workbench.quickstart.make import Recipe, write_task
 from dppo_megatron.workbench.quickstart.tiny_model import EOS, VOCABULARY, write_tiny_qwen3
 
 _RARER = 2.0
@@ -63,7 +63,7 @@ def main() -> None:
 
 def write_files(files: Path, *, equal: bool) -> None:
     """Problems and the model."""
-    write_task(files, seed=0, num_train=512, num_heldout=16, num_sft=16)
+    write_task(files, Recipe(0, num_train=512, num_heldout=16, num_sft=16))
     write_tiny_qwen3(files / "model", seed=0, max_position_embeddings=1024)
     weights = files / "model" / "model.safetensors"
     tensors = load_file(weights)

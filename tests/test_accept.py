@@ -20,7 +20,7 @@ from support.launch import run_ranks
 from support.processes import patient, running
 
 from dppo_megatron.progress import shown_by, unshown
-from dppo_megatron.types import UserError
+from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.accept import runner
 from dppo_megatron.workbench.accept.bars import FAMILIES, STEPS
 from dppo_megatron.workbench.accept.record import Ran, Record, read_figures, read_record, write_page
@@ -169,26 +169,43 @@ def test_a_crash_and_a_hang_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("fake_child")
 def test_the_same_command_goes_on(tmp_path: Path) -> None:
-    """What has ended is not done again, what was interrupted is, what lacked time or a server is tried again."""
+    """What has ended is not done again, what was interrupted is, what lacked time or a server is tried again. First it
+    looks whether the machine is the same."""
     out, record = tmp_path / "out", Record(dict(OPTIONS))
     _run(record, out, only=("environment",))
-    assert not _run(record, out, hours=39 / 3600)  # less than any step may take
+    assert _run(record, out, hours=39 / 3600) == ["environment"]  # the others may take longer
     assert _row(record, "parity", "float32 local: mean") == ("not run", "no time left (needs 90 s)")
     record.steps["ipc"] = Ran("begun")  # as a kill leaves it
     record.write(out)
     record = read_record(out, dict(OPTIONS))
     assert _row(record, "ipc", "round trips")[1].startswith("interrupted")
     said = _run(record, out, only=("ipc", "parity"))
-    assert said == ["ipc", "parity"]
-    assert record.facts["gpus"] == 1  # from the file
-    assert not _run(record, out, only=("ipc", "parity"))
+    assert said == ["environment", "ipc", "parity"]
+    assert _run(record, out, only=("ipc", "parity")) == ["environment"]
     again = _run(record, out, only=("ipc", "parity"), again=("parity",))
-    assert again == ["parity"]
+    assert again == ["environment", "parity"]
     with pytest.raises(UserError, match="another directory"):
         read_record(out, OPTIONS | {"model": "elsewhere"})
     (out / "accept.json").write_text("{")
     with pytest.raises(UserError, match=r"accept\.json cannot be read"):
         read_record(out, dict(OPTIONS))
+
+
+@pytest.mark.usefixtures("fake_child")
+def test_another_machine_s_record_is_refused(tmp_path: Path) -> None:
+    """As a login node leaves it: by its facts no step that needs a GPU would run where there is one. It stays as it
+    was, also where the machine is not found out."""
+    out, record = tmp_path / "out", Record(dict(OPTIONS), dict(ON_CPU), {"environment": Ran("done")})
+    out.mkdir()
+    record.write(out)
+    before = (out / "accept.json").read_text()
+    said = r"figures of no CUDA device \(GPUs: 0\), and this is a <b>card</b> \(GPUs: 1\); name another directory"
+    with pytest.raises(UserError, match=said):
+        _run(read_record(out, dict(OPTIONS)), out)
+    (tmp_path / "child.py").write_text("raise SystemExit('RuntimeError: no driver')")
+    with pytest.raises(RunAborted, match="was not found out: ended with exit code 1: RuntimeError: no driver"):
+        _run(read_record(out, dict(OPTIONS)), out)
+    assert (out / "accept.json").read_text() == before
 
 
 @pytest.mark.usefixtures("fake_child")

@@ -42,7 +42,7 @@ def evaluate(expression: str) -> int:
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows]:
     directory = tmp_path_factory.mktemp("task")
-    write_task(directory, seed=0)
+    write_task(directory, Recipe(0))
     return read(directory)
 
 
@@ -55,7 +55,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_no_problem_is_shared(tmp_path: Path, seed: int) -> None:
-    write_task(tmp_path, seed)
+    write_task(tmp_path, Recipe(seed))
     problems = {split: [row["problem"] for row in rows] for split, rows in read(tmp_path).items()}
     assert len(set(problems["train"])) == len(problems["train"]) == 512
     assert len(set(problems["heldout"])) == len(problems["heldout"]) == 384
@@ -112,7 +112,7 @@ def test_the_grader_accepts_every_example(task: dict[str, Rows]) -> None:
 
 def test_the_seed_decides_everything(tmp_path: Path) -> None:
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
-        write_task(tmp_path / name, seed, num_train=64, num_heldout=64, num_sft=64)
+        write_task(tmp_path / name, Recipe(seed, num_train=64, num_heldout=64, num_sft=64))
         write_tiny_qwen3(tmp_path / name / "model", seed)
     a, b, c = (bytes_of(tmp_path / name) for name in "abc")
     assert a == b
@@ -137,7 +137,7 @@ def test_the_model_does_not_depend_on_global_random_state(tmp_path: Path) -> Non
 )
 def test_impossible_counts_are_refused(tmp_path: Path, counts: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        write_task(tmp_path / "task", 0, **counts)
+        write_task(tmp_path / "task", Recipe(0, **counts))
     assert not (tmp_path / "task").exists()
 
 

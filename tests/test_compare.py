@@ -414,6 +414,27 @@ def test_arms_are_run_again_from_another_start(compared: Callable[..., list[str]
     assert compared("sft.steps=7", "objective.clip_low=0.1") == ["start", "grpo", "dppo"]
 
 
+def test_runs_are_made_again_after_their_code_or_model_changed(
+    compared: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which the settings have only the name, with SFT before them and without."""
+    monkeypatch.syspath_prepend(tmp_path)
+    code, everything = tmp_path / "own_grader_of_a_comparison.py", ["start", "grpo", "dppo"]
+    code.write_text("def grade(completion, answer): return 1.0\n")
+    settings = [f"reward.function={code.stem}:grade"]
+    assert compared(*settings) == everything
+    assert compared(*settings) == []
+    code.write_text("def grade(completion, answer): return 0.5\n")
+    assert compared(*settings) == everything
+    with open(tmp_path / "task" / "model" / "config.json", "a") as file:
+        file.write("\n")
+    assert compared(*settings) == everything
+    for runs in (["grpo", "dppo"], []):
+        assert compared(*settings, "sft.steps=0") == runs
+    (tmp_path / "task" / "model" / "config.json").touch()
+    assert compared(*settings, "sft.steps=0") == ["grpo", "dppo"]
+
+
 def test_a_run_that_was_stopped_is_not_kept(compared: Callable[..., list[str]]) -> None:
     """A signal ends a run with a checkpoint and exit code 0, before its summary."""
     with pytest.raises(RunAborted, match="stopped before its end"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 from collections.abc import Callable, Sequence
@@ -309,6 +310,10 @@ def test_what_a_sweep_found_is_compared_on_other_seeds(
         f"seed{seed} {method}@8,1e-3,linear" for seed in (50, 51) for method in ("grpo", "dppo")
     }
     capsys.readouterr()
-    for options in (("--tuned", best, "--sweep"), ("--tuned", best, "--methods", "dppo"), ("--tuned", CONFIG)):
-        assert swept(*options) == (2, [])
+    for options in (["--sweep"], ["--methods", "dppo"], ["--steps-factor", "2"], ["--tuned", CONFIG]):
+        assert swept("--tuned", best, *options) == (2, [])
         assert "--tuned" in capsys.readouterr().err
+    for length in ("steps=7", "eval.every_steps=5", f"{PROMPTS}=32"):  # which the best's own settings do not follow
+        assert swept("--tuned", best, length) == (2, [])
+        key, _, value = length.partition("=")
+        assert re.search(rf"was swept with {key}=\d+, and here is {value}; sweep again", capsys.readouterr().err)

@@ -197,6 +197,25 @@ def _findings(files: Path, run_dir: Path, tensor_parallel: int, pipeline_paralle
     return run_gate(config, layout, architecture, CheckpointReader(config.model.hf_path, architecture).get)
 
 
+def _holds_gradients(files: Path, run_dir: Path) -> list[bool]:
+    """Of each measurement, whether this rank has kept a tensor."""
+    held, measure = list[bool](), fp8_gate._measure
+
+    def noting(*arguments: Any) -> Any:
+        found = measure(*arguments)
+        held.append(bool(found and found[1]))
+        return found
+
+    fp8_gate._measure = noting
+    assert len(_findings(files, run_dir, 1, 1)) == 3
+    return held
+
+
+def test_only_rank_zero_keeps_gradients_of_the_whole_model(files: Path, tmp_path: Path) -> None:
+    """Two replicas compare the same ones, and every rank that keeps them needs room for the model on its host."""
+    assert run_ranks(_holds_gradients, 2, files, tmp_path / "run") == [[True, True], [False, False]]
+
+
 @pytest.mark.parametrize("split", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_gate_passes_safe_packing(files: Path, tmp_path: Path, split: tuple[int, int]) -> None:
     """No unsafe pattern; log-probabilities and gradients of the packed batch are those of single samples."""

@@ -171,6 +171,26 @@ def test_figures_of_older_and_of_biased_runs(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("rollout", "speeds"),
+    [
+        ("{}", [200.0, None]),
+        ("{async_steps: 1}", [100.0, 50.0]),
+        ("{async_steps: 1, servers: {colocate: true}}", [200.0, None]),
+    ],
+)
+def test_tokens_a_second_of_what_is_generated_beside_the_rest(
+    tmp_path: Path, rollout: str, speeds: list[float | None]
+) -> None:
+    """The seconds of such a rollout are what was waited for it, here half a step's or none: a speed over them would be
+    any number."""
+    rows = [{"step": step, "tokens/generated": 1000, "time/rollout_s": 10 - 5 * step, "time/step_s": 10 * step}
+            for step in (1, 2)]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.yaml").write_text(f"rollout: {rollout}\n")
+    assert read_run(tmp_path).columns["tokens/generated_per_s"] == speeds
+
+
 def test_a_bias_is_told_once(tmp_path: Path) -> None:
     """As the mean over the steps; a step without gradient has none, and adds no note."""
     rows = [LedgerRow("any", 0.5, "biased", "a rule").sized(size) for size in (0.9, 3.8, None)]

@@ -125,10 +125,34 @@ def test_variance_ratio_and_labels(still: Path) -> None:
     assert simulate(trace, "cppo", COSTS).label == "biased"
 
 
+def test_what_an_objective_does_by_itself_is_no_method_s_label(still: Path) -> None:
+    """Truncated completions are left out with and without pruning, and a baseline of earlier steps is the same off
+    policy: the methods are compared as before, beside a full batch that has neither."""
+    trace = read_trace(str(still / "trace.jsonl"))
+    trace.config.objective.overlong.filter, trace.config.rollout.async_steps = True, 1
+    trace.config.objective.advantage = "posterior_loo"
+    trace.config.rollout.sampling.max_completion_tokens = int(max(step.rollouts.lengths.max() for step in trace.steps))
+    full, dppo, cppo = (simulate(trace, method, COSTS) for method in ("grpo", "dppo", "cppo"))
+    assert (full.label, dppo.label, cppo.label) == ("exact", "unbiased", "biased")
+    assert full.tokens_trained < full.tokens_generated and full.scale == pytest.approx(1.0)
+    assert "of a step of grpo is rollout" in limits([full], COSTS)[0]
+
+
 def test_a_trace_that_has_lost_its_first_steps(still: Path) -> None:
     """The replay begins with the prompts of the first step that is left: all of their outcomes are known."""
     trace = read_trace(str(still / "trace.jsonl"))
     assert simulate(replace(trace, steps=trace.steps[-2:]), "grpo", COSTS).imputed_share == 0
+
+
+def test_a_run_that_was_extended_at_a_resume_prunes_to_its_end(still: Path, tmp_path: Path) -> None:
+    """The first line of its trace still has the steps that it began with, beyond which no method prunes."""
+    head, *steps = (still / "trace.jsonl").read_text().splitlines()
+    began = json.loads(head)
+    began["config"]["steps"] = 3
+    extended = tmp_path / "trace.jsonl"
+    extended.write_text("\n".join([json.dumps(began), *steps]))
+    as_one, resumed = (simulate(read_trace(str(path)), "dppo", COSTS) for path in (still / "trace.jsonl", extended))
+    assert resumed == as_one and as_one.completions_trained < as_one.completions_generated
 
 
 def test_each_step_s_growth_counts_alike(still: Path) -> None:
@@ -331,7 +355,10 @@ def test_what_bounds_the_gain_is_said() -> None:
     assert first.startswith("33% of a step of grpo is rollout and what is fixed")
     assert "at most 3.00x" in first and "50% of the tokens have no gradient" in first and "is 1.50x" in first
     assert second.endswith("the score helps") and "does not help here, a smaller batch would do as well" in third
-    slow = StepTimeModel(COSTS.rollout.scaled(1, 100), COSTS.update_s_per_1k_tokens, COSTS.fixed_s)
+    slow = StepTimeModel(RolloutCost.proportional(200.0), COSTS.update_s_per_1k_tokens, COSTS.fixed_s)
     assert limits([base], slow)[1].startswith("pruning completions cannot help here")
-    [warned] = limits([_prediction(tokens_trained=10.0)], COSTS)
+    [warned] = limits([_prediction(method="dppo", tokens_trained=1000.0)], COSTS)
     assert "begin --methods with grpo" in warned
+    # 200 tokens without a reward are not trained on, pruned or not: 4 s of update, of which 1.5 are without gradient
+    [lost] = limits([_prediction(tokens_trained=800.0)], COSTS)
+    assert lost.startswith("38% of a step of grpo") and "is 1.30x" in lost

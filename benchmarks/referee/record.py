@@ -34,7 +34,7 @@ from dppo_megatron.randomness import generator
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
 from dppo_megatron.types import Completion, RolloutPrompt, TrainSample
-from dppo_megatron.workbench.quickstart.make import write_task
+from dppo_megatron.workbench.quickstart.make import Recipe, write_task
 from dppo_megatron.workbench.quickstart.tiny_model import ANSWER_MARK, VOCABULARY, write_tiny_qwen3
 
 REPOSITORY = Path(__file__).parents[2]
@@ -141,7 +141,7 @@ def token_designs(gradients: Gradients, pairs: Sequence[tuple[Sequence[int], Com
 
 def make_loop(work: Path, sft_steps: int, overrides: Sequence[str], seed: int = 0) -> Loop:
     """The quickstart's job without pruning, on the task of this seed, after SFT."""
-    write_task(work, seed=seed)
+    write_task(work, Recipe(seed))
     write_tiny_qwen3(work / "model", seed=seed)
     settings = {
         "run_dir": work / "run",

@@ -9,6 +9,9 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from dppo_megatron.types import UserError
@@ -27,8 +30,7 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
     module_name, separator, name = path.partition(":")
     if not separator:
         raise UserError(f"{key} = '{path}': expected module:function")
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())  # a console script does not have it on sys.path
+    _find_here()
     try:
         function = getattr(importlib.import_module(module_name), name)
     except (Exception, SystemExit) as error:  # importing a module can raise anything
@@ -40,3 +42,18 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
         raise UserError(f"{key} = '{path}' is not callable")
     loaded: Callable[..., Any] = function
     return loaded
+
+
+def source_digest(path: str) -> str:
+    """SHA-256 of the file that `module:function` is in, which is not imported; empty if there is none."""
+    _find_here()
+    try:
+        spec = find_spec(path.partition(":")[0])
+        return sha256(Path(spec.origin).read_bytes()).hexdigest() if spec and spec.origin else ""
+    except (ImportError, ValueError, OSError):
+        return ""
+
+
+def _find_here() -> None:
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # a console script does not have it on sys.path

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
+from dppo_megatron.config.ranges import Range
 from dppo_megatron.types import UserError
 
 KEY_OPTIONS = ("--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password", "--watermark-config")
@@ -86,17 +87,25 @@ class ServerSplit:
 
 def read_split(arguments: Sequence[str]) -> ServerSplit:
     """Raises UserError for a size that is no number above 0."""
+    return ServerSplit(**read_options(arguments, {name: (flags, int, 1, "[1, 1e6]") for name, flags in _SIZES.items()}))
+
+
+def read_options(
+    arguments: Sequence[str], options: Mapping[str, tuple[tuple[str, ...], type, Any, str]]
+) -> dict[str, Any]:
+    """The values of some options, each with its flags, type, default and range (empty: any). Raises UserError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name, options in _SIZES.items():
-        parser.add_argument(*options, dest=name, type=int, default=1)
+    for name, (flags, kind, default, _) in options.items():
+        parser.add_argument(*flags, dest=name, type=kind, default=default)
     try:
-        split = ServerSplit(**vars(parser.parse_known_args(arguments)[0]))
+        given = vars(parser.parse_known_args(arguments)[0])
     except argparse.ArgumentError as error:
         raise UserError(f"rollout.servers.args: {error}") from None
-    for size, options in zip((split.tensor, split.replicas, split.stages), _SIZES.values(), strict=True):
-        if size < 1:
-            raise UserError(f"rollout.servers.args: {options[0]} {size}: must be at least 1")
-    return split
+    for name, (flags, _, _, interval) in options.items():
+        value = given[name]
+        if interval and value is not None and value not in (allowed := Range.parse(interval)):
+            raise UserError(f"rollout.servers.args: {flags[0]} {value}: {allowed.wanted(value)}")
+    return given
 
 
 def check_gpus(gpus: Sequence[str], arguments: Sequence[str]) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import asdict, fields, replace
 from hashlib import sha256
 from importlib.metadata import version
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +17,7 @@ import dppo_megatron.rewards
 from dppo_megatron import __version__
 from dppo_megatron.config.load import load_config
 from dppo_megatron.config.paths import with_paths
+from dppo_megatron.config.plugins import is_plugin, source_digest
 from dppo_megatron.config.resolved_sets import eval_set_configs, set_rewards
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
@@ -311,12 +311,12 @@ def _grader_sources(config: Config) -> dict[str, str]:
     found: dict[str, str] = {}
     named = [[one.function for one in of.functions.values()] or [of.function] for of in rewards]
     for function in chain.from_iterable(named):
-        with suppress(ImportError, ValueError, OSError):
-            if ":" not in function:
-                code = sorted(Path(dppo_megatron.rewards.__file__).parent.rglob("*.py"))
-                found[function] = sha256(b"\0".join(path.read_bytes() for path in code)).hexdigest()
-            elif (spec := find_spec(function.partition(":")[0])) is not None and spec.origin:
-                found[function] = sha256(Path(spec.origin).read_bytes()).hexdigest()
+        if is_plugin(function):
+            digest = source_digest(function)
+            found |= {function: digest} if digest else {}
+        else:
+            code = sorted(Path(dppo_megatron.rewards.__file__).parent.rglob("*.py"))
+            found[function] = sha256(b"\0".join(path.read_bytes() for path in code)).hexdigest()
     return found
 
 

@@ -29,7 +29,9 @@ from dppo_megatron.selection.bias import BiasSource, whitening_factor
 from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 _LENGTH_DECAY = 0.9
-_POSTERIOR, _SIZES = "advantage/posterior_loo", "rollout/group_sizes"
+_FILTER, _POSTERIOR, _SIZES = "completion/overlong_filter", "advantage/posterior_loo", "rollout/group_sizes"
+OF_THE_OBJECTIVE = (_FILTER, _POSTERIOR)
+"""Rows of what is done alike where nothing is pruned."""
 _OWN_LOSS = (
     "a loss of your own need not be linear in the advantage, and then its gradient changes with a baseline's noise"
 )
@@ -129,7 +131,7 @@ class Coefficients:
         dropped = trainable & truncated.ravel()
         share = 1.0 - float(dropped.sum()) / max(int(trainable.sum()), 1)
         # biased also in a step without any: whether one was truncated is an outcome
-        row = LedgerRow("completion/overlong_filter", share, "biased", "truncated completions are never trained on")
+        row = LedgerRow(_FILTER, share, "biased", "truncated completions are never trained on")
         return trainable & ~dropped, BiasSource((row,), np.where(truncated, 0.0, 1.0))
 
     def whitening(self, planned: Selection, selections: Sequence[Selection], rollouts: Rollouts) -> BiasSource:
@@ -226,10 +228,13 @@ class Coefficients:
             self.mean_length = _LENGTH_DECAY * old + (1 - _LENGTH_DECAY) * mean if old else mean
 
     def full_scores(self, everything: Rollouts, prior: FloatArray | None) -> FloatArray:
-        """[N, G] gradient-norm proxy of the completions of all nominal prompts of a step, none skipped."""
+        """[N, G] gradient-norm proxy of the completions of all nominal prompts of a step, none skipped; 0 of those that
+        are never trained on."""
         count = len(everything.rewards)
         minibatch = np.arange(count) * self._updates // max(count, 1)
         advantages = self.advantages(everything, np.ones(count), prior)
         tokens = token_sums(everything.lengths, minibatch, self._updates)
         divisor = self._divisor(everything.lengths, tokens[minibatch])
-        return np.sqrt(self.squared_norms(everything, advantages, divisor))
+        trainable, _ = self.trainable(everything, np.ones(everything.rewards.shape, dtype=np.bool_))
+        scores = np.sqrt(self.squared_norms(everything, advantages, divisor))
+        return np.where(trainable.reshape(scores.shape), scores, 0.0)

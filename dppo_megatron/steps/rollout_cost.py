@@ -75,9 +75,9 @@ class RolloutCost:
         whole = self.of(tokens)
         return 1.0 - self.of(tokens * (1.0 - skipped)) / whole if whole else 0.0
 
-    def scaled(self, tokens: float, seconds: float = 1.0) -> RolloutCost:
-        """The same with all tokens and all seconds times a factor."""
-        return RolloutCost(tuple(t * tokens for t in self.tokens), tuple(s * seconds for s in self.seconds))
+    def scaled(self, factor: float) -> RolloutCost:
+        """The same seconds for `factor` times the tokens."""
+        return RolloutCost(tuple(tokens * factor for tokens in self.tokens), self.seconds)
 
     @staticmethod
     def proportional(seconds_per_1k: float) -> RolloutCost:

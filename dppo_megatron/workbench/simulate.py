@@ -20,11 +20,12 @@ from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import TokenCapacity
 from dppo_megatron.progress import counted, progress
 from dppo_megatron.pruning.interface import StepCapacity, StepCost
-from dppo_megatron.pruning.policies import with_method
+from dppo_megatron.pruning.policies import levels, with_method
 from dppo_megatron.pruning.scores import floor_share
 from dppo_megatron.pruning.variance import StepVariance
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
+from dppo_megatron.selection.coefficients import OF_THE_OBJECTIVE
 from dppo_megatron.selection.missing import NAME as MISSING
 from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.texts import aligned
@@ -33,6 +34,8 @@ from dppo_megatron.workbench.runs.trace import Trace, TracedStep
 
 _MOSTLY_ROLLOUT = 0.9
 """Share of a step above which completion pruning is said to be of no help: it gains less than a ninth."""
+_NOT_PRUNED = (MISSING, *OF_THE_OBJECTIVE)
+"""Rows of the ledger that are the trace's and its objective's, whatever the method."""
 _COLUMNS = ("rewards", "lengths", "logit_grad_norm")
 _HEAD: tuple[str, ...] = (
     "method",
@@ -74,7 +77,7 @@ class Prediction:
 
     method: str
     label: str
-    """The worst label of its ledger: exact, unbiased, ratio or biased."""
+    """The worst label of what it prunes: exact, unbiased, ratio or biased."""
     prompts_generated: float
     completions_generated: float
     completions_trained: float
@@ -158,7 +161,7 @@ def simulate(
         step = traced.step
         rollouts, rollout_s = _rolled_out(selector, outcomes, costs, step)
         decision = selector.finish(rollouts, step)
-        labels.update(row.label for row in decision.ledger if row.name != MISSING)  # the trace's, not the method's
+        labels.update(row.label for row in decision.ledger if row.name not in _NOT_PRUNED)
         generated, trained = float(rollouts.lengths.sum()), float(rollouts.lengths.ravel()[decision.kept].sum())
         update_s = costs.update_s(trained)
         everything = outcomes.of(decision.offered[: selector.prompts_per_step], step)
@@ -267,18 +270,21 @@ def like_for_like(one: Prediction, base: Prediction, noise: float = 0.0) -> tupl
 def limits(predictions: list[Prediction], costs: StepTimeModel) -> list[str]:
     """What bounds the gain on this trace, from the first method (meant to be unpruned), a line each."""
     base = predictions[0]
+    # not by its tokens: what has no reward, or is too long for the objective, is not trained on either
+    is_unpruned = levels(base.method) == ("none", "none")
     rollout_s, update_s = costs.rollout.of(base.tokens_generated), costs.update_s(base.tokens_trained)
     whole_s = costs.step_s(rollout_s, update_s)
     share = costs.step_s(rollout_s, 0.0) / whole_s
-    exact = whole_s / costs.step_s(rollout_s, update_s * (1.0 - base.without_gradient))
+    with_gradient = min(base.tokens_generated * (1.0 - base.without_gradient), base.tokens_trained)
+    exact = whole_s / costs.step_s(rollout_s, costs.update_s(with_gradient))
     lines = [
         f"{share:.0%} of a step of {base.method} is rollout and what is fixed: dropping completions alone is at most"
         f" {1.0 / share:.2f}x; {base.without_gradient:.0%} of the tokens have no gradient, and dropping just those,"
         f" which is exact, is {exact:.2f}x"
-        if base.tokens_trained == base.tokens_generated
+        if is_unpruned
         else f"no limits can be told: {base.method}, the first method, prunes; begin --methods with grpo"
     ]
-    if base.tokens_trained == base.tokens_generated and share > _MOSTLY_ROLLOUT:
+    if is_unpruned and share > _MOSTLY_ROLLOUT:
         lines.append("pruning completions cannot help here: rollouts are what takes the time")
     for one in predictions:
         if one.prompt_effect and one.prompts_generated < base.prompts_generated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.job import REPOSITORY, write_job_files
 from support.job import settings as job_settings
 from support.true_shapes import GLM, LARGEST, LONG, MODELS, write_config, write_empty_model
@@ -24,8 +26,10 @@ from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.pruning.policies import METHODS, with_method
 from dppo_megatron.selection import Rollouts, Selector
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.commands import plan as plan_command
 from dppo_megatron.workbench.planning import timing
 from dppo_megatron.workbench.planning.plan import make_plan
 from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
@@ -169,10 +173,11 @@ def test_values_have_sources(recipe: Path) -> None:
 
 
 def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No tokenizer, no weights, no data, no run_dir."""
+    """No tokenizer, no weights, no data (though that has the levels which a job sorts its problems by), no run_dir."""
     model = write_config(tmp_path, "qwen3_8b")
     recipe = str(REPOSITORY / "configs" / "h100" / "qwen3_8b_8gpus_dppo.yaml")
-    assert main(["plan", recipe, f"model.hf_path={model}", "--json", str(tmp_path / "new" / "plan.json")]) == 0
+    settings = [f"model.hf_path={model}", "data.order=easy_first", "data.level_field=level"]
+    assert main(["plan", recipe, *settings, "--json", str(tmp_path / "new" / "plan.json")]) == 0
     out, said = capsys.readouterr()
     assert "new/plan.json: its directory did not exist and is made\n" in said
     plan = json.loads((tmp_path / "new" / "plan.json").read_text(encoding="utf-8"))
@@ -208,6 +213,7 @@ def test_a_plan_needs_no_model_where_its_sizes_are_published(
 
 _ONE_GPU = "rollout.servers.gpus=['0']"
 """As many as servers take whose arguments are replaced."""
+_SMALL_CACHE = 'rollout.servers.args=[--tensor-parallel-size=4, -dp=2, --gpu-memory-utilization, "0.2"]'
 _TP4 = "rollout.servers.args=[--tensor-parallel-size=4]"
 
 
@@ -216,7 +222,12 @@ _TP4 = "rollout.servers.args=[--tensor-parallel-size=4]"
     [
         (["--gpu-memory", "40"], "backward needs"),
         (["--gpu-memory", "40"], "What helps: actor.optimizer.cpu_offload=1"),
-        (["--host-memory", "300"], "generate needs 568 GiB of a node's 300 (most of it optimizer on the host)"),
+        # what makes a GPU's phases smaller is no help for a node's memory, or for a server's cache
+        (
+            ["--host-memory", "300"],
+            "generate needs 568 GiB of a node's 300 (most of it optimizer on the host) (see docs/plan.md)",
+        ),
+        ([_SMALL_CACHE], "of 5120 tokens. What helps: --gpu-memory-utilization 0.4 in rollout.servers.args (73.9 GiB"),
         (["packing.max_tokens_per_microbatch=100"], "must fit"),
         (["actor.fp8=mxfp8"], "actor.fp8 = mxfp8: it needs a chip of sm_100 or newer; this one is sm_90"),
         (["actor.megatron={hidden_size: 8}"], "actor.megatron.hidden_size: is decided by"),
@@ -430,6 +441,7 @@ def _everything(folder: Path) -> dict[str, tuple[int, int] | None]:
 _BOTH = """
 import sys
 from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.commands import plan as plan_command
 for command in ("train", "plan"):
     assert main([command, *sys.argv[1:], "--dry-run", "--gpus", "1"]) == 0
     print("end of", command)
@@ -466,6 +478,40 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     train, _, rest = done.stdout.partition("end of train\n")
     plan, _, _ = rest.partition("end of plan\n")
     assert train.rstrip("\n").endswith(first) and plan.rstrip("\n").endswith(first)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "gib", "bandwidth", "said"),
+    [
+        ("NVIDIA H200", [], 139.0, CHIPS["h200"].bandwidth, "NVIDIA H200, 139.0 GiB"),
+        ("NVIDIA RTX 9000", [], 139.0, CHIPS["h100"].bandwidth, "NVIDIA RTX 9000, 139.0 GiB, as fast as an H100"),
+        ("NVIDIA H200", ["--gpu", "a100"], 79.1, CHIPS["a100"].bandwidth, ""),
+        ("NVIDIA H200", ["--gpu-memory", "40"], 40.0, CHIPS["h100"].bandwidth, ""),
+        ("", [], 79.1, CHIPS["h100"].bandwidth, ""),
+    ],
+)
+def test_a_dry_run_is_of_the_gpu_that_is_here(
+    device: str, options: list[str], gib: float, bandwidth: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless another is named: a job for 140 GiB was refused on such a GPU for an H100's 79."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(device))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 139 * GIB))
+    parser, sites = argparse.ArgumentParser(), list[Site]()
+    plan_command.add_options(parser)
+    monkeypatch.setattr(plan_command, "load_config", lambda *_, **__: Config())
+
+    def load(config: Config, site: Site, gpu: str) -> list[str]:
+        sites.append(site)
+        raise UserError("that is all")
+
+    monkeypatch.setattr(plan_command, "_load_job", load)
+    arguments = parser.parse_args(["quickstart", *options, "--dry-run"])
+    found = "".join(plan_command._take_gpu_of_here(copy.copy(arguments)))
+    assert found.endswith(said) and bool(found) == bool(said)
+    with pytest.raises(UserError, match="that is all"):
+        plan_command.execute(arguments)
+    assert (sites[0].gpu_memory / GIB, sites[0].bandwidth) == (pytest.approx(gib), bandwidth)
 
 
 def test_dry_run_refuses_what_train_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,7 +170,7 @@ def test_a_curve_of_seconds() -> None:
     cost = RolloutCost((0.0, 10.0, 30.0), (0.0, 4.0, 8.0))
     assert [cost.of(tokens) for tokens in (0, 5, 10, 20, 50)] == [0, 2, 4, 6, 12]
     assert cost.saved(30, 0.5) == pytest.approx(1 - 5 / 8) and cost.saved(0, 0.5) == 0 and cost.average == 8 / 30
-    assert cost.scaled(2, 3).of(60) == 24
+    assert cost.scaled(2).of(60) == 8
 
 
 def test_mean_of_capped_lengths() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dppo_megatron.config import Config, load_config
-from dppo_megatron.workbench.quickstart.make import write_task
+from dppo_megatron.workbench.quickstart.make import Recipe, write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parent.parent.parent
 
 def write_job_files(directory: Path) -> Path:
     """Problems and model under `directory`."""
-    write_task(directory, seed=0, num_train=48, num_heldout=24, num_sft=256)
+    write_task(directory, Recipe(0, num_train=48, num_heldout=24, num_sft=256))
     write_tiny_qwen3(directory / "model", seed=0)
     return directory
 

@@ -27,7 +27,7 @@ from dppo_megatron.config import load_config
 from dppo_megatron.config.paths import shipped
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.accept.runner import TESTS, Sheet, repository
-from dppo_megatron.workbench.quickstart.make import write_task
+from dppo_megatron.workbench.quickstart.make import Recipe, write_task
 from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer, write_tiny_qwen3
 from dppo_megatron.workbench.runs.run_record import Follow, RunRecord
 
@@ -181,7 +181,7 @@ def _task(sheet: Sheet, settings: dict[str, Any], write_model: Callable[[Path], 
     Its paths are relative: below the directory of the step."""
     task = sheet.directory / "runs" / "task_seed0"
     if not task.exists():
-        write_task(task, seed=0, num_train=512, num_heldout=16, num_sft=4096)
+        write_task(task, Recipe(0, num_train=512, num_heldout=16, num_sft=4096))
         write_model(task / "model")
     settings = {
         "steps": 3,

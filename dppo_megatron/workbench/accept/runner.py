@@ -25,6 +25,7 @@ from dppo_megatron.children import die_with_parent, package_environment, python_
 from dppo_megatron.files import append_to, remove_tree
 from dppo_megatron.observe.json_lines import finite
 from dppo_megatron.progress import progress
+from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.accept.bars import STEPS, Step
 from dppo_megatron.workbench.accept.record import FIGURES, Ran, Record, read_figures
 
@@ -48,8 +49,14 @@ def run_steps(
         hours: of this call. More than 0.5 gives each step more in proportion; less begins fewer of them.
         only: names of steps; empty: all.
         again: names of steps to be run although they have been.
+
+    Raises:
+        UserError: `record` holds figures of another machine.
+        RunAborted: which machine this is was not found out.
     """
     deadline, scale = time.monotonic() + 3600 * hours, max(1.0, hours / HOURS)
+    if record.facts:
+        _look_again(record, directory, scale)
     for step in STEPS:
         ran = record.steps.get(step.name)
         is_wanted = not only or step.name in (ENVIRONMENT, *only)
@@ -64,6 +71,19 @@ def run_steps(
             with progress(f"{step.name}: {step.what}, at most {limit_s:.0f} s"):
                 record.steps[step.name] = _run(step, directory / "steps" / step.name, limit_s, record)
             record.write(directory)
+
+
+def _look_again(record: Record, directory: Path, scale: float) -> None:
+    """Find the facts of this machine, which are not the record's where a login node wrote that and this has GPUs."""
+    step, found = STEPS[0], Record(record.options)
+    with progress(f"{step.name}: whether this is the same machine"):
+        ran = _run(step, directory / "steps" / step.name, step.limit_s * scale, found)
+    if not found.facts:
+        raise RunAborted(f"--out {directory}: whether it is of this machine was not found out: {ran.why}")
+    theirs, ours = (f"{facts['device']} (GPUs: {facts['gpus']})" for facts in (record.facts, found.facts))
+    if theirs != ours:
+        raise UserError(f"--out {directory}: holds figures of {theirs}, and this is {ours}; name another directory")
+    record.facts, record.steps[step.name] = found.facts, ran
 
 
 def lacking(step: Step, record: Record) -> str:

@@ -65,9 +65,9 @@ def execute(arguments: argparse.Namespace) -> int:
     factor, swept = arguments.steps_factor, arguments.sweep is not None
     grid = sweep.parse_grid(arguments.sweep, config) if swept else {}
     methods = arguments.methods or (_SWEPT if swept else _METHODS)
-    if arguments.tuned and (swept or arguments.methods):
-        raise UserError("--tuned names methods and settings by itself: leave out --methods and --sweep")
-    arms = sweep.best_of(arguments.tuned) if arguments.tuned else compared.parse_arms(methods, config, factor)
+    if arguments.tuned and (swept or arguments.methods or factor != 1):
+        raise UserError("--tuned names methods and settings: leave out --methods, --sweep and --steps-factor")
+    arms = sweep.best_of(arguments.tuned, config) if arguments.tuned else compared.parse_arms(methods, config, factor)
     if swept:
         arms = sweep.candidates(methods, grid, config, factor)
     out: Path = arguments.out
@@ -86,7 +86,7 @@ def execute(arguments: argparse.Namespace) -> int:
             for rows, of_those_left in sweep.halve(arms, arguments.seeds, run):
                 rungs.append(rows)
                 runs = of_those_left
-                table.write_results(out / "sweep.json", table.about() | sweep.sweep_results(rungs, grid))
+                table.write_results(out / "sweep.json", table.about() | sweep.sweep_results(rungs, grid, config))
                 show(*sweep.rung_table(rows), "")
             arms = [row.arm for row in rungs[-1] if row.goes_on]
             show(*sweep.best_lines(rungs[-1], grid), "")

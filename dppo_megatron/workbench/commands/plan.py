@@ -33,7 +33,7 @@ for well-known models is here:
 
 Formulas, sources and checks: docs/plan.md.
 """
-_GPUS = 8
+_GPUS, _GPU = 8, "h100"
 _NUMBERS: dict[str, tuple[str, str, int | None]] = {
     "gpus": ("[1, 1000000]", f"GPUs of the trainer (default: those of torchrun, else {_GPUS})", None),
     "gpus_per_node": ("[1, 1024]", "GPUs of a node (default: 8)", 8),
@@ -59,7 +59,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, (_, what, default) in _NUMBERS.items():
         kind = int if name in _COUNTS else float
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=what, default=default)
-    parser.add_argument("--gpu", choices=sorted(CHIPS), default="h100", help="kind of GPU (default: h100)")
+    chip = f"kind of GPU (default: {_GPU}; of a dry run the one that is here, if any)"
+    parser.add_argument("--gpu", choices=sorted(CHIPS), help=chip)
     parser.add_argument(
         "--methods", default=",".join(METHODS), metavar="A,B,...", help="pruning methods (default: all)"
     )
@@ -96,6 +97,8 @@ def execute(arguments: argparse.Namespace) -> int:
     purpose: Purpose = "train" if arguments.dry_run else "plan"
     published, settings = _published(arguments)
     config = load_config(arguments.config, settings, purpose=purpose, writes_run=arguments.dry_run)
+    of_here = _take_gpu_of_here(arguments) if arguments.dry_run else []
+    arguments.gpu = arguments.gpu or _GPU
     site = _site(arguments)
     loaded = _load_job(config, site, arguments.gpu) if arguments.dry_run else []
     said: list[str] = []
@@ -125,11 +128,11 @@ def execute(arguments: argparse.Namespace) -> int:
     assumed = [] if is_told else [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
     if config.pruning.early_stop.after_tokens:
         assumed.append("assumed: every completion comes to its end; what pruning.early_stop saves is not planned")
-    show(*map(with_paths, (*assumed, *published, *said, *lines(plan, arguments.config), *loaded)))
+    show(*map(with_paths, (*of_here, *assumed, *published, *said, *lines(plan, arguments.config), *loaded)))
     if arguments.json is not None:
         write_json(arguments.json, plan.as_json())
     if plan.problems:
-        helps = "; ".join(f"{one.change} ({one.total / GIB:.1f} GiB)" for one in plan.advice[:3])
+        helps = "; ".join(f"{one.change} ({one.total / GIB:.1f} GiB of a GPU)" for one in plan.helps[:3])
         raise UserError(f"the job does not fit: {plan.problems[0]}" + (f". What helps: {helps}" if helps else ""))
     return 0
 
@@ -150,6 +153,18 @@ def _published(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     if not found or (not arguments.model and os.path.isdir(name)):
         return [], settings
     return [f"assumed: the published sizes of {name}"], [*settings, f"model.hf_path={found}"]
+
+
+def _take_gpu_of_here(arguments: argparse.Namespace) -> list[str]:
+    """Where neither its kind nor its memory is given, plan for the GPU of this machine; a line that says so."""
+    with loading("libraries"):
+        import torch
+    if arguments.gpu or arguments.gpu_memory or not torch.cuda.is_available():
+        return []
+    name, size = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] / GIB
+    arguments.gpu_memory, arguments.gpu = size, next((chip for chip in CHIPS if chip.upper() in name), None)
+    speed = "" if arguments.gpu else f", as fast as an {_GPU.upper()}"
+    return [f"planned for the GPU that is here: {name}, {size:.1f} GiB{speed}"]
 
 
 def _site(arguments: argparse.Namespace) -> Site:

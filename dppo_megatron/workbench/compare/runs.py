@@ -27,6 +27,7 @@ from dppo_megatron.children import start_python
 from dppo_megatron.config import load_config
 from dppo_megatron.config.changes import flat
 from dppo_megatron.config.load import config_values
+from dppo_megatron.config.plugins import source_digest
 from dppo_megatron.config.resolved_sets import eval_set_configs, train_set_configs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.files import write_text
@@ -45,6 +46,8 @@ _OF_INTEREST = re.compile(r"step +\d+: .* pass@1 ")
 """A run's line about an evaluation."""
 _PROGRESS = re.compile(r"step +\d+/\d+ |[A-Za-z][^:]*: \d+ of \d+ ")
 """`SFT: 40 of 700 steps, about 83 s left`"""
+_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""A setting that names code: `module:function`."""
 _EVERY_S = 10.0
 """Between two lines of a run's progress."""
 Launch: TypeAlias = Callable[[Path, list[str], Callable[[str], None]], None]
@@ -203,16 +206,23 @@ def check_end(run_dir: Path, code: int, said: str) -> None:
 
 
 def _identity(config_path: str, settings: list[str], start: str) -> str:
-    """All settings of the run, those of the file included, and digests of its data and of `start`.
+    """All settings of the run, those of the file included, what there is of its model, and digests of its data, of the
+    user's code that it names, and of `start`.
 
     The settings of an arm name the directory of its start and not what was trained there.
     """
     config = load_config(config_path, settings, writes_run=False)
+    values = config_values(config)
     sets = *train_set_configs(config).values(), *eval_set_configs(config).values()
     paths = [Path(path) for path in (*(one.path for one in sets), config.sft.examples_path) if path]
     data = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
     came_from = hashlib.sha256(start.encode()).hexdigest() if start else ""
-    return json.dumps({"settings": config_values(config), "data": data, "start": came_from}, default=str)
+    named = sorted({value for value in flat(values).values() if isinstance(value, str) and _CODE.fullmatch(value)})
+    files = [] if start else sorted(Path(config.model.hf_path).rglob("*"))  # the start's are what it was made of
+    model = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
+    code = {one: source_digest(one) for one in named}
+    found = {"settings": values, "data": data, "start": came_from, "code": code, "model": model}
+    return json.dumps(found, default=str)
 
 
 def shared_task(config: Config) -> str | None:

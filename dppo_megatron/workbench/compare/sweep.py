@@ -162,25 +162,44 @@ def best_lines(rows: Sequence[RungRow], grid: Grid) -> list[str]:
     return lines
 
 
-def sweep_results(rungs: Sequence[Sequence[RungRow]], grid: Grid) -> dict[str, Any]:
-    """For sweep.json."""
+def sweep_results(rungs: Sequence[Sequence[RungRow]], grid: Grid, config: Config) -> dict[str, Any]:
+    """For sweep.json; `config`: of the job that is swept."""
     best = {row.arm.method: row.arm.settings for row in rungs[-1] if row.goes_on}
-    return {"grid": grid, "rungs": [[asdict(row) for row in rows] for rows in rungs], "best": best}
+    rows = [[asdict(row) for row in rows] for rows in rungs]
+    return {"grid": grid, "rungs": rows, "best": best, "length": _length(config)}
 
 
-def best_of(path: Path) -> list[Arm]:
-    """The best of each method in a sweep.json, their settings in their names. Raises UserError if it cannot be read."""
+def _length(config: Config) -> dict[str, int]:
+    """What the steps and evaluations of every candidate follow from."""
+    return {
+        "steps": config.steps,
+        "eval.every_steps": config.eval.every_steps,
+        PROMPTS: config.rollout.prompts_per_step,
+    }
+
+
+def best_of(path: Path, config: Config) -> list[Arm]:
+    """The best of each method in a sweep.json, their settings in their names. Raises UserError if it cannot be read, or
+    swept a job of another length than `config`'s, which the settings would not follow."""
     try:
-        rungs = msgspec.json.decode(path.read_bytes(), type=_Rungs).rungs
+        found = msgspec.json.decode(path.read_bytes(), type=_Sweep)
     except (OSError, msgspec.DecodeError) as error:
         raise UserError(f"--tuned {path}: is no sweep.json of compare --sweep: {reason(error)}") from None
-    if not (arms := [row.arm for row in rungs[-1] if row.goes_on]):
+    if not (arms := [row.arm for row in found.rungs[-1] if row.goes_on]):
         raise UserError(f"--tuned {path}: no candidate of its last rung goes on")
+    for key, value in _length(config).items():
+        if found.length.get(key, value) != value:
+            raise UserError(
+                f"--tuned {path}: was swept with {key}={found.length[key]}, and here is {value}; sweep again, or set it"
+                " back"
+            )
     return arms
 
 
-class _Rungs(msgspec.Struct):
+class _Sweep(msgspec.Struct):
     rungs: Annotated[list[list[RungRow]], msgspec.Meta(min_length=1)]
+    length: dict[str, int] = {}
+    """Empty in older files."""
 
 
 def _number(text: str) -> float | str:

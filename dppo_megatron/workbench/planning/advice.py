@@ -52,11 +52,14 @@ class SettingAdvice:
 
 def advise(
     config: Config, architecture: Architecture, site: Site, lengths: Lengths, speeds: Speeds, now: Timing | None
-) -> tuple[list[SettingAdvice], list[SettingAdvice]]:
-    """Changes that lower the largest phase by half a GiB or more, and those with which the job fits and a step is a
-    hundredth shorter or more; the best first. `now`: of the job as it is, None where that is not known."""
-    total = plan_memory(config, architecture, site, lengths.sequence).largest.total
+) -> tuple[list[SettingAdvice], list[SettingAdvice], list[SettingAdvice]]:
+    """Changes that lower the largest phase by half a GiB or more, those with which the job fits and a step is a
+    hundredth shorter or more, and those that help a job that does not fit; the best first. `now`: of the job as it is,
+    None where that is not known."""
+    as_is = plan_memory(config, architecture, site, lengths.sequence)
+    total, problems = as_is.largest.total, len(as_is.problems(site))
     smaller: list[SettingAdvice] = []
+    helps: list[SettingAdvice] = []
     faster: dict[str, SettingAdvice] = {}
     for settings, price in _changes(config, site):
         kind, change = next(iter(settings)), _written(settings)
@@ -71,14 +74,20 @@ def advise(
             continue
         if price and total - memory.largest.total >= _LEAST:
             smaller.append(SettingAdvice(change, memory.largest.total, price))
-        fits = max(total, memory.largest.total) <= site.gpu_memory
+        left = len(memory.problems(there))
+        if left < problems:
+            helps.append(SettingAdvice(change, memory.largest.total))
+        fits = not problems and not left
         # the first of a kind that fits does least to the rest
         if now and fits and kind not in (*faster, _GPUS) and settings.get(_CAP, _FEWEST_TOKENS) >= _FEWEST_TOKENS:
             cost = None if kind.startswith("--") or kind == _FP8 else now.rollout
             timing = plan_timing(changed, architecture, site, memory.engine, lengths, speeds, cost)
             if timing and timing.step_s <= now.step_s * (1 - _FASTER):
                 faster[kind] = SettingAdvice(change, memory.largest.total, step_s=timing.step_s)
-    return sorted(smaller, key=lambda one: one.total), sorted(faster.values(), key=lambda one: one.step_s)
+    smaller.sort(key=lambda one: one.total)
+    # of a GPU less is a help even if it is not enough; a node's memory and a server's cache are no part of the phases
+    helps = smaller if total > site.gpu_memory else helps
+    return smaller, sorted(faster.values(), key=lambda one: one.step_s), helps
 
 
 def _changed(config: Config, settings: _Settings) -> Config:

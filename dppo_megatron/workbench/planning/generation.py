@@ -12,17 +12,14 @@ instead of integrating over a length distribution: what decides is which sequenc
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.rollout import ServersConfig
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.server_args import read_split
+from dppo_megatron.config.server_args import read_options, read_split
 from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.fp8_weights import check_split
 from dppo_megatron.steps.rollout_cost import RolloutCost
@@ -123,7 +120,7 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
     rollout, layers, experts = config.rollout, architecture.num_layers, architecture.experts
     embedded, is_vllm = rollout.engine == "hf", rollout.engine == "vllm"
     arguments = () if embedded else rollout.servers.args
-    given, split = _read(arguments), read_split(arguments)
+    given, split = read_options(arguments, _OPTIONS), read_split(arguments)
     tensor, is_fp8 = split.tensor, rollout.quantization != "off"
     if is_fp8 and rollout.servers.launch == "local":
         check_split(rollout, architecture)
@@ -135,7 +132,7 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
     of_experts = whole_model(architecture, experts=True) * width / (tensor * together)
     dense = (ends * each + (whole_model(architecture, experts=False) - ends) * width) / tensor
     cached = replace(architecture, latent=None) if embedded else architecture  # the embedded engine keeps them expanded
-    per_token = cache_per_token(cached, tensor, 1 if given.cache.startswith("fp8") else each)
+    per_token = cache_per_token(cached, tensor, 1 if given["cache"].startswith("fp8") else each)
     limit = rollout.limits.max_concurrent_sequences
     if embedded:
         gpus, fixed_s, sequence_s = site.gpus, _EMBEDDED_LAYER_S * layers, 0.0
@@ -149,7 +146,7 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
         named = [gpu for group in rollout.servers.gpus for gpu in group.split(",")]
         on_node = len(named) or rollout.servers.count * split.gpus
         gpus = on_node * site.nodes if rollout.servers.launch == "local" else site.engine_gpus
-        limit, budget = min(limit, given.sequences or limit), given.share * site.gpu_memory
+        limit, budget = min(limit, given["sequences"] or limit), given["share"] * site.gpu_memory
         cache = max(0.0, budget - dense - of_experts - ENGINE_WORK_BYTES)
         fixed_s, sequence_s = ITERATION_S + (2 * layers * ALL_REDUCE_S if tensor > 1 else 0.0), SEQUENCE_S
     # a ring sends (t - 1) / t of the hidden state twice in each of two all-reduces
@@ -211,22 +208,6 @@ _OPTIONS: dict[str, tuple[tuple[str, ...], type, Any, str]] = {
     "cache": (("--kv-cache-dtype",), str, "", ""),
 }
 """vLLM's and SGLang's names, type, default and range."""
-
-
-def _read(arguments: Sequence[str]) -> argparse.Namespace:
-    """What a plan needs of a server's command line."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name, (flags, kind, default, _) in _OPTIONS.items():
-        parser.add_argument(*flags, dest=name, type=kind, default=default)
-    try:
-        given = parser.parse_known_args(arguments)[0]
-    except argparse.ArgumentError as error:
-        raise UserError(f"rollout.servers.args: {error}") from None
-    for name, (flags, _, _, interval) in _OPTIONS.items():
-        value = getattr(given, name)
-        if interval and value is not None and value not in (allowed := Range.parse(interval)):
-            raise UserError(f"rollout.servers.args: {flags[0]} {value}: {allowed.wanted(value)}")
-    return given
 
 
 SPREAD = 0.6

@@ -31,7 +31,7 @@ from dppo_megatron.workbench.planning.activations import (
 )
 from dppo_megatron.workbench.planning.generation import EnginePlan, plan_engine
 from dppo_megatron.workbench.planning.shares import Degrees, Share, share_of
-from dppo_megatron.workbench.planning.site import CONTEXT_BYTES, FRAGMENTATION, PROCESS_HOST_BYTES, Site
+from dppo_megatron.workbench.planning.site import CONTEXT_BYTES, FRAGMENTATION, GIB, PROCESS_HOST_BYTES, Site
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HOST = "optimizer on the host"
@@ -55,6 +55,18 @@ class Phase:
         """Bytes."""
         return sum(self.parts.values())
 
+    @property
+    def most(self) -> str:
+        """The largest part."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+    def over(self, limit: float, whose: str, digits: int) -> str:
+        """Why it does not fit into `limit` bytes; empty if it does."""
+        if self.total <= limit:
+            return ""
+        total, limit = self.total / GIB, limit / GIB
+        return f"{self.name} needs {total:.{digits}f} GiB of {whose} {limit:.{digits}f} (most of it {self.most})"
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -68,6 +80,18 @@ class MemoryPlan:
     def largest(self) -> Phase:
         """The phase that decides whether the job fits."""
         return max(self.phases, key=lambda phase: phase.total)
+
+    def problems(self, site: Site) -> list[str]:
+        """Why it cannot fit, the largest phase first; empty if it does."""
+        engine, phases = self.engine, sorted(self.phases, key=lambda phase: -phase.total)
+        found = [phase.over(site.gpu_memory, "a GPU's", 1) for phase in phases]
+        if engine.gpus and engine.max_cached < engine.longest:
+            found.append(
+                f"the servers have {engine.cache / GIB:.1f} GiB for keys and values, less than the"
+                f" {engine.cache_per_token * engine.longest / GIB:.1f} of one sequence of {engine.longest} tokens"
+            )
+        found += [phase.over(site.host_memory, "a node's", 0) for phase in self.host]
+        return [problem for problem in found if problem]
 
 
 def plan_memory(config: Config, architecture: Architecture, site: Site, mean_tokens: float) -> MemoryPlan:

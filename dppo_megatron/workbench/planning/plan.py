@@ -26,7 +26,7 @@ from dppo_megatron.types import IntArray, UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.workbench.planning.advice import SettingAdvice, advise
 from dppo_megatron.workbench.planning.generation import ROOFLINE, SPREAD, Lengths, capped
-from dppo_megatron.workbench.planning.memory import PARTS, PHASES, MemoryPlan, Phase, plan_memory
+from dppo_megatron.workbench.planning.memory import PARTS, PHASES, MemoryPlan, plan_memory
 from dppo_megatron.workbench.planning.shares import active_parameters, trained_parameters, whole_model
 from dppo_megatron.workbench.planning.site import CONTEXT_BYTES, ENGINE_WORK_BYTES, GIB, SLEEPING_BYTES, Site
 from dppo_megatron.workbench.planning.timing import SOURCES, Speeds, Timing, plan_timing, speeds_for
@@ -53,21 +53,13 @@ class Plan:
     predictions: tuple[Prediction, ...]
     advice: tuple[SettingAdvice, ...]
     faster: tuple[SettingAdvice, ...]
+    helps: tuple[SettingAdvice, ...]
     has_trace: bool
 
     @property
     def problems(self) -> list[str]:
         """Why it cannot fit, the largest phase first; empty if it does."""
-        site, engine = self.site, self.memory.engine
-        phases = sorted(self.memory.phases, key=lambda phase: -phase.total)
-        found = [_over(phase, site.gpu_memory, "a GPU's", 1) for phase in phases]
-        if engine.gpus and engine.max_cached < engine.longest:
-            found.append(
-                f"the servers have {engine.cache / GIB:.1f} GiB for keys and values, less than the"
-                f" {engine.cache_per_token * engine.longest / GIB:.1f} of one sequence of {engine.longest} tokens"
-            )
-        found += [_over(phase, site.host_memory, "a node's", 0) for phase in self.memory.host]
-        return [problem for problem in found if problem]
+        return self.memory.problems(self.site)
 
     def as_json(self) -> dict[str, Any]:
         """Every figure, in bytes and seconds."""
@@ -90,21 +82,9 @@ class Plan:
         }
 
 
-def _over(phase: Phase, limit: float, whose: str, digits: int) -> str:
-    """Why a phase does not fit into `limit` bytes; empty if it does."""
-    if phase.total <= limit:
-        return ""
-    total, limit = phase.total / GIB, limit / GIB
-    return f"{phase.name} needs {total:.{digits}f} GiB of {whose} {limit:.{digits}f} (most of it {_most(phase)})"
-
-
 def _saved(timing: Timing) -> dict[str, float]:
     """Share of the seconds of generation by the share of prompts that is skipped."""
     return {str(share): timing.rollout.saved(timing.tokens_generated, share) for share in SKIPPED}
-
-
-def _most(phase: Phase) -> str:
-    return max(phase.parts, key=phase.parts.__getitem__)
 
 
 def make_plan(
@@ -136,7 +116,7 @@ def make_plan(
     lengths = _lengths(config, completion_tokens, prompt_tokens, recorded)
     memory = plan_memory(config, architecture, site, lengths.sequence)
     timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)
-    smaller, faster = advise(config, architecture, site, lengths, speeds, timing)
+    smaller, faster, helps = advise(config, architecture, site, lengths, speeds, timing)
     predictions = []
     if methods and timing:
         replayed = made_up_trace(config, lengths) if trace is None else trace
@@ -146,6 +126,7 @@ def make_plan(
         predictions=tuple(predictions),
         advice=tuple(smaller),
         faster=tuple(faster),
+        helps=tuple(helps),
         has_trace=trace is not None,
     )
 
@@ -211,7 +192,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         over = "  <- does not fit" if phase.total > plan.site.gpu_memory else ""
         yield f"{phase.name:<14}{cells}{phase.total / GIB:>9.1f}{stage}{over}"
     largest = plan.memory.largest
-    yield f"largest: {largest.name}, {largest.total / GIB:.1f} GiB, most of it {_most(largest)}"
+    yield f"largest: {largest.name}, {largest.total / GIB:.1f} GiB, most of it {largest.most}"
     for one in plan.advice[:_ADVICE]:
         yield f"  {one.change}: {one.total / GIB:.1f} GiB; costs {one.price}"
     if engine.kind == "hf":
@@ -299,6 +280,7 @@ def made_up_trace(config: Config, lengths: Lengths) -> Trace:
     updates = small.objective.updates_per_step
     small.rollout.prompts_per_step = min(small.rollout.prompts_per_step, -(-_PROMPTS // updates) * updates)
     small.steps = _STEPS
+    small.data.order = "shuffled"  # made-up prompts have no level to sort by
     small.pruning.prompt.group_size_factor = 1.0  # a replay has groups of one size, of whole completions
     small.pruning.early_stop = EarlyStopConfig()
     planned, size = selection_settings(small).planned_prompts, small.rollout.completions_per_prompt

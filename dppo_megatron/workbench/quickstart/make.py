@@ -74,21 +74,28 @@ class Exercise:
     steps: tuple[str, ...]
 
 
-def write_task(
-    directory: str | Path, seed: int, num_train: int = 512, num_heldout: int = 384, num_sft: int = 16384
-) -> None:
+class Recipe(NamedTuple):
+    """What a quickstart's directory is a function of: its seed, and the rows of each file."""
+
+    seed: int = 0
+    num_train: int = 512
+    num_heldout: int = 384
+    num_sft: int = 16384
+
+
+def write_task(directory: str | Path, recipe: Recipe) -> None:
     """Write `train.jsonl`, `heldout.jsonl` and `sft.jsonl` into `directory`, which is made if it is missing.
 
     No two rows of the train and held-out sets share a problem, and no example of SFT is one of those
     problems. Examples are drawn with replacement: the short levels have fewer problems than SFT has steps
-    to show. The same arguments give the same bytes.
+    to show. The same recipe gives the same bytes.
 
     Raises:
         UserError: a count below 1, or more problems of a level than the level has.
     """
-    counts = {"num_train": num_train, "num_heldout": num_heldout, "num_sft": num_sft}
-    for name, count in counts.items():
-        if count < 1:
+    seed, num_train, num_heldout, num_sft = recipe
+    for name, count in recipe._asdict().items():
+        if name != "seed" and count < 1:
             raise UserError(f"{name} = {count}: must be at least 1")
     used: set[str] = set()
     problem_shares = [level.problem_share for level in LEVELS]
@@ -167,21 +174,12 @@ RECIPE = "task.json"
 _MAKER = "arithmetic"
 
 
-class Recipe(NamedTuple):
-    """What a quickstart's directory is a function of."""
-
-    seed: int = 0
-    num_train: int = 512
-    num_heldout: int = 384
-    num_sft: int = 16384
-
-
 def write_quickstart(directory: Path, recipe: Recipe) -> None:
     """Write `{train,heldout,sft}.jsonl`, `model/` and `task.json` into `directory`, made if it is missing. Raises
     UserError if the task cannot be made with these counts."""
     from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3  # torch and transformers: seconds
 
-    write_task(directory, recipe.seed, recipe.num_train, recipe.num_heldout, recipe.num_sft)
+    write_task(directory, recipe)
     write_tiny_qwen3(directory / "model", recipe.seed)
     (directory / RECIPE).write_text(json.dumps({"maker": _MAKER} | recipe._asdict()) + "\n", encoding="utf-8")
 

@@ -200,6 +200,11 @@ def read_run(path: Path) -> RunRecord:
     with suppress(OSError):
         _add_trace(run, path / "trace.jsonl")
     run.settings = read_settings(path / "config.yaml", run.notes)
+    if run.setting("rollout.async_steps", 0) and not run.setting("rollout.servers.colocate", False):
+        # it generates beside the whole step, and the rollout's seconds are only the wait for what is left
+        none = [None] * len(run.steps)
+        tokens, seconds = (run.columns.get(name, none) for name in ("tokens/generated", "time/step_s"))
+        run.columns["tokens/generated_per_s"] = list(map(_quotient, tokens, seconds))
     for name, missed in _json(path / TRACKERS / FAILURES, run.notes).items():
         if isinstance(missed, dict):
             run.notes.append(f"tracker {name} has failed {missed.get('failures')} times, first: {missed.get('first')}")
@@ -267,11 +272,15 @@ def _figures(row: Mapping[str, Any]) -> dict[str, float | None]:
         key: finite_number(value) for key, value in row.items() if key != "step" and not isinstance(value, list | dict)
     }
     for name, above, below in _RATIOS:
-        a, b = finite_number(row.get(above)), finite_number(row.get(below))
-        values.setdefault(name, finite_number(a / b) if a is not None and b else None)
+        values.setdefault(name, _quotient(row.get(above), row.get(below)))
     if not finite_number(row.get("prune/completions_trained")):
         values |= {key: None if key.startswith("pack/") else values.get(key) or None for key in _OF_THE_TRAINED}
     return values
+
+
+def _quotient(above: Any, below: Any) -> float | None:
+    a, b = finite_number(above), finite_number(below)
+    return finite_number(a / b) if a is not None and b else None
 
 
 class _TraceRow(msgspec.Struct):

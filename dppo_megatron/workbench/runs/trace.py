@@ -84,6 +84,7 @@ def read_trace(path: str) -> Trace:
                 raise UserError(f"{path}:{number}: {error}") from None
     if not any(step.rollouts.lengths.any() for step in steps):
         raise UserError(f"trace '{path}': holds no {'outcomes' if steps else 'steps'}")
+    config.steps = max(config.steps, steps[-1].step)  # a resume may have extended the run, and the first line stays
     return Trace(config, head.num_prompts, head.set_sizes, _features(head, path), steps, head.ranks)
 
 

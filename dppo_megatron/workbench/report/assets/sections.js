@@ -62,7 +62,7 @@ function seconds() {
     ...runs.map((run) => has("time/step_s") ? chartCard({ title: runs.length > 1 ? `Where the seconds go: ${run.name}` : "Where the seconds go", note: "Seconds of each step by phase, stacked.", traces: () => stacked(run), wide: runs.length === 1, height: runs.length === 1 ? 300 : 250, layout: { ...zero, hovermode: "x unified" } }) : null),
     metric("Seconds a step", "The whole step, evaluation and checkpoint not counted.", [{ key: "time/step_s", name: "step" }], zero),
     metric("Tokens of a step", "Completion tokens that were generated, and those that were trained on.", [{ key: "tokens/generated", name: "generated" }, { key: "tokens/trained", name: "trained" }], zero),
-    metric("Tokens a second", "Generated over the rollout's seconds, trained over the update's.", [{ key: "tokens/generated_per_s", name: "generated" }, { key: "tokens/trained_per_s", name: "trained" }], zero),
+    metric("Tokens a second", "Generated over the rollout's seconds (where it overlaps the rest, the step's), trained over the update's.", [{ key: "tokens/generated_per_s", name: "generated" }, { key: "tokens/trained_per_s", name: "trained" }], zero),
     metric("Packing", "Share of the micro-batches' capacity that holds tokens; share of the run's tokens that is padding.", [{ key: "pack/fill", name: "fill" }, { key: "pack/padding", name: "padding" }], share),
     metric("Balance", "Slowest rank over the mean, largest micro-batch over the mean, by the cost model: 1 is even.", [{ key: "pack/imbalance", name: "ranks" }, { key: "pack/largest_over_mean", name: "micro-batches" }])));
 }
