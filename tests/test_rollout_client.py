@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
+import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -20,9 +23,10 @@ from hypothesis import strategies as st
 from support.engines.rig import Rig, requests, run, sync
 from support.engines.stub import Asked, Behaviour, StubServers, answer_to, completion, good
 from support.hooks import ForgetfulHook, RaisingHook
-from support.job import job_config
+from support.job import QUICK, job_config
+from support.killing import train_or_die
 from support.launch import run_ranks
-from support.processes import until
+from support.processes import holding, running, until
 from support.said import heard
 from support.served import rank_zero
 from test_array_answers import packed
@@ -36,7 +40,8 @@ from dppo_megatron.rollout import server_engine
 from dppo_megatron.rollout.client import messages
 from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, HookFactory, hand_over, take_over
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
-from dppo_megatron.rollout.client.remote import Nodes, owners, take
+from dppo_megatron.rollout.client.process import Setup
+from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, Nodes, owners, take
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.dispatch import dispatch
@@ -103,6 +108,55 @@ def test_a_client_that_dies_is_said(stubs: StubServers) -> None:
     with pytest.raises(RunAborted, match="this node's rollout client has ended"):
         rig.take()
     rig.close()
+
+
+def _signalled_in_a_rollout(files: Path, run_dir: Path, values: dict[str, Any]) -> int:
+    """On a rank that leads its process group, as torchrun's do: SIGTERM to the group, then to the client alone, as
+    Slurm does, while the first step is generated. Returns the exit code of the command line."""
+    finish = ServerEngine.finish
+
+    def signalled(engine: ServerEngine) -> dict[int, Completion]:
+        assert engine._client is not None
+        os.killpg(os.getpid(), signal.SIGTERM)
+        os.kill(engine._client.process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            engine._client.process.wait(1)
+        return finish(engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServerEngine, "finish", signalled)
+        return train_or_die(files, run_dir, 1, values, None)
+
+
+def test_a_signal_to_the_whole_job_spares_the_client(files: Path, tmp_path: Path, stubs: StubServers) -> None:
+    """The step is finished and saved, as without servers."""
+    values = QUICK | {
+        "rollout__engine": "vllm",
+        "rollout__servers__endpoints": f"[{stubs.url('a')}]",
+        "rollout__sync__verify_every": 0,
+        "rollout__prompts_per_step": 4,
+    }
+    assert run_ranks(_signalled_in_a_rollout, 1, files, tmp_path / "run", values) == [0]
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"latest", "step_000001"}
+
+
+def test_a_client_ends_with_the_rank_that_has_started_it(tmp_path: Path) -> None:
+    """Though rank 0 lives and holds its connection; so do the directories of its sockets."""
+    listener = Listener(1)
+    clients = Clients(listener, [], [], nodes=[0])
+    path = listener.meeting.take_path(0)
+
+    def start() -> NodeClient:
+        node = NodeClient(Setup(0, listener.meeting.address, listener.meeting.secret, path))
+        (tmp_path / "client").write_text(str(node.process.pid))
+        return node
+
+    try:
+        with holding(start):
+            clients.start(1)
+        assert not running(int((tmp_path / "client").read_text())) and not Path(path).parent.exists()
+    finally:
+        clients.close()
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

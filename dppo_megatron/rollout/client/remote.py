@@ -149,7 +149,10 @@ class NodeClient:
         self._directory = Path(setup.take_path).parent
         self._directory.mkdir(mode=0o700)
         variables = {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "2"}
-        self.process = start_python("dppo_megatron.rollout.client", variables=variables, stdin=subprocess.PIPE)
+        # a session of its own: torchrun ends a rank by SIGTERM to all of the rank's
+        self.process = start_python(
+            "dppo_megatron.rollout.client", variables=variables, stdin=subprocess.PIPE, start_new_session=True
+        )
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already, which rank 0 reports
             pickle.dump(setup, self.process.stdin)
