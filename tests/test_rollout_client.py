@@ -36,7 +36,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import make_grader
-from dppo_megatron.rollout import server_engine
+from dppo_megatron.rollout import job_nodes, server_engine
 from dppo_megatron.rollout.client import messages
 from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, HookFactory, hand_over, take_over
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
@@ -391,11 +391,15 @@ def _generate(config: Config, two_nodes: bool) -> tuple[dict[int, Completion], i
 
     if two_nodes:
         os.environ["LOCAL_RANK"] = str(dist.get_rank() % 2)
+        os.environ["MASTER_ADDR"] = "node0"
+        seen = {"node0": f"127.0.0.{1 + 2 * (dist.get_rank() // 2)}", "127.0.0.3": "127.0.0.2"}
+        job_nodes.address_toward = seen.__getitem__  # type: ignore[attr-defined]
     job = prepare_job(config, dist.get_world_size())
     engine = ServerEngine(config, job.architecture, job.tokenizer)
     try:
         engine._sync.run = ""  # as the stubs call their weights
         if engine._zero.is_here:
+            assert not two_nodes or rank_zero(engine).meeting.address.startswith("127.0.0.2:")
             sync(rank_zero(engine).fleet)
         for step in (1, 2):
             asked = [Request(Prompt(i, "", (2, 3), "", ""), c, step) for i in range(10) for c in range(3)]
@@ -430,7 +434,8 @@ def test_strays_join_their_group_with_their_grades(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("ranks", "two_nodes"), [(1, False), (3, False), (4, True)])
 def test_every_rank_holds_a_share(files: Path, tmp_path: Path, ranks: int, two_nodes: bool) -> None:
     """On one machine through one client, and as two machines of two ranks through two, the second one's over TCP:
-    every completion is held by one rank, a prompt's by the same, and is what its seed draws. A prompt's are spread over
+    though rank 0's machine knows itself by a loopback name: every completion is held by one rank, a prompt's by the
+    same, and is what its seed draws. A prompt's are spread over
     the servers of one client, and a part of them that is refused costs no more. Of prompt 5 that client's servers take
     one part only, so that the rest comes by way of the other client."""
     of_client = [{"a", "c"}, {"b", "d"}] if two_nodes else [{"a", "b"}]

@@ -35,6 +35,7 @@ class RankZero:
     Args:
         found: the servers that `connect` has reached.
         launched: those that this job has started itself.
+        hosts: by node, the address by which the others reach it.
     """
 
     def __init__(
@@ -43,14 +44,14 @@ class RankZero:
         architecture: Architecture,
         found: ConnectedServers,
         launched: Sequence[Launched],
-        num_nodes: int,
+        hosts: Sequence[str],
     ) -> None:
         self._config = config
         asked: list[Generator] = [*found.servers, *found.routers]
-        owned_by = owners([one.http.url for one in asked], num_nodes, [server.node for server in launched])
-        self.nodes = sorted(set(owned_by)) if found.addresses is None else list(range(num_nodes))
+        owned_by = owners([one.http.url for one in asked], len(hosts), [server.node for server in launched])
+        self.nodes = sorted(set(owned_by)) if found.addresses is None else list(range(len(hosts)))
         """Those whose client asks servers."""
-        listener = Listener(num_nodes)
+        listener = Listener(len(hosts), hosts[0])
         self.meeting = listener.meeting
         self.clients = Clients(listener, [_address(one) for one in asked], owned_by, self.nodes)
         membership = Membership(found, config, architecture, self._introduce)

@@ -40,7 +40,7 @@ from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import ClientRendezvous, NodeClient, Nodes, take
 from dppo_megatron.rollout.engine import Engine, Request, RolloutStats, Sampling, Weights
 from dppo_megatron.rollout.fp8_weights import quantized, rounded_names
-from dppo_megatron.rollout.job_nodes import JobServers
+from dppo_megatron.rollout.job_nodes import JobServers, listening_addresses
 from dppo_megatron.rollout.rank_zero import RankZero
 from dppo_megatron.rollout.servers.connect import ChannelName, Launched, connect
 from dppo_megatron.rollout.servers.device_map import DeviceMap, this_device
@@ -99,7 +99,7 @@ class ServerEngine(Engine):
         self._own: JobServers | None = None
         launched: list[Launched] = []
         try:
-            devices = gather_all([this_device(self._nodes.node)])
+            devices, hosts = gather_all([this_device(self._nodes.node)]), listening_addresses(self._nodes)
             if config.rollout.servers.launch == "local":
                 self._own = JobServers(config, self._nodes)
                 launched = self._own.start()
@@ -107,7 +107,7 @@ class ServerEngine(Engine):
             def connected() -> tuple[ClientRendezvous, list[int], str, ChannelName, DeviceMap]:
                 """On rank 0: reach every server, and wait for the clients from now on."""
                 found = connect(config, architecture, devices, launched)
-                zero = RankZero(config, architecture, found, launched, self._nodes.count)
+                zero = RankZero(config, architecture, found, launched, hosts)
                 self._zero = OnRankZero(zero)
                 return zero.meeting, zero.nodes, found.description, found.channel, found.device_map
 

@@ -11,7 +11,6 @@ client brings in is shared evenly by the ranks of its node.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import secrets
 import selectors
@@ -112,9 +111,13 @@ class ClientRendezvous(msgspec.Struct, frozen=True):
 
 
 class Listener:
-    """Rank 0's end before the clients are there."""
+    """Rank 0's end before the clients are there.
 
-    def __init__(self, num_nodes: int) -> None:
+    Args:
+        host: the address by which other nodes reach this one, and no other one of this machine; read if there are any.
+    """
+
+    def __init__(self, num_nodes: int, host: str = "") -> None:
         name, secret = secrets.token_hex(8), secrets.token_bytes(32)
         self._directory = Path(_socket_directory()) / f"dppo-{name}"
         self._directory.mkdir(mode=0o700)  # other users must not put sockets there
@@ -124,9 +127,7 @@ class Listener:
             self.socket.bind(path)
             self.meeting = ClientRendezvous(path, secret, name)
         else:
-            # the address by which the other nodes have found rank 0 already, and no other one of this machine
-            host = socket.gethostbyname(os.environ.get("MASTER_ADDR", socket.gethostname()))
-            self.socket = socket.create_server((host, 0))
+            self.socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
             port = self.socket.getsockname()[1]
             self.meeting = ClientRendezvous(f"{host}:{port}", secret, name)
         self.socket.listen(num_nodes)
