@@ -495,7 +495,7 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
     may = {name: data.draw(st.booleans()) for name in ("may_lose", "may_split")}
     fleet, work = world.fleet(servers, request_timeout_s=600.0, probe_every_s=0.2), work_of(groups(*counts), **may)
     if work.may_split:
-        work.spread(data.draw(st.integers(1, 4)))
+        work.spread(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9)))
     landed: list[int] = []
     try:
         while not work.is_complete:

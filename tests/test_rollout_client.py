@@ -239,6 +239,28 @@ def test_a_server_that_comes_back_is_looked_at_again(files: Path, tmp_path: Path
         engine.close()
 
 
+def test_no_more_is_asked_for_at_once_than_a_server_runs(files: Path, tmp_path: Path, stubs: StubServers) -> None:
+    """vLLM refuses a request for more; neither a step, an evaluation nor a canary asks for it, with the same seeds."""
+
+    async def of_two(asked: Asked) -> None:
+        await (good(asked) if asked.body["sampling_params"]["n"] <= 2 else asked.reply("too many", "400 Bad Request"))
+
+    stubs.behaviours["a"] = of_two
+    values = {"rollout__completions_per_prompt": 4, "rollout__limits__max_concurrent_sequences": 2}
+    engine = _one_rank(files, tmp_path, rollout__servers__endpoints=f"[{stubs.url('a')}]", **values)
+    sampling = Sampling(LIMIT, 1.0, 0)
+    try:
+        for stream in ("", "eval/x"):
+            asked = [Request(Prompt(i, "", (2, 3), "", ""), c, 1, stream) for i in range(2) for c in range(4)]
+            seeds = [group.seed + place for group in grouped(asked, sampling, 4)[0] for place in range(4)]
+            found = [one.token_ids.tolist() for one in engine.generate(asked, sampling)]
+            assert found == [completion(seed, LIMIT)[0] for seed in seeds]
+            assert not stream or len(list(engine.stream(asked, sampling))) == 8
+        assert len(engine.probe([Request(Prompt(0, "", (2, 3), "", ""), c, 0) for c in range(4)], sampling)) == 4
+    finally:
+        engine.close()
+
+
 def test_what_is_given_up_half_way_is_ended_at_the_server(files: Path, tmp_path: Path, stubs: StubServers) -> None:
     """Also after some completions were taken; else the answers of the others would be the next rollout's."""
     closed = threading.Event()

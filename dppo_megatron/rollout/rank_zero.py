@@ -76,7 +76,7 @@ class RankZero:
         """Generate for it in the background."""
         if work.may_split:
             of_client = Counter(self.clients.client_of(one.name) for one in self.fleet.live)
-            work.spread(max(of_client.values(), default=1))
+            work.spread(max(of_client.values(), default=1), self._config.rollout.limits.max_concurrent_sequences)
         self.background.begin(work)
 
     def abort(self, works: Sequence[Work]) -> None:

@@ -290,12 +290,13 @@ class ServerEngine(Engine):
     def _plan(self, requests: Sequence[Request], sampling: Sampling, number: int = 0) -> tuple[Work, list[list[int]]]:
         """The requests in groups, and where each group's completions go. The same on every rank that calls it; a probe
         is rank 0's alone, and has no number."""
-        groups, places = grouped(
-            requests, sampling, selection_settings(self._config).widest_group, self._stop_ids, self._replayed
-        )
+        trains = not any(request.stream for request in requests)
+        size = selection_settings(self._config).widest_group
+        if not (trains and number):  # else `Work.spread` sees to it, and the parts stay together
+            size = min(size, self._config.rollout.limits.max_concurrent_sequences)
+        groups, places = grouped(requests, sampling, size, self._stop_ids, self._replayed)
         newest = self._sync.version + max(1, self._config.rollout.async_steps)
         expected = Expected(self._vocab_size, self._sync.version, newest, self._sync.run)
-        trains = not any(request.stream for request in requests)
         prompts = []
         if trains and self._grades_in_client and self._zero.is_here:
             prompts = [pickle.dumps(replace(requests[place[0]].prompt, token_ids=())) for place in places]

@@ -130,12 +130,13 @@ class Work:
     """The straggler rule has aborted the rest."""
     stragglers_aborted: int = 0
 
-    def spread(self, servers: int) -> None:
-        """Have each group asked for in equal parts, one for each of `servers`, or fewer: see `_TOKENS_PER_READ`. What
-        is asked for together shares a prefill; every completion has its own seed, so that none changes."""
+    def spread(self, servers: int, most: int) -> None:
+        """Have each group asked for in equal parts, one for each of `servers`, or fewer: see `_TOKENS_PER_READ`. More
+        where a part would be larger than `most`: vLLM refuses what it cannot run at once. What is asked for together
+        shares a prefill; every completion has its own seed, so that none changes."""
         for index, group in enumerate(tuple(self.groups)):
             least = math.ceil(_TOKENS_PER_READ * len(group.prompt_ids) / group.max_tokens)
-            count = min(group.count, max(math.ceil(group.count / max(1, servers)), least))
+            count = min(group.count, most, max(math.ceil(group.count / max(1, servers)), least))
             self.groups[index] = group.part(0, count)
             for first in range(count, group.count, count):
                 self.parts[len(self.groups)] = index, first
