@@ -127,6 +127,27 @@ def test_a_client_that_has_lost_most_of_its_servers_is_not_waited_for(dead: int,
     assert len(world.asked) == 4 + dead and {ask.server for ask in world.asked[4:]} <= where
 
 
+def test_a_server_that_has_left_is_none_of_a_clients() -> None:
+    """Two of client 0's four have left, and of the others one dies: its parts go to the last, half of them."""
+    world = World(clients=dict(zip("abcdefgh", (0, 0, 0, 0, 1, 1, 1, 1), strict=True)))
+    world.reply = lambda ask: answered(ask) if len(world.asked) > 4 else None
+    fleet, work = world.fleet(8), work_of(groups(8), may_split=True)
+    work.spread(4, 9)
+    for member in fleet.members[:2]:
+        fleet.let_go(member, "it has left")
+    landing = dispatch(fleet, work)
+    events = world.events
+
+    def then_one_dies(timeout_s: float) -> list[Event]:
+        if len(world.asked) == 4:
+            fleet.mark_out(fleet.members[2], "killed")
+        return events(timeout_s)
+
+    world.events = then_one_dies  # type: ignore[method-assign]
+    list(landing)
+    assert [ask.server for ask in world.asked] == ["c", "d", "c", "d", "d", "d"] and nothing_in_flight(fleet)
+
+
 def test_a_client_without_room_holds_up_its_own_groups_alone() -> None:
     """Client 0's server has room for two: the second part of group 0 waits for it, and group 1 goes to client 1."""
     world = World(clients={"a": 0, "b": 1}, reply=lambda ask: answered(ask) if len(world.asked) > 1 else None)

@@ -6,7 +6,7 @@ nothing happens they let the clock go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,6 +110,8 @@ class World:
 
     def room(self, server: str) -> int:
         return self.capacity
+
+    def gone(self, servers: Collection[str]) -> None: ...
 
     def ask(self, ask: Submit) -> None:
         self.asked.append(ask)

@@ -20,7 +20,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -222,6 +223,9 @@ class Clients:
     ) -> None:
         self._listener, self._addresses = listener, addresses
         self._of_server = dict(zip((address.peer.url for address in addresses), of_server, strict=True))
+        self._owned = Counter(of_server)
+        """How many servers each client owns, without those that have left."""
+        self._gone: set[str] = set()
         self._nodes = sorted({*of_server, *nodes})
         self._peers: dict[int, socket.socket] = {}
         self._sockets: dict[int, int] = {}
@@ -257,8 +261,8 @@ class Clients:
 
     def add(self, address: ServerAddress) -> None:
         """One server more, which the client that owns fewest asks; or another one at an address that there was."""
-        owned_by = list(self._of_server.values())
-        node = self._of_server.setdefault(address.peer.url, min(self._nodes, key=owned_by.count))
+        node = self._of_server.setdefault(address.peer.url, min(self._nodes, key=self._owned.__getitem__))
+        self.gone(self._gone - {address.peer.url})
         self._send(node, Servers([address]))
 
     def client_of(self, server: str) -> int:
@@ -266,7 +270,11 @@ class Clients:
 
     def room(self, server: str) -> int:
         node = self._of_server[server]
-        return max(1, self._sockets[node] // list(self._of_server.values()).count(node))
+        return max(1, self._sockets[node] // max(1, self._owned[node]))
+
+    def gone(self, servers: Collection[str]) -> None:
+        self._gone = set(servers)
+        self._owned = Counter(node for server, node in self._of_server.items() if server not in self._gone)
 
     def ask(self, ask: Submit) -> None:
         self._send(self._of_server[ask.server], ask)

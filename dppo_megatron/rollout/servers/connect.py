@@ -386,6 +386,8 @@ class Membership:
                     member.may_return()
             else:
                 fleet.let_go(member, "it has left")
+        if fleet.clients is not None:
+            fleet.clients.gone({member.name for member in fleet.members if member.has_left})
         here = {(member.name, member.server.http.api_key) for member in fleet.members}
         for url, entry in entries.items():
             if (url, entry.api_key) not in here:

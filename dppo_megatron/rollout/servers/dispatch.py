@@ -179,8 +179,8 @@ class Dispatch:
                 return
 
     def _strong_clients(self) -> set[int]:
-        """Those that have at least half of their servers: the parts of their groups are kept together."""
-        all_of = Counter(self._clients.client_of(one.name) for one in self._fleet.members)
+        """Those of whose servers at least half are live: the parts of their groups are kept together."""
+        all_of = Counter(self._clients.client_of(one.name) for one in self._fleet.members if not one.has_left)
         live_of = Counter(self._clients.client_of(one.name) for one in self._fleet.live)
         return {client for client, live in live_of.items() if 2 * live >= all_of[client]}
 
