@@ -103,7 +103,8 @@ class RolloutStats:
     completions_aborted: int | None = None
     """Completions that were sampled again for it."""
     groups_resent: int | None = None
-    """Training groups that were lost while a server without seeds sampled them; without those above."""
+    """Training groups that were lost while a server sampled them, and sampled otherwise then (`Work.resent`); without
+    those above."""
     servers_live: int | None = None
     staleness_mean: float | None = None
     """Weight syncs between a token and the present weights."""

@@ -138,13 +138,13 @@ class World:
         return found
 
 
-def synced(fleet: Fleet) -> None:
+def synced(fleet: Fleet, version: str = "1") -> None:
     """What a weight sync does to the members that answer."""
     fleet.revive()
-    fleet.expect("1")
+    fleet.expect(version)
     with fleet.lock:
         for member in fleet.members:
-            member.synced("1")
+            member.synced(version)
 
 
 def groups(*counts: int, tokens: int = 4) -> list[GenerateRequest]:
