@@ -415,7 +415,7 @@ def _generate(config: Config, two_nodes: bool) -> tuple[dict[int, Completion], i
         os.environ["LOCAL_RANK"] = str(dist.get_rank() % 2)
         os.environ["MASTER_ADDR"] = "node0"
         seen = {"node0": f"127.0.0.{1 + 2 * (dist.get_rank() // 2)}", "127.0.0.3": "127.0.0.2"}
-        job_nodes.address_toward = seen.__getitem__  # type: ignore[attr-defined]
+        job_nodes.address_toward = seen.__getitem__  # type: ignore[assignment]
     job = prepare_job(config, dist.get_world_size())
     engine = ServerEngine(config, job.architecture, job.tokenizer)
     try:

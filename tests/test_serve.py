@@ -208,7 +208,7 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     known = ConnectedServers([], [], "disk", "", {}, Directory(tmp_path).entries)
     architecture = cast(Any, SimpleNamespace(name="any", vocab_size=19))
     introduced: list[str] = []
-    membership = Membership(known, config, architecture, lambda member: introduced.append(member.name))
+    membership = Membership(known, config, architecture, lambda server: introduced.append(server.http.url))
     a, b = fakes.start("a"), fakes.start("b")
     fakes.servers["a"].trouble = 503
     fakes.servers["b"].instead = {"/collective_rpc": {"results": 7}}

@@ -193,10 +193,6 @@ class Engine(ABC):
         self.start(requests, sampling)
         return list(self.finish().values())
 
-    def abort(self) -> None:
-        """Give up what `start` began: its requests end, its completions are lost."""
-        self._asked = None
-
     def rest(self) -> None:  # noqa: B027
         """The actor computes now. Where it needs the engine's device memory, nothing is generated before the next
         `load_weights`."""
@@ -214,4 +210,4 @@ class Engine(ABC):
         return RolloutStats()
 
     def close(self) -> None:  # noqa: B027
-        """Release servers and sockets."""
+        """Release servers and sockets; what `start` began and nobody has finished is given up."""

@@ -21,8 +21,7 @@ from dppo_megatron.rollout.servers.dispatch import Dispatch, NeedsWeights
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import Peer
-from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.protocol import Generator
+from dppo_megatron.rollout.servers.protocol import Generator, Server
 from dppo_megatron.rollout.servers.rollout_work import Work
 from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.sync.channels import drain, in_thread
@@ -102,10 +101,10 @@ class RankZero:
             stats.add(completions_aborted=work.completions_aborted)
         stats.servers_live = len(self.fleet.live)
 
-    def _introduce(self, member: Member) -> None:
+    def _introduce(self, server: Server) -> None:
         """A server has come, perhaps behind a router, or is asked in another dialect now."""
-        for asked in (member, *self.fleet.routers):
-            self.clients.add(_address(asked.server))
+        for asked in (server, *(router.server for router in self.fleet.routers)):
+            self.clients.add(_address(asked))
 
 
 def _address(server: Generator) -> ServerAddress:

@@ -49,7 +49,7 @@ from dppo_megatron.rollout.client.messages import (
     send,
 )
 from dppo_megatron.rollout.client.process import OWN_FILES, Setup
-from dppo_megatron.rollout.servers.wire import NOBODY, Event, Submit
+from dppo_megatron.rollout.servers.wire import Event, Submit
 from dppo_megatron.texts import log
 from dppo_megatron.types import RunAborted
 
@@ -266,7 +266,7 @@ class Clients:
         self._send(node, Servers([address]))
 
     def client_of(self, server: str) -> int:
-        return self._of_server.get(server, NOBODY)
+        return self._of_server[server]
 
     def room(self, server: str) -> int:
         node = self._of_server[server]

@@ -71,9 +71,6 @@ class Endpoint:
         self.has_left = False
         """Its owner has taken it away: it does not count among those that could be asked."""
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name}, {self.condition})"
-
     @property
     def name(self) -> str:
         return self.server.http.url

@@ -335,14 +335,11 @@ class AttemptFailed(msgspec.Struct, frozen=True, tag=True):
 Event = Completed | Graded | AttemptFailed
 
 
-NOBODY = -1
-
-
 class RolloutClients(Protocol):
     """Takes in completions and keeps them."""
 
     def client_of(self, server: str) -> int:
-        """The one that asks it; NOBODY: it has just come."""
+        """The one that asks it."""
 
     def room(self, server: str) -> int:
         """Sockets that groups in flight on `server` may hold of its client."""
