@@ -146,7 +146,7 @@ class Steps:
             groups = [GenerateRequest(f"{step}-{index}-0", read, size, 0, most) for index in range(prompts)]
             self.works.append(Work(groups, Expected(19, 1, 9), order=step, number=step))
             if not self._given.together:
-                self.works[-1].spread(len(self.servers))
+                self.works[-1].spread(len(self.servers), _SEQUENCES)
 
     def _turn(self, *, ended: bool = False) -> None:
         """The loop's turn: the next step trains once its answers are there, and then a new one may begin."""

@@ -173,6 +173,30 @@ def test_groups_that_are_sampled_anew_are_counted(seeded: bool, kind: Any, statu
     assert work.resent == (set() if seeded else lost.get(status, {0, 2, 4})) and work.retries >= 1
 
 
+@pytest.mark.parametrize("version", ["1", "2"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_seed_draws_the_same_from_the_same_weights_only(version: str, at_once: bool) -> None:
+    """Server a goes out with two of the groups, after a sync that all have run through; or both go out, and are back
+    with the next sync. What is sampled again is counted if the weights are other ones by then."""
+    world = World(reply=lambda ask: answered(ask) if len(world.asked) > 4 else None)
+    fleet, work = world.fleet(), work_of(groups(1, 1, 1, 1))
+    events = world.events
+
+    def then_a_dies(timeout_s: float) -> list[Event]:
+        if len(world.asked) == 4:
+            for member in fleet.members if not at_once else ():
+                fleet.mark_out(member, "killed")
+            synced(fleet, version)
+            if at_once:
+                fleet.mark_out(fleet.members[0], "killed")
+        return events(timeout_s)
+
+    world.events = then_a_dies  # type: ignore[method-assign]
+    assert sorted(dispatch(fleet, work)) == [0, 1, 2, 3]
+    lost = {ask.index for ask in world.asked[:4] if not at_once or ask.server == "a"}
+    assert work.resent == (lost if version == "2" else set()) and work.retries == len(lost) and lost
+
+
 def test_who_comes_back_is_asked_only_after_a_sync() -> None:
     """Its probe succeeds at once, and still it gets nothing; alone, the fleet asks for weights."""
     world, failed = World(), []
@@ -495,7 +519,7 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
     may = {name: data.draw(st.booleans()) for name in ("may_lose", "may_split")}
     fleet, work = world.fleet(servers, request_timeout_s=600.0, probe_every_s=0.2), work_of(groups(*counts), **may)
     if work.may_split:
-        work.spread(data.draw(st.integers(1, 4)))
+        work.spread(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9)))
     landed: list[int] = []
     try:
         while not work.is_complete:

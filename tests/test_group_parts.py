@@ -28,7 +28,7 @@ def test_a_group_is_spread_over_the_servers(counts: list[int], servers: int, pro
     world, each = World(), 16
     fleet = world.fleet(servers)
     work = work_of([GenerateRequest(f"1-{i}-0", (1,) * prompt, n, 100 * i, each) for i, n in enumerate(counts)])
-    work.spread(servers)
+    work.spread(servers, 9)
     list(dispatch(fleet, work))
     asked = [
         (ask.index, ask.first + place, ask.group.seed + place)
@@ -78,7 +78,7 @@ def test_a_group_stays_at_one_client_while_that_has_a_server() -> None:
     world = World(clients={"a": 0, "b": 0, "c": 1, "d": 1})
     world.reply = lambda ask: answered(ask) if len(world.asked) > 6 or ask.server == "a" else None
     fleet, work = world.fleet(4), work_of(groups(4, 4, 4), may_split=True)
-    work.spread(2)
+    work.spread(2, 9)
     landing = dispatch(fleet, work)
     assert next(landing) == 0 and [ask.server for ask in world.asked] == ["a", "b", "c", "d", "a", "b"]
     assert [(ask.index, ask.first) for ask in world.asked] == [(i, first) for i in range(3) for first in (0, 2)]
@@ -102,7 +102,7 @@ def test_a_client_whose_servers_rest_holds_nothing_up(landed: bool) -> None:
         else AttemptFailed(ask.ticket, "refused", busy, 429)
     )
     fleet, work = world.fleet(2), work_of(groups(4), may_split=True)
-    work.spread(2)
+    work.spread(2, 9)
     assert sorted(dispatch(fleet, work)) == [0, 1] and world.now < 1
     assert work.homes == ({0: 0} if landed else {}) and nothing_in_flight(fleet)
 
@@ -113,7 +113,7 @@ def test_a_client_that_has_lost_most_of_its_servers_is_not_waited_for(dead: int,
     world = World(clients=dict(zip("abcdefgh", (0, 0, 0, 0, 1, 1, 1, 1), strict=True)))
     world.reply = lambda ask: answered(ask) if len(world.asked) > 4 else None
     fleet, work = world.fleet(8), work_of(groups(8), may_split=True)
-    work.spread(4)
+    work.spread(4, 9)
     landing = dispatch(fleet, work)
     events = world.events
 
@@ -125,6 +125,27 @@ def test_a_client_that_has_lost_most_of_its_servers_is_not_waited_for(dead: int,
     world.events = then_they_die  # type: ignore[method-assign]
     list(landing)
     assert len(world.asked) == 4 + dead and {ask.server for ask in world.asked[4:]} <= where
+
+
+def test_a_server_that_has_left_is_none_of_a_clients() -> None:
+    """Two of client 0's four have left, and of the others one dies: its parts go to the last, half of them."""
+    world = World(clients=dict(zip("abcdefgh", (0, 0, 0, 0, 1, 1, 1, 1), strict=True)))
+    world.reply = lambda ask: answered(ask) if len(world.asked) > 4 else None
+    fleet, work = world.fleet(8), work_of(groups(8), may_split=True)
+    work.spread(4, 9)
+    for member in fleet.members[:2]:
+        fleet.let_go(member, "it has left")
+    landing = dispatch(fleet, work)
+    events = world.events
+
+    def then_one_dies(timeout_s: float) -> list[Event]:
+        if len(world.asked) == 4:
+            fleet.mark_out(fleet.members[2], "killed")
+        return events(timeout_s)
+
+    world.events = then_one_dies  # type: ignore[method-assign]
+    list(landing)
+    assert [ask.server for ask in world.asked] == ["c", "d", "c", "d", "d", "d"] and nothing_in_flight(fleet)
 
 
 def test_a_client_without_room_holds_up_its_own_groups_alone() -> None:

@@ -143,16 +143,6 @@ def test_a_limit_ends_its_own_completion_and_changes_no_token(tmp_path: Path, ba
     assert {one.finish_reason for one in found} >= {"stop", "early"} and whole[1].finish_reason == "stop"
 
 
-def test_giving_up_before_anything_was_asked_for(tmp_path: Path) -> None:
-    """A step may be given up at any time: the first one before its rollout began, too."""
-    engine = _engine(write_model(tmp_path / "model", family="qwen2", tie_word_embeddings=True))
-    engine.abort()
-    assert engine.finish() == {}
-    engine.start([Request(Prompt(0, "", (3, 4), "", ""), 0, 1)], Sampling(2, temperature=1.0, seed=1))
-    engine.abort()
-    assert engine.finish() == {}
-
-
 def test_random_numbers_in_batches_are_those_of_each_generator() -> None:
     """Whatever was drawn before: also after a number of doubles that leaves a Philox block half used."""
     addresses = [(seed, purpose, (step, 3)) for seed in (0, 2**63) for purpose in ("sample", "b") for step in range(3)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
+import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -20,9 +23,10 @@ from hypothesis import strategies as st
 from support.engines.rig import Rig, requests, run, sync
 from support.engines.stub import Asked, Behaviour, StubServers, answer_to, completion, good
 from support.hooks import ForgetfulHook, RaisingHook
-from support.job import job_config
+from support.job import QUICK, job_config
+from support.killing import train_or_die
 from support.launch import run_ranks
-from support.processes import until
+from support.processes import holding, running, until
 from support.said import heard
 from support.served import rank_zero
 from test_array_answers import packed
@@ -32,11 +36,12 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import make_grader
-from dppo_megatron.rollout import server_engine
+from dppo_megatron.rollout import job_nodes, server_engine
 from dppo_megatron.rollout.client import messages
 from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, HookFactory, hand_over, take_over
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
-from dppo_megatron.rollout.client.remote import Nodes, owners, take
+from dppo_megatron.rollout.client.process import Setup
+from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, Nodes, owners, take
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.dispatch import dispatch
@@ -103,6 +108,55 @@ def test_a_client_that_dies_is_said(stubs: StubServers) -> None:
     with pytest.raises(RunAborted, match="this node's rollout client has ended"):
         rig.take()
     rig.close()
+
+
+def _signalled_in_a_rollout(files: Path, run_dir: Path, values: dict[str, Any]) -> int:
+    """On a rank that leads its process group, as torchrun's do: SIGTERM to the group, then to the client alone, as
+    Slurm does, while the first step is generated. Returns the exit code of the command line."""
+    finish = ServerEngine.finish
+
+    def signalled(engine: ServerEngine) -> dict[int, Completion]:
+        assert engine._client is not None
+        os.killpg(os.getpid(), signal.SIGTERM)
+        os.kill(engine._client.process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            engine._client.process.wait(1)
+        return finish(engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServerEngine, "finish", signalled)
+        return train_or_die(files, run_dir, 1, values, None)
+
+
+def test_a_signal_to_the_whole_job_spares_the_client(files: Path, tmp_path: Path, stubs: StubServers) -> None:
+    """The step is finished and saved, as without servers."""
+    values = QUICK | {
+        "rollout__engine": "vllm",
+        "rollout__servers__endpoints": f"[{stubs.url('a')}]",
+        "rollout__sync__verify_every": 0,
+        "rollout__prompts_per_step": 4,
+    }
+    assert run_ranks(_signalled_in_a_rollout, 1, files, tmp_path / "run", values) == [0]
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"latest", "step_000001"}
+
+
+def test_a_client_ends_with_the_rank_that_has_started_it(tmp_path: Path) -> None:
+    """Though rank 0 lives and holds its connection; so do the directories of its sockets."""
+    listener = Listener(1)
+    clients = Clients(listener, [], [], nodes=[0])
+    path = listener.meeting.take_path(0)
+
+    def start() -> NodeClient:
+        node = NodeClient(Setup(0, listener.meeting.address, listener.meeting.secret, path))
+        (tmp_path / "client").write_text(str(node.process.pid))
+        return node
+
+    try:
+        with holding(start):
+            clients.start(1)
+        assert not running(int((tmp_path / "client").read_text())) and not Path(path).parent.exists()
+    finally:
+        clients.close()
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -181,6 +235,28 @@ def test_a_server_that_comes_back_is_looked_at_again(files: Path, tmp_path: Path
         with pytest.raises(RunAborted, match=r"engine_wait_s = 2 s .*a context of 3 tokens"):
             _rollout(engine, 3)
         assert sum("answers again and is not used" in line for line in said) == 1
+    finally:
+        engine.close()
+
+
+def test_no_more_is_asked_for_at_once_than_a_server_runs(files: Path, tmp_path: Path, stubs: StubServers) -> None:
+    """vLLM refuses a request for more; neither a step, an evaluation nor a canary asks for it, with the same seeds."""
+
+    async def of_two(asked: Asked) -> None:
+        await (good(asked) if asked.body["sampling_params"]["n"] <= 2 else asked.reply("too many", "400 Bad Request"))
+
+    stubs.behaviours["a"] = of_two
+    values = {"rollout__completions_per_prompt": 4, "rollout__limits__max_concurrent_sequences": 2}
+    engine = _one_rank(files, tmp_path, rollout__servers__endpoints=f"[{stubs.url('a')}]", **values)
+    sampling = Sampling(LIMIT, 1.0, 0)
+    try:
+        for stream in ("", "eval/x"):
+            asked = [Request(Prompt(i, "", (2, 3), "", ""), c, 1, stream) for i in range(2) for c in range(4)]
+            seeds = [group.seed + place for group in grouped(asked, sampling, 4)[0] for place in range(4)]
+            found = [one.token_ids.tolist() for one in engine.generate(asked, sampling)]
+            assert found == [completion(seed, LIMIT)[0] for seed in seeds]
+            assert not stream or len(list(engine.stream(asked, sampling))) == 8
+        assert len(engine.probe([Request(Prompt(0, "", (2, 3), "", ""), c, 0) for c in range(4)], sampling)) == 4
     finally:
         engine.close()
 
@@ -337,11 +413,15 @@ def _generate(config: Config, two_nodes: bool) -> tuple[dict[int, Completion], i
 
     if two_nodes:
         os.environ["LOCAL_RANK"] = str(dist.get_rank() % 2)
+        os.environ["MASTER_ADDR"] = "node0"
+        seen = {"node0": f"127.0.0.{1 + 2 * (dist.get_rank() // 2)}", "127.0.0.3": "127.0.0.2"}
+        job_nodes.address_toward = seen.__getitem__  # type: ignore[assignment]
     job = prepare_job(config, dist.get_world_size())
     engine = ServerEngine(config, job.architecture, job.tokenizer)
     try:
         engine._sync.run = ""  # as the stubs call their weights
         if engine._zero.is_here:
+            assert not two_nodes or rank_zero(engine).meeting.address.startswith("127.0.0.2:")
             sync(rank_zero(engine).fleet)
         for step in (1, 2):
             asked = [Request(Prompt(i, "", (2, 3), "", ""), c, step) for i in range(10) for c in range(3)]
@@ -376,7 +456,8 @@ def test_strays_join_their_group_with_their_grades(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("ranks", "two_nodes"), [(1, False), (3, False), (4, True)])
 def test_every_rank_holds_a_share(files: Path, tmp_path: Path, ranks: int, two_nodes: bool) -> None:
     """On one machine through one client, and as two machines of two ranks through two, the second one's over TCP:
-    every completion is held by one rank, a prompt's by the same, and is what its seed draws. A prompt's are spread over
+    though rank 0's machine knows itself by a loopback name: every completion is held by one rank, a prompt's by the
+    same, and is what its seed draws. A prompt's are spread over
     the servers of one client, and a part of them that is refused costs no more. Of prompt 5 that client's servers take
     one part only, so that the rest comes by way of the other client."""
     of_client = [{"a", "c"}, {"b", "d"}] if two_nodes else [{"a", "b"}]

@@ -153,7 +153,7 @@ class Trainer:
 
 def test_servers_come_and_go(files: Path, tmp_path: Path, fakes: Fakes) -> None:
     """One is there at start. A second comes and is live after the next sync; the first leaves, and comes back; one of
-    another engine is said once and not used; nobody asks one that has left."""
+    another engine is said once and not used; nobody asks one that has left, nor keeps sockets for it."""
     addresses = tmp_path / "addresses"
     addresses.mkdir()
     a, b, c = (fakes.start(name) for name in "abc")
@@ -164,14 +164,16 @@ def test_servers_come_and_go(files: Path, tmp_path: Path, fakes: Fakes) -> None:
         Registration(addresses, "b", RegistryEntry(b, "key", "vllm"))
         Registration(addresses, "c", RegistryEntry(c, "key", "sglang"))
         assert trainer() == {a: "live", b: "live"}
+        clients = rank_zero(trainer.engine).clients
+        half = clients.room(b)
         assert fakes.servers["b"].asked > 0 and fakes.servers["c"].asked == 0
         assert fakes.servers["b"].version.endswith(".2"), "the newest weights"
         first.remove()
-        assert trainer() == {a: "out: it has left", b: "live"}
+        assert trainer() == {a: "out: it has left", b: "live"} and clients.room(b) // 2 == half
         asked = fakes.servers["a"].asked
         assert trainer()[b] == "live" and fakes.servers["a"].asked == asked
         Registration(addresses, "a", RegistryEntry(a, "key", "vllm"))
-        assert set(trainer().values()) == {"live"} and fakes.servers["a"].asked > asked
+        assert set(trainer().values()) == {"live"} and fakes.servers["a"].asked > asked and clients.room(b) == half
         said = "\n".join(trainer.said)
         assert said.count("has come") == 1 and said.count("it has left") == 1
         assert said.count("is a server of engine sglang; rollout.engine = vllm") == 1
@@ -206,7 +208,7 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     known = ConnectedServers([], [], "disk", "", {}, Directory(tmp_path).entries)
     architecture = cast(Any, SimpleNamespace(name="any", vocab_size=19))
     introduced: list[str] = []
-    membership = Membership(known, config, architecture, lambda member: introduced.append(member.name))
+    membership = Membership(known, config, architecture, lambda server: introduced.append(server.http.url))
     a, b = fakes.start("a"), fakes.start("b")
     fakes.servers["a"].trouble = 503
     fakes.servers["b"].instead = {"/collective_rpc": {"results": 7}}

@@ -19,7 +19,7 @@ from support.engines.stub import completion
 from support.job import REPOSITORY, job_config, write_job_files
 from support.job import settings as job_settings
 from support.launch import RankError, run_ranks
-from support.processes import command_line, is_gone, processes_of, until
+from support.processes import command_line, is_gone, processes_of, running, until
 from support.served import rank_zero
 
 from dppo_megatron.config.schema import Config
@@ -74,6 +74,32 @@ def test_all_are_asked_to_end_before_one_is_waited_for(tmp_path: Path, monkeypat
     server_process.stop_all(servers)
     assert calls == [(what, pid) for what in ("signal 15", "wait", "signal 9", "wait") for pid in pids]
     assert all(map(is_gone, pids))
+
+
+_LEAVES_ONE = "import subprocess as s, time; print('left', s.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+
+
+def test_what_a_killed_server_has_left_ends_before_the_next(tmp_path: Path) -> None:
+    """vLLM's engine, whose front end was killed, holds the memory of its GPU. Not the process that has the dead one's
+    number by now."""
+    server = LaunchedServer([sys.executable, "-c", _LEAVES_ONE], {}, tmp_path / "log")
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as stranger:
+        try:
+            server.start()
+            until(lambda: "left" in server.log.read_text(), "it has not begun")
+            left = int(server.log.read_text().split()[-1])
+            assert server.process is not None
+            server.process.kill()
+            server.process.wait()
+            server.start()
+            assert not running(left) and server.is_running
+            server_process.stop_all([server])
+            server.process.pid = stranger.pid
+            server_process.stop_all([server])
+            assert stranger.poll() is None
+        finally:
+            stranger.kill()
+            server_process.stop_all([server])
 
 
 def _with_a_fault_on_rank(config: Config, rank: int) -> str:

@@ -103,7 +103,8 @@ class RolloutStats:
     completions_aborted: int | None = None
     """Completions that were sampled again for it."""
     groups_resent: int | None = None
-    """Training groups that were lost while a server without seeds sampled them; without those above."""
+    """Training groups that were lost while a server sampled them, and sampled otherwise then (`Work.resent`); without
+    those above."""
     servers_live: int | None = None
     staleness_mean: float | None = None
     """Weight syncs between a token and the present weights."""
@@ -192,10 +193,6 @@ class Engine(ABC):
         self.start(requests, sampling)
         return list(self.finish().values())
 
-    def abort(self) -> None:
-        """Give up what `start` began: its requests end, its completions are lost."""
-        self._asked = None
-
     def rest(self) -> None:  # noqa: B027
         """The actor computes now. Where it needs the engine's device memory, nothing is generated before the next
         `load_weights`."""
@@ -213,4 +210,4 @@ class Engine(ABC):
         return RolloutStats()
 
     def close(self) -> None:  # noqa: B027
-        """Release servers and sockets."""
+        """Release servers and sockets; what `start` began and nobody has finished is given up."""

@@ -122,10 +122,6 @@ class HFEngine(Engine):
             grades |= zip(positions, future.result(), strict=True)
         return grades
 
-    def abort(self) -> None:
-        super().abort()
-        self._drop_grades()
-
     def _drop_grades(self) -> None:
         for _, future in self._graded:
             future.cancel()

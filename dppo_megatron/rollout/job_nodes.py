@@ -46,7 +46,8 @@ class JobServers:
             UserError: on all ranks, if a server of one machine cannot be started or does not come; there, any other
                 error as it is. A run without the servers of one machine would work, at a fraction of its speed.
         """
-        hosts = _listening_addresses(self._config, self._nodes)
+        hosts = listening_addresses(self._nodes)
+        check_network(hosts, self._config)
         self._on_each_machine(partial(self._start, hosts))
         self._on_each_machine(self._await)
         return gather_all([Launched(one.url, one.api_key, one.node, one.visible_devices) for one in self.here])
@@ -127,12 +128,8 @@ class JobServers:
             raise UserError(problems[0])
 
 
-def _listening_addresses(config: Config, nodes: Nodes) -> list[str]:
-    """By machine of the job, the address by which the others reach it; loopback if there is one machine. Collective.
-
-    Raises:
-        UserError: that address is on a network, and rollout.servers.allow_remote_endpoints is not set.
-    """
+def listening_addresses(nodes: Nodes) -> list[str]:
+    """By machine of the job, the address by which the others reach it; loopback if there is one machine. Collective."""
     if nodes.count == 1:
         return ["127.0.0.1"]
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -140,9 +137,7 @@ def _listening_addresses(config: Config, nodes: Nodes) -> list[str]:
     found = dict(reversed(toward_master))  # the first rank of each machine decides
     # Rank 0's machine may know itself by a loopback name (Debian's 127.0.1.1): what another one sees of it is right.
     found[0] = from_rank_zero(lambda: address_toward(found[1]))
-    addresses = [found[node] for node in range(nodes.count)]
-    check_network(addresses, config)
-    return addresses
+    return [found[node] for node in range(nodes.count)]
 
 
 def check_network(addresses: Sequence[str], config: Config) -> None:

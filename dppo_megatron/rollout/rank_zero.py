@@ -21,8 +21,7 @@ from dppo_megatron.rollout.servers.dispatch import Dispatch, NeedsWeights
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import Peer
-from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.protocol import Generator
+from dppo_megatron.rollout.servers.protocol import Generator, Server
 from dppo_megatron.rollout.servers.rollout_work import Work
 from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.sync.channels import drain, in_thread
@@ -35,6 +34,7 @@ class RankZero:
     Args:
         found: the servers that `connect` has reached.
         launched: those that this job has started itself.
+        hosts: by node, the address by which the others reach it.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class RankZero:
         architecture: Architecture,
         found: ConnectedServers,
         launched: Sequence[Launched],
-        num_nodes: int,
+        hosts: Sequence[str],
     ) -> None:
         self._config = config
         asked: list[Generator] = [*found.servers, *found.routers]
-        owned_by = owners([one.http.url for one in asked], num_nodes, [server.node for server in launched])
-        self.nodes = sorted(set(owned_by)) if found.addresses is None else list(range(num_nodes))
+        owned_by = owners([one.http.url for one in asked], len(hosts), [server.node for server in launched])
+        self.nodes = sorted(set(owned_by)) if found.addresses is None else list(range(len(hosts)))
         """Those whose client asks servers."""
-        listener = Listener(num_nodes)
+        listener = Listener(len(hosts), hosts[0])
         self.meeting = listener.meeting
         self.clients = Clients(listener, [_address(one) for one in asked], owned_by, self.nodes)
         membership = Membership(found, config, architecture, self._introduce)
@@ -75,7 +75,7 @@ class RankZero:
         """Generate for it in the background."""
         if work.may_split:
             of_client = Counter(self.clients.client_of(one.name) for one in self.fleet.live)
-            work.spread(max(of_client.values(), default=1))
+            work.spread(max(of_client.values(), default=1), self._config.rollout.limits.max_concurrent_sequences)
         self.background.begin(work)
 
     def abort(self, works: Sequence[Work]) -> None:
@@ -101,10 +101,10 @@ class RankZero:
             stats.add(completions_aborted=work.completions_aborted)
         stats.servers_live = len(self.fleet.live)
 
-    def _introduce(self, member: Member) -> None:
+    def _introduce(self, server: Server) -> None:
         """A server has come, perhaps behind a router, or is asked in another dialect now."""
-        for asked in (member, *self.fleet.routers):
-            self.clients.add(_address(asked.server))
+        for asked in (server, *(router.server for router in self.fleet.routers)):
+            self.clients.add(_address(asked))
 
 
 def _address(server: Generator) -> ServerAddress:

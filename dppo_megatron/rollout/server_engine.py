@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,12 +41,11 @@ from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import ClientRendezvous, NodeClient, Nodes, take
 from dppo_megatron.rollout.engine import Engine, Request, RolloutStats, Sampling, Weights
 from dppo_megatron.rollout.fp8_weights import quantized, rounded_names
-from dppo_megatron.rollout.job_nodes import JobServers
+from dppo_megatron.rollout.job_nodes import JobServers, listening_addresses
 from dppo_megatron.rollout.rank_zero import RankZero
 from dppo_megatron.rollout.servers.connect import ChannelName, Launched, connect
 from dppo_megatron.rollout.servers.device_map import DeviceMap, this_device
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
-from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.rollout_work import Work, grouped
 from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
@@ -99,7 +99,7 @@ class ServerEngine(Engine):
         self._own: JobServers | None = None
         launched: list[Launched] = []
         try:
-            devices = gather_all([this_device(self._nodes.node)])
+            devices, hosts = gather_all([this_device(self._nodes.node)]), listening_addresses(self._nodes)
             if config.rollout.servers.launch == "local":
                 self._own = JobServers(config, self._nodes)
                 launched = self._own.start()
@@ -107,7 +107,7 @@ class ServerEngine(Engine):
             def connected() -> tuple[ClientRendezvous, list[int], str, ChannelName, DeviceMap]:
                 """On rank 0: reach every server, and wait for the clients from now on."""
                 found = connect(config, architecture, devices, launched)
-                zero = RankZero(config, architecture, found, launched, self._nodes.count)
+                zero = RankZero(config, architecture, found, launched, hosts)
                 self._zero = OnRankZero(zero)
                 return zero.meeting, zero.nodes, found.description, found.channel, found.device_map
 
@@ -123,7 +123,8 @@ class ServerEngine(Engine):
             self.close()
             raise
         run = from_rank_zero(lambda: secrets.token_hex(4))
-        fleet, settle = self._zero.here(_fleet), lambda: self._zero.here(lambda zero: zero.background.join())
+        fleet = self._zero.here(lambda zero: zero.fleet)
+        settle = partial(self._zero.here, lambda zero: zero.background.join())
         self._sync = WeightSync(config.rollout, self._channel, fleet, settle, run, self._restart)
 
     @property
@@ -226,11 +227,6 @@ class ServerEngine(Engine):
 
         return self._zero.ask(probed)
 
-    def abort(self) -> None:
-        """Also at the servers, so that they do not generate what is not read."""
-        started, self._started = self._started, []
-        self._zero.here(lambda zero: zero.abort([one.work for one in started]))
-
     def rest(self) -> None:
         """No generation until the next `load_weights`: colocated servers give their device memory back. What was
         started and is not finished goes on then."""
@@ -261,7 +257,7 @@ class ServerEngine(Engine):
                 each.callback(self._client.close)
             self._zero.here(lambda zero: each.callback(zero.clients.close))
             with suppress(RunAborted):  # a client that has ended has nothing to be cancelled
-                self.abort()
+                self._zero.here(lambda zero: zero.abort([one.work for one in self._started]))
 
     def _go_on(self) -> None:
         """After a sync, which may have found the rollouts with nothing in flight and nobody to ask."""
@@ -269,7 +265,7 @@ class ServerEngine(Engine):
 
     def _make_channel(self, name: ChannelName, device_map: DeviceMap) -> Channel:
         """On every rank: some take part in a sync though only rank 0 talks to servers."""
-        rollout, fleet = self._config.rollout, self._zero.here(_fleet)
+        rollout, fleet = self._config.rollout, self._zero.here(lambda zero: zero.fleet)
         bucket_bytes, timeout_s = rollout.sync.bucket_mb << 20, rollout.limits.sync_timeout_s
         if name == "disk":
             run_dir = Path(self._config.run_dir)
@@ -290,12 +286,13 @@ class ServerEngine(Engine):
     def _plan(self, requests: Sequence[Request], sampling: Sampling, number: int = 0) -> tuple[Work, list[list[int]]]:
         """The requests in groups, and where each group's completions go. The same on every rank that calls it; a probe
         is rank 0's alone, and has no number."""
-        groups, places = grouped(
-            requests, sampling, selection_settings(self._config).widest_group, self._stop_ids, self._replayed
-        )
+        trains = not any(request.stream for request in requests)
+        size = selection_settings(self._config).widest_group
+        if not (trains and number):  # else `Work.spread` sees to it, and the parts stay together
+            size = min(size, self._config.rollout.limits.max_concurrent_sequences)
+        groups, places = grouped(requests, sampling, size, self._stop_ids, self._replayed)
         newest = self._sync.version + max(1, self._config.rollout.async_steps)
         expected = Expected(self._vocab_size, self._sync.version, newest, self._sync.run)
-        trains = not any(request.stream for request in requests)
         prompts = []
         if trains and self._grades_in_client and self._zero.is_here:
             prompts = [pickle.dumps(replace(requests[place[0]].prompt, token_ids=())) for place in places]
@@ -324,7 +321,3 @@ class _Started:
 
     work: Work
     places: list[list[int]]
-
-
-def _fleet(zero: RankZero) -> Fleet:
-    return zero.fleet

@@ -333,13 +333,14 @@ def test_stragglers_are_cut_and_entered_in_the_ledger(served: Served, tmp_path: 
 
 
 def test_what_was_begun_can_be_given_up(served: Served, tmp_path: Path) -> None:
-    """abort: the servers end its requests; paused servers give no tokens, resumed ones go on."""
+    """The servers end its requests; paused servers give no tokens, resumed ones go on."""
     config = served.config(tmp_path)
     engine, reference = served.engine(config), Reference(served.files / "model", 12)
     engine.load_weights(reference.weights)
     requests = requests_for(prompts_of(config)[:24])
     engine.start(requests, Sampling(LONG, 1.0, 0))
-    engine.abort()
+    rank_zero(engine).abort([one.work for one in engine._started])
+    engine._started.clear()
     assert sum(member.groups for member in rank_zero(engine).fleet.members) == 0
     for member in rank_zero(engine).fleet.live:
         member.server.pause("finish", timeout_s=30)

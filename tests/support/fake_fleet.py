@@ -6,7 +6,7 @@ nothing happens they let the clock go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,6 +111,8 @@ class World:
     def room(self, server: str) -> int:
         return self.capacity
 
+    def gone(self, servers: Collection[str]) -> None: ...
+
     def ask(self, ask: Submit) -> None:
         self.asked.append(ask)
         self.open[ask.ticket] = ask
@@ -136,13 +138,13 @@ class World:
         return found
 
 
-def synced(fleet: Fleet) -> None:
+def synced(fleet: Fleet, version: str = "1") -> None:
     """What a weight sync does to the members that answer."""
     fleet.revive()
-    fleet.expect("1")
+    fleet.expect(version)
     with fleet.lock:
         for member in fleet.members:
-            member.synced("1")
+            member.synced(version)
 
 
 def groups(*counts: int, tokens: int = 4) -> list[GenerateRequest]:

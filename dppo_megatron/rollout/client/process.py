@@ -7,7 +7,8 @@
     hand-over thread  gives a rank of this node its share             waits for: the unix socket
 
 Started by the first rank of a node, with its setup on stdin: other users can read command lines, and so a key in one.
-It ends with that rank, even if that is killed: the kernel sends it SIGTERM, and its sockets end.
+It ends with that rank, even if that is killed: the kernel sends it SIGUSR2, and its sockets end. SIGTERM does not end
+it: torchrun and Slurm send that to all of a job's processes, and rank 0 finishes its step then.
 
 It imports no torch. At 1 Mtok/s it uses about one core, none of which is the trainer's interpreter.
 """
@@ -357,7 +358,7 @@ def _leave(setup: Setup) -> None:
 
 
 async def _run(setup: Setup) -> None:
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _leave, setup)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _leave, setup)
     control = connect(setup.rank_zero, _CONNECT_S)
     handshake(control, setup.secret, listens=False)
     await Client(setup, control).run()
@@ -366,8 +367,9 @@ async def _run(setup: Setup) -> None:
 def main() -> None:
     """Read the setup from stdin and serve until the trainer is gone."""
     ignore_signals(signal.SIGINT)  # the trainer handles it, and then closes the connection
+    signal.signal(signal.SIGTERM, lambda *_: None)  # so too; what graders start would inherit that it is ignored
     setup: Setup = pickle.load(sys.stdin.buffer)
-    die_with_parent(parent=setup.parent)
+    die_with_parent(signal.SIGUSR2, setup.parent)
     sys.path[:] = setup.import_path
     asyncio.run(_run(setup))
     _leave(setup)

@@ -11,7 +11,6 @@ client brings in is shared evenly by the ranks of its node.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import secrets
 import selectors
@@ -21,7 +20,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -49,7 +49,7 @@ from dppo_megatron.rollout.client.messages import (
     send,
 )
 from dppo_megatron.rollout.client.process import OWN_FILES, Setup
-from dppo_megatron.rollout.servers.wire import NOBODY, Event, Submit
+from dppo_megatron.rollout.servers.wire import Event, Submit
 from dppo_megatron.texts import log
 from dppo_megatron.types import RunAborted
 
@@ -112,9 +112,13 @@ class ClientRendezvous(msgspec.Struct, frozen=True):
 
 
 class Listener:
-    """Rank 0's end before the clients are there."""
+    """Rank 0's end before the clients are there.
 
-    def __init__(self, num_nodes: int) -> None:
+    Args:
+        host: the address by which other nodes reach this one, and no other one of this machine; read if there are any.
+    """
+
+    def __init__(self, num_nodes: int, host: str = "") -> None:
         name, secret = secrets.token_hex(8), secrets.token_bytes(32)
         self._directory = Path(_socket_directory()) / f"dppo-{name}"
         self._directory.mkdir(mode=0o700)  # other users must not put sockets there
@@ -124,9 +128,7 @@ class Listener:
             self.socket.bind(path)
             self.meeting = ClientRendezvous(path, secret, name)
         else:
-            # the address by which the other nodes have found rank 0 already, and no other one of this machine
-            host = socket.gethostbyname(os.environ.get("MASTER_ADDR", socket.gethostname()))
-            self.socket = socket.create_server((host, 0))
+            self.socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
             port = self.socket.getsockname()[1]
             self.meeting = ClientRendezvous(f"{host}:{port}", secret, name)
         self.socket.listen(num_nodes)
@@ -149,7 +151,10 @@ class NodeClient:
         self._directory = Path(setup.take_path).parent
         self._directory.mkdir(mode=0o700)
         variables = {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "2"}
-        self.process = start_python("dppo_megatron.rollout.client", variables=variables, stdin=subprocess.PIPE)
+        # a session of its own: torchrun ends a rank by SIGTERM to all of the rank's
+        self.process = start_python(
+            "dppo_megatron.rollout.client", variables=variables, stdin=subprocess.PIPE, start_new_session=True
+        )
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already, which rank 0 reports
             pickle.dump(setup, self.process.stdin)
@@ -218,6 +223,9 @@ class Clients:
     ) -> None:
         self._listener, self._addresses = listener, addresses
         self._of_server = dict(zip((address.peer.url for address in addresses), of_server, strict=True))
+        self._owned = Counter(of_server)
+        """How many servers each client owns, without those that have left."""
+        self._gone: set[str] = set()
         self._nodes = sorted({*of_server, *nodes})
         self._peers: dict[int, socket.socket] = {}
         self._sockets: dict[int, int] = {}
@@ -253,16 +261,20 @@ class Clients:
 
     def add(self, address: ServerAddress) -> None:
         """One server more, which the client that owns fewest asks; or another one at an address that there was."""
-        owned_by = list(self._of_server.values())
-        node = self._of_server.setdefault(address.peer.url, min(self._nodes, key=owned_by.count))
+        node = self._of_server.setdefault(address.peer.url, min(self._nodes, key=self._owned.__getitem__))
+        self.gone(self._gone - {address.peer.url})
         self._send(node, Servers([address]))
 
     def client_of(self, server: str) -> int:
-        return self._of_server.get(server, NOBODY)
+        return self._of_server[server]
 
     def room(self, server: str) -> int:
         node = self._of_server[server]
-        return max(1, self._sockets[node] // list(self._of_server.values()).count(node))
+        return max(1, self._sockets[node] // max(1, self._owned[node]))
+
+    def gone(self, servers: Collection[str]) -> None:
+        self._gone = set(servers)
+        self._owned = Counter(node for server, node in self._of_server.items() if server not in self._gone)
 
     def ask(self, ask: Submit) -> None:
         self._send(self._of_server[ask.server], ask)

@@ -349,11 +349,11 @@ class Membership:
 
     Args:
         known: the connection that was made at start, and where addresses are read.
-        introduce: makes a new member known to the rollout clients, or one that is asked in another dialect now.
+        introduce: makes a server known to the rollout clients that will be a member, or is asked in another dialect.
     """
 
     def __init__(
-        self, known: ConnectedServers, config: Config, architecture: Architecture, introduce: Callable[[Member], None]
+        self, known: ConnectedServers, config: Config, architecture: Architecture, introduce: Callable[[Server], None]
     ) -> None:
         self._known, self._config, self._architecture = known, config, architecture
         self._introduce = introduce
@@ -366,7 +366,7 @@ class Membership:
         asked_as = member.server.dialect
         self._check(member.server)
         if member.server.dialect != asked_as:
-            self._introduce(member)
+            self._introduce(member.server)
 
     def update(self, fleet: Fleet) -> None:
         """Add new servers and drop those that have left; returns at once while another thread does it."""
@@ -386,6 +386,8 @@ class Membership:
                     member.may_return()
             else:
                 fleet.let_go(member, "it has left")
+        if fleet.clients is not None:
+            fleet.clients.gone({member.name for member in fleet.members if member.has_left})
         here = {(member.name, member.server.http.api_key) for member in fleet.members}
         for url, entry in entries.items():
             if (url, entry.api_key) not in here:
@@ -404,7 +406,8 @@ class Membership:
             return self._reject(entry, f"{entry.url} answers with {error}")
         except Unreachable:
             return  # asked again at the next sync
-        self._introduce(fleet.let_in(server))
+        self._introduce(server)  # first: the fleet asks which client has a member
+        fleet.let_in(server)
         log(f"rollout: {entry.url} has come; it gets requests after a weight sync")
 
     def _check(self, server: Server) -> None:

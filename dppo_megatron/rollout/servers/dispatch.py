@@ -21,7 +21,8 @@ The rules:
   of them are live (else all would wait for the last one). What goes elsewhere joins the rest of its group after the
   rollout (`Work.homes`).
 - Groups of a server that has gone out are queued again; what it answers after that is dropped. With a seed (vLLM)
-  the second attempt samples the same completion, so a failure does not favour short ones; without, `Work.resent`.
+  the second attempt samples the same completion, so a failure does not favour short ones; without, or under newer
+  weights, `Work.resent`.
 - Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
   it that went wrong. Each ends in one message with the request's id; training requests cost their own completions, and
   one that is late only those that are not done. For a fleet without a live server the next weight sync waits.
@@ -68,6 +69,8 @@ class _Attempt:
     """On the clock of the spans."""
     outages: int
     """The member's then. With the next outage the attempt is lost, also if the member is back already."""
+    version: str
+    """Of the fleet's weights then."""
 
 
 def dispatch(fleet: Fleet, work: Work) -> Iterator[int]:
@@ -179,8 +182,8 @@ class Dispatch:
                 return
 
     def _strong_clients(self) -> set[int]:
-        """Those that have at least half of their servers: the parts of their groups are kept together."""
-        all_of = Counter(self._clients.client_of(one.name) for one in self._fleet.members)
+        """Those of whose servers at least half are live: the parts of their groups are kept together."""
+        all_of = Counter(self._clients.client_of(one.name) for one in self._fleet.members if not one.has_left)
         live_of = Counter(self._clients.client_of(one.name) for one in self._fleet.live)
         return {client for client, live in live_of.items() if 2 * live >= all_of[client]}
 
@@ -190,8 +193,11 @@ class Dispatch:
         left_s = work.first_asked.setdefault(index, now) + self._limits.request_timeout_s - now
         with self._fleet.lock:
             member.began(group.cost, group.count, group.sockets)
-        self._attempts[ticket] = _Attempt(work, index, member, self._fleet.spans.clock(), member.outages)
+        version = self._fleet.expected
+        self._attempts[ticket] = _Attempt(work, index, member, self._fleet.spans.clock(), member.outages, version)
         whole, first = work.part_of(index)
+        if work.sampled_under.get(index, version) != version:
+            work.resent.add(whole)
         self._count_near(work, index, member, 1)
         prompt = work.prompts[whole] if work.prompts else b""
         asked = Submit(ticket, whole, member.name, group, work.expected, left_s + _ANSWER_S, prompt, work.number, first)
@@ -263,8 +269,15 @@ class Dispatch:
             return self._lose(work, attempt.index, _LATE)
         work.retries += 1
         work.pending.appendleft(attempt.index)
-        if was_sampled and not attempt.member.server.dialect.seeded:
-            work.resent.add(work.part_of(attempt.index)[0])
+        if was_sampled:
+            self._note_sampled(attempt, attempt.index)
+
+    def _note_sampled(self, attempt: _Attempt, index: int) -> None:
+        """What is asked for under `index` was sampled, in vain: the next attempt may come to something else."""
+        work = attempt.work
+        work.sampled_under[index] = attempt.version
+        if not attempt.member.server.dialect.seeded:
+            work.resent.add(work.part_of(index)[0])
 
     def _lose(self, work: Work, index: int, why: str) -> None:
         """Its completions are missing from the step."""
@@ -316,8 +329,7 @@ class Dispatch:
             work.parts[index], work.first_asked[index] = (whole, first + place), work.first_asked[attempt.index]
             work.aborts[index] = work.aborts[attempt.index]
             work.groups.append(group.part(place, 1))
-            if not attempt.member.server.dialect.seeded:
-                work.resent.add(whole)
+            self._note_sampled(attempt, index)
 
     def _blame(self, attempt: _Attempt, why: str) -> None:
         """A failure of this server, and one of this request's few."""

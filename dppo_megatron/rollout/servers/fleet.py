@@ -86,7 +86,8 @@ class Fleet:
         self._update_membership, self._inspect = update_membership, inspect
         self.limits, self.clock, self._health_file = config.limits, clock, health_file
         self._threads = threads or ThreadPoolExecutor(max_workers=max(32, len(servers)), thread_name_prefix="probe")
-        self._expected = ""
+        self.expected = ""
+        """The version that makes a server live."""
         self._probing: dict[str, _Probe] = {asked.name: _Probe() for asked in self.endpoints}
         self.tickets = count(1)
 
@@ -113,7 +114,7 @@ class Fleet:
     def expect(self, version: str) -> None:
         """Only servers that have taken `version` are live from now on."""
         with self.lock:
-            self._expected = version
+            self.expected = version
             for asked in self.endpoints:
                 asked.set_target(version)
 
@@ -146,7 +147,7 @@ class Fleet:
             member = next((known for known in self.members if known.name == url), None)
             if member is None:
                 member = Member(server, self.lock, self.clock)
-                member.set_target(self._expected)
+                member.set_target(self.expected)
                 self.members.append(member)
             else:
                 member.replaced_by(server)

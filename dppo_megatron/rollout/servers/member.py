@@ -68,10 +68,8 @@ class Endpoint:
         """What it has given back to the actor. A process that was started again has all of its memory."""
         self._out_since = self._asked_again_at = self._free_at = -float("inf")
         self._times_busy = 0
-        self._has_left = False
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name}, {self.condition})"
+        self.has_left = False
+        """Its owner has taken it away: it does not count among those that could be asked."""
 
     @property
     def name(self) -> str:
@@ -127,7 +125,7 @@ class Endpoint:
         """It answers, with any weights. One that has left may answer an earlier question."""
         self._owned()
         self.is_starting = False
-        if self._state == "out" and not self._has_left:
+        if self._state == "out" and not self.has_left:
             self._state, self._reason = "stale", "back, to be synced"
 
     def set_target(self, version: str) -> None:
@@ -153,7 +151,7 @@ class Endpoint:
     @property
     def may_be_asked(self) -> bool:
         """Whether it is time to ask one that is out if it is back."""
-        return not self._has_left and self._clock() >= self._asked_again_at
+        return not self.has_left and self._clock() >= self._asked_again_at
 
     # -------------------------------------------------------------------------------------------- its requests
 
@@ -243,8 +241,8 @@ class Member(Endpoint):
     def removed(self, reason: str) -> bool:
         """Its address was removed: it is asked nothing more. Returns whether that is news."""
         self._owned()
-        news = not self._has_left
-        self._has_left = True
+        news = not self.has_left
+        self.has_left = True
         if news:
             self._outages += self._state != "out"
             self._state, self._reason, self.has_leftovers = "out", reason, True
@@ -253,12 +251,12 @@ class Member(Endpoint):
     def may_return(self) -> None:
         """Its address is there; it comes back by answering."""
         self._owned()
-        self._has_left = False
+        self.has_left = False
 
     def replaced_by(self, server: Server) -> None:
         """Another server has its address: no weights of ours, and no failures."""
         self._owned()
-        self.server, self._has_left, self.failures = server, False, 0
+        self.server, self.has_left, self.failures = server, False, 0
         self.restarted()
 
     # ---------------------------------------------------------------------------------------------- its memory

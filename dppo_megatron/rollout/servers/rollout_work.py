@@ -122,7 +122,10 @@ class Work:
     ended: set[int] = field(default_factory=set)
     """Groups that were late: the servers were told to end them where they are."""
     resent: set[int] = field(default_factory=set)
-    """Groups that were lost while a server without seeds sampled them: long ones are lost more often."""
+    """Groups that were lost while a server sampled them, and are other ones at the next attempt, for want of seeds or
+    under newer weights: long ones are lost more often."""
+    sampled_under: dict[int, str] = field(default_factory=dict)
+    """The version under which an attempt began that was lost, by what was asked for."""
     retries: int = 0
     given_up: bool = False
     """The rest is not wanted any more: `dispatch` ends its requests."""
@@ -130,12 +133,13 @@ class Work:
     """The straggler rule has aborted the rest."""
     stragglers_aborted: int = 0
 
-    def spread(self, servers: int) -> None:
-        """Have each group asked for in equal parts, one for each of `servers`, or fewer: see `_TOKENS_PER_READ`. What
-        is asked for together shares a prefill; every completion has its own seed, so that none changes."""
+    def spread(self, servers: int, most: int) -> None:
+        """Have each group asked for in equal parts, one for each of `servers`, or fewer: see `_TOKENS_PER_READ`. More
+        where a part would be larger than `most`: vLLM refuses what it cannot run at once. What is asked for together
+        shares a prefill; every completion has its own seed, so that none changes."""
         for index, group in enumerate(tuple(self.groups)):
             least = math.ceil(_TOKENS_PER_READ * len(group.prompt_ids) / group.max_tokens)
-            count = min(group.count, max(math.ceil(group.count / max(1, servers)), least))
+            count = min(group.count, most, max(math.ceil(group.count / max(1, servers)), least))
             self.groups[index] = group.part(0, count)
             for first in range(count, group.count, count):
                 self.parts[len(self.groups)] = index, first

@@ -102,7 +102,7 @@ class LaunchedServer:
             UserError: the address is not this machine's, the log cannot be written, or the interpreter is not there.
         """
         self._has_listened, self._begun_s = False, time.monotonic()
-        if self.process is not None and self.is_running:
+        if self.process is not None:  # vLLM's engine may outlive its front end, and holds the GPU's memory
             stop_all([self])
         if self._reserved is None:
             self._reserved = _reserve(self.host)
@@ -227,7 +227,9 @@ def stop_all(servers: Iterable[LaunchedServer]) -> None:
     for kind, patience_s in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):  # the second for what they started
         for process in started:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, kind)
+                # the kernel gives the number of one that was waited for to no process while its group has a member
+                if process.returncode is None or not os.path.exists(f"/proc/{process.pid}"):
+                    os.killpg(process.pid, kind)
         deadline = time.monotonic() + patience_s
         for process in started:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -6,7 +6,7 @@ status 200 with its request; a contradiction is a `BadAnswer`: a failure of that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
@@ -335,17 +335,17 @@ class AttemptFailed(msgspec.Struct, frozen=True, tag=True):
 Event = Completed | Graded | AttemptFailed
 
 
-NOBODY = -1
-
-
 class RolloutClients(Protocol):
     """Takes in completions and keeps them."""
 
     def client_of(self, server: str) -> int:
-        """The one that asks it; NOBODY: it has just come."""
+        """The one that asks it."""
 
     def room(self, server: str) -> int:
         """Sockets that groups in flight on `server` may hold of its client."""
+
+    def gone(self, servers: Collection[str]) -> None:
+        """These have left: the room of their clients is for the others."""
 
     def ask(self, ask: Submit) -> None:
         """Begin one attempt; what becomes of it is among the `events`."""
