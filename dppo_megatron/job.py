@@ -274,7 +274,7 @@ def _check_grading(
 ) -> tuple[Graders, list[str]]:
     """Start the graders and try each on made-up answers and on the references of its sets; returns them and log lines.
 
-    Those of evaluation sets alone are ended again.
+    Those that grade no completions of training on this rank are ended again.
     """
     graders = Graders(set_rewards(config), shared_by=world_size)
     bounds = _reward_bounds(config) if train_sets else None
@@ -294,7 +294,8 @@ def _check_grading(
     except BaseException:
         graders.close()
         raise
-    graders.close(graders.rewards.keys() - {graders.key_of(loaded.key) for loaded in train_sets.values()})
+    here = train_sets.values() if config.rollout.engine == "hf" else ()  # of servers' completions the clients grade
+    graders.close(graders.rewards.keys() - {graders.key_of(loaded.key) for loaded in here})
     return graders, [note for note in notes if note]
 
 
