@@ -95,7 +95,8 @@ class EngineAndGraders:
             raise UserError("there is no set to evaluate on: give --sets, or data.eval_sets in the config")
         self.job = prepare_job(config, world_size=1, trains=False)
         self.job.config.run_dir = str(directory)
-        show(*said, *self.job.data_report, *map(with_paths, self.job.notes))
+        references = self.job.check_references()
+        show(*said, *self.job.data_report, *map(with_paths, [*self.job.notes, *references]))
         self.evaluator = Evaluator(self.job)
         self._engine: Engine | None = None
 

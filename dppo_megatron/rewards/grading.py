@@ -72,7 +72,7 @@ class Graders:
     """
 
     def __init__(self, rewards: Mapping[str, RewardConfig], *, shared_by: int = 1) -> None:
-        self.rewards = dict(rewards)
+        self.rewards, self._shared_by = dict(rewards), shared_by
         self._graders: dict[str, Grader] = {}
         for key, reward in self.rewards.items():
             same = next((one for other, one in self._graders.items() if rewards[other] == reward), None)
@@ -80,6 +80,10 @@ class Graders:
 
     def __getitem__(self, key: str) -> Grader:
         return self._graders[key]
+
+    def alone(self) -> Graders:
+        """With the whole of the limits, for one rank that grades while no other does; itself where it shares none."""
+        return self if self._shared_by == 1 else Graders(self.rewards)
 
     def key_of(self, set_key: str) -> str:
         """The settings of the rewards of the set `data.train_sets.NAME` or `data.eval_sets.NAME`."""
