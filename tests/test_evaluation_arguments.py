@@ -172,3 +172,18 @@ def test_the_command_line_is_for_all_sets(files: Path, tmp_path: Path, key: str)
             wanted = TEMPLATES[wanted] if key == "data.template" else wanted
             found = functools.reduce(getattr, (where or name).split("."), one)
             assert found == wanted and one.where == ["problem != x"], (asked, set_name)
+
+
+def test_sets_are_in_place_of_those_of_a_config_or_run(files: Path, tmp_path: Path) -> None:
+    """Also where the config has one of that name, under `eval_paths` or with settings of its own."""
+    (tmp_path / "hf").symlink_to(files / "model")
+    config = job_config(files, tmp_path)
+    config.data.eval_paths = {"paths": str(files / "heldout.jsonl")}
+    own = {"path": str(files / "heldout.jsonl"), "samples": 5, "template": "r1"}
+    config.data.eval_sets = {"mine": EvalSetConfig(**own), "other": EvalSetConfig(**own)}
+    save_config(config, tmp_path / "config.yaml")
+    path = str(files / "train.jsonl")
+    for model in (str(tmp_path), str(tmp_path / "config.yaml")):
+        found = eval_set_configs(prepare(EvalArguments(model, sets=[f"mine={path}", f"paths={path}"]))[0])
+        assert [(name, of.path, of.samples) for name, of in found.items()] == [("mine", path, 1), ("paths", path, 1)]
+        assert found["mine"].template == found["paths"].template

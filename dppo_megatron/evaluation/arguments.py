@@ -70,17 +70,17 @@ def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]
         target = _followed(Path(given.model)) if given.follow else _find_target(given.model, given.step)
     own = _own_sets(target) if target is not None else {}
     sets = _chosen_sets(given.sets, given.data, own)
-    layers: list[tuple[str, Mapping[str, Any]]] = [("--sets", {"data": {"eval_sets": sets}})] if sets else []
+    layers: list[tuple[str, Mapping[str, Any]]] = []
+    if sets:  # instead of those of the run or config, also where a name is the same
+        layers = [("--sets", {"data": one}) for one in ({"eval_paths": {}, "eval_sets": {}}, {"eval_sets": sets})]
     if target is not None:
-        own, said = _without_servers(_settings_of(target, replaced=bool(sets)), given.settings)
+        own, said = _without_servers(_settings_of(target), given.settings)
         model = {"hf_path": str(target.model)} if target.model is not None else {}
         layers = [(target.where, own), ("MODEL", {"model": model}), *layers]
     path = given.model if is_config else ""
     layers += _said_for_all(path, given.settings, layers)
     config = load_config(path, list(given.settings), writes_run=False, purpose="evaluate", layers=layers)
     data = config.data
-    if sets and is_config:
-        data.eval_sets, data.eval_paths = {name: data.eval_sets[name] for name in sets}, {}
     data.train_path, data.train_sets = "", {}
     config.rollout.servers.colocate = False  # there is no actor whose GPUs the servers could share
     if given.limit:
@@ -107,15 +107,13 @@ def _said_for_all(
     return [("the command line", {"data": {"eval_sets": dict.fromkeys(data.eval_sets, one)}}) for one in of_each]
 
 
-def _settings_of(target: _Target, *, replaced: bool) -> dict[str, Any]:
-    """Of the run or checkpoint, as far as they are of use here; `replaced`: other sets are evaluated than its own."""
+def _settings_of(target: _Target) -> dict[str, Any]:
+    """Of the run or checkpoint, as far as they are of use here."""
     settings, data = dict(target.settings), dict(target.settings.get("data") or {})
     for key in ("checkpoint", "run_dir", "sft", "actor"):  # of the trainer, or about files that may be absent here
         settings.pop(key, None)
     for key in ("train_path", "train_sets"):
         data.pop(key, None)
-    if replaced:
-        data |= {"eval_sets": {}, "eval_paths": {}}
     return settings | {"data": data}
 
 
