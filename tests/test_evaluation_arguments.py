@@ -187,3 +187,24 @@ def test_sets_are_in_place_of_those_of_a_config_or_run(files: Path, tmp_path: Pa
         found = eval_set_configs(prepare(EvalArguments(model, sets=[f"mine={path}", f"paths={path}"]))[0])
         assert [(name, of.path, of.samples) for name, of in found.items()] == [("mine", path, 1), ("paths", path, 1)]
         assert found["mine"].template == found["paths"].template
+
+
+def test_a_file_of_sets_and_the_same_as_a_config_are_the_same_prompts(files: Path, tmp_path: Path) -> None:
+    """A set's `template` goes before what the file says of one for all sets, and null is what is left out."""
+    path = str(files / "heldout.jsonl")
+    for_all = {"template": "plain_boxed", "prompt_template": "all: {problem}", "max_prompt_tokens": 50}
+    sets = {
+        "named": {"path": path, "template": "r1", "max_prompt_tokens": None},
+        "both": {"path": path, "template": "plain_boxed", "prompt_template": "own: {problem}"},
+        "own": {"path": path, "prompt_template": "own: {problem}"},
+        "none": {"path": path},
+    }
+    values = {"data": for_all | {"eval_sets": sets}, "eval": {"samples": 3}}
+    (tmp_path / "sets.yaml").write_text(yaml.safe_dump(values))
+    model = str(files / "model")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values | {"model": {"hf_path": model}}))
+    asked = EvalArguments(str(tmp_path / "config.yaml")), EvalArguments(model, sets=[str(tmp_path / "sets.yaml")])
+    as_config, as_sets = (eval_set_configs(prepare(one)[0]) for one in asked)
+    assert [one.template for one in as_sets.values()] == [one.template for one in as_config.values()]
+    assert {one.max_prompt_tokens for one in as_sets.values()} == {50}
+    assert as_sets["named"].template == TEMPLATES["r1"] and {one.samples for one in as_sets.values()} == {3}

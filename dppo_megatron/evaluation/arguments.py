@@ -173,7 +173,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         sets = {name: {"path": where} for name, where in (data.pop("eval_paths", None) or {}).items()}
         sets |= data.pop("eval_sets", None) or {}
         general = {key: value for key, value in (data | sampling).items() if key in _COMMON}
-        found = {str(name): general | values for name, values in sets.items()}
+        found = {str(name): _over(general, values) for name, values in sets.items()}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--sets {path}: cannot be read: {error}") from None
     except (AttributeError, TypeError, ValueError):
@@ -183,6 +183,13 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     # raises what is wrong with them
     config_from_values({"data": data | {"eval_sets": found}, "eval": sampling, **raw}, f"--sets {path}")
     return found
+
+
+def _over(general: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A set's settings over a file's: null is as in a config left out, and a `template` fixes all of a template's."""
+    said = {key: value for key, value in own.items() if value is not None}
+    fixed = _TEMPLATE if said.get("template") else set()
+    return {key: value for key, value in general.items() if key not in fixed} | said
 
 
 def _located(sets: dict[str, dict[str, Any]], word: str, data: Path | None) -> dict[str, dict[str, Any]]:
