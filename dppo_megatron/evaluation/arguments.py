@@ -240,8 +240,8 @@ def _of_run(run: Path, step: int | None) -> _Target:
             there = ", ".join(str(number) for number in sorted(steps)) or "none"
             raise UserError(f"--step {step}: '{run}' has no such checkpoint; there are: {there}")
         model = steps[step]
-    elif (run / "hf" / "config.json").is_file():
-        model = run / "hf"
+    elif (run / "hf" / "config.json").is_file() and ((run / "summary.json").is_file() or not steps):
+        model = run / "hf"  # without summary.json the run goes on, and has written it at an earlier end
     elif steps:
         model = steps[max(steps)]
     else:
