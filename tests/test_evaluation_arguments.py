@@ -208,3 +208,16 @@ def test_a_file_of_sets_and_the_same_as_a_config_are_the_same_prompts(files: Pat
     assert [one.template for one in as_sets.values()] == [one.template for one in as_config.values()]
     assert {one.max_prompt_tokens for one in as_sets.values()} == {50}
     assert as_sets["named"].template == TEMPLATES["r1"] and {one.samples for one in as_sets.values()} == {3}
+
+
+def test_one_key_of_a_chat_template_is_for_all_sets_too(files: Path, tmp_path: Path) -> None:
+    """In place of what a set's template fixes, and unless the command line says it of the set."""
+    path = str(files / "heldout.jsonl")
+    held = {"thinks": {"path": path, "template": "qwen3_think"}, "chat": {"path": path, "template": "chat_boxed"}}
+    (tmp_path / "sets.yaml").write_text(yaml.safe_dump({"data": {"eval_sets": held}}))
+    given = ["data.chat_template_kwargs.enable_thinking=false"]
+    for more, wanted in (([], False), (["data.eval_sets.thinks.chat_template_kwargs.enable_thinking=true"], True)):
+        asked = EvalArguments(str(files / "model"), [*given, *more], sets=[str(tmp_path / "sets.yaml")])
+        sets = eval_set_configs(prepare(asked)[0])
+        found = {name: one.template.chat_template_kwargs for name, one in sets.items()}
+        assert found == {"thinks": {"enable_thinking": wanted}, "chat": {"enable_thinking": False}}

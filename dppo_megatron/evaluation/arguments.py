@@ -96,7 +96,7 @@ def _said_for_all(
 ) -> list[tuple[str, Mapping[str, Any]]]:
     """Layers in which what the command line says for all sets, such as eval.samples or data.template, is in place of
     what each has of its own; what it says of one set goes before that."""
-    said = {item.partition("=")[0] for item in settings}
+    said = {".".join(item.partition("=")[0].split(".")[:2]) for item in settings}  # data.chat_template_kwargs.x too
     keys = {key for key in _COMMON if {f"data.{key}", f"eval.{key}"} & said}
     if not keys:
         return []
