@@ -129,7 +129,9 @@ def evaluate(
     with ExitStack() as stack:
         kept = None
         if out is not None:
-            kept = stack.enter_context(closing(UnfinishedSamples(out, about(job, out), _graded_by(job.config))))
+            settings = {"reward": asdict(job.config.reward), "sets": _sets_of(job.config)}
+            kept = UnfinishedSamples(out, about(job, out), _graded_by(job.config), settings)
+            stack.enter_context(closing(kept))
             check_out(out, RESULTS)  # of another that has ended meanwhile
             if kept.samples:
                 show(f"going on with the evaluation in {out}: {len(kept.samples)} samples are there")
@@ -166,6 +168,10 @@ def about(job: Job, out: Path) -> dict[str, Any]:
             for name, prompts in job.eval_prompts.items()
         },
     }
+
+
+def _sets_of(config: Config) -> dict[str, dict[str, Any]]:
+    return {name: asdict(of) for name, of in eval_set_configs(config).items()}
 
 
 def _lasting(reward: dict[str, Any]) -> dict[str, Any]:
@@ -282,7 +288,7 @@ def write_results(
         about: further fields, and those that are not the settings' own.
         sets: what is known of their settings, where that is not all of `config`.
     """
-    settings = {name: asdict(of) for name, of in eval_set_configs(config).items()} if sets is None else sets
+    settings = _sets_of(config) if sets is None else sets
     average = mean_over_sets(scores)
     packages = ("torch", "transformers", "numpy", "megatron-core")
     results = {
