@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import yaml
+from data.chat_tokenizer import chat_tokenizer
 from support.cases import Choose
 from support.job import REPOSITORY, job_config
 
 from dppo_megatron.config.checks import check_values
 from dppo_megatron.config.data import EvalSetConfig
-from dppo_megatron.config.load import save_config
-from dppo_megatron.config.resolved_sets import TEMPLATES, eval_set_configs
+from dppo_megatron.config.load import config_values, save_config
+from dppo_megatron.config.resolved_sets import TEMPLATES, eval_set_configs, longest_sequence, set_rewards
 from dppo_megatron.config.schema import Config
+from dppo_megatron.data.sets import stop_token_ids
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands import evaluate
@@ -221,3 +223,26 @@ def test_one_key_of_a_chat_template_is_for_all_sets_too(files: Path, tmp_path: P
         sets = eval_set_configs(prepare(asked)[0])
         found = {name: one.template.chat_template_kwargs for name, one in sets.items()}
         assert found == {"thinks": {"enable_thinking": wanted}, "chat": {"enable_thinking": False}}
+
+
+def test_completions_end_where_those_of_the_run_do(files: Path, tmp_path: Path) -> None:
+    """At the end of turn of the chat template that was trained with, also for sets without it; but training's lengths,
+    rewards and files are not the evaluation's."""
+    (tmp_path / "hf").symlink_to(files / "model")
+    config = job_config(files, tmp_path, data__eval_paths="{}")
+    config.data.eval_paths = {}
+    config.data.template, config.data.max_prompt_tokens = "chat_boxed", 5000
+    config.data.eval_sets = {
+        "plain": EvalSetConfig(path=str(files / "heldout.jsonl"), template="r1", max_prompt_tokens=50)
+    }
+    path = "${oc.env:DPPO_TEST_NOT_SET}/t.jsonl"
+    turn_end = chat_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    for trained in ({"train_path": path}, {"train_sets": {"a": {"path": path, "reward": {"function": "gone:f"}}}}):
+        values = config_values(config)
+        values["data"] |= {"train_path": ""} | trained
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+        found = prepare(EvalArguments(str(tmp_path)))[0]
+        assert turn_end in stop_token_ids(found, chat_tokenizer()) and set_rewards(found).keys() == {"reward"}
+        assert longest_sequence(found)[0] == 50 + 16
+    alone = prepare(EvalArguments(str(files / "model"), sets=[f"s={files / 'heldout.jsonl'}"]))[0]
+    assert turn_end not in stop_token_ids(alone, chat_tokenizer())

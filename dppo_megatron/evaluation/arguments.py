@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest
 from dppo_megatron.config.changes import saved_values
-from dppo_megatron.config.data import EvalSetConfig
+from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig
 from dppo_megatron.config.load import config_from_values, config_values, load_config, read_config
 from dppo_megatron.config.paths import how_to_download, shipped
-from dppo_megatron.config.resolved_sets import Template
+from dppo_megatron.config.resolved_sets import Template, train_set_configs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.yaml12 import Source, parse, plain
 from dppo_megatron.evaluation.eval_samples import FOLLOWED
@@ -81,7 +81,10 @@ def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]
     layers += _said_for_all(path, given.settings, layers)
     config = load_config(path, list(given.settings), writes_run=False, purpose="evaluate", layers=layers)
     data = config.data
-    data.train_path, data.train_sets = "", {}
+    # of training sets their templates alone: where those end a turn, the run's own evaluations end completions too
+    trained = train_set_configs(config if target is None else _as_saved(target, ("train_path", "train_sets")))
+    data.train_path = ""
+    data.train_sets = {name: TrainSetConfig(**asdict(of.template)) for name, of in trained.items()}
     config.rollout.servers.colocate = False  # there is no actor whose GPUs the servers could share
     if given.limit:
         data.eval_sets = {name: EvalSetConfig(path=path) for name, path in data.eval_paths.items()} | data.eval_sets
@@ -117,12 +120,17 @@ def _settings_of(target: _Target) -> dict[str, Any]:
     return settings | {"data": data}
 
 
-def _own_sets(target: _Target) -> dict[str, dict[str, Any]]:
-    """Those of the run, with paths that hold from here. Raises UserError for sets that are none."""
+def _as_saved(target: _Target, names: Collection[str]) -> Config:
+    """A config that has these sets of the run's and the templates of its `data`. Raises UserError for what is none."""
     saved = target.settings.get("data") or {}
     if isinstance(saved, dict):
-        saved = {key: saved[key] for key in ("eval_paths", "eval_sets") if key in saved}
-    data = config_from_values({"data": saved}, target.where).data
+        saved = {key: value for key, value in saved.items() if key in {*names, *_TEMPLATE}}
+    return config_from_values({"data": saved}, target.where)
+
+
+def _own_sets(target: _Target) -> dict[str, dict[str, Any]]:
+    """Those of the run, with paths that hold from here. Raises UserError for sets that are none."""
+    data = _as_saved(target, ("eval_paths", "eval_sets")).data
     sets = {name: {"path": path} for name, path in data.eval_paths.items()}
     return sets | {name: config_values(entry) for name, entry in data.eval_sets.items()}
 
