@@ -37,7 +37,7 @@ from dppo_megatron.rollout.client import messages
 from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, HookFactory, hand_over, take_over
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
 from dppo_megatron.rollout.client.process import Setup
-from dppo_megatron.rollout.client.remote import Nodes, owners, take
+from dppo_megatron.rollout.client.remote import NodeClient, Nodes, owners, take
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.dispatch import dispatch
@@ -91,8 +91,12 @@ def test_a_client_has_the_graders_of_its_ranks(
     job = prepare_job(job_config(files, tmp_path, **where, **limits), 1)
     assert not job.grade["reward"].processes
     setups: list[Setup] = []
-    start = server_engine.NodeClient
-    monkeypatch.setattr(server_engine, "NodeClient", lambda setup: setups.append(setup) or start(setup))
+
+    def start(setup: Setup) -> NodeClient:
+        setups.append(setup)
+        return NodeClient(setup)
+
+    monkeypatch.setattr(server_engine, "NodeClient", start)
     monkeypatch.setenv("WORLD_SIZE", "64")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     make_engine(job, torch.float32, torch.device("cpu")).close()

@@ -203,11 +203,7 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     for item in settings:
         if not item.startswith(("reward.", "seed=")):
             raise UserError(f"{item}: grading again only reads reward.* settings")
-    sets = {  # older results have a set's `grader`
-        name: {"reward": own}
-        for name, of in before.get("sets", {}).items()
-        if (own := of.get("reward") or ({"function": of["grader"]} if of.get("grader") else None))
-    }
+    sets = {name: {"reward": of["reward"]} for name, of in before.get("sets", {}).items() if of.get("reward")}
     if any(item.startswith("reward.function") for item in settings):
         sets = {}  # the grader that the command line names is for every set
     reward = dict(before.get("reward") or {})

@@ -54,7 +54,6 @@ def make_grader(reward: RewardConfig, key: str = "reward", *, shared_by: int = 1
         max_concurrent=reward.max_concurrent,
         max_failures_in_a_row=reward.max_failures_in_a_row,
         pace=Pace(reward.max_per_minute / shared_by),
-        shared_by=shared_by,
     )
 
 
