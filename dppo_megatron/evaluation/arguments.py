@@ -72,7 +72,7 @@ def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]
     sets = _chosen_sets(given.sets, given.data, own)
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if sets:  # instead of those of the run or config, also where a name is the same
-        layers = [("--sets", {"data": one}) for one in ({"eval_paths": {}, "eval_sets": {}}, {"eval_sets": sets})]
+        layers = [("--sets", {"data": {"eval_paths": {}, "eval_sets": {}}}), ("--sets", {"data": {"eval_sets": sets}})]
     if target is not None:
         own, said = _without_servers(_settings_of(target), given.settings)
         model = {"hf_path": str(target.model)} if target.model is not None else {}
