@@ -93,6 +93,23 @@ class Job:
         """Lines for the log: the sets, their first prompts, and oddities such as duplicates."""
         return report_lines(self.train_sets, self.eval_sets, self.stop_token_ids, self.tokenizer)
 
+    def check_references(self) -> list[str]:
+        """Grade the references of every set as if they were answers; lines for the log. On one rank, with all of the
+        job's limits: of 64 that each ask a judge about 2,000 references, 63 ask for nothing. Raises UserError as
+        `rewards.start_checks.check_references`."""
+        graders = self.grade.alone()
+        named = [*self.train_sets.items(), *((f"eval/{name}", one) for name, one in self.eval_sets.items())]
+        said = []
+        try:
+            for name, loaded in named:
+                key = graders.key_of(loaded.key)
+                said.append(check_references(graders[key], graders.rewards[key], name, loaded.prompts, key))
+        except BaseException:
+            graders.close()
+            raise
+        _close_idle(graders, self.config, self.train_sets if graders is self.grade else {})
+        return [line for line in said if line]
+
 
 def features_of(sets: Sequence[PromptColumns]) -> PromptFeatures:
     """The features of all prompts of several sets, one set after the other."""
@@ -114,7 +131,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         machine: what the job will run on; None: this machine.
 
     Raises:
-        UserError: anything that would fail later.
+        UserError: anything that would fail later, but for references that the graders do not read.
     """
     architecture = model_architecture(config.model)
     if trains:
@@ -139,7 +156,8 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     if trains and config.objective.function:
         policy_loss = load_function("objective.function", config.objective.function)
         check_policy_loss(policy_loss, config.objective)
-    graders, notes = _check_grading(config, train_sets, eval_sets, world_size)
+    graders = _start_graders(config, train_sets, eval_sets, world_size)
+    notes = unused_grader(config.reward)
     if trains and config.sft.examples_path and not config.sft.steps:
         notes.append("warning: sft.steps = 0: there is no warm start, and sft.examples_path is not read")
     for name, one in eval_set_configs(config).items():
@@ -269,33 +287,32 @@ def _replay_note(config: Config, architecture: Architecture) -> list[str]:
     ]
 
 
-def _check_grading(
+def _start_graders(
     config: Config, train_sets: Mapping[str, ProblemSet], eval_sets: Mapping[str, ProblemSet], world_size: int
-) -> tuple[Graders, list[str]]:
-    """Start the graders and try each on made-up answers and on the references of its sets; returns them and log lines.
-
-    Those of evaluation sets alone are ended again.
-    """
+) -> Graders:
+    """Start the graders and try each on made-up answers; those that `_close_idle` names are ended again."""
     graders = Graders(set_rewards(config), shared_by=world_size)
     bounds = _reward_bounds(config) if train_sets else None
-    sets = [(name, loaded, bounds) for name, loaded in train_sets.items()]
-    sets += [(f"eval/{name}", loaded, None) for name, loaded in eval_sets.items()]
+    sets = [(loaded, bounds) for loaded in train_sets.values()] + [(loaded, None) for loaded in eval_sets.values()]
     checked: set[str] = set()
-    notes = unused_grader(config.reward)
     try:
-        for name, loaded, allowed in sets:
-            key, prompts = graders.key_of(loaded.key), loaded.prompts
-            used = graders[key]
-            if used.key not in checked and prompts:
+        for loaded, allowed in sets:
+            used = graders[graders.key_of(loaded.key)]
+            if used.key not in checked and loaded.prompts:
                 with progress(f"starting and trying {used.key}"):
-                    check_grader(used, prompts[0], allowed)
+                    check_grader(used, loaded.prompts[0], allowed)
                 checked.add(used.key)
-            notes.append(check_references(used, graders.rewards[key], name, prompts, key))
     except BaseException:
         graders.close()
         raise
-    graders.close(graders.rewards.keys() - {graders.key_of(loaded.key) for loaded in train_sets.values()})
-    return graders, [note for note in notes if note]
+    _close_idle(graders, config, train_sets)
+    return graders
+
+
+def _close_idle(graders: Graders, config: Config, train_sets: Mapping[str, ProblemSet]) -> None:
+    """End those that grade no completions of training on this rank: with servers the rollout clients do."""
+    here = train_sets.values() if config.rollout.engine == "hf" else ()
+    graders.close(graders.rewards.keys() - {graders.key_of(loaded.key) for loaded in here})
 
 
 def _reward_bounds(config: Config) -> RewardBounds:

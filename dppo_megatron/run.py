@@ -89,6 +89,7 @@ class Run:
                 self._watchdog.start()
                 undo.callback(self._watchdog.stop)
             undo.callback(lambda: self._files.take_back() if self._files else None)
+            references = from_rank_zero(job.check_references)  # a judge may take longer than the rendezvous does
             with said_as_mistake(self._directory):
                 changes = self._take_up(job)
             self.resumes = self._origin is not None
@@ -114,7 +115,7 @@ class Run:
         self._begun = False
         """Whether there is a state to save: the RL steps have begun, or a checkpoint was loaded."""
         changes += self._origin.data_changes if self._origin else ()
-        log(*map(with_paths, job.notes))
+        log(*map(with_paths, [*job.notes, *references]))
         log(*(f"changed since the run began: {line}" for line in changes))
         log(self.loop.actor.description)
         self._trackers = self._start_trackers()

@@ -18,6 +18,7 @@ from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import read_config
 from dppo_megatron.config.reward import SetRewardConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.evaluation.eval_samples import read_samples, scores_of
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
@@ -260,6 +261,17 @@ def test_a_set_of_the_run_by_its_name(trained: Path, tmp_path: Path, monkeypatch
     assert main(["eval", str(trained), "--sets", EASY, f"mine={own.path}", "--limit", "2", "--out", "out"]) == 0
     sets = json.loads((tmp_path / "out" / "results.json").read_text())["sets"]
     assert sets.keys() == {EASY, "mine"} and sets[EASY]["samples"] == 5 != sets["mine"]["samples"]
+
+
+def test_a_run_that_goes_on_is_its_newest_checkpoint(trained: Path, tmp_path: Path) -> None:
+    """One that had ended and was extended keeps hf/ of that end; its next step takes summary.json away."""
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    for newest in ("hf", "checkpoints/step_000002", "hf"):
+        config, out, _ = prepare(EvalArguments(str(run)))
+        assert (config.model.hf_path, out) == (str(run / newest), run / "eval" / Path(newest).name)
+        (run / "summary.json").unlink(missing_ok=True)
+        if newest != "hf":
+            shutil.rmtree(run / "checkpoints")
 
 
 @pytest.mark.parametrize("held", ["[1]", "{a: 3}", "{a: {path: []}}", "x"])

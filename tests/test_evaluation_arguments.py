@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import yaml
+from data.chat_tokenizer import chat_tokenizer
 from support.cases import Choose
 from support.job import REPOSITORY, job_config
 
 from dppo_megatron.config.checks import check_values
 from dppo_megatron.config.data import EvalSetConfig
-from dppo_megatron.config.load import save_config
-from dppo_megatron.config.resolved_sets import TEMPLATES, eval_set_configs
+from dppo_megatron.config.load import config_values, save_config
+from dppo_megatron.config.resolved_sets import TEMPLATES, eval_set_configs, longest_sequence, set_rewards
 from dppo_megatron.config.schema import Config
+from dppo_megatron.data.sets import stop_token_ids
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands import evaluate
@@ -172,3 +174,75 @@ def test_the_command_line_is_for_all_sets(files: Path, tmp_path: Path, key: str)
             wanted = TEMPLATES[wanted] if key == "data.template" else wanted
             found = functools.reduce(getattr, (where or name).split("."), one)
             assert found == wanted and one.where == ["problem != x"], (asked, set_name)
+
+
+def test_sets_are_in_place_of_those_of_a_config_or_run(files: Path, tmp_path: Path) -> None:
+    """Also where the config has one of that name, under `eval_paths` or with settings of its own."""
+    (tmp_path / "hf").symlink_to(files / "model")
+    config = job_config(files, tmp_path)
+    config.data.eval_paths = {"paths": str(files / "heldout.jsonl")}
+    own = {"path": str(files / "heldout.jsonl"), "samples": 5, "template": "r1"}
+    config.data.eval_sets = {"mine": EvalSetConfig(**own), "other": EvalSetConfig(**own)}
+    save_config(config, tmp_path / "config.yaml")
+    path = str(files / "train.jsonl")
+    for model in (str(tmp_path), str(tmp_path / "config.yaml")):
+        found = eval_set_configs(prepare(EvalArguments(model, sets=[f"mine={path}", f"paths={path}"]))[0])
+        assert [(name, of.path, of.samples) for name, of in found.items()] == [("mine", path, 1), ("paths", path, 1)]
+        assert found["mine"].template == found["paths"].template
+
+
+def test_a_file_of_sets_and_the_same_as_a_config_are_the_same_prompts(files: Path, tmp_path: Path) -> None:
+    """A set's `template` goes before what the file says of one for all sets, and null is what is left out."""
+    path = str(files / "heldout.jsonl")
+    for_all = {"template": "plain_boxed", "prompt_template": "all: {problem}", "max_prompt_tokens": 50}
+    sets = {
+        "named": {"path": path, "template": "r1", "max_prompt_tokens": None},
+        "both": {"path": path, "template": "plain_boxed", "prompt_template": "own: {problem}"},
+        "own": {"path": path, "prompt_template": "own: {problem}"},
+        "none": {"path": path},
+    }
+    values = {"data": for_all | {"eval_sets": sets}, "eval": {"samples": 3}}
+    (tmp_path / "sets.yaml").write_text(yaml.safe_dump(values))
+    model = str(files / "model")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values | {"model": {"hf_path": model}}))
+    asked = EvalArguments(str(tmp_path / "config.yaml")), EvalArguments(model, sets=[str(tmp_path / "sets.yaml")])
+    as_config, as_sets = (eval_set_configs(prepare(one)[0]) for one in asked)
+    assert [one.template for one in as_sets.values()] == [one.template for one in as_config.values()]
+    assert {one.max_prompt_tokens for one in as_sets.values()} == {50}
+    assert as_sets["named"].template == TEMPLATES["r1"] and {one.samples for one in as_sets.values()} == {3}
+
+
+def test_one_key_of_a_chat_template_is_for_all_sets_too(files: Path, tmp_path: Path) -> None:
+    """In place of what a set's template fixes, and unless the command line says it of the set."""
+    path = str(files / "heldout.jsonl")
+    held = {"thinks": {"path": path, "template": "qwen3_think"}, "chat": {"path": path, "template": "chat_boxed"}}
+    (tmp_path / "sets.yaml").write_text(yaml.safe_dump({"data": {"eval_sets": held}}))
+    given = ["data.chat_template_kwargs.enable_thinking=false"]
+    for more, wanted in (([], False), (["data.eval_sets.thinks.chat_template_kwargs.enable_thinking=true"], True)):
+        asked = EvalArguments(str(files / "model"), [*given, *more], sets=[str(tmp_path / "sets.yaml")])
+        sets = eval_set_configs(prepare(asked)[0])
+        found = {name: one.template.chat_template_kwargs for name, one in sets.items()}
+        assert found == {"thinks": {"enable_thinking": wanted}, "chat": {"enable_thinking": False}}
+
+
+def test_completions_end_where_those_of_the_run_do(files: Path, tmp_path: Path) -> None:
+    """At the end of turn of the chat template that was trained with, also for sets without it; but training's lengths,
+    rewards and files are not the evaluation's."""
+    (tmp_path / "hf").symlink_to(files / "model")
+    config = job_config(files, tmp_path, data__eval_paths="{}")
+    config.data.eval_paths = {}
+    config.data.template, config.data.max_prompt_tokens = "chat_boxed", 5000
+    config.data.eval_sets = {
+        "plain": EvalSetConfig(path=str(files / "heldout.jsonl"), template="r1", max_prompt_tokens=50)
+    }
+    path = "${oc.env:DPPO_TEST_NOT_SET}/t.jsonl"
+    turn_end = chat_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    for trained in ({"train_path": path}, {"train_sets": {"a": {"path": path, "reward": {"function": "gone:f"}}}}):
+        values = config_values(config)
+        values["data"] |= {"train_path": ""} | trained
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+        found = prepare(EvalArguments(str(tmp_path)))[0]
+        assert turn_end in stop_token_ids(found, chat_tokenizer()) and set_rewards(found).keys() == {"reward"}
+        assert longest_sequence(found)[0] == 50 + 16
+    alone = prepare(EvalArguments(str(files / "model"), sets=[f"s={files / 'heldout.jsonl'}"]))[0]
+    assert turn_end not in stop_token_ids(alone, chat_tokenizer())

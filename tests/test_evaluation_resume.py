@@ -103,6 +103,7 @@ def test_after_a_real_kill(files: Path, tmp_path: Path, capsys: pytest.CaptureFi
     words = ["eval", str(files / "model"), "--sets", f"s={files / 'heldout.jsonl'}", "eval.samples=32"]
     words += ["eval.temperature=1", "eval.max_completion_tokens=32", "reward.function=final_answer"]
     words += ["data.max_prompt_tokens=16", "data.prompt_template={problem}", "reward.min_self_consistency=0"]
+    words += ["reward.timeout_s=7"]
     command = [sys.executable, "-m", "dppo_megatron", *words, "--out", str(killed)]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
     while not (killed / UNFINISHED).is_file() or (killed / UNFINISHED).stat().st_size < 20_000:
@@ -115,7 +116,9 @@ def test_after_a_real_kill(files: Path, tmp_path: Path, capsys: pytest.CaptureFi
     running.wait()
     left = read_unfinished(killed)
     assert left is not None and 10 < len(left[1]) < 32 * 24
-    assert main(["eval", "--rescore", str(killed)]) == 0
+    assert main(["eval", "--rescore", str(killed), "--out", str(tmp_path / "so far")]) == 0
+    so_far = json.loads((tmp_path / "so far" / "results.json").read_text())
+    assert so_far["reward"]["timeout_s"] == 7 and so_far["sets"].keys() == {"s"}, "by its own limits"
     assert f"the evaluation has not ended; it has {len(left[1])} samples so far" in capsys.readouterr().out
     assert main([*words, "--out", str(killed), "eval.top_p=0.5", "seed=1"]) == 2
     said = capsys.readouterr().err

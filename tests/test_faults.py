@@ -195,6 +195,18 @@ def test_a_broken_grader_stops_the_start(
     assert not (tmp_path / "run").exists()
 
 
+def test_references_are_graded_by_one_rank(
+    files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank tries the grader on five texts; what one finds about the references, in three forms, ends all."""
+    monkeypatch.setenv("FAULTY_COUNTS_IN", str(tmp_path / "graded"))
+    extra = SHORT | {"reward__function": "support.faulty:counted", "reward__min_self_consistency": 0.99}
+    assert run_ranks(_command_line, 2, files, tmp_path / "run", extra) == [2, 2]
+    assert capfd.readouterr().err.count("takes 0 % for right") == 1 and not (tmp_path / "run").exists()
+    references = len((files / "train.jsonl").read_text().splitlines())
+    assert (tmp_path / "graded").stat().st_size == 2 * 5 + 3 * references
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_grader_that_breaks_later_stops_the_run(
     files: Path, tmp_path: Path, world_size: int, capfd: pytest.CaptureFixture[str]

@@ -47,6 +47,7 @@ from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.rollout_work import grouped
 from dppo_megatron.rollout.servers.wire import Sampled
+from dppo_megatron.steps.build import make_engine
 from dppo_megatron.types import Completion, Grade, Prompt, RunAborted
 
 LIMIT = 12
@@ -82,6 +83,31 @@ def test_groups_are_graded_as_they_land(files: Path, stubs: StubServers, monkeyp
         assert any(one.grade is not None and one.grade.reward == 1.0 for one in arrived)
     finally:
         rig.close()
+
+
+def test_a_client_has_the_graders_of_its_ranks(
+    files: Path, tmp_path: Path, stubs: StubServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of 64 ranks on 8 machines with one server of others, which one client asks: it grades at the pace of the
+    whole job, in the processes of its machine's eight ranks, whose own have ended after the check at start."""
+    where = {"rollout__engine": "vllm", "rollout__servers__endpoints": f"[{stubs.url('a')}]"}
+    limits = {"reward__processes": 3, "reward__max_per_minute": 6000}
+    job = prepare_job(job_config(files, tmp_path, **where, **limits), 1)
+    assert not job.grade["reward"].processes
+    setups: list[Setup] = []
+
+    def start(setup: Setup) -> NodeClient:
+        setups.append(setup)
+        return NodeClient(setup)
+
+    monkeypatch.setattr(server_engine, "NodeClient", start)
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    make_engine(job, torch.float32, torch.device("cpu")).close()
+    [setup] = setups
+    assert setup.hook is not None
+    grader = setup.hook()["reward"]  # type: ignore[index]
+    assert grader.num_processes == 24 and grader._pace.free() == 100, "a second's share of 6,000 in a minute"
 
 
 @pytest.mark.parametrize(

@@ -406,7 +406,7 @@ def test_old_logprobs_are_of_before_the_first_update(files: Path, tmp_path: Path
 
 BAD_SETTINGS = {
     "objective__loss=cipso": "must be one of clip, gspo",
-    "objective__updates_per_step=3": "rollout.prompts_per_step = 16 does not divide by it",
+    "objective__updates_per_step=3": "the 16 nominal prompts of a step do not divide by it",
     "objective__updates_per_step=0": "must be at least 1",
     "objective__clip_low=1.0": "1 is for loss=cispo only",
     "objective__dual_clip=1.1": r"above 1 \+ clip_high = 1.2",
@@ -426,6 +426,13 @@ def test_settings_that_make_no_sense(cold: Path, tmp_path: Path, text: str) -> N
     extra = dict(item.split("=") for item in text.split())
     with pytest.raises(UserError, match=BAD_SETTINGS[text]):
         job_config(cold, tmp_path / "run", **extra)
+
+
+def test_the_prompts_that_are_drawn_divide(cold: Path, tmp_path: Path) -> None:
+    """50 by CPPO's allocation, in five updates: that the 16 of the setting do not divide is nothing."""
+    cppo = {"pruning__prompt__method": "none", "pruning__completion__method": "cppo", "pruning__completion__rate": 0.68}
+    more = {"pruning__completion__allocation": "true", "objective__updates_per_step": 5}
+    assert selection_settings(job_config(cold, tmp_path / "run", **cppo, **more)).planned_prompts == 50
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,7 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
         check_model(config.rollout.speculation.draft_path, "rollout.speculation.draft_path")
     for key, reward in set_rewards(config).items():
         check_reward(reward, key)
-    check_objective(
-        config.objective,
-        prompts_per_step=config.rollout.prompts_per_step,
-        max_completion_tokens=config.rollout.sampling.max_completion_tokens,
-    )
+    check_objective(config.objective, max_completion_tokens=config.rollout.sampling.max_completion_tokens)
     selection_settings(config).check()
     if purpose == "train":
         check_observe(config.observe)

@@ -79,8 +79,8 @@ class DataConfig:
     eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict, metadata=FREE_AT_RESUME)
     """Evaluation sets by name. Scores are reported as eval/<name>/..."""
     mixing: Literal["concatenate", "weighted"] = "concatenate"
-    """`concatenate`: an epoch is every problem of every set once. `weighted`: every step takes from each set in
-    proportion to its weight, and each set has epochs of its own."""
+    """`concatenate`: all sets are one; at the end of a shuffled epoch fewer problems than a step takes are skipped.
+    `weighted`: every step takes from each set in proportion to its weight, and each set has epochs of its own."""
     order: OrderName = "shuffled"
     """Of the problems of an epoch. `shuffled`: at random, anew in each. `file`: as they stand there. The others sort by
     `order_by`, equals at random, and problems that say nothing come last. All but `shuffled` are a row of the bias

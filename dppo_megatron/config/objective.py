@@ -161,7 +161,7 @@ def zero_advantage_slope(config: ObjectiveConfig) -> float:
     return config.kl.coef + config.entropy_coef + config.zero_advantage_slope
 
 
-def check_objective(config: ObjectiveConfig, *, prompts_per_step: int, max_completion_tokens: int) -> None:
+def check_objective(config: ObjectiveConfig, *, max_completion_tokens: int) -> None:
     """Raise `UserError` for settings that contradict each other."""
     if config.clip_low == 1 and config.loss != "cispo":
         raise UserError("objective.clip_low = 1.0: must be below 1 (the ratio is positive); 1 is for loss=cispo only")
@@ -198,9 +198,4 @@ def check_objective(config: ObjectiveConfig, *, prompts_per_step: int, max_compl
         raise UserError(
             f"objective.overlong.buffer_tokens = {config.overlong.buffer_tokens}: must be at most"
             f" rollout.sampling.max_completion_tokens = {max_completion_tokens}"
-        )
-    if prompts_per_step % config.updates_per_step:
-        raise UserError(
-            f"objective.updates_per_step = {config.updates_per_step}: rollout.prompts_per_step = {prompts_per_step}"
-            " does not divide by it, and mini-batches hold whole groups"
         )

@@ -183,7 +183,8 @@ def longest_sequence(config: Config) -> tuple[int, str]:
     for name, settings in eval_set_configs(config).items():
         tokens = settings.max_prompt_tokens + settings.max_completion_tokens
         found.append((tokens, f"max_prompt_tokens + max_completion_tokens of evaluation set '{name}'"))
-    if not found or config.data.train_path or config.data.train_sets:  # not in a standalone evaluation
+    trained = config.data.train_path or any(one.path for one in config.data.train_sets.values())
+    if not found or trained:  # not in a standalone evaluation, whose training sets have no path
         own = longest_prompt_tokens(config) + config.rollout.sampling.max_completion_tokens
         found.insert(0, (own, "data.max_prompt_tokens + rollout.sampling.max_completion_tokens"))
     return max(found, key=lambda item: item[0])

@@ -62,8 +62,9 @@ class RewardConfig:
     """A grading that takes longer is given up and its process replaced; it counts in reward/failed_count, not as a
     0."""
     processes: int = ranged(1, "[1, 1024]", free_at_resume=True)
-    """Grader processes of each rank. One does a step's 512 gradings by a built-in grader in milliseconds; a slow one,
-    which runs code, say, is worth as many as the rank has cores, if their memory suffices."""
+    """Grader processes of each rank; with servers a node's ranks share theirs. One does a step's 512 gradings by a
+    built-in grader in milliseconds; a slow one, which runs code, say, is worth as many as the rank has cores, if their
+    memory suffices."""
     max_concurrent: int = ranged(256, "[1, 100000]", free_at_resume=True)
     """Gradings that an `async def` grader has open at a time in each process; also the most completions in a call of a
     grader that takes lists."""

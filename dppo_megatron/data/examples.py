@@ -12,7 +12,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.data import fields
 from dppo_megatron.data.contamination import Contamination
 from dppo_megatron.data.sets import ProblemSet, held_out_of, read_set, refuse, trained_on, words_asked
-from dppo_megatron.data.templates import check_template, is_beyond, render, shared_ids, tokenize
+from dppo_megatron.data.templates import check_template, is_beyond, render, sequence_start, shared_ids, tokenize
 from dppo_megatron.progress import progress
 from dppo_megatron.types import TrainSample, UserError
 
@@ -34,7 +34,7 @@ def load_examples(
     check_template(settings, tokenizer)
     looked_for = Contamination(held_out_of(evaluated), config.data.contamination == "drop")
     samples: list[TrainSample] = []
-    shared = shared_ids(tokenizer)
+    shared, start = shared_ids(tokenizer), sequence_start(settings.template, tokenizer)
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance):
             rows = looked_for.kept(rows, (words_asked(row, settings) for row in rows))
@@ -46,7 +46,7 @@ def load_examples(
                     raise UserError(
                         f"{origin}: the example has {len(text):,} characters; at most {max_tokens} tokens fit"
                     )
-            prompts, completions = tokenize(asked, tokenizer, shared), tokenize(told, tokenizer, shared)
+            prompts, completions = tokenize(asked, tokenizer, shared, start), tokenize(told, tokenizer, shared)
             for origin, prompt, completion in zip(origins, prompts, completions, strict=True):
                 samples.append(_sample(origin, prompt, completion, tokenizer.eos_token_id))
                 count = len(samples[-1].token_ids)

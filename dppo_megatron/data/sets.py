@@ -31,6 +31,7 @@ from dppo_megatron.data.templates import (
     generation_config_stops,
     is_beyond,
     render,
+    sequence_start,
     shared_ids,
     tokenize,
     turn_end_tokens,
@@ -133,7 +134,7 @@ class _PromptReader:
 
     def __init__(self, settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase, first_index: int) -> None:
         self._settings, self._tokenizer, self._first_index = settings, tokenizer, first_index
-        self._shared = shared_ids(tokenizer)
+        self._shared, self._start = shared_ids(tokenizer), sequence_start(settings.template, tokenizer)
         self.prompts: list[Prompt] = []
         self.repeats, self.hashed = _Repeats(self.prompts), sha256()
         added = (str(one) for one in tokenizer.added_tokens_decoder.values() if one.special)
@@ -149,7 +150,8 @@ class _PromptReader:
         problems = [fields.problem_of(row, settings) for row in rows]
         texts = render(problems, [row.origin for row in rows], settings, self._tokenizer)
         most = settings.max_prompt_tokens
-        ids = tokenize(["" if is_beyond(text, most) else text for text in texts], self._tokenizer, self._shared)
+        short = ["" if is_beyond(text, most) else text for text in texts]
+        ids = tokenize(short, self._tokenizer, self._shared, self._start)
         for row, problem, text, token_ids in zip(rows, problems, texts, ids, strict=True):
             level, unknown = fields.level_of(row, settings)
             self.unknown_levels += unknown

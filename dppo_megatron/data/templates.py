@@ -210,13 +210,28 @@ def _filled_in(chat: Messages, template: Template, tokenizer: PreTrainedTokenize
         signal.signal(signal.SIGVTALRM, before)
 
 
-def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, shared: Sequence[int]) -> list[tuple[int, ...]]:
+def sequence_start(template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token that the tokenizer itself puts before a text (BOS), for prompts that no chat template begins with it:
+    Gemma's and Llama's models were never trained without. Qwen's tokenizers have none."""
+    if template.apply_chat_template or tokenizer.bos_token_id is None:
+        return []
+    return [token for token in tokenizer("x")["input_ids"][:1] if token == tokenizer.bos_token_id]
+
+
+def tokenize(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, shared: Sequence[int], start: Sequence[int] = ()
+) -> list[tuple[int, ...]]:
     """Token ids of each text, in one call.
 
-    `shared` (of `shared_ids`) holds one int object a token id: a million prompts of a hundred tokens are 0.8 GB of
-    pointers, and would be another 3 GB of equal integers.
+    Args:
+        start: what comes before the ids of each text that has any and does not begin so itself.
+
+        shared: of `shared_ids`, one int object a token id: a million prompts of a hundred tokens are 0.8 GB of
+            pointers, and would be another 3 GB of equal integers.
     """
     batches: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+    begin = list(start)
+    batches = [begin + ids if begin and ids and ids[:1] != begin else ids for ids in batches]
     return [tuple(map(shared.__getitem__, ids)) for ids in batches]
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest
 from dppo_megatron.config.changes import saved_values
-from dppo_megatron.config.data import EvalSetConfig
+from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig
 from dppo_megatron.config.load import config_from_values, config_values, load_config, read_config
 from dppo_megatron.config.paths import how_to_download, shipped
-from dppo_megatron.config.resolved_sets import Template
+from dppo_megatron.config.resolved_sets import Template, train_set_configs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.yaml12 import Source, parse, plain
 from dppo_megatron.evaluation.eval_samples import FOLLOWED
@@ -70,18 +70,21 @@ def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]
         target = _followed(Path(given.model)) if given.follow else _find_target(given.model, given.step)
     own = _own_sets(target) if target is not None else {}
     sets = _chosen_sets(given.sets, given.data, own)
-    layers: list[tuple[str, Mapping[str, Any]]] = [("--sets", {"data": {"eval_sets": sets}})] if sets else []
+    layers: list[tuple[str, Mapping[str, Any]]] = []
+    if sets:  # instead of those of the run or config, also where a name is the same
+        layers = [("--sets", {"data": {"eval_paths": {}, "eval_sets": {}}}), ("--sets", {"data": {"eval_sets": sets}})]
     if target is not None:
-        own, said = _without_servers(_settings_of(target, replaced=bool(sets)), given.settings)
+        own, said = _without_servers(_settings_of(target), given.settings)
         model = {"hf_path": str(target.model)} if target.model is not None else {}
         layers = [(target.where, own), ("MODEL", {"model": model}), *layers]
     path = given.model if is_config else ""
     layers += _said_for_all(path, given.settings, layers)
     config = load_config(path, list(given.settings), writes_run=False, purpose="evaluate", layers=layers)
     data = config.data
-    if sets and is_config:
-        data.eval_sets, data.eval_paths = {name: data.eval_sets[name] for name in sets}, {}
-    data.train_path, data.train_sets = "", {}
+    # of training sets their templates alone: where those end a turn, the run's own evaluations end completions too
+    trained = train_set_configs(config if target is None else _as_saved(target, ("train_path", "train_sets")))
+    data.train_path = ""
+    data.train_sets = {name: TrainSetConfig(**asdict(of.template)) for name, of in trained.items()}
     config.rollout.servers.colocate = False  # there is no actor whose GPUs the servers could share
     if given.limit:
         data.eval_sets = {name: EvalSetConfig(path=path) for name, path in data.eval_paths.items()} | data.eval_sets
@@ -96,7 +99,7 @@ def _said_for_all(
 ) -> list[tuple[str, Mapping[str, Any]]]:
     """Layers in which what the command line says for all sets, such as eval.samples or data.template, is in place of
     what each has of its own; what it says of one set goes before that."""
-    said = {item.partition("=")[0] for item in settings}
+    said = {".".join(item.partition("=")[0].split(".")[:2]) for item in settings}  # data.chat_template_kwargs.x too
     keys = {key for key in _COMMON if {f"data.{key}", f"eval.{key}"} & said}
     if not keys:
         return []
@@ -107,24 +110,27 @@ def _said_for_all(
     return [("the command line", {"data": {"eval_sets": dict.fromkeys(data.eval_sets, one)}}) for one in of_each]
 
 
-def _settings_of(target: _Target, *, replaced: bool) -> dict[str, Any]:
-    """Of the run or checkpoint, as far as they are of use here; `replaced`: other sets are evaluated than its own."""
+def _settings_of(target: _Target) -> dict[str, Any]:
+    """Of the run or checkpoint, as far as they are of use here."""
     settings, data = dict(target.settings), dict(target.settings.get("data") or {})
     for key in ("checkpoint", "run_dir", "sft", "actor"):  # of the trainer, or about files that may be absent here
         settings.pop(key, None)
     for key in ("train_path", "train_sets"):
         data.pop(key, None)
-    if replaced:
-        data |= {"eval_sets": {}, "eval_paths": {}}
     return settings | {"data": data}
+
+
+def _as_saved(target: _Target, names: Collection[str]) -> Config:
+    """A config that has these sets of the run's and the templates of its `data`. Raises UserError for what is none."""
+    saved = target.settings.get("data") or {}
+    if isinstance(saved, dict):
+        saved = {key: value for key, value in saved.items() if key in {*names, *_TEMPLATE}}
+    return config_from_values({"data": saved}, target.where)
 
 
 def _own_sets(target: _Target) -> dict[str, dict[str, Any]]:
     """Those of the run, with paths that hold from here. Raises UserError for sets that are none."""
-    saved = target.settings.get("data") or {}
-    if isinstance(saved, dict):
-        saved = {key: saved[key] for key in ("eval_paths", "eval_sets") if key in saved}
-    data = config_from_values({"data": saved}, target.where).data
+    data = _as_saved(target, ("eval_paths", "eval_sets")).data
     sets = {name: {"path": path} for name, path in data.eval_paths.items()}
     return sets | {name: config_values(entry) for name, entry in data.eval_sets.items()}
 
@@ -175,7 +181,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         sets = {name: {"path": where} for name, where in (data.pop("eval_paths", None) or {}).items()}
         sets |= data.pop("eval_sets", None) or {}
         general = {key: value for key, value in (data | sampling).items() if key in _COMMON}
-        found = {str(name): general | values for name, values in sets.items()}
+        found = {str(name): _over(general, values) for name, values in sets.items()}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--sets {path}: cannot be read: {error}") from None
     except (AttributeError, TypeError, ValueError):
@@ -185,6 +191,13 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     # raises what is wrong with them
     config_from_values({"data": data | {"eval_sets": found}, "eval": sampling, **raw}, f"--sets {path}")
     return found
+
+
+def _over(general: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A set's settings over a file's: null is as in a config left out, and a `template` fixes all of a template's."""
+    said = {key: value for key, value in own.items() if value is not None}
+    fixed = _TEMPLATE if said.get("template") else set()
+    return {key: value for key, value in general.items() if key not in fixed} | said
 
 
 def _located(sets: dict[str, dict[str, Any]], word: str, data: Path | None) -> dict[str, dict[str, Any]]:
@@ -235,8 +248,8 @@ def _of_run(run: Path, step: int | None) -> _Target:
             there = ", ".join(str(number) for number in sorted(steps)) or "none"
             raise UserError(f"--step {step}: '{run}' has no such checkpoint; there are: {there}")
         model = steps[step]
-    elif (run / "hf" / "config.json").is_file():
-        model = run / "hf"
+    elif (run / "hf" / "config.json").is_file() and ((run / "summary.json").is_file() or not steps):
+        model = run / "hf"  # without summary.json the run goes on, and has written it at an earlier end
     elif steps:
         model = steps[max(steps)]
     else:

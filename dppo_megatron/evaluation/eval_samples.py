@@ -34,6 +34,9 @@ FOLLOWED = "eval/follow"
 """In a run's directory: the evaluations of its checkpoints by `eval --follow`."""
 Key: TypeAlias = tuple[str, int, int]
 """Set, place of the problem in it, number of the sample."""
+_SETTINGS = "settings"
+"""In the first line of what is unfinished: `reward` and `sets` in full, as in results.json. They may change: graders'
+limits are among them."""
 _VERDICT = ("reward", "correct", "extracted", "vote", "unparsed", "why", "failure")
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e308, le=1e308)]
@@ -207,12 +210,19 @@ class UnfinishedSamples:
         directory: of the evaluation; made if it is not there.
         about: what decides the samples and their grades, as JSON.
         graded_by: of the graders as they are now; verdicts of others are not kept (an edited file, a time limit).
+        settings: as results.json will have them; what `read_unfinished` returns has those of the first start.
 
     Raises:
         UserError: what is there was begun with something else (named), or the file cannot be read or written.
     """
 
-    def __init__(self, directory: Path, about: Mapping[str, Any], graded_by: str = "") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        about: Mapping[str, Any],
+        graded_by: str = "",
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         self._path, self._graded_by = directory / UNFINISHED, graded_by
         self.samples: dict[Key, EvalSample] = {}
         """Generated so far."""
@@ -226,13 +236,14 @@ class UnfinishedSamples:
                 raise UserError(f"'{self._path}': its first line is damaged; repair it, or remove the file")
             if head is None:
                 self._file.truncate(0)
-                self._append([about])
+                self._append([{**about, _SETTINGS: settings or {}}])
                 return
             self._file.truncate(end)  # half a line, of a kill
         except BlockingIOError:
             raise UserError(f"another evaluation is writing to '{directory}'; choose another --out") from None
         except OSError as error:
             raise UserError(f"'{self._path}' cannot be written: {error.strerror}") from None
+        head.pop(_SETTINGS, None)
         if different := difference(head, about):
             raise UserError(
                 f"'{directory}' holds an evaluation that was begun with something else ({different}); go on with it"
@@ -285,7 +296,10 @@ def read_unfinished(directory: Path) -> tuple[dict[str, Any], list[EvalSample]] 
             head, found, _ = _read(file.read())
     except OSError:
         return None
-    return None if head is None else (head, list(found.values()))
+    if head is None:
+        return None
+    settings = head.pop(_SETTINGS, None)
+    return head | (settings if isinstance(settings, dict) else {}), list(found.values())
 
 
 def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | None, dict[Key, EvalSample], int]:

@@ -64,6 +64,8 @@ class Evaluator:
         Ranks exchange outcomes, not texts: 2,000 answers of 8,000 tokens are 60 MB.
         """
         outcomes = gather_all([(sample.set, sample.outcome) for sample in self.sample(engine, names)])
+        if engine.has_servers:  # training's completions are graded by processes of the rollout clients
+            self.close()
         found = []
         for one in self.sets:
             if names is None or one.name in names:

@@ -95,7 +95,8 @@ class EngineAndGraders:
             raise UserError("there is no set to evaluate on: give --sets, or data.eval_sets in the config")
         self.job = prepare_job(config, world_size=1, trains=False)
         self.job.config.run_dir = str(directory)
-        show(*said, *self.job.data_report, *map(with_paths, self.job.notes))
+        references = self.job.check_references()
+        show(*said, *self.job.data_report, *map(with_paths, [*self.job.notes, *references]))
         self.evaluator = Evaluator(self.job)
         self._engine: Engine | None = None
 
@@ -128,7 +129,9 @@ def evaluate(
     with ExitStack() as stack:
         kept = None
         if out is not None:
-            kept = stack.enter_context(closing(UnfinishedSamples(out, about(job, out), _graded_by(job.config))))
+            settings = {"reward": asdict(job.config.reward), "sets": _sets_of(job.config)}
+            kept = UnfinishedSamples(out, about(job, out), _graded_by(job.config), settings)
+            stack.enter_context(closing(kept))
             check_out(out, RESULTS)  # of another that has ended meanwhile
             if kept.samples:
                 show(f"going on with the evaluation in {out}: {len(kept.samples)} samples are there")
@@ -167,6 +170,10 @@ def about(job: Job, out: Path) -> dict[str, Any]:
     }
 
 
+def _sets_of(config: Config) -> dict[str, dict[str, Any]]:
+    return {name: asdict(of) for name, of in eval_set_configs(config).items()}
+
+
 def _lasting(reward: dict[str, Any]) -> dict[str, Any]:
     """Settings of rewards without those of how graders work."""
     return {name: value for name, value in reward.items() if name not in _GRADERS_MEANS}
@@ -196,11 +203,7 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     for item in settings:
         if not item.startswith(("reward.", "seed=")):
             raise UserError(f"{item}: grading again only reads reward.* settings")
-    sets = {  # older results have a set's `grader`
-        name: {"reward": own}
-        for name, of in before.get("sets", {}).items()
-        if (own := of.get("reward") or ({"function": of["grader"]} if of.get("grader") else None))
-    }
+    sets = {name: {"reward": of["reward"]} for name, of in before.get("sets", {}).items() if of.get("reward")}
     if any(item.startswith("reward.function") for item in settings):
         sets = {}  # the grader that the command line names is for every set
     reward = dict(before.get("reward") or {})
@@ -281,7 +284,7 @@ def write_results(
         about: further fields, and those that are not the settings' own.
         sets: what is known of their settings, where that is not all of `config`.
     """
-    settings = {name: asdict(of) for name, of in eval_set_configs(config).items()} if sets is None else sets
+    settings = _sets_of(config) if sets is None else sets
     average = mean_over_sets(scores)
     packages = ("torch", "transformers", "numpy", "megatron-core")
     results = {

@@ -54,7 +54,6 @@ def make_grader(reward: RewardConfig, key: str = "reward", *, shared_by: int = 1
         max_concurrent=reward.max_concurrent,
         max_failures_in_a_row=reward.max_failures_in_a_row,
         pace=Pace(reward.max_per_minute / shared_by),
-        shared_by=shared_by,
     )
 
 
@@ -72,7 +71,7 @@ class Graders:
     """
 
     def __init__(self, rewards: Mapping[str, RewardConfig], *, shared_by: int = 1) -> None:
-        self.rewards = dict(rewards)
+        self.rewards, self._shared_by = dict(rewards), shared_by
         self._graders: dict[str, Grader] = {}
         for key, reward in self.rewards.items():
             same = next((one for other, one in self._graders.items() if rewards[other] == reward), None)
@@ -80,6 +79,10 @@ class Graders:
 
     def __getitem__(self, key: str) -> Grader:
         return self._graders[key]
+
+    def alone(self) -> Graders:
+        """With the whole of the limits, for one rank that grades while no other does; itself where it shares none."""
+        return self if self._shared_by == 1 else Graders(self.rewards)
 
     def key_of(self, set_key: str) -> str:
         """The settings of the rewards of the set `data.train_sets.NAME` or `data.eval_sets.NAME`."""

@@ -305,7 +305,6 @@ class Grader(GradingQueue):
         max_concurrent: samples that a process has open at a time, or in one call, if the grader is made for that.
         max_failures_in_a_row: after which what waits has failed; 0: never.
         pace: of the samples that processes are given.
-        shared_by: graders of the job like this one, among which the pace was divided.
     """
 
     @property

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dppo_megatron.config.paths import in_short
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import Grader, deciding_reward
@@ -58,8 +59,8 @@ def check_grader(grader: Grader, prompt: Prompt, bounds: RewardBounds | None = N
     for (what, text), grade in zip(texts.items(), grades, strict=True):
         if grade.failure:
             raise UserError(
-                f"{grader.key}: the grader fails on {what}: called with completion = {_short(text)} and"
-                f" answer = {_short(prompt.answer)}{origin} it {grade.failure}."
+                f"{grader.key}: the grader fails on {what}: called with completion = {in_short(text, 80)} and"
+                f" answer = {in_short(prompt.answer, 80)}{origin} it {grade.failure}."
                 " It must return a finite number or a Grade for any text, 0 where there is no answer in it"
             )
         if bounds and not bounds.least <= grade.reward <= bounds.most:
@@ -103,7 +104,7 @@ def check_references(
     if right / count >= reward.min_self_consistency:
         return said
     rows = [
-        f"\n  {_place(checked[i])}: {_short(checked[i].answer)}: {_verdict(first_grades[i])}"
+        f"\n  {_place(checked[i])}: {in_short(checked[i].answer, 80)}: {_verdict(first_grades[i])}"
         for i in itertools.islice(wrong, _SHOWN)
     ]
     more = f"\n  and {len(wrong) - _SHOWN:,} more" if len(wrong) > _SHOWN else ""
@@ -131,7 +132,7 @@ def _as_answer(prompt: Prompt, form: str) -> GradeTask:
 def _verdict(grade: Grade) -> str:
     if grade.failure:
         return grade.failure
-    return f"reward {deciding_reward(grade):g}{f' ({_short(grade.why)})' if grade.why else ''}"
+    return f"reward {deciding_reward(grade):g}{f' ({in_short(grade.why, 80)})' if grade.why else ''}"
 
 
 def _place(prompt: Prompt) -> str:
@@ -141,7 +142,3 @@ def _place(prompt: Prompt) -> str:
 def _percent(part: int, whole: int) -> str:
     """Rounded down, so that 100 % means all."""
     return f"{1000 * part // whole / 10:g} %"
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 80 else text[:77] + "...")

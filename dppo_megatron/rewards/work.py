@@ -126,14 +126,12 @@ class GradingQueue:
         max_concurrent: int = 256,
         max_failures_in_a_row: int = 0,
         pace: Pace | None = None,
-        shared_by: int = 1,
     ) -> None:
         self.functions = tuple(functions)
         self.num_processes = processes
         self.timeout_s = timeout_s
         self.memory_mb = memory_mb
         self.max_concurrent = max_concurrent
-        self.shared_by = shared_by
         self._max_failures_in_a_row, self._failures_in_a_row = max_failures_in_a_row, 0
         self._pace = pace or Pace(0)
         self.sends_context = True

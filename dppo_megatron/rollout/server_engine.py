@@ -63,7 +63,8 @@ class ServerEngine(Engine):
     """vLLM or SGLang servers as configured in `rollout`. Collective, like every `Engine`.
 
     Args:
-        client_hook: makes what grades completions in the rollout clients; picklable.
+        client_hook: given how many rollout clients there are, says what each is to make for grading its completions;
+            what it returns is pickled.
 
     Raises:
         UserError: a server cannot be reached, serves another model, is too old, or was started without what is needed.
@@ -76,7 +77,7 @@ class ServerEngine(Engine):
         config: Config,
         architecture: Architecture,
         tokenizer: PreTrainedTokenizerBase,
-        client_hook: HookFactory | None = None,
+        client_hook: Callable[[int], HookFactory] | None = None,
     ) -> None:
         self._config = config
         self._detokenizer, self._vocab_size = Detokenizer.of(tokenizer), architecture.vocab_size
@@ -115,7 +116,8 @@ class ServerEngine(Engine):
             self._secret, self._take_path = meeting.secret, meeting.take_path(self._nodes.node)
             if self._nodes.is_first and self._nodes.node in self._owners:
                 path, decode = self._take_path, self._detokenizer
-                client = Setup(self._nodes.node, meeting.address, meeting.secret, path, decode, client_hook)
+                hook = client_hook(len(self._owners)) if client_hook is not None else None
+                client = Setup(self._nodes.node, meeting.address, meeting.secret, path, decode, hook)
                 self._client = NodeClient(client)
             self._zero.ask(RankZero.await_clients)
             self._channel = self._make_channel(channel, device_map)

@@ -5,6 +5,7 @@ Apart from `loop.py`, so that a new engine is one branch here and no phase of th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -12,13 +13,14 @@ import torch
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import Job
-from dppo_megatron.launcher_env import launched_here, launched_world_size
+from dppo_megatron.launcher_env import launched_here
 from dppo_megatron.rewards.grading import Graders
 from dppo_megatron.rollout.engine import Engine, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.texts import log
 
 if TYPE_CHECKING:
+    from dppo_megatron.rollout.client.completion_buffer import HookFactory
     from dppo_megatron.rollout.sync.receipts import Canary
 
 
@@ -38,8 +40,12 @@ def make_engine(job: Job, dtype: torch.dtype, device: torch.device) -> Engine:
     # aiohttp and the clients of servers, 0.2 CPU s that a rank with the embedded engine need not spend
     from dppo_megatron.rollout.server_engine import ServerEngine
 
-    nodes = max(1, launched_world_size() // launched_here())  # a client each
-    hook = partial(Graders, job.grade.rewards, shared_by=nodes)
+    def hook(clients: int) -> HookFactory:
+        """The graders of one of so many clients: as many processes as the ranks of its node would have."""
+        here = launched_here()
+        rewards = {key: replace(one, processes=one.processes * here) for key, one in job.grade.rewards.items()}
+        return partial(Graders, rewards, shared_by=clients)
+
     engine = ServerEngine(config, job.architecture, job.tokenizer, client_hook=hook)
     log(engine.description)
     return engine

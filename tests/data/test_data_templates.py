@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from chat_tokenizer import TEMPLATE, chat_tokenizer
 from omegaconf import OmegaConf
+from tokenizers.processors import TemplateProcessing
 
 from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.resolved_sets import TEMPLATES, Template, check_data, eval_set_configs, train_set_configs
 from dppo_megatron.config.schema import Config
+from dppo_megatron.data.examples import load_examples
 from dppo_megatron.data.sets import ProblemSet, load_set, stop_token_ids
 from dppo_megatron.types import UserError
 
@@ -236,6 +238,33 @@ def test_special_tokens_in_a_problem_are_said(tmp_path: Path) -> None:
         loaded = load(tmp_path, problem, apply_chat_template=True)
         assert [note for note in loaded.notes if "special" in note] == [f"{said}{tmp_path}/a.jsonl:1"]
     assert not load(tmp_path, "1 < 2 |im_end|", apply_chat_template=True).notes
+
+
+def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text(tmp_path: Path) -> None:
+    """With BOS where it puts one, once; a chat template writes its own, and a completion of SFT has none."""
+    plain, with_bos = chat_tokenizer(), chat_tokenizer()
+    bos = plain.convert_tokens_to_ids("<|im_start|>")
+    begins = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)])
+    with_bos.backend_tokenizer.post_processor, with_bos.bos_token = begins, "<|im_start|>"
+
+    def ids(tokenizer: Any, problem: str = "1+1?", **own: Any) -> list[int]:
+        return [*load(tmp_path, problem, tokenizer, **own).prompts[0].token_ids]
+
+    for template in ("{problem}", TEMPLATES["plain_boxed"].prompt_template):
+        asked = template.replace("{problem}", "1+1?")
+        assert ids(with_bos, prompt_template=template) == with_bos(asked)["input_ids"]
+        assert ids(with_bos, prompt_template=template) == [bos, *ids(plain, prompt_template=template)]
+    assert ids(with_bos, "<|im_start|>1+1?") == ids(with_bos)
+    assert ids(with_bos, template="chat_boxed") == ids(plain, template="chat_boxed")
+    plain.bos_token = "<|im_start|>"  # as many name one that they do not put there
+    assert ids(plain) == ids(with_bos)[1:]
+
+    config = Config()
+    (tmp_path / "sft.jsonl").write_text(json.dumps({"problem": "1+1?", "completion": "It is 2."}) + "\n")
+    config.sft.examples_path, config.sft.examples_per_step = str(tmp_path / "sft.jsonl"), 1
+    [sample], _ = load_examples(config, with_bos, {}, max_tokens=100)
+    told = with_bos("It is 2.", add_special_tokens=False)["input_ids"]
+    assert sample.token_ids.tolist() == [*ids(with_bos), *told, with_bos.eos_token_id]
 
 
 def _stops(

@@ -174,11 +174,7 @@ def make_features(rng: np.random.Generator, num_prompts: int) -> PromptFeatures 
 def check_sections(config: Config) -> None:
     """Raise `UserError` unless the configuration admits these settings, by its own checks."""
     check_ranges(config)
-    check_objective(
-        config.objective,
-        prompts_per_step=config.rollout.prompts_per_step,
-        max_completion_tokens=config.rollout.sampling.max_completion_tokens,
-    )
+    check_objective(config.objective, max_completion_tokens=config.rollout.sampling.max_completion_tokens)
 
 
 # ---------------------------------------------------------------------------- policies and a loss of a user's own

@@ -51,6 +51,14 @@ def test_what_a_set_leaves_out_is_inherited(tmp_path: Path) -> None:
     assert SetRewardConfig().over(config.reward) == config.reward
 
 
+def test_one_rank_alone_has_the_whole_limit() -> None:
+    """Of 64 that share 96,000 in a minute each begins 25 in a second, and the one that checks references all 1,600."""
+    shared = Graders({"reward": RewardConfig(max_per_minute=96_000)}, shared_by=64)
+    assert shared["reward"]._pace.free() == 25 and shared.alone()["reward"]._pace.free() == 1600
+    alone = shared.alone()
+    assert alone is not shared and alone.alone() is alone
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [

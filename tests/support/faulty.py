@@ -63,6 +63,13 @@ def never_right(completion: str, answer: str) -> float:
     return 0.0
 
 
+def counted(completion: str, answer: str) -> float:
+    """Never right; the file that the environment names has a byte for each grading."""
+    with open(os.environ["FAULTY_COUNTS_IN"], "a") as file:
+        file.write("1")
+    return 0.0
+
+
 def breaks_later(completion: str, answer: str) -> float:
     """Raises from a grading of its process on that the environment names."""
     global _graded

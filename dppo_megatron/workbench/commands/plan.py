@@ -201,7 +201,7 @@ def _load_job(config: Config, site: Site, gpu: str) -> list[str]:
         note.append(check_first_layers(config.model))
     try:
         first = next(iter(job.train_sets.values())).first_prompt
-        said = [*note, *job.notes, *job.data_report]
+        said = [*note, *job.notes, *job.check_references(), *job.data_report]
     finally:
         job.grade.close()
     return ["", "dry run: everything that a run loads before it starts has been loaded and checked", *said, "", first]
