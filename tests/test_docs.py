@@ -12,6 +12,7 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,7 @@ from support.record import write_record
 from dppo_megatron.config.load import load_config, read_config
 from dppo_megatron.config.reference import all_settings
 from dppo_megatron.config.reward import RewardConfig
+from dppo_megatron.data.known import KNOWN_SETS
 from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.rewards.grading import GradeTask, make_grader
 from dppo_megatron.workbench.cli import parse, program
@@ -166,6 +168,22 @@ def test_commands_of_the_page_are_read(page: Path) -> None:
     for method in re.findall(r"--methods (\S+)", _text(page)):
         names = re.sub(r"@\d+", "", method.strip("`),:")).split(",")
         assert set(names) <= {*METHODS.keys(), "grpo_nonzero"}, method
+
+
+@pytest.mark.parametrize("page", [REPOSITORY / "README.md", DOCS / "tutorial.md"], ids=lambda path: path.name)
+def test_the_first_job_on_gpus_has_its_data(page: Path) -> None:
+    """The commands shown before it write every file that its recipe reads: a run without one ends with exit code 2."""
+    [block] = [one for one in re.findall(r"```\n(.*?)```", _text(page), re.DOTALL) if "model.hf_path=/" in one]
+    loop, _, rest = block[block.index("for ") :].partition("\n")
+    shown = ["bash", "-euc", f"dppo-megatron() {{ echo \"$@\"; }}; {loop}"]
+    said = subprocess.run(shown, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    written = set()
+    for line in said:
+        given = parse(program(), line.split())
+        written |= {f"{given.out}/{part}.jsonl" for part in KNOWN_SETS[given.name].splits}
+    [recipe] = set(re.findall(r"configs/math/\S+\.yaml", rest))
+    data = read_config(str(REPOSITORY / recipe), []).data
+    assert {data.train_path, *data.eval_paths.values()} <= written and len(data.eval_paths) == 6
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda path: path.name)
