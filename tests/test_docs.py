@@ -175,7 +175,7 @@ def test_the_first_job_on_gpus_has_its_data(page: Path) -> None:
     """The commands shown before it write every file that its recipe reads: a run without one ends with exit code 2."""
     [block] = [one for one in re.findall(r"```\n(.*?)```", _text(page), re.DOTALL) if "model.hf_path=/" in one]
     loop, _, rest = block[block.index("for ") :].partition("\n")
-    shown = ["bash", "-euc", f"dppo-megatron() {{ echo \"$@\"; }}; {loop}"]
+    shown = ["bash", "-euc", f'dppo-megatron() {{ echo "$@"; }}; {loop}']
     said = subprocess.run(shown, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
     written = set()
     for line in said:

@@ -169,5 +169,9 @@ def test_kubernetes_jobset(tmp_path: Path) -> None:
     assert int(run.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
     config = _config(run.training_script_args[1:], tmp_path)
     assert config.rollout.servers.colocate and config.rollout.servers.python
+    sets = [one.path for one in config.data.eval_sets.values()]
+    paths = [config.run_dir, config.data.train_path, *config.data.eval_paths.values(), *sets]
+    places = tuple(one["mountPath"] + "/" for one in container["volumeMounts"])
+    assert len(sets) == 2 and all(path.startswith(places) for path in paths), "the image holds neither data nor runs"
     mounted = {one["name"] for one in container["volumeMounts"]}
     assert mounted == {one["name"] for one in pods["template"]["spec"]["volumes"]}
