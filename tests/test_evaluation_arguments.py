@@ -76,9 +76,10 @@ def test_evaluations_of_4b_on_the_pages_start_servers(
         [line] = [one for one in text.splitlines() if one.startswith(f"dppo-megatron eval {model} ")]
         arguments = parse(program(), shlex.split(line.partition(" #")[0])[1:])
         names, settings = split_settings(arguments.sets)
-        config, _, said = prepare(EvalArguments(model, [*arguments.overrides, *settings], names, data=arguments.data))
-        assert (config.rollout.engine, config.rollout.servers.launch, len(config.data.eval_sets)) == ("vllm", "local", 6)
-        assert config.rollout.servers.gpus == (trained.rollout.servers.gpus if model.startswith("runs/") else [])
+        config, _, _ = prepare(EvalArguments(model, [*arguments.overrides, *settings], names, data=arguments.data))
+        rollout, sets = config.rollout, config.data.eval_sets
+        assert (rollout.engine, rollout.servers.launch, len(sets)) == ("vllm", "local", 6)
+        assert rollout.servers.gpus == (trained.rollout.servers.gpus if model.startswith("runs/") else [])
 
 
 def test_settings_may_stand_anywhere() -> None:
