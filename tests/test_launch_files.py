@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import stat
 import subprocess
 import sys
@@ -141,6 +142,22 @@ def test_no_gpus_told_is_no_job_of_one_rank(script: Path, gpus: str, tmp_path: P
     steps, said, code = _render(script, tmp_path, SLURM_GPUS_ON_NODE=gpus, RANKS_PER_NODE="4")
     assert code == 0, said
     assert [_torchrun(step.command).nproc_per_node for step in steps if "torchrun" in step.command] == ["4"]
+
+
+def test_the_server_of_the_script_is_the_pages(tmp_path: Path) -> None:
+    """Without one of these arguments replicas, or replayed experts, are refused."""
+    (tmp_path / "vllm").write_text(_RECORDER.format(python=sys.executable))
+    (tmp_path / "vllm").chmod(stat.S_IRWXU)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(tmp_path / "record")}
+    page = (REPOSITORY / "docs" / "engines.md").read_text().replace("\\\n", " ")
+    [shown] = re.findall(r"^VLLM_SERVER_DEV_MODE=1 vllm (serve MODEL .*)$", page, re.MULTILINE)
+    script = str(REPOSITORY / "examples" / "vllm_server.sh")
+    for key, guard in ({}, []), ({"VLLM_API_KEY": "x"}, ["--middleware", "dppo_vllm_guard.RequireKey"]):
+        (tmp_path / "record").unlink(missing_ok=True)
+        subprocess.run(["bash", script, "MODEL", "8000", "--seed", "1"], env=environment | key, check=True, timeout=60)
+        expected = shlex.split(shown)
+        expected[-2:-2] = guard
+        assert json.loads((tmp_path / "record").read_text()) == [*expected, "--seed", "1"]
 
 
 def test_kubernetes_jobset(tmp_path: Path) -> None:
