@@ -144,6 +144,24 @@ def test_no_gpus_told_is_no_job_of_one_rank(script: Path, gpus: str, tmp_path: P
     assert [_torchrun(step.command).nproc_per_node for step in steps if "torchrun" in step.command] == ["4"]
 
 
+def test_commands_of_the_cluster_page_use_all_gpus() -> None:
+    """A rank for each in the container, whose entrypoint is one process, with memory to share; and in doctor's srun."""
+    page = (REPOSITORY / "docs" / "cluster.md").read_text().replace("\\\n", " ")
+    [line] = re.findall(r"^docker run (.*)$", page, re.MULTILINE)
+    docker = argparse.ArgumentParser()
+    for option in ("--gpus", "--shm-size", "--ulimit", "--cap-add", "-v", "-w", "--entrypoint"):
+        docker.add_argument(option, required=True)
+    docker.add_argument("image")
+    docker.add_argument("arguments", nargs=argparse.REMAINDER)
+    given = docker.parse_args(shlex.split(line))
+    assert given.entrypoint == "torchrun" and given.v.split(":")[1] == given.w
+    run = _torchrun(["torchrun", *given.arguments])
+    assert run.nproc_per_node == "8" and run.module and run.training_script == "dppo_megatron"
+    assert run.training_script_args[:2] == ["train", "CONFIG"]
+    [step] = [one for one in re.findall(r"^srun .*$", page, re.MULTILINE) if "doctor" in one]
+    assert re.search(r"--ntasks-per-node=(\d+) --gpus-per-node=\1 ", step)
+
+
 def test_the_server_of_the_script_is_the_pages(tmp_path: Path) -> None:
     """Without one of these arguments replicas, or replayed experts, are refused."""
     (tmp_path / "vllm").write_text(_RECORDER.format(python=sys.executable))
