@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,17 @@ def test_the_first_job_on_gpus_has_its_data(page: Path) -> None:
     [recipe] = set(re.findall(r"configs/math/\S+\.yaml", rest))
     data = read_config(str(REPOSITORY / recipe), []).data
     assert {data.train_path, *data.eval_paths.values()} <= written and len(data.eval_paths) == 6
+
+
+def test_what_the_pages_install_can_be_had() -> None:
+    """Engines in the ranges of pyproject.toml, and this project from a clone as long as no release is on PyPI."""
+    extras = tomllib.loads(_text(REPOSITORY / "pyproject.toml"))["project"]["optional-dependencies"]
+    ranges = {extras[engine][0] for engine in ("vllm", "sglang")}
+    said = set(re.findall(r"bin/pip install '([^']+)'", _text(DOCS / "engines.md")))
+    assert said == ranges and f"'{extras['vllm'][0]}'" in _text(REPOSITORY / "README.md")
+    if "(unreleased)" in _text(REPOSITORY / "CHANGELOG.md").partition("\n## ")[2].partition("\n")[0]:
+        for path in (*EVERY_PAGE, *(REPOSITORY / "examples").rglob("*.py")):
+            assert not re.search(r"pip install [^\n]*\bdppo-megatron\b", _text(path)), path
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda path: path.name)
