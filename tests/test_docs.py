@@ -7,6 +7,7 @@ could break.
 from __future__ import annotations
 
 import doctest
+import json
 import os
 import re
 import runpy
@@ -169,6 +170,18 @@ def test_commands_of_the_page_are_read(page: Path) -> None:
     for method in re.findall(r"--methods (\S+)", _text(page)):
         names = re.sub(r"@\d+", "", method.strip("`),:")).split(",")
         assert set(names) <= {*METHODS.keys(), "grpo_nonzero"}, method
+
+
+def test_the_problems_of_the_tutorial_are_what_is_trained_on(tmp_path: Path) -> None:
+    blocks = re.findall(r"```\n(.*?)```", _text(DOCS / "tutorial.md"), re.DOTALL)
+    [block] = [one for one in blocks if "mine.jsonl" in one]
+    loop, _, train = block.partition("\ndppo-megatron train ")
+    subprocess.run(["bash", "-euc", loop], cwd=tmp_path, check=True, timeout=60)
+    rows = [json.loads(line) for line in _text(tmp_path / "mine.jsonl").splitlines()]
+    assert len(rows) == 400 and rows[-1] == {"problem": "29+29=", "answer": "58"}
+    recipe, *settings_given = shlex.split(train.replace("\\\n", " "))
+    config = read_config(str(REPOSITORY / recipe), settings_given)
+    assert config.data.train_path == "mine.jsonl" and not config.data.train_sets
 
 
 @pytest.mark.parametrize("page", [REPOSITORY / "README.md", DOCS / "tutorial.md"], ids=lambda path: path.name)

@@ -188,6 +188,29 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
     assert methods["dppo"]["label"] == "ratio"  # the token mean's divisor
 
 
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_table_of_the_page_is_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """And so are the GiB that a recipe's comment names."""
+    page = (REPOSITORY / "docs" / "plan.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (Qwen3-\S+), (\d+) H100 \| (\d+) \| (\S+)x \| (\S+)x \| (\S+)x \|$", page, re.MULTILINE)
+    assert len(rows) == 4
+    for model, gpus, seconds, faster, dppo, auto in rows:
+        recipe = f"h100/{model.lower().replace('-', '_')}_{gpus}gpus_dppo"
+        assert main(["plan", recipe, "--gpus", gpus, "--methods", "grpo,dppo,dppo_auto"]) == 0
+        out = capsys.readouterr().out
+        assert re.search(rf"^  grpo .* {seconds} s a step", out, re.MULTILINE), (recipe, out)
+        for method, expected in (("dppo", f"{faster}x, {dppo}x"), ("dppo_auto", f"x, {auto}x")):
+            line = next(one for one in out.splitlines() if one.split()[:1] == [method])
+            assert f"{expected} to the same result".replace("\u2013", "-") in line, (recipe, line)
+    for name, gpus in (("glm_4.5_air", 64), ("qwen3_235b_a22b", 128)):
+        recipe = REPOSITORY / "configs" / "h100" / f"{name}_{gpus}gpus.yaml"
+        said = re.search(r"(\d+) GiB at most", recipe.read_text(encoding="utf-8"))
+        assert main(["plan", str(recipe), "--gpus", str(gpus), "--methods", "grpo"]) == 0
+        largest = re.search(r"^largest: \w+, ([\d.]+) GiB", capsys.readouterr().out, re.MULTILINE)
+        assert said and largest and int(said[1]) == round(float(largest[1])), recipe
+
+
 def test_a_plan_needs_no_model_where_its_sizes_are_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
