@@ -64,7 +64,7 @@ def model_that_fits(sheet: Sheet, fp8: Literal["off", "tensorwise"] = "off") -> 
 
 def card_bytes(sheet: Sheet) -> float:
     """Without CUDA an H200's, so that a CPU tries what that runs. No context is made, which the peaks would count."""
-    return torch.cuda.get_device_properties(0).total_memory if sheet.cuda else CHIPS["h200"].memory_bytes
+    return float(torch.cuda.get_device_properties(0).total_memory) if sheet.cuda else CHIPS["h200"].memory_bytes
 
 
 def _planned(model: str, card: float, fp8: Literal["off", "tensorwise"] = "off") -> MemoryPlan:
