@@ -59,7 +59,7 @@ COPY dppo_megatron dppo_megatron
 COPY configs configs
 COPY examples examples
 COPY benchmarks benchmarks
-COPY docs/migrating.md docs/other_names.txt docs/
+COPY docs docs
 RUN --mount=type=cache,target=/var/cache/pip \
     /opt/trainer/bin/pip install --no-build-isolation --constraint constraints.txt ".[train]" \
  && /opt/trainer/bin/pip check \

@@ -1,6 +1,6 @@
 """The pruning package alone, in another trainer: no Megatron, no engine, no torch, only arrays.
 
-    pip install dppo-megatron
+    pip install -e .
     python examples/pruning_library.py
 
 A made-up problem set stands in for rollouts. Three calls a step: `select` before rollout, `observe` and `prune` after

@@ -11,4 +11,5 @@ export PYTHONPATH=$here/dppo_megatron/rollout/servers/in_engine VLLM_SERVER_DEV_
 guard=(${VLLM_API_KEY:+--middleware dppo_vllm_guard.RequireKey})
 exec vllm serve "$model" --host 127.0.0.1 --port "$port" --enable-scale-out \
   --logprobs-mode processed_logprobs --generation-config vllm \
-  --worker-extension-cls dppo_vllm_extension.WorkerExtension --weight-transfer-config '{"backend": "dppo"}' "${guard[@]}" "$@"
+  --worker-extension-cls dppo_vllm_extension.WorkerExtension --weight-transfer-config '{"backend": "dppo"}' "${guard[@]}" \
+  --middleware dppo_vllm_arrays.Arrays "$@"

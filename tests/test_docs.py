@@ -7,12 +7,15 @@ could break.
 from __future__ import annotations
 
 import doctest
+import json
 import os
 import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from support.record import write_record
 from dppo_megatron.config.load import load_config, read_config
 from dppo_megatron.config.reference import all_settings
 from dppo_megatron.config.reward import RewardConfig
+from dppo_megatron.data.known import KNOWN_SETS
 from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.rewards.grading import GradeTask, make_grader
 from dppo_megatron.workbench.cli import parse, program
@@ -166,6 +170,45 @@ def test_commands_of_the_page_are_read(page: Path) -> None:
     for method in re.findall(r"--methods (\S+)", _text(page)):
         names = re.sub(r"@\d+", "", method.strip("`),:")).split(",")
         assert set(names) <= {*METHODS.keys(), "grpo_nonzero"}, method
+
+
+def test_the_problems_of_the_tutorial_are_what_is_trained_on(tmp_path: Path) -> None:
+    blocks = re.findall(r"```\n(.*?)```", _text(DOCS / "tutorial.md"), re.DOTALL)
+    [block] = [one for one in blocks if "mine.jsonl" in one]
+    loop, _, train = block.partition("\ndppo-megatron train ")
+    subprocess.run(["bash", "-euc", loop], cwd=tmp_path, check=True, timeout=60)
+    rows = [json.loads(line) for line in _text(tmp_path / "mine.jsonl").splitlines()]
+    assert len(rows) == 400 and rows[-1] == {"problem": "29+29=", "answer": "58"}
+    recipe, *settings_given = shlex.split(train.replace("\\\n", " "))
+    config = read_config(str(REPOSITORY / recipe), settings_given)
+    assert config.data.train_path == "mine.jsonl" and not config.data.train_sets
+
+
+@pytest.mark.parametrize("page", [REPOSITORY / "README.md", DOCS / "tutorial.md"], ids=lambda path: path.name)
+def test_the_first_job_on_gpus_has_its_data(page: Path) -> None:
+    """The commands shown before it write every file that its recipe reads: a run without one ends with exit code 2."""
+    [block] = [one for one in re.findall(r"```\n(.*?)```", _text(page), re.DOTALL) if "model.hf_path=/" in one]
+    loop, _, rest = block[block.index("for ") :].partition("\n")
+    shown = ["bash", "-euc", f'dppo-megatron() {{ echo "$@"; }}; {loop}']
+    said = subprocess.run(shown, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    written = set()
+    for line in said:
+        given = parse(program(), line.split())
+        written |= {f"{given.out}/{part}.jsonl" for part in KNOWN_SETS[given.name].splits}
+    [recipe] = set(re.findall(r"configs/math/\S+\.yaml", rest))
+    data = read_config(str(REPOSITORY / recipe), []).data
+    assert {data.train_path, *data.eval_paths.values()} <= written and len(data.eval_paths) == 6
+
+
+def test_what_the_pages_install_can_be_had() -> None:
+    """Engines in the ranges of pyproject.toml, and this project from a clone as long as no release is on PyPI."""
+    extras = tomllib.loads(_text(REPOSITORY / "pyproject.toml"))["project"]["optional-dependencies"]
+    ranges = {extras[engine][0] for engine in ("vllm", "sglang")}
+    said = set(re.findall(r"bin/pip install '([^']+)'", _text(DOCS / "engines.md")))
+    assert said == ranges and f"'{extras['vllm'][0]}'" in _text(REPOSITORY / "README.md")
+    if "(unreleased)" in _text(REPOSITORY / "CHANGELOG.md").partition("\n## ")[2].partition("\n")[0]:
+        for path in (*EVERY_PAGE, *(REPOSITORY / "examples").rglob("*.py")):
+            assert not re.search(r"pip install [^\n]*\bdppo-megatron\b", _text(path)), path
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda path: path.name)

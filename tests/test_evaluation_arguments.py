@@ -7,6 +7,9 @@ import copy
 import functools
 import json
 import random
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,13 @@ from support.job import REPOSITORY, job_config
 
 from dppo_megatron.config.checks import check_values
 from dppo_megatron.config.data import EvalSetConfig
-from dppo_megatron.config.load import config_values, save_config
+from dppo_megatron.config.load import config_values, read_config, save_config
 from dppo_megatron.config.resolved_sets import TEMPLATES, eval_set_configs, longest_sequence, set_rewards
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.sets import stop_token_ids
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.types import UserError
+from dppo_megatron.workbench.cli import parse, program
 from dppo_megatron.workbench.commands import evaluate
 from dppo_megatron.workbench.commands.evaluate import split_settings
 
@@ -53,6 +57,31 @@ def test_the_pages_example_is_a_file_of_sets(files: Path, tmp_path: Path, monkey
         (tmp_path / "sets.yaml").write_text(wrong + " eval_sets: {a: {path: mine.parquet}}}")
         with pytest.raises(UserError, match=r"data\.limit|eval\.every|samples"):
             prepare(EvalArguments(str(files / "model"), sets=["sets.yaml"]))
+
+
+def test_evaluations_of_4b_on_the_pages_start_servers(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedded engine, which is the default, is for small models: it uses one GPU of the machine."""
+    shown = [("README.md", "runs/math_qwen3_4b_dppo"), ("docs/evaluation.md", "Qwen3-4B")]
+    monkeypatch.chdir(tmp_path)
+    trained = read_config(str(REPOSITORY / "configs" / "math" / "qwen3_4b_dppo.yaml"), [])
+    (tmp_path / "runs" / "math_qwen3_4b_dppo").mkdir(parents=True)
+    save_config(trained, tmp_path / "runs" / "math_qwen3_4b_dppo" / "config.yaml")
+    for place in ("Qwen3-4B", "runs/math_qwen3_4b_dppo/hf"):
+        shutil.copytree(files / "model", tmp_path / place)
+    for name in yaml.safe_load((REPOSITORY / "configs" / "eval" / "six.yaml").read_text())["data"]["eval_sets"]:
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "test.jsonl").touch()
+    for page, model in shown:
+        text = (REPOSITORY / page).read_text().replace("\\\n", " ").replace("/envs/vllm/bin/python", sys.executable)
+        [line] = [one for one in text.splitlines() if one.startswith(f"dppo-megatron eval {model} ")]
+        arguments = parse(program(), shlex.split(line.partition(" #")[0])[1:])
+        names, settings = split_settings(arguments.sets)
+        config, _, _ = prepare(EvalArguments(model, [*arguments.overrides, *settings], names, data=arguments.data))
+        rollout, sets = config.rollout, config.data.eval_sets
+        assert (rollout.engine, rollout.servers.launch, len(sets)) == ("vllm", "local", 6)
+        assert rollout.servers.gpus == (trained.rollout.servers.gpus if model.startswith("runs/") else [])
 
 
 def test_settings_may_stand_anywhere() -> None:

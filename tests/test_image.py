@@ -101,9 +101,25 @@ def test_lists_agree() -> None:
     assert {"torch", "numpy"} <= needed <= set(trainer)
 
 
+def _copied() -> set[str]:
+    return {word for line in re.findall(r"^COPY (.*)$", _steps(), re.MULTILINE) for word in line.split()[:-1]}
+
+
+def test_the_image_has_the_pages_that_messages_name() -> None:
+    """And all else that a wheel is made of: they are in the context and copied."""
+    ignore = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert ignore[1] == "*"
+    kept = [line[1:] for line in ignore if line.startswith("!")]
+    pages = [*(REPOSITORY / "docs").glob("*.md"), REPOSITORY / "docs" / "other_names.txt"]
+    for path in (*pages, REPOSITORY / "configs" / "quickstart.yaml", REPOSITORY / "examples" / "vllm_server.sh"):
+        name = path.relative_to(REPOSITORY)
+        assert any(name.match(pattern) or Path(pattern) in name.parents for pattern in kept), name
+        assert {str(name), *map(str, name.parents)} & _copied(), name
+
+
 def test_base_and_archive_are_named() -> None:
     """No image by its latest tag, and Ubuntu's archive of one moment."""
     assert re.search(r"^ARG BASE_IMAGE=\S+:\d+\.\d+\.\d+-\S+$", _steps(), re.MULTILINE)
     assert re.search(r"^ARG APT_SNAPSHOT=20\d{6}T\d{6}Z$", _steps(), re.MULTILINE)
-    copied = {word for line in re.findall(r"^COPY (.*)$", _steps(), re.MULTILINE) for word in line.split()[:-1]}
+    copied = _copied()
     assert all(Path(REPOSITORY / name).exists() for name in copied) and set(LISTS) <= copied

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import stat
 import subprocess
 import sys
@@ -143,6 +144,40 @@ def test_no_gpus_told_is_no_job_of_one_rank(script: Path, gpus: str, tmp_path: P
     assert [_torchrun(step.command).nproc_per_node for step in steps if "torchrun" in step.command] == ["4"]
 
 
+def test_commands_of_the_cluster_page_use_all_gpus() -> None:
+    """A rank for each in the container, whose entrypoint is one process, with memory to share; and in doctor's srun."""
+    page = (REPOSITORY / "docs" / "cluster.md").read_text().replace("\\\n", " ")
+    [line] = re.findall(r"^docker run (.*)$", page, re.MULTILINE)
+    docker = argparse.ArgumentParser()
+    for option in ("--gpus", "--shm-size", "--ulimit", "--cap-add", "-v", "-w", "--entrypoint"):
+        docker.add_argument(option, required=True)
+    docker.add_argument("image")
+    docker.add_argument("arguments", nargs=argparse.REMAINDER)
+    given = docker.parse_args(shlex.split(line))
+    assert given.entrypoint == "torchrun" and given.v.split(":")[1] == given.w
+    run = _torchrun(["torchrun", *given.arguments])
+    assert run.nproc_per_node == "8" and run.module and run.training_script == "dppo_megatron"
+    assert run.training_script_args[:2] == ["train", "CONFIG"]
+    [step] = [one for one in re.findall(r"^srun .*$", page, re.MULTILINE) if "doctor" in one]
+    assert re.search(r"--ntasks-per-node=(\d+) --gpus-per-node=\1 ", step)
+
+
+def test_the_server_of_the_script_is_the_pages(tmp_path: Path) -> None:
+    """Without one of these arguments replicas, or replayed experts, are refused."""
+    (tmp_path / "vllm").write_text(_RECORDER.format(python=sys.executable))
+    (tmp_path / "vllm").chmod(stat.S_IRWXU)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(tmp_path / "record")}
+    page = (REPOSITORY / "docs" / "engines.md").read_text().replace("\\\n", " ")
+    [shown] = re.findall(r"^VLLM_SERVER_DEV_MODE=1 vllm (serve MODEL .*)$", page, re.MULTILINE)
+    script = str(REPOSITORY / "examples" / "vllm_server.sh")
+    for key, guard in ({}, []), ({"VLLM_API_KEY": "x"}, ["--middleware", "dppo_vllm_guard.RequireKey"]):
+        (tmp_path / "record").unlink(missing_ok=True)
+        subprocess.run(["bash", script, "MODEL", "8000", "--seed", "1"], env=environment | key, check=True, timeout=60)
+        expected = shlex.split(shown)
+        expected[-2:-2] = guard
+        assert json.loads((tmp_path / "record").read_text()) == [*expected, "--seed", "1"]
+
+
 def test_kubernetes_jobset(tmp_path: Path) -> None:
     """Every field is one that JobSet's and Kubernetes' API have, as kubeflow's client generates it from them (it drops
     what they lack); the command is one that torchrun and the trainer take."""
@@ -169,5 +204,9 @@ def test_kubernetes_jobset(tmp_path: Path) -> None:
     assert int(run.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
     config = _config(run.training_script_args[1:], tmp_path)
     assert config.rollout.servers.colocate and config.rollout.servers.python
+    sets = [one.path for one in config.data.eval_sets.values()]
+    paths = [config.run_dir, config.data.train_path, *config.data.eval_paths.values(), *sets]
+    places = tuple(one["mountPath"] + "/" for one in container["volumeMounts"])
+    assert len(sets) == 2 and all(path.startswith(places) for path in paths), "the image holds neither data nor runs"
     mounted = {one["name"] for one in container["volumeMounts"]}
     assert mounted == {one["name"] for one in pods["template"]["spec"]["volumes"]}

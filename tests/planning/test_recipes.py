@@ -169,7 +169,8 @@ def test_values_have_sources(recipe: Path) -> None:
         if has_number and not any(word in line for word in plain):
             numbers += 1
             assert "#" in line or covered or lines[number - 1].lstrip().startswith("#"), line
-    assert bool(numbers) != recipe.stem.endswith("_dppo"), "DPPO's recipes take their numbers from GRPO's"
+    if "_8gpus_grpo.yaml" not in lines[1]:  # of the same job on one node, whose numbers it takes
+        assert bool(numbers) != recipe.stem.endswith("_dppo"), "DPPO's recipes take their numbers from GRPO's"
 
 
 def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,9 +187,34 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
     assert list(plan["host"]) == list(plan["phases"])
     for phase in (*plan["phases"].values(), *plan["host"].values()):
         assert phase["total"] == pytest.approx(sum(v for k, v in phase.items() if k not in ("total", "stage")))
+    saving = re.search(r"a stop waits for it, an evaluation that is due, and (\d+) s of saving", out)
+    assert saving and int(saving[1]) == round(20 * plan["seconds"]["checkpoint"])  # checkpoint.every_steps
     methods = plan["methods"]
     assert methods["dppo"]["step_s"] < methods["grpo"]["step_s"]
     assert methods["dppo"]["label"] == "ratio"  # the token mean's divisor
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_table_of_the_page_is_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """And so are the GiB that a recipe's comment names."""
+    page = (REPOSITORY / "docs" / "plan.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (Qwen3-\S+), (\d+) H100 \| (\d+) \| (\S+)x \| (\S+)x \| (\S+)x \|$", page, re.MULTILINE)
+    assert len(rows) == 4
+    for model, gpus, seconds, faster, dppo, auto in rows:
+        recipe = f"h100/{model.lower().replace('-', '_')}_{gpus}gpus_dppo"
+        assert main(["plan", recipe, "--gpus", gpus, "--methods", "grpo,dppo,dppo_auto"]) == 0
+        out = capsys.readouterr().out
+        assert re.search(rf"^  grpo .* {seconds} s a step", out, re.MULTILINE), (recipe, out)
+        for method, expected in (("dppo", f"{faster}x, {dppo}x"), ("dppo_auto", f"x, {auto}x")):
+            line = next(one for one in out.splitlines() if one.split()[:1] == [method])
+            assert f"{expected} to the same result".replace("\u2013", "-") in line, (recipe, line)
+    for name, gpus in (("glm_4.5_air", 64), ("qwen3_235b_a22b", 128)):
+        recipe = REPOSITORY / "configs" / "h100" / f"{name}_{gpus}gpus.yaml"
+        said = re.search(r"(\d+) GiB at most", recipe.read_text(encoding="utf-8"))
+        assert main(["plan", str(recipe), "--gpus", str(gpus), "--methods", "grpo"]) == 0
+        largest = re.search(r"^largest: \w+, ([\d.]+) GiB", capsys.readouterr().out, re.MULTILINE)
+        assert said and largest and int(said[1]) == round(float(largest[1])), recipe
 
 
 def test_a_plan_needs_no_model_where_its_sizes_are_published(

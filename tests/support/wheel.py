@@ -1,4 +1,4 @@
-"""The wheel of this checkout, for tests of what is installed."""
+"""The wheel of this checkout, for tests of what is installed: of its sdist, which holds what MANIFEST.in says."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _SOURCES += ("dppo_megatron", "configs", "examples", "docs")
 
 
 def build_wheel(folder: Path) -> Path:
-    """Built in `folder` from a copy, so that nothing of the build stays in the checkout, and with the installed
-    setuptools, so that nothing is fetched."""
+    """Built in `folder` from the sdist of a copy, so that nothing of the build stays in the checkout, and with the
+    installed setuptools, so that nothing is fetched."""
     source, out = folder / "source", folder / "wheel"
     source.mkdir()
     for name in _SOURCES:
@@ -24,8 +24,12 @@ def build_wheel(folder: Path) -> Path:
             shutil.copytree(path, source / name, ignore=skip)
         else:
             shutil.copy(path, source / name)
+    pack = [sys.executable, "-c", "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"]
+    done = subprocess.run([*pack, str(folder)], cwd=source, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [sdist] = folder.glob("*.tar.gz")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out)]
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, str(sdist)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     [built] = out.glob("*.whl")
     return built

@@ -16,7 +16,7 @@ from dppo_megatron.platform.capabilities import LayerSpec
 from dppo_megatron.workbench.accept.runner import BENCHMARK, Sheet, repository
 from dppo_megatron.workbench.accept.workload import TEN_MILLION, RandomWeights, architecture_of, shape_named
 from dppo_megatron.workbench.doctor.fp8_gate import run_gate
-from dppo_megatron.workbench.planning.memory import plan_memory
+from dppo_megatron.workbench.planning.memory import MemoryPlan, plan_memory
 from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
 from dppo_megatron.workbench.planning.timing import speeds_for
 
@@ -27,8 +27,9 @@ _CAP = 8192
 def utilization(sheet: Sheet, spec: LayerSpec) -> None:
     """4B at packs of 8,192."""
     sizes = {"sequence-tokens": _CAP, "microbatches": 8, "max-tokens-per-microbatch": _CAP, "layer-spec": spec}
-    row = next(iter(_rows(sheet, "mfu", "4b", **sizes).values()))
-    expected = _note_mfu(sheet, "mfu", row, sheet.model or "4b")
+    model, smaller = model_that_fits(sheet)
+    row = next(iter(_rows(sheet, "mfu", model, **sizes).values()))
+    expected = _note_mfu(sheet, "mfu", row, model, smaller)
     mfu, step_s = row["mfu_of_bf16_peak"], row["step_s"]["median"]
     sheet.note("step_s", step_s, step_s * mfu / expected if mfu else None)
     sheet.note("peak_gib", row["peak_memory_gib"])
@@ -41,12 +42,37 @@ def lengths(sheet: Sheet) -> None:
         _note_mfu(sheet, figure, row, "0.6b")
 
 
-def _note_mfu(sheet: Sheet, figure: str, row: dict[str, Any], model: str) -> float:
-    """Returns what `plan` expects."""
+def _note_mfu(sheet: Sheet, figure: str, row: dict[str, Any], model: str, smaller: str = "") -> float:
+    """Returns what `plan` expects; of a `smaller` model the value is not judged."""
     expected, mfu = speeds_for(architecture_of(shape_named(model))).mfu, row["mfu_of_bf16_peak"]
     rate = row["useful_tflops_per_s"]
-    sheet.note(figure, mfu, expected, row["actor"] if mfu else f"no data sheet of this chip; {rate:.3g} TFLOP/s")
+    if mfu and smaller:
+        sheet.note(figure, None, note=f"{mfu:.1%} {smaller}")
+    else:
+        sheet.note(figure, mfu, expected, row["actor"] if mfu else f"no data sheet of this chip; {rate:.3g} TFLOP/s")
     return expected
+
+
+def model_that_fits(sheet: Sheet, fp8: Literal["off", "tensorwise"] = "off") -> tuple[str, str]:
+    """4B or the user's model, or a smaller one that the card holds by `plan`, and why: bars of speed are 4B's."""
+    card, wanted = card_bytes(sheet), sheet.model or "4b"
+    need = {model: _planned(model, card, fp8).largest.total for model in (wanted, "1.7b", "0.6b")}
+    model = next((model for model, total in need.items() if total < 0.95 * card), "0.6b")
+    why = f"with {model}: {wanted} would take {need[wanted] / GIB:.0f} GiB, the card has {card / GIB:.0f}"
+    return model, "" if model == wanted else why
+
+
+def card_bytes(sheet: Sheet) -> float:
+    """Without CUDA an H200's, so that a CPU tries what that runs. No context is made, which the peaks would count."""
+    return float(torch.cuda.get_device_properties(0).total_memory) if sheet.cuda else CHIPS["h200"].memory_bytes
+
+
+def _planned(model: str, card: float, fp8: Literal["off", "tensorwise"] = "off") -> MemoryPlan:
+    config, architecture = Config(), architecture_of(shape_named(model))
+    config.model.dtype, config.packing.max_tokens_per_microbatch, config.actor.fp8 = "bfloat16", _CAP, fp8
+    config.rollout.engine, config.rollout.servers.endpoints = "vllm", ["http://elsewhere"]
+    site = Site(1, 8, card, CHIPS["h200"].peak_flops, 1e15)  # host memory without a limit
+    return plan_memory(config, architecture, site, 1024.0)
 
 
 def packed(sheet: Sheet) -> None:
@@ -62,16 +88,12 @@ def packed(sheet: Sheet) -> None:
 def memory(sheet: Sheet) -> None:
     """The peak of each phase, of the whole device: what torch has reserved, and its context."""
     sizes = {"sequence-tokens": 1024, "microbatches": 2, "max-tokens-per-microbatch": _CAP}
-    rows = _rows(sheet, "memory", "4b", **sizes)
-    config, architecture = Config(), architecture_of(shape_named(sheet.model or "4b"))
-    config.model.dtype, config.packing.max_tokens_per_microbatch = "bfloat16", _CAP
-    config.rollout.engine, config.rollout.servers.endpoints = "vllm", ["http://elsewhere"]
-    memory_bytes = torch.cuda.mem_get_info()[1] if sheet.cuda else CHIPS["h200"].memory_bytes
-    site = Site(1, 8, memory_bytes, CHIPS["h200"].peak_flops, 1e15)  # host memory without a limit
-    planned = {one.name: one.total / GIB for one in plan_memory(config, architecture, site, 1024.0).phases}
+    model, smaller = model_that_fits(sheet)
+    rows = _rows(sheet, "memory", model, **sizes)
+    planned = {one.name: one.total / GIB for one in _planned(model, card_bytes(sheet)).phases}
     planned["step"] = max(planned["step"], planned["backward"])
     for phase in ("log-probs", "backward", "step"):
-        sheet.note(phase, rows[phase]["device_gib"], planned[phase])
+        sheet.note(phase, rows[phase]["device_gib"], planned[phase], smaller)
     sheet.note("left", rows["left"]["share"])
 
 
@@ -79,13 +101,15 @@ def fp8(sheet: Sheet) -> None:
     """Seconds at 4B beside bfloat16's on the same layers, and the gate on ten million parameters."""
     recipes: tuple[Literal["tensorwise", "blockwise"], ...] = ("tensorwise", "blockwise")
     sizes = {"samples": 48, "max-tokens": 7900, "max-tokens-per-microbatch": _CAP, "layer-spec": "te"}
-    rows = _rows(sheet, "fp8", "4b", recipes=recipes, **sizes)
+    model, smaller = model_that_fits(sheet, "tensorwise")
+    rows = _rows(sheet, "fp8", model, recipes=recipes, **sizes)
     start_process_group()
     layout, tiny, config = build_layout(LayoutConfig(), seed=0), architecture_of(TEN_MILLION), Config()
     config.model.dtype, config.packing.max_tokens_per_microbatch = "bfloat16", 2048
     for recipe in recipes:
         row, reference = rows[f"fp8 {recipe}"], rows["bf16"]
-        sheet.note(f"{recipe}_speed", row["speedup"])
+        speed = row["speedup"]
+        sheet.note(f"{recipe}_speed", None if smaller else speed, note=f"{speed:.2f} {smaller}" if smaller else "")
         for name in ("loss", "grad_norm"):
             sheet.note(f"{recipe}_{name}", abs(row[name] / reference[name] - 1))
         config.actor = ActorConfig(fp8=recipe)
@@ -95,10 +119,10 @@ def fp8(sheet: Sheet) -> None:
 
 
 def _rows(sheet: Sheet, command: str, model: str, **options: Any) -> dict[str, dict[str, Any]]:
-    """Rows of the benchmark by what they are of; the user's model stands in for 4B. Without CUDA it runs tiny."""
+    """Rows of the benchmark by what they are of. Without CUDA it runs tiny."""
     found, benchmarks = sheet.directory / "rows.json", repository(BENCHMARK)
     assert benchmarks is not None
-    given = {"shapes": sheet.model or model if model == "4b" else model, "warmup-steps": 2, "timed-steps": 3} | options
+    given = {"shapes": model, "warmup-steps": 2, "timed-steps": 3} | options
     arguments = [command, "--json", str(found)]
     if not sheet.cuda:
         arguments, given["layer-spec"] = [*arguments, "--smoke"], "auto"

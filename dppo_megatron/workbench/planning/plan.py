@@ -224,6 +224,7 @@ def _seconds(plan: Plan) -> Iterator[str]:
         f"seconds of a step without pruning, {plan.lengths.completion:.0f} tokens a completion:"
         f" {timing.step_s:.0f} ({parts})"
     )
+    yield f"  a stop waits for it, an evaluation that is due, and {timing.save_s:.0f} s of saving (docs/cluster.md)"
     saved = ", ".join(f"{one:.0%}" for one in _saved(timing).values())
     skipped = ", ".join(f"{share:.0%}" for share in SKIPPED)
     yield f"  skipping {skipped} of the prompts saves {saved} of generation: what is left waits for its longest"

@@ -81,6 +81,8 @@ class Timing:
     """Seconds of a round of generation by its tokens, whose value at `tokens_generated` is that of `generate`."""
     overlaps: bool
     """Generation runs during the update (`RolloutConfig.overlaps_update`)."""
+    save_s: float
+    """Of a whole checkpoint."""
 
     @property
     def step_s(self) -> float:
@@ -117,16 +119,16 @@ def plan_timing(
     parameters = whole_model(architecture)
     every = config.checkpoint.every_steps
     # bfloat16 weights (2 bytes), and of what is trained float32 main parameters and moments (12)
-    saved = parameters * 2 + trained_parameters(architecture) * 12
+    save_s = (parameters * 2 + trained_parameters(architecture) * 12) / (speeds.save_gb_per_s * 1e9)
     seconds = {
         "generate": cost.of(generated),
         "log-probs": passes * forward_s,
         "update": update_s,
         "sync": engine.synced / (speeds.sync_gb_per_s * 1e9),
-        "checkpoint": saved / (speeds.save_gb_per_s * 1e9) / every if every else 0.0,
+        "checkpoint": save_s / every if every else 0.0,
         "other": speeds.other_s,
     }
-    return Timing(seconds, generated, cost, config.rollout.overlaps_update)
+    return Timing(seconds, generated, cost, config.rollout.overlaps_update, save_s)
 
 
 def _training_s(
