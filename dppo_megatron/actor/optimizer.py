@@ -28,6 +28,10 @@ from torch import Tensor
 from dppo_megatron.config.schema import OptimizerConfig
 from dppo_megatron.platform.capabilities import this_machine
 
+GROUP_SETTINGS = ("max_lr", "min_lr", "betas", "eps")
+"""What a parameter group holds of the config. A load brings the checkpoint's groups, and Megatron's schedule prefers a
+group's learning rates to its own: a run that may resume with other settings would go on with the old ones."""
+
 
 def build_optimizer(
     config: OptimizerConfig, model: list[DistributedDataParallel], dtype: torch.dtype
