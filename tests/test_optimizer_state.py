@@ -103,3 +103,23 @@ def test_equals_megatrons_gather(tmp_path: Path) -> None:
     parallel = Parallel(dp=3, distributed_optimizer=True)
     ranks = run_ranks(_against_megatron, 3, write_model(tmp_path / "model"), parallel)
     assert all(written == alike > 0 for written, alike in ranks)
+
+
+def _decoupled(model: Path) -> float:
+    """On a rank: the norm of what an optimizer steps on that takes its gradients from `decoupled_grad`, as Megatron's
+    for fewer bits and for `cpu_offload` do."""
+    parallel, samples, found = Parallel(distributed_optimizer=True), random_samples(6, 37), []
+    actor = build_actor(model, parallel, max_grad_norm=1e-3)
+    optimizer = actor._optimizer
+    optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+
+    def step() -> None:
+        found.append(torch.cat([p.decoupled_grad.flatten() for p in optimizer.get_parameters()]).norm().item())
+
+    optimizer.step_with_ready_grads = step
+    assert actor.update(samples, plan_for(samples, parallel), supervised()).grad_norm > 1e-2
+    return found[0]
+
+
+def test_gradients_of_every_optimizer_are_clipped(tmp_path: Path) -> None:
+    assert run_ranks(_decoupled, 1, write_model(tmp_path / "model")) == [pytest.approx(1e-3, rel=1e-3)]

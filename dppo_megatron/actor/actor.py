@@ -364,7 +364,9 @@ class Actor:
         """The part of Megatron's `step` after the norm; all of it would prepare and reduce the gradients twice."""
         parameters = [p for part in self._optimizer.chained_optimizers for p in part.get_parameters()]
         if parameters:
-            clip_grad_by_total_norm_fp32(parameters, self._optimizer.config.clip_grad, grad_norm)
+            config = self._optimizer.config
+            decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # gradients are then not in `.grad`
+            clip_grad_by_total_norm_fp32(parameters, config.clip_grad, grad_norm, use_decoupled_grad=decoupled)
         self._optimizer.step_with_ready_grads()
         self._is_stale = self._gathers_late
 
