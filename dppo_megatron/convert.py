@@ -164,7 +164,7 @@ _OPTIONS = (
     (", expert_tensor_parallel = 0: ", ": "),
     ("leave them at 1 and 0", "leave it at 1"),
     ("actor.layout.expert_parallel = ", "--ep "),
-    ("below tensor_parallel = ", "below --tp "),
+    ("beside tensor_parallel = ", "beside --tp "),
     ("expert_parallel > 1", "--ep above 1"),
 )
 """Setting of a job to option of this command."""

@@ -249,10 +249,10 @@ class Architecture:
             raise UserError(
                 "actor.layout.sequence_parallel = false: a mixture-of-experts model with tensor_parallel > 1 needs it"
             )
-        if etp < tp and ep == 1:
+        if etp != tp and ep == 1:
             raise UserError(
-                f"actor.layout.expert_tensor_parallel = {etp} below tensor_parallel = {tp} needs expert_parallel > 1:"
-                " without it Megatron-core leaves the experts' gradients unreduced"
+                f"actor.layout.expert_tensor_parallel = {etp} beside tensor_parallel = {tp} needs expert_parallel > 1:"
+                " without it Megatron-core reduces the experts' gradients over the ranks of the rest of the model"
             )
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
