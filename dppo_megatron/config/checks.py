@@ -16,7 +16,7 @@ from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.resolved_sets import check_data, longest_prompt_tokens, set_rewards
 from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
-from dppo_megatron.config.schema import Config, OptimizerConfig
+from dppo_megatron.config.schema import INTERLEAVED_GROUP, ActorConfig, Config, OptimizerConfig
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.types import UserError
 
@@ -30,6 +30,7 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     _check_optimizer(config.actor.optimizer)
     _check_fewer_bits(config)
     _check_actor(config)
+    _check_group(config.actor)
     _check_quantization(config, purpose)
     if purpose != "grade":
         _check_files(config, purpose)
@@ -171,6 +172,20 @@ def _check_actor(config: Config) -> None:
         raise UserError(
             "actor.fp8_param = true is not offered: Megatron would build its float32 parameters from the random"
             " initialisation and not from the checkpoint, so the first update would undo the loaded weights"
+        )
+
+
+def _check_group(actor: ActorConfig) -> None:
+    """The planner goes by it, and Megatron looks at it in the first update."""
+    group, layout = actor.megatron.get(INTERLEAVED_GROUP), actor.layout
+    said = f"actor.megatron.{INTERLEAVED_GROUP} = {group}"
+    if group is None:
+        return
+    if layout.virtual_pipeline == 1:
+        raise UserError(f"{said} has no effect while actor.layout.virtual_pipeline = 1")
+    if type(group) is not int or group < layout.pipeline_parallel:
+        raise UserError(
+            f"{said}: must be a whole number from actor.layout.pipeline_parallel = {layout.pipeline_parallel}"
         )
 
 
