@@ -12,7 +12,7 @@ from typing import Literal
 from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.observe import check_observe
 from dppo_megatron.config.paths import check_model, check_writable, shown
-from dppo_megatron.config.ranges import check_ranges
+from dppo_megatron.config.ranges import check_choice, check_ranges
 from dppo_megatron.config.resolved_sets import check_data, longest_prompt_tokens, set_rewards
 from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
@@ -23,6 +23,9 @@ from dppo_megatron.types import UserError
 Purpose = Literal["train", "plan", "evaluate", "grade"]
 """What a config is for: a plan needs no data yet, an evaluation alone no training data, and grading no model either."""
 
+_RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts", "moe_act", "layernorm")
+"""Megatron's names of what it can recompute; not mla_up_proj, as latent attention is this program's own."""
+
 
 def check_values(config: Config, purpose: Purpose = "train") -> None:
     """Raise `UserError` for the first value that is out of range or contradicts another one."""
@@ -31,6 +34,8 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     _check_fewer_bits(config)
     _check_actor(config)
     _check_group(config.actor)
+    for name in config.actor.recompute_modules:
+        check_choice("actor.recompute_modules", name, _RECOMPUTED)
     _check_quantization(config, purpose)
     if purpose != "grade":
         _check_files(config, purpose)

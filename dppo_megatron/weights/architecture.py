@@ -180,8 +180,6 @@ class Architecture:
         for what, size in self._split_by_tensor_parallelism().items():
             if size % tp:
                 raise UserError(f"{where}: the model's {what} {size} does not divide by it")
-        if self.latent is not None and "mla_up_proj" in actor.recompute_modules:
-            raise UserError("actor.recompute_modules = mla_up_proj: attention here is recomputed by core_attn alone")
         stages = split_layers(self.num_layers, actor)
         self._check_stages(stages)
         self._check_experts(layout)
