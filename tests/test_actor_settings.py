@@ -395,6 +395,8 @@ COLOCATED = {
     [
         ({"actor__offload": "all"}, "actor.offload = all has no effect while rollout.servers.colocate = false"),
         ({"actor__offload": "everything"}, "actor.offload"),
+        ({"actor__lora__alpha": 64}, "actor.lora.alpha = 64.0 has no effect while actor.lora.rank = 0"),
+        ({"actor__lora__experts": "true"}, "actor.lora.experts = True has no effect while actor.lora.rank = 0"),
         ({f"actor__megatron__{INTERLEAVED_GROUP}": 4}, "= 4 has no effect while actor.layout.virtual_pipeline = 1"),
         (
             {f"actor__megatron__{INTERLEAVED_GROUP}": 1, "actor__layout__pipeline_parallel": 2}

@@ -6,6 +6,7 @@ All of it runs before a process group or a model is made, so a mistake costs sec
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,7 @@ from dppo_megatron.config.ranges import check_choice, check_ranges
 from dppo_megatron.config.resolved_sets import check_data, longest_prompt_tokens, set_rewards
 from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
-from dppo_megatron.config.schema import INTERLEAVED_GROUP, ActorConfig, Config, OptimizerConfig
+from dppo_megatron.config.schema import INTERLEAVED_GROUP, ActorConfig, Config, LoraConfig, OptimizerConfig
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.types import UserError
 
@@ -34,6 +35,7 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     _check_fewer_bits(config)
     _check_actor(config)
     _check_group(config.actor)
+    _check_lora(config.actor.lora)
     for name in config.actor.recompute_modules:
         check_choice("actor.recompute_modules", name, _RECOMPUTED)
     _check_quantization(config, purpose)
@@ -192,6 +194,12 @@ def _check_group(actor: ActorConfig) -> None:
         raise UserError(
             f"{said}: must be a whole number from actor.layout.pipeline_parallel = {layout.pipeline_parallel}"
         )
+
+
+def _check_lora(lora: LoraConfig) -> None:
+    for item in fields(lora):
+        if not lora.rank and (value := getattr(lora, item.name)) != getattr(LoraConfig(), item.name):
+            raise UserError(f"actor.lora.{item.name} = {value} has no effect while actor.lora.rank = 0")
 
 
 def _check_quantization(config: Config, purpose: Purpose) -> None:
