@@ -116,8 +116,7 @@ def _check(model_path: Path, other: Path, parallel: Parallel, out: Path) -> tupl
         computed.append(actor.logprobs(samples, plan))
         reference = actor.own_logprobs(samples, plan)
     objective = make_objective(ObjectiveConfig(kl=KLConfig(coef=1.0, estimator="k2")))
-    given = reference.given_to(dict(enumerate(samples)), "reference_logprobs")
-    sums = actor.accumulate(given, plan, objective)
+    sums = actor.accumulate(reference.as_reference(dict(enumerate(samples))), plan, objective)
     assert not any("reference" in key for key in actor.sharded_state())
     write_checkpoint(out, model_path, architecture, actor.weights(), write=actor.layout.rank == 0)
     return computed, sums["kl"] / sums["tokens"]

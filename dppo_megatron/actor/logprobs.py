@@ -13,7 +13,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,11 +56,13 @@ class LogprobStore:
             self._on_device.clear()
         return self._arrays
 
-    def given_to(
-        self, samples: Mapping[int, TrainSample], kind: Literal["old_logprobs", "reference_logprobs"]
-    ) -> dict[int, TrainSample]:
-        """The samples with these log-probabilities as `kind`; unchanged where this rank has none."""
-        return {i: replace(s, **{kind: self.values[i]}) if i in self.values else s for i, s in samples.items()}
+    def as_old(self, samples: Mapping[int, TrainSample]) -> dict[int, TrainSample]:
+        """The samples with these as `old_logprobs`; unchanged where this rank has none."""
+        return {i: replace(s, old_logprobs=self.values[i]) if i in self.values else s for i, s in samples.items()}
+
+    def as_reference(self, samples: Mapping[int, TrainSample]) -> dict[int, TrainSample]:
+        """The samples with these as `reference_logprobs`; likewise."""
+        return {i: replace(s, reference_logprobs=self.values[i]) if i in self.values else s for i, s in samples.items()}
 
 
 def chunked_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:

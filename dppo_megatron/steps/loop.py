@@ -268,12 +268,12 @@ class Loop:
                     update.routes = own.routes
                 if needs_old:
                     old.append(own)
-                    samples = own.given_to(samples, "old_logprobs")
+                    samples = own.as_old(samples)
                 if needs_reference:
                     alone = {place: replace(one, experts=None) for place, one in samples.items()}  # routes by itself
                     with self.actor.reference_weights():
                         reference = self.actor.own_logprobs(alone, update.plan.pack, temperature=temperature)
-                    samples = reference.given_to(samples, "reference_logprobs")
+                    samples = reference.as_reference(samples)
                 update.samples = samples
         if old:
             self._measure_mismatch(step, list(zip(step.updates, old, strict=True)))
