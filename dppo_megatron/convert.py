@@ -146,8 +146,8 @@ def megatron_to_hf(
         hf_writer(target, assets, architecture, dtypes, max_shard_bytes=shard_bytes) as writer,
         progress("converting", len(reader.names), "tensors") as advance,
     ):
-        for done, (name, tensor) in enumerate(reader.tensors(), start=1):
-            writer.put(name, tensor)
+        for done, name in enumerate(reader.names, start=1):  # in the order in which each key is read once
+            writer.put(name, reader.get(name))
             advance(done)
         writer.put_adapter(reader.adapters(), reader.lora, reader.base)
     said = []
@@ -164,7 +164,7 @@ _OPTIONS = (
     (", expert_tensor_parallel = 0: ", ": "),
     ("leave them at 1 and 0", "leave it at 1"),
     ("actor.layout.expert_parallel = ", "--ep "),
-    ("below tensor_parallel = ", "below --tp "),
+    ("beside tensor_parallel = ", "beside --tp "),
     ("expert_parallel > 1", "--ep above 1"),
 )
 """Setting of a job to option of this command."""

@@ -33,7 +33,7 @@ from dppo_megatron.actor.loss import LossHook
 from dppo_megatron.actor.model import check_settings, not_tried, overrides
 from dppo_megatron.actor.overrides import DECIDED, ELSEWHERE, RECIPES, REFUSED, TESTED, Overrides, refusal
 from dppo_megatron.algorithms.objectives import make_objective, supervised
-from dppo_megatron.config.schema import UNEVEN_STAGES, ActorConfig, ObjectiveConfig, OptimizerConfig
+from dppo_megatron.config.schema import INTERLEAVED_GROUP, UNEVEN_STAGES, ActorConfig, ObjectiveConfig, OptimizerConfig
 from dppo_megatron.steps.build import what_to_offload
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
@@ -395,6 +395,14 @@ COLOCATED = {
     [
         ({"actor__offload": "all"}, "actor.offload = all has no effect while rollout.servers.colocate = false"),
         ({"actor__offload": "everything"}, "actor.offload"),
+        ({"actor__lora__alpha": 64}, "actor.lora.alpha = 64.0 has no effect while actor.lora.rank = 0"),
+        ({"actor__lora__experts": "true"}, "actor.lora.experts = True has no effect while actor.lora.rank = 0"),
+        ({f"actor__megatron__{INTERLEAVED_GROUP}": 4}, "= 4 has no effect while actor.layout.virtual_pipeline = 1"),
+        (
+            {f"actor__megatron__{INTERLEAVED_GROUP}": 1, "actor__layout__pipeline_parallel": 2}
+            | {"actor__layout__virtual_pipeline": 2},
+            "= 1: must be a whole number from actor.layout.pipeline_parallel = 2",
+        ),
         ({"actor__optimizer__cpu_offload": 1.5}, "actor.optimizer.cpu_offload = 1.5: must be in"),
         ({"actor__optimizer__cpu_offload": 1, "actor__optimizer__distributed": "false"}, "distributed = true"),
         (COLOCATED | {"actor__optimizer__cpu_offload": 0.5}, "use 1, or 0"),

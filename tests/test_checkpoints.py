@@ -123,6 +123,39 @@ def test_every_part_comes_back_at_every_layout(model: Path, saved: Path, paralle
             assert got["drawn"] == random.Random(2 + rank).random()
 
 
+def _with_other_settings(model: Path, root: Path) -> list[tuple[float, list[dict[str, Any]]]]:
+    """On a rank, of both optimizers: saved after an update, loaded by a run with other settings, and its next update's
+    learning rate and groups."""
+    from dppo_megatron.checkpoint.store import describe, load_checkpoint
+
+    samples, out = random_samples(6, 37), []
+    for name in ("whole", "distributed"):
+        parallel = Parallel(distributed_optimizer=name == "distributed")
+        for changes in ({}, CHANGED):
+            actor = build_actor(model, parallel)
+            if changes:
+                actor.start_phase(dataclasses.replace(actor._config.optimizer, **changes), total_steps=10)
+                load_checkpoint(root / name / "step_000001", actor)
+            result = actor.update(samples, plan_for(samples, parallel), supervised())
+            if not changes:
+                store = _store(root / name, model)
+                store.save(actor, LOOP_STATE, describe(1, {"seed": 1}, "abc", run=RUN))
+        out.append((result.learning_rate, [dict(group, params=None) for group in actor._optimizer.param_groups]))
+    return out
+
+
+CHANGED = {"learning_rate": 0.5, "min_learning_rate": 0.25, "adam_beta1": 0.7, "adam_beta2": 0.8, "adam_eps": 1e-3}
+
+
+def test_a_resumed_run_has_its_own_settings(model: Path, tmp_path: Path) -> None:
+    """Where `checkpoint.may_change` permits others: Megatron's groups bring those of the run that saved."""
+    for learning_rate, groups in run_ranks(_with_other_settings, 1, model, tmp_path)[0]:
+        assert learning_rate == 0.5  # at the end of a warm-up of two updates
+        for group in groups:
+            got = [group[key] for key in ("max_lr", "min_lr", "betas", "eps")]
+            assert got == [0.5, 0.25, (0.7, 0.8), 1e-3]
+
+
 def test_a_training_checkpoint_converts_by_itself(model: Path, saved: Path, tmp_path: Path) -> None:
     """No --hf: it holds config.json; the optimizer's and the reference's tensors are left out."""
     arguments = ["--checkpoint", str(saved / "step_000002"), "--out", str(tmp_path / "hf"), "--verify"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,17 @@ def test_unsplittable_heads_are_refused(models: dict[str, Path]) -> None:
     """Three key-value heads on two ranks: Megatron cannot, so we say it before it starts."""
     with pytest.raises(UserError, match="3 key-value heads"):
         read_architecture(models["gqa_6_3"]).check_layout(ActorConfig(layout=LayoutConfig(tensor_parallel=2)))
+
+
+@pytest.mark.parametrize(("tp", "etp", "ep", "is_refused"), [(2, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 0), (1, 2, 2, 0)])
+def test_experts_split_otherwise_need_an_optimizer_of_their_own(
+    tmp_path: Path, tp: int, etp: int, ep: int, is_refused: int
+) -> None:
+    """Megatron gives them one with expert_parallel above 1 only; else it averages what are different slices."""
+    architecture = read_architecture(write_model(tmp_path, family="qwen3_moe"))
+    layout = LayoutConfig(tensor_parallel=tp, expert_tensor_parallel=etp, expert_parallel=ep)
+    with pytest.raises(UserError, match=f"{etp} beside tensor_parallel = {tp}") if is_refused else nullcontext():
+        architecture.check_layout(ActorConfig(layout=layout))
 
 
 def test_missing_and_unknown_tensors_are_named(models: dict[str, Path], tmp_path: Path) -> None:

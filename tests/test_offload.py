@@ -72,13 +72,13 @@ def _train(model: Path, parallel: Parallel, lora: LoraConfig, weights: bool | No
         actor.update(samples, plan, supervised())
         if weights is not None:
             before = _device_bytes(actor)
-            # as Transformer Engine's modules keep 8-bit copies of their weights
+            # as Transformer Engine's modules keep 8-bit copies of their weights, after a pass without an update too
             of_engine = [module for chunk in actor._chunks for module in chunk.modules() if hasattr(module, "weight")]
-            for module in of_engine:
-                module._fp8_workspaces = {"weight": torch.zeros_like(module.weight, dtype=torch.uint8)}
-            actor.offload(weights=weights)
-            assert of_engine and not any(module._fp8_workspaces for module in of_engine)
-            actor.offload(weights=weights)  # again: nothing
+            for _ in range(2):  # the second time nothing else is left to leave
+                for module in of_engine:
+                    module._fp8_workspaces = {"weight": torch.zeros(1, dtype=torch.uint8)}
+                actor.offload(weights=weights)
+                assert of_engine and not any(module._fp8_workspaces for module in of_engine)
             out["bytes"].append((before, _device_bytes(actor), actor._memory.away))
         if weights is not None or update == 1:
             _save(actor, directory / str(update))

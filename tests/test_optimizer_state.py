@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
-from dppo_megatron.actor.optimizer import Spread
+from dppo_megatron.actor import optimizer
+from dppo_megatron.actor.optimizer import LeanDistributedOptimizer, Spread, build_optimizer
 from dppo_megatron.algorithms.objectives import supervised
+from dppo_megatron.config.schema import OptimizerConfig
+from dppo_megatron.platform.capabilities import Machine
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 8))
@@ -103,3 +106,52 @@ def test_equals_megatrons_gather(tmp_path: Path) -> None:
     parallel = Parallel(dp=3, distributed_optimizer=True)
     ranks = run_ranks(_against_megatron, 3, write_model(tmp_path / "model"), parallel)
     assert all(written == alike > 0 for written, alike in ranks)
+
+
+def _decoupled(model: Path) -> float:
+    """On a rank: the norm of what an optimizer steps on that takes its gradients from `decoupled_grad`, as Megatron's
+    for fewer bits and for `cpu_offload` do."""
+    parallel, samples, found = Parallel(distributed_optimizer=True), random_samples(6, 37), []
+    actor = build_actor(model, parallel, max_grad_norm=1e-3)
+    optimizer = actor._optimizer
+    optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+
+    def step() -> None:
+        found.append(torch.cat([p.decoupled_grad.flatten() for p in optimizer.get_parameters()]).norm().item())
+
+    optimizer.step_with_ready_grads = step
+    assert actor.update(samples, plan_for(samples, parallel), supervised()).grad_norm > 1e-2
+    return found[0]
+
+
+def test_gradients_of_every_optimizer_are_clipped(tmp_path: Path) -> None:
+    assert run_ranks(_decoupled, 1, write_model(tmp_path / "model")) == [pytest.approx(1e-3, rel=1e-3)]
+
+
+def _before_the_first_step(model: Path) -> bool:
+    """On a rank: whether an optimizer that keeps the main parameters itself saves what they will begin as."""
+    actor = build_actor(model, Parallel(distributed_optimizer=True))
+    described = actor._chunks[0].sharded_state_dict()
+    [part] = actor._optimizer.chained_optimizers
+    part.__class__ = LeanDistributedOptimizer
+    part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    saved = part.sharded_param_state_fully_reshardable(described)
+    for place, (param, _) in enumerate(part._spreads()):
+        states = {kind: state.data for kind, state in saved[place].items()}
+        assert torch.equal(states.pop("param"), param.float())
+        assert all(torch.equal(moment, torch.zeros_like(param)) for moment in states.values())
+    return len(saved) == len(list(actor._parameters()))
+
+
+def test_a_save_before_the_first_step(tmp_path: Path) -> None:
+    assert run_ranks(_before_the_first_step, 1, write_model(tmp_path / "model")) == [True]
+
+
+def test_main_parameters_are_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fewer bits: Transformer Engine's optimizer loads no lower halves that a checkpoint holds as numbers."""
+    given: list[Any] = []
+    monkeypatch.setattr(optimizer, "this_machine", lambda: Machine((9, 0), ""))
+    monkeypatch.setattr(optimizer, "MegatronOptimizerConfig", lambda **settings: settings)
+    monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda config, *_, **__: given.append(config))
+    build_optimizer(OptimizerConfig(moments_dtype="bfloat16"), [], torch.bfloat16)
+    assert given[0]["use_precision_aware_optimizer"] and given[0]["store_param_remainders"] is False

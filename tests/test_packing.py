@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dppo_megatron.actor.batch import build_microbatch
-from dppo_megatron.packing.alignment import RECIPE_MULTIPLE, PackingLayout, Recipe
+from dppo_megatron.config.schema import INTERLEAVED_GROUP, ActorConfig, LayoutConfig
+from dppo_megatron.packing.alignment import RECIPE_MULTIPLE, PackingLayout, Recipe, packing_layout
 from dppo_megatron.packing.bins import best_fit, first_fit, window_greedy
 from dppo_megatron.packing.planner import CostModel, plan_microbatches
 from dppo_megatron.steps.rollout_cost import cost_model
@@ -51,6 +52,7 @@ def layouts(draw: st.DrawFn) -> PackingLayout:
         sequence_parallel=tensor_parallel > 1 and draw(st.booleans()),
         pipeline_parallel=draw(st.sampled_from([1, 2, 3])),
         virtual_pipeline=draw(st.sampled_from([1, 2])),
+        interleaved_group=draw(st.sampled_from([0, 3, 5])),
         recipe=draw(st.sampled_from(list(RECIPE_MULTIPLE))),
     )
 
@@ -75,7 +77,7 @@ def test_invariants(lengths: list[int], layout: PackingLayout, mode: str, above:
     assert {len(rank) for rank in plan.microbatches} == {plan.num_microbatches}
     assert plan.num_microbatches >= 1
     if layout.virtual_pipeline > 1:
-        assert plan.num_microbatches % layout.pipeline_parallel == 0
+        assert plan.num_microbatches % (layout.interleaved_group or layout.pipeline_parallel) == 0
         assert len({microbatch.num_tokens for microbatch in run}) == 1
     for microbatch in run:
         _check_alignment(microbatch, lengths, layout)
@@ -335,3 +337,10 @@ def test_empty_pack_is_a_dummy() -> None:
     """A rank without samples still has something to run, with no loss in it."""
     pack = build_microbatch([], PackingLayout(recipe="tensorwise").place((), []), device=torch.device("cpu"))
     assert pack.tokens.shape == (1, 16) and not pack.mask.any()
+
+
+def test_the_interleaved_schedules_group_is_megatrons() -> None:
+    """Else its first update ends the run."""
+    actor = ActorConfig(layout=LayoutConfig(pipeline_parallel=2, virtual_pipeline=2))
+    assert packing_layout(actor, 2).microbatch_group == 2
+    assert packing_layout(replace(actor, megatron={INTERLEAVED_GROUP: 3}), 2).microbatch_group == 3

@@ -150,7 +150,8 @@ def test_the_installed_torch_takes_the_arguments() -> None:
         return torch.zeros(14, 6, 16)
 
     spy.__signature__ = real  # type: ignore[attr-defined]
-    from_torch(spy)(torch.zeros(14, 6, 16), torch.zeros(14, 3, 16), torch.zeros(14, 3, 16), OFFSETS, LONGEST, 0.25)
+    query, key = torch.zeros(14, 6, 16), torch.zeros(14, 3, 16)
+    from_torch(spy)(query, key, key, OFFSETS, LONGEST, 0.25, None)
     [arguments] = bound
     assert arguments.arguments["max_q"] == arguments.arguments["max_k"] == LONGEST
     known = {tuple(inspect.signature(f).parameters) for f in (torch_2_10, torch_2_11, torch_2_12)}

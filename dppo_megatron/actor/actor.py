@@ -33,7 +33,7 @@ from dppo_megatron.actor.lora import add_adapters
 from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, not_tried, overrides
 from dppo_megatron.actor.offload import Offload, pageable
-from dppo_megatron.actor.optimizer import build_optimizer, build_schedule, regrouped
+from dppo_megatron.actor.optimizer import GROUP_SETTINGS, build_optimizer, build_schedule, regrouped
 from dppo_megatron.actor.replay import Recorded, Routers
 from dppo_megatron.actor.schedule_timers import schedule_timers
 from dppo_megatron.actor.softmax import Projection
@@ -330,7 +330,10 @@ class Actor:
             lost = [name for name in missing if not name.endswith("_extra_state")]
             if lost or unexpected:
                 raise ValueError(f"the checkpoint lacks {lost} and has unknown {unexpected}")
+        settings = [{key: group[key] for key in GROUP_SETTINGS} for group in self._optimizer.param_groups]
         self._optimizer.load_state_dict(regrouped(state["optimizer"], self._optimizer))
+        for group, mine in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(mine)
         # Restore only the schedule's position: its shape follows the config, where a resumed run may have more steps.
         self._schedule.load_state_dict(self._schedule.state_dict() | {"num_steps": state["schedule"]["num_steps"]})
         if self._reference is not None and self._saves_reference:
@@ -361,7 +364,9 @@ class Actor:
         """The part of Megatron's `step` after the norm; all of it would prepare and reduce the gradients twice."""
         parameters = [p for part in self._optimizer.chained_optimizers for p in part.get_parameters()]
         if parameters:
-            clip_grad_by_total_norm_fp32(parameters, self._optimizer.config.clip_grad, grad_norm)
+            config = self._optimizer.config
+            decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # gradients are then not in `.grad`
+            clip_grad_by_total_norm_fp32(parameters, config.clip_grad, grad_norm, use_decoupled_grad=decoupled)
         self._optimizer.step_with_ready_grads()
         self._is_stale = self._gathers_late
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -291,21 +291,9 @@ _LEAST_CAPABILITY = (8, 0)
 _LARGEST_HEAD = 256
 
 
-class VarlenKernel(Protocol):
-    """Causal attention inside each sequence of a pack."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        offsets: Tensor,
-        longest: int,
-        scale: float,
-        window: int | None = None,
-    ) -> Tensor:
-        """query [T, H, D], key and value [T, K, D] with K dividing H, offsets [sequences + 1] int32 -> [T, H, D].
-        A token sees `window` tokens, itself included."""
+VarlenKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor]
+"""Causal attention inside each sequence of a pack: query [T, H, D], key and value [T, K, D] with K dividing H, offsets
+[sequences + 1] int32, longest length, scale, window -> [T, H, D]. A token sees `window` tokens, itself included."""
 
 
 def find_kernel(head_dim: int, *, windows: bool = False) -> tuple[VarlenKernel | None, str]:
@@ -344,7 +332,7 @@ def from_flash_attn(function: Callable[..., Tensor]) -> VarlenKernel:
         offsets: Tensor,
         longest: int,
         scale: float,
-        window: int | None = None,
+        window: int | None,
     ) -> Tensor:
         """The same offsets and longest length for queries and keys."""
         options: dict[str, Any] = {"softmax_scale": scale, "causal": True}
@@ -374,7 +362,7 @@ def from_torch(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Varle
         offsets: Tensor,
         longest: int,
         scale: float,
-        window: int | None = None,
+        window: int | None,
     ) -> Tensor:
         """By the names that this version of torch has for its options."""
         options: dict[str, object] = {}

@@ -10,10 +10,8 @@ group computes the same loss and differentiates its own tokens; the schedule's f
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
@@ -46,43 +44,17 @@ class Scorer:
         trained = microbatch.local_trained
         targets = microbatch.targets[microbatch.local[trained]]
         both = chunked_logprobs(rows.index_select(0, trained), output_weight(self.model), targets, self.projection)
+        whole = [values.new_zeros(len(rows)).index_copy(0, trained, values) for values in both]
         group = parallel_state.get_context_parallel_group()
-        index = microbatch.packed.whole_pack_index if group.size() > 1 else microbatch.local
-        logprobs, entropy = (
-            gather_pack(values.new_zeros(len(rows)).index_copy(0, trained, values), index, group) for values in both
-        )
+        if group.size() > 1:
+            # every rank then computes the same loss, so the backward pass takes this rank's rows and sums nothing
+            shares = (
+                gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=group)
+                for values in whole
+            )
+            whole = [values.index_select(0, microbatch.packed.whole_pack_index) for values in shares]
+        logprobs, entropy = whole
         return logprobs, entropy
-
-
-def gather_pack(local: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's [T / CP, ...] values -> the pack's [T, ...], differentiable.
-
-    Every rank then computes the same loss from it, so the backward pass takes this rank's rows and sums nothing.
-
-    Args:
-        index: [T] position of each token of the pack among the ranks' shares, concatenated.
-    """
-    if group.size() == 1:
-        return local
-    gathered: Tensor = _GatherPack.apply(local, index, group)  # type: ignore[no-untyped-call]
-    return gathered
-
-
-class _GatherPack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tensor:
-        shares = [torch.empty_like(local) for _ in range(group.size())]
-        dist.all_gather(shares, local.contiguous(), group=group)
-        ctx.save_for_backward(index)
-        ctx.mine = slice(group.rank() * local.size(0), (group.rank() + 1) * local.size(0))
-        return torch.cat(shares).index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (index,) = ctx.saved_tensors
-        shares = torch.empty_like(grad)
-        shares[index] = grad
-        return shares[ctx.mine], None, None
 
 
 @dataclass

@@ -61,8 +61,8 @@ class Offload:
         if "gradients" not in self._away:
             for buffer in self._buffers():
                 self._give_up(buffer.grad_data)
-            self._drop_fp8_copies()
             self._away.add("gradients")
+        self._drop_fp8_copies()  # outside: a pass for log-probabilities makes them without bringing gradients back
         if optimizer is not None and "optimizer" not in self._away:
             for tensor in self._optimizer_tensors(optimizer):
                 if tensor.device == self._device:  # else the optimizer keeps it on the host itself

@@ -28,6 +28,10 @@ from torch import Tensor
 from dppo_megatron.config.schema import OptimizerConfig
 from dppo_megatron.platform.capabilities import this_machine
 
+GROUP_SETTINGS = ("max_lr", "min_lr", "betas", "eps")
+"""What a parameter group holds of the config. A load brings the checkpoint's groups, and Megatron's schedule prefers a
+group's learning rates to its own: a run that may resume with other settings would go on with the old ones."""
+
 
 def build_optimizer(
     config: OptimizerConfig, model: list[DistributedDataParallel], dtype: torch.dtype
@@ -75,8 +79,9 @@ def _savings(config: OptimizerConfig) -> dict[str, Any]:
     if not settings:
         return settings
     this_machine().check_optimizer(config)
-    # offloading takes this path of Megatron's too, as its own command line demands
-    return settings | {"use_precision_aware_optimizer": True}
+    # offloading takes this path of Megatron's too, as its own command line demands. Main parameters whole: their lower
+    # halves alone, Megatron's default, are written to a checkpoint as numbers and refused when it is loaded
+    return settings | {"use_precision_aware_optimizer": True, "store_param_remainders": False}
 
 
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, total_steps: int) -> Any:
@@ -223,8 +228,10 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         """The parameter's states in its shape on the rank that writes it, empty elsewhere; ranks send their pieces."""
         if rank not in spread.pieces:
             return {}
-        held = self._get_main_param_and_optimizer_states(param)
-        # a fused Adam has no moments before its first step
+        group, order = self.model_param_group_index_map[param]
+        own = self.optimizer.param_groups[group]["params"][order]
+        # before its first step a fused Adam has no moments, and one that keeps the main parameters none of those either
+        held = self._get_main_param_and_optimizer_states(param) if self.optimizer.state.get(own) else {"param": own}
         mine = {name: held.get(name, torch.zeros_like(held["param"])).detach().float() for name in _STATES}
         if len(spread.pieces) == 1:
             return {name: tensor.view(param.shape) for name, tensor in mine.items()}

@@ -218,14 +218,13 @@ class Overrides:
         return [f"{self.name}.{key}" for key in changed if key not in TESTED]
 
     def build(self) -> Any:
-        """The dataclass; what Megatron refuses of it becomes a `UserError`, if anything was given."""
+        """The dataclass; what Megatron refuses of it becomes a `UserError`."""
         settings = self.merged()
         try:
             return self.cls(**settings)
         except (ValueError, TypeError, AssertionError, ImportError, NotImplementedError) as error:
-            if not self.given:
-                raise
-            raise UserError(f"{self.name} = {dict(self.given)}: megatron-core refuses it: {error}") from None
+            what = f"{self.name} = {dict(self.given)}" if self.given else "the settings of actor"
+            raise UserError(f"{what}: megatron-core refuses it: {error}") from None
 
 
 def refusal(key: str, fp8: str) -> str:

@@ -6,22 +6,26 @@ All of it runs before a process group or a model is made, so a mistake costs sec
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
 from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.observe import check_observe
 from dppo_megatron.config.paths import check_model, check_writable, shown
-from dppo_megatron.config.ranges import check_ranges
+from dppo_megatron.config.ranges import check_choice, check_ranges
 from dppo_megatron.config.resolved_sets import check_data, longest_prompt_tokens, set_rewards
 from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
-from dppo_megatron.config.schema import Config, OptimizerConfig
+from dppo_megatron.config.schema import INTERLEAVED_GROUP, ActorConfig, Config, LoraConfig, OptimizerConfig
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.types import UserError
 
 Purpose = Literal["train", "plan", "evaluate", "grade"]
 """What a config is for: a plan needs no data yet, an evaluation alone no training data, and grading no model either."""
+
+_RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts", "moe_act", "layernorm")
+"""Megatron's names of what it can recompute; not mla_up_proj, as latent attention is this program's own."""
 
 
 def check_values(config: Config, purpose: Purpose = "train") -> None:
@@ -30,6 +34,10 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     _check_optimizer(config.actor.optimizer)
     _check_fewer_bits(config)
     _check_actor(config)
+    _check_group(config.actor)
+    _check_lora(config.actor.lora)
+    for name in config.actor.recompute_modules:
+        check_choice("actor.recompute_modules", name, _RECOMPUTED)
     _check_quantization(config, purpose)
     if purpose != "grade":
         _check_files(config, purpose)
@@ -168,6 +176,26 @@ def _check_actor(config: Config) -> None:
             "actor.fp8_param = true is not offered: Megatron would build its float32 parameters from the random"
             " initialisation and not from the checkpoint, so the first update would undo the loaded weights"
         )
+
+
+def _check_group(actor: ActorConfig) -> None:
+    """The planner goes by it, and Megatron looks at it in the first update."""
+    group, layout = actor.megatron.get(INTERLEAVED_GROUP), actor.layout
+    said = f"actor.megatron.{INTERLEAVED_GROUP} = {group}"
+    if group is None:
+        return
+    if layout.virtual_pipeline == 1:
+        raise UserError(f"{said} has no effect while actor.layout.virtual_pipeline = 1")
+    if type(group) is not int or group < layout.pipeline_parallel:
+        raise UserError(
+            f"{said}: must be a whole number from actor.layout.pipeline_parallel = {layout.pipeline_parallel}"
+        )
+
+
+def _check_lora(lora: LoraConfig) -> None:
+    for item in fields(lora):
+        if not lora.rank and (value := getattr(lora, item.name)) != getattr(LoraConfig(), item.name):
+            raise UserError(f"actor.lora.{item.name} = {value} has no effect while actor.lora.rank = 0")
 
 
 def _check_quantization(config: Config, purpose: Purpose) -> None:

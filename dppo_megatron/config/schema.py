@@ -27,6 +27,8 @@ UNEVEN_STAGES = (
     "pipeline_model_parallel_layout",
 )
 """Fields of `actor.megatron` that divide layers, and may change as `actor.layout` may."""
+INTERLEAVED_GROUP = "microbatch_group_size_per_vp_stage"
+"""The field of `actor.megatron` that the planner goes by too."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from dppo_megatron.config.schema import ActorConfig
+from dppo_megatron.config.schema import INTERLEAVED_GROUP, ActorConfig
 from dppo_megatron.types import IntArray, PackedMicrobatch
 
 Recipe: TypeAlias = Literal["bf16", "tensorwise", "delayed", "blockwise", "mxfp8"]
@@ -31,6 +31,8 @@ class PackingLayout:
     sequence_parallel: bool = False
     pipeline_parallel: int = 1
     virtual_pipeline: int = 1
+    interleaved_group: int = 0
+    """Micro-batches that a stage runs through one chunk before it turns to the next; 0: as many as there are stages."""
     recipe: Recipe = "bf16"
 
     @property
@@ -48,7 +50,7 @@ class PackingLayout:
     @property
     def microbatch_group(self) -> int:
         """Every rank's number of micro-batches is a multiple of this (the interleaved schedule runs them in groups)."""
-        return self.pipeline_parallel if self.virtual_pipeline > 1 else 1
+        return (self.interleaved_group or self.pipeline_parallel) if self.virtual_pipeline > 1 else 1
 
     def slots(self, lengths: IntArray) -> IntArray:
         """[n] tokens that samples of `lengths` [n] tokens take in a micro-batch."""
@@ -85,5 +87,6 @@ def packing_layout(actor: ActorConfig, world_size: int) -> PackingLayout:
         sequence_parallel=layout.sequence_parallel and layout.tensor_parallel > 1,
         pipeline_parallel=layout.pipeline_parallel,
         virtual_pipeline=layout.virtual_pipeline,
+        interleaved_group=actor.megatron.get(INTERLEAVED_GROUP) or 0,
         recipe="bf16" if actor.fp8 == "off" else actor.fp8,
     )

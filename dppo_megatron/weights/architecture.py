@@ -180,8 +180,6 @@ class Architecture:
         for what, size in self._split_by_tensor_parallelism().items():
             if size % tp:
                 raise UserError(f"{where}: the model's {what} {size} does not divide by it")
-        if self.latent is not None and "mla_up_proj" in actor.recompute_modules:
-            raise UserError("actor.recompute_modules = mla_up_proj: attention here is recomputed by core_attn alone")
         stages = split_layers(self.num_layers, actor)
         self._check_stages(stages)
         self._check_experts(layout)
@@ -249,10 +247,10 @@ class Architecture:
             raise UserError(
                 "actor.layout.sequence_parallel = false: a mixture-of-experts model with tensor_parallel > 1 needs it"
             )
-        if etp < tp and ep == 1:
+        if etp != tp and ep == 1:
             raise UserError(
-                f"actor.layout.expert_tensor_parallel = {etp} below tensor_parallel = {tp} needs expert_parallel > 1:"
-                " without it Megatron-core leaves the experts' gradients unreduced"
+                f"actor.layout.expert_tensor_parallel = {etp} beside tensor_parallel = {tp} needs expert_parallel > 1:"
+                " without it Megatron-core reduces the experts' gradients over the ranks of the rest of the model"
             )
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -112,14 +112,12 @@ class TorchDistReader:
     of a run with adapters merged with them.
 
     Raises:
-        UserError: no such checkpoint, or keys that are missing, unknown or of another shape; all of them are named.
+        UserError: keys that are missing, unknown or of another shape; all of them are named.
     """
 
     def __init__(self, directory: str | Path, architecture: Architecture) -> None:
         self._directory = Path(directory)
         self._reader = FileSystemReader(directory)
-        if not is_torch_dist(directory):
-            raise UserError(f"'{directory}': holds no .metadata, so it is no distributed checkpoint (torch_dist)")
         metadata = read_metadata(self._directory)
         tensors = {
             key: value
@@ -156,11 +154,6 @@ class TorchDistReader:
             self._last = None  # before the next one is read
             self._last = (key, place, split(key, self._policy(key, place), self._architecture))
         return self._last[2][part].clone(memory_format=torch.contiguous_format)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor under its Hugging Face name, each key read once."""
-        for name in self.names:
-            yield name, self.get(name)
 
     def adapters(self) -> dict[str, Tensor]:
         """Every tensor of the adapters, by PEFT's names; none if the checkpoint has none."""

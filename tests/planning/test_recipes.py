@@ -551,11 +551,15 @@ def test_dry_run_refuses_what_train_refuses(tmp_path: Path, capsys: pytest.Captu
         "actor.megatron={moe_permute_fusio: true}",
         "actor.ddp={bucket: 1}",
         "actor.ddp={fp8_param_gather: true}",
+        "actor.recompute_modules=[attention]",
     ):
         said = []
         for option in ([], ["--dry-run", "--gpus", "1"]):
             assert main(["train", config, *settings, wrong, *option]) == 2
             said.append(capsys.readouterr().err)
         assert said[0] == said[1]
+    recomputed = ["actor.recompute=selective", "actor.recompute_modules=[moe_act]"]
+    assert main(["train", config, *settings, *recomputed]) == 2  # what Megatron refuses here it may take elsewhere
+    assert "megatron-core refuses it: moe_act in recompute_modules" in capsys.readouterr().err
     assert main(["train", config, *settings, "--gpus", "2"]) == 2
     assert "--gpus belongs to --dry-run" in capsys.readouterr().err

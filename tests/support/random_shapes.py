@@ -76,7 +76,7 @@ def _parallel(random_: random.Random, world_size: int, stages: bool, mixture: bo
         ep, etp = (random_.choice([1, 2]), random_.choice([0, 1])) if mixture else (1, 0)
         of_experts = etp or tp
         fits = world_size % (tp * pp * cp) == 0 and world_size % (of_experts * ep * pp) == 0
-        # gloo cannot gather over both at a time, and Megatron leaves gradients unreduced without either
+        # gloo cannot gather over both at a time, and Megatron reduces gradients wrongly without either
         if fits and not (ep > 1 and of_experts > 1) and not (of_experts < tp and ep == 1):
             break
     return Parallel(

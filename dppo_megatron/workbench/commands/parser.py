@@ -79,8 +79,8 @@ def write_json(path: str, values: Any) -> None:
 
 
 def check_actor_settings(config: Config, world_size: int, machine: Machine, *, runs_here: bool) -> list[str]:
-    """Check `actor.megatron` and `actor.ddp` against the installed Megatron, before servers are started or ranks meet;
-    returns a line that names those which are not tried, if there are any.
+    """Check `actor.megatron`, `actor.ddp` and what is recomputed against the installed Megatron, before servers are
+    started or ranks meet; returns a line that names those which are not tried, if there are any.
 
     It imports Megatron, which takes seconds, so only a job that sets one of them waits for it.
 
@@ -91,7 +91,7 @@ def check_actor_settings(config: Config, world_size: int, machine: Machine, *, r
         UserError: a field that the installed Megatron does not have, or that is not the user's to set.
     """
     actor = config.actor
-    if not (actor.megatron or actor.ddp):
+    if not (actor.megatron or actor.ddp or (runs_here and actor.recompute == "selective")):
         return []
     with loading("Megatron"):
         import torch
