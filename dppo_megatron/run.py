@@ -111,8 +111,8 @@ class Run:
         self._first_step = 1
         self.last_step = job.config.steps
         """The step after which the run is done."""
-        self._begun = False
-        """Whether there is a state to save: the RL steps have begun, or a checkpoint was loaded."""
+        self._recorded: int | None = None
+        """The step of the record's last line, also where it came with a checkpoint; None before there is one."""
         changes += self._origin.data_changes if self._origin else ()
         log(*map(with_paths, job.notes))
         log(*(f"changed since the run began: {line}" for line in changes))
@@ -182,7 +182,7 @@ class Run:
         self._load_engine()
         self.summary = Summary(**state["summary"])
         self._started -= self.summary.wall_s
-        self._first_step, self._begun = state["step"] + 1, True
+        self._first_step, self._recorded = state["step"] + 1, state["step"]
         log(f"resumed from {self._origin.directory}: going on at step {self._first_step}")
         self._begin_new_sets(state["step"])
 
@@ -200,7 +200,7 @@ class Run:
         """The line of step 0 in metrics.jsonl: the evaluation before training."""
         self.summary.eval_before = _averages(scores)
         self._write_metrics(0, {}, scores)
-        self._begun = True
+        self._recorded = 0
 
     def record(self, step: Step, scores: Sequence[EvalScores] = ()) -> None:
         """A finished step's lines in metrics.jsonl and trace.jsonl, and on the terminal. Collective.
@@ -220,6 +220,7 @@ class Run:
             log(*self._new_warnings(record.ledger))
             self.progress.step(step.number, record.metrics)
         self._write_metrics(step.number, record.line(), scores, step.samples)
+        self._recorded = step.number
 
     def _write_metrics(
         self, step: int, line: dict[str, Any], scores: Sequence[EvalScores], samples: Sequence[RecordedGroup] = ()
@@ -372,13 +373,14 @@ class Run:
             self._files.close()
 
     def _keep_what_is_done(self) -> None:
-        """Save after a guard has stopped the run between two steps, or in the sync that ends one. Collective."""
+        """Save after a guard has stopped the run between two steps, or in the sync that ends one. Not in the evaluation
+        after it: a run that went on from there would lack that step in its record. Collective."""
         step = self.loop.current
         if step is not None and step.is_updated:  # the actor has its weights, though the engine does not
             log(*self.loop.finish(step))
             self.record(step)
-        if self._begun and (number := self.loop.last_complete_step) is not None:
-            self._save(number)
+        if self._recorded is not None and self._recorded == self.loop.last_complete_step:
+            self._save(self._recorded)
             self._finalize(blocking=True)
 
     def _save(self, step: int) -> bool:

@@ -12,7 +12,6 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +30,6 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.observe import watchdog
 from dppo_megatron.observe.json_lines import JsonLines, rewind
 from dppo_megatron.observe.watchdog import Watchdog
-from dppo_megatron.rollout.engine import Weights
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import RunAborted
@@ -95,30 +93,32 @@ def test_the_guard_stops_with_a_checkpoint_and_the_samples(
 
 
 def test_a_failed_sync_keeps_the_update_before_it(files: Path, tmp_path: Path) -> None:
-    """A guard in the sync after step 2 leaves step 2's checkpoint and metrics; one in the sync of the run that goes on
-    from there leaves everything as it was."""
+    """A guard in the sync after step 2 leaves step 2's checkpoint and metrics. One in the sync of the run that goes on
+    from there leaves everything as it was, and so does one in the evaluation after step 3, which is not recorded."""
     run_dir = tmp_path / "run"
-    for failing_sync in (3, 1):
-        run_ranks(_train_until_a_sync_fails, 1, files, run_dir, failing_sync)
+    for name, call in (("load_weights", 3), ("load_weights", 1), ("evaluate", 1)):
+        run_ranks(_train_until_it_fails, 1, files, run_dir, name, call)
         assert [path.name for path in (run_dir / "checkpoints").glob("step_*")] == ["step_000002"]
         assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2]
         assert "train/loss" in read_metrics(run_dir)[-1]
     run_whole(files, run_dir, 1, SHORT | {"checkpoint__every_steps": 0})
-    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3]
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and "eval/heldout/pass@1" in rows[-1]
 
 
-def _train_until_a_sync_fails(files: Path, run_dir: Path, failing_sync: int) -> None:
+def _train_until_it_fails(files: Path, run_dir: Path, name: str, failing: int) -> None:
+    """On a rank: that call of a method of the engine or of the loop finds no server."""
     config = job_config(files, run_dir, **SHORT | {"checkpoint__every_steps": 0})
     with contextlib.suppress(RunAborted), Run(prepare_job(config, 1)) as run:
-        engine, syncs = run.loop._engine, itertools.count(1)
-        load_weights = engine.load_weights
+        owner: Any = run.loop._engine if name == "load_weights" else run.loop
+        plain, calls = getattr(owner, name), itertools.count(1)
 
-        def load_or_fail(weights: Weights, release: Callable[[], None]) -> None:
-            if next(syncs) == failing_sync:
-                raise RunAborted("no rollout server has taken the weights")
-            load_weights(weights, release)
+        def call_or_fail(*arguments: Any) -> Any:
+            if next(calls) == failing:
+                raise RunAborted("no rollout server answers")
+            return plain(*arguments)
 
-        engine.load_weights = load_or_fail  # type: ignore[method-assign]
+        setattr(owner, name, call_or_fail)
         train(run)
         raise AssertionError("the run was not stopped")
 
