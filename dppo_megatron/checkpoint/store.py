@@ -153,11 +153,13 @@ class CheckpointStore:
                 checkpoint_dir.sweep(self._root)
 
     def look(self) -> Found:
-        """The newest checkpoint of this run whose files are intact, and everything newer that is not usable."""
+        """The newest checkpoint of this run whose files are intact, and everything newer that is not usable. Its step
+        counts as saved: a run that goes on from it and is stopped at once leaves it as it is."""
         passed: list[tuple[Path, str]] = []
-        for _, path in reversed(from_rank_zero(lambda: checkpoint_dir.named(self._root))):
+        for step, path in reversed(from_rank_zero(lambda: checkpoint_dir.named(self._root))):
             wrong = self._judge(path)
             if not wrong:
+                self._saved_step = step
                 return Found(path, passed)
             passed.append((path, wrong))
         return Found(None, passed)
