@@ -29,7 +29,7 @@ from dppo_megatron.config.paths import with_paths
 from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.data.summary import check_data, write_first_prompts
-from dppo_megatron.distributed import from_rank_zero, is_peer_lost
+from dppo_megatron.distributed import from_rank_zero
 from dppo_megatron.evaluation.eval_scores import EvalScores
 from dppo_megatron.job import Job
 from dppo_megatron.launcher_env import launched_here, launched_rank
@@ -53,6 +53,9 @@ from dppo_megatron.steps.trace import trace_header, trace_seconds, write_feature
 from dppo_megatron.texts import log, logged, one_line, show
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.weights.hf_files import write_checkpoint
+
+UNWRITTEN = (UserError, OSError, CheckpointException)
+"""What a checkpoint that cannot be written raises, on every rank. Other errors are of one rank: it ends with them."""
 
 
 class Stopped(Exception):
@@ -395,7 +398,7 @@ class Run:
             manifest = describe(step, *settings, self.loop.job.data_fingerprint, run=self._run)
             with progress(f"saving the checkpoint of step {step}"):
                 self._store.save(self.loop.actor, state, manifest)
-        except (UserError, OSError, RuntimeError, CheckpointException) as error:
+        except UNWRITTEN as error:
             return self._save_failed(error)
         return True
 
@@ -403,12 +406,10 @@ class Run:
         try:
             with progress("finishing the checkpoint"):
                 self._store.finalize(blocking=blocking)
-        except (UserError, OSError, RuntimeError, CheckpointException) as error:
+        except UNWRITTEN as error:
             self._save_failed(error)
 
     def _save_failed(self, error: BaseException) -> bool:
-        if is_peer_lost(error):  # not a disk error: another rank is gone, and the watchdog names it
-            raise error
         self._store.abandon()
         why = one_line(str(error).strip().rpartition("\n")[2] or type(error).__name__)
         log(f"warning: no checkpoint could be written ({why}); the last complete one stays")

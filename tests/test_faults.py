@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from support.job import job_config, read_metrics
 from support.killing import Kill, run_killed, run_whole, train_or_die
@@ -268,6 +269,39 @@ def test_a_full_disk_costs_one_checkpoint(
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert names == {"latest", "step_000001", "step_000003"}
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+def _stop_and_fail_to_save(files: Path, run_dir: Path, name: str, error: BaseException) -> str:
+    """On a rank: a method of the store raises `error` in the save of a run that is asked to stop; how it ends."""
+    job = prepare_job(job_config(files, run_dir, **SHORT | {"checkpoint__async_save": True}), 1)
+    try:
+        with Run(job) as run:
+            plain = getattr(run._store, name)
+
+            def fail(*arguments: Any, **keywords: Any) -> Any:
+                if name == "finalize" and run._store._pending is None:
+                    return plain(*arguments, **keywords)
+                raise error
+
+            setattr(run._store, name, fail)
+            run._stop_requests.received = "SIGUSR1"
+            train(run)
+    except Exception as ended:
+        return f"{type(ended).__name__}: {ended}"
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("save", torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError: CUDA out of memory"),
+    ],
+)
+def test_a_stop_without_its_checkpoint_is_said(
+    files: Path, tmp_path: Path, name: str, error: BaseException, said: str
+) -> None:
+    """An error of one rank is no full disk."""
+    assert run_ranks(_stop_and_fail_to_save, 1, files, tmp_path / "run", name, error) == [said]
 
 
 def _train_into_a_full_log(files: Path, run_dir: Path) -> int:

@@ -15,14 +15,10 @@ import torch.distributed as dist
 from support.disk_faults import Killed, Kind, disk_fault
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, write_model
-from torch.distributed.checkpoint.api import CheckpointException
 
-from dppo_megatron.types import UserError
+from dppo_megatron.run import UNWRITTEN
 
 pytestmark = pytest.mark.slow
-
-FAILURES = (UserError, OSError, RuntimeError, CheckpointException)
-"""What `Run` takes for a checkpoint that could not be written."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +65,7 @@ class Saver:
         try:
             self._store.save(self._actor, {"step": step}, describe(step, {}, "abc", run="mine"))
             self._store.finalize(blocking=True)
-        except FAILURES as error:
+        except UNWRITTEN as error:
             self._store.abandon()
             return f"failed: {error}"
         return "saved"
