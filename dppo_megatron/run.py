@@ -402,12 +402,14 @@ class Run:
             return self._save_failed(error)
         return True
 
-    def _finalize(self, *, blocking: bool) -> None:
+    def _finalize(self, *, blocking: bool) -> bool:
+        """Complete what is being saved; returns False if it could not be written. Collective."""
         try:
             with progress("finishing the checkpoint"):
                 self._store.finalize(blocking=blocking)
         except UNWRITTEN as error:
-            self._save_failed(error)
+            return self._save_failed(error)
+        return True
 
     def _save_failed(self, error: BaseException) -> bool:
         self._store.abandon()
@@ -431,8 +433,7 @@ class Run:
         asked = torch.tensor([int(bool(self._stop_requests.received))], device=device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         if asked.item() and step < self.last_step:
-            saved = self._save(step)
-            self._finalize(blocking=True)
+            saved = self._save(step) and self._finalize(blocking=True)
             name = self._stop_requests.received or "another rank got a signal"
             if not saved:
                 raise RunAborted(f"stopped after step {step} ({name}), but no checkpoint could be written")

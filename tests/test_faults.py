@@ -295,12 +295,17 @@ def _stop_and_fail_to_save(files: Path, run_dir: Path, name: str, error: BaseExc
     ("name", "error", "said"),
     [
         ("save", torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError: CUDA out of memory"),
+        (
+            "finalize",
+            OSError("No space left on device"),
+            "RunAborted: stopped after step 0 (SIGUSR1), but no checkpoint could be written",
+        ),
     ],
 )
 def test_a_stop_without_its_checkpoint_is_said(
     files: Path, tmp_path: Path, name: str, error: BaseException, said: str
 ) -> None:
-    """An error of one rank is no full disk."""
+    """Also where it was to be written in the background. An error of one rank is no full disk."""
     assert run_ranks(_stop_and_fail_to_save, 1, files, tmp_path / "run", name, error) == [said]
 
 
