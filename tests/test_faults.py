@@ -433,8 +433,9 @@ def test_a_rank_that_dies_while_it_saves_is_no_full_disk(
 
 
 def test_the_watchdog_is_silent_about_the_living(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks' watchdogs on one store, one of which stops: only the other's complaint, and only then. The clock is
-    the test's: signs come every second, silence counts from three on and is death after ten."""
+    """Two ranks' watchdogs on one store, one of which stops: only the other's complaint, and only then. A job that was
+    suspended as a whole is not silent, whoever goes on first. The clock is the test's: signs come every second, silence
+    counts from three on and is death after ten."""
     now = 0.0
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now, sleep=time.sleep))
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
@@ -452,6 +453,11 @@ def test_the_watchdog_is_silent_about_the_living(monkeypatch: pytest.MonkeyPatch
     for _ in range(100):
         a_second_of(dogs)
         assert dogs[0].silent() == dogs[1].silent() == []
+    now += 100
+    for _ in range(3):
+        a_second_of(dogs[:1])
+        assert dogs[0].silent() == []
+    a_second_of(dogs)
     for seconds in range(1, 12):
         assert not store.check(["watchdog/stop"])
         a_second_of(dogs[:1])
