@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dppo_megatron.actor.layout import start_process_group, stop_process_group
 from dppo_megatron.checkpoint.origin import changes_since, find_origin
 from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
-from dppo_megatron.config.changes import config_values, fingerprint
+from dppo_megatron.config.changes import config_values
 from dppo_megatron.config.paths import with_paths
 from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.data.sets import set_sizes
@@ -394,8 +394,7 @@ class Run:
         try:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
             state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}
-            settings = config_values(self._config), fingerprint(self._config)
-            manifest = describe(step, *settings, self.loop.job.data_fingerprint, run=self._run)
+            manifest = describe(step, config_values(self._config), self.loop.job.data_fingerprint, run=self._run)
             with progress(f"saving the checkpoint of step {step}"):
                 self._store.save(self.loop.actor, state, manifest)
         except UNWRITTEN as error:

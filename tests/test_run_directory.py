@@ -494,7 +494,7 @@ def _save_with_strays(model: Path, root: Path, keep: int) -> list[str]:
         if step == 5:  # both that would be counted are harmed after they were written
             for path in root.glob("step_00000[34]/common.pt"):
                 os.truncate(path, 3)
-        store.save(actor, {"step": step}, describe(step, {}, "abc", run="mine"))
+        store.save(actor, {"step": step}, describe(step, {}, run="mine"))
         assert (root / f"step_{step:06d}" / "manifest.json").is_file(), f"step {step} was deleted by its own save"
     return said
 
@@ -530,7 +530,7 @@ def _save_once(model: Path, root: Path, asynchronous: bool) -> None:
     from dppo_megatron.checkpoint.store import CheckpointStore, describe
 
     store = CheckpointStore(root, run="mine", assets=model, keep=1, async_save=asynchronous)
-    store.save(build_actor(model, Parallel()), {"step": 1}, describe(1, {}, "abc", run="mine"))
+    store.save(build_actor(model, Parallel()), {"step": 1}, describe(1, {}, run="mine"))
     store.finalize(blocking=True)
     assert (root / "step_000001" / "manifest.json").is_file()
 

@@ -63,7 +63,7 @@ class Saver:
         from dppo_megatron.checkpoint.store import describe
 
         try:
-            self._store.save(self._actor, {"step": step}, describe(step, {}, "abc", run="mine"))
+            self._store.save(self._actor, {"step": step}, describe(step, {}, run="mine"))
             self._store.finalize(blocking=True)
         except UNWRITTEN as error:
             self._store.abandon()

@@ -44,8 +44,6 @@ class Manifest:
     step: int
     run: str
     """The run that wrote it: the id in its run.json."""
-    fingerprint: str
-    """Fingerprint of the settings that must not change at a resume."""
     config: dict[str, Any]
     """All settings of the run."""
     world_size: int
@@ -83,6 +81,7 @@ def read_manifest(directory: Path) -> Manifest | str:
             return f"its {FILE} has another format"
         if own_sum != _own_sum({"format": form} | raw):
             return f"its {FILE} has another checksum than when it was written"
+        raw.pop("fingerprint", None)  # of the settings, in older ones
         raw["files"] = {name: (int(size), str(checksum)) for name, (size, checksum) in raw["files"].items()}
         manifest = Manifest(**raw)
     except FileNotFoundError:

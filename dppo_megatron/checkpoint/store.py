@@ -242,12 +242,10 @@ class CheckpointStore:
                 num_good += 1
 
 
-def describe(
-    step: int, config: dict[str, Any], fingerprint: str, data: dict[str, Any] | None = None, *, run: str
-) -> Manifest:
+def describe(step: int, config: dict[str, Any], data: dict[str, Any] | None = None, *, run: str) -> Manifest:
     """The manifest of a checkpoint that is about to be written."""
     versions = {"dppo_megatron": __version__, "torch": torch.__version__, "megatron_core": megatron_version}
-    return Manifest(step, run, fingerprint, config, dist.get_world_size(), {}, versions, data or {})
+    return Manifest(step, run, config, dist.get_world_size(), {}, versions, data or {})
 
 
 def check(directory: Path) -> str:
