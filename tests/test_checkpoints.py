@@ -176,8 +176,8 @@ def test_the_forked_writer_touches_no_device(model: Path, tmp_path: Path) -> Non
 
 
 def _newest_good(model: Path, root: Path) -> tuple[str, list[str]]:
-    found = _store(root, model).look()
-    return (found.newest.name if found.newest else ""), [f"{path.name}: {why}" for path, why in found.passed_over]
+    newest, passed_over = _store(root, model).look()
+    return (newest.name if newest else ""), [f"{path.name}: {why}" for path, why in passed_over]
 
 
 def _flip(path: Path) -> None:

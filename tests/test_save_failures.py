@@ -71,9 +71,9 @@ class Saver:
         return "saved"
 
     def newest(self) -> str:
-        found = self._store.look()
-        assert not found.passed_over, found
-        return found.newest.name if found.newest else ""
+        newest, passed_over = self._store.look()
+        assert not passed_over, passed_over
+        return newest.name if newest else ""
 
     def names(self) -> set[str]:
         return {path.name for path in self._root.iterdir()}

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import os
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,16 +63,6 @@ class Sharded(Protocol):
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Restore a loaded state."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The result of `CheckpointStore.look`."""
-
-    newest: Path | None
-    """The newest good one of this run."""
-    passed_over: list[tuple[Path, str]]
-    """Directories with a newer step, newest first, each with the reason why it is not used."""
 
 
 class CheckpointStore:
@@ -152,17 +142,17 @@ class CheckpointStore:
             with contextlib.suppress(OSError):
                 checkpoint_dir.sweep(self._root)
 
-    def look(self) -> Found:
-        """The newest checkpoint of this run whose files are intact, and everything newer that is not usable. Its step
-        counts as saved: a run that goes on from it and is stopped at once leaves it as it is."""
+    def look(self) -> tuple[Path | None, list[tuple[Path, str]]]:
+        """The newest checkpoint of this run whose files are intact, and everything newer that is not usable, with the
+        reason. The former counts as saved: a run that goes on from it and is stopped at once leaves it as it is."""
         passed: list[tuple[Path, str]] = []
         for step, path in reversed(from_rank_zero(lambda: checkpoint_dir.named(self._root))):
             wrong = self._judge(path)
             if not wrong:
                 self._saved_step = step
-                return Found(path, passed)
+                return path, passed
             passed.append((path, wrong))
-        return Found(None, passed)
+        return None, passed
 
     def put_aside(self, path: Path, why: str) -> None:
         """Move what is not a good checkpoint of this run to `aside/`. Raises OSError if that fails."""
