@@ -74,7 +74,10 @@ def hf_to_megatron(
     if architecture.num_layers % pp and (hint := uneven_hint(architecture.num_layers, pp)):
         said, even = [f"--pp {pp}: the model's {architecture.num_layers} layers do not divide by it{hint}"], 1
     layout = LayoutConfig(tensor_parallel=tp, pipeline_parallel=even, expert_parallel=ep)
-    _check_layout(architecture, ActorConfig(layout=layout))
+    try:
+        architecture.check_layout(ActorConfig(layout=layout))
+    except UserError as error:
+        raise UserError(f"--tp {tp} --pp {pp} --ep {ep}: {error}") from None
     reader = CheckpointReader(source, architecture, "--hf")
     if reader.left_out:
         said.append(f"left out: {len(reader.left_out)} tensors of layers that predict several tokens")
@@ -155,30 +158,6 @@ def megatron_to_hf(
         written, what = CheckpointReader(target, architecture), "the checkpoint it came from"
         said.append(_verify(written, lambda name: reader.get(name).to(dtypes[name]), what))
     return [*said, f"{target}: {len(reader.names)} tensors of {architecture.name}"]
-
-
-_OPTIONS = (
-    ("actor.layout.tensor_parallel = ", "--tp "),
-    ("actor.layout: pipeline_parallel x virtual_pipeline = ", "--pp "),
-    ("actor.layout.expert_tensor_parallel = ", "--tp "),
-    (", expert_tensor_parallel = 0: ", ": "),
-    ("leave them at 1 and 0", "leave it at 1"),
-    ("actor.layout.expert_parallel = ", "--ep "),
-    ("beside tensor_parallel = ", "beside --tp "),
-    ("expert_parallel > 1", "--ep above 1"),
-)
-"""Setting of a job to option of this command."""
-
-
-def _check_layout(architecture: Architecture, actor: ActorConfig) -> None:
-    """As `check_layout`, with the command's options in messages instead of settings."""
-    try:
-        architecture.check_layout(actor)
-    except UserError as error:
-        said = str(error)
-        for setting, option in _OPTIONS:
-            said = said.replace(setting, option)
-        raise UserError(said) from None
 
 
 @contextmanager

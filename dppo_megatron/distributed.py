@@ -33,7 +33,6 @@ R = TypeVar("R")
 
 _ROUND_TRIPS = 8
 """To compare two clocks; the shortest counts."""
-_PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Socket closed")
 
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -289,16 +288,6 @@ def _tree() -> tuple[int, list[int]]:
     me, world = rank(), _world_size()
     steps = [1 << bit for bit in range(world.bit_length())]
     return me & (me - 1), [me + step for step in steps if me + step < world and (me == 0 or step < me & -me)]
-
-
-def is_peer_lost(error: BaseException) -> bool:
-    """Whether an error means that another rank is gone, rather than a failure of this one.
-
-    gloo raises a plain RuntimeError, so its text is matched; NCCL and the store have their own exception types.
-    """
-    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_LOST)
 
 
 def _world_size() -> int:

@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dppo_megatron.actor.layout import start_process_group, stop_process_group
 from dppo_megatron.checkpoint.origin import changes_since, find_origin
 from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
-from dppo_megatron.config.changes import config_values, fingerprint
+from dppo_megatron.config.changes import config_values
 from dppo_megatron.config.paths import with_paths
 from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.data.summary import check_data, write_first_prompts
-from dppo_megatron.distributed import from_rank_zero, is_peer_lost
+from dppo_megatron.distributed import from_rank_zero
 from dppo_megatron.evaluation.eval_scores import EvalScores
 from dppo_megatron.job import Job
 from dppo_megatron.launcher_env import launched_here, launched_rank
@@ -53,6 +53,9 @@ from dppo_megatron.steps.trace import trace_header, trace_seconds, write_feature
 from dppo_megatron.texts import log, logged, one_line, show
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.weights.hf_files import write_checkpoint
+
+UNWRITTEN = (UserError, OSError, CheckpointException)
+"""What a checkpoint that cannot be written raises, on every rank. Other errors are of one rank: it ends with them."""
 
 
 class Stopped(Exception):
@@ -112,8 +115,8 @@ class Run:
         self._first_step = 1
         self.last_step = job.config.steps
         """The step after which the run is done."""
-        self._begun = False
-        """Whether there is a state to save: the RL steps have begun, or a checkpoint was loaded."""
+        self._recorded: int | None = None
+        """The step of the record's last line, also where it came with a checkpoint; None before there is one."""
         changes += self._origin.data_changes if self._origin else ()
         log(*map(with_paths, [*job.notes, *references]))
         log(*(f"changed since the run began: {line}" for line in changes))
@@ -183,7 +186,7 @@ class Run:
         self._load_engine()
         self.summary = Summary(**state["summary"])
         self._started -= self.summary.wall_s
-        self._first_step, self._begun = state["step"] + 1, True
+        self._first_step, self._recorded = state["step"] + 1, state["step"]
         log(f"resumed from {self._origin.directory}: going on at step {self._first_step}")
         self._begin_new_sets(state["step"])
 
@@ -201,7 +204,7 @@ class Run:
         """The line of step 0 in metrics.jsonl: the evaluation before training."""
         self.summary.eval_before = _averages(scores)
         self._write_metrics(0, {}, scores)
-        self._begun = True
+        self._recorded = 0
 
     def record(self, step: Step, scores: Sequence[EvalScores] = ()) -> None:
         """A finished step's lines in metrics.jsonl and trace.jsonl, and on the terminal. Collective.
@@ -221,6 +224,7 @@ class Run:
             log(*self._new_warnings(record.ledger))
             self.progress.step(step.number, record.metrics)
         self._write_metrics(step.number, record.line(), scores, step.samples)
+        self._recorded = step.number
 
     def _write_metrics(
         self, step: int, line: dict[str, Any], scores: Sequence[EvalScores], samples: Sequence[RecordedGroup] = ()
@@ -373,13 +377,14 @@ class Run:
             self._files.close()
 
     def _keep_what_is_done(self) -> None:
-        """Save after a guard has stopped the run between two steps, or in the sync that ends one. Collective."""
+        """Save after a guard has stopped the run between two steps, or in the sync that ends one. Not in the evaluation
+        after it: a run that went on from there would lack that step in its record. Collective."""
         step = self.loop.current
         if step is not None and step.is_updated:  # the actor has its weights, though the engine does not
             log(*self.loop.finish(step))
             self.record(step)
-        if self._begun and (number := self.loop.last_complete_step) is not None:
-            self._save(number)
+        if self._recorded is not None and self._recorded == self.loop.last_complete_step:
+            self._save(self._recorded)
             self._finalize(blocking=True)
 
     def _save(self, step: int) -> bool:
@@ -390,24 +395,23 @@ class Run:
         try:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
             state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}
-            settings = config_values(self._config), fingerprint(self._config)
-            manifest = describe(step, *settings, self.loop.job.data_fingerprint, run=self._run)
+            manifest = describe(step, config_values(self._config), self.loop.job.data_fingerprint, run=self._run)
             with progress(f"saving the checkpoint of step {step}"):
                 self._store.save(self.loop.actor, state, manifest)
-        except (UserError, OSError, RuntimeError, CheckpointException) as error:
+        except UNWRITTEN as error:
             return self._save_failed(error)
         return True
 
-    def _finalize(self, *, blocking: bool) -> None:
+    def _finalize(self, *, blocking: bool) -> bool:
+        """Complete what is being saved; returns False if it could not be written. Collective."""
         try:
             with progress("finishing the checkpoint"):
                 self._store.finalize(blocking=blocking)
-        except (UserError, OSError, RuntimeError, CheckpointException) as error:
-            self._save_failed(error)
+        except UNWRITTEN as error:
+            return self._save_failed(error)
+        return True
 
     def _save_failed(self, error: BaseException) -> bool:
-        if is_peer_lost(error):  # not a disk error: another rank is gone, and the watchdog names it
-            raise error
         self._store.abandon()
         why = one_line(str(error).strip().rpartition("\n")[2] or type(error).__name__)
         log(f"warning: no checkpoint could be written ({why}); the last complete one stays")
@@ -429,8 +433,7 @@ class Run:
         asked = torch.tensor([int(bool(self._stop_requests.received))], device=device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         if asked.item() and step < self.last_step:
-            saved = self._save(step)
-            self._finalize(blocking=True)
+            saved = self._save(step) and self._finalize(blocking=True)
             name = self._stop_requests.received or "another rank got a signal"
             if not saved:
                 raise RunAborted(f"stopped after step {step} ({name}), but no checkpoint could be written")

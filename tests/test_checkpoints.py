@@ -20,7 +20,7 @@ from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import supervised
-from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest, sums, write_manifest
+from dppo_megatron.checkpoint.checkpoint_dir import _own_sum, named, read_manifest, sums, write_manifest
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.torch_dist import read_metadata
 from dppo_megatron.workbench.cli import main
@@ -49,7 +49,7 @@ def _save_steps(model: Path, root: Path, parallel: Parallel, steps: list[int], e
     for step in steps:
         actor.update(samples, plan_for(samples, parallel), supervised())
         random.seed(step + dist.get_rank())
-        store.save(actor, LOOP_STATE | {"step": step}, describe(step, {"seed": 1}, "abc", run=RUN))
+        store.save(actor, LOOP_STATE | {"step": step}, describe(step, {"seed": 1}, run=RUN))
         seen.append({path.name for path in root.iterdir()})
     store.finalize(blocking=True)
     return [*seen, {path.name for path in root.iterdir()}]
@@ -194,7 +194,7 @@ def _device_calls(model: Path, root: Path) -> tuple[set[str], set[str]]:
     actor, store = build_actor(model, Parallel(distributed_optimizer=True)), _store(root, model, async_save=True)
     actor.update(random_samples(6, 37), plan_for(random_samples(6, 37)), supervised())
     Accelerator.__getattribute__ = note  # type: ignore[method-assign]
-    store.save(actor, LOOP_STATE, describe(1, {"seed": 1}, "abc", run=RUN))
+    store.save(actor, LOOP_STATE, describe(1, {"seed": 1}, run=RUN))
     store.finalize(blocking=True)
     calls = [line.split() for line in asked.read_text().splitlines()]
     return {name for own, name in calls if own == "True"}, {name for own, name in calls if own == "False"}
@@ -209,8 +209,8 @@ def test_the_forked_writer_touches_no_device(model: Path, tmp_path: Path) -> Non
 
 
 def _newest_good(model: Path, root: Path) -> tuple[str, list[str]]:
-    found = _store(root, model).look()
-    return (found.newest.name if found.newest else ""), [f"{path.name}: {why}" for path, why in found.passed_over]
+    newest, passed_over = _store(root, model).look()
+    return (newest.name if newest else ""), [f"{path.name}: {why}" for path, why in passed_over]
 
 
 def _flip(path: Path) -> None:
@@ -299,14 +299,19 @@ def test_a_newer_megatrons_checkpoint_is_named(saved: Path, tmp_path: Path, monk
     store._check_reader(directory)
 
 
-def test_manifest_lists_every_file(saved: Path) -> None:
+def test_manifest_lists_every_file(saved: Path, tmp_path: Path) -> None:
+    """An older one has a field more, which is passed over."""
     manifest = read_manifest(saved / "step_000002")
     assert not isinstance(manifest, str)
     names = {path.name for path in (saved / "step_000002").iterdir()}
     assert set(manifest.files) == names - {"manifest.json"}
-    assert (manifest.step, manifest.fingerprint, manifest.world_size) == (2, "abc", 4)
+    assert (manifest.step, manifest.world_size) == (2, 4)
     assert json.loads((saved / "step_000002" / "manifest.json").read_text())["config"] == {"seed": 1}
     assert manifest.versions["torch"] == torch.__version__
+    raw = json.loads((saved / "step_000002" / "manifest.json").read_text()) | {"fingerprint": "abc"}
+    del raw["sha256"]
+    (tmp_path / "manifest.json").write_text(json.dumps(raw | {"sha256": _own_sum(raw)}))
+    assert read_manifest(tmp_path) == manifest
 
 
 class _Touches:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dppo_megatron.config.changes import check_changes, fingerprint
+from dppo_megatron.config.changes import check_changes
 from dppo_megatron.config.load import config_from_values, config_values, load_config, read_config, save_config
 from dppo_megatron.config.paths import import_as_in
 from dppo_megatron.config.plugins import load_function
@@ -466,12 +466,12 @@ class TestReferences:
         save_config(config, saved)
         assert "s3cret" not in saved.read_text() and "s3cret" not in str(config_values(config))
         assert yaml.safe_load(saved.read_text())["rollout"]["sync"]["dir"] == "${oc.env:DPPO_TEST_DIR}/run/sync"
-        before, mark = config_values(config), fingerprint(config)
+        before = config_values(config)
         assert read_config(str(saved), []) == config
         monkeypatch.setenv("DPPO_TEST_DIR", "/scratch/s3cret-2")
         resumed = read_config(str(saved), [])
         assert resumed.rollout.sync.dir == "/scratch/s3cret-2/run/sync" and resumed.model.hf_path == "a${b}"
-        assert check_changes(resumed, before, "saved") == [] and fingerprint(resumed) == mark
+        assert check_changes(resumed, before, "saved") == []
 
     def test_any_text_survives_a_file(self, tmp_path: Path) -> None:
         """Whatever it has of what escapes, refers, or is a missing value or a number to OmegaConf or YAML."""

@@ -293,14 +293,14 @@ def test_an_existing_target_is_not_touched(
 
 def test_layouts_that_cannot_be_are_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option, message in (
-        ("--tp=3", "--tp 3: the model's 4 attention heads do not divide"),
-        ("--pp=5", "--pp 5: the model's 4 layers do not divide"),
-        ("--ep=2", "--ep 2: Qwen3ForCausalLM has no experts; leave it at 1"),
+        ("--tp=3", "--tp 3 --pp 1 --ep 1: actor.layout.tensor_parallel = 3: the model's 4 attention heads do not"),
+        ("--pp=5", "--tp 1 --pp 5 --ep 1: actor.layout: pipeline_parallel x virtual_pipeline = 5: the model's 4"),
+        ("--ep=2", "--tp 1 --pp 1 --ep 2: actor.layout.expert_parallel = 2, expert_tensor_parallel = 0: Qwen3ForCausa"),
         ("--pp=0", "--pp 0: must be at least 1"),
     ):
         assert _convert("to-megatron", "--hf", source, "--out", tmp_path / "out", option) == 2
         said = capsys.readouterr().err
-        assert message in said and "actor." not in said
+        assert said.startswith(f"error: {message}") and said.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 

@@ -12,7 +12,6 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from support.job import job_config, read_metrics
 from support.killing import Kill, run_killed, run_whole, train_or_die
@@ -31,7 +31,6 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.observe import watchdog
 from dppo_megatron.observe.json_lines import JsonLines, rewind
 from dppo_megatron.observe.watchdog import Watchdog
-from dppo_megatron.rollout.engine import Weights
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import RunAborted
@@ -95,30 +94,32 @@ def test_the_guard_stops_with_a_checkpoint_and_the_samples(
 
 
 def test_a_failed_sync_keeps_the_update_before_it(files: Path, tmp_path: Path) -> None:
-    """A guard in the sync after step 2 leaves step 2's checkpoint and metrics; one in the sync of the run that goes on
-    from there leaves everything as it was."""
+    """A guard in the sync after step 2 leaves step 2's checkpoint and metrics. One in the sync of the run that goes on
+    from there leaves everything as it was, and so does one in the rollout of step 3, or in the evaluation after it."""
     run_dir = tmp_path / "run"
-    for failing_sync in (3, 1):
-        run_ranks(_train_until_a_sync_fails, 1, files, run_dir, failing_sync)
-        assert [path.name for path in (run_dir / "checkpoints").glob("step_*")] == ["step_000002"]
+    for name, call in (("load_weights", 3), ("load_weights", 1), ("rollout", 1), ("evaluate", 1)):
+        run_ranks(_train_until_it_fails, 1, files, run_dir, name, call)
+        assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"step_000002", "latest"}
         assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2]
         assert "train/loss" in read_metrics(run_dir)[-1]
     run_whole(files, run_dir, 1, SHORT | {"checkpoint__every_steps": 0})
-    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3]
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and "eval/heldout/pass@1" in rows[-1]
 
 
-def _train_until_a_sync_fails(files: Path, run_dir: Path, failing_sync: int) -> None:
+def _train_until_it_fails(files: Path, run_dir: Path, name: str, failing: int) -> None:
+    """On a rank: that call of a method of the engine or of the loop finds no server."""
     config = job_config(files, run_dir, **SHORT | {"checkpoint__every_steps": 0})
     with contextlib.suppress(RunAborted), Run(prepare_job(config, 1)) as run:
-        engine, syncs = run.loop._engine, itertools.count(1)
-        load_weights = engine.load_weights
+        owner: Any = run.loop._engine if name == "load_weights" else run.loop
+        plain, calls = getattr(owner, name), itertools.count(1)
 
-        def load_or_fail(weights: Weights, release: Callable[[], None]) -> None:
-            if next(syncs) == failing_sync:
-                raise RunAborted("no rollout server has taken the weights")
-            load_weights(weights, release)
+        def call_or_fail(*arguments: Any) -> Any:
+            if next(calls) == failing:
+                raise RunAborted("no rollout server answers")
+            return plain(*arguments)
 
-        engine.load_weights = load_or_fail  # type: ignore[method-assign]
+        setattr(owner, name, call_or_fail)
         train(run)
         raise AssertionError("the run was not stopped")
 
@@ -282,6 +283,44 @@ def test_a_full_disk_costs_one_checkpoint(
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
 
 
+def _stop_and_fail_to_save(files: Path, run_dir: Path, name: str, error: BaseException) -> str:
+    """On a rank: a method of the store raises `error` in the save of a run that is asked to stop; how it ends."""
+    job = prepare_job(job_config(files, run_dir, **SHORT | {"checkpoint__async_save": True}), 1)
+    try:
+        with Run(job) as run:
+            plain = getattr(run._store, name)
+
+            def fail(*arguments: Any, **keywords: Any) -> Any:
+                if name == "finalize" and run._store._pending is None:
+                    return plain(*arguments, **keywords)
+                raise error
+
+            setattr(run._store, name, fail)
+            run._stop_requests.received = "SIGUSR1"
+            train(run)
+    except Exception as ended:
+        return f"{type(ended).__name__}: {ended}"
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("save", torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError: CUDA out of memory"),
+        (
+            "finalize",
+            OSError("No space left on device"),
+            "RunAborted: stopped after step 0 (SIGUSR1), but no checkpoint could be written",
+        ),
+    ],
+)
+def test_a_stop_without_its_checkpoint_is_said(
+    files: Path, tmp_path: Path, name: str, error: BaseException, said: str
+) -> None:
+    """Also where it was to be written in the background. An error of one rank is no full disk."""
+    assert run_ranks(_stop_and_fail_to_save, 1, files, tmp_path / "run", name, error) == [said]
+
+
 def _train_into_a_full_log(files: Path, run_dir: Path) -> int:
     """On a rank: its stdout is a file on a full disk."""
     sys.stdout = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
@@ -406,8 +445,9 @@ def test_a_rank_that_dies_while_it_saves_is_no_full_disk(
 
 
 def test_the_watchdog_is_silent_about_the_living(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks' watchdogs on one store, one of which stops: only the other's complaint, and only then. The clock is
-    the test's: signs come every second, silence counts from three on and is death after ten."""
+    """Two ranks' watchdogs on one store, one of which stops: only the other's complaint, and only then. A job that was
+    suspended as a whole is not silent, whoever goes on first. The clock is the test's: signs come every second, silence
+    counts from three on and is death after ten."""
     now = 0.0
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now, sleep=time.sleep))
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
@@ -425,6 +465,11 @@ def test_the_watchdog_is_silent_about_the_living(monkeypatch: pytest.MonkeyPatch
     for _ in range(100):
         a_second_of(dogs)
         assert dogs[0].silent() == dogs[1].silent() == []
+    now += 100
+    for _ in range(3):
+        a_second_of(dogs[:1])
+        assert dogs[0].silent() == []
+    a_second_of(dogs)
     for seconds in range(1, 12):
         assert not store.check(["watchdog/stop"])
         a_second_of(dogs[:1])

@@ -352,7 +352,7 @@ def _saved(path: Path, parallel: Parallel, lora: LoraConfig, directory: Path) ->
     for update in range(2):
         if update:
             store = CheckpointStore(directory, assets=path, run="r", keep=1, async_save=False)
-            store.save(actor, {}, describe(1, {}, "", run="r"))
+            store.save(actor, {}, describe(1, {}, run="r"))
             store.finalize(blocking=True)
         actor.update(samples, plan_for(samples, parallel), supervised())
     return dict(actor.weights())

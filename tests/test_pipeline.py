@@ -366,7 +366,7 @@ def _save(model: Path, parallel: Parallel, target: Path, source: Path | None) ->
         for _ in range(2):
             actor.update(samples, plan_for(samples, parallel), supervised())
     store = CheckpointStore(target, assets=model, run="0123456789abcdef", keep=2, async_save=False)
-    store.save(actor, {"step": 1}, describe(1, {"seed": 1}, "abc", run="0123456789abcdef"))
+    store.save(actor, {"step": 1}, describe(1, {"seed": 1}, run="0123456789abcdef"))
     store.finalize(blocking=True)
 
 

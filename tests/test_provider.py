@@ -131,7 +131,7 @@ def _differences(models: list[ModelConfig]) -> list[float | str]:
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
         try:
-            found.append(compare(model).difference)
+            found.append(compare(model)["difference"])
         except UserError as error:
             found.append(str(error))
     return found

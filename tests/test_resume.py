@@ -21,7 +21,7 @@ from support.killing import Kill, arm, run_killed, run_whole, train_or_die
 from support.launch import RankError, run_ranks
 
 from dppo_megatron.config import load_config
-from dppo_megatron.config.changes import FREE, check_changes, config_values, fingerprint
+from dppo_megatron.config.changes import FREE, check_changes, config_values
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning.prompt_score import FittedScore
 from dppo_megatron.run import Run
@@ -268,13 +268,11 @@ def test_changed_settings(files: Path, tmp_path: Path) -> None:
         "actor.layout.tensor_parallel: 1 -> 2",
         "eval.every_steps: 0 -> 2",
     ]
-    assert fingerprint(changed) == fingerprint(config)
     forbidden = {"seed": 7, "actor__optimizer__learning_rate": 0.5}
     with pytest.raises(UserError) as refused:
         check_changes(job_config(files, tmp_path / "run", **forbidden), before, "x")
     said = str(refused.value)
     assert "seed: 0 -> 7" in said and "checkpoint.may_change=[actor.optimizer.learning_rate,seed]" in said
-    assert fingerprint(job_config(files, tmp_path / "run", **forbidden)) != fingerprint(config)
     added = job_config(files, tmp_path / "run", **{"data__eval_sets.new.path": files / "heldout.jsonl"})
     assert check_changes(added, before, "x") == ["data.eval_sets.new: added"]
     assert check_changes(config, config_values(added), "x") == ["data.eval_sets.new: removed"]

@@ -45,7 +45,7 @@ from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, N
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.dispatch import dispatch
-from dppo_megatron.rollout.servers.rollout_work import grouped
+from dppo_megatron.rollout.servers.rollout_work import Work, grouped
 from dppo_megatron.rollout.servers.wire import Sampled
 from dppo_megatron.steps.build import make_engine
 from dppo_megatron.types import Completion, Grade, Prompt, RunAborted
@@ -457,6 +457,46 @@ def _generate(config: Config, two_nodes: bool) -> tuple[dict[int, Completion], i
         return found, engine._nodes.count
     finally:
         engine.close()
+
+
+def _lose_a_client(config: Config) -> str:
+    """On two ranks, a node each: the second one's client ends with a finished rollout that nobody has taken."""
+    os.environ["LOCAL_RANK"] = "0"
+    job = prepare_job(config, 2)
+    engine = ServerEngine(config, job.architecture, job.tokenizer)
+    take_share = engine._take
+
+    def end_and_take(work: Work, places: list[list[int]]) -> dict[int, Completion]:
+        if engine._nodes.node:
+            assert engine._client is not None
+            engine._client.process.kill()
+            engine._client.process.wait()
+        return take_share(work, places)
+
+    engine._take = end_and_take  # type: ignore[method-assign]
+    try:
+        engine._sync.run = ""
+        if engine._zero.is_here:
+            sync(rank_zero(engine).fleet)
+        engine.start([Request(Prompt(i, "", (2, 3), "", ""), 0, 1) for i in range(10)], Sampling(LIMIT, 1.0, 0))
+        engine.finish()
+    except RunAborted as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "finished"
+
+
+def test_a_client_that_dies_with_a_finished_rollout_stops_every_node(files: Path, tmp_path: Path) -> None:
+    """Only its own node's ranks see it. The others once went on to collectives that those never joined."""
+    with StubServers({"a": good, "b": good}) as stubs:
+        urls = ",".join(map(stubs.url, "ab")).replace("127.0.0.1", "127.0.0.2")
+        values = {"endpoints": f"[{urls}]", "allow_remote_endpoints": "true"}
+        config = job_config(
+            files, tmp_path, rollout__engine="vllm", **{f"rollout__servers__{key}": one for key, one in values.items()}
+        )
+        said = run_ranks(_lose_a_client, 2, config, timeout_s=60)
+    assert said[0] == said[1] and said[0].startswith("node 1: this node's rollout client has ended: ")
 
 
 def test_strays_join_their_group_with_their_grades(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,6 +347,7 @@ class Telling:
 
     def push(self, tensors: Any, members: Sequence[Member], version: str) -> list[Member]:
         assert self._fleet is not None
+        self.take_part(tensors, ())
 
         def take(member: Member) -> None:
             server = cast(Told, member.server)
@@ -559,6 +560,21 @@ def test_what_stops_rank_zero_before_the_stream_stops_all() -> None:
         run_ranks(_without_files, 2, _config(), timeout_s=60)
         == ["the trainer cannot open a connection: Too many open files"] * 2
     )
+
+
+@pytest.mark.parametrize("proves", [0, 1])
+def test_what_breaks_the_stream_is_no_failure_to_hand_over(proves: int) -> None:
+    """Rank 0 would meet the others no more: they wait in the stream for what it has not gathered."""
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "t", torch.ones(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    config = _config(**{"sync.verify_every": proves})
+    fleet = Fleet([cast(Any, Told("a"))], config)
+    sync = WeightSync(config, cast(Any, Telling(fleet)), fleet)
+    with pytest.raises(torch.OutOfMemoryError):
+        sync.to(stream)
 
 
 def test_ranks_are_found_by_their_devices() -> None:

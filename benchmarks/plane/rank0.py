@@ -16,7 +16,7 @@ from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import SampleSize, plan_microbatches
 from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.rewards.measures import GradeTable
-from dppo_megatron.selection import Selector
+from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps.step import RolloutTable, UpdatePlan
 from dppo_megatron.types import Prompt, RolloutPrompt
 from plane.common import Bar
@@ -37,9 +37,9 @@ def _outcomes(groups: int, seed: int) -> list[RolloutTable]:
         facts = {"parsed_share": np.ones(rewards.size), "boxed_share": np.ones(rewards.size)}
         table = GradeTable(np.ones(rewards.size), rewards.ravel(), facts, {}, {})
         holder = np.full(len(mine), rank)
-        outcomes = rewards, lengths, np.sqrt(lengths) * rng.uniform(0.1, 0.4, shape), 0.3 * lengths, lengths >= 8192
-        there = np.zeros(shape, np.bool_)
-        parts.append(RolloutTable(mine, holder, *outcomes, there, there, np.ones(shape), {"reward": table}))
+        norms, there = np.sqrt(lengths) * rng.uniform(0.1, 0.4, shape), np.zeros(shape, np.bool_)
+        outcomes = Rollouts(rewards, lengths, norms, None, lengths >= 8192, there, there, np.ones(shape))
+        parts.append(RolloutTable(mine, holder, outcomes, 0.3 * lengths, {"reward": table}))
     return parts
 
 
@@ -64,14 +64,14 @@ def run(smoke: bool) -> list[Bar]:
         outcomes = RolloutTable.join([pickle.loads(part) for part in arriving])
         decision = selector.finish(outcomes.rollouts(prompts), step)
         rows = np.flatnonzero(decision.kept)
-        lengths = outcomes.lengths.ravel()[rows]
+        lengths = outcomes.outcomes.lengths.ravel()[rows]
         sizes = [SampleSize(f"{r // SIZE}:{r % SIZE}", 199 + int(n)) for r, n in zip(rows, lengths, strict=True)]
         layout = PackingLayout(data_parallel=RANKS)
         pack = plan_microbatches(sizes, layout=layout, max_tokens_per_microbatch=CAP, cost=COST)
         sent = len(pickle.dumps(UpdatePlan.of(decision, rows, lengths, pack)))
         seconds = begun + time.process_time() - started
         selector.feedback(StepCost(step, 60.0, 50.0, 5.0, 1.0))
-    completions = outcomes.rewards.size
+    completions = outcomes.outcomes.rewards.size
     return [
         Bar(
             "rank0",

@@ -32,7 +32,6 @@ LOOP = "loop.pt"
 """File with the loop's own state; the other files are Megatron's and the model's."""
 
 _FORMAT = "dppo_megatron checkpoint 2"
-_EARLIER = ("dppo_megatron checkpoint 1",)
 _REQUIRED = (".metadata", "metadata.json", LOOP)
 """Beside the shards. megatron-core 0.16 writes common.pt as well, newer ones keep its contents among the shards."""
 
@@ -44,8 +43,6 @@ class Manifest:
     step: int
     run: str
     """The run that wrote it: the id in its run.json."""
-    fingerprint: str
-    """Fingerprint of the settings that must not change at a resume."""
     config: dict[str, Any]
     """All settings of the run."""
     world_size: int
@@ -77,12 +74,11 @@ def read_manifest(directory: Path) -> Manifest | str:
             return f"its {FILE} is not a file"
         raw = json.loads(path.read_text(encoding="utf-8"))
         form, own_sum = raw.pop("format"), raw.pop("sha256", None)
-        if form in _EARLIER:
-            return f"an earlier version of this program wrote it ('{form}')"
         if form != _FORMAT:
             return f"its {FILE} has another format"
         if own_sum != _own_sum({"format": form} | raw):
             return f"its {FILE} has another checksum than when it was written"
+        raw.pop("fingerprint", None)  # of the settings, in older ones
         raw["files"] = {name: (int(size), str(checksum)) for name, (size, checksum) in raw["files"].items()}
         manifest = Manifest(**raw)
     except FileNotFoundError:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from dppo_megatron.checkpoint.checkpoint_dir import LOOP, read_manifest
 from dppo_megatron.checkpoint.state import read_state
-from dppo_megatron.checkpoint.store import CheckpointStore, Found, check
+from dppo_megatron.checkpoint.store import CheckpointStore, check
 from dppo_megatron.config.changes import check_changes, saved_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import from_rank_zero
@@ -46,15 +46,15 @@ def find_origin(config: Config, store: CheckpointStore, check_data: DataCheck) -
     resume = config.checkpoint.resume
     if resume == "never":
         return None
-    found = store.look()
-    if found.newest is not None:
-        _refuse_an_older_own(resume, found.newest)
-        origin = _accept(found.newest, config, check_data, own=True)
-        for path, why in found.passed_over:
+    newest, passed_over = store.look()
+    if newest is not None:
+        _refuse_an_older_own(resume, newest)
+        origin = _accept(newest, config, check_data, own=True)
+        for path, why in passed_over:
             store.put_aside(path, why)
         return origin
-    if found.passed_over:
-        raise UserError(_none_is_good(config, found))
+    if passed_over:
+        raise UserError(_none_is_good(config, passed_over))
     if resume == "auto":
         return None
     if wrong := check(Path(resume)):
@@ -99,10 +99,10 @@ def _refuse_an_older_own(resume: str, newest: Path) -> None:
         )
 
 
-def _none_is_good(config: Config, found: Found) -> str:
-    listed = "; ".join(f"{path.name}: {why}" for path, why in found.passed_over[:4])
-    more = f"; and {len(found.passed_over) - 4} more" if len(found.passed_over) > 4 else ""
-    where = found.passed_over[0][0].parent
+def _none_is_good(config: Config, passed_over: Sequence[tuple[Path, str]]) -> str:
+    listed = "; ".join(f"{path.name}: {why}" for path, why in passed_over[:4])
+    more = f"; and {len(passed_over) - 4} more" if len(passed_over) > 4 else ""
+    where = passed_over[0][0].parent
     return (
         f"run_dir = '{config.run_dir}': none of its checkpoints can be resumed from: {listed}{more}. To begin again,"
         f" move them out of {where}; to begin from another run's, set checkpoint.resume to it in a new run_dir"

@@ -35,8 +35,12 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 
     Raises:
         UserError: `state` holds something else.
+        OSError: it cannot be written.
     """
-    torch.save(state, path)
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # what torch makes of a full disk
+        raise OSError(str(error)) from None
     read_state(path)
 
 

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import os
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,16 +63,6 @@ class Sharded(Protocol):
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Restore a loaded state."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The result of `CheckpointStore.look`."""
-
-    newest: Path | None
-    """The newest good one of this run."""
-    passed_over: list[tuple[Path, str]]
-    """Directories with a newer step, newest first, each with the reason why it is not used."""
 
 
 class CheckpointStore:
@@ -152,15 +142,17 @@ class CheckpointStore:
             with contextlib.suppress(OSError):
                 checkpoint_dir.sweep(self._root)
 
-    def look(self) -> Found:
-        """The newest checkpoint of this run whose files are intact, and everything newer that is not usable."""
+    def look(self) -> tuple[Path | None, list[tuple[Path, str]]]:
+        """The newest checkpoint of this run whose files are intact, and everything newer that is not usable, with the
+        reason. The former counts as saved: a run that goes on from it and is stopped at once leaves it as it is."""
         passed: list[tuple[Path, str]] = []
-        for _, path in reversed(from_rank_zero(lambda: checkpoint_dir.named(self._root))):
+        for step, path in reversed(from_rank_zero(lambda: checkpoint_dir.named(self._root))):
             wrong = self._judge(path)
             if not wrong:
-                return Found(path, passed)
+                self._saved_step = step
+                return path, passed
             passed.append((path, wrong))
-        return Found(None, passed)
+        return None, passed
 
     def put_aside(self, path: Path, why: str) -> None:
         """Move what is not a good checkpoint of this run to `aside/`. Raises OSError if that fails."""
@@ -240,12 +232,10 @@ class CheckpointStore:
                 num_good += 1
 
 
-def describe(
-    step: int, config: dict[str, Any], fingerprint: str, data: dict[str, Any] | None = None, *, run: str
-) -> Manifest:
+def describe(step: int, config: dict[str, Any], data: dict[str, Any] | None = None, *, run: str) -> Manifest:
     """The manifest of a checkpoint that is about to be written."""
     versions = {"dppo_megatron": __version__, "torch": torch.__version__, "megatron_core": megatron_version}
-    return Manifest(step, run, fingerprint, config, dist.get_world_size(), {}, versions, data or {})
+    return Manifest(step, run, config, dist.get_world_size(), {}, versions, data or {})
 
 
 def check(directory: Path) -> str:

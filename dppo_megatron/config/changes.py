@@ -1,13 +1,11 @@
-"""Which settings may change when a run resumes, and a fingerprint of those that may not.
+"""Which settings may change when a run resumes.
 
-A resumed run is the same run only if everything that shapes its data, draws and updates is unchanged: those settings
-make the fingerprint. The others decide where, how fast or how long it runs, and may change at every resume.
+A resumed run is the same run only if everything that shapes its data, draws and updates is unchanged. The other
+settings decide where, how fast or how long it runs, and may change at every resume.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -38,12 +36,6 @@ def _free(schema: type, prefix: str = "") -> Iterator[str]:
 FREE = tuple(_free(Config))
 """Settings and sections that may differ, as the schema marks them. With another layout or packing results agree up to
 rounding; other `steps` move what is scheduled over the whole run (decaying learning rates, annealed pruning)."""
-
-
-def fingerprint(config: Config) -> str:
-    """SHA-256 of the settings that must not change at a resume."""
-    fixed = {key: value for key, value in flat(config_values(config)).items() if not _under(key, FREE)}
-    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
 
 def check_changes(config: Config, before: dict[str, Any], where: str) -> list[str]:

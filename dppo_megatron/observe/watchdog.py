@@ -50,6 +50,7 @@ class Watchdog:
         self._watched = list(range(1, world_size)) if rank == 0 else [0]
         self._interval_s = min(5.0, timeout_s / 10)
         self._heard: dict[int, tuple[bytes, float]] = {}
+        self._looked = 0.0
         self._done = threading.Event()
         self._unanswered = 0
         """Intervals since the store last answered."""
@@ -106,7 +107,10 @@ class Watchdog:
         self._store.set(self._key(self._rank), f"{count} {socket.gethostname()} {os.getpid()}")
 
     def _look(self) -> None:
-        now = time.monotonic()
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        if now - before > 3 * self._interval_s:  # this process was stopped, and the others perhaps with it
+            self._heard = {rank: (sign, now) for rank, (sign, _) in self._heard.items()}
         for rank in self._watched:
             sign = self._store.get(self._key(rank)) if self._store.check([self._key(rank)]) else b""
             if rank not in self._heard or self._heard[rank][0] != sign:

@@ -175,7 +175,14 @@ class ServerEngine(Engine):
         while self._zero.ask(lambda zero: zero.background.wait(first.work)):
             self._sync.again()
             self._go_on()
-        found = self._take(first.work, first.places)
+        found: dict[int, Completion] = {}
+        gone: list[str] = []
+        try:
+            found = self._take(first.work, first.places)
+        except RunAborted as error:  # of this node's client: the other nodes' ranks would go on without this one
+            gone = [f"node {self._nodes.node}: {error}"]
+        if gone := gather_all(gone):
+            raise RunAborted(gone[0])
         lost, homes = from_rank_zero(lambda: (first.work.missing, first.work.homes))
         if homes:
             self._reunite(found, homes, first.places)

@@ -72,7 +72,7 @@ class Coordinator:
 
     def refill(self, number: int) -> PromptDraw | None:
         """More prompts, for methods that ask until enough groups have variance; None: enough."""
-        return self._selector.refill(RolloutTable.join(self._outcomes).rewards, number)
+        return self._selector.refill(RolloutTable.join(self._outcomes).outcomes.rewards, number)
 
     def decide(self, step: Step, stats: RolloutStats) -> tuple[list[UpdatePlan], IntArray, dict[int, tuple[Any, ...]]]:
         """What to train on, in which micro-batches; which rank holds each group; what is recorded of each completion.

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -77,15 +77,9 @@ def check_first_layers(model: ModelConfig) -> str:
     return f"{said}: {line} compared with transformers': log-probabilities differ by at most {found['difference']:.1e}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    layers: int
-    of: int
-    difference: float
-
-
-def compare(model: ModelConfig) -> _Compared:
-    """Build both models in this process, which must have no process group.
+def compare(model: ModelConfig) -> dict[str, float]:
+    """Build both models in this process, which must have no process group; returns how many `layers` of how many (`of`)
+    were compared, and the largest `difference`.
 
     Raises:
         UserError: names, shapes or bytes that are not those of transformers' model.
@@ -119,7 +113,7 @@ def compare(model: ModelConfig) -> _Compared:
             raise UserError(str(error).replace(f"checkpoint '{directory}'", said)) from None
         found = _actor_logprobs(ours, reader, samples)
     worst = max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
-    return _Compared(depth, architecture.num_layers, worst)
+    return {"layers": depth, "of": architecture.num_layers, "difference": worst}
 
 
 def _layers(model: nn.Module, architecture: Architecture) -> list[nn.Module]:
@@ -234,10 +228,10 @@ def main() -> None:
     answer = os.dup(1)
     os.dup2(2, 1)
     try:
-        found = asdict(compare(ModelConfig(**json.loads(sys.argv[1]))))
+        found = json.dumps(compare(ModelConfig(**json.loads(sys.argv[1]))))
     except UserError as error:
-        found = {"error": str(error)}
-    os.write(answer, json.dumps(found).encode())
+        found = json.dumps({"error": str(error)})
+    os.write(answer, found.encode())
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from dppo_megatron.pruning.early_stop import end_probability
 from dppo_megatron.rewards.measures import GradeTable
 from dppo_megatron.selection import Rollouts, TrainSelection
 from dppo_megatron.types import (
-    BoolArray,
     FloatArray,
     Group,
     IntArray,
@@ -82,22 +81,10 @@ class RolloutTable:
     """[k] position of each group in the step."""
     holder: IntArray
     """[k] the rank that holds its completions."""
-    rewards: FloatArray
-    """[k, G], NaN where grading failed."""
-    lengths: IntArray
-    """[k, G] completion tokens."""
-    logit_grad_norm: FloatArray
-    """[k, G], see `pruning.logit_grad_norm`."""
+    outcomes: Rollouts
+    """Of the k groups: all of it but `prompt_tokens`."""
     surprisal: FloatArray
     """[k, G] -log of the probability with which the engine sampled each completion: the sum over its tokens."""
-    truncated: BoolArray
-    """[k, G] stopped at the token limit."""
-    unfinished: BoolArray
-    """[k, G] ended before that, and before a stop token; or never asked for, in groups of several sizes."""
-    by_chance: BoolArray
-    """[k, G] grading failed by what cannot depend on the completion."""
-    stands_for: FloatArray
-    """[k, G] what each counts for those that were stopped early, 0 of these."""
     grades: dict[str, GradeTable]
     """By the settings of the rewards, see `Prompt.graded_by`."""
 
@@ -118,22 +105,24 @@ class RolloutTable:
         return RolloutTable(
             position=np.array(list(groups), dtype=np.int64),
             holder=np.full(len(groups), rank, dtype=np.int64),
-            rewards=table((reward for group in held for reward in group.rewards), np.nan, np.float64),
-            lengths=table((len(one.token_ids) for one in completions), 0, np.int64),
-            logit_grad_norm=table((logit_grad_norm(one.logprobs) for one in completions), 0.0, np.float64),
-            surprisal=table((-one.logprobs.sum(dtype=np.float64) for one in completions), 0.0, np.float64),
-            truncated=table((one.finish_reason == "length" for one in completions), False, np.bool_),
-            unfinished=table((one.finish_reason in ("abort", "early") for one in completions), True, np.bool_),
-            by_chance=table((one is not None and one.by_chance for one in grades), False, np.bool_),
-            stands_for=table(
-                (
-                    count
-                    for one in held
-                    for count in (np.ones(len(one.completions)) if one.stands_for is None else one.stands_for)
+            outcomes=Rollouts(
+                rewards=table((reward for group in held for reward in group.rewards), np.nan, np.float64),
+                lengths=table((len(one.token_ids) for one in completions), 0, np.int64),
+                logit_grad_norm=table((logit_grad_norm(one.logprobs) for one in completions), 0.0, np.float64),
+                truncated=table((one.finish_reason == "length" for one in completions), False, np.bool_),
+                unfinished=table((one.finish_reason in ("abort", "early") for one in completions), True, np.bool_),
+                by_chance=table((one is not None and one.by_chance for one in grades), False, np.bool_),
+                stands_for=table(
+                    (
+                        count
+                        for one in held
+                        for count in (np.ones(len(one.completions)) if one.stands_for is None else one.stands_for)
+                    ),
+                    1.0,
+                    np.float64,
                 ),
-                1.0,
-                np.float64,
             ),
+            surprisal=table((-one.logprobs.sum(dtype=np.float64) for one in completions), 0.0, np.float64),
             grades={
                 key: GradeTable.of(one for one in held if one.selected.prompt.graded_by == key)
                 for key in dict.fromkeys(one.selected.prompt.graded_by for one in held)
@@ -144,11 +133,15 @@ class RolloutTable:
     def join(parts: Sequence[RolloutTable]) -> RolloutTable:
         """All groups of a step, sorted by position; `grades` stay in the order of `parts`."""
         order = np.argsort(np.concatenate([part.position for part in parts]))
-        names = [one.name for one in fields(RolloutTable) if one.name != "grades"]
-        columns = {name: np.concatenate([getattr(part, name) for part in parts])[order] for name in names}
+
+        def columns(of: Sequence[Any], *names: str) -> dict[str, Any]:
+            return {name: np.concatenate([getattr(one, name) for one in of])[order] for name in names}
+
+        names = [one.name for one in fields(Rollouts) if one.name != "prompt_tokens"]
+        outcomes = Rollouts(**columns([part.outcomes for part in parts], *names))
         keys = dict.fromkeys(key for part in parts for key in part.grades)
         tables = {key: GradeTable.join([part.grades[key] for part in parts if key in part.grades]) for key in keys}
-        return RolloutTable(**columns, grades=tables)
+        return RolloutTable(**columns(parts, "position", "holder", "surprisal"), outcomes=outcomes, grades=tables)
 
     def metrics(self, inclusion_prob: FloatArray) -> dict[str, float]:
         """Figures of all that was rolled out, as Horvitz-Thompson estimates over the prompts that could have been:
@@ -157,29 +150,26 @@ class RolloutTable:
         Args:
             inclusion_prob: [k] of each group's prompt; where sizes differ, times the size.
         """
-        weight = ~self.unfinished * self.stands_for / inclusion_prob[:, None]
-        tokens = float((weight * self.lengths).sum())
+        one = self.outcomes
+        assert one.truncated is not None and one.unfinished is not None and one.stands_for is not None
+        weight = ~one.unfinished * one.stands_for / inclusion_prob[:, None]
+        tokens = float((weight * one.lengths).sum())
         completions = float(weight.sum())
         return {
             "train/entropy": mean_of_sums(float((weight * self.surprisal).sum()), tokens),
             "rollout/completion_tokens_mean": mean_of_sums(tokens, completions),
-            "rollout/truncated_share": mean_of_sums(float((weight * self.truncated).sum()), completions),
-            "rollout/truncated_count": float(self.truncated.sum()),
-            "rollout/stopped_early_count": float((self.stands_for == 0).sum()),
+            "rollout/truncated_share": mean_of_sums(float((weight * one.truncated).sum()), completions),
+            "rollout/truncated_count": float(one.truncated.sum()),
+            "rollout/stopped_early_count": float((one.stands_for == 0).sum()),
         }
 
     def rollouts(self, selected: Sequence[RolloutPrompt]) -> Rollouts:
         """The selector's input; `selected` [k] are the prompts of the groups."""
         may_stop = any(one.limits for one in selected)
-        return Rollouts(
-            rewards=self.rewards,
-            lengths=self.lengths,
-            logit_grad_norm=self.logit_grad_norm,
+        return replace(
+            self.outcomes,
             prompt_tokens=np.array([len(item.prompt.token_ids) for item in selected], dtype=np.int64),
-            truncated=self.truncated,
-            unfinished=self.unfinished,
-            by_chance=self.by_chance,
-            stands_for=self.stands_for if may_stop else None,
+            stands_for=self.outcomes.stands_for if may_stop else None,
         )
 
 

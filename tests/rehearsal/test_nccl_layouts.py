@@ -141,7 +141,7 @@ def _life(model: Path, parallel: Parallel, root: Path, ways: list[tuple[str, boo
     actor.update(samples, plan, objective)
     _sync_all(actor, syncs)
     store = CheckpointStore(root / "checkpoints", run="r", assets=model, keep=0, async_save=False)
-    store.save(actor, {"step": 1}, describe(1, {"seed": 1}, "abc", run="r"))
+    store.save(actor, {"step": 1}, describe(1, {"seed": 1}, run="r"))
     actor.update(samples, plan, objective)
     del kept
     return [server.digests for server in servers]

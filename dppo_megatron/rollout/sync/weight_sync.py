@@ -8,7 +8,9 @@ offloads its weights there. Only then do servers take memory for their caches.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.distributed import OnRankZero, from_rank_zero, gather_all
@@ -16,7 +18,7 @@ from dppo_megatron.rollout.engine import Weights
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.wire import version_name
-from dppo_megatron.rollout.sync.channels import Channel, drain
+from dppo_megatron.rollout.sync.channels import Channel, Tensors, drain
 from dppo_megatron.rollout.sync.receipts import Digests
 from dppo_megatron.rollout.sync.server_side import Action, ServerSide
 
@@ -115,6 +117,7 @@ class WeightSync:
         """One pass, and on rank 0 what went wrong in it. Every rank walks the stream to its end, or none begins."""
         members: list[Member] = []
         problem: Exception | None = None
+        broken: list[Exception] = []
         digests = Digests() if self._proves and self._zero.is_here else None
 
         def attempt(act: Callable[[ServerSide], None]) -> None:
@@ -133,15 +136,26 @@ class WeightSync:
 
         # no rank asks for the stream before it has room: an actor may bring its weights back to the device for it
         from_rank_zero(lambda: attempt(lambda zero: members.extend(zero.make_room())))
-        stream = iter(weights())
+        stream = _noting(iter(weights()), broken)
         names = from_rank_zero(ready)
         if names is None:
             return problem
         if not self._zero.is_here:
             self._channel.take_part(stream, names)
         attempt(lambda zero: zero.send(digests.tee(stream) if digests else stream, members))
+        if broken:  # no failure to hand over: this rank is out of the stream, and the others wait for it there
+            raise broken[0]
         drain(stream)
         self._release()
         gather_all([self._channel.name])  # all have handed over
         attempt(lambda zero: zero.finish(members, digests))
         return problem
+
+
+def _noting(stream: Tensors, errors: list[Exception]) -> Iterator[tuple[str, Tensor]]:
+    """The same stream; what ends it is in `errors` too, whatever its reader makes of it."""
+    try:
+        yield from stream
+    except Exception as error:
+        errors.append(error)
+        raise
