@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,6 +161,8 @@ class Steps:
             self._begin()
 
     # ---------------------------------------------------------------------------------------------- as an intake
+
+    def gone(self, servers: Collection[str]) -> None: ...
 
     def client_of(self, server: str) -> int:
         return 0

@@ -103,8 +103,9 @@ class RankZero:
 
     def _introduce(self, server: Server) -> None:
         """A server has come, perhaps behind a router, or is asked in another dialect now."""
-        for asked in (server, *(router.server for router in self.fleet.routers)):
-            self.clients.add(_address(asked))
+        self.clients.add(_address(server))
+        for router in self.fleet.routers:
+            self.clients.add(_address(router.server))
 
 
 def _address(server: Generator) -> ServerAddress:
