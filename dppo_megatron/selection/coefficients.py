@@ -24,7 +24,7 @@ from dppo_megatron.config.selection import SelectionSettings
 from dppo_megatron.pruning import LedgerRow, Selection
 from dppo_megatron.pruning.early_stop import NAME as EARLY_STOP
 from dppo_megatron.pruning.scores import completion_score
-from dppo_megatron.selection.arrays import Rollouts
+from dppo_megatron.selection.arrays import PromptDraw, Rollouts, was_asked
 from dppo_megatron.selection.bias import BiasSource, whitening_factor
 from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
@@ -71,12 +71,12 @@ class Coefficients:
         return rollouts.rewards + overlong_penalty(rollouts.lengths, self._settings.objective.overlong, self._limit)
 
     def denominator(
-        self, rollouts: Rollouts, minibatch: IntArray, groups: Selection, skips: BoolArray, prompt_prob: FloatArray
+        self, rollouts: Rollouts, minibatch: IntArray, groups: Selection, skips: BoolArray, prompts: PromptDraw
     ) -> tuple[FloatArray, BiasSource]:
         """[K, G] frozen divisor of each completion's token sum, and the ledger row of a predicted token count.
 
         Args:
-            minibatch, prompt_prob: [K], of each group.
+            minibatch: [K], of each group.
             groups: which groups go on, and their weights.
             skips: [mini-batches]: some of its prompts could have been skipped, or have groups of another size. By the
                 probabilities and not by the draw: a divisor that depends on who was drawn would bias the estimate.
@@ -94,15 +94,15 @@ class Coefficients:
             " length of the expected gradient and not its direction"
         )
         row = LedgerRow("denominator/token_mean", 1.0, "ratio", note)
-        whole = rollouts.counted(lengths.astype(np.float64))
-        factor = np.where(skips, self._true_over(expected, whole, minibatch, prompt_prob), 1.0)[minibatch][:, None]
+        true = self._true_over(expected, _mean_lengths(rollouts, prompts), minibatch, prompts.inclusion_prob)
+        factor = np.where(skips, true, 1.0)[minibatch][:, None]
         return self._divisor(lengths, np.where(skips, expected, tokens)[minibatch]), BiasSource((row,), factor)
 
     def _true_over(
         self, expected: float, lengths: FloatArray, minibatch: IntArray, prompt_prob: FloatArray
     ) -> FloatArray:
-        """[mini-batches] tokens of all prompts over `expected`, from those that were rolled out."""
-        counts = np.stack([np.ones(len(lengths)), 1.0 / prompt_prob, lengths.mean(axis=1) / prompt_prob])
+        """[mini-batches] tokens of all prompts over `expected`, from mean lengths [K] of those that were rolled out."""
+        counts = np.stack([np.ones(len(lengths)), 1.0 / prompt_prob, lengths / prompt_prob])
         drawn, total, tokens = (np.bincount(minibatch, weights=each, minlength=self._updates) for each in counts)
         mean = tokens / np.maximum(total, 1.0) * self._nominal / expected
         # the mean of a share of the prompts is off by 1 / sqrt(share) of what that of all is
@@ -218,11 +218,11 @@ class Coefficients:
         """Typical slope of the terms of the loss that do not depend on the advantage."""
         return zero_advantage_slope(self._settings.objective) * self._settings.pruning.completion.kl_slope
 
-    def learn_length(self, lengths: FloatArray, weight: FloatArray) -> None:
-        """From lengths [K, G] of prompts with weights [K]."""
-        total = float(weight.sum()) * lengths.shape[1]
+    def learn_length(self, rollouts: Rollouts, prompts: PromptDraw) -> None:
+        """From a step that is done."""
+        total = float(prompts.weight.sum())
         if total > 0:
-            mean, old = float((weight[:, None] * lengths).sum()) / total, self.mean_length
+            mean, old = float(prompts.weight @ _mean_lengths(rollouts, prompts)) / total, self.mean_length
             self.mean_length = _LENGTH_DECAY * old + (1 - _LENGTH_DECAY) * mean if old else mean
 
     def full_scores(self, everything: Rollouts, prior: FloatArray | None) -> FloatArray:
@@ -233,3 +233,11 @@ class Coefficients:
         tokens = token_sums(everything.lengths, minibatch, self._updates)
         divisor = self._divisor(everything.lengths, tokens[minibatch])
         return np.sqrt(self.squared_norms(everything, advantages, divisor))
+
+
+def _mean_lengths(rollouts: Rollouts, prompts: PromptDraw) -> FloatArray:
+    """[K] tokens of the completions that were asked for. The others' lengths are those of their mates that came to
+    their end, which are the short ones where completions are stopped early."""
+    lengths = rollouts.counted(rollouts.lengths.astype(np.float64))
+    found: FloatArray = np.where(was_asked(rollouts, prompts.size), lengths, 0.0).sum(axis=1) / prompts.size
+    return found
