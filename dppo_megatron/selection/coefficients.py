@@ -150,25 +150,19 @@ class Coefficients:
         if objective.advantage != "posterior_loo":
             return BiasSource(())
         note = "a completion's baseline is its prompt's history and the others' rewards, which it has no part in"
-        if objective.function:
-            row = LedgerRow(_POSTERIOR, 1.0, "biased", _OWN_LOSS)
-            return BiasSource((row,), None, unknown="nothing is known of that loss")
-        if self._bounds_ratios:
-            note = "off policy, where ratios are bounded, a baseline changes the expected gradient: compare with rloo"
-            row = LedgerRow(_POSTERIOR, 1.0, "biased", note)
-            return BiasSource((row,), None, unknown="which ratios will be bounded is not known")
-        if objective.normalization == "token_mean":
-            note += "; the divisor holds its own length"
-            row = LedgerRow(_POSTERIOR, 1.0, "ratio", note)
-            return BiasSource((row,), None, unknown="the gradient of lengths is not known")
-        return BiasSource((LedgerRow(_POSTERIOR, 1.0, "unbiased", note),), np.ones((1, 1)))
+        source = self._of_another_baseline(LedgerRow(_POSTERIOR, 1.0, "unbiased", note))
+        [row] = source.rows
+        if row.label == "biased" or objective.normalization != "token_mean":
+            return source
+        row = replace(row, label="ratio", note=f"{note}; the divisor holds its own length")
+        return BiasSource((row,), None, unknown="the gradient of lengths is not known")
 
     def sizes(self) -> BiasSource:
         """What groups of several sizes do to the expected gradient: nothing, where no ratio is bounded."""
         if self._settings.group_size_factor == 1:
             return BiasSource(())
         note = "sizes of groups are fixed before anything is sampled; every group counts as one of the usual size"
-        return self._of_noisier_baseline(LedgerRow(_SIZES, 1.0, "unbiased", note))
+        return self._of_another_baseline(LedgerRow(_SIZES, 1.0, "unbiased", note))
 
     def early_stop(self, rollouts: Rollouts, asked: BoolArray) -> BiasSource:
         """What stopping completions early does to the expected gradient: likewise. `asked` [K, G]."""
@@ -180,10 +174,11 @@ class Coefficients:
             f" {early.min_inclusion_prob:g} at least, by a limit drawn before it was sampled, and weighs the inverse"
         )
         share = 1.0 - float(rollouts.stopped.sum()) / max(int(asked.sum()), 1)
-        return self._of_noisier_baseline(LedgerRow(EARLY_STOP, share, "unbiased", note))
+        return self._of_another_baseline(LedgerRow(EARLY_STOP, share, "unbiased", note))
 
-    def _of_noisier_baseline(self, row: LedgerRow) -> BiasSource:
-        """`row` of a design whose baselines are noisier: no matter, unless the loss is not linear in the advantage."""
+    def _of_another_baseline(self, row: LedgerRow) -> BiasSource:
+        """`row` of what has noisier baselines, or less noisy ones: no matter, unless the loss is not linear in the
+        advantage."""
         if self._settings.objective.function:
             row = replace(row, label="biased", note=_OWN_LOSS)
             return BiasSource((row,), None, unknown="nothing is known of that loss")
