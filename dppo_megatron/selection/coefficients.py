@@ -35,6 +35,14 @@ _OWN_LOSS = (
 )
 
 
+def _mean_lengths(rollouts: Rollouts, prompts: PromptDraw) -> FloatArray:
+    """[K] tokens of the completions that were asked for. The others' lengths are those of their mates that came to
+    their end, which are the short ones where completions are stopped early."""
+    lengths = rollouts.counted(rollouts.lengths.astype(np.float64))
+    found: FloatArray = np.where(was_asked(rollouts, prompts.size), lengths, 0.0).sum(axis=1) / prompts.size
+    return found
+
+
 class Coefficients:
     """A and D of a step's completions."""
 
@@ -228,11 +236,3 @@ class Coefficients:
         tokens = token_sums(everything.lengths, minibatch, self._updates)
         divisor = self._divisor(everything.lengths, tokens[minibatch])
         return np.sqrt(self.squared_norms(everything, advantages, divisor))
-
-
-def _mean_lengths(rollouts: Rollouts, prompts: PromptDraw) -> FloatArray:
-    """[K] tokens of the completions that were asked for. The others' lengths are those of their mates that came to
-    their end, which are the short ones where completions are stopped early."""
-    lengths = rollouts.counted(rollouts.lengths.astype(np.float64))
-    found: FloatArray = np.where(was_asked(rollouts, prompts.size), lengths, 0.0).sum(axis=1) / prompts.size
-    return found
