@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.job import prepare_job
+from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.pruning import CompletionBatch, LedgerRow, StepCost, make_completion_policy
 from dppo_megatron.pruning.designs import count_kept, floor_kept
 from dppo_megatron.pruning.policies import METHODS, check_methods, with_method
 from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
-from dppo_megatron.steps.coordinator import server_rows
-from dppo_megatron.types import RunAborted, UserError
+from dppo_megatron.steps.coordinator import Coordinator, server_rows
+from dppo_megatron.steps.loop import Loop
+from dppo_megatron.steps.step import RolloutTable, Step
+from dppo_megatron.types import Completion, Group, RolloutPrompt, RunAborted, UserError
 
 N, G = 16, 4
 RNG = np.random.default_rng(0)
@@ -279,6 +283,54 @@ def test_a_step_needs_the_prompts_it_plans() -> None:
     config.pruning.completion.allocation = True
     with pytest.raises(UserError, match=r"pruning.completion.allocation makes 32, but the prompt set holds only 31"):
         Selector(selection_settings(config), 31)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "greso", "greso__smallest_refill_prompts": 8, "greso__largest_refill_prompts": 8},
+        {"method": "dynamic_sampling"},
+    ],
+)
+def test_a_round_that_skips_everything_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """In the trainer as in the selector: the draws of a step keep nothing, all, nothing and all."""
+    files = write_job_files(tmp_path)
+    of_prompts = {f"pruning__prompt__{name}": value for name, value in changes.items()}
+    config = job_config(files, tmp_path / "run", rollout__prompts_per_step=8, **of_prompts)
+    job = prepare_job(config, 1)
+    asked: list[tuple[int, int]] = []
+    loop = Loop.__new__(Loop)  # without engine and actor, which a round's draw has nothing to do with
+    loop.job, loop._coordinator = job, Coordinator(job, packing_layout(config.actor, 1))
+    policy = loop._coordinator._selector._prompt_policy
+    select, turns = policy.select, iter((False, True, False, True))
+
+    def by_turns(ids: Any, **where: Any) -> Any:
+        chosen = select(ids, **where)
+        return chosen if next(turns) else replace(chosen, kept=np.zeros(len(ids), np.bool_))
+
+    def generate(step: Step, selected: list[RolloutPrompt], first: int) -> None:
+        """The first round of groups has no variance, the second has."""
+        assert selected
+        rewards = np.arange(config.rollout.completions_per_prompt) * float(bool(asked))
+        one = Completion(np.arange(3), np.zeros(3, np.float32), "stop", "")
+        groups = {first + k: Group(item, (one,) * len(rewards), rewards) for k, item in enumerate(selected)}
+        asked.append((first, len(selected)))
+        step.reach("generating")
+        step.reach("rolled_out")
+        loop._coordinator.take([RolloutTable.of(groups, len(rewards), 0)], step.number)
+
+    monkeypatch.setattr(policy, "select", by_turns)
+    monkeypatch.setattr(loop, "generate", generate)
+    step = Step(1)
+    loop._select(step, step.record.timers)
+    loop.rollout(step)
+    (_, fresh), (first, again) = asked
+    assert first == fresh and len(step.selected) == fresh + again and step.reached == "rolled_out"
+    plans, *_ = loop._coordinator.decide(step, RolloutStats())
+    counts = step.record.counts
+    assert len(plans[0].rows) and counts is not None and counts.prompts_generated == fresh + again
 
 
 def test_the_job_counts_the_planned_prompts(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ The adapters differ in where their trainer keeps rewards, rows and divisors; cho
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,19 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.config.pruning import PruningConfig
-from dppo_megatron.pruning import CompletionBatch, LedgerRow, Selection, step_metrics
+from dppo_megatron.pruning import CompletionBatch, LedgerRow, Selection, StepCost, biased_rows, step_metrics
 from dppo_megatron.pruning.interface import Stateful, check_outcomes
 from dppo_megatron.pruning.policies import check_methods, make_completion_policy, make_prompt_policy
 from dppo_megatron.pruning.scores import completion_score
+from dppo_megatron.texts import log
 from dppo_megatron.types import FloatArray, IntArray, UserError
 
 INDEX = "dppo_index"
 """Column of the training set that says which row a prompt is; reward functions do not see it."""
 STATE = "dppo_selection.pt"
 """The selection's state, in a checkpoint's folder."""
+_SAID = set[str]()
+"""What this process has said once: in slime and NeMo-RL each step has a pruner of its own."""
 _PREDICTED_TOKENS = LedgerRow("denominator/tokens", 1.0, "ratio", "skipped prompts count as the mean of earlier steps")
 
 
@@ -77,7 +81,8 @@ class StepPruner(Stateful):
 
     def __post_init__(self) -> None:
         self.num_nominal = self.prompts_per_step * self.group_size
-        check_methods(self.pruning, group_size=self.group_size, minibatch_size=self.num_nominal)
+        for line in check_methods(self.pruning, group_size=self.group_size, minibatch_size=self.num_nominal):
+            _say(line, once=line)
         self._prompts = make_prompt_policy(
             self.pruning.prompt,
             num_prompts=self.num_prompts,
@@ -149,6 +154,9 @@ class StepPruner(Stateful):
         tokens = predicted if may_skip else max(int(lengths.sum()), 1)
         self._learn(index, chosen, batch, step)
         ledger = chosen.ledger + of_rows.ledger + (_PREDICTED_TOKENS,) * (may_skip and self.max_tokens is not None)
+        for row in ledger:
+            for line in biased_rows((row,)):
+                _say(f"warning: {line}", once=row.name)
         metrics = step_metrics(chosen, batch, of_rows)
         metrics |= {f"ledger/{row.name}/{row.label}": row.kept_fraction for row in ledger}
         rows = np.flatnonzero(of_rows.kept)
@@ -168,9 +176,20 @@ class StepPruner(Stateful):
             inclusion_prob=chosen.inclusion_prob[kept],
             planned_prob=chosen.planned[kept],
         )
+        for line in self._prompts.feedback(StepCost(step + 1, 0.0, 0.0, 0.0)):  # no seconds: not measured
+            _say(line)
         if (total := float(batch.prompt_weight.sum())) > 0:
             mean, old = float(batch.prompt_weight @ batch.lengths) / total, self.mean_length
             self.mean_length = 0.9 * old + 0.1 * mean if old else mean
+
+
+def _say(line: str, once: str | None = None) -> None:
+    """On the first process, since all say the same; what has a name for `once`, the first time."""
+    if once in _SAID or os.environ.get("RANK", "0") != "0":
+        return
+    if once is not None:
+        _SAID.add(once)
+    log(line)
 
 
 def save_state(pruner: StepPruner, folder: Path) -> None:

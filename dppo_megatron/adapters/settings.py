@@ -103,6 +103,7 @@ def slime_refusals(args: Any, samples: Sequence[Any]) -> list[str]:
     known, rollouts = ("grpo", "gspo", "cispo"), len(samples)
     siblings = [sample.rollout_id for sample in samples if getattr(sample, "rollout_id", None) is not None]
     estimator, size, groups = args.advantage_estimator, args.global_batch_size, args.rollout_batch_size
+    anneals = getattr(args, "dppo_completion", {}).get("anneal_fraction", 1) != 1
     given = {"over_sampling_batch_size": groups, "rewards_normalization": True, "rollout_top_p": 1.0} | vars(args)
     unset = (
         *("kl_coef", "entropy_coef", "use_opd", "normalize_advantages", "calculate_per_token_loss"),
@@ -116,6 +117,7 @@ def slime_refusals(args: Any, samples: Sequence[Any]) -> list[str]:
         "--disable-rewards-normalization": not given["rewards_normalization"],
         "--rollout-top-p: the tokens that it replays would not fit": given["rollout_top_p"] != 1,
         f"--global-batch-size {size}: must be the {rollouts} samples of a step, one update": size != rollouts,
+        "--num-rollout: anneal_fraction needs it, a number of epochs is none": anneals and not args.num_rollout,
         "--over-sampling-batch-size: steps are counted by groups": given["over_sampling_batch_size"] != groups,
         "rollout_id: pruning needs one sample of each rollout": len({*siblings}) < len(siblings),
     }

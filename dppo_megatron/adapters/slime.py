@@ -37,8 +37,10 @@ def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], li
     pruning = pruning_from({"completion": getattr(args, "dppo_completion", {})}, "dppo")
     pruning.prompt.method = "none"
     sizes = {"num_prompts": shape[0], "prompts_per_step": shape[0], "group_size": shape[1]}
-    pruner = StepPruner(pruning, **sizes, total_steps=args.num_rollout, seed=args.seed, divides_by_length=True)
     step = int(samples[0].group_index) // shape[0]
+    # of --num-epoch slime's driver makes a number that its rollouts do not get; nothing is annealed then
+    total = args.num_rollout or step + 1
+    pruner = StepPruner(pruning, **sizes, total_steps=total, seed=args.seed, divides_by_length=True)
     lengths = np.array([sample.response_length for sample in samples]).reshape(shape)
     logps = [sample.rollout_log_probs for sample in samples]
     norm = [

@@ -124,7 +124,10 @@ class PrunedGRPOMixin(CompactGeneration):
         mine = torch.from_numpy(rows[local]).to(out["advantages"].device)
         for name, value in out.items():
             if isinstance(value, torch.Tensor) and value.dim():
-                value = self.accelerator.pad_across_processes(value, dim=1, pad_first=name.startswith("prompt"))
+                # vespo sums the logarithms of the engine's ratio over padding too, where TRL has 1
+                fill = int(name == "importance_sampling_ratio")
+                of_prompt = name.startswith("prompt")
+                value = self.accelerator.pad_across_processes(value, dim=1, pad_index=fill, pad_first=of_prompt)
                 out[name] = self.accelerator.gather(value)[mine]
         out["advantages"] = out["advantages"] * torch.from_numpy(weight[local]).to(out["advantages"])
         return out

@@ -83,11 +83,13 @@ class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
         outcomes = self._outcomes(batch)
         rewards, lengths, norm, advantages = outcomes[:, : count * size].reshape(4, count, size)
         kept = self.pruner.finish(self.nominal, self.chosen, rewards, lengths, norm, advantages, self.global_steps - 1)
-        weight = kept.weight * np.where(kept.weight > 0, outcomes[3, kept.rows], 0.0)  # a stand-in's may be NaN
+        # a stand-in for nothing is one with tokens, by which verl may divide
+        rows = kept.rows if kept.weight.any() else outcomes[1].argmax(keepdims=True)
+        weight = kept.weight * np.where(kept.weight > 0, outcomes[3, rows], 0.0)  # a stand-in's may be NaN
         if self.mode == "token-mean":  # verl divides by the tokens that are left
-            weight = weight * outcomes[1, kept.rows].sum() / kept.tokens
+            weight = weight * outcomes[1, rows].sum() / kept.tokens
         metrics |= kept.metrics | {"rolled_out/score": rewards.mean(), "rolled_out/response_length": lengths.mean()}
-        stay = [batch.keys[row] for row in kept.rows]
+        stay = [batch.keys[row] for row in rows]
         self.coefficients = dict(zip(stay, weight.tolist(), strict=True))
         if gone := [key for key in batch.keys if key not in self.coefficients]:
             tq.kv_clear(keys=gone, partition_id=batch.partition_id)

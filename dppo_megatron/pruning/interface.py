@@ -248,7 +248,7 @@ class StepCost:
     step: int
     """Counts from 1."""
     rollout_s: float
-    """Generating and grading."""
+    """Generating and grading. All three are 0 in other trainers, which do not measure them."""
     update_s: float
     other_s: float
     """The rest of the step: selecting, packing, syncing."""

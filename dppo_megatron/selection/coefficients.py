@@ -24,7 +24,7 @@ from dppo_megatron.config.selection import SelectionSettings
 from dppo_megatron.pruning import LedgerRow, Selection
 from dppo_megatron.pruning.early_stop import NAME as EARLY_STOP
 from dppo_megatron.pruning.scores import completion_score
-from dppo_megatron.selection.arrays import Rollouts
+from dppo_megatron.selection.arrays import PromptDraw, Rollouts, was_asked
 from dppo_megatron.selection.bias import BiasSource, whitening_factor
 from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
@@ -35,6 +35,14 @@ OF_THE_OBJECTIVE = (_FILTER, _POSTERIOR)
 _OWN_LOSS = (
     "a loss of your own need not be linear in the advantage, and then its gradient changes with a baseline's noise"
 )
+
+
+def _mean_lengths(rollouts: Rollouts, prompts: PromptDraw) -> FloatArray:
+    """[K] tokens of the completions that were asked for. The others' lengths are those of their mates that came to
+    their end, which are the short ones where completions are stopped early."""
+    lengths = rollouts.counted(rollouts.lengths.astype(np.float64))
+    found: FloatArray = np.where(was_asked(rollouts, prompts.size), lengths, 0.0).sum(axis=1) / prompts.size
+    return found
 
 
 class Coefficients:
@@ -73,12 +81,12 @@ class Coefficients:
         return rollouts.rewards + overlong_penalty(rollouts.lengths, self._settings.objective.overlong, self._limit)
 
     def denominator(
-        self, rollouts: Rollouts, minibatch: IntArray, groups: Selection, skips: BoolArray, prompt_prob: FloatArray
+        self, rollouts: Rollouts, minibatch: IntArray, groups: Selection, skips: BoolArray, prompts: PromptDraw
     ) -> tuple[FloatArray, BiasSource]:
         """[K, G] frozen divisor of each completion's token sum, and the ledger row of a predicted token count.
 
         Args:
-            minibatch, prompt_prob: [K], of each group.
+            minibatch: [K], of each group.
             groups: which groups go on, and their weights.
             skips: [mini-batches]: some of its prompts could have been skipped, or have groups of another size. By the
                 probabilities and not by the draw: a divisor that depends on who was drawn would bias the estimate.
@@ -96,15 +104,15 @@ class Coefficients:
             " length of the expected gradient and not its direction"
         )
         row = LedgerRow("denominator/token_mean", 1.0, "ratio", note)
-        whole = rollouts.counted(lengths.astype(np.float64))
-        factor = np.where(skips, self._true_over(expected, whole, minibatch, prompt_prob), 1.0)[minibatch][:, None]
+        true = self._true_over(expected, _mean_lengths(rollouts, prompts), minibatch, prompts.inclusion_prob)
+        factor = np.where(skips, true, 1.0)[minibatch][:, None]
         return self._divisor(lengths, np.where(skips, expected, tokens)[minibatch]), BiasSource((row,), factor)
 
     def _true_over(
         self, expected: float, lengths: FloatArray, minibatch: IntArray, prompt_prob: FloatArray
     ) -> FloatArray:
-        """[mini-batches] tokens of all prompts over `expected`, from those that were rolled out."""
-        counts = np.stack([np.ones(len(lengths)), 1.0 / prompt_prob, lengths.mean(axis=1) / prompt_prob])
+        """[mini-batches] tokens of all prompts over `expected`, from mean lengths [K] of those that were rolled out."""
+        counts = np.stack([np.ones(len(lengths)), 1.0 / prompt_prob, lengths / prompt_prob])
         drawn, total, tokens = (np.bincount(minibatch, weights=each, minlength=self._updates) for each in counts)
         mean = tokens / np.maximum(total, 1.0) * self._nominal / expected
         # the mean of a share of the prompts is off by 1 / sqrt(share) of what that of all is
@@ -152,25 +160,19 @@ class Coefficients:
         if objective.advantage != "posterior_loo":
             return BiasSource(())
         note = "a completion's baseline is its prompt's history and the others' rewards, which it has no part in"
-        if objective.function:
-            row = LedgerRow(_POSTERIOR, 1.0, "biased", _OWN_LOSS)
-            return BiasSource((row,), None, unknown="nothing is known of that loss")
-        if self._bounds_ratios:
-            note = "off policy, where ratios are bounded, a baseline changes the expected gradient: compare with rloo"
-            row = LedgerRow(_POSTERIOR, 1.0, "biased", note)
-            return BiasSource((row,), None, unknown="which ratios will be bounded is not known")
-        if objective.normalization == "token_mean":
-            note += "; the divisor holds its own length"
-            row = LedgerRow(_POSTERIOR, 1.0, "ratio", note)
-            return BiasSource((row,), None, unknown="the gradient of lengths is not known")
-        return BiasSource((LedgerRow(_POSTERIOR, 1.0, "unbiased", note),), np.ones((1, 1)))
+        source = self._of_another_baseline(LedgerRow(_POSTERIOR, 1.0, "unbiased", note))
+        [row] = source.rows
+        if row.label == "biased" or objective.normalization != "token_mean":
+            return source
+        row = replace(row, label="ratio", note=f"{note}; the divisor holds its own length")
+        return BiasSource((row,), None, unknown="the gradient of lengths is not known")
 
     def sizes(self) -> BiasSource:
         """What groups of several sizes do to the expected gradient: nothing, where no ratio is bounded."""
         if self._settings.group_size_factor == 1:
             return BiasSource(())
         note = "sizes of groups are fixed before anything is sampled; every group counts as one of the usual size"
-        return self._of_noisier_baseline(LedgerRow(_SIZES, 1.0, "unbiased", note))
+        return self._of_another_baseline(LedgerRow(_SIZES, 1.0, "unbiased", note))
 
     def early_stop(self, rollouts: Rollouts, asked: BoolArray) -> BiasSource:
         """What stopping completions early does to the expected gradient: likewise. `asked` [K, G]."""
@@ -182,10 +184,11 @@ class Coefficients:
             f" {early.min_inclusion_prob:g} at least, by a limit drawn before it was sampled, and weighs the inverse"
         )
         share = 1.0 - float(rollouts.stopped.sum()) / max(int(asked.sum()), 1)
-        return self._of_noisier_baseline(LedgerRow(EARLY_STOP, share, "unbiased", note))
+        return self._of_another_baseline(LedgerRow(EARLY_STOP, share, "unbiased", note))
 
-    def _of_noisier_baseline(self, row: LedgerRow) -> BiasSource:
-        """`row` of a design whose baselines are noisier: no matter, unless the loss is not linear in the advantage."""
+    def _of_another_baseline(self, row: LedgerRow) -> BiasSource:
+        """`row` of what has noisier baselines, or less noisy ones: no matter, unless the loss is not linear in the
+        advantage."""
         if self._settings.objective.function:
             row = replace(row, label="biased", note=_OWN_LOSS)
             return BiasSource((row,), None, unknown="nothing is known of that loss")
@@ -220,11 +223,11 @@ class Coefficients:
         """Typical slope of the terms of the loss that do not depend on the advantage."""
         return zero_advantage_slope(self._settings.objective) * self._settings.pruning.completion.kl_slope
 
-    def learn_length(self, lengths: FloatArray, weight: FloatArray) -> None:
-        """From lengths [K, G] of prompts with weights [K]."""
-        total = float(weight.sum()) * lengths.shape[1]
+    def learn_length(self, rollouts: Rollouts, prompts: PromptDraw) -> None:
+        """From a step that is done."""
+        total = float(prompts.weight.sum())
         if total > 0:
-            mean, old = float((weight[:, None] * lengths).sum()) / total, self.mean_length
+            mean, old = float(prompts.weight @ _mean_lengths(rollouts, prompts)) / total, self.mean_length
             self.mean_length = _LENGTH_DECAY * old + (1 - _LENGTH_DECAY) * mean if old else mean
 
     def full_scores(self, everything: Rollouts, prior: FloatArray | None) -> FloatArray:

@@ -340,7 +340,7 @@ class Selector:
         }
         self._past.append(FinishedStep(outcome, asdict(of_prompts)))
         self._unlearned += 1
-        self._coefficients.learn_length(rollouts.counted(rollouts.lengths.astype(np.float64)), prompts.weight)
+        self._coefficients.learn_length(rollouts, prompts)
         self._lost = self._lost.then(of.missing, prompts.weight, self._sets_of(prompts))
         if not self._open:  # else the next to begin learns it
             self._learn(cost.step + 1)
@@ -467,7 +467,7 @@ class Selector:
         skips |= self._early_stop.after_tokens > 0
         if not self._prompt_policy.resamples:  # else the mean over the groups that go on, which are all known
             skips |= [bool((selection.inclusion_prob < 1).any()) for selection in of.selections]
-        return self._coefficients.denominator(rollouts, minibatch, groups, skips, prompts.inclusion_prob)
+        return self._coefficients.denominator(rollouts, minibatch, groups, skips, prompts)
 
     def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, of: OpenStep) -> Selection:
         """The completion policy on each mini-batch [n], put together in the order of `batch`."""

@@ -56,8 +56,8 @@ class Coordinator:
             planned=self._selector.prompts_per_step,
             problems=len(job.train_prompts),
         )
-        self._outcomes: list[RolloutTable] = []
-        """Of the present step's rollout rounds so far."""
+        self._outcomes = [RolloutTable.of({}, self._width, 0)]
+        """Of the present step's rollout rounds so far, behind a table without groups: there may be none."""
 
     def begin(self, number: int) -> PromptDraw:
         """The prompts of step `number`; `rollout.async_steps` before it may be generating or training."""
@@ -83,8 +83,8 @@ class Coordinator:
             stats: the engine's, of this step's rollout.
         """
         config = self._job.config
-        outcomes = RolloutTable.join([*self._outcomes, RolloutTable.of({}, self._width, 0)])
-        self._outcomes = []
+        outcomes = RolloutTable.join(self._outcomes)
+        del self._outcomes[1:]
         rollouts = outcomes.rollouts(step.selected)
         decision = self._selector.finish(rollouts, step.number)
         record = step.record

@@ -193,14 +193,16 @@ class Loop:
 
     def rollout(self, step: Step) -> None:
         """Generate and grade the step's groups; some methods then ask for more until enough groups have variance."""
-        more: Sequence[RolloutPrompt] = step.selected
+        more: Sequence[RolloutPrompt] | None = step.selected
         first = 0
-        while more:
-            self.generate(step, more, first)
+        while more is not None:  # a round whose draw skipped everything is no last one
+            if more:
+                self.generate(step, more, first)
             first = len(step.selected)
             with step.record.timers.phase("select"):
-                more = self._selected(from_rank_zero(lambda: self._coordinator.refill(step.number)))
-            step.selected += more
+                refill = from_rank_zero(lambda: self._coordinator.refill(step.number))
+            more = None if refill is None else self._selected(refill)
+            step.selected += more or ()
         if step.reached == "selected":
             step.reach("rolled_out")
 
@@ -422,9 +424,7 @@ class Loop:
         own = self.actor.logprobs(samples, self.pack(samples), temperature=temperature)
         return from_rank_zero(lambda: own or [])
 
-    def _selected(self, chosen: PromptDraw | None) -> list[RolloutPrompt]:
-        if chosen is None:
-            return []
+    def _selected(self, chosen: PromptDraw) -> list[RolloutPrompt]:
         prompts = self.job.train_prompts
         columns = chosen.inclusion_prob.tolist(), chosen.weight.tolist(), chosen.size.tolist(), chosen.limits.tolist()
         return [

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dppo_megatron.pruning import CompletionBatch, LedgerRow, Selection
+from dppo_megatron.pruning import CompletionBatch, LedgerRow, Selection, StepCost
 
 PROMPTS, GROUP = 2, 4
 PROMPT_PROB = np.array([0.5, 0.7])
@@ -41,6 +41,10 @@ class Played:
 
     def observe(self, *_: Any, **__: Any) -> None:
         """Learns nothing."""
+
+    def feedback(self, _: StepCost) -> list[str]:
+        """Says nothing."""
+        return []
 
     def draws(self) -> Iterator[float]:
         """The probability of each draw, after setting it; they sum to 1."""

@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from dppo_megatron.adapters import pruner as module
 from dppo_megatron.adapters.pruner import Kept, StepPruner, load_state, save_state
 from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig, PruningConfig
+from dppo_megatron.texts import logged
 
 PROMPTS, GROUP = 6, 4
 
 
-def _pruner(**changes: Any) -> StepPruner:
-    pruning = PruningConfig(PromptPruningConfig(warmup_epochs=0.5), CompletionPruningConfig(max_design_effect=0))
+def _pruner(pruning: PruningConfig | None = None, **changes: Any) -> StepPruner:
+    own = PruningConfig(PromptPruningConfig(warmup_epochs=0.5), CompletionPruningConfig(max_design_effect=0))
     sizes = {"num_prompts": 2 * PROMPTS, "prompts_per_step": PROMPTS, "group_size": GROUP, "total_steps": 20, "seed": 3}
-    return StepPruner(pruning, **sizes, divides_by_length=True, max_tokens=8, **changes)
+    return StepPruner(pruning or own, **sizes, divides_by_length=True, max_tokens=8, **changes)
 
 
 def _step(pruner: StepPruner, step: int, keeps_none: bool = False) -> Kept:
@@ -40,6 +43,33 @@ def test_a_step_that_keeps_no_prompt_trains_on_nothing_and_goes_on() -> None:
     kept = _step(pruner, 2, keeps_none=True)
     assert kept.rows.tolist() == [0, 0, 0] and kept.weight.tolist() == [0, 0, 0]
     assert kept.tokens == PROMPTS * GROUP * pruner.mean_length and "ratio" in [row.label for row in kept.ledger]
+
+
+def test_what_the_policies_say_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in a process where each step has a pruner of its own, and on its first process alone; what a score does
+    whenever it changes."""
+    said: list[str] = []
+    monkeypatch.setattr(module, "_SAID", set())
+
+    def pruner() -> Any:
+        biased = CompletionPruningConfig(method="cppo", rate=0.5, min_inclusion_prob=0.3)
+        made: Any = _pruner(PruningConfig(PromptPruningConfig(), biased))
+        lines = iter(["no prompt is skipped", "prompts are skipped again"])
+        monkeypatch.setattr(made._prompts.monitor, "judge", lambda: next(lines))
+        return made
+
+    with logged(said.append):
+        first = pruner()
+        _step(first, 0)
+        _step(first, 1)
+        monkeypatch.setenv("RANK", "1")
+        _step(pruner(), 0)
+        monkeypatch.setenv("RANK", "0")
+        _step(pruner(), 0)
+    unread, worse, biased, *later = said
+    assert unread == "pruning.completion.method = cppo does not read min_inclusion_prob"
+    assert biased.startswith("warning: completion/cppo is biased")
+    assert (worse, *later) == ("no prompt is skipped", "prompts are skipped again", "no prompt is skipped")
 
 
 def test_a_saved_state_goes_on_as_the_one_that_was_not(tmp_path: Path) -> None:

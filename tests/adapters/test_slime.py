@@ -78,6 +78,7 @@ def test_weighted_advantages_have_the_full_mean_and_the_dropped_cost_a_token() -
         ({"rollout_top_p": 0.9}, "--rollout-top-p"),
         ({"global_batch_size": 4}, "--global-batch-size 4"),
         ({"over_sampling_batch_size": 4}, "--over-sampling-batch-size"),
+        ({"num_rollout": None, "dppo_completion": {"anneal_fraction": 0.8}}, "--num-rollout"),
         ({"dppo_completion": {"rat": 0.5}}, "did you mean 'rate'"),
         ({"dppo_completion": {"rate": 1.5}}, "lower min_inclusion_prob or rate"),
     ],
@@ -93,6 +94,15 @@ def test_terms_of_no_size_are_no_hindrance_and_empty_samples_stay_as_they_are() 
     samples[1].response_length, samples[1].rollout_log_probs, samples[1].tokens = 0, [], [1] * 10
     post_process_rewards(_args(use_kl_loss=True, kl_loss_coef=0.0, moe_aux_loss_coeff=0.0), samples)
     assert (samples[1].response_length, samples[1].loss_mask, len(samples[1].tokens)) == (0, None, 10)
+
+
+def test_a_run_whose_length_is_given_in_epochs_prunes_as_one_in_rollouts() -> None:
+    """slime's driver sets `num_rollout` of `--num-epoch` when its rollout manager has the arguments already."""
+    for step in (0, 7):
+        of_epochs, of_rollouts = _samples(step), _samples(step)
+        given = post_process_rewards(_args(num_rollout=None, num_epoch=3), of_epochs)
+        assert given == post_process_rewards(_args(), of_rollouts) and of_epochs[0].tokens == of_rollouts[0].tokens
+        assert any(sample.remove_sample for sample in of_epochs)
 
 
 def test_rollouts_of_several_samples_are_refused() -> None:

@@ -123,7 +123,7 @@ def test_processes_choose_alike_and_share_the_rows(group: int, tmp_path: Path) -
     assert last["prune/completions_offered"] == last["prune/prompts_kept"] * group
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "vespo, vLLM"])
 def test_the_expected_gradient_of_two_processes_is_the_full_one(loss: str, tmp_path: Path) -> None:
     """Groups are split between them, and which rows a process trains on changes from draw to draw."""
     _on_ranks(2, tmp_path, loss)

@@ -33,8 +33,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
     "vespo": {"loss_type": "vespo"},
     "grpo, vLLM": {"loss_type": "grpo"},
+    "vespo, vLLM": {"loss_type": "vespo"},
 }
-BY_VLLM = {"grpo, vLLM"}
+BY_VLLM = {"grpo, vLLM", "vespo, vLLM"}
 """Rows as TRL has them from vLLM: with the engine's log-probabilities, and its ratio to them in the loss."""
 
 
@@ -47,7 +48,11 @@ class Recorded(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self.recorded is None:
             out = super()._generate_and_score_completions(inputs)
-            mask, noise = out["completion_mask"], torch.Generator().manual_seed(1 + self.accelerator.process_index)
+            rank = self.accelerator.process_index
+            mask, noise = out["completion_mask"], torch.Generator().manual_seed(1 + rank)
+            # the model hardly ever says that it has come to its end, and all processes would have the same longest
+            ends = torch.randint(2, mask.size(1) + 1 - 2 * rank, (len(mask), 1), generator=noise)
+            mask *= torch.arange(mask.size(1)) < ends
             ids = torch.cat([out["prompt_ids"], out["completion_ids"]], 1)
             all_mask = torch.cat([out["prompt_mask"], mask], 1)
             now, *_ = self._get_per_token_logps_and_entropies(self.model, ids, all_mask, mask.size(1))
@@ -57,7 +62,8 @@ class Recorded(GRPOTrainer):
             if self.by_vllm:
                 engine = out["old_per_token_logps"] + 0.1 * torch.randn(now.shape, generator=noise)
                 out["sampling_per_token_logps"] = engine
-                out["importance_sampling_ratio"] = torch.exp(out["old_per_token_logps"] - engine).clamp(max=1.1)
+                ratio = torch.exp(out["old_per_token_logps"] - engine).clamp(max=1.1)
+                out["importance_sampling_ratio"] = torch.where(mask.bool(), ratio, 1.0)  # as TRL has it of padding
                 self.use_vllm = True  # from here on only the loss asks for it
             self.recorded_rewards = self._rewards
             self.recorded = {name: self._of_all(name, value) for name, value in out.items()}
@@ -66,14 +72,18 @@ class Recorded(GRPOTrainer):
         rows = np.array([self.prompts.index(prompt) * GROUP + place % GROUP for place, prompt in enumerate(asked)])
         self._rewards = self.recorded_rewards[rows]
         mine = np.split(rows, self.accelerator.num_processes)[self.accelerator.process_index]
-        return {name: value[mine] if value.dim() else value for name, value in self.recorded.items()}
+        own = {name: value[mine] if value.dim() else value for name, value in self.recorded.items()}
+        longest = int(own["completion_mask"].sum(1).max())  # of this process: others pad to another
+        by_token = {name for name, value in own.items() if value.dim() > 1 and "prompt" not in name}
+        return own | {name: own[name][:, :longest] for name in by_token}
 
     def _of_all(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Rows of all processes: any of them may be asked for a prompt."""
         if not value.dim():
             return value
         if value.dim() > 1:
-            value = self.accelerator.pad_across_processes(value, dim=1, pad_first=name.startswith("prompt"))
+            fill, of_prompt = int(name == "importance_sampling_ratio"), name.startswith("prompt")
+            value = self.accelerator.pad_across_processes(value, dim=1, pad_index=fill, pad_first=of_prompt)
         return self.accelerator.gather(value)
 
 
@@ -131,9 +141,9 @@ def check_expectation(name: str, folder: Path) -> None:
     full = _gradient(made)
     played.weighs = played.skips = True
     lengths = made.recorded["completion_mask"].sum()
-    made.pruner.mean_length, made.pruner._learn = 4.5, lambda *_: None
+    made.pruner.mean_length, made.pruner._learn = 5.0, lambda *_: None
     mean, total = _expected(made, played)
-    factor = float(lengths) / (8 * 4.5) if name in ("dapo", "cispo", "vespo") else 1.0
+    factor = float(lengths) / (8 * 5) if LOSSES[name]["loss_type"] in ("dapo", "cispo", "vespo") else 1.0
     assert total == pytest.approx(1.0)
     assert _off(mean, factor * full) < 1e-6  # advantages are float32, and 3e-8 is what is seen
     assert (factor != 1.0) == any(row.label == "ratio" for row in made.ledger)

@@ -46,13 +46,13 @@ CASES = [
 class Queue:
     """`transfer_queue`'s calls, in this process."""
 
-    def __init__(self, lengths: np.ndarray, rewards: np.ndarray) -> None:
+    def __init__(self, lengths: np.ndarray, rewards: np.ndarray, masked: tuple[int, ...] = ()) -> None:
         self.rows: dict[str, dict[str, Any]] = {}
         for row, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
             scores = torch.zeros(length, dtype=torch.float64)
             scores[-1] = reward
             uid = f"prompt{row // GROUP}"
-            mask = torch.ones(length, dtype=torch.int64)
+            mask = torch.full((length,), int(row not in masked))
             self.rows[f"{uid}_{row % GROUP}_0"] = {"uid": uid, "response_mask": mask, "rm_scores": scores}
 
     def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
@@ -78,13 +78,14 @@ class Queue:
 class Batch:
     """8 rows, their log-probabilities as functions of 5 parameters."""
 
-    def __init__(self) -> None:
-        rng = np.random.default_rng(3)
+    def __init__(self, masked: tuple[int, ...] = ()) -> None:
+        rng, self.masked = np.random.default_rng(3), masked
         self.lengths = rng.integers(2, LONGEST + 1, ROWS)
         self.rewards = rng.random(ROWS)
         self.old = -torch.from_numpy(rng.random((ROWS, LONGEST)))
         self.slope = torch.from_numpy(rng.normal(size=(ROWS, LONGEST, 5)))
         self.mask = torch.arange(LONGEST)[None] < torch.from_numpy(self.lengths)[:, None]
+        self.mask[list(masked)] = False
 
     def gradient(self, loss: str, mode: str, rows: np.ndarray, advantages: torch.Tensor) -> np.ndarray:
         """As `verl.workers.utils.losses.ppo_loss` calls the loss; divisors are those of a batch padded to 8 rows."""
@@ -118,6 +119,7 @@ class Batch:
             config=config,
             rollout_is_weights=None,
         )
+        assert value.isfinite()
         [found] = torch.autograd.grad(value, theta)
         return found.numpy()
 
@@ -152,7 +154,7 @@ def _trainer(played: Played, mode: str) -> Any:
 
 def _step(made: Any, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, torch.Tensor]:
     """Rows that were trained on, and their advantages [n, T], by the trainer's own order of calls."""
-    queue = Queue(batch.lengths, batch.rewards)
+    queue = Queue(batch.lengths, batch.rewards, batch.masked)
     monkeypatch.setattr(adapter, "tq", queue)
     made.chosen = made.pruner.choose(made.nominal, 0)
     rolled = np.flatnonzero(made.chosen.kept)
@@ -199,6 +201,19 @@ def test_a_mean_over_tokens_keeps_its_divisor_where_no_prompt_is_skipped(
     played.weighs = True
     draws = (p * batch.gradient("vanilla", "token-mean", *_step(made, batch, monkeypatch)) for p in played.draws())
     assert np.linalg.norm(sum(draws) - full) / np.linalg.norm(full) < 1e-6
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_what_stands_in_for_nothing_has_tokens(
+    prompts: bool, mode: str, verls_own: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the draw keeps no prompt, or no completion, and the first row is masked whole: by none of its tokens verl's
+    mean would be 0 / 0, of which its gradient knows nothing and its log does."""
+    batch, nothing = Batch(masked=(0,)), np.zeros(ROWS, dtype=bool)
+    made = _trainer(Played(prompts=np.full(PROMPTS, prompts), completions=nothing), mode)
+    rows, advantages = _step(made, batch, monkeypatch)
+    assert len(rows) == 1 and (batch.gradient("vanilla", mode, rows, advantages) == 0).all()
 
 
 def test_a_lost_completion_is_said(verls_own: None, monkeypatch: pytest.MonkeyPatch) -> None:
