@@ -226,7 +226,7 @@ def _split_by_heads(paths: list[Path], refused: list[bool]) -> list[Any]:
         samples = random_samples(3, 37)
         try:
             actor = build_actor(path, Parallel(tp=tp))
-        except (AssertionError, ValueError, RuntimeError) as error:
+        except (AssertionError, ValueError, RuntimeError, UserError) as error:
             found.append(type(error).__name__)
             assert is_refused, (path, tp)
             continue

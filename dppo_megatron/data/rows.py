@@ -38,6 +38,7 @@ _MOST_REPEATED = 2**28
 """Bytes that a table may hold in any case: one long system prompt in each of 10,000 rows takes a few in its file."""
 _MOST_GROWN = 2**30
 """Bytes that reading a few hundred rows may take."""
+_MOST_BLANK = 1_000_000
 _NAME = re.compile(r"(?P<name>(?:[\w.-]+/)?[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _OLDEST = 4
 """Version of `datasets`: since then a repository's own script is never run."""
@@ -290,10 +291,13 @@ def _check_held(held: int, most: int, path: str) -> None:
 def _lines(path: str) -> Iterator[tuple[int, str]]:
     """(number from 1, text with its line end) of each line, without a byte-order mark."""
     with _open(path) as file:
-        size = os.stat(path).st_size
+        blank, size = 0, os.stat(path).st_size
         for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE + 1), b""), start=1):
             if len(line) > _LONGEST_LINE:
                 raise UserError(f"{path}:{number}: the line has more than {_LONGEST_LINE:,} bytes")
+            blank = 0 if line.strip() else blank + 1
+            if blank > _MOST_BLANK:  # a gigabyte of them takes ten minutes to read
+                raise UserError(f"{path}:{number}: more than {_MOST_BLANK:,} blank lines one after another")
             _check_unpacked(file, path, size)
             text = _decode(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line, path, f":{number}")
             yield number, text
