@@ -269,7 +269,7 @@ def test_every_setting_is_generated() -> None:
 @pytest.mark.slow
 def test_labels_are_true_in_every_draw(cases: Choose) -> None:
     """And the generator is not idle: every label comes up often."""
-    chosen = cases("case", 100)
+    chosen = cases("case", 120)
     labels = check_all(chosen)
     assert chosen.are_few or all(labels[name] > 5 for name in ORDER), labels
 
