@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,7 +29,6 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.device_map import RankDevice, ranks_of_workers, visible_devices
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
-from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import GroupRendezvous, TensorNote
 from dppo_megatron.rollout.sync import broadcast
@@ -39,15 +36,14 @@ from dppo_megatron.rollout.sync.broadcast import (
     BroadcastChannel,
     BroadcastGroup,
     ChainGroup,
-    TorchBroadcastGroup,
     listening_store,
 )
 from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets, in_thread, on_each
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel, vllm_offer
-from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Canary
+from dppo_megatron.rollout.sync.receipts import MOST_MISSED
 from dppo_megatron.rollout.sync.server_side import ServerSide
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.types import Completion, Prompt, RunAborted
+from dppo_megatron.types import RunAborted
 
 BUCKET = 5 << 20
 SHAPES = [(640, 1024)] * 6 + [(7,), (3, 5), (2000, 1024), (11,)]
@@ -187,87 +183,6 @@ def test_a_transfer_has_a_time_of_its_own(running: Running) -> None:
     with pytest.raises(RuntimeError):
         group.send(torch.zeros(64 << 20, dtype=torch.uint8))
     group.abandon()
-
-
-class _NcclOverGloo(dist.ProcessGroupGloo):  # type: ignore[misc]
-    """Takes NCCL's arguments, for the code of both ends of an NCCL group."""
-
-    Options = SimpleNamespace
-
-    def __init__(self, store: Any, rank: int, world_size: int, options: SimpleNamespace) -> None:
-        super().__init__(store, rank, world_size, options._timeout)
-
-
-@pytest.mark.parametrize("stranger", [None, 1, 2])
-def test_members_of_an_nccl_group_prove_themselves_before_the_first_weight(
-    stranger: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a stranger among three nobody sends or takes anything; else what was sent comes, then and the next time."""
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", _NcclOverGloo, raising=False)
-    soon, weights = timedelta(seconds=60), torch.arange(8, dtype=torch.uint8)
-    store = listening_store("127.0.0.1", 3, soon)
-    meeting = GroupRendezvous("test", "nccl", "127.0.0.1", store, 3, soon, soon)
-
-    def work(rank: int) -> list[list[int]]:
-        theirs = dist.TCPStore("127.0.0.1", store.port, 3, False, soon, wait_for_workers=False)  # type: ignore[attr-defined]
-        secret = "guessed" if rank == stranger else meeting.secret
-        receiver = dppo_wire.BroadcastReceiver(theirs, rank, 3, soon, secret, torch.device("cpu"))
-        return [receiver.receive(8).tolist() for _ in range(2)]
-
-    workers = [in_thread(partial(work, rank)) for rank in (1, 2)]
-    group = TorchBroadcastGroup(meeting, as_torch_does=False)
-    if stranger is None:
-        group.send(weights)
-        group.send(weights + 1)
-        expected = [weights.tolist(), (weights + 1).tolist()]
-        assert [worker.result(60) for worker in workers] == [expected, expected]
-    else:
-        named = f"member {stranger} of the group does not know its secret"
-        with pytest.raises(RuntimeError, match=named):
-            group.send(weights)
-        with pytest.raises(RuntimeError, match=named):
-            workers[2 - stranger].result(60)  # the other one, who is honest
-    group.abandon()
-
-
-@pytest.mark.parametrize("as_torch_does", [True, False])
-def test_a_group_can_be_abandoned_twice(as_torch_does: bool) -> None:
-    """By who sees that it is broken, and by who leaves it."""
-    second = timedelta(seconds=30)
-    meeting = GroupRendezvous("test", "gloo", "127.0.0.1", listening_store("127.0.0.1", 1, second), 1, second, second)
-    group = TorchBroadcastGroup(meeting, as_torch_does=as_torch_does)
-    group.abandon()
-    group.abandon()
-
-
-class _Nccl:
-    """A group whose abort does not return before it is let: NCCL's waits for kernels on the device."""
-
-    def __init__(self, let: threading.Event) -> None:
-        self.aborted, self._let = threading.Semaphore(0), let
-
-    def name(self) -> str:
-        return "nccl"
-
-    def abort(self) -> None:
-        self.aborted.release()
-        assert self._let.wait(60)
-
-
-def test_a_broken_group_of_nccl_is_aborted_once_and_not_waited_for() -> None:
-    """Dropping it alone would wait for the dead receiver, until torch's watchdog ends the trainer. The class is torch's
-    CUDA build's; that it has this call is read from the annotations that every torch brings."""
-    annotations = (Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi").read_text()
-    assert "def abort(self) -> None" in annotations.partition("class ProcessGroupNCCL")[2].partition("\nclass ")[0]
-    let = threading.Event()
-    backend, group = _Nccl(let), TorchBroadcastGroup.__new__(TorchBroadcastGroup)
-    group._store, group._backend = dist.HashStore(), backend  # type: ignore[attr-defined]
-    group.abandon()
-    assert group._store.check(["given up"]), "the receivers' kernels are told"
-    group.abandon()
-    assert backend.aborted.acquire(timeout=60)
-    let.set()
-    assert not backend.aborted.acquire(blocking=False)
 
 
 @pytest.mark.slow
@@ -640,53 +555,3 @@ def _due_after_silence(config: RolloutConfig) -> list[bool]:
 def test_every_rank_knows_whether_a_sync_is_proven() -> None:
     """Rank 0 alone hears the answers, and all ranks ask for the canary or none does."""
     assert run_ranks(_due_after_silence, 2, _config(**{"sync.verify_every": 1000})) == [[True, True, False]] * 2
-
-
-class Answering:
-    """An engine of which only `probe` and `health` are asked."""
-
-    def __init__(self) -> None:
-        self.answers: list[tuple[str, Completion]] = []
-        self.asked: list[Any] = []
-
-    def health(self) -> dict[str, str]:
-        return {"a": "live", "b": "live", "c": "out: no answer"}
-
-    def probe(self, requests: Any, sampling: Any) -> list[tuple[str, Completion]]:
-        self.asked.append((len(requests), sampling))
-        return self.answers
-
-
-def _completion(logprob: float) -> Completion:
-    return Completion(np.array([3, 4]), np.full(2, logprob, np.float32), "length", "", ((1, 2),))
-
-
-def test_the_canary_is_short_and_silence_does_not_pass() -> None:
-    """At most 64 tokens and no cut, whatever the run samples. One answer of two is compared and counted; none is said,
-    is due again, and stops the run the third time in a row."""
-    said = heard()
-    values = {"sampling.max_completion_tokens": 32768, "sampling.top_p": 0.9, "completions_per_prompt": 16}
-    canary, engine = Canary(_config(**values), 0, ()), Answering()
-    prompt = Prompt(0, "q", (1, 2), "a", "")
-
-    def score(_: Prompt, completions: Sequence[Completion]) -> list[Any]:
-        return [np.full(len(one.token_ids), -1.0) for one in completions]
-
-    engine.answers = [("a", _completion(-1.01))]
-    canary.ask(engine, prompt)  # type: ignore[arg-type]
-    found = canary.judge(score)
-    assert found == {"rollout/canary_servers": 1.0, "rollout/canary_logprob_diff": pytest.approx(0.01, abs=1e-6)}
-    count, sampling = engine.asked[0]
-    assert count == 8 and (sampling.max_completion_tokens, sampling.top_p, sampling.top_k) == (64, 1.0, 0)
-    engine.answers = []
-    for _ in range(MOST_MISSED - 1):
-        canary.ask(engine, prompt)  # type: ignore[arg-type]
-        assert canary.judge(score) == {"rollout/canary_servers": 0.0} and canary.is_overdue
-    assert len(said) == MOST_MISSED - 1 and "none of 2 servers answered for its canary" in said[0]
-    with pytest.raises(RunAborted, match=r"no rollout server has answered for its canary after 3 weight syncs"):
-        canary.ask(engine, prompt)  # type: ignore[arg-type]
-    engine.answers = [("b", _completion(-2.0))]
-    canary.ask(engine, prompt)  # type: ignore[arg-type]
-    with pytest.raises(RunAborted, match=r"^b scores a canary"):
-        canary.judge(score)
-    assert canary.judge(score) == {}, "judged once"

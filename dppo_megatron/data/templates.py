@@ -224,10 +224,9 @@ def tokenize(
     """Token ids of each text, in one call.
 
     Args:
-        start: what comes before the ids of each text that has any and does not begin so itself.
-
         shared: of `shared_ids`, one int object a token id: a million prompts of a hundred tokens are 0.8 GB of
             pointers, and would be another 3 GB of equal integers.
+        start: what comes before the ids of each text that has any and does not begin so itself.
     """
     batches: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
     begin = list(start)
