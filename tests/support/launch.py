@@ -64,14 +64,22 @@ class _Rank:
 
     @property
     def stack(self) -> str:
-        """Where the rank is now, told by itself."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGUSR2)
+        """Where the rank and what it has forked are now, told by themselves, down to where the rank began."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # no group yet
+            os.killpg(self.process.pid, signal.SIGUSR2)
         deadline = time.monotonic() + _STACK_S
         while not (told := (self.folder / "stack").read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.2)  # it writes line by line
-        return (self.folder / "stack").read_text() or told or "(no stack)"
+        told = (self.folder / "stack").read_text() or told or "(no stack)"
+        lines, below = [], False
+        for line in told.splitlines():
+            if line.startswith(("Thread", "Current thread")):
+                below = False
+            if not below:
+                lines.append(line)
+            below |= line.endswith(" in _rank_main")  # the rest is the test runner's, and long: reports truncate
+        return "\n".join(lines)
 
 
 def run_ranks(
