@@ -6,6 +6,7 @@ run by us (docs/engines.md).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,7 +111,8 @@ def test_drafts_change_neither_samples_nor_logprobs(files: Path, tmp_path: Path,
 
 @pytest.mark.parametrize("engine_name", ENGINES)
 def test_training_with_a_colocated_server(files: Path, tmp_path: Path, engine_name: str) -> None:
-    """Three steps through the command line; the channel is CUDA IPC by itself."""
+    """Three steps through the command line, by CUDA IPC; then an evaluation, whose weights come from files."""
+    of_server = local_settings(engine_name, *SERVER_ARGUMENTS[engine_name])
     values = settings(
         files,
         tmp_path / "run",
@@ -118,8 +120,11 @@ def test_training_with_a_colocated_server(files: Path, tmp_path: Path, engine_na
         model__dtype="bfloat16",
         rollout__servers__colocate="true",
         rollout__sync__verify_every=1,
-        **local_settings(engine_name, *SERVER_ARGUMENTS[engine_name]),
+        **of_server,
     )
     assert main(["train", str(REPOSITORY / "configs" / "quickstart.yaml"), *values]) == 0
     rows = read_metrics(tmp_path / "run")[1:]
     assert len(rows) == 3 and all(row["mismatch/logprob_abs_diff_mean"] < BF16_DIFF for row in rows)
+    own = [f"{key.replace('__', '.')}={value}" for key, value in of_server.items()]
+    assert main(["eval", str(tmp_path / "run"), *own, "--out", str(tmp_path / "eval")]) == 0
+    assert "weight sync: gloo" in json.loads((tmp_path / "eval" / "results.json").read_text())["generated_by"]

@@ -409,8 +409,11 @@ def test_compared_problem_by_problem(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "no set in common" in capsys.readouterr().err
 
 
-def test_the_form_with_a_config_still_works(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The quickstart's config without training data, settings behind it; written only where --out says."""
+def test_the_form_with_a_config_still_works(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quickstart's config without training data, settings behind it; kept under the config's name."""
+    monkeypatch.chdir(tmp_path)
     settings = [
         f"model.hf_path={files / 'model'}",
         f"data.eval_paths.heldout={files / 'heldout.jsonl'}",
@@ -419,6 +422,7 @@ def test_the_form_with_a_config_still_works(files: Path, tmp_path: Path, capsys:
     assert main(["eval", str(REPOSITORY / "configs" / "quickstart.yaml"), *settings]) == 0
     said = capsys.readouterr().out
     assert "heldout" in said and "pass@1" in said
+    assert len(list((tmp_path / "eval" / "quickstart").iterdir())) == 2, "results.json and samples.jsonl"
 
 
 BAD = {

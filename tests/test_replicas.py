@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from support.job import job_config, write_job_files
 from support.settings import rollout_config
 
 from dppo_megatron.config.schema import Config
+from dppo_megatron.evaluation import standalone
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.servers.connect import ConnectedServers, connect
 from dppo_megatron.rollout.servers.device_map import RankDevice
@@ -186,11 +188,31 @@ def test_both_ends_of_a_communicator_are_compared(
     with pytest.raises(UserError, match=f"channel = nccl: http.*: {found}"):
         _connected(fake, files, channel="nccl")
     assert f"weight sync: disk (no NCCL communicator: {fake.url}: {found}" in (
-        _connected(fake, files, channel="auto", on_gpu=True).description
+        _connected(fake, files, channel="auto", device="0").description
     )
 
 
-def _connected(fake: FakeVLLM, files: Path, channel: str, on_gpu: bool = False) -> ConnectedServers:
+def test_weights_from_files_do_not_go_over_nccl(
+    fake: FakeVLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation on a machine with GPUs has no actor: its weights are in the host's memory, which NCCL cannot send,
+    and the servers would wait for them until the request's limit."""
+    for name in dppo_wire.NCCL_DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    fake.instead["/dppo_workers"] = {"replicas": [[_worker(p, nccl=NCCL) for p in range(4)]]}
+    files = write_job_files(tmp_path)
+    for device, channel in (("0", "nccl"), ("cpu", "gloo")):
+        assert f"weight sync: {channel}" in _connected(fake, files, "auto", device).description
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(standalone, "ServerEngine", lambda *_, **options: made.append(options) or MagicMock())
+    of_servers = {"rollout__engine": "vllm", "rollout__servers__launch": "local"}
+    standalone._engine(prepare_job(job_config(files, files / "run", **of_servers), 1))
+    assert made == [{"has_actor": False}]
+
+
+def _connected(fake: FakeVLLM, files: Path, channel: str, device: str = "cpu") -> ConnectedServers:
+    """By a trainer on a machine with GPUs whose weights are on `device`."""
     config: Config = job_config(
         files,
         files / "run",
@@ -201,8 +223,7 @@ def _connected(fake: FakeVLLM, files: Path, channel: str, on_gpu: bool = False) 
     job = prepare_job(config, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DPPO_ENGINE_API_KEY", KEY)
-        patch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-        found = connect(config, job.architecture, [RankDevice(0, frozenset(("cpu",)))])
+        found = connect(config, job.architecture, [RankDevice(0, frozenset((device,)))])
     return found
 
 

@@ -58,8 +58,8 @@ class _Target:
     """The file that the settings came from."""
 
 
-def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]:
-    """The checked settings, the output directory (None: no files), and lines to print. Raises UserError."""
+def prepare(given: EvalArguments) -> tuple[Config, Path, tuple[str, ...]]:
+    """The checked settings, the output directory, and lines to print. Raises UserError."""
     if given.limit < 0:
         raise UserError(f"--limit {given.limit}: must not be negative")
     is_config = given.model.endswith((".yaml", ".yml"))
@@ -91,7 +91,7 @@ def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]
         data.eval_paths = {}
         for of in data.eval_sets.values():
             of.limit = min(given.limit, of.limit or given.limit)
-    return config, given.out or (target.out if target is not None else None), said
+    return config, given.out or (Path("eval") / Path(given.model).stem if target is None else target.out), said
 
 
 def _said_for_all(

@@ -52,7 +52,6 @@ def follow(given: EvalArguments, run: str, status: Callable[[], str]) -> list[st
             " follow: set it, also when the run is resumed, or evaluate the end with `dppo-megatron eval RUN`"
         )
     config, out, said = prepare(given)
-    assert out is not None
     if given.out is None:
         _check_same_scores(config, read_config(str(directory / "config.yaml"), []))
     check_out(out, RESULTS)

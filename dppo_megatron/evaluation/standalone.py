@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, fields, replace
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import dppo_megatron.rewards
@@ -61,15 +60,10 @@ def evaluate_model(given: EvalArguments) -> list[str]:
     wrong with the model, the sets or the settings, before anything is generated."""
     check_alone()
     config, out, said = prepare(given)
-    if out is not None:
-        check_out(out, RESULTS)
-    with (
-        TemporaryDirectory(prefix="eval-") as scratch,
-        closing(EngineAndGraders(config, out or Path(scratch), said)) as used,
-    ):
+    check_out(out, RESULTS)
+    with closing(EngineAndGraders(config, out, said)) as used:
         samples = evaluate(used, used.job, out)
-    lines = [*table(scores_of(samples)), *level_lines(by_level(samples))]
-    return lines if out is None else [*lines, "", f"{out}/: {RESULTS}, {SAMPLES}"]
+    return [*table(scores_of(samples)), *level_lines(by_level(samples)), "", f"{out}/: {RESULTS}, {SAMPLES}"]
 
 
 def check_alone() -> None:
@@ -117,31 +111,24 @@ class EngineAndGraders:
             self._engine.close()
 
 
-def evaluate(
-    used: EngineAndGraders, job: Job, out: Path | None, more: Mapping[str, Any] | None = None
-) -> list[EvalSample]:
+def evaluate(used: EngineAndGraders, job: Job, out: Path, more: Mapping[str, Any] | None = None) -> list[EvalSample]:
     """Sample and grade the sets with the weights of `job.checkpoint`, and write the results to `out`, where what an
     evaluation that was killed has left is not made again.
 
     Args:
         more: further fields of results.json.
     """
-    with ExitStack() as stack:
-        kept = None
-        if out is not None:
-            settings = {"reward": asdict(job.config.reward), "sets": _sets_of(job.config)}
-            kept = UnfinishedSamples(out, about(job, out), _graded_by(job.config), settings)
-            stack.enter_context(closing(kept))
-            check_out(out, RESULTS)  # of another that has ended meanwhile
-            if kept.samples:
-                show(f"going on with the evaluation in {out}: {len(kept.samples)} samples are there")
+    settings = {"reward": asdict(job.config.reward), "sets": _sets_of(job.config)}
+    with closing(UnfinishedSamples(out, about(job, out), _graded_by(job.config), settings)) as kept:
+        check_out(out, RESULTS)  # of another that has ended meanwhile
+        if kept.samples:
+            show(f"going on with the evaluation in {out}: {len(kept.samples)} samples are there")
         engine = used.engine(job)
         samples = used.evaluator.sample_alone(engine, kept)
-        if out is not None and kept is not None:
-            origin = {"model": str(job.config.model.hf_path), "generated_by": engine.description, **(more or {})}
-            with progress(f"writing {out}"):
-                write_results(out, samples, scores_of(samples), job.config, origin)
-                kept.finished()
+        origin = {"model": str(job.config.model.hf_path), "generated_by": engine.description, **(more or {})}
+        with progress(f"writing {out}"):
+            write_results(out, samples, scores_of(samples), job.config, origin)
+            kept.finished()
     return samples
 
 
@@ -351,7 +338,7 @@ def level_lines(levels: Levels) -> list[str]:
 def _engine(job: Job) -> Engine:
     if job.config.rollout.engine == "hf":
         return engine_from_files(job.config, job.tokenizer, job.checkpoint)
-    engine = ServerEngine(job.config, job.architecture, job.tokenizer)
+    engine = ServerEngine(job.config, job.architecture, job.tokenizer, has_actor=False)
     try:
         engine.load_checkpoint(job.checkpoint)
     except BaseException:

@@ -63,6 +63,7 @@ class ServerEngine(Engine):
     """vLLM or SGLang servers as configured in `rollout`. Collective, like every `Engine`.
 
     Args:
+        has_actor: False where weights come from files, so not from a GPU: over NCCL none could be sent.
         client_hook: given how many rollout clients there are, says what each is to make for grading its completions;
             what it returns is pickled.
 
@@ -78,6 +79,8 @@ class ServerEngine(Engine):
         architecture: Architecture,
         tokenizer: PreTrainedTokenizerBase,
         client_hook: Callable[[int], HookFactory] | None = None,
+        *,
+        has_actor: bool = True,
     ) -> None:
         self._config = config
         self._detokenizer, self._vocab_size = Detokenizer.of(tokenizer), architecture.vocab_size
@@ -100,7 +103,8 @@ class ServerEngine(Engine):
         self._own: JobServers | None = None
         launched: list[Launched] = []
         try:
-            devices, hosts = gather_all([this_device(self._nodes.node)]), listening_addresses(self._nodes)
+            device = this_device(self._nodes.node, on_gpu=has_actor and torch.cuda.is_available())
+            devices, hosts = gather_all([device]), listening_addresses(self._nodes)
             if config.rollout.servers.launch == "local":
                 self._own = JobServers(config, self._nodes)
                 launched = self._own.start()

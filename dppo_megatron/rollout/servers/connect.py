@@ -74,7 +74,7 @@ def connect(
     """Reach every server and check it.
 
     Args:
-        devices: where each rank of the actor computes.
+        devices: where each rank has the weights that it sends.
         launched: the job's own servers.
 
     Raises:
@@ -102,7 +102,7 @@ def connect(
     for server, info in zip(servers, infos, strict=True):
         check_server(server.http.url, info, config, architecture)
     routers = [router for router in routers if through(router, [server.dialect for server in servers])]
-    on_gpu = torch.cuda.is_available()
+    on_gpu = any(CPU not in device.names for device in devices)
     found = _device_map(launched, infos, devices)
     unequal = {url: dppo_wire.nccl_difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
     works = {"ipc": [url for url in urls if found.get(url)], "nccl": [url for url in urls if not unequal[url]]}
@@ -277,7 +277,7 @@ def choose_channel(
     if on_gpu and not colocated and "nccl" in common:
         return "nccl", "the actor is on GPUs and every server offers it"
     if not on_gpu and not colocated and "gloo" in common:
-        return "gloo", "the actor is on CPUs and every server offers it"
+        return "gloo", "the weights are in this machine's memory and every server offers it"
     why = f"no NCCL communicator: {unequal}" if unequal else "not every server is started for a broadcast"
     if colocated:
         why = "NCCL has no groups with two members on one GPU"

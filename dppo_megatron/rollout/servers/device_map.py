@@ -28,9 +28,9 @@ class RankDevice:
     """What its device is called: a UUID and an entry of CUDA_VISIBLE_DEVICES, or `cpu`."""
 
 
-def this_device(node: int) -> RankDevice:
-    """This rank's, on machine `node` of the job."""
-    if not torch.cuda.is_available():
+def this_device(node: int, *, on_gpu: bool) -> RankDevice:
+    """Where this rank, on machine `node` of the job, has its weights."""
+    if not on_gpu:
         return RankDevice(node, frozenset((CPU,)))
     index = torch.cuda.current_device()
     uuid = str(torch.cuda.get_device_properties(index).uuid)

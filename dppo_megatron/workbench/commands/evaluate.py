@@ -56,7 +56,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step, not its last model")
     command.add_argument("--data", type=Path, metavar="DIR", help="where the files of presets are")
     command.add_argument("--limit", type=int, default=0, metavar="N", help="the first N problems of each set; 0: all")
-    command.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN/eval/, eval/MODEL)")
+    command.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN/eval/, eval/NAME)")
     command.add_argument("--follow", type=Path, metavar="RUN", help="evaluate a run's checkpoints as they are saved")
     command.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="paired bootstrap of B minus A")
     form = "write an evaluation as lm-eval or lighteval would, to --out"
