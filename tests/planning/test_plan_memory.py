@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from dppo_megatron.actor.softmax import Projection, TorchSoftmax
 from dppo_megatron.config.schema import ActorConfig, LoraConfig
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.pipeline import FIRST, LAYOUT, split_layers
-from dppo_megatron.workbench.planning.activations import Pass, head_bytes, layer_kept
+from dppo_megatron.workbench.planning.activations import Pass, head_bytes, in_flight, layer_kept
 from dppo_megatron.workbench.planning.memory import host_copies, pinned, state_bytes
 from dppo_megatron.workbench.planning.shares import Degrees, share_of
 
@@ -265,6 +266,25 @@ def _of_many(drawn: list[Drawn], paths: list[Path]) -> list[tuple[dict[str, int]
         )
         found.append((_state(path, one.parallel), layer))
     return found
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 12), st.integers(1, 12), st.data())
+def test_micro_batches_in_flight(pipeline: int, virtual: int, group: int, groups: int, data: st.DataObject) -> None:
+    """What Megatron runs forward before its first backward pass, on any stage; the planner gives whole groups."""
+    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
+
+    group = max(group, pipeline) if virtual > 1 else 1
+    stage = data.draw(st.integers(0, pipeline - 1))
+    place = SimpleNamespace(size=lambda: pipeline, rank=lambda: stage)
+    chunks = virtual if virtual > 1 else None
+    link: Any = SimpleNamespace(pp_group=place, virtual_pipeline_model_parallel_size=chunks)
+    _, _, warm_up, left = get_pp_rank_microbatches(groups * group, virtual, group, p2p_communicator=link)
+    degrees = Degrees(pipeline, 1, pipeline, virtual, 1, 1, 1, False)
+    given_group = 0 if group == pipeline else group
+    assert in_flight(degrees, stage, groups * group, given_group) * virtual == warm_up + (left > 0)
+    assert in_flight(degrees, stage, groups * group - group + 1, given_group) == in_flight(
+        degrees, stage, groups * group, given_group
+    ), "a group begun is a whole one"
 
 
 @pytest.mark.parametrize(("world_size", "count"), [(1, 16), (2, 12), (4, 6)])

@@ -202,15 +202,21 @@ def _attention(one: Pass) -> Saved:
     return saved
 
 
-def in_flight(degrees: Degrees, stage: int, microbatches: int) -> float:
+def in_flight(degrees: Degrees, stage: int, microbatches: int, group: int) -> float:
     """Micro-batches whose activations of this whole stage are held at the same time by Megatron's schedules.
 
-    Example: 1F1B over 4 stages: 4 on the first, 1 on the last.
+    Args:
+        group: micro-batches that an interleaved pipeline runs through one chunk in turn; 0: as many as stages.
+
+    Example: 1F1B over 4 stages: 4 on the first, 1 on the last. The first of 2 stages in 4 chunks: 9 / 4, in groups of
+    8 micro-batches 27 / 4.
     """
     behind = degrees.pipeline - stage - 1
     if degrees.virtual == 1:
         return min(behind + 1, microbatches)
-    chunks = min(2 * behind + (degrees.virtual - 1) * degrees.pipeline + 1, microbatches * degrees.virtual)
+    group = group or degrees.pipeline
+    whole_groups = -(-microbatches // group) * group
+    chunks = min(2 * behind + (degrees.virtual - 1) * group + 1, whole_groups * degrees.virtual)
     return chunks / degrees.virtual
 
 

@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 
 from dppo_megatron.config.resolved_sets import longest_sequence
-from dppo_megatron.config.schema import ActorConfig, Config
+from dppo_megatron.config.schema import INTERLEAVED_GROUP, ActorConfig, Config
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.pipeline import split_layers
 from dppo_megatron.workbench.planning.activations import (
@@ -207,7 +207,8 @@ def _working(
     )
     saved, kept = sum(layer_saved(one).values()), sum(layer_kept(one, actor).values())
     norm = 2 * one.hidden_bytes if is_last else 0.0  # the final one's
-    waiting = (kept * layers + norm) * in_flight(degrees, stage, microbatches(config, degrees, mean_tokens))
+    group = actor.megatron.get(INTERLEAVED_GROUP) or 0
+    waiting = (kept * layers + norm) * in_flight(degrees, stage, microbatches(config, degrees, mean_tokens), group)
     entropy, fused = config.objective.entropy_coef > 0, actor.logprob_kernel != "torch"
     found = {}
     for name, before, layer in (
