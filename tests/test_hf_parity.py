@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, hf_logprobs, plan_for, random_samples, write_model
 from transformers import AutoModelForCausalLM
 
+from dppo_megatron.actor import latent
 from dppo_megatron.actor.model import output_weight
 from dppo_megatron.algorithms.objectives import make_objective, supervised
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig
@@ -120,6 +122,26 @@ def _check(model_path: Path, other: Path, parallel: Parallel, out: Path) -> tupl
     assert not any("reference" in key for key in actor.sharded_state())
     write_checkpoint(out, model_path, architecture, actor.weights(), write=actor.layout.rank == 0)
     return computed, sums["kl"] / sums["tokens"]
+
+
+def test_whole_projections_are_no_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's Linear marks every weight as a shard, and Megatron's latent attention has two of which each
+    rank has the whole: the gradient's norm would count them once a rank."""
+
+    def make(self: Any, rows: int) -> None:
+        torch.nn.Module.__init__(self)
+        self.config = SimpleNamespace(q_lora_rank=6, kv_lora_rank=4, qk_pos_emb_head_dim=2)
+        for name in ("linear_q_down_proj", "linear_kv_down_proj", "linear_q_up_proj"):
+            linear = torch.nn.Linear(3, rows)
+            linear.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+            self.add_module(name, linear)
+
+    monkeypatch.setattr(latent.MLASelfAttention, "__init__", make)
+    for rows in (6, 3):
+        made = latent.LatentAttention(rows)
+        marks = {name.split(".")[0]: one.tensor_model_parallel for name, one in made.named_parameters() if one.ndim > 1}
+        is_shard = rows == 3
+        assert marks == {"linear_q_down_proj": is_shard, "linear_kv_down_proj": is_shard, "linear_q_up_proj": True}
 
 
 PAIRS = [pytest.param(name, parallel, id=f"{name}-{parallel}") for name, (_, ps) in CASES.items() for parallel in ps]

@@ -14,6 +14,7 @@ from support.job import REPOSITORY, job_config, nearly, read_metrics, write_job_
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
+from dppo_megatron.actor.actor import Actor
 from dppo_megatron.algorithms.objectives import make_objective
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig
 from dppo_megatron.config.schema import Config
@@ -364,6 +365,20 @@ def test_reference_survives_a_resume(files: Path, tmp_path: Path) -> None:
     whole, resumed = (read_metrics(tmp_path / name)[-2:] for name in ("whole", "resumed"))
     assert whole == resumed
     assert whole[-1]["train/kl"] > 1e-6
+
+
+def _swaps(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:
+    swaps, swap = [], Actor._swap_with_reference
+    Actor._swap_with_reference = lambda actor: swaps.append(swap(actor))  # type: ignore[method-assign]
+    _first_update(files, run_dir, extra)
+    return len(swaps)
+
+
+@pytest.mark.slow
+def test_the_reference_is_swapped_in_once_a_step(files: Path, tmp_path: Path) -> None:
+    """And out once, in each of two steps: a swap copies all weights to the host and back."""
+    extra = {"objective__kl__coef": 0.1, "objective__updates_per_step": 4}
+    assert run_ranks(_swaps, 1, files, tmp_path, extra) == [2 * 2]
 
 
 def _first_update(files: Path, run_dir: Path, extra: dict[str, Any]) -> list[Any]:

@@ -30,6 +30,16 @@ from dppo_megatron.weights.layer_parts import halves
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]
     """Queries, keys and values of a pack, to be rotated by the core attention."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        c = self.config
+        rows = {"linear_q_down_proj": c.q_lora_rank, "linear_kv_down_proj": c.kv_lora_rank + c.qk_pos_emb_head_dim}
+        for name, whole in rows.items():
+            weight = getattr(getattr(self, name, None), "weight", None)
+            if weight is not None and len(weight) == whole:
+                # Transformer Engine marks any weight as a shard, and the gradient's norm would count this once a rank
+                weight.tensor_model_parallel = False
+
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -34,7 +34,7 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     _check_optimizer(config.actor.optimizer)
     _check_fewer_bits(config)
     _check_actor(config)
-    _check_group(config.actor)
+    _check_pipeline(config.actor)
     _check_lora(config.actor.lora)
     for name in config.actor.recompute_modules:
         check_choice("actor.recompute_modules", name, _RECOMPUTED)
@@ -178,9 +178,14 @@ def _check_actor(config: Config) -> None:
         )
 
 
-def _check_group(actor: ActorConfig) -> None:
-    """The planner goes by it, and Megatron looks at it in the first update."""
+def _check_pipeline(actor: ActorConfig) -> None:
+    """What Megatron looks at in the first update."""
     group, layout = actor.megatron.get(INTERLEAVED_GROUP), actor.layout
+    if actor.megatron.get("overlap_p2p_comm"):
+        if layout.virtual_pipeline == 1:
+            raise UserError("actor.megatron.overlap_p2p_comm = true needs actor.layout.virtual_pipeline above 1")
+        if actor.megatron.get("batch_p2p_comm"):
+            raise UserError("actor.megatron.overlap_p2p_comm = true excludes batch_p2p_comm = true: choose one")
     said = f"actor.megatron.{INTERLEAVED_GROUP} = {group}"
     if group is None:
         return

@@ -261,22 +261,20 @@ class Loop:
         temperature = self.job.config.rollout.sampling.temperature
         old: list[LogprobStore] = []
         with timers.phase("update"), timers.phase("logprobs"):  # counted in the update's time too
-            for update in step.updates:
-                samples = dict(update.samples)
-                if needs_old or self._records_routes:
-                    own = self.actor.own_logprobs(
-                        samples, update.plan.pack, temperature=temperature, records=self._records_routes
-                    )
-                    update.routes = own.routes
+            for update in step.updates if needs_old or self._records_routes else ():
+                own = self.actor.own_logprobs(
+                    update.samples, update.plan.pack, temperature=temperature, records=self._records_routes
+                )
+                update.routes = own.routes
                 if needs_old:
                     old.append(own)
-                    samples = own.as_old(samples)
-                if needs_reference:
-                    alone = {place: replace(one, experts=None) for place, one in samples.items()}  # routes by itself
-                    with self.actor.reference_weights():
-                        reference = self.actor.own_logprobs(alone, update.plan.pack, temperature=temperature)
-                    samples = reference.as_reference(samples)
-                update.samples = samples
+                    update.samples = own.as_old(update.samples)
+            # swapped in once a step: each swap copies all weights to the host and back
+            with self.actor.reference_weights() if needs_reference else nullcontext():
+                for update in step.updates if needs_reference else ():
+                    alone = {place: replace(one, experts=None) for place, one in update.samples.items()}  # own routes
+                    reference = self.actor.own_logprobs(alone, update.plan.pack, temperature=temperature)
+                    update.samples = reference.as_reference(update.samples)
         if old:
             self._measure_mismatch(step, list(zip(step.updates, old, strict=True)))
 
