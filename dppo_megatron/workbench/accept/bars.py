@@ -157,7 +157,8 @@ STEPS: tuple[Step, ...] = (
     }, ("te_on_cuda",)),
     Step("layouts", "Two ranks against one: DP, TP, PP, CP, EP", "parity.layouts", 80,
          _far("dp2", 1e-4, 1e-4, _EXACT) | _far("tp2", 1e-4, 1e-4, _EXACT) | _far("pp2", 1e-4, 1e-4, _EXACT)
-         | _far("cp2", 1e-4, 1e-4, _EXACT) | _far("ep2", 0.02, 0.05, "bfloat16 on CUDA, for Transformer Engine"),
+         | _far("cp2", 1e-4, 1e-4, _EXACT) | _far("ep2", 0.02, 0.05, "bfloat16 on CUDA, for Transformer Engine")
+         | _far("latent_tp2", FAMILIES["deepseek_v3"], 0.05, "as deepseek_v3 on one rank"),
          ("no_single_gpu",), {"OMP_NUM_THREADS": "1"}, ranks=2),
     Step("servers-nccl", "A server on the second GPU, weights by NCCL: three steps", "jobs.three_steps", 75,
          _RUN, ("two_gpus", "server"), given=("nccl",)),

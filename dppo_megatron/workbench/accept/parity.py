@@ -64,6 +64,7 @@ _LAYOUTS: dict[str, tuple[str, LayoutConfig]] = {
     "pp2": ("dense", LayoutConfig(pipeline_parallel=2)),
     "cp2": ("dense", LayoutConfig(context_parallel=2)),
     "ep2": ("mixture", LayoutConfig(expert_parallel=2)),
+    "latent_tp2": ("deepseek_v3", LayoutConfig(tensor_parallel=2)),
 }
 
 Arrays = dict[str, npt.NDArray[np.float32]]
@@ -94,7 +95,7 @@ def layouts(sheet: Sheet) -> None:
     """One layout after the other, each on two ranks."""
     for name, (model, of) in _LAYOUTS.items():
         # megatron-core's experts need Transformer Engine on CUDA, whose attention has no float32 packs
-        half = model == "mixture" and sheet.cuda
+        half = model != "dense" and sheet.cuda
         _compare(sheet, name, model, of, torch.bfloat16 if half else torch.float32, "te" if half else "local")
 
 
