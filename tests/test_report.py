@@ -456,6 +456,49 @@ def test_in_a_browser_a_comparison_is_drawn(driver: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_in_a_browser_a_run_that_has_just_begun_and_one_from_a_checkpoint(driver: Any, tmp_path: Path) -> None:
+    """Beside a whole run: one that has only been evaluated before its first step has no seconds, and leaves the plots
+    of the others drawn; one of steps 101 to 110 takes 180 s a step, of which none is left out."""
+    records = [read_run(write_record(tmp_path / "whole", 6))]
+    late = [{"step": step, "time/step_s": 180.0, "time/rollout_s": 100.0} for step in range(101, 111)]
+    for name, rows in (("begun", [{"step": 0, "eval/x/pass@1": 0.1}]), ("late", late)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / name / "config.yaml").write_text("steps: 120\n")
+        (tmp_path / name / "lock.json").write_text("{}")
+        records.append(read_run(tmp_path / name))
+    write_page(tmp_path / "report.html", records)
+    first = driver.current_window_handle
+    driver.switch_to.new_window("window")
+    try:
+        driver.get_log("browser")
+        _open(driver, tmp_path / "report.html")
+        for axis in ("step", "seconds"):
+            driver.execute_script(f"state.axis = '{axis}'; redraw(); drawAll()")
+            drawn = "charts.every(one => one.plot.querySelector('.main-svg') && one.plot.querySelector('.trace'))"
+            assert driver.execute_script(f"return {drawn}")
+        split = driver.execute_script(
+            "state.axis = 'step';"
+            "return charts.filter(one => one.plot.ariaLabel.startsWith('Where the seconds go'))"
+            ".map(one => [one.plot.ariaLabel.split('.')[0], one.traces()[0].x])"
+        )
+        assert split == [
+            ["Where the seconds go: whole", [1, 2, 3, 4, 5, 6]],
+            ["Where the seconds go: late", list(range(101, 111))],
+        ]
+        rows = driver.execute_script(
+            "return [...document.querySelectorAll('.runs tbody tr')]"
+            ".map(row => [...row.cells].map(one => one.innerText))"
+        )
+        assert [row[1] for row in rows[1:]] == ["running", "running · 30 min 0 s left"]
+        assert [row[-1] for row in rows[1:]] == ["\N{EN DASH}", "180"]
+        assert [one for one in driver.get_log("browser") if one["level"] == "SEVERE"] == []
+    finally:
+        driver.close()
+        driver.switch_to.window(first)
+
+
+@pytest.mark.slow
 def test_in_a_browser_for_everyone(page: Any) -> None:
     """Every control has a name, every figure a description, headings come in order, and text can be told from its
     ground: WCAG's contrast of 4.5, in both themes."""

@@ -208,10 +208,13 @@ def test_a_spoilt_checkpoint_is_passed_over_aloud(
 
 
 def test_a_new_run_from_a_checkpoint_of_another(files: Path, whole: dict[str, Path], tmp_path: Path) -> None:
-    """The record begins at the next step; killed, the new run goes on from its own checkpoints."""
-    origin = whole["tp1"] / "checkpoints" / "step_000002"
+    """The record begins at the next step; killed, the new run goes on from its own checkpoints, and the same command
+    does so when what it began from is gone: the other run deletes its older ones."""
+    origin = tmp_path / "step_000002"
+    shutil.copytree(whole["tp1"] / "checkpoints" / "step_000002", origin)
     extra = SHORT | {"checkpoint__resume": origin, "steps": 4}
     assert run_killed(files, tmp_path / "fork", 1, extra, Kill("generate", 2))
+    shutil.rmtree(origin)
     run_whole(files, tmp_path / "fork", 1, extra)
     assert [row["step"] for row in read_metrics(tmp_path / "fork")] == [3, 4]
     mine, theirs = read_metrics(tmp_path / "fork")[0], read_metrics(whole["tp1"])[-1]

@@ -69,7 +69,7 @@ def check_world_size(config: Config, world_size: int) -> None:
 
 
 def check_run_dir(config: Config) -> None:
-    """Raise `UserError` unless `run_dir` can be written and holds no other run."""
+    """Raise `UserError` unless `run_dir` can be written and holds no other run, and there is what it begins from."""
     if not config.run_dir:
         raise UserError("run_dir is not set; give it in the config file or as run_dir=...")
     check_writable("run_dir", config.run_dir, directory=True)
@@ -79,7 +79,11 @@ def check_run_dir(config: Config) -> None:
         has_checkpoints = next((used / "checkpoints").glob("step_[0-9]*"), None) is not None
     except OSError as error:  # no permission, a file system that does not answer
         raise UserError(f"run_dir = '{shown(config.run_dir)}': {error.strerror}") from None
-    never = config.checkpoint.resume == "never"
+    resume = config.checkpoint.resume
+    never = resume == "never"
+    # a run that has checkpoints of its own resumes from these, also when what it began from has been deleted
+    if not (resume in ("auto", "never") or has_checkpoints or os.path.isdir(resume)):
+        raise UserError(f"checkpoint.resume = '{shown(resume)}': must be auto, never or the directory of a checkpoint")
     if (never and (has_record or has_checkpoints)) or (has_record and not (used / "config.yaml").exists()):
         held = "metrics.jsonl" if has_record else "checkpoints"
         why = "checkpoint.resume = never" if never else "it has no config.yaml"
@@ -236,9 +240,6 @@ def _check_files(config: Config, purpose: Purpose) -> None:
         raise UserError("model.dtype = float64 has no optimizer in Megatron-core; train in float32 or bfloat16")
     if trains and config.objective.kl.reference_path:
         check_model(config.objective.kl.reference_path, "objective.kl.reference_path")
-    resume = config.checkpoint.resume
-    if trains and resume not in ("auto", "never") and not os.path.isdir(resume):
-        raise UserError(f"checkpoint.resume = '{shown(resume)}': must be auto, never or the directory of a checkpoint")
     check_data(config, trains=trains)
 
 

@@ -20,12 +20,13 @@ from support.tiny import Parallel, build_actor, plan_for, random_samples, write_
 from dppo_megatron.actor.attention import PackedSequences
 from dppo_megatron.actor.logprobs import chunked_logprobs
 from dppo_megatron.actor.softmax import Projection, TorchSoftmax
-from dppo_megatron.config.schema import ActorConfig, LoraConfig
+from dppo_megatron.config.schema import ActorConfig, Config, LoraConfig
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.pipeline import FIRST, LAYOUT, split_layers
 from dppo_megatron.workbench.planning.activations import Pass, head_bytes, in_flight, layer_kept
-from dppo_megatron.workbench.planning.memory import host_copies, pinned, state_bytes
-from dppo_megatron.workbench.planning.shares import Degrees, share_of
+from dppo_megatron.workbench.planning.memory import host_copies, pinned, plan_memory, state_bytes, updated_on_host
+from dppo_megatron.workbench.planning.shares import Degrees, Share, Tensors, share_of
+from dppo_megatron.workbench.planning.site import GIB, PROCESS_HOST_BYTES, Site
 
 SIZES = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32, "vocab_size": 131}
 """Large enough that rounding a tensor up to 64 elements is no figure of its own."""
@@ -126,6 +127,43 @@ def test_training_state(models: dict[str, Path], family: str, parallel: Parallel
 def test_a_pinned_block(size: int) -> None:
     """torch's rule."""
     assert pinned(size) == _rounded_by_torch(size)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "part", "in_steps", "built"),
+    [
+        # three tensors of 1,000, four ranks: states of 3 x 1,024 / 4 elements, and a piece of 750 in a block of 4,096
+        ("bfloat16", 1.0, 12 * 768 + 4096, 4 * 3000 + 4 * 768),
+        ("bfloat16", 0.5, 6 * 768 + 2048, 2 * 3000 + 2 * 768),
+        ("float32", 1.0, 8 * 768 + 2 * 4096, 4 * 3000 + 4 * 768),
+        ("bfloat16", 0.0, 0, 0),
+    ],
+)
+def test_an_optimizer_on_the_host(dtype: str, part: float, in_steps: int, built: int) -> None:
+    """Formulas by hand, from reading Megatron: gradients beside the state, and whole parameters while it is built."""
+    actor, share = ActorConfig(), Share((Tensors("x", 1000, 3, False, True, True),))
+    actor.optimizer.cpu_offload = part
+    assert updated_on_host(share, Degrees(4, 1, 1, 1, 1, 1, 1, False), actor, dtype) == (in_steps, built)
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_a_node_has_room_for_the_optimizer_while_it_is_built(models: dict[str, Path], gpus: int) -> None:
+    """Over eight ranks that is more than its steps take, alone it is less; no checkpoint is written then."""
+    config, architecture = Config(), read_architecture(models["qwen3"])
+    config.model.dtype, config.rollout.engine, config.actor.optimizer.cpu_offload = "bfloat16", "hf", 1.0
+    site = Site(gpus, 8, 80 * GIB, 1e15, 1900 * GIB)
+    degrees = Degrees.of(config.actor.layout, gpus)
+    share = share_of(architecture, degrees, 0)
+    in_steps, built = updated_on_host(share, degrees, config.actor, "bfloat16")
+    assert (built > in_steps) == (gpus == 8)
+    always, saving = plan_memory(config, architecture, site, 20.0).host
+    largest = gpus * max(in_steps, built)
+    assert always.parts == {"processes": gpus * PROCESS_HOST_BYTES, "optimizer on the host": largest}
+    assert saving.parts["optimizer on the host"] == gpus * in_steps
+    assert saving.parts["copies for the checkpoint"] == gpus * sum(
+        state_bytes(share, degrees, config.actor, "bfloat16")[name]
+        for name in ("weights", "optimizer", "optimizer on the host")
+    )
 
 
 def test_fp8_copies(models: dict[str, Path]) -> None:

@@ -310,19 +310,42 @@ def test_what_cannot_be_is_exit_2(
     assert reason in capsys.readouterr().err
 
 
+_BESIDE = ["rollout.servers.colocate=false", "rollout.servers.gpus=['4,5,6,7']", _TP4]
+"""The trainer has the other half of a machine."""
+
+
 @pytest.mark.parametrize(
     "options",
     [
         ["rollout.servers.launch=none", "rollout.servers.registry_dir=/x", "rollout.servers.colocate=false"],
         ["rollout.servers.count=2", "rollout.servers.gpus=['GPU-a,GPU-b,GPU-c,GPU-d','GPU-e,GPU-f,GPU-g,GPU-h']", _TP4],
-        ["--gpus", "4", "rollout.servers.colocate=false", "rollout.servers.gpus=['4,5,6,7']", _TP4],
+        ["--gpus", "4", *_BESIDE],
+        ["--gpus", "8", "--ranks-per-node", "4", *_BESIDE],
     ],
-    ids=["of serve, on machines of their own", "by UUID", "beside the trainer's"],
+    ids=["of serve, on machines of their own", "by UUID", "beside the trainer's", "and on two machines"],
 )
 def test_servers_that_can_start_are_planned(tmp_path: Path, options: list[str]) -> None:
     offload = ["actor.offload=none"] if "rollout.servers.colocate=false" in options else []
     settings = [f"model.hf_path={write_config(tmp_path, 'qwen3_8b')}", *offload]
     assert main(["plan", "h100/qwen3_8b_8gpus_grpo", *settings, *options, "--methods", "grpo"]) == 0
+
+
+def test_the_ranks_of_a_node_are_those_that_torchrun_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four on each of two machines, beside four GPUs for servers: planned as `--ranks-per-node 4`, and not as one
+    machine that is full."""
+    settings = [f"model.hf_path={write_config(tmp_path, 'qwen3_8b')}", "actor.offload=none", *_BESIDE]
+    line = ["plan", "h100/qwen3_8b_8gpus_grpo", *settings, "--methods", "grpo"]
+    assert main([*line, "--gpus", "8"]) == 2
+    assert "but the trainer has all of a node (--ranks-per-node 8)" in capsys.readouterr().err
+    assert main([*line, "--gpus", "8", "--ranks-per-node", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "; 8 GPUs of 79.1 GiB, 4 a node" in told and "engine: vllm on 8 of GPUs of its own, 4 a replica" in told
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert main(line) == 0
+    assert capsys.readouterr().out == told
 
 
 def test_tensor_parallelism_over_nodes_is_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -561,5 +584,22 @@ def test_dry_run_refuses_what_train_refuses(tmp_path: Path, capsys: pytest.Captu
     recomputed = ["actor.recompute=selective", "actor.recompute_modules=[moe_act]"]
     assert main(["train", config, *settings, *recomputed]) == 2  # what Megatron refuses here it may take elsewhere
     assert "megatron-core refuses it: moe_act in recompute_modules" in capsys.readouterr().err
-    assert main(["train", config, *settings, "--gpus", "2"]) == 2
-    assert "--gpus belongs to --dry-run" in capsys.readouterr().err
+    for option in ("--gpus", "--gpus-per-node", "--ranks-per-node"):
+        assert main(["train", config, *settings, option, "2"]) == 2
+        assert f"{option} belongs to --dry-run" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_train_on_nodes_of_four(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve ranks, no whole nodes of eight GPUs: it takes the options that the message names, and torchrun's word."""
+    config, files = str(REPOSITORY / "configs" / "quickstart.yaml"), write_job_files(tmp_path)
+    line = ["train", config, *job_settings(files, tmp_path / "run"), "--dry-run"]
+    assert main([*line, "--gpus", "12"]) == 2
+    assert "--gpus 12: are no whole nodes of --gpus-per-node 8" in capsys.readouterr().err
+    assert main([*line, "--gpus", "12", "--gpus-per-node", "4"]) == 0
+    assert "; 12 GPUs of 79.1 GiB, 4 a node" in capsys.readouterr().out
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert main(line) == 0
+    assert "; 12 GPUs of 79.1 GiB, 4 a node" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from dppo_megatron.config.checks import Purpose
 from dppo_megatron.config.load import load_config, read_config
 from dppo_megatron.config.paths import check_writable, shipped, with_paths
 from dppo_megatron.config.schema import Config
-from dppo_megatron.launcher_env import launched_world_size
+from dppo_megatron.launcher_env import launched_here, launched_world_size
 from dppo_megatron.pruning.policies import METHODS, parse_methods
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
@@ -37,6 +37,7 @@ _GPUS, _GPU = 8, "h100"
 _NUMBERS: dict[str, tuple[str, str, int | None]] = {
     "gpus": ("[1, 1000000]", f"GPUs of the trainer (default: those of torchrun, else {_GPUS})", None),
     "gpus_per_node": ("[1, 1024]", "GPUs of a node (default: 8)", 8),
+    "ranks_per_node": ("[1, 1024]", "of them the trainer's (default: torchrun's, else all)", None),
     "gpu_memory": ("(0, 100000]", "GiB of a GPU that programs see (default: 79.1, an H100 of 80 GB)", None),
     "host_memory": ("(0, 1000000]", "GiB of a node's memory (default: 1900)", 1900),
     "engine_gpus": ("[1, 1000000]", "GPUs behind rollout.servers.endpoints", None),
@@ -50,7 +51,9 @@ _NUMBERS: dict[str, tuple[str, str, int | None]] = {
 }
 """Range, help, default."""
 _SPEEDS = ("decode", "mfu", "sync_gb_per_s", "save_gb_per_s", "other_s")
-_COUNTS = ("gpus", "gpus_per_node", "engine_gpus")
+_TRAINERS = ("gpus", "gpus_per_node", "ranks_per_node")
+"""What `train --dry-run` takes too."""
+_COUNTS = (*_TRAINERS, "engine_gpus")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,16 +79,30 @@ def add_dry_run(train: argparse.ArgumentParser) -> None:
         action="store_true",
         help="load and check everything, print the plan and the first prompt, and end; starts and writes nothing",
     )
-    train.add_argument("--gpus", type=int, metavar="N", help="with --dry-run: " + _NUMBERS["gpus"][1])
+    for name in _TRAINERS:
+        what = "with --dry-run: " + _NUMBERS[name][1]
+        train.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=what)
 
 
-def dry_run(config: str, overrides: list[str], gpus: int | None) -> int:
+def dry_run(train: argparse.Namespace, overrides: list[str]) -> int:
     """`train CONFIG --dry-run`."""
     parser = argparse.ArgumentParser()
     add_options(parser)
-    arguments = parser.parse_args([config, "--dry-run"])
-    arguments.overrides, arguments.gpus = overrides, gpus
+    arguments = parser.parse_args([train.config, "--dry-run"])
+    arguments.overrides = overrides
+    vars(arguments).update(_given(train))
     return execute(arguments)
+
+
+def refuse_sizes(train: argparse.Namespace) -> None:
+    """Raise UserError where `train` without --dry-run is told how many GPUs there are."""
+    for name in _given(train):
+        option = f"--{name.replace('_', '-')}"
+        raise UserError(f"{option} belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
+
+
+def _given(train: argparse.Namespace) -> dict[str, int]:
+    return {name: value for name in _TRAINERS if (value := getattr(train, name)) is not None}
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -170,16 +187,21 @@ def _take_gpu_of_here(arguments: argparse.Namespace) -> list[str]:
 def _site(arguments: argparse.Namespace) -> Site:
     chip, launched = CHIPS[arguments.gpu], launched_world_size()
     gpus = arguments.gpus or (launched if launched > 1 else _GPUS)
-    if gpus > arguments.gpus_per_node and gpus % arguments.gpus_per_node:
-        raise UserError(f"--gpus {gpus}: are no whole nodes of --gpus-per-node {arguments.gpus_per_node}")
+    ranks, per_node = arguments.ranks_per_node, arguments.gpus_per_node
+    if not (arguments.gpus or ranks) and launched > 1 and "LOCAL_WORLD_SIZE" in os.environ:
+        ranks = launched_here()
+    if gpus > (ranks or per_node) and gpus % (ranks or per_node):
+        size = f"--ranks-per-node {ranks}" if ranks else f"--gpus-per-node {per_node}"
+        raise UserError(f"--gpus {gpus}: are no whole nodes of {size}")
     return Site(
         gpus=gpus,
-        gpus_per_node=arguments.gpus_per_node,
+        gpus_per_node=max(per_node, ranks or 0),
         gpu_memory=arguments.gpu_memory * GIB if arguments.gpu_memory else chip.memory_bytes,
         peak_flops=chip.peak_flops,
         host_memory=arguments.host_memory * GIB,
         engine_gpus=arguments.engine_gpus or 0,
         bandwidth=chip.bandwidth,
+        most_ranks=ranks or 0,
     )
 
 

@@ -15,9 +15,8 @@ from __future__ import annotations
 import argparse
 
 from dppo_megatron.launcher_env import check_launcher_env, launched_world_size, set_cuda_variables, set_fp8_variables
-from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import add_config, check_actor_settings, read_config
-from dppo_megatron.workbench.commands.plan import add_dry_run, dry_run
+from dppo_megatron.workbench.commands.plan import add_dry_run, dry_run, refuse_sizes
 from dppo_megatron.workbench.commands.terminal import loading, quiet_libraries, say
 
 
@@ -32,9 +31,8 @@ def execute(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     overrides = arguments.overrides + ([f"checkpoint.resume={arguments.resume}"] if arguments.resume else [])
     if arguments.dry_run:
-        return dry_run(arguments.config, overrides, arguments.gpus)
-    if arguments.gpus is not None:
-        raise UserError("--gpus belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
+        return dry_run(arguments, overrides)
+    refuse_sizes(arguments)
     check_launcher_env()
     set_cuda_variables()
     config = read_config(arguments.config, overrides)

@@ -188,7 +188,8 @@ def _check_devices(servers: ServersConfig, site: Site) -> None:
     numbers = [int(gpu) for entry in servers.gpus for gpu in entry.split(",") if gpu.strip().isdecimal()]
     first, end = (0, site.ranks_per_node) if servers.colocate else (site.ranks_per_node, site.gpus_per_node)
     if wrong := [number for number in numbers if not first <= number < end]:
-        free = f"the servers can have {first} to {end - 1}" if first < end else "the trainer has all of a node"
+        of_trainer = f"the trainer has all of a node (--ranks-per-node {first})"
+        free = f"the servers can have {first} to {end - 1}" if first < end else of_trainer
         share = "" if servers.colocate else ", or share the trainer's with rollout.servers.colocate=true"
         raise UserError(f"rollout.servers.gpus names GPU {wrong[0]}, but {free}: change it and servers.args{share}")
 

@@ -158,16 +158,39 @@ def host_copies(share: Share, degrees: Degrees, actor: ActorConfig, dtype: str) 
     for each piece of a parameter that the rank updates and each of its states, and one for each buffer of weights."""
     distributed, each = actor.optimizer.distributed, _BYTES[dtype]
     buffers = [share.trained.count(experts=experts, padded_to=64) * each for experts in (False, True)]
-    state, weights = 0.0, sum(map(pinned, filter(None, buffers))) if distributed else 0
+    weights = sum(map(pinned, filter(None, buffers))) if distributed else 0
     for one in share.tensors:
         if not (one.is_trained and distributed):
             weights += one.count * pinned(one.numel * each)
-        if one.is_trained:
-            ranks = _updaters(degrees, actor, one.is_expert)
-            own = share.trained.count(experts=one.is_expert) / ranks
-            piece = min(one.numel, max(own, 1.0))
-            state += one.numel * one.count / ranks / piece * sum(pinned(piece * kind) for kind in _kinds(actor, dtype))
+    state = _pinned_pieces(share, degrees, actor, _kinds(actor, dtype))
     return {"optimizer": state * (1.0 - actor.optimizer.cpu_offload), "weights": weights}
+
+
+def _pinned_pieces(share: Share, degrees: Degrees, actor: ActorConfig, kinds: list[int]) -> float:
+    """Pinned bytes of a rank that has, of each piece of a parameter that it updates, a block for each of `kinds`, bytes
+    of an element."""
+    found = 0.0
+    for one in share.trained.tensors:
+        ranks = _updaters(degrees, actor, one.is_expert)
+        own = share.trained.count(experts=one.is_expert) / ranks
+        piece = min(one.numel, max(own, 1.0))
+        found += one.numel * one.count / ranks / piece * sum(pinned(piece * kind) for kind in kinds)
+    return found
+
+
+def updated_on_host(share: Share, degrees: Degrees, actor: ActorConfig, dtype: str) -> tuple[float, float]:
+    """Bytes on the host of a rank whose optimizer, or a part of it, is there: in steps, and while it is built.
+
+    By the code of megatron-core 0.16 (optimizer/cpu_offloading/hybrid_optimizer.py), not measured. Beside the state it
+    keeps a pinned float32 gradient of each piece; of a float32 model also a pinned copy of the piece, which in bfloat16
+    is a part of the state. It is built over the rank's whole parameters first and then over its pieces of them, in
+    float32, and the first copy is there until the second is.
+    """
+    on_host, kinds = state_bytes(share, degrees, actor, dtype)[_HOST], _kinds(actor, dtype)
+    blocks = [4] if dtype == "bfloat16" else [4, 4]
+    in_steps = on_host + actor.optimizer.cpu_offload * _pinned_pieces(share, degrees, actor, blocks)
+    built = 4 * actor.optimizer.cpu_offload * share.trained.count() + on_host / len(kinds)
+    return in_steps, built
 
 
 def _kinds(actor: ActorConfig, dtype: str) -> list[int]:
@@ -267,14 +290,17 @@ def _on_node(
     """A node whose ranks all hold this share: in every phase, and while a checkpoint is written."""
     away, dtype = leaves_for_servers(config), config.model.dtype
     copies = host_copies(share, degrees, config.actor, dtype)
+    in_steps, built = updated_on_host(share, degrees, config.actor, dtype)
     servers = engine.gpus // site.nodes if engine.kind != "hf" and config.rollout.servers.launch == "local" else 0
     of_rank = {
         "reference policy": share.trained.count() * _BYTES[dtype] if config.objective.kl.coef > 0 else 0.0,
-        _HOST: state[_HOST] + (copies["optimizer"] if "optimizer" in away else 0.0),
+        _HOST: in_steps + (copies["optimizer"] if "optimizer" in away else 0.0),
         "weights on the host": copies["weights"] if "weights" in away else 0.0,
         "copies for the checkpoint": state["weights"] + state["optimizer"] + state[_HOST],
     }
     parts: dict[str, float] = {"processes": (site.ranks_per_node + servers) * PROCESS_HOST_BYTES}
     parts |= {name: site.ranks_per_node * size for name, size in of_rank.items() if size}
     always = {name: size for name, size in parts.items() if name != "copies for the checkpoint"}
+    if built:  # before the first step
+        always[_HOST] = max(always[_HOST], site.ranks_per_node * built)
     return [Phase(PHASES[0], always), Phase(PHASES[-1], parts)]

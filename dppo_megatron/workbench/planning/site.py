@@ -55,13 +55,15 @@ class Site:
     """GPUs behind `rollout.servers.endpoints`; 0: not known."""
     bandwidth: float = CHIPS["h100"].bandwidth
     """Bytes per second of a GPU's memory."""
+    most_ranks: int = 0
+    """Training processes on a node; 0: one for each of its GPUs."""
 
     @property
     def nodes(self) -> int:
         """Of the trainer."""
-        return max(1, -(-self.gpus // self.gpus_per_node))
+        return max(1, -(-self.gpus // self.ranks_per_node))
 
     @property
     def ranks_per_node(self) -> int:
         """Training processes on one node."""
-        return min(self.gpus, self.gpus_per_node)
+        return min(self.gpus, self.most_ranks or self.gpus_per_node)

@@ -121,9 +121,9 @@ function stacked(run) {
   const all = Object.keys(run.columns).filter((key) => /^time\/\w+_s$/.test(key) && !["time/step_s", "time/step_cpu_s", "time/pack_s", "time/logprobs_s"].includes(key));
   const order = ["rollout", "reward", "select", "prune", "exchange", "update", "sync"];
   const rank = (key) => { const at = order.indexOf(key.slice(5, -2)); return at < 0 ? 99 : at; };
-  const keys = all.sort((a, b) => rank(a) - rank(b)), x = axisValues(run).slice(1);
+  const keys = all.sort((a, b) => rank(a) - rank(b)), first = run.steps[0] === 0 ? 1 : 0, x = axisValues(run).slice(first);
   const rest = run.steps.map((_, place) => Math.max(0, (run.columns["time/step_s"][place] || 0) - keys.reduce((sum, key) => sum + (run.columns[key][place] || 0), 0)));
-  const trace = (values, name, index) => ({ x, y: smoothed(values).slice(1).map((value) => value || 0), name, stackgroup: "one", mode: "lines", line: { width: .6, color: colour(index) }, fillcolor: colour(index) + "b0", hovertemplate: "%{y:.3g} s" });
+  const trace = (values, name, index) => ({ x, y: smoothed(values).slice(first).map((value) => value || 0), name, stackgroup: "one", mode: "lines", line: { width: .6, color: colour(index) }, fillcolor: colour(index) + "b0", hovertemplate: "%{y:.3g} s" });
   const traces = keys.map((key, index) => trace(run.columns[key], key.slice(5, -2), index));
   return [...traces, { ...trace(rest, "other", 0), line: { width: .6, color: css("--dim") }, fillcolor: css("--line") }];
 }

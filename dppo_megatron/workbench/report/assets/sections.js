@@ -1,5 +1,6 @@
 // The sections of the page, in order. A chart of which no run has data is left out.
-const has = (...keys) => runs.some((run) => keys.some((key) => (run.columns[key] || []).some((value) => value !== null)));
+const numbers = (run, key) => (run.columns[key] || []).filter((value) => value !== null);
+const has = (...keys) => runs.some((run) => keys.some((key) => numbers(run, key).length));
 const share = { yaxis: { tickformat: ".2~%", rangemode: "tozero" } };
 const zero = { yaxis: { rangemode: "tozero" } };
 const log = { yaxis: { type: "log", exponentformat: "power" } };
@@ -25,7 +26,8 @@ function overview() {
   const rows = runs.map((run, place) => {
     const kind = { finished: "good", running: "", crashed: "bad", stopped: "warn" }[run.status];
     const of = Number(run.settings.steps || NaN), done = run.steps[run.steps.length - 1], seconds = total(run, "time/step_s");
-    const left = run.status === "running" && of > done && done ? ` · ${duration((of - done) * seconds / done)} left` : "";
+    const each = seconds / numbers(run, "time/step_s").length; // not over done: a run may begin from another's checkpoint
+    const left = run.status === "running" && of > done && each ? ` · ${duration((of - done) * each)} left` : "";
     const sets = Object.keys(run.columns).filter((key) => key.startsWith("eval/") && key.endsWith("/pass@1")).map((key) => {
       const values = run.columns[key].filter((value) => value !== null), errors = (run.columns[key + "_se"] || []).filter((value) => value !== null);
       return make("div", {}, `${key.slice(5, -7)} ${percent(values[0])} → ${percent(values[values.length - 1])}`, errors.length ? make("span", { class: "dim" }, ` ± ${(100 * errors[errors.length - 1]).toFixed(1)}`) : null);
@@ -33,7 +35,7 @@ function overview() {
     const box = make("input", { type: "checkbox", checked: true, "aria-label": `Show ${run.name}`, onchange: (event) => { event.target.checked ? state.hidden.delete(place) : state.hidden.add(place); redraw(); } });
     return make("tr", {}, make("td", {}, make("label", {}, box, make("span", { class: "dot", "data-colour": place }), make("b", {}, run.name))), make("td", {}, make("span", { class: `chip ${kind}` }, run.status + left)),
       make("td", { class: "num" }, of ? `${done} of ${of}` : String(done)), make("td", { class: "num" }, number(last(run, "reward/mean"))), make("td", {}, ...sets), make("td", { class: "num" }, duration(seconds)),
-      make("td", { class: "num" }, number(total(run, "tokens/generated"))), make("td", { class: "num" }, number(total(run, "tokens/trained"))), make("td", { class: "num" }, number(done ? seconds / done : null)));
+      make("td", { class: "num" }, number(total(run, "tokens/generated"))), make("td", { class: "num" }, number(total(run, "tokens/trained"))), make("td", { class: "num" }, number(each)));
   });
   const numeric = new Set(["steps", "reward, last", "RL time", "generated", "trained", "s / step"]);
   return section("overview", runs.length > 1 ? `${runs.length} runs` : runs[0].name, null, make("div", { class: "card scroll" }, stacking(make("table", { class: "runs" },
@@ -59,7 +61,7 @@ function learning() {
 
 function seconds() {
   return section("time", "Time and tokens", "Seconds of rank 0. With rollout.async_steps a phase overlaps the next step's generation.", grid(
-    ...runs.map((run) => has("time/step_s") ? chartCard({ title: runs.length > 1 ? `Where the seconds go: ${run.name}` : "Where the seconds go", note: "Seconds of each step by phase, stacked.", traces: () => stacked(run), wide: runs.length === 1, height: runs.length === 1 ? 300 : 250, layout: { ...zero, hovermode: "x unified" } }) : null),
+    ...runs.map((run) => numbers(run, "time/step_s").length ? chartCard({ title: runs.length > 1 ? `Where the seconds go: ${run.name}` : "Where the seconds go", note: "Seconds of each step by phase, stacked.", traces: () => stacked(run), wide: runs.length === 1, height: runs.length === 1 ? 300 : 250, layout: { ...zero, hovermode: "x unified" } }) : null),
     metric("Seconds a step", "The whole step, evaluation and checkpoint not counted.", [{ key: "time/step_s", name: "step" }], zero),
     metric("Tokens of a step", "Completion tokens that were generated, and those that were trained on.", [{ key: "tokens/generated", name: "generated" }, { key: "tokens/trained", name: "trained" }], zero),
     metric("Tokens a second", "Generated over the rollout's seconds (where it overlaps the rest, the step's), trained over the update's.", [{ key: "tokens/generated_per_s", name: "generated" }, { key: "tokens/trained_per_s", name: "trained" }], zero),
