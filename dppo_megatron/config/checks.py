@@ -14,7 +14,7 @@ from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.observe import check_observe
 from dppo_megatron.config.paths import check_model, check_writable, shown
 from dppo_megatron.config.ranges import check_choice, check_ranges
-from dppo_megatron.config.resolved_sets import check_data, longest_prompt_tokens, set_rewards
+from dppo_megatron.config.resolved_sets import check_data, longest_trained, set_rewards
 from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import INTERLEAVED_GROUP, ActorConfig, Config, LoraConfig, OptimizerConfig
@@ -238,7 +238,7 @@ def _check_files(config: Config, purpose: Purpose) -> None:
 
 
 def _check_longest(config: Config) -> None:
-    longest = longest_prompt_tokens(config) + config.rollout.sampling.max_completion_tokens
+    longest = longest_trained(config)
     if longest > config.packing.max_tokens_per_microbatch:
         raise UserError(
             f"packing.max_tokens_per_microbatch = {config.packing.max_tokens_per_microbatch}: the longest possible"

@@ -71,7 +71,8 @@ class PackingConfig:
     page = "packing.md"
     free_at_resume = True
     max_tokens_per_microbatch: int = ranged(16384, "[1, 100000000]")
-    """Hard cap of one packed micro-batch. A longer sequence is an error before the run starts."""
+    """Hard cap of one packed micro-batch, rounded down to what the layout and number format run. The longest possible
+    sequence must fit, or the run does not start."""
     mode: Literal["balanced", "window", "first_fit_decreasing", "none"] = "balanced"
     """`balanced`: fewest micro-batches, then even step time over ranks and pipeline slots. `window`: the paper's Dense
     Prompt Packing, window-based greedy. `first_fit_decreasing`: what most packers do. `none`: one sequence a
