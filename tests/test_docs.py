@@ -211,6 +211,18 @@ def test_what_the_pages_install_can_be_had() -> None:
             assert not re.search(r"pip install [^\n]*\bdppo-megatron\b", _text(path)), path
 
 
+def test_what_a_block_installs_its_commands_import() -> None:
+    """`data` reads known sets with `datasets`, which the trainer needs not: the README's first job on GPUs installed
+    `.[train]`, and its third command ended with exit code 2."""
+    extras = tomllib.loads(_text(REPOSITORY / "pyproject.toml"))["project"]["optional-dependencies"]
+    blocks = [block for page in EVERY_PAGE for block in re.findall(r"```\n(.*?)```", _text(page), re.DOTALL)]
+    installs = [(block, found[1].split(",")) for block in blocks if (found := re.search(r"-e '\.\[(.+?)\]'", block))]
+    reading = [given for block, given in installs if "dppo-megatron data " in block]
+    assert reading, "no block installs and reads a known set"
+    for given in reading:
+        assert any(line.startswith("datasets>") for extra in given for line in extras[extra]), given
+
+
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda path: path.name)
 def test_files_that_the_page_names_exist(page: Path) -> None:
     """Scripts and configurations of this repository, in the text and in commands."""
