@@ -482,10 +482,14 @@ for command in ("train", "plan"):
 @pytest.mark.slow
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     """A process with home, temporary directory, caches and working directory of its own leaves them as they were, by
-    `train` and by `plan`: no file, no directory, no change of one. Data, tokenizer, weights and grader were loaded."""
+    `train` and by `plan`: no file, no directory, no change of one. Data, tokenizer, weights and grader were loaded, the
+    data from a file that a run keeps the prompts of: above 1 MiB."""
     for name in ("home", "tmp", "cwd", "task"):
         (tmp_path / name).mkdir()
     files = write_job_files(tmp_path / "task")
+    rows = [json.loads(line) for line in (files / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    long = [json.dumps(row | {"about": "a" * (2**21 // len(rows))}) for row in rows]
+    (files / "train.jsonl").write_text("\n".join(long), encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "HF_"))}
     environment |= {
         "HOME": str(tmp_path / "home"),
