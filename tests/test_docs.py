@@ -211,6 +211,16 @@ def test_what_the_pages_install_can_be_had() -> None:
             assert not re.search(r"pip install [^\n]*\bdppo-megatron\b", _text(path)), path
 
 
+def test_the_steps_of_a_row_are_those_of_its_command() -> None:
+    """Of the comparison in TRL: a pruned run of 60 steps is one and a half times the 40 of the comparison."""
+    text = _text(DOCS / "adapters.md")
+    [steps] = re.findall(r"compare configs/\S+ [^`]*\bsteps=(\d+)", text)
+    [factor] = re.findall(r"--end-to-end compare --pruned-steps-factor ([\d.]+)`", text)
+    [full] = re.findall(r"^\| TRL, (\d+) steps", text, re.MULTILINE)
+    [pruned] = re.findall(r"^\| pruned, (\d+) steps", text, re.MULTILINE)
+    assert int(full) == int(steps) and int(pruned) == round(int(steps) * float(factor))
+
+
 def test_what_a_block_installs_its_commands_import() -> None:
     """`data` reads known sets with `datasets`, which the trainer needs not: the README's first job on GPUs installed
     `.[train]`, and its third command ended with exit code 2."""
