@@ -28,6 +28,7 @@ from support.record import write_record
 from dppo_megatron.config.load import load_config, read_config
 from dppo_megatron.config.reference import all_settings
 from dppo_megatron.config.reward import RewardConfig
+from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.data.known import KNOWN_SETS
 from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.rewards.grading import GradeTask, make_grader
@@ -170,6 +171,24 @@ def test_commands_of_the_page_are_read(page: Path) -> None:
     for method in re.findall(r"--methods (\S+)", _text(page)):
         names = re.sub(r"@\d+", "", method.strip("`),:")).split(",")
         assert set(names) <= {*METHODS.keys(), "grpo_nonzero"}, method
+
+
+def test_servers_that_others_start_serve_a_recipe_for_gpus() -> None:
+    """The recipes let the trainer start servers that share its GPUs; a command with others says that these are not."""
+    words = [
+        shlex.split(re.sub(r".*-m dppo_megatron |dppo-megatron ", "", line))
+        for page in PAGES
+        for line in _commands(page)
+    ]
+    others = [
+        one
+        for one in words
+        if any(word.startswith(("rollout.servers.endpoints=", "rollout.servers.registry_dir=")) for word in one)
+    ]
+    assert sorted(one[0] for one in others) == ["serve", "train", "train"]
+    for one in others:
+        given = parse(program(), one).overrides
+        check_rollout(read_config(str(REPOSITORY / "configs" / "qwen3_4b.yaml"), given).rollout)
 
 
 def test_the_problems_of_the_tutorial_are_what_is_trained_on(tmp_path: Path) -> None:
