@@ -61,7 +61,7 @@ COPY examples examples
 COPY benchmarks benchmarks
 COPY docs docs
 RUN --mount=type=cache,target=/var/cache/pip \
-    /opt/trainer/bin/pip install --no-build-isolation --constraint constraints.txt ".[train]" \
+    /opt/trainer/bin/pip install --no-build-isolation --constraint constraints.txt ".[train,data]" \
  && /opt/trainer/bin/pip check \
  && mkdir /opt/versions && dpkg-query --show > /opt/versions/apt.txt \
  && for name in trainer engine; do /opt/$name/bin/pip freeze > /opt/versions/$name.txt; done

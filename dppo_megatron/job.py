@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.plugins import load_function
-from dppo_megatron.config.resolved_sets import eval_set_configs, longest_sequence, set_rewards
+from dppo_megatron.config.resolved_sets import eval_set_configs, longest_sequence, longest_trained, set_rewards
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.config.server_args import check_longest
@@ -25,6 +25,8 @@ from dppo_megatron.data.cache import LazyPrompts, PromptColumns
 from dppo_megatron.data.examples import load_examples
 from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets, stop_token_ids
 from dppo_megatron.data.summary import data_fingerprint, report_lines
+from dppo_megatron.packing.alignment import packing_layout
+from dppo_megatron.packing.planner import check_longest_trained, usable_capacity
 from dppo_megatron.platform.capabilities import Machine, this_machine
 from dppo_megatron.progress import progress
 from dppo_megatron.pruning.interface import LARGEST_REWARD, PromptFeatures
@@ -149,7 +151,8 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     train_sets = load_train_sets(config, tokenizer, eval_sets) if trains else {}
     examples: list[TrainSample] = []
     if trains and config.sft.steps:
-        fits = min(config.packing.max_tokens_per_microbatch, architecture.max_positions)
+        usable = usable_capacity(packing_layout(config.actor, world_size), config.packing.max_tokens_per_microbatch)
+        fits = min(usable, architecture.max_positions)
         examples, said = load_examples(config, tokenizer, eval_sets, max_tokens=fits)
         lines += said
     policy_loss: PolicyLoss | None = None
@@ -242,6 +245,8 @@ def _age_note(config: Config) -> list[str]:
 
 def _check_actor(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> None:
     check_world_size(config, world_size)
+    packs = packing_layout(config.actor, world_size)
+    check_longest_trained(longest_trained(config), packs, config.packing.max_tokens_per_microbatch)
     architecture.check_layout(config.actor)
     architecture.check_bf16_layers(config.actor)
     layout = config.actor.layout

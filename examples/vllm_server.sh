@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A vLLM server that a trainer can use: examples/vllm_server.sh MODEL [PORT] [more arguments of vLLM]
-# Then: dppo-megatron train CONFIG rollout.engine=vllm rollout.servers.endpoints='[http://127.0.0.1:8000]'
+# Then: dppo-megatron train CONFIG rollout.engine=vllm rollout.servers.endpoints='[http://127.0.0.1:8000]' \
+#         rollout.servers.launch=none rollout.servers.colocate=false
 # With VLLM_API_KEY set it asks for that key at every path, and the trainer needs it as DPPO_ENGINE_API_KEY. Without it
 # the development endpoints take weights from whoever reaches the port (docs/security.md): keep it on loopback.
 set -euo pipefail

@@ -24,6 +24,9 @@ from support.job import REPOSITORY, settings, write_job_files
 
 from dppo_megatron.children import package_environment
 from dppo_megatron.config import Config, load_config
+from dppo_megatron.config.load import read_config
+from dppo_megatron.config.pruning import EarlyStopConfig
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.compare.arms import MethodRun, Point, parse_arms, read_method_run
 from dppo_megatron.workbench.compare.runs import check_end, in_a_process, run_all, shared_task, task_settings
@@ -105,6 +108,21 @@ def test_arms_see_equally_many_prompts() -> None:
     }  # fmt: skip
     assert {"eval.every_steps=8", "rollout.prompts_per_step=16"} <= set(arms["grpo@16"].settings)
     assert "pruning.prompt.method=none" in arms["grpo_nonzero"].settings
+
+
+def test_a_baseline_has_no_pruning_of_the_job() -> None:
+    """Of a job that stops completions early, and prunes only in the middle of a run: else GRPO would be another method,
+    or train on what has no gradient."""
+    given = ["early_stop.after_tokens=8", "completion.warmup_steps=3", "completion.anneal_fraction=0.5"]
+    given += ["prompt.group_size_factor=2"]
+    pruning = {}
+    for arm in parse_arms("grpo,grpo_nonzero", _config(), 1.5):
+        config = read_config(CONFIG, [*(f"pruning.{one}" for one in given), *arm.settings])
+        pruning[arm.name] = config.pruning
+        assert config.pruning.early_stop == EarlyStopConfig() and selection_settings(config).group_size_factor == 1
+    assert (pruning["grpo"].prompt.method, pruning["grpo"].completion.method) == ("none", "none")
+    kept = pruning["grpo_nonzero"].completion
+    assert (kept.method, kept.warmup_steps, kept.anneal_fraction) == ("dppo", 0, 1.0)
 
 
 @pytest.mark.parametrize("names", ["", "grpo,grpo", "grop", "grpo@0", "grpo@x", "grpo@-1", "dppo@", "grpo_nonzero@1.5"])

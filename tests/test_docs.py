@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,11 @@ from support.record import write_record
 from dppo_megatron.config.load import load_config, read_config
 from dppo_megatron.config.reference import all_settings
 from dppo_megatron.config.reward import RewardConfig
+from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.data.known import KNOWN_SETS
 from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.rewards.grading import GradeTask, make_grader
 from dppo_megatron.workbench.cli import parse, program
-from dppo_megatron.workbench.compare.arms import MethodRun, Point
-from dppo_megatron.workbench.compare.table import write_results
 
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -172,6 +170,24 @@ def test_commands_of_the_page_are_read(page: Path) -> None:
         assert set(names) <= {*METHODS.keys(), "grpo_nonzero"}, method
 
 
+def test_servers_that_others_start_serve_a_recipe_for_gpus() -> None:
+    """The recipes let the trainer start servers that share its GPUs; a command with others says that these are not."""
+    words = [
+        shlex.split(re.sub(r".*-m dppo_megatron |dppo-megatron ", "", line))
+        for page in PAGES
+        for line in _commands(page)
+    ]
+    others = [
+        one
+        for one in words
+        if any(word.startswith(("rollout.servers.endpoints=", "rollout.servers.registry_dir=")) for word in one)
+    ]
+    assert sorted(one[0] for one in others) == ["serve", "train", "train"]
+    for one in others:
+        given = parse(program(), one).overrides
+        check_rollout(read_config(str(REPOSITORY / "configs" / "qwen3_4b.yaml"), given).rollout)
+
+
 def test_the_problems_of_the_tutorial_are_what_is_trained_on(tmp_path: Path) -> None:
     blocks = re.findall(r"```\n(.*?)```", _text(DOCS / "tutorial.md"), re.DOTALL)
     [block] = [one for one in blocks if "mine.jsonl" in one]
@@ -209,6 +225,28 @@ def test_what_the_pages_install_can_be_had() -> None:
     if "(unreleased)" in _text(REPOSITORY / "CHANGELOG.md").partition("\n## ")[2].partition("\n")[0]:
         for path in (*EVERY_PAGE, *(REPOSITORY / "examples").rglob("*.py")):
             assert not re.search(r"pip install [^\n]*\bdppo-megatron\b", _text(path)), path
+
+
+def test_the_steps_of_a_row_are_those_of_its_command() -> None:
+    """Of the comparison in TRL: a pruned run of 60 steps is one and a half times the 40 of the comparison."""
+    text = _text(DOCS / "adapters.md")
+    [steps] = re.findall(r"compare configs/\S+ [^`]*\bsteps=(\d+)", text)
+    [factor] = re.findall(r"--end-to-end compare --pruned-steps-factor ([\d.]+)`", text)
+    [full] = re.findall(r"^\| TRL, (\d+) steps", text, re.MULTILINE)
+    [pruned] = re.findall(r"^\| pruned, (\d+) steps", text, re.MULTILINE)
+    assert int(full) == int(steps) and int(pruned) == round(int(steps) * float(factor))
+
+
+def test_what_a_block_installs_its_commands_import() -> None:
+    """`data` reads known sets with `datasets`, which the trainer needs not: the README's first job on GPUs installed
+    `.[train]`, and its third command ended with exit code 2."""
+    extras = tomllib.loads(_text(REPOSITORY / "pyproject.toml"))["project"]["optional-dependencies"]
+    blocks = [block for page in EVERY_PAGE for block in re.findall(r"```\n(.*?)```", _text(page), re.DOTALL)]
+    installs = [(block, found[1].split(",")) for block in blocks if (found := re.search(r"-e '\.\[(.+?)\]'", block))]
+    reading = [given for block, given in installs if "dppo-megatron data " in block]
+    assert reading, "no block installs and reads a known set"
+    for given in reading:
+        assert any(line.startswith("datasets>") for extra in given for line in extras[extra]), given
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda path: path.name)
@@ -275,20 +313,6 @@ def test_reading_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     shown = re.findall(r"```python\n(.*?)```", _text(DOCS / "report.md"), re.DOTALL)
     example = re.sub(r"\s+", " ", _text(REPOSITORY / "examples" / "reading_a_run.py"))
     assert shown and all(line in example for block in shown for line in block.splitlines())
-
-
-def test_choosing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Differences are taken seed by seed: here a method is 2 and 4 points above GRPO, whatever the seed does."""
-    end = {("grpo", 0): 0.5, ("grpo", 1): 0.7, ("dppo", 0): 0.52, ("dppo", 1): 0.74}
-    runs = [
-        MethodRun(arm, seed, [Point(9, accuracy, 10.0, 8.0, 1000, 500)], {}, {}, {})
-        for (arm, seed), accuracy in end.items()
-    ]
-    write_results(tmp_path / "results.json", {"runs": [asdict(run) for run in runs]})
-    assert _run("choosing.py", str(tmp_path / "results.json")) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:2] == ["grpo", "60.0%"]
-    assert lines[2].startswith("dppo") and lines[2].endswith("+3.0 +- 1.0: no difference that 2 seeds show")
 
 
 def test_migrating(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from dppo_megatron.actor.batch import build_microbatch
 from dppo_megatron.config.schema import INTERLEAVED_GROUP, ActorConfig, LayoutConfig
 from dppo_megatron.packing.alignment import RECIPE_MULTIPLE, PackingLayout, Recipe, packing_layout
 from dppo_megatron.packing.bins import best_fit, first_fit, window_greedy
-from dppo_megatron.packing.planner import CostModel, plan_microbatches
+from dppo_megatron.packing.planner import CostModel, check_longest_trained, plan_microbatches
 from dppo_megatron.steps.rollout_cost import cost_model
 from dppo_megatron.types import PackedMicrobatch, PackPlan, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture
@@ -233,6 +233,28 @@ def test_what_does_not_fit_is_named(layout: PackingLayout, cap: int, lengths: li
     for mode in MODES:
         with pytest.raises(UserError, match=message):
             plan_microbatches(_samples(lengths), layout=layout, max_tokens_per_microbatch=cap, mode=mode)
+
+
+@settings(max_examples=100, deadline=None)
+@given(layout=layouts(), length=st.integers(1, 3000), cap=st.integers(1, 3000))
+def test_the_check_at_the_start_is_the_planners(layout: PackingLayout, length: int, cap: int) -> None:
+    """A longest sequence that it passes has a place, one that it refuses has none, and the cap that it names does."""
+
+    def refusal(cap: int, mode: str = "") -> str:
+        try:
+            if mode:
+                plan_microbatches(_samples([length]), layout=layout, max_tokens_per_microbatch=cap, mode=mode)
+            else:
+                check_longest_trained(length + 1, layout, cap)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    said = refusal(cap)
+    assert [bool(refusal(cap, mode)) for mode in MODES] == [bool(said)] * len(MODES)
+    if "the longest possible" in said:
+        named = int(said.rpartition(" ")[2])
+        assert not refusal(named) and refusal(named - 1)
 
 
 def test_unknown_mode_is_named() -> None:

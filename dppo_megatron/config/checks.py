@@ -14,7 +14,7 @@ from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.observe import check_observe
 from dppo_megatron.config.paths import check_model, check_writable, shown
 from dppo_megatron.config.ranges import check_choice, check_ranges
-from dppo_megatron.config.resolved_sets import check_data, longest_prompt_tokens, set_rewards
+from dppo_megatron.config.resolved_sets import check_data, longest_trained, set_rewards
 from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import INTERLEAVED_GROUP, ActorConfig, Config, LoraConfig, OptimizerConfig
@@ -165,9 +165,8 @@ def _check_actor(config: Config) -> None:
             " use 1, or 0 (actor.offload then takes the optimizer to the host and back), or actor.offload = none"
         )
     if actor.fp8 == "off":
-        for key in ("fp8_bf16_layers", "fp8_param"):
-            if value := getattr(actor, key):
-                raise UserError(f"actor.{key} = {value} has no effect while actor.fp8 = off")
+        if actor.fp8_bf16_layers:
+            raise UserError(f"actor.fp8_bf16_layers = {actor.fp8_bf16_layers} has no effect while actor.fp8 = off")
         return
     if actor.layer_spec == "local":
         raise UserError(f"actor.fp8 = {actor.fp8} needs Transformer Engine's layers; set actor.layer_spec = auto")
@@ -175,11 +174,6 @@ def _check_actor(config: Config) -> None:
         raise UserError(f"actor.fp8 = {actor.fp8} needs model.dtype = bfloat16, not {config.model.dtype}")
     if actor.fp8 == "delayed" and actor.fp8_bf16_layers:
         raise UserError("actor.fp8_bf16_layers does not work with fp8 = delayed: its scales are kept over all layers")
-    if actor.fp8_param:
-        raise UserError(
-            "actor.fp8_param = true is not offered: Megatron would build its float32 parameters from the random"
-            " initialisation and not from the checkpoint, so the first update would undo the loaded weights"
-        )
 
 
 def _check_pipeline(actor: ActorConfig) -> None:
@@ -244,7 +238,7 @@ def _check_files(config: Config, purpose: Purpose) -> None:
 
 
 def _check_longest(config: Config) -> None:
-    longest = longest_prompt_tokens(config) + config.rollout.sampling.max_completion_tokens
+    longest = longest_trained(config)
     if longest > config.packing.max_tokens_per_microbatch:
         raise UserError(
             f"packing.max_tokens_per_microbatch = {config.packing.max_tokens_per_microbatch}: the longest possible"

@@ -177,6 +177,11 @@ def longest_prompt_tokens(config: Config) -> int:
     return max(found, default=config.data.max_prompt_tokens)
 
 
+def longest_trained(config: Config) -> int:
+    """Longest prompt plus completion of the training sets, in tokens."""
+    return longest_prompt_tokens(config) + config.rollout.sampling.max_completion_tokens
+
+
 def longest_sequence(config: Config) -> tuple[int, str]:
     """Longest prompt plus completion, in tokens, over training and all evaluation sets, and the set it belongs to."""
     found: list[tuple[int, str]] = []
@@ -185,8 +190,7 @@ def longest_sequence(config: Config) -> tuple[int, str]:
         found.append((tokens, f"max_prompt_tokens + max_completion_tokens of evaluation set '{name}'"))
     trained = config.data.train_path or any(one.path for one in config.data.train_sets.values())
     if not found or trained:  # not in a standalone evaluation, whose training sets have no path
-        own = longest_prompt_tokens(config) + config.rollout.sampling.max_completion_tokens
-        found.insert(0, (own, "data.max_prompt_tokens + rollout.sampling.max_completion_tokens"))
+        found.insert(0, (longest_trained(config), "data.max_prompt_tokens + rollout.sampling.max_completion_tokens"))
     return max(found, key=lambda item: item[0])
 
 

@@ -71,7 +71,8 @@ class PackingConfig:
     page = "packing.md"
     free_at_resume = True
     max_tokens_per_microbatch: int = ranged(16384, "[1, 100000000]")
-    """Hard cap of one packed micro-batch. A longer sequence is an error before the run starts."""
+    """Hard cap of one packed micro-batch, rounded down to what the layout and number format run. The longest possible
+    sequence must fit, or the run does not start."""
     mode: Literal["balanced", "window", "first_fit_decreasing", "none"] = "balanced"
     """`balanced`: fewest micro-batches, then even step time over ranks and pipeline slots. `window`: the paper's Dense
     Prompt Packing, window-based greedy. `first_fit_decreasing`: what most packers do. `none`: one sequence a
@@ -196,8 +197,6 @@ class ActorConfig:
     ddp: dict[str, Any] = field(default_factory=dict)
     """Fields of Megatron's DistributedDataParallelConfig, such as {overlap_grad_reduce: true, bucket_size: 40000000,
     grad_reduce_in_fp32: false}, checked likewise."""
-    fp8_param: bool = False
-    """Keep parameters in FP8 too. Refused until a GPU test covers loading, a step and streaming (docs/actor.md)."""
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""What ends a run early: a signal asks for the end of the step; a rank that dies or hangs is named, and the others stop
-instead of waiting for it.
+"""What ends a run early: a signal asks for the end of the step; a rank that dies or is stopped is named, and the others
+stop instead of waiting for it. Of a rank whose main thread goes no further the thread here still gives signs of life.
 
 A collective whose peer is gone fails at once or waits for the process group's timeout, and does not name the
 missing rank. Here a thread of each rank increments a key in the job's store. Rank 0 watches all others and the others

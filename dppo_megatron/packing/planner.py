@@ -141,6 +141,18 @@ def usable_capacity(layout: PackingLayout, max_tokens_per_microbatch: int) -> in
     return max_tokens_per_microbatch // multiple * multiple
 
 
+def check_longest_trained(tokens: int, layout: PackingLayout, max_tokens_per_microbatch: int) -> None:
+    """Raise `UserError` where the longest possible prompt and completion, of so many `tokens`, would have no place in a
+    plan: known at the start, or found by the first long completion that is kept, after its rollout."""
+    capacity, multiple = usable_capacity(layout, max_tokens_per_microbatch), layout.microbatch_multiple
+    if tokens - 1 > capacity:  # the last token is only a target
+        raise UserError(
+            f"packing.max_tokens_per_microbatch = {max_tokens_per_microbatch}: this layout and number format run"
+            f" micro-batches in multiples of {multiple} tokens and use {capacity} of them, but the longest possible"
+            f" sequence takes {tokens - 1}; set it to {-(-(tokens - 1) // multiple) * multiple}"
+        )
+
+
 def quantised(count: int, quantum: int) -> int:
     """`count` micro-batches rounded up so that every rank has the same whole number of groups, and at least one."""
     return max(1, -(-count // quantum)) * quantum

@@ -175,6 +175,19 @@ def test_what_may_change() -> None:
         check_data(saved, renamed, [], "c")
 
 
+def test_an_example_that_no_micro_batch_can_hold_is_refused(files: Path, tmp_path: Path) -> None:
+    """At the start, also between the cap and what a layout can use of it: with two context ranks 60 tokens of 63."""
+    worked = tmp_path / "sft.jsonl"
+    fits, not_quite = ({"problem": "1", "answer": "1", "completion": "1" * digits} for digits in (58, 59))
+    worked.write_text(json.dumps(fits))
+    given = {"packing__max_tokens_per_microbatch": 63, "sft__examples_path": worked, "sft__examples_per_step": 1}
+    config = job_config(files, tmp_path / "run", **given, actor__layout__context_parallel=2)
+    assert [len(one.token_ids) for one in prepare_job(config, 2).sft_examples] == [60]
+    worked.write_text(json.dumps(not_quite))
+    with pytest.raises(UserError, match=r"sft.jsonl:1: the example has 61 tokens, more than the 60 that fit"):
+        prepare_job(config, 2)
+
+
 def test_a_run_that_trains_nothing_is_said(files: Path, tmp_path: Path) -> None:
     found = {}
     for steps, sft_steps in ((0, 0), (0, 1), (1, 0)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pytest
 from support.true_shapes import MODELS, write_config
@@ -195,6 +196,27 @@ def test_the_fullest_stage_decides(shapes: dict[str, Architecture]) -> None:
 
     uneven = update_s(64, num_layers_in_first_pipeline_stage=12, num_layers_in_last_pipeline_stage=12)
     assert uneven == pytest.approx(update_s(64) * 20 / 16)
+
+
+def test_passes_before_an_update(shapes: dict[str, Architecture]) -> None:
+    """As the table of docs/objectives.md has them, which `Loop.to_training` runs: routers that replay the actor's own
+    experts need them recorded first, in the pass of the old log-probabilities where there is one."""
+    shape = shapes["qwen3_30b_a3b"]
+    speeds, site = speeds_for(shape), Site(8, 8, CHIPS["h100"].memory_bytes, 989e12, 1e15, engine_gpus=8)
+
+    def seconds(replay: Literal["off", "engine", "actor"], old: Literal["auto", "recompute"], kl: float) -> float:
+        config = Config()
+        config.rollout.engine, config.model.dtype, config.actor.routing_replay = "vllm", "bfloat16", replay
+        config.objective.old_logprobs, config.objective.kl.coef = old, kl
+        engine, lengths = plan_engine(config, shape, site, 4096), Lengths.assumed(120, 1000, 3976, 32)
+        timing = plan_timing(config, shape, site, engine, lengths, speeds)
+        assert timing is not None
+        return timing.seconds["log-probs"]
+
+    one = seconds("off", "recompute", 0.0)
+    assert one > 0 and seconds("off", "auto", 0.0) == seconds("engine", "auto", 0.0) == 0
+    assert seconds("actor", "auto", 0.0) == seconds("actor", "recompute", 0.0) == pytest.approx(one)
+    assert seconds("actor", "auto", 0.01) == seconds("off", "recompute", 0.01) == pytest.approx(2 * one)
 
 
 def test_seconds_of_nemo_rl(shapes: dict[str, Architecture]) -> None:

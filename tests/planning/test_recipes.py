@@ -240,6 +240,7 @@ def test_a_plan_needs_no_model_where_its_sizes_are_published(
 _ONE_GPU = "rollout.servers.gpus=['0']"
 """As many as servers take whose arguments are replaced."""
 _SMALL_CACHE = 'rollout.servers.args=[--tensor-parallel-size=4, -dp=2, --gpu-memory-utilization, "0.2"]'
+_LONG = ["rollout.sampling.max_completion_tokens=5000"]
 _TP4 = "rollout.servers.args=[--tensor-parallel-size=4]"
 
 
@@ -255,6 +256,10 @@ _TP4 = "rollout.servers.args=[--tensor-parallel-size=4]"
         ),
         ([_SMALL_CACHE], "of 5120 tokens. What helps: --gpu-memory-utilization 0.4 in rollout.servers.args (73.9 GiB"),
         (["packing.max_tokens_per_microbatch=100"], "must fit"),
+        (
+            [*_LONG, "actor.fp8=blockwise", "packing.max_tokens_per_microbatch=6100"],
+            "in multiples of 1024 tokens and use 5120 of them, but the longest possible sequence takes 6023; set it to",
+        ),
         (["actor.fp8=mxfp8"], "actor.fp8 = mxfp8: it needs a chip of sm_100 or newer; this one is sm_90"),
         (["actor.megatron={hidden_size: 8}"], "actor.megatron.hidden_size: is decided by"),
         (["rollout.sampling.max_completion_tokens=100000", "packing.max_tokens_per_microbatch=200000"], "positions of"),
@@ -500,10 +505,14 @@ for command in ("train", "plan"):
 @pytest.mark.slow
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     """A process with home, temporary directory, caches and working directory of its own leaves them as they were, by
-    `train` and by `plan`: no file, no directory, no change of one. Data, tokenizer, weights and grader were loaded."""
+    `train` and by `plan`: no file, no directory, no change of one. Data, tokenizer, weights and grader were loaded, the
+    data from a file that a run keeps the prompts of: above 1 MiB."""
     for name in ("home", "tmp", "cwd", "task"):
         (tmp_path / name).mkdir()
     files = write_job_files(tmp_path / "task")
+    rows = [json.loads(line) for line in (files / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    long = [json.dumps(row | {"about": "a" * (2**21 // len(rows))}) for row in rows]
+    (files / "train.jsonl").write_text("\n".join(long), encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "HF_"))}
     environment |= {
         "HOME": str(tmp_path / "home"),

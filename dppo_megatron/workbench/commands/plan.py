@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 
 from dppo_megatron.config.checks import Purpose
 from dppo_megatron.config.load import load_config, read_config
@@ -216,7 +217,8 @@ def _load_job(config: Config, site: Site, gpu: str) -> list[str]:
         machine = Machine(CHIPS[gpu].capability, "")
         note = [f"no CUDA device here: a machine of {gpu.upper()}s with Transformer Engine is assumed"]
     note += check_actor_settings(config, site.gpus, machine, runs_here=runs_here)
-    job = prepare_job(config, site.gpus, machine=machine)
+    uncached = replace(config, data=replace(config.data, cache_path=""))  # the prompts of a large set are kept there
+    job = prepare_job(uncached, site.gpus, machine=machine)
     if config.model.provider:
         from dppo_megatron.steps.first_layers import check_first_layers
 

@@ -3,9 +3,10 @@
   dppo-megatron serve CONFIG rollout.servers.registry_dir=DIR --host NAME      (on each inference node)
   dppo-megatron train CONFIG rollout.servers.registry_dir=DIR                  (on the training nodes)
 
-with the same CONFIG and settings. DIR lies on a file system that both see; addresses and keys are written there, and
-nobody but you can read them. rollout.servers.count servers are started. More may be started, and ended, while the
-trainer runs: a new one gets the newest weights at the next weight sync, and requests after it (docs/cluster.md).
+with the same CONFIG and settings, rollout.servers.launch=none and colocate=false among them. DIR lies on a file system
+that both see; addresses and keys are written there, and nobody but you can read them. rollout.servers.count servers are
+started. More may be started, and ended, while the trainer runs: a new one gets the newest weights at the next weight
+sync, and requests after it (docs/cluster.md).
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ WITHOUT_ZEROS = "grpo_nonzero"
 method is worth beyond it is what its draws are worth."""
 _WITHOUT_ZEROS = (
     *method_overrides("grpo")[:1],
+    "pruning.early_stop.after_tokens=0",
     "pruning.completion.method=dppo",
+    "pruning.completion.warmup_steps=0",
+    "pruning.completion.anneal_fraction=1",
     "pruning.completion.allocation=false",
     "pruning.completion.max_design_effect=1",  # no growth of the variance: all that has gradient is kept
     "pruning.completion.fill_slack=false",

@@ -115,7 +115,8 @@ def plan_timing(
     elif cost is None:
         cost = rollout_cost(engine, lengths, rollout.prompts_per_step)
     forward_s, update_s = _training_s(config, architecture, site, degrees, lengths, speeds)
-    passes = int(needs_old_logprobs(config.objective)) + int(config.objective.kl.coef > 0)
+    own = needs_old_logprobs(config.objective) or config.actor.routing_replay == "actor"  # which records the experts
+    passes = int(own) + int(config.objective.kl.coef > 0)
     parameters = whole_model(architecture)
     every = config.checkpoint.every_steps
     # bfloat16 weights (2 bytes), and of what is trained float32 main parameters and moments (12)
