@@ -179,9 +179,11 @@ def off_policy_rows(config: Config) -> tuple[LedgerRow, ...]:
     and under rounded ones. Correlations of a completion's length with its age are no matter: every step trains on all
     that it drew. How large they are is known when the actor has scored what was kept (`off_policy_sized`)."""
     rollout, level = config.rollout, config.objective.correction.level
-    label: Label = "unbiased" if is_exact_off_policy(config.objective) else "biased"
+    # tokens that the older or rounded distribution cut off are in no completion for a ratio to weigh
+    is_exact = is_exact_off_policy(config.objective) and not rollout.sampling.truncates
+    label: Label = "unbiased" if is_exact else "biased"
     notes = (
-        f"completions are of weights up to {rollout.async_steps} updates old" if rollout.async_steps else "",
+        f"completions are of weights up to {rollout.async_steps} steps old" if rollout.async_steps else "",
         f"servers hold weights in {rollout.quantization}" if rollout.quantization != "off" else "",
     )
     rows = [
