@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,12 +43,13 @@ from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, HookFa
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, Nodes, owners, take
-from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling
+from dppo_megatron.rollout.rank_zero import RankZero
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.http import STALE_TRIES
 from dppo_megatron.rollout.servers.rollout_work import Work, grouped
-from dppo_megatron.rollout.servers.wire import Sampled
+from dppo_megatron.rollout.servers.wire import Completed, Expected, Sampled
 from dppo_megatron.steps.build import make_engine
 from dppo_megatron.types import Completion, Grade, Prompt, RunAborted
 
@@ -109,6 +111,20 @@ def test_a_client_has_the_graders_of_its_ranks(
     assert setup.hook is not None
     grader = setup.hook()["reward"]  # type: ignore[index]
     assert grader.num_processes == 24 and grader._pace.free() == 100, "a second's share of 6,000 in a minute"
+
+
+def test_the_ages_of_a_step_are_of_all_its_rounds() -> None:
+    """A round under weights two syncs old, then a refill under the newest; an evaluation between them has no part."""
+    stats = RolloutStats()
+    zero: Any = SimpleNamespace(_config=Config(), fleet=SimpleNamespace(live=[]))
+    for version, tokens, trains in ((3, 900, True), (5, 5000, False), (5, 100, True)):
+        work = Work([], Expected(9, 5, 5, ""), may_lose=trains)
+        work.done[0] = Completed(0, [tokens], ["stop"], [(version, tokens)])
+        RankZero.count(zero, work, 5, stats)
+    found = stats.metrics()
+    assert (found["rollout/staleness_mean"], found["rollout/staleness_max"]) == (1.8, 2.0)
+    assert not {"rollout/tokens_sampled", "rollout/token_ages"} & found.keys()
+    assert RolloutStats().metrics() == {}
 
 
 @pytest.mark.parametrize(
