@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import signal
@@ -37,6 +38,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import make_grader
+from dppo_megatron.rewards.measures import GradeTable, set_metrics
 from dppo_megatron.rollout import job_nodes, server_engine
 from dppo_megatron.rollout.client import messages
 from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, HookFactory, hand_over, take_over
@@ -51,7 +53,7 @@ from dppo_megatron.rollout.servers.http import STALE_TRIES
 from dppo_megatron.rollout.servers.rollout_work import Work, grouped
 from dppo_megatron.rollout.servers.wire import Completed, Expected, Sampled
 from dppo_megatron.steps.build import make_engine
-from dppo_megatron.types import Completion, Grade, Prompt, RunAborted
+from dppo_megatron.types import Completion, Grade, Group, Prompt, RolloutPrompt, RunAborted
 
 LIMIT = 12
 
@@ -535,6 +537,23 @@ def test_strays_join_their_group_with_their_grades(monkeypatch: pytest.MonkeyPat
     engine._reunite(found, {0: 0, 1: 1, 2: 0}, [[0, 1, 2], [3, 4, 5], [6, 7, 8]])
     assert found == {0: stop, 1: length, 2: stop} and sent == [(4, length, Grade(1.0))]
     assert engine._grades == {0: Grade(1.0), 1: Grade(0.5)}
+
+
+def test_what_was_not_sampled_is_no_failed_grading() -> None:
+    """Of a group of three, one was refused by the servers, and one fails its grader: the count is of the latter."""
+    work = Work([SimpleNamespace(count=3), SimpleNamespace(count=1)], Expected(9, 0, 0))  # type: ignore[list-item]
+    work.parts[1], work.lost[1] = (0, 2), "400 Bad Request"
+    stop = Completion(np.empty(0, np.int64), np.empty(0, np.float32), "stop", "")
+    engine: Any = object.__new__(ServerEngine)
+    engine._started = [SimpleNamespace(work=work, places=[[0, 1, 2]])]
+    engine._zero = SimpleNamespace(is_here=True, ask=lambda _: False, here=lambda _: None)
+    engine._take = lambda *_: {0: stop, 1: stop}
+    engine._grades = {0: Grade(1.0), 1: Grade(math.nan, failure="timed out after 1 s")}
+    found, grades = engine.finish(), engine.take_grades()
+    assert found[2].finish_reason == "abort" and grades[2].failure.endswith(": 400 Bad Request")
+    selected, rewards = RolloutPrompt(Prompt(0, "", (), "", ""), 1.0, 1.0), np.array([1.0, math.nan, math.nan])
+    table = GradeTable.of([Group(selected, tuple(found.values()), rewards, tuple(grades[i] for i in range(3)))])
+    assert set_metrics(table, [], "code")["reward/code/failed_count"] == 1.0
 
 
 @pytest.mark.parametrize(("ranks", "two_nodes"), [(1, False), (3, False), (4, True)])

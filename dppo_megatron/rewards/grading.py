@@ -12,11 +12,12 @@ import numpy as np
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.functions import BUILT_IN, NamedFunction
-from dppo_megatron.rewards.measures import UNSAMPLED, failed
+from dppo_megatron.rewards.measures import failed
 from dppo_megatron.rewards.pool import Grader
 from dppo_megatron.rewards.work import Pace
 from dppo_megatron.types import (
     STOPPED_EARLY,
+    UNSAMPLED,
     Completion,
     Grade,
     GradeTask,

@@ -96,7 +96,9 @@ class Coordinator:
         record = step.record
         record.counts = decision.counts
         record.metrics |= decision.metrics | stats.metrics()
-        record.metrics |= self._grading_metrics(outcomes.grades)
+        counts = decision.missing_weight * decision.prompts.size  # as in reward/mean
+        tables = {key: one.made_up(decision.prompts.prompt_index, counts) for key, one in outcomes.grades.items()}
+        record.metrics |= self._grading_metrics(tables)
         record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob * decision.prompts.size)
         on_servers = server_rows(config.rollout, stats, sizes=decision.prompts.size)
         record_rows = (*off_policy_rows(config), *overlong_row(self._job), *order_row(config.data))
