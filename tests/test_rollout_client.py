@@ -39,6 +39,7 @@ from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import make_grader
 from dppo_megatron.rewards.measures import GradeTable, set_metrics
+from dppo_megatron.rewards.work import Pace
 from dppo_megatron.rollout import job_nodes, server_engine
 from dppo_megatron.rollout.client import messages
 from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, HookFactory, hand_over, take_over
@@ -90,11 +91,16 @@ def test_groups_are_graded_as_they_land(files: Path, stubs: StubServers, monkeyp
         rig.close()
 
 
+def _per_minute(pace: Pace) -> float:
+    return pace._burst - 1 + 60 / pace._every_s
+
+
 def test_a_client_has_the_graders_of_its_ranks(
     files: Path, tmp_path: Path, stubs: StubServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job of 64 ranks on 8 machines with one server of others, which one client asks: it grades at the pace of the
-    whole job, in the processes of its machine's eight ranks, whose own have ended after the check at start."""
+    whole job, in the processes of its machine's eight ranks, whose own have ended after the check at start. Those eight
+    are given an evaluation's completions, and grade as fast together; half as fast beside the client."""
     where = {"rollout__engine": "vllm", "rollout__servers__endpoints": f"[{stubs.url('a')}]"}
     limits = {"reward__processes": 3, "reward__max_per_minute": 6000}
     job = prepare_job(job_config(files, tmp_path, **where, **limits), 1)
@@ -113,6 +119,16 @@ def test_a_client_has_the_graders_of_its_ranks(
     assert setup.hook is not None
     grader = setup.hook()["reward"]  # type: ignore[index]
     assert grader.num_processes == 24 and grader._pace.free() == 100, "a second's share of 6,000 in a minute"
+    of_ranks: Any = object.__new__(ServerEngine)
+    of_ranks._nodes, of_ranks._owners = Nodes(tuple(rank // 8 for rank in range(64)), 9), [0]
+    of_ranks.description = "servers of others"
+    hooks: list[Any] = []
+    monkeypatch.setattr(server_engine, "ServerEngine", lambda *_, client_hook: hooks.append(client_hook) or of_ranks)
+    for every_steps, age, share in ((0, 0, 6000), (0, 2, 6000), (5, 0, 6000), (5, 2, 3000)):
+        job.config.eval.every_steps, job.config.rollout.async_steps = every_steps, age
+        make_engine(job, torch.float32, torch.device("cpu"))
+        of_client, of_rank = (graders["reward"]._pace for graders in (hooks[-1](1)(), job.grade))
+        assert _per_minute(of_client) == pytest.approx(share) == 8 * _per_minute(of_rank)
 
 
 def test_the_ages_of_a_step_are_of_all_its_rounds() -> None:

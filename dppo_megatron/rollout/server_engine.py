@@ -134,6 +134,11 @@ class ServerEngine(Engine):
         """See `Engine.receivers`: rank 0, or the ranks on the servers' GPUs."""
         return self._channel.receivers if self._channel is not None else (0,)
 
+    @property
+    def holders(self) -> int:
+        """How many ranks are given completions: those of the nodes whose client asks servers."""
+        return sum(node in self._owners for node in self._nodes.of_rank)
+
     def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
         """Sync every server that answers; see `sync/weight_sync.py`. Raises RunAborted if none has the weights in the
         end."""
