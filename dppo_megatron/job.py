@@ -234,12 +234,12 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
 
 
 def _age_note(config: Config) -> list[str]:
-    updates = config.rollout.async_steps
-    if not updates or config.objective.correction.level != "none":
+    steps = config.rollout.async_steps
+    if not steps or config.objective.correction.level != "none":
         return []
     return [
-        f"warning: rollout.async_steps = {updates} with objective.correction.level = none: completions up to {updates}"
-        f" update{'s' * (updates > 1)} old are trained on as if they were new (docs/engines.md); `sequence` weighs them"
+        f"warning: rollout.async_steps = {steps} with objective.correction.level = none: completions up to {steps}"
+        f" step{'s' * (steps > 1)} old are trained on as if they were new (docs/engines.md); `sequence` weighs them"
     ]
 
 

@@ -181,6 +181,8 @@ class Grade:
     """It failed by what cannot depend on the completion: a judge that did not take the call."""
 
 
+UNSAMPLED = "was not sampled to its end"
+"""How the failure begins of a completion that was never graded."""
 STOPPED_EARLY = Grade(math.nan, failure="was stopped early")
 """Of a completion that has no end to grade."""
 

@@ -39,10 +39,13 @@ WORTH = np.array([1.0, 9.0]), np.ones(2)
 EXACT = CorrectionConfig("sequence", max_ratio=1e9)
 
 
-def _selector(monkeypatch: pytest.MonkeyPatch, age: int = 0, **objective: Any) -> Selector:
+def _selector(
+    monkeypatch: pytest.MonkeyPatch, age: int = 0, quantization: Any = "off", top_k: int = 0, **objective: Any
+) -> Selector:
     config = Config(objective=ObjectiveConfig(**{"advantage": "rloo", "normalization": "sequence_mean"} | objective))
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = PROMPTS, USUAL
     config.rollout.sampling.max_completion_tokens, config.rollout.async_steps = 10, age
+    config.rollout.quantization, config.rollout.sampling.top_k = quantization, top_k
     config.pruning.prompt.group_size_factor, config.pruning.completion.method = FACTOR, "none"
     selector = Selector(selection_settings(config), PROMPTS)
     monkeypatch.setattr(selector._prompt_policy, "expected", lambda ids, step: tuple(part[ids] for part in WORTH))
@@ -178,14 +181,18 @@ def test_groups_of_one_size_are_what_they_are_in_plain_arrays(method: str, norma
 
 def test_labels_and_the_account_of_the_variance(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 / 2 of the variance of a prompt worth 1, and 4 / 6 of one worth 9: 8 of 10. Off policy a clip goes by the sign
-    of an advantage, which a noisier baseline changes."""
+    of an advantage, which a noisier baseline changes; rounded weights are off policy at every age."""
     decision, _ = _finished(_selector(monkeypatch), {0: (0, 2), 1: (0, 1, 2, 0, 1, 2)})
     assert {row.name: row.label for row in decision.ledger}["rollout/group_sizes"] == "unbiased"
     assert decision.metrics["prune/size_design_effect"] == pytest.approx(0.8)
     assert decision.variance.growth.predicted == pytest.approx(0.8)
-    for age, objective in ((0, {"updates_per_step": 2}), (0, {"updates_per_step": 2, "correction": EXACT}), (1, {})):
-        clipped, _ = _finished(_selector(monkeypatch, age, **objective), {})
+    masked = {"quantization": "fp8", "loss": "divergence_tv"}
+    twice = {"updates_per_step": 2}
+    for changed in (twice, twice | {"correction": EXACT}, {"age": 1}, masked, {"top_k": 2, "correction": EXACT}):
+        clipped, _ = _finished(_selector(monkeypatch, **changed), {})
         assert {row.name: row.label for row in clipped.ledger}["rollout/group_sizes"] == "biased"
+    exact, _ = _finished(_selector(monkeypatch, quantization="fp8", correction=EXACT), {})
+    assert {row.name: row.label for row in exact.ledger}["rollout/group_sizes"] == "unbiased"
     own, _ = _finished(_selector(monkeypatch, function="examples.custom_loss:soft_gate"), {})
     assert {row.name: row.label for row in own.ledger}["rollout/group_sizes"] == "biased"
     ratio, _ = _finished(_selector(monkeypatch, normalization="token_mean"), {})

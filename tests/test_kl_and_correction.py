@@ -160,21 +160,23 @@ REWARDS = np.array([0.4 * (tokens[-1] == 0) + 0.6 * (len(tokens) < 3 and tokens[
 PAIRS = np.array(list(itertools.product(range(len(COMPLETIONS)), repeat=2)))
 
 
-def _pairs_gradient(config: ObjectiveConfig, policy: Tensor, behaviour: Tensor) -> Tensor:
+def _pairs_gradient(config: ObjectiveConfig, policy: Tensor, behaviour: Tensor, before: Tensor | None = None) -> Tensor:
     """Exact expectation over all pairs of completions drawn from `behaviour` of the loss's gradient at `policy`, each
-    completion with the pair's advantages and its divisor. Logits are [place, token]."""
+    completion with the pair's advantages and its divisor. Logits are [place, token]; `before`: of the actor before the
+    step's first update, where this is not the first."""
     drawn, lengths = [COMPLETIONS[which] for which in PAIRS.ravel()], LENGTHS[PAIRS]
     tokens = torch.tensor([token for one in drawn for token in one])
     places = torch.tensor([place for one in drawn for place in range(len(one))])
     sequence = torch.repeat_interleave(torch.arange(len(drawn)), torch.tensor([len(one) for one in drawn]))
     logits = policy.clone().requires_grad_()
-    now, theirs = (values.log_softmax(-1)[places, tokens] for values in (logits, behaviour))
-    prior = np.tile([4.0, 1.0], (len(PAIRS), 1))  # far from the mean
+    first = policy if before is None else before
+    now, theirs, old = (values.log_softmax(-1)[places, tokens] for values in (logits, behaviour, first))
+    prior = np.tile([2.0, 1.0], (len(PAIRS), 1))  # far from the mean
     advantages = torch.from_numpy(make_advantages(REWARDS[PAIRS], config, lengths=lengths, prior=prior).ravel())
     divisor = denominators(
         config.normalization, lengths, lengths.sum(axis=1), nominal=2, max_completion_tokens=int(lengths.max())
     )
-    batch = _batch(now, behaviour_logprobs=theirs, advantages=advantages[sequence], sequence=sequence)
+    batch = _batch(now, behaviour_logprobs=theirs, old_logprobs=old, advantages=advantages[sequence], sequence=sequence)
     chance = sequence_sums(theirs, batch).exp()[sequence.diff(prepend=torch.tensor([-1])) > 0].view(-1, 2).prod(dim=1)
     each = torch.repeat_interleave(chance, 2) / torch.from_numpy(divisor.ravel())
     return torch.autograd.grad(each[sequence] @ make_objective(config)(batch).loss, logits)[0]
@@ -197,12 +199,20 @@ STREAMED = [
 def test_the_row_of_stale_tokens_is_true(advantage: str, normalization: str) -> None:
     """Completions of one to three tokens, of which the first is of other older weights than those behind it, by
     enumeration of all pairs: the expected gradient is the newest weights' exactly where the row says so. A completion
-    that its own length divides is not among those: its mates' mean is the older weights'."""
+    that its own length divides is not among those: its mates' mean is the older weights'. Nor is a second update, which
+    clips by an advantage that this mean has a part in; nor sampling from the two likeliest tokens, which are others
+    under the older weights."""
     random = torch.Generator().manual_seed(0)
     policy = torch.randn(3, 3, generator=random, dtype=torch.float64)
     older = torch.randn(3, 3, generator=random, dtype=torch.float64) * torch.tensor([[0.6], [-0.4], [-0.4]])
     plain = ObjectiveConfig(advantage=advantage, normalization=normalization)  # type: ignore[arg-type]
     target = _pairs_gradient(plain, policy, policy)
+    later = policy + torch.randn(3, 3, generator=random, dtype=torch.float64)
+    of_later = _pairs_gradient(plain, later, policy, before=policy)
+
+    def cut(logits: Tensor) -> Tensor:
+        return torch.where(logits == logits.min(dim=-1, keepdim=True).values, -60.0, logits)
+
     for level, mode, max_ratio, min_ratio in STREAMED:
         config = Config(objective=replace(plain, correction=_correction(level, mode, max_ratio, min_ratio).correction))
         config.rollout.async_steps = 2
@@ -211,6 +221,15 @@ def test_the_row_of_stale_tokens_is_true(advantage: str, normalization: str) -> 
         [row] = off_policy_rows(config)
         assert row.label == ("unbiased" if error < 1e-12 else "biased"), (level, mode, min_ratio, error)
         assert not 1e-12 < error < 1e-3
+        config.objective.updates_per_step = 2
+        found = _pairs_gradient(config.objective, later, policy + older, before=policy)
+        assert float(torch.linalg.norm(found - of_later) / torch.linalg.norm(of_later)) > 1e-4
+        assert [row.label for row in off_policy_rows(config)] == ["biased"]
+        config.objective.updates_per_step, config.rollout.sampling.top_k = 1, 2
+        newest, found = (_pairs_gradient(config.objective, policy, cut(one)) for one in (policy, policy + older))
+        assert float(torch.linalg.norm(found - newest) / torch.linalg.norm(newest)) > 1e-4
+        assert [row.label for row in off_policy_rows(config)] == ["biased"]
+        config.rollout.sampling.top_k = 0
         config.rollout.async_steps, config.rollout.quantization = 0, "fp8"
         [rounded] = off_policy_rows(config)
         assert (rounded.name, rounded.label) == ("rollout/quantized", row.label)

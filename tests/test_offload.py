@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from support.tiny import Parallel, build_actor, plan_for, random_samples, write_
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.checkpoint.writers import use_own_writers
-from dppo_megatron.config.schema import LoraConfig
+from dppo_megatron.config.schema import Config, LoraConfig
+from dppo_megatron.steps.loop import Loop
 
 
 def _device_bytes(actor: Actor) -> dict[str, int]:
@@ -98,6 +100,33 @@ def _stay_and_leave(
         trained = _train(model, parallel, lora, weights, directory / str(weights))
         found.append((trained, _load(model, parallel, lora, directory / str(weights) / "1")))
     return found
+
+
+def _load_with_a_canary(model: Path, offload: str) -> tuple[int, frozenset[str]]:
+    """How many modules have 8-bit copies when the engine has its weights, and what is away."""
+    loop: Any = Loop.__new__(Loop)  # all that a sync and its canary ask of it
+    loop.actor, loop._offload, loop._receipts = build_actor(model, Parallel()), offload, {}
+    of_engine = [module for chunk in loop.actor._chunks for module in chunk.modules() if hasattr(module, "weight")]
+    loop.job = SimpleNamespace(config=Config(), train_prompts=[None])
+    loop._engine = SimpleNamespace(receivers=None, load_weights=lambda weights, release: True)
+
+    def score(*_: Any) -> dict[str, float]:
+        for module in of_engine:
+            module._fp8_workspaces = {"weight": torch.zeros(1, dtype=torch.uint8)}
+        return {}
+
+    loop._score = score
+    loop._canary = SimpleNamespace(ask=lambda *_: None, judge=lambda scored: scored())
+    loop.load_engine()
+    return sum(bool(getattr(module, "_fp8_workspaces", {})) for module in of_engine), loop.actor._memory.away
+
+
+def test_a_canary_leaves_nothing_beside_the_servers(tmp_path: Path) -> None:
+    """Its pass for log-probabilities makes 8-bit copies of the weights while servers have taken what was free."""
+    model = write_model(tmp_path / "model")
+    assert run_ranks(_load_with_a_canary, 1, model, "optimizer") == [(0, frozenset({"gradients", "optimizer"}))]
+    [(copies, away)] = run_ranks(_load_with_a_canary, 1, model, "none")
+    assert copies and not away, "with the device to itself they stay for the next pass"
 
 
 ALONE = [Parallel(), Parallel(dtype=torch.bfloat16)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import signal
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,20 +38,23 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import make_grader
+from dppo_megatron.rewards.measures import GradeTable, set_metrics
+from dppo_megatron.rewards.work import Pace
 from dppo_megatron.rollout import job_nodes, server_engine
 from dppo_megatron.rollout.client import messages
 from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, HookFactory, hand_over, take_over
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, Nodes, owners, take
-from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling
+from dppo_megatron.rollout.rank_zero import RankZero
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.http import STALE_TRIES
 from dppo_megatron.rollout.servers.rollout_work import Work, grouped
-from dppo_megatron.rollout.servers.wire import Sampled
+from dppo_megatron.rollout.servers.wire import Completed, Expected, Sampled
 from dppo_megatron.steps.build import make_engine
-from dppo_megatron.types import Completion, Grade, Prompt, RunAborted
+from dppo_megatron.types import Completion, Grade, Group, Prompt, RolloutPrompt, RunAborted
 
 LIMIT = 12
 
@@ -86,11 +91,16 @@ def test_groups_are_graded_as_they_land(files: Path, stubs: StubServers, monkeyp
         rig.close()
 
 
+def _per_minute(pace: Pace) -> float:
+    return pace._burst - 1 + 60 / pace._every_s
+
+
 def test_a_client_has_the_graders_of_its_ranks(
     files: Path, tmp_path: Path, stubs: StubServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job of 64 ranks on 8 machines with one server of others, which one client asks: it grades at the pace of the
-    whole job, in the processes of its machine's eight ranks, whose own have ended after the check at start."""
+    whole job, in the processes of its machine's eight ranks, whose own have ended after the check at start. Those eight
+    are given an evaluation's completions, and grade as fast together; half as fast beside the client."""
     where = {"rollout__engine": "vllm", "rollout__servers__endpoints": f"[{stubs.url('a')}]"}
     limits = {"reward__processes": 3, "reward__max_per_minute": 6000}
     job = prepare_job(job_config(files, tmp_path, **where, **limits), 1)
@@ -109,6 +119,30 @@ def test_a_client_has_the_graders_of_its_ranks(
     assert setup.hook is not None
     grader = setup.hook()["reward"]  # type: ignore[index]
     assert grader.num_processes == 24 and grader._pace.free() == 100, "a second's share of 6,000 in a minute"
+    of_ranks: Any = object.__new__(ServerEngine)
+    of_ranks._nodes, of_ranks._owners = Nodes(tuple(rank // 8 for rank in range(64)), 9), [0]
+    of_ranks.description = "servers of others"
+    hooks: list[Any] = []
+    monkeypatch.setattr(server_engine, "ServerEngine", lambda *_, client_hook: hooks.append(client_hook) or of_ranks)
+    for every_steps, age, share in ((0, 0, 6000), (0, 2, 6000), (5, 0, 6000), (5, 2, 3000)):
+        job.config.eval.every_steps, job.config.rollout.async_steps = every_steps, age
+        make_engine(job, torch.float32, torch.device("cpu"))
+        of_client, of_rank = (graders["reward"]._pace for graders in (hooks[-1](1)(), job.grade))
+        assert _per_minute(of_client) == pytest.approx(share) == 8 * _per_minute(of_rank)
+
+
+def test_the_ages_of_a_step_are_of_all_its_rounds() -> None:
+    """A round under weights two syncs old, then a refill under the newest; an evaluation between them has no part."""
+    stats = RolloutStats()
+    zero: Any = SimpleNamespace(_config=Config(), fleet=SimpleNamespace(live=[]))
+    for version, tokens, trains in ((3, 900, True), (5, 5000, False), (5, 100, True)):
+        work = Work([], Expected(9, 5, 5, ""), may_lose=trains)
+        work.done[0] = Completed(0, [tokens], ["stop"], [(version, tokens)])
+        RankZero.count(zero, work, 5, stats)
+    found = stats.metrics()
+    assert (found["rollout/staleness_mean"], found["rollout/staleness_max"]) == (1.8, 2.0)
+    assert not {"rollout/tokens_sampled", "rollout/token_ages"} & found.keys()
+    assert RolloutStats().metrics() == {}
 
 
 @pytest.mark.parametrize(
@@ -519,6 +553,23 @@ def test_strays_join_their_group_with_their_grades(monkeypatch: pytest.MonkeyPat
     engine._reunite(found, {0: 0, 1: 1, 2: 0}, [[0, 1, 2], [3, 4, 5], [6, 7, 8]])
     assert found == {0: stop, 1: length, 2: stop} and sent == [(4, length, Grade(1.0))]
     assert engine._grades == {0: Grade(1.0), 1: Grade(0.5)}
+
+
+def test_what_was_not_sampled_is_no_failed_grading() -> None:
+    """Of a group of three, one was refused by the servers, and one fails its grader: the count is of the latter."""
+    work = Work([SimpleNamespace(count=3), SimpleNamespace(count=1)], Expected(9, 0, 0))  # type: ignore[list-item]
+    work.parts[1], work.lost[1] = (0, 2), "400 Bad Request"
+    stop = Completion(np.empty(0, np.int64), np.empty(0, np.float32), "stop", "")
+    engine: Any = object.__new__(ServerEngine)
+    engine._started = [SimpleNamespace(work=work, places=[[0, 1, 2]])]
+    engine._zero = SimpleNamespace(is_here=True, ask=lambda _: False, here=lambda _: None)
+    engine._take = lambda *_: {0: stop, 1: stop}
+    engine._grades = {0: Grade(1.0), 1: Grade(math.nan, failure="timed out after 1 s")}
+    found, grades = engine.finish(), engine.take_grades()
+    assert found[2].finish_reason == "abort" and grades[2].failure.endswith(": 400 Bad Request")
+    selected, rewards = RolloutPrompt(Prompt(0, "", (), "", ""), 1.0, 1.0), np.array([1.0, math.nan, math.nan])
+    table = GradeTable.of([Group(selected, tuple(found.values()), rewards, tuple(grades[i] for i in range(3)))])
+    assert set_metrics(table, [], "code")["reward/code/failed_count"] == 1.0
 
 
 @pytest.mark.parametrize(("ranks", "two_nodes"), [(1, False), (3, False), (4, True)])

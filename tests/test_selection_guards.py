@@ -28,7 +28,8 @@ from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.steps.coordinator import Coordinator, server_rows
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import RolloutTable, Step
-from dppo_megatron.types import Completion, Group, RolloutPrompt, RunAborted, UserError
+from dppo_megatron.texts import logged
+from dppo_megatron.types import Completion, Grade, Group, Prompt, RolloutPrompt, RunAborted, UserError
 
 N, G = 16, 4
 RNG = np.random.default_rng(0)
@@ -331,6 +332,64 @@ def test_a_round_that_skips_everything_is_not_the_last(
     plans, *_ = loop._coordinator.decide(step, RolloutStats())
     counts = step.record.counts
     assert len(plans[0].rows) and counts is not None and counts.prompts_generated == fresh + again
+
+
+def test_the_parts_of_a_reward_add_up_to_its_mean(tmp_path: Path) -> None:
+    """Half of a group is missing: what is left counts twice in the mean of all, and so in the means of the parts."""
+    files = write_job_files(tmp_path)
+    functions = {f"reward__functions__{name}__function": "final_answer" for name in ("right", "long")}
+    plain = {"pruning__prompt__method": "none", "rollout__prompts_per_step": 2, "rollout__completions_per_prompt": 4}
+    config = job_config(files, tmp_path / "run", **functions, **plain, reward__min_self_consistency=0)
+    coordinator = Coordinator(prepare_job(config, 1), packing_layout(config.actor, 1))
+    step, one = Step(1), Completion(np.arange(3), np.zeros(3, np.float32), "stop", "")
+    drawn = coordinator.begin(1)
+    step.selected = [RolloutPrompt(Prompt(int(i), "", (1,), "", ""), 1.0, 1.0) for i in drawn.prompt_index]
+    lost = Grade(np.nan, failure="died")
+    groups: dict[int, Group] = {}
+    for k, share in enumerate((0.75, 0.0)):
+        grade = Grade(share + 0.25 * (k == 0), parts={"right": share, "long": 0.25 * (k == 0)})
+        grades = (grade, grade, *((lost, lost) if k == 0 else (grade, grade)))
+        groups[k] = Group(step.selected[k], (one,) * 4, np.array([item.reward for item in grades]), grades)
+    coordinator._outcomes.append(RolloutTable.of(groups, 4, 0))
+    coordinator.decide(step, RolloutStats())
+    found = step.record.metrics
+    assert [found[f"reward/{name}"] for name in ("mean", "right", "long")] == [0.5, 0.375, 0.125]
+
+
+def test_other_room_in_micro_batches_is_said_at_a_resume(tmp_path: Path) -> None:
+    """Whether by ranks, layout or packing; nothing is said where draws stay as they are."""
+    files = write_job_files(tmp_path)
+
+    job = prepare_job(job_config(files, tmp_path / "run"), 1)
+
+    def coordinator(world_size: int, **changed: Any) -> Coordinator:
+        config = job_config(files, tmp_path / "run", **changed)
+        return Coordinator(replace(job, config=config), packing_layout(config.actor, world_size))
+
+    def said(before: Coordinator, now: Coordinator) -> list[str]:
+        lines: list[str] = []
+        with logged(lines.append):
+            now.load_state_dict(before.state_dict())
+        return lines
+
+    on: dict[str, Any] = {"pruning__completion__method": "dppo", "pruning__completion__fill_slack": True}
+    one, tensor_parallel = coordinator(1, **on), {"actor__layout__tensor_parallel": 2}
+    whole = tensor_parallel | {"actor__layout__sequence_parallel": False}
+    for other in (
+        coordinator(2, **on),
+        coordinator(2, **on | tensor_parallel),  # sequence parallel, so that lengths are rounded up
+        coordinator(1, **on, packing__max_tokens_per_microbatch=1024),
+        coordinator(1, **on, packing__mode="none"),
+    ):
+        for before, now in ((one, other), (other, one)):
+            [line] = said(before, now)
+            assert line.startswith("pruning.completion.fill_slack: ")
+    assert not said(one, one) and not said(one, coordinator(2, **on | whole))
+    off = on | {"pruning__completion__fill_slack": False}
+    assert not said(coordinator(1, **off), coordinator(2, **off))
+    without = one.state_dict()
+    del without["room"]  # as an earlier version wrote it
+    one.load_state_dict(without)
 
 
 def test_the_job_counts_the_planned_prompts(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def _outcomes(groups: int, seed: int) -> list[RolloutTable]:
         rewards = (rng.random(shape) < rng.random((len(mine), 1))).astype(np.float64)
         lengths = lengths_of(rewards.size, 8192, seed + rank).reshape(shape)
         facts = {"parsed_share": np.ones(rewards.size), "boxed_share": np.ones(rewards.size)}
-        table = GradeTable(np.ones(rewards.size), rewards.ravel(), facts, {}, {})
+        table = GradeTable(np.repeat(mine, SIZE), np.ones(rewards.size), rewards.ravel(), facts, {}, {})
         holder = np.full(len(mine), rank)
         norms, there = np.sqrt(lengths) * rng.uniform(0.1, 0.4, shape), np.zeros(shape, np.bool_)
         outcomes = Rollouts(rewards, lengths, norms, None, lengths >= 8192, there, there, np.ones(shape))

@@ -35,7 +35,8 @@ def _free(schema: type, prefix: str = "") -> Iterator[str]:
 
 FREE = tuple(_free(Config))
 """Settings and sections that may differ, as the schema marks them. With another layout or packing results agree up to
-rounding; other `steps` move what is scheduled over the whole run (decaying learning rates, annealed pruning)."""
+rounding, and with `pruning.completion.fill_slack` other completions are drawn, by the room of other micro-batches;
+other `steps` move what is scheduled over the whole run (decaying learning rates, annealed pruning)."""
 
 
 def check_changes(config: Config, before: dict[str, Any], where: str) -> list[str]:

@@ -149,11 +149,12 @@ def is_linear_off_policy(config: ObjectiveConfig) -> bool:
 
 
 def is_exact_off_policy(config: ObjectiveConfig) -> bool:
-    """Whether the first update's expected gradient is the same whichever weights completions were sampled under. Mates'
-    mean is the older weights'; it drops out as any baseline does, unless it is divided by its completion's length."""
+    """Whether a step's expected gradient is the same whichever weights completions were sampled under. Mates' mean is
+    the older weights'; it drops out as any baseline does, unless it is divided by its completion's length, or a second
+    update clips by the advantage's sign, which it has a part in."""
     unmultiplied = config.kl.coef or config.entropy_coef
     of_others = config.advantage in ("rloo", "posterior_loo", "group_mean") and config.normalization == "constant"
-    return is_linear_off_policy(config) and of_others and not unmultiplied
+    return is_linear_off_policy(config) and of_others and config.updates_per_step == 1 and not unmultiplied
 
 
 def zero_advantage_slope(config: ObjectiveConfig) -> float:

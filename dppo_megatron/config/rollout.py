@@ -47,6 +47,11 @@ class SamplingConfig:
     stop_token_ids: list[int] = ranged([], "[0, 2147483647]")
     """Tokens that end a completion, beside the tokenizer's end of sequence."""
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never sampled."""
+        return self.top_p < 1 or self.top_k > 0
+
 
 @dataclass
 class ServersConfig:
@@ -154,7 +159,7 @@ class RolloutConfig:
     """Completions sampled for each selected prompt: the group size G."""
     async_steps: int = ranged(0, "[0, 8]")
     """K: the next K steps' prompts wait behind this step's and fill what its last answers leave free, so that no
-    straggler holds the servers; tokens are at most K updates old, which `objective.correction` makes up for. Colocated
+    straggler holds the servers; tokens are at most K steps old, which `objective.correction` makes up for. Colocated
     servers pause for every update. 0: never stale."""
     quantization: Literal["off", "fp8", "fp8_pow2"] = "off"
     """How servers hold the linear layers' weights: as the actor, or in FP8 with a scale for each 128 x 128, rounded by
@@ -274,7 +279,7 @@ def _check_speculation(config: RolloutConfig) -> None:
         )
     if config.engine == "sglang" and method == "suffix":
         raise UserError(f"{setting} is vLLM's; SGLang has ngram and eagle3")
-    if config.engine == "sglang" and (sampling.top_p < 1 or sampling.top_k):
+    if config.engine == "sglang" and sampling.truncates:
         raise UserError(
             f"{setting}: with drafts SGLang's log-probabilities are those before rollout.sampling.top_p and top_k cut;"
             " leave both at their defaults"

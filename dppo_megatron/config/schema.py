@@ -28,7 +28,8 @@ UNEVEN_STAGES = (
 )
 """Fields of `actor.megatron` that divide layers, and may change as `actor.layout` may."""
 INTERLEAVED_GROUP = "microbatch_group_size_per_vp_stage"
-"""The field of `actor.megatron` that the planner goes by too."""
+"""The field of `actor.megatron` that the planner goes by too. Refused without virtual stages, so it may change as they
+may."""
 
 
 @dataclass
@@ -191,7 +192,9 @@ class ActorConfig:
     """Of a mixture of experts: `engine` sends every trained token to the experts that it went to while it was sampled,
     in the pass for old log-probabilities and in the update; `actor` to those of the actor's own pass before the first
     update. See [actor.md](actor.md)."""
-    megatron: dict[str, Any] = field(default_factory=dict, metadata={"free_at_resume": UNEVEN_STAGES})
+    megatron: dict[str, Any] = field(
+        default_factory=dict, metadata={"free_at_resume": (*UNEVEN_STAGES, INTERLEAVED_GROUP)}
+    )
     """Fields of Megatron's TransformerConfig by their own names, such as {moe_router_fusion: true, moe_permute_fusion:
     true}, checked against the installed version. What other settings decide is refused."""
     ddp: dict[str, Any] = field(default_factory=dict)

@@ -53,6 +53,10 @@ class SelectionSettings:
     """Of the order of prompts and of every draw."""
     async_steps: int = ranged(0, "[0, 8]")
     """K: a step may begin while the K before it are open, so that feedback comes K steps later."""
+    quantized: bool = False
+    """Completions are sampled with rounded weights: off policy at every age."""
+    truncated: bool = False
+    """Some tokens are never sampled (top_p, top_k): what they would add to a gradient no ratio makes up for."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """Advantage, divisor (`normalization`), updates of a step, overlong completions, and the factors of the terms of
     the loss that do not depend on the advantage. The policy loss itself is not read."""
@@ -160,6 +164,8 @@ def selection_settings(config: Config) -> SelectionSettings:
         max_completion_tokens=config.rollout.sampling.max_completion_tokens,
         seed=config.seed,
         async_steps=config.rollout.async_steps,
+        quantized=config.rollout.quantization != "off",
+        truncated=config.rollout.sampling.truncates,
         objective=config.objective,
         pruning=config.pruning,
         set_weights=train_set_weights(config),

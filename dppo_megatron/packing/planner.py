@@ -290,8 +290,7 @@ class TokenCapacity:
     def microbatches(self, tokens: IntArray, inclusion_prob: FloatArray) -> int:
         """Micro-batches that the expected tokens need, over all ranks."""
         expected = float(np.sum(self.layout.slots(tokens) * inclusion_prob))
-        quantum = self.layout.data_parallel * self.layout.microbatch_group
-        return quantised(math.ceil(expected / self._usable - 1e-9), quantum)
+        return quantised(math.ceil(expected / self._usable - 1e-9), self._quantum)
 
     def holds(self, microbatches: int, tokens: IntArray, inclusion_prob: FloatArray, *, fixed_size: bool) -> bool:
         """Whether a draw will fit into `microbatches`, its scatter included.
@@ -306,6 +305,15 @@ class TokenCapacity:
             self._bound(slots, inclusion_prob, fixed_size) <= microbatches * self._usable
             and self._bound(large, inclusion_prob, fixed_size) <= microbatches
         )
+
+    @property
+    def figures(self) -> list[float]:
+        """All that its answers depend on, beside what is asked."""
+        return [self._quantum, self.layout.sequence_multiple, self._usable]
+
+    @property
+    def _quantum(self) -> int:
+        return self.layout.data_parallel * self.layout.microbatch_group
 
     @property
     def _usable(self) -> float:

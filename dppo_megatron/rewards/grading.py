@@ -12,11 +12,12 @@ import numpy as np
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.functions import BUILT_IN, NamedFunction
-from dppo_megatron.rewards.measures import UNSAMPLED, failed
+from dppo_megatron.rewards.measures import failed
 from dppo_megatron.rewards.pool import Grader
 from dppo_megatron.rewards.work import Pace
 from dppo_megatron.types import (
     STOPPED_EARLY,
+    UNSAMPLED,
     Completion,
     Grade,
     GradeTask,
@@ -71,11 +72,18 @@ class Graders:
     """
 
     def __init__(self, rewards: Mapping[str, RewardConfig], *, shared_by: int = 1) -> None:
-        self.rewards, self._shared_by = dict(rewards), shared_by
+        self.rewards = dict(rewards)
         self._graders: dict[str, Grader] = {}
+        self.share(shared_by)
+
+    def share(self, by: int) -> None:
+        """From now on the limits are shared by so many; the processes end, and grading again starts others."""
+        self.close()
+        self._shared_by, made = by, dict[str, Grader]()
         for key, reward in self.rewards.items():
-            same = next((one for other, one in self._graders.items() if rewards[other] == reward), None)
-            self._graders[key] = same or make_grader(reward, key, shared_by=shared_by)
+            same = next((one for other, one in made.items() if self.rewards[other] == reward), None)
+            made[key] = same or make_grader(reward, key, shared_by=by)
+        self._graders = made
 
     def __getitem__(self, key: str) -> Grader:
         return self._graders[key]

@@ -7,18 +7,16 @@ import collections
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.texts import entry
-from dppo_megatron.types import FloatArray, Grade, Group, RunAborted
+from dppo_megatron.types import UNSAMPLED, FloatArray, Grade, Group, IntArray, RunAborted
 
 FACTS = ("parsed_share", "boxed_share")
 """Facts of the `math` grader: null in a step in which no grading has them, so that the columns are always there."""
-UNSAMPLED = "was not sampled to its end"
-"""Failure of a completion that was never graded."""
 _SHOWN = 5
 """Failures of one call that are logged one by one, if they differ."""
 
@@ -27,6 +25,8 @@ _SHOWN = 5
 class GradeTable:
     """What a step's metrics need of its gradings, as columns: 16,384 grades travel between ranks as a few arrays."""
 
+    prompt: IntArray
+    """[n] index of each grading's prompt."""
     weight: FloatArray
     """[n] inverse inclusion probability of each grading's prompt, over the size of its group, times what it counts for
     completions that were stopped early, which have none."""
@@ -46,17 +46,18 @@ class GradeTable:
             (group, 1.0 / (group.selected.inclusion_prob * len(group.grades))) for group in groups if group.grades
         )
         graded = [
-            (share * count, grade)
+            (group.selected.prompt.index, share * count, grade)
             for group, share in shares
             for grade, count in zip(group.grades, _counts(group), strict=True)
             if count
         ]
         return GradeTable(
-            np.array([weight for weight, _ in graded], dtype=np.float64),
-            np.array([grade.reward for _, grade in graded], dtype=np.float64),
-            _columns([grade.facts for _, grade in graded]),
-            _columns([grade.parts for _, grade in graded]),
-            dict(collections.Counter(grade.failure for _, grade in graded if grade.failure)),
+            np.array([index for index, _, _ in graded], dtype=np.int64),
+            np.array([weight for _, weight, _ in graded], dtype=np.float64),
+            np.array([grade.reward for *_, grade in graded], dtype=np.float64),
+            _columns([grade.facts for *_, grade in graded]),
+            _columns([grade.parts for *_, grade in graded]),
+            dict(collections.Counter(grade.failure for *_, grade in graded if grade.failure)),
         )
 
     @staticmethod
@@ -66,6 +67,7 @@ class GradeTable:
         for table in tables:
             failures.update(table.failures)
         return GradeTable(
+            np.concatenate([np.empty(0, np.int64), *(table.prompt for table in tables)]),
             np.concatenate([np.empty(0), *(table.weight for table in tables)]),
             np.concatenate([np.empty(0), *(table.reward for table in tables)]),
             _joined([table.facts for table in tables], [len(table.weight) for table in tables]),
@@ -73,12 +75,17 @@ class GradeTable:
             dict(failures),
         )
 
+    def made_up(self, prompt: IntArray, factor: FloatArray) -> GradeTable:
+        """Its gradings of each of the step's prompts [k] times what a completion there counts for missing ones."""
+        order = np.argsort(prompt)
+        return replace(self, weight=self.weight * factor[order[np.searchsorted(prompt, self.prompt, sorter=order)]])
+
 
 def grading_metrics(table: GradeTable, parts: Sequence[str] = ()) -> dict[str, float]:
     """`reward/timeouts`, and the means of facts and parts over the gradings that have them; NaN over none.
 
-    Means are weighted by the prompts' inverse inclusion probabilities, as `reward/mean` is, so that the `parts`, which
-    are the configured rewards, add up to it.
+    Means are weighted by the prompts' inverse inclusion probabilities and with what is missing `made_up`, as
+    `reward/mean` is, so that the `parts`, which are the configured rewards, add up to it.
     """
     timeouts = sum(count for failure, count in table.failures.items() if failure.startswith("timed out"))
     taken = ("mean", "failed_count", "timeouts")  # other metrics' names
@@ -90,7 +97,7 @@ def grading_metrics(table: GradeTable, parts: Sequence[str] = ()) -> dict[str, f
 
 def set_metrics(table: GradeTable, parts: Sequence[str], name: str) -> dict[str, float]:
     """`reward/<name>/...` of a set with rewards of its own: what all sets together have under `reward/`."""
-    failures = sum(table.failures.values()) - table.failures.get(UNSAMPLED, 0)  # those are no gradings
+    failures = sum(count for failure, count in table.failures.items() if not failure.startswith(UNSAMPLED))
     own = {"reward/mean": _mean(table.weight, table.reward), "reward/failed_count": float(failures)}
     found = own | grading_metrics(table, parts)
     return {key.replace("reward/", f"reward/{name}/", 1): value for key, value in found.items()}

@@ -106,8 +106,10 @@ class RolloutStats:
     """Training groups that were lost while a server sampled them, and sampled otherwise then (`Work.resent`); without
     those above."""
     servers_live: int | None = None
-    staleness_mean: float | None = None
-    """Weight syncs between a token and the present weights."""
+    tokens_sampled: int | None = None
+    """Of completions of training."""
+    token_ages: int | None = None
+    """Weight syncs between each of those tokens and the present weights, added up."""
     staleness_max: int | None = None
     """The same of the oldest token; at most `rollout.async_steps`."""
     tokens_read_again: int | None = None
@@ -120,9 +122,19 @@ class RolloutStats:
         for name, count in counts.items():
             setattr(self, name, (getattr(self, name) or 0) + count)
 
+    def add_ages(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Count tokens: ages, and how many tokens have each."""
+        for age, tokens in spans:
+            self.add(tokens_sampled=tokens, token_ages=age * tokens)
+            self.staleness_max = max(age, self.staleness_max or 0)
+
     def metrics(self) -> dict[str, float]:
-        """Under their names in metrics.jsonl."""
-        return {f"rollout/{name}": float(value) for name, value in asdict(self).items() if value is not None}
+        """Under their names in metrics.jsonl; of the ages of tokens their mean."""
+        found = {name: float(value) for name, value in asdict(self).items() if value is not None}
+        tokens, ages = found.pop("tokens_sampled", None), found.pop("token_ages", 0.0)
+        if tokens is not None:
+            found["staleness_mean"] = ages / max(tokens, 1.0)
+        return {f"rollout/{name}": value for name, value in found.items()}
 
 
 class Engine(ABC):

@@ -86,15 +86,11 @@ class RankZero:
     def count(self, work: Work, version: int, stats: RolloutStats) -> None:
         """Add to `stats` what a rollout was that is over; `version`: of the weights by now."""
         rollout = self._config.rollout
-        spans = [span for landed in work.done.values() for span in landed.spans]
-        if spans:
-            ages = [(version - of, tokens) for of, tokens in spans]
-            stats.staleness_mean = sum(age * n for age, n in ages) / max(1, sum(n for _, n in ages))
-            stats.staleness_max = max(age for age, _ in ages)
         if rollout.async_steps and work.may_lose:
             stats.add(tokens_read_again=sum(landed.read_again for landed in work.done.values()))
         stats.add(retries=work.retries, stragglers_aborted=work.stragglers_aborted)
         if work.may_lose:
+            stats.add_ages((version - of, n) for landed in work.done.values() for of, n in landed.spans)
             whole = {work.part_of(index)[0] for index in work.aborts}
             by_sync = whole if rollout.sync.in_flight == "abort" else set()
             stats.add(groups_aborted=len(by_sync), groups_resent=len(work.resent - by_sync))

@@ -53,7 +53,7 @@ from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
 from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.types import Completion, Grade, RunAborted
+from dppo_megatron.types import UNSAMPLED, Completion, Grade, RunAborted
 from dppo_megatron.weights.architecture import Architecture
 
 _PROBE_S = 120.0
@@ -138,6 +138,11 @@ class ServerEngine(Engine):
         """See `Engine.receivers`: rank 0, or the ranks on the servers' GPUs."""
         return self._channel.receivers if self._channel is not None else (0,)
 
+    @property
+    def holders(self) -> int:
+        """How many ranks are given completions: those of the nodes whose client asks servers."""
+        return sum(node in self._owners for node in self._nodes.of_rank)
+
     def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
         """Sync every server that answers; see `sync/weight_sync.py`. Raises RunAborted if none has the weights in the
         end."""
@@ -198,7 +203,7 @@ class ServerEngine(Engine):
             if any(place in found for place in places) or (nobodys and self._zero.is_here):
                 missing = Completion(np.empty(0, np.int64), np.empty(0, np.float32), "abort", "")
                 if found.setdefault(places[position], missing) is missing:
-                    self._grades[places[position]] = Grade(math.nan, failure=f"not sampled: {why}")
+                    self._grades[places[position]] = Grade(math.nan, failure=f"{UNSAMPLED}: {why}")
         self._zero.here(lambda zero: zero.count(first.work, self._sync.version, self._stats))
         return dict(sorted(found.items()))
 

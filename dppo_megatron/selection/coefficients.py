@@ -193,7 +193,7 @@ class Coefficients:
             row = replace(row, label="biased", note=_OWN_LOSS)
             return BiasSource((row,), None, unknown="nothing is known of that loss")
         if self._bounds_ratios:
-            note = "off policy, where ratios are bounded, the expected gradient changes with the noise of a baseline"
+            note = "off policy, where ratios are bounded or tokens cut, the expected gradient changes with a baseline"
             row = replace(row, label="biased", note=note)
             return BiasSource((row,), None, unknown="which ratios will be bounded is not known")
         return BiasSource((row,), np.ones((1, 1)))
@@ -207,11 +207,12 @@ class Coefficients:
 
     @property
     def _bounds_ratios(self) -> bool:
-        """A ratio may be bounded: in the updates after a step's first, or where it is of completions of older weights
-        that the first does not count in full."""
-        objective = self._settings.objective
-        stale = self._settings.async_steps > 0 and not is_linear_off_policy(objective)
-        return objective.updates_per_step > 1 or stale
+        """A ratio may be bounded: in the updates after a step's first, or where it is of completions of older or
+        rounded weights that the first does not count in full. One to a distribution without some tokens says nothing of
+        those."""
+        settings, objective = self._settings, self._settings.objective
+        off_policy = (settings.async_steps > 0 or settings.quantized) and not is_linear_off_policy(objective)
+        return objective.updates_per_step > 1 or off_policy or settings.truncated
 
     def squared_norms(self, rollouts: Rollouts, advantages: FloatArray, denominator: FloatArray) -> FloatArray:
         """[K, G] squared gradient norms of the completions, up to a common factor, without weights."""

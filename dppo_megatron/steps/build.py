@@ -40,15 +40,26 @@ def make_engine(job: Job, dtype: torch.dtype, device: torch.device) -> Engine:
     # aiohttp and the clients of servers, 0.2 CPU s that a rank with the embedded engine need not spend
     from dppo_megatron.rollout.server_engine import ServerEngine
 
+    parts = 2 if _evaluates_while_clients_grade(job) else 1
+
     def hook(clients: int) -> HookFactory:
         """The graders of one of so many clients: as many processes as the ranks of its node would have."""
         here = launched_here()
         rewards = {key: replace(one, processes=one.processes * here) for key, one in job.grade.rewards.items()}
-        return partial(Graders, rewards, shared_by=clients)
+        return partial(Graders, rewards, shared_by=clients * parts)
 
     engine = ServerEngine(config, job.architecture, job.tokenizer, client_hook=hook)
+    job.grade.share(engine.holders * parts)  # an evaluation's completions, which ranks grade, are theirs alone
     log(engine.description)
     return engine
+
+
+def _evaluates_while_clients_grade(job: Job) -> bool:
+    """Whether evaluations go on beside the next steps' rollouts, with a grader that those have too."""
+    grade, sets = job.grade, (job.train_sets, job.eval_sets)
+    trained, evaluated = ([grade.rewards[grade.key_of(one.key)] for one in some.values()] for some in sets)
+    overlap = job.config.rollout.async_steps > 0 and job.config.eval.every_steps > 0
+    return overlap and any(one in evaluated for one in trained)
 
 
 def make_canary(job: Job) -> Canary | None:

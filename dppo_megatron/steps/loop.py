@@ -153,6 +153,8 @@ class Loop:
             self._canary.ask(self._engine, self.job.train_prompts[0])
             if self._offload != "all":  # else in `to_training`, when there is room for the weights again
                 self._judge_canary()
+                if self._offload == "optimizer":
+                    self.actor.offload()  # the 8-bit copies that its pass has made would stay beside the servers
 
     def final_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights on rank 0, under their Hugging Face names. Nothing is generated after this. Collective; raises

@@ -16,9 +16,9 @@ from dppo_megatron.config.resolved_sets import set_rewards
 from dppo_megatron.config.reward import RewardConfig, RewardFunctionConfig, SetRewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rewards.grading import Graders, GradeTask
-from dppo_megatron.rewards.measures import UNSAMPLED, GradeTable, check_failures, set_metrics
+from dppo_megatron.rewards.measures import GradeTable, check_failures, set_metrics
 from dppo_megatron.selection.arrays import PromptDraw, Rollouts, reward_figures
-from dppo_megatron.types import Grade, Group, Prompt, RolloutPrompt, RunAborted, UserError
+from dppo_megatron.types import UNSAMPLED, Grade, Group, Prompt, RolloutPrompt, RunAborted, UserError
 
 CODE, TEST = "data.train_sets.code.reward", "data.eval_sets.a.b.reward"
 
