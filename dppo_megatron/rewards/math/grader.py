@@ -57,15 +57,25 @@ _STATED_REFERENCE = regex(r"[Ff]inal answer is \$([^$]+)\$")
 _SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
 
 
-def grade_math(completion: str, answer: str, row: Mapping[str, Any]) -> Grade:
+def grade_math(
+    completion: str, answer: str, row: Mapping[str, Any], *, prompt: str = "", finish_reason: str = "stop"
+) -> Grade:
     """1.0 if the completion's final answer is the reference, else 0.0. The problem's row may say how its reference is
-    to be compared: `tolerance`, `unit` and `source`."""
-    return _grade(extract(completion), answer, row)
+    to be compared: `tolerance`, `unit` and `source`. The prompt may have opened a thought that the completion is cut
+    off in."""
+    return _grade(extract(completion, is_thought=_is_thought(prompt, finish_reason)), answer, row)
 
 
-def grade_math_boxed(completion: str, answer: str, row: Mapping[str, Any]) -> Grade:
+def grade_math_boxed(
+    completion: str, answer: str, row: Mapping[str, Any], *, prompt: str = "", finish_reason: str = "stop"
+) -> Grade:
     """The same, where only a box, `<answer>` or `####` marks an answer: for rewards that also teach the format."""
-    return _grade(extract(completion, strict=True), answer, row)
+    return _grade(extract(completion, strict=True, is_thought=_is_thought(prompt, finish_reason)), answer, row)
+
+
+def _is_thought(prompt: str, finish_reason: str) -> bool:
+    """Whether the completion begins in a thought and does not end by itself, as base models do without closing it."""
+    return finish_reason == "length" and prompt.rstrip().endswith("<think>")
 
 
 def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:
