@@ -73,6 +73,15 @@ def grade_math_boxed(
     return _grade(extract(completion, strict=True, is_thought=_is_thought(prompt, finish_reason)), answer, row)
 
 
+def is_read(answer: str) -> bool:
+    """Whether a reference is understood; else an answer has to be written as it is."""
+    try:
+        reference = _reference(answer)
+        return _read(without_clauses(reference))[0] is not None or bool(_same_choices(reference, reference, ""))
+    except (Unreadable, RecursionError, ArithmeticError, ValueError):
+        return False
+
+
 def _is_thought(prompt: str, finish_reason: str) -> bool:
     """Whether the completion begins in a thought and does not end by itself, as base models do without closing it."""
     return finish_reason == "length" and prompt.rstrip().endswith("<think>")
