@@ -116,7 +116,7 @@ def test_a_thought_that_the_prompt_opened(name: str, prompt: str, text: str, fin
     """A box in it is no answer if the completion was cut off there. Base models end without closing it."""
     said = Rewards([NamedFunction("", BUILT_IN[name])]).grade(Sample(text, "5", {}, prompt, 9, finish_reason))
     assert said["reward"] == reward
-    assert reward or said["why"] == "the thought is not closed"
+    assert reward or said["why"] == "no final answer"
 
 
 def test_the_prompts_echo_is_no_answer() -> None:

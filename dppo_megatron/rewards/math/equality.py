@@ -11,6 +11,7 @@ None, "cannot be said", is not a yes. An answer cannot be made for known points.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
@@ -127,9 +128,15 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
     outcomes = _outcomes(gold, other, points, work)
     if outcomes[-1] in _DIFFERENT:
         return False
-    # where one has factorials that are defined at small numbers only, or at these hardly, others have to agree too
-    is_seen = "outside" not in outcomes or "equal" in outcomes[12 * len(names) + 2 :]
-    return (is_seen and outcomes.count("equal") >= 4 * _ENOUGH) or None
+    if not {"whole", "outside"}.isdisjoint(outcomes):  # what is defined at the known points only is not the same
+        start = sorted(numbers.sample(range(100, 1000), len(names)))
+        orders = enumerate([*itertools.permutations(names)] * 4)
+        far = ({name: Fraction(at + turn) for name, at in zip(order, start, strict=True)} for turn, order in orders)
+        seen = _outcomes(gold, other, far, work)
+        if "equal" not in seen or seen[-1] in _DIFFERENT:
+            return None
+        outcomes += seen
+    return outcomes.count("equal") >= 4 * _ENOUGH or None
 
 
 def _has_period(node: Node) -> bool:

@@ -79,9 +79,8 @@ _DOUBTED = regex(
 )
 
 
-def extract(text: str, *, strict: bool = False, is_thought: bool = False) -> Extraction:
-    """The final answer of a completion. Where it is `strict`, only a box, a tag or `####` is a mark; where it
-    `is_thought`, only what stands behind `</think>` counts.
+def extract(text: str, *, strict: bool = False) -> Extraction:
+    """The final answer of a completion. Where it is `strict`, only a box, a tag or `####` is a mark.
 
     Example:
         >>> extract("guess \\\\boxed{3}. finally \\\\boxed{\\\\frac{3}{4}}").parts
@@ -89,8 +88,6 @@ def extract(text: str, *, strict: bool = False, is_thought: bool = False) -> Ext
         >>> extract("so \\\\boxed{3} and then \\\\boxed{4").why
         'the last box is not closed'
     """
-    if is_thought and "</think>" not in text:
-        return Extraction((), "", "the thought is not closed")
     # outside `<think>`; templates that prefill it leave only its end in the completion
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     if (found := _from_boxes(text)) is not None:

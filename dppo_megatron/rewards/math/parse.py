@@ -19,11 +19,9 @@ from dppo_megatron.rewards.math.patterns import regex
 MAX_CHARS = 1500
 _MAX_DEPTH = 40
 
-_FUNCTION_WORDS = (
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs floor ceil Re Im arg cis log lg"
-)
+_FUNCTION_WORDS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs floor ceil Re Im arg cis log"
 _RECIPROCALS = {"cot": "tan", "sec": "cos", "csc": "sin"}
-_FUNCTIONS = frozenset(_FUNCTION_WORDS.split())
+_FUNCTIONS = frozenset([*_FUNCTION_WORDS.split(), "lg"])
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _WORD_CONSTANTS = {"pi": "pi", "infty": "inf", "infinity": "inf", "inf": "inf"}
 _LETTERS = f"{GREEK} Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega hbar ell odot prime partial nabla"

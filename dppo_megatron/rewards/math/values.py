@@ -182,13 +182,11 @@ def _with_constant(gold: Node, other: Node, work: WorkLimit) -> Node | None:
     missing, added = ours - theirs, theirs - ours
     if not missing or not ours & _VARIABLES:
         return None
-    swapped = {name: name.swapcase() for name in added if _CONSTANT.fullmatch(name)}
-    # ax^2 + bx + c has no constant of integration
-    if missing == set(swapped.values()) and len(swapped) == len(added) and (missing != {"c"} or len(ours) == 2):
-        return substituted(other, {name: ("s", by) for name, by in swapped.items()})
+    is_swapped = missing == {name.swapcase() for name in added} and all(map(_CONSTANT.fullmatch, added))
+    if is_swapped and (missing != {"c"} or len(ours) == 2):  # ax^2 + bx + c has no constant of integration
+        return substituted(other, {name: ("s", name.swapcase()) for name in added})
     one, constant = ("n", Fraction(1)), ("s", "C")
     if missing != {"C"} or len(added) != 1 or not added <= _CONSTANTS:
         return None
-    if same(("+", gold, one), substituted(gold, {"C": ("+", constant, one)}), work):
-        return substituted(other, dict.fromkeys(added, constant))
-    return None
+    is_added = same(("+", gold, one), substituted(gold, {"C": ("+", constant, one)}), work)
+    return substituted(other, dict.fromkeys(added, constant)) if is_added else None
