@@ -252,7 +252,15 @@ def test_of_several_rewards_those_count_that_judge() -> None:
     assert alone.grade_together(samples[:1]) == [{"failure": "returned None for this completion"}]
 
 
-JUDGED = {"7": 0.7, "3/10": 0.3, "0/10": 0.0, "2 out of 10.": 0.2, "10": 1.0, "**8.5** / 10": 0.85, "Mark: 10/10": 1.0}
+JUDGED: dict[str | None, float | None] = {
+    "7": 0.7,
+    "3/10": 0.3,
+    "0/10": 0.0,
+    "2 out of 10.": 0.2,
+    "10": 1.0,
+    "**8.5** / 10": 0.85,
+    "Mark: 10/10": 1.0,
+}
 JUDGED |= {"</think>9": 0.9, "<think>\nOkay, 10 points": None, None: None, "Right.": None}
 
 
