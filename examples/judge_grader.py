@@ -10,6 +10,7 @@ references.
 """
 
 import asyncio
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -28,20 +29,22 @@ The right answer is {answer}. The student wrote:
 {completion}
 
 Is the student's final answer right, and the way to it sound? Reply with a mark from 0 (wrong) to 10 (right) only."""
+_NO_MARK = re.compile(r"<think>.*?(?:</think>|\Z)|\s*(?:/|out of)\s*10\b", re.DOTALL)  # 3/10 is 3
 _BUSY = (429, 503)
 _sessions: list[aiohttp.ClientSession] = []
 
 
 async def judge(completion: str, answer: str, *, row: Mapping[str, Any], prompt: str, finish_reason: str) -> Grade:
-    """The last number of the judge's reply over 10. A truncated completion is a 0, and the judge is not asked."""
+    """The last number of the judge's reply over 10; without one the grading has failed. A truncated completion is a 0,
+    and the judge is not asked."""
     if finish_reason == "length":
         return Grade(0.0, why="truncated")
     question = _QUESTION.format(problem=row.get("problem", prompt), answer=answer, completion=completion[-8000:])
     reply = await _ask(question)
-    marks = re.findall(r"\d+", reply)
-    return Grade(
-        min(int(marks[-1][-3:]), 10) / 10 if marks else 0.0, extracted=reply, why="marked" if marks else "no mark"
-    )
+    marks = re.findall(r"\d+(?:\.\d+)?", _NO_MARK.sub("", reply))
+    if not marks:
+        return Grade(math.nan, failure=f"got no mark from the judge: {reply[:60]!r}")
+    return Grade(min(float(marks[-1]), 10.0) / 10, extracted=reply, why="marked")
 
 
 async def _ask(question: str) -> str:
@@ -53,6 +56,8 @@ async def _ask(question: str) -> str:
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
         "max_tokens": 8,
+        # Qwen3 would spend them on its thoughts; for vLLM and SGLang, others may refuse a field they do not know
+        "chat_template_kwargs": {"enable_thinking": False},
     }
     wait_s = 1.0
     while True:  # until reward.timeout_s ends it

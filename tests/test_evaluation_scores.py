@@ -129,12 +129,15 @@ def test_failures_count_nowhere_but_among_failures() -> None:
 
 
 def test_a_grader_without_answers_has_no_majority() -> None:
-    """A correct completion that no answer is known of: nothing is said, rather than 0."""
-    scores = score(
-        "set", 1, 2, [SampleOutcome(0, True, None, False, None, 1), SampleOutcome(0, False, None, False, None, 1)]
-    )
-    assert not scores.maj_at and scores.unparsed_share is None
-    assert not {key for key in scores.metrics() if "maj" in key or "unparsed" in key}
+    """Completions that no answer is known of, correct or not: nothing is said, rather than 0. Where it is said that
+    there is no answer, nobody votes: 0."""
+    wrong = SampleOutcome(0, False, None, False, None, 1)
+    for outcomes in ([SampleOutcome(0, True, None, False, None, 1), wrong], [wrong, wrong]):
+        scores = score("set", 1, 2, outcomes)
+        assert not scores.maj_at and scores.unparsed_share is None
+        assert not {key for key in scores.metrics() if "maj" in key or "unparsed" in key}
+    assert score("set", 1, 2, [SampleOutcome(0, False, None, False, True, 1)] * 2).maj_at[2].value == 0.0
+    assert score("set", 1, 2, [SampleOutcome(0, None, None, False, None, 1)] * 2).maj_at[2].value is None
 
 
 @given(st.integers(1, 300))

@@ -19,7 +19,6 @@ import fcntl
 import json
 import mmap
 import os
-import re
 import sys
 import zlib
 from bisect import bisect_right
@@ -38,7 +37,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.resolved_sets import ResolvedSet
-from dppo_megatron.data.templates import chat_template_of
+from dppo_megatron.data.templates import chat_template_of, varies
 from dppo_megatron.files import make_directory, open_own, open_to_read, replacing
 from dppo_megatron.progress import progress
 from dppo_megatron.texts import reason
@@ -48,8 +47,6 @@ _LEAST_BYTES = 2**20
 """Size of the smallest source that is worth a file: 3,000 problems, read in two seconds."""
 _AT_ONCE = 4096
 _CHECKSUM_BYTES = 4
-_VARIES = re.compile(r"strftime_now|\brandom\b")
-"""What a chat template may call that is not the same at the next start: Llama 3.1's has today's date."""
 
 
 class LazyPrompts(Sequence[Prompt]):
@@ -155,7 +152,7 @@ class PromptCache:
         folder = os.path.expanduser(folder)
         if not folder or folder.startswith("~") or sum(int(one[1]) for one in files) < _LEAST_BYTES:
             return None
-        if _VARIES.search(template or "") or not isinstance(backend, tokenizers.Tokenizer):
+        if varies(template or "", settings.template) or not isinstance(backend, tokenizers.Tokenizer):
             return None
         read = [getattr(settings, one.name) for one in fields(ResolvedSet)]
         special = (type(tokenizer).__qualname__, tokenizer.special_tokens_map, tokenizer.chat_template)

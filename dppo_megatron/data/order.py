@@ -185,6 +185,11 @@ def make_order(
     return WeightedOrder(sizes, weights, seed, per_take, key)
 
 
+def whole_epochs(size: int, seed: int, per_take: int) -> Order:
+    """Of which nothing is skipped: a step goes on into the next epoch. Where none has to, it is the `PromptOrder`."""
+    return WeightedOrder({"": size}, {"": 1.0}, seed, per_take) if size % per_take else PromptOrder(size, seed)
+
+
 def order_key(order: OrderName, by: OrderBy, num_prompts: int, level: FloatArray | None, pass_rate: Key) -> Key | None:
     """What `data.order` sorts by, given `data.order_by`; None: shuffled.
 

@@ -36,6 +36,7 @@ from dppo_megatron.data.templates import (
     tokenize,
     turn_end_tokens,
     unfilled,
+    unstable,
 )
 from dppo_megatron.progress import Advance, progress
 from dppo_megatron.types import Prompt, UserError
@@ -119,7 +120,7 @@ def load_set(
         f"rows are left out: answer_from={settings.answer_from} finds no answer there": read.unanswered,
         f"rows have a level that is no number{share}; it is left out": read.unknown_levels,
     }
-    notes = [*read.repeats.notes(), *unfilled(settings.template)]
+    notes = [*read.repeats.notes(), *unfilled(settings.template), *unstable(settings, tokenizer)]
     if read.special:
         what = f"which the model gets as such: {read.special[0]}"
         notes.append(f"warning: {len(read.special)} problems hold special tokens, {what}")

@@ -57,6 +57,32 @@ def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) ->
                 " never reads it; correct its name, or use a template without it (template=chat_boxed)"
             )
 
+    if _writes_date(source, template) and "date_string" in source:
+        raise UserError(
+            f"{settings.key}: the tokenizer's chat template writes today's date into every prompt, and a run could not"
+            f" be resumed on another day; set {section_of(settings)}.chat_template_kwargs.date_string='26 Jul 2024',"
+            " which is Llama's own default, or to another date"
+        )
+
+
+def _writes_date(source: str, template: Template) -> bool:
+    """Today's, as Llama 3.2's does where it is not told a date."""
+    return "strftime_now" in source and "date_string" not in template.chat_template_kwargs
+
+
+def varies(source: str, template: Template) -> bool:
+    """Whether a chat template may make other prompts at the next start."""
+    return _writes_date(source, template) or re.search(r"\brandom\b", source) is not None
+
+
+def unstable(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A warning about prompts that may differ at the next start, where no setting of the template changes that."""
+    source = chat_template_of(tokenizer) if settings.template.apply_chat_template else None
+    if not source or not varies(source, settings.template):
+        return []
+    what = "the tokenizer's chat template writes the date or draws at random, and prompts may be others at a resume"
+    return [f"warning: {what}, which refuses them without checkpoint.may_change=[{settings.key}]"]
+
 
 def _raises_to_powers(source: str) -> bool:
     """A power of two small numbers is one operation of C that no signal interrupts."""

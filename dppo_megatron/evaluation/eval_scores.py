@@ -125,7 +125,9 @@ def score(name: str, problems: int, samples: int, outcomes: Sequence[SampleOutco
     avg = mean(c / n for n, c in counts)
     pass_at = {k: mean(pass_at_k(n, c, k) for n, c in counts if n >= k) for k in doublings(samples)} | {1: avg}
     maj_at: dict[int, Estimate] = {}
-    if not any(one.correct and one.vote is None for of_one in graded for one in of_one):
+    every = [one for of_one in graded for one in of_one]
+    told = [one.vote is not None or one.unparsed is not None for one in every]  # a grader that returns numbers: neither
+    if (any(told) or not every) and not any(one.correct and one.vote is None for one in every):
         ballots = [ballot(of_one) for of_one in graded]
         for k in doublings(samples):
             if k > 1 and (samples <= _LARGEST_FOR_SUBSETS or k == samples):

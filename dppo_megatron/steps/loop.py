@@ -32,7 +32,7 @@ from dppo_megatron.algorithms.objectives import make_objective, supervised
 from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
-from dppo_megatron.data.order import PromptOrder
+from dppo_megatron.data.order import whole_epochs
 from dppo_megatron.distributed import from_rank_zero, gather_all, to_rank_zero
 from dppo_megatron.evaluation.eval_scores import EvalScores
 from dppo_megatron.evaluation.evaluator import Evaluator
@@ -119,11 +119,11 @@ class Loop:
         """The supervised phase, through the same actor; nothing if `sft.steps` is 0."""
         config = self.job.config
         warm, examples = config.sft, self.job.sft_examples
-        if warm.steps:
-            self.actor.start_phase(
-                sft_optimizer(config.actor.optimizer, warm.learning_rate, warm.lr_warmup_steps), warm.steps
-            )
-        order, position = PromptOrder(len(examples), config.seed), 0
+        if not warm.steps:
+            return
+        optimizer = sft_optimizer(config.actor.optimizer, warm.learning_rate, warm.lr_warmup_steps)
+        self.actor.start_phase(optimizer, warm.steps)
+        order, position = whole_epochs(len(examples), config.seed, warm.examples_per_step), 0
         with progress("SFT", warm.steps, "steps") as advance:
             for done in range(1, warm.steps + 1):
                 chosen, position = order.take(position, warm.examples_per_step)

@@ -289,7 +289,8 @@ def test_no_file_is_a_line_and_no_error(tmp_path: Path) -> None:
     assert "type date is not JSON" in found.notes[0] and found.prompts[1].row["day"] == date(2026, 1, 2)
     config.data.template = "chat_boxed"
     dated = chat_tokenizer("{{ strftime_now('%d') }}" + TEMPLATE)
-    assert _load(config, tmp_path / "cache", dated)["t"].notes == ()
+    [said] = _load(config, tmp_path / "cache", dated)["t"].notes
+    assert "writes the date or draws at random" in said and "checkpoint.may_change=[data.train_sets.t]" in said
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 

@@ -72,6 +72,18 @@ def test_others_are_left_alone() -> None:
     assert _found(_problems("math500"), _problems("gsm8k_train")) == 0
 
 
+def test_a_problem_inside_a_longer_one() -> None:
+    """Whichever of the two is trained on. Of 13 words all have to be there; fewer are not looked for."""
+    text = "a box holds seven red and nine blue balls of which two are drawn at random without looking"
+    words = text.split()
+    others = ["Find x.", "Show it.", "Why?", "Let y be two."]
+    for count, is_found in ((len(words), 1), (13, 1), (12, 0)):
+        short = " ".join(words[:count])
+        long = f"In this exercise {short} so what is the chance that both of them are red?"
+        assert _found([long], [*others, short]) == _found([short], [*others, long]) == is_found
+        assert _found([long.replace("blue", "green")], [*others, short]) == 0
+
+
 def test_a_beginning_that_only_one_set_shares() -> None:
     """Half of a set may begin with words that are no instruction; the same text elsewhere is still the same problem."""
     sums, others = [f"What is {i} + {i}?" for i in range(9)], ["Find x.", "Show it.", "Why?", "Let y be two."] * 3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 from dppo_megatron.config.data import DataConfig
 from dppo_megatron.config.resolved_sets import check_data
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.order import PromptOrder, WeightedOrder, make_order, order_key
-from dppo_megatron.types import UserError
+from dppo_megatron.data.order import PromptOrder, WeightedOrder, make_order, order_key, whole_epochs
+from dppo_megatron.steps.loop import Loop
+from dppo_megatron.types import TrainSample, UserError
 
 WEIGHTS = st.sampled_from([1.0, 2.0, 3.0, 0.5, 0.1, 0.7, 7.0, 7473.0])
 SETS = st.lists(st.tuples(st.integers(1, 40), WEIGHTS), min_size=2, max_size=4)
@@ -101,6 +104,25 @@ def test_one_set_is_today_s_order() -> None:
             expected, position = plain.take(position, 8)
             found, mine = order.take(mine, 8)
             assert found.tolist() == expected.tolist() and mine == position
+
+
+def test_sft_takes_every_example_before_any_comes_again() -> None:
+    """100 examples in steps of 64: the epoch's other 36 are in the next step, which has none twice."""
+    config, taken = Config(), list[list[str]]()
+    config.sft.steps, config.sft.examples_per_step = 25, 64
+    examples = [TrainSample(str(i), np.arange(3), 1, np.zeros(2, np.float32), 0.0, 1.0, 1.0) for i in range(100)]
+
+    def update(batch: list[TrainSample], *_: object) -> SimpleNamespace:
+        taken.append([one.id for one in batch])
+        return SimpleNamespace(is_skipped=False)
+
+    actor = SimpleNamespace(update=update, start_phase=lambda *_: None)
+    job = SimpleNamespace(config=config, sft_examples=examples)
+    Loop.sft(cast("Loop", SimpleNamespace(job=job, actor=actor, pack=lambda _: None)))
+    stream = [name for step in taken for name in step]
+    assert all(len(set(step)) == 64 for step in taken)
+    assert all(len(set(stream[start : start + 100])) == 100 for start in range(0, 1600, 100))
+    assert whole_epochs(128, 3, 64) == PromptOrder(128, 3)
 
 
 def test_impossible_shares_are_refused_by_name() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +38,16 @@ def load(tmp_path: Path, problem: Any = "1+1?", tokenizer: Any = None, **own: An
     config.data.train_sets = {"s": TrainSetConfig(path=str(tmp_path / "a.jsonl"), **own)}
     check_data(config)
     return load_set("s", train_set_configs(config)["s"], tokenizer or chat_tokenizer())
+
+
+class Today:
+    """A day of its own each time it is written."""
+
+    def __init__(self, days: Iterator[str]) -> None:
+        self._days = days
+
+    def strftime(self, form: str) -> str:
+        return next(self._days)
 
 
 PRESETS = {
@@ -301,3 +313,25 @@ def test_stop_tokens_come_from_the_template(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{oops")
     with pytest.raises(UserError, match=r"generation_config.json: transformers refuses it: .*not a valid JSON"):
         _stops(tmp_path, base, chat=False)
+
+
+def test_todays_date_in_every_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 3.2's template has it unless it is told a date: a set would have another fingerprint tomorrow. Where the
+    template has no such switch there is a warning; SFT's examples are refused alike."""
+    switch = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    days = iter(["26 Jul 2024", "27 Jul 2024"] * 2)
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", SimpleNamespace(now=lambda: Today(days)))
+    dated = chat_tokenizer(switch + "{{ 'Today: ' + date_string + '\\n' }}" + TEMPLATE)
+    with pytest.raises(
+        UserError, match=r"today's date .* data.train_sets.s.chat_template_kwargs.date_string='26 Jul 2"
+    ):
+        load(tmp_path, tokenizer=dated, template="chat_boxed")
+    told = {"template": "chat_boxed", "chat_template_kwargs": {"date_string": "26 Jul 2024"}}
+    first, second = (load(tmp_path, tokenizer=dated, **told) for _ in range(2))
+    assert first.fingerprint == second.fingerprint and first.notes == ()
+    assert first.first_prompt.startswith("Today: 26 Jul 2024\n<|im_start|>user")
+    always = chat_tokenizer("{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
+    first, second = (load(tmp_path, tokenizer=always, template="chat_boxed") for _ in range(2))
+    assert first.fingerprint != second.fingerprint
+    assert all("checkpoint.may_change=[data.train_sets.s]" in "".join(one.notes) for one in (first, second))
+    assert load(tmp_path, tokenizer=always, template="plain_boxed").notes == ()

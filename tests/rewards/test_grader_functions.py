@@ -8,12 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 from odd_graders import obey
 
 from dppo_megatron.rewards.calling import Sample
 from dppo_megatron.rewards.functions import NamedFunction, Rewards
+from dppo_megatron.types import Grade
+from examples import judge_grader
 
 ROW = {"value": 7, "extra": {"unit": "cm"}}
 
@@ -246,3 +250,43 @@ def test_of_several_rewards_those_count_that_judge() -> None:
     assert [one.get("reward") for one in both.grade_together(samples)] == [1.5, 3.5, None]
     alone = Rewards([NamedFunction("a", "odd_graders:trl_chat")])
     assert alone.grade_together(samples[:1]) == [{"failure": "returned None for this completion"}]
+
+
+JUDGED: dict[str | None, float | None] = {
+    "7": 0.7,
+    "3/10": 0.3,
+    "0/10": 0.0,
+    "2 out of 10.": 0.2,
+    "10": 1.0,
+    "**8.5** / 10": 0.85,
+    "Mark: 10/10": 1.0,
+}
+JUDGED |= {"</think>9": 0.9, "<think>\nOkay, 10 points": None, None: None, "Right.": None}
+
+
+def test_the_examples_judge_gives_marks_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a server's replies: `out of 10` is no mark, and a reply without one is a failure, not a 0. A model that thinks
+    is told not to: its thoughts would take all the tokens of a mark."""
+    replies, asked = iter(JUDGED), list[dict[str, Any]]()
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response({"choices": [{"message": {"content": next(replies)}}]})
+
+    async def all_marks() -> list[Grade]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", answer)
+        async with TestServer(app) as server:
+            monkeypatch.setenv("JUDGE_URL", str(server.make_url("/v1")))
+            grades = [
+                await judge_grader.judge("x", "1", row={}, prompt="", finish_reason="stop") for _ in range(len(JUDGED))
+            ]
+            await judge_grader._sessions.pop().close()
+        return grades
+
+    monkeypatch.setenv("JUDGE_MODEL", "a model")
+    grades = asyncio.run(all_marks())
+    marks = [None if grade.failure else grade.reward for grade in grades]
+    assert marks == list(JUDGED.values())
+    assert all(math.isnan(grade.reward) for grade in grades if "got no mark from the judge" in grade.failure)
+    assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for body in asked)

@@ -87,6 +87,20 @@ def test_references_count_in_whichever_form_the_grader_reads(function: str) -> N
     assert said == "train: of its 50 references the grader takes 100 % for right when given as an answer"
 
 
+@pytest.mark.parametrize("function", ["math", "math_boxed"])
+def test_references_that_math_compares_as_text_are_said(function: str) -> None:
+    """Each is right when it is repeated: `exact`. Words and choices are what they are."""
+    unread = [r"f(x) = a \quad \mho(a) = 0", "t(0,4]", r"\int_0^1 x dx", "a..b", r"\oint y", r"\lim_{x\to 0} x"]
+    answers = [*unread, "7", r"\text{odd}", "A, C", r"\textbf{(C)}\ 15", r"k\pi (k\in\mathbb{Z})"]
+    for reward in (RewardConfig(function=function), RewardConfig(functions={"a": RewardFunctionConfig(function)})):
+        with grader_of(reward) as grader:
+            said = check_references(grader, reward, "train", prompts_of(answers))
+            alone = check_references(grader, reward, "train", prompts_of(answers[len(unread) :]))
+        assert "takes 100 % for right when given as an answer; 6 of them are compared as text only" in said
+        assert "'t(0,4]' (train.jsonl:2)" in said and said.endswith("(train.jsonl:5), ...")
+        assert alone.endswith("for right when given as an answer")
+
+
 def test_too_few_right_references_stop_the_start_and_are_listed() -> None:
     answers = [str(i) for i in range(100)]
     with grader_of(reward_of("even_only")) as grader:

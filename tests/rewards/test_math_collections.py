@@ -244,6 +244,53 @@ CASES = [
         wrong=["[[1,3],[2,4]]", "[1,2,3,4]"],
     ),
     case(r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", right=["[[1],[2]]", "[1,2]"], wrong=["[[2],[1]]", "(1,2]"]),
+    # systems as arrays, whose brace has no partner
+    case(
+        r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.",
+        right=["x=1, y=2", "(1,2)", r"\begin{cases}x=1\\y=2\end{cases}", r"\{\begin{matrix}y=2,\\x=1.\end{matrix}"],
+        wrong=["x=2, y=1", "(2,1)", r"\begin{cases}x=1\\y=3\end{cases}"],
+    ),
+    case(
+        r"f(x)=\begin{cases}x&x>0\\-x&x\le 0\end{cases}",
+        right=[r"f(x)=\left\{\begin{array}{*{20}{l}}x & x>0\\-x & x\le 0\end{array}\right."],
+        wrong=[r"f(x)=\left\{\begin{array}{ll}x & x\ge 0\\-x & x<0\end{array}\right."],
+    ),
+    # solutions with indices, and points with names
+    *(
+        case(
+            gold,
+            right=[r"x=2 \text{ or } x=1", "x=1, x=2", "x=1,2", "x_1=1, x_2=2"],
+            wrong=["x=1, x=3", "y=1, y=2", "x=1"],
+        )
+        for gold in ("x_{1}=1, x_{2}=2", "x=1, x=2", "x=1,2")
+    ),
+    case("x_1=1, x_2=2", right=["x_1=1, x_2=2"], wrong=["x_1=2, x_2=1"]),
+    case(
+        "(x_1,y_1)=(1,2),(x_2,y_2)=(2,1)",
+        right=["(1,2),(2,1)", "(x_{1},y_{1})=(1,2),(x_{2},y_{2})=(2,1)"],
+        wrong=["(1,2)", "(1,2),(2,2)"],
+    ),
+    case("(a_{1},a_{2})=(1,2)", right=["(a_1, a_2) = (1, 2)", "(1,2)"], wrong=["(a_1,a_2)=(2,1)", "(b_1,b_2)=(1,2)"]),
+    case("(1,2)", right=[r"\vec a=(1,2)", r"\overrightarrow{AB}=(1,2)"], wrong=[r"\vec a=(2,1)"]),
+    case(r"\vec{a}=(1,2)", right=[r"\vec a = (1,2)"], wrong=[r"\vec b=(1,2)"]),
+    # what a parameter is, in brackets
+    case(
+        r"k\pi+\frac{\pi}{4}(k\in\mathbb{Z})",
+        right=[r"k\pi+\frac{\pi}{4}", r"\frac{\pi}{4}+n\pi, n\in Z", r"k\pi+\frac{\pi}{4}(k\in\mathbf{Z})"],
+        wrong=[r"k\pi+\frac{\pi}{4}, k\in\mathbb{N}", r"k\pi+\frac{\pi}{2}(k\in\mathbb{Z})", r"\frac{\pi}{4}"],
+    ),
+    case(r"[k\pi, k\pi+1](k\in\mathbb{Z})", right=[r"[k\pi, k\pi+1], k\in Z"], wrong=[r"(k\pi, k\pi+1)"]),
+    case("x=k\\pi,k\\in Z", right=[r"x=k\pi", r"x=k\pi, k\in\mathbb{Z}"], wrong=["x=k"]),
+    case(
+        r"2k\pi(k\in\mathbb{Z}), 2k\pi+\frac{\pi}{3}(k\in\mathbb{Z})",
+        right=[r"2k\pi, 2k\pi+\frac{\pi}{3}"],
+        wrong=[r"2k\pi", r"2k\pi+\frac{\pi}{3}(k\in\mathbb{Z})"],
+    ),
+    *(
+        case(gold, right=["2^n-1", r"a_n=2^n-1, n\in\mathbb{N}^{*}"], wrong=["2^n+1"])
+        for gold in (r"2^n-1(n\in\mathbb{N}^*)", r"2^n-1 (n \in N_+)", r"2^n-1, n\in\mathbb{N}_{+}")
+    ),
+    case("x > 2", right=[], wrong=[r"x > 2 (x\in\mathbb{Z})", r"x > 2, x\in Z"]),
     case(r"\pm 3", right=["3,-3"], wrong=["(3,-3)", "(-3,3)", "[3,-3]"]),
 ]
 

@@ -233,6 +233,31 @@ def test_no_far_point_costs_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None
         assert same(gold, other) is True and same(gold, third) is False
 
 
+NODES = "".join(f"(n-{at})" for at in range(1, 13))
+FACTORIALS = {
+    "n(n-1)": [r"\frac{n!}{(n-2)!}"],
+    "n(n-1)(n-2)(n-3)(n-4)": [r"\frac{n!}{(n-5)!}"],
+    r"\binom{n}{k}": [r"\frac{n!}{k!(n-k)!}", r"\binom{n}{n-k}", r"\frac{n}{k}\binom{n-1}{k-1}"],
+    "m(m-1)n": [r"n\frac{m!}{(m-2)!}"],
+    r"\frac{(2n)!}{n!}": ["2^n(2n-1)!!"],
+}
+KNOWN_POINTS = ["0(12-n)!(n-1)!", f"0(\\frac{{{NODES}}}{{1000000007}})!", "0(n-1)!2^{2^{2n}}"]
+"""Factorials that are defined, or short enough to be computed, where the small points are."""
+
+
+def test_factorials_that_are_not_defined_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """n! / (n-2)! is n(n-1) though it has no value at 1, whatever the secret. What is equal at the points that are no
+    secret, and has no value elsewhere, is not: 1 to 12 were enough for a factorial that is defined there only."""
+    equal = [(gold, other) for gold, others in FACTORIALS.items() for other in others]
+    unequal = [("n", f"n+{NODES}+{nothing}") for nothing in KNOWN_POINTS]
+    unequal += [("n(n-1)", rf"\frac{{n!}}{{(n-2)!}}{rest}") for rest in ("+1", "+0^{n-2}", r"\cdot\frac{n}{n+1}")]
+    pairs = [(parse(clean(gold)), parse(clean(other)), other) for gold, other in equal + unequal]
+    for number in range(100):
+        monkeypatch.setattr(field, "_SECRET", str(number).encode())
+        found = [other for gold, tree, other in pairs if same(gold, tree)]
+        assert found == [other for _, other in equal], number
+
+
 def test_rewritten_functions_are_found_equal(cases: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     """At least 99.5 % of them; none is found different."""
     chosen, unknown, different = cases("equal expressions", 500), [], []

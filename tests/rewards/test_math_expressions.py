@@ -46,6 +46,17 @@ CASES = [
     case("2^{k-n}", right=[r"\frac{2^k}{2^n}"], wrong=["2^{n-k}", "2^{k-n+1}"]),
     case("e^{2x}", right=["(e^x)^2", r"\exp(2x)", r"e^{x}\cdot e^x"], wrong=["e^{x}", "2e^x", "e^{x^2}"]),
     case("n!", right=[r"n\cdot(n-1)!"], wrong=["(n-1)!", "n"]),
+    # a factorial that has no value at the smallest numbers
+    case(
+        "n(n-1)",
+        right=[r"\frac{n!}{(n-2)!}"],
+        wrong=[r"\frac{n!}{(n-2)!}+1", r"\frac{n!}{(n-3)!}", r"\frac{n!}{2(n-2)!}"],
+    ),
+    case(r"\frac{(n+1)!}{n!}", right=["n+1"], wrong=["n", "n+2"]),
+    case(r"\frac{n(n-1)}{2}", right=[r"\frac{n!}{2(n-2)!}"], wrong=[r"\frac{n!}{(n-2)!}"]),
+    case("n(-1)^{n}", right=[r"(-1)^n n", r"n\cdot(-1)^{n}"], wrong=["(-n)^n", "-n"]),
+    case("a(2)^{n-1}", right=[r"a\cdot 2^{n-1}"], wrong=["(2a)^{n-1}"]),
+    case("f(2)^2", right=[r"f(2)\cdot f(2)"], wrong=["f(-2)^2", "4f"]),
     case(r"\binom{n}{2}", right=[r"\frac{n(n-1)}{2}"], wrong=[r"\binom{n}{3}", r"\frac{n}{2}"]),
     case(
         r"\frac{n(n+1)}{2}",
@@ -90,6 +101,13 @@ CASES = [
         right=[r"\frac{\ln 3}{\ln 2}", r"\frac{\log 3}{\log 2}", r"\log_{2}(3)", r"\frac{1}{\log_3 2}"],
         wrong=[r"\log_3 2", "1.585", r"\log 3"],
     ),
+    case(r"\lg 5", right=[r"1-\lg 2", r"\log_{10} 5", r"\mathrm{lg} 5"], wrong=[r"\ln 5", r"1-\ln 2"]),
+    case(r"\frac{\lg 3}{\lg 2}", right=[r"\log_2 3", r"\frac{\ln 3}{\ln 2}"], wrong=[r"\log_3 2"]),
+    case("lg", right=["gl"], wrong=[r"\lg g"]),
+    case("f(x)=0", right=[r"f(x)\equiv 0"], wrong=[r"f(x)\equiv 1"]),
+    case(r"f(x)\equiv 0", right=["f(x)=0", "0"], wrong=["f(x)=x"]),
+    case(r"\frac12", right=[r"\cos A=\frac12", r"\sin\alpha = \frac12"], wrong=[r"\cos A=\frac13", r"\cos x=\frac12"]),
+    case(r"\tan\alpha=2", right=["2"], wrong=["-2", r"\tan\beta=2"]),
     # maps, and bound variables
     case(
         "f(x) = 2x+1",
@@ -104,6 +122,17 @@ CASES = [
         wrong=[r"\frac{x^3}{3}", r"\frac{x^3}{3}-c", r"\frac{x^3}{3}+cx", r"\frac{x^3}{3}+C+c", r"\frac{x^3}{3}+d"],
     ),
     case("y=x^2+C", right=["y=x^2+c"], wrong=["y=x^2"]),
+    case(
+        r"\frac{x^3}{3}+c", right=[r"\frac{x^3}{3}+C"], wrong=[r"\frac{x^3}{3}", r"\frac{x^3}{3}+d", r"\frac{x^3}{3}-C"]
+    ),
+    *(
+        case(
+            gold,
+            right=["c_1e^{2x}+c_2e^{-x}", "C_1e^{2x}+C_2e^{-x}"],
+            wrong=["c_1e^{2x}+c_1e^{-x}", "c_1e^{2x}-c_2e^{-x}"],
+        )
+        for gold in ("C_1e^{2x}+C_2e^{-x}", "c_1e^{2x}+c_2e^{-x}")
+    ),
     case("ax^2+bx+c", right=["c+bx+ax^2"], wrong=["ax^2+bx+C", "ax^2+bx+k"]),
     case("a+b+c", right=["c+b+a"], wrong=["a+b+C"]),
 ]

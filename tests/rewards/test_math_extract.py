@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dppo_megatron.rewards.functions import final_answer
+from dppo_megatron.rewards.calling import Sample
+from dppo_megatron.rewards.functions import BUILT_IN, NamedFunction, Rewards, final_answer
 from dppo_megatron.rewards.math.extract import extract
 from dppo_megatron.rewards.math.grader import grade_math, grade_math_boxed
 
@@ -98,6 +99,24 @@ def test_finds_nothing(text: str) -> None:
     assert (grade.reward, grade.extracted) == (0.0, None)
     assert grade.why
     assert grade.facts == {"parsed_share": 0.0, "boxed_share": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "finish_reason", "reward"),
+    [
+        ("<think>\n", r"maybe \boxed{5}, or", "length", 0.0),
+        ("<think>\n", r"\boxed{5}", "stop", 1.0),
+        ("<think>\n", r"maybe</think> so \boxed{5} and", "length", 1.0),
+        ("<think>\n\n</think>\n\n", r"so \boxed{5} and", "length", 1.0),
+        ("Use <think> tags.", r"so \boxed{5} and", "length", 1.0),
+    ],
+)
+@pytest.mark.parametrize("name", ["math", "math_boxed"])
+def test_a_thought_that_the_prompt_opened(name: str, prompt: str, text: str, finish_reason: str, reward: float) -> None:
+    """A box in it is no answer if the completion was cut off there. Base models end without closing it."""
+    said = Rewards([NamedFunction("", BUILT_IN[name])]).grade(Sample(text, "5", {}, prompt, 9, finish_reason))
+    assert said["reward"] == reward
+    assert reward or said["why"] == "no final answer"
 
 
 def test_the_prompts_echo_is_no_answer() -> None:

@@ -78,7 +78,7 @@ _MACRO = regex(r"\\([A-Za-z]+)")
 # \text read as a tab and ext, \frac as a form feed and rac
 _READ_ESCAPE = regex(r"[\t\x0c\x08](?=ext|imes|heta|frac|rac|box|oxed|eta|egin|inom)")
 _ESCAPED_TWICE = regex(  # on its way through JSON, say
-    r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|pi|text|left|right|cdot|times|infty|circ|boxed|sin|cos|tan|log|ln|pm|leq?|geq?"
+    r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|pi|text|left|right|cdot|times|infty|circ|boxed|sin|cos|tan|log|lg|ln|pm|leq?|geq?"
     r"|neq?|in|infty|cup|mathbb|theta|alpha)\b|(?:[dtc]?frac|sqrt|cdot|times)[\d{])"
 )
 # signs of several characters in pairs: what is written, and how it is spelled here
@@ -100,6 +100,9 @@ _RULES = {
     r"(?<![\w\\}])(\d+|[a-z])\s*(?:\\text\{\s*choose\s*\}|choose)\s*(\d+|[a-z])(?![\w{])": r"\\binom{\1}{\2}",
     r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)": "",
     r"\+\s*(?:\\text\{\s*)?const(?:ant|\.)?\s*\}?\s*\Z": "+C",
+    # an opening brace before rows, without a closing one
+    r"(?s)\\\{\s*\\begin\s*\{(array|matrix)\}(?!.*\\\})\s*"
+    r"(?:\{(?:[lcr| ]|\*\{\d+\}\{[lcr]\})*\})?(.*?)\\end\s*\{\1\}": r"\\begin{cases}\2\\end{cases}",
     # 0.1(6) and 0.\dot{1}4\dot{2} repeat
     r"(\.\d*)\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?": r"\1\\overline{\2\3\4}",
     r"(?<=\d)(\.\d*)\((\d+)\)(?=\s*\Z)": r"\1\\overline{\2}",
@@ -119,9 +122,10 @@ _RULES = {
     # fonts: a unit behind a number, a letter, a function, else text
     r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}": r"\\text{ \1}",
     rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}": r" \1",
+    r"(?<![A-Za-z\\])([a-z]\s*\\in\s*)([ZNRQ])(?![A-Za-z])": r"\1\\mathbb{\2}",
     r"(?<![\w\\])C\s*\(([^(),]{1,60}),([^(),]{1,60})\)": r"\\binom{\1}{\2}",
     rf"(?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*(?:\{{\s*(\d+)\s*\}}|(\d))": r"\\binom{\1\2}{\3\4}",
-    rf"\\{_FONT}\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|lcm|gcd|max|min)\s*\}}": r"\\\1 ",
+    rf"\\{_FONT}\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|lg|ln|exp|lcm|gcd|max|min)\s*\}}": r"\\\1 ",
     rf"\\(?:{_FONT}|{_TEXT})\s*\{{\s*cis\s*\}}": r"\\cis ",
     rf"\\(?:{_FONT}|{_TEXT})\s*\{{": r"\\text{",
     # cm^{2} within the text, and metres over seconds as a fraction

@@ -22,6 +22,7 @@ _EACH = 6
 
 _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
 _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
+_INDEX = regex(r"_\d+\Z")
 _LABEL = regex(r"([A-Za-z]{3,}):?")
 _SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:")
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
@@ -133,6 +134,8 @@ def _same_solutions(gold: answers.Relation, other: answers.Relation, work: WorkL
 
 
 def _only_names(node: Node, operations: str) -> bool:
+    if node[0] == "f" and node[1] in ("sin", "cos", "tan"):  # of an angle: \cos A, not \cos x
+        return node[2][0] == "s" and (len(node[2][1]) > 1 or node[2][1].isupper())
     return node[0] == "s" or (node[0] in operations and all(_only_names(part, operations) for part in node[1:]))
 
 
@@ -151,7 +154,8 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         rules = rules.exact()
     if kinds == {"tuple", "set"} or ("tuple" in kinds and (gold.signs or other.signs)):
         return False  # the point (3, -3) for plus-minus 3
-    items, others = gold.items, _as_named(other.items, gold.items)
+    items, others = _without_indices(gold.items, other.items)
+    others = _as_named(others, items)
     labels, other_labels = _labels(items), _labels(others)
     is_labelled = len(set(labels)) == len(items) and not any(isinstance(item, Named) for item in others)
     if is_labelled and sorted(labels) == sorted(other_labels):
@@ -165,6 +169,17 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     if "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items)):
         return _covered(items, others, rules) and _covered(others, items, rules)
     return _one_to_one(items, others, rules)
+
+
+def _without_indices(items: Sequence[Answer], others: Sequence[Answer]) -> list[tuple[Answer, ...]]:
+    """Both sides; x_1 = 1, x_2 = 2 as x = 1, x = 2 where the other side counts no solutions."""
+    sides = items, others
+    names = [{item.name for item in side if isinstance(item, Named)} for side in sides]
+    bare = {_INDEX.sub("", name) for name in names[0] | names[1]}
+    if len(bare) != 1 or bare not in names:
+        return [tuple(items), tuple(others)]
+    (name,) = bare
+    return [tuple(replace(one, name=name) if isinstance(one, Named) else one for one in side) for side in sides]
 
 
 def _labels(items: Sequence[Answer]) -> list[str]:

@@ -11,6 +11,7 @@ None, "cannot be said", is not a yes. An answer cannot be made for known points.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
@@ -125,7 +126,17 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
         far = numbers.randrange(10**12)
         points += [{names[0]: Fraction(start + whole)} for start in (12, far) for whole in range(1, period + 1)]
     outcomes = _outcomes(gold, other, points, work)
-    return outcomes[-1] not in _DIFFERENT and (outcomes.count("equal") >= 4 * _ENOUGH or None)
+    if outcomes[-1] in _DIFFERENT:
+        return False
+    if not {"whole", "outside"}.isdisjoint(outcomes):  # what is defined at the known points only is not the same
+        start = sorted(numbers.sample(range(100, 1000), len(names)))
+        orders = enumerate([*itertools.permutations(names)] * 4)
+        far = ({name: Fraction(at + turn) for name, at in zip(order, start, strict=True)} for turn, order in orders)
+        seen = _outcomes(gold, other, far, work)
+        if "equal" not in seen or seen[-1] in _DIFFERENT:
+            return None
+        outcomes += seen
+    return outcomes.count("equal") >= 4 * _ENOUGH or None
 
 
 def _has_period(node: Node) -> bool:
@@ -149,9 +160,9 @@ def _outcomes(gold: Node, other: Node, points: Iterable[Point], work: WorkLimit)
 
 
 def _at(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:
-    """`equal`, `different`, `one is real` (or defined), `other branch`, `whole` (defined for whole numbers only), or
-    `undefined` (or too large). What seems equal is looked at with as many digits as the longest fraction beside the
-    irrational part has, and 40 more."""
+    """`equal`, `different`, `one is real` (or defined), `other branch`, `whole` (defined for whole numbers only),
+    `outside` (one has a factorial that is not defined), or `undefined` (or too large). What seems equal is looked at
+    with as many digits as the longest fraction beside the irrational part has, and 40 more."""
     bits, spent, last = 0, 0, 0
     for digits in _DIGITS:
         if digits < 40 + bits // 3:
@@ -179,7 +190,8 @@ def _compared(gold: Node, other: Node, values: Point, digits: int, work: WorkLim
     ours, theirs = (Evaluation(values, work, digits) for _ in range(2))
     left, right = _value(ours, gold), _value(theirs, other)
     if left is None or right is None:
-        return "undefined" if left is right else "one is real", 0
+        is_outside = ours.is_outside or theirs.is_outside  # n!/(n-2)! is n(n-1), but at 1
+        return "undefined" if left is right else "outside" if is_outside else "one is real", 0
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return "equal" if left == right else "different", 0
     left, right = ours.lift(left), theirs.lift(right)

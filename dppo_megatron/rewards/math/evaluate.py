@@ -110,6 +110,8 @@ class Evaluation:
         """Of the terms of all sums: what a difference of nearly equal ones is to be measured by."""
         self.bits = 0
         """Of the longest fraction that was rounded."""
+        self.is_outside = False
+        """Whether a factorial or binomial was asked for where it is not defined."""
 
     def of(self, node: Node) -> Any:
         """A Fraction where that is exact, else a number of mpmath."""
@@ -261,6 +263,7 @@ class Evaluation:
         if name in ("gcd", "lcm"):
             return Fraction((math.gcd if name == "gcd" else math.lcm)(one, *others))
         if one < 0 or (name == "binom" and not 0 <= others[0] <= one):
+            self.is_outside = True
             raise Undefined(f"{name} of {one}")
         if one > _MAX_FACTORIAL:
             raise TooBig

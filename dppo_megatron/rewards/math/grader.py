@@ -57,15 +57,34 @@ _STATED_REFERENCE = regex(r"[Ff]inal answer is \$([^$]+)\$")
 _SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
 
 
-def grade_math(completion: str, answer: str, row: Mapping[str, Any]) -> Grade:
+def grade_math(
+    completion: str, answer: str, row: Mapping[str, Any], *, prompt: str = "", finish_reason: str = "stop"
+) -> Grade:
     """1.0 if the completion's final answer is the reference, else 0.0. The problem's row may say how its reference is
     to be compared: `tolerance`, `unit` and `source`."""
-    return _grade(extract(completion), answer, row)
+    return _grade(extract(_begun(completion, prompt, finish_reason)), answer, row)
 
 
-def grade_math_boxed(completion: str, answer: str, row: Mapping[str, Any]) -> Grade:
+def grade_math_boxed(
+    completion: str, answer: str, row: Mapping[str, Any], *, prompt: str = "", finish_reason: str = "stop"
+) -> Grade:
     """The same, where only a box, `<answer>` or `####` marks an answer: for rewards that also teach the format."""
-    return _grade(extract(completion, strict=True), answer, row)
+    return _grade(extract(_begun(completion, prompt, finish_reason), strict=True), answer, row)
+
+
+def is_read(answer: str) -> bool:
+    """Whether a reference is understood; else an answer has to be written as it is."""
+    try:
+        reference = _reference(answer)
+        return _read_both(reference, reference)[0] is not None or bool(_same_choices(reference, reference, ""))
+    except (Unreadable, RecursionError, ArithmeticError, ValueError):
+        return False
+
+
+def _begun(completion: str, prompt: str, finish_reason: str) -> str:
+    """With the prompt's `<think>` if it was cut off; base models that end by themselves never close it."""
+    is_cut_off = finish_reason == "length" and prompt.rstrip().endswith("<think>")
+    return f"<think>{completion}" if is_cut_off else completion
 
 
 def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:

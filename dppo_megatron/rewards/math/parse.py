@@ -21,7 +21,7 @@ _MAX_DEPTH = 40
 
 _FUNCTION_WORDS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs floor ceil Re Im arg cis log"
 _RECIPROCALS = {"cot": "tan", "sec": "cos", "csc": "sin"}
-_FUNCTIONS = frozenset(_FUNCTION_WORDS.split())
+_FUNCTIONS = frozenset([*_FUNCTION_WORDS.split(), "lg"])
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _WORD_CONSTANTS = {"pi": "pi", "infty": "inf", "infinity": "inf", "inf": "inf"}
 _LETTERS = f"{GREEK} Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega hbar ell odot prime partial nabla"
@@ -34,7 +34,7 @@ _ARGUMENT = regex(r"\s*(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\\?[A-Za-z]+|
 _MIXED = regex(r"\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _PRIMES = regex(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
 _BRACKETED = regex(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a bracket has closed, and it is no choice letter's; 2!3!, 2^{3}3
-_AT_A_NUMBER = regex(r"\((-?\d+)\)")
+_AT_A_NUMBER = regex(r"(?:(?<=[fghFGHPQ])|(?!\(-?\d+\)\s*\^))\((-?\d+)\)")  # n(-1)^n is n times a power
 _SEVERAL = frozenset(["max", "min", "gcd", "lcm"])
 ONE: Node = ("n", Fraction(1))
 DEGREE: Node = ("/", PI, ("n", Fraction(180)))
@@ -271,7 +271,8 @@ class _Reader:
     def _word(self, word: str) -> Node:
         for length in range(len(word), 1, -1):
             head, end = word[:length], self.position + length
-            is_called = head in _FUNCTIONS or head == "sqrt" or (head in _SEVERAL and self.text.startswith("(", end))
+            is_function = head in _FUNCTIONS and head != "lg"  # without a backslash l times g
+            is_called = is_function or head == "sqrt" or (head in _SEVERAL and self.text.startswith("(", end))
             if is_called or (word == head in _WORD_CONSTANTS):
                 return self._command(head)
         if len(word) > 3:
@@ -351,6 +352,8 @@ def _applied(name: str, inside: Node, base: Node | None) -> Node:
         return ("-", ("f", "floor", ("-", inside)))
     if name in _RECIPROCALS:
         return ("/", ONE, ("f", _RECIPROCALS[name], inside))
+    if name == "lg":
+        name, base = "log", ("n", Fraction(10))
     if name != "log":
         return ("f", name, inside)
     return ("f", "ln", inside) if base is None else ("/", ("f", "ln", inside), ("f", "ln", base))

@@ -49,10 +49,10 @@ _CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|whe
 _OTHERWISE = answers.Words("otherwise")
 _IF = regex(r"\A[\s&]*(?:\\text\{\s*)?(?:if|for|when|where|\s)*\}?\s*")
 _NAME = regex(
-    r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\||\([A-Za-z](?:\([a-z]\))?(?:\s*,\s*[A-Za-z](?:_\{?\w\}?)?(?:\([a-z]\))?)*\)"
+    r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\||\([A-Za-z](?:_\{?\w\}?)?(?:\([a-z]\))?(?:\s*,\s*[A-Za-z](?:_\{?\w\}?)?(?:\([a-z]\))?)*\)"
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
     r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
-    r"|(?:\\overline\{)?[A-Z]{2,4}\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
+    r"|(?:\\overline\s*\{?\s*)?(?:[A-Z]{2,4}|[a-z])\s*\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
 )
 _OVER = regex(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
@@ -172,6 +172,8 @@ def _read_relation(text: str, depth: int) -> Answer | None:
         sides, ops = sides[: first + 1], ops[:first]
     if not ops or (not sides[0] and ops in (["="], ["\\approx"])):
         return read_answer(sides[-1], depth + 1)
+    if ops == ["\\equiv"] and "(" in sides[0] and _NAME.fullmatch(sides[0]):  # f(x) is 0 everywhere
+        ops = ["="]
     if any(op not in ("=", "<", ">", "\\le", "\\ge", "\\ne") for op in ops):
         raise Unreadable("a relation that is not known here")
     if set(ops) == {"="}:

@@ -49,17 +49,19 @@ _NAMED: dict[Answer, str] = {
 _BY_NAME = {name: answer for answer, names in _NAMED.items() for name in names.split("|")}
 _FILLING = regex(r"\Athe set of (?=all)|(?<=solution)s\Z")
 
+_IS_OF_A_SET = r"[a-zA-Z]\s*\\in\s*\\mathbb\{\s*[ZNRQ]\s*\}\s*(?:[\^_]\s*\{?\s*[*+]\s*\}?\s*)?"
 # what stands behind an answer and says only what its letters are; up to the next answer of a list
 _CLAUSE = regex(
     r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some)\b|\\forall(?![A-Za-z])"
     r"|\b(?:where|with|for)\b(?=[\s}$]*[A-Za-z](?:,\s*[A-Za-z])*[\s$]*"
     r"(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?(?:is an?|is any|are) ))"
-    r"|(?<=,)\s*[a-zA-Z]\s*\\in\s*\\mathbb\{?\s*[ZNRQ]\s*\}?\s*(?=\)|\Z))"
-    r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;|,\s*-?[\d.]+\s*\Z).)*",
+    rf"|(?<=,)\s*{_IS_OF_A_SET}(?=\)|\Z))"
+    r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;|,\s*-?[\d.]+\s*\Z).)*"
+    rf"|\(\s*{_IS_OF_A_SET}\)",
     re.DOTALL,
 )
 _SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
-_SET = regex(r"\\mathbb\{([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?|(natural)")
+_SET = regex(r"\\mathbb\{(?:N\}\s*[\^_]\s*\{?\s*\*\s*\}?|([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?)|natural")
 _POSITIVE = regex(r"(?:>\s*0|\\ge\s*1)(?![\d.])")
 _NONNEGATIVE = regex(r"\\ge\s*0(?![\d.])|non-?negative")
 _WHOLE = frozenset("ijklmnIJKLMN")

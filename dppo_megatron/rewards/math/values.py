@@ -12,10 +12,12 @@ from dppo_megatron.rewards.math.answers import ANY_WHOLE, INFINITY, PI, Node, Va
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
 from dppo_megatron.rewards.math.parse import DEGREE
+from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import Unit, compatible, read_unit
 
 _NO_UNIT = Unit("")
-_CONSTANTS = frozenset(["c", "K", "k", "C_1", "c_1", "C_0"])
+_CONSTANTS = frozenset(["K", "k", "C_1", "c_1", "C_0"])
+_CONSTANT = regex(r"[Cc](?:_\d)?")
 _VARIABLES = frozenset("xyztuvw")
 
 
@@ -174,13 +176,17 @@ def parameter_turned(gold: Node, other: Node, work: WorkLimit) -> Node | None:
 
 
 def _with_constant(gold: Node, other: Node, work: WorkLimit) -> Node | None:
-    """x^2 + k as the reference x^2 + C has it, and 2cx as 2Cx; None where no constant of integration, which is added to
-    a function of a variable, has another letter."""
+    """x^2 + k as the reference x^2 + C has it, 2cx as 2Cx, and c_1, c_2 as C_1, C_2; None where no constant of
+    integration, which is added to a function of a variable, has another letter."""
     ours, theirs = symbols(gold), symbols(other)
-    added = theirs - ours
-    if ours - theirs != {"C"} or len(added) != 1 or not added <= _CONSTANTS or not ours & _VARIABLES:
+    missing, added = ours - theirs, theirs - ours
+    if not missing or not ours & _VARIABLES:
         return None
+    is_swapped = missing == {name.swapcase() for name in added} and all(map(_CONSTANT.fullmatch, added))
+    if is_swapped and (missing != {"c"} or len(ours) == 2):  # ax^2 + bx + c has no constant of integration
+        return substituted(other, {name: ("s", name.swapcase()) for name in added})
     one, constant = ("n", Fraction(1)), ("s", "C")
-    if added == {"c"} or same(("+", gold, one), substituted(gold, {"C": ("+", constant, one)}), work):
-        return substituted(other, dict.fromkeys(added, constant))
-    return None
+    if missing != {"C"} or len(added) != 1 or not added <= _CONSTANTS:
+        return None
+    is_added = same(("+", gold, one), substituted(gold, {"C": ("+", constant, one)}), work)
+    return substituted(other, dict.fromkeys(added, constant)) if is_added else None
