@@ -63,6 +63,7 @@ class PipeServer:
     """
 
     replicas = world_size = 1
+    shows_checksums = True
     runs_our_receiver = True
 
     def __init__(self, number: int, dies_at: int = -1, hangs_at: int = -1, answer_s: float = 0.0) -> None:

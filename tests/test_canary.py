@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from support.engines.stub import Asked, StubServers, good
+from support.job import job_config
+from support.processes import until
 from support.said import heard
 from support.settings import rollout_config
 
+from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout import server_engine
+from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Canary
 from dppo_megatron.types import Completion, Prompt, RunAborted
 
@@ -24,7 +35,7 @@ class Answering:
     def health(self) -> dict[str, str]:
         return {"a": "live", "b": "live", "c": "out: no answer"}
 
-    def probe(self, requests: Any, sampling: Any) -> list[tuple[str, Completion]]:
+    def probe(self, requests: Any, sampling: Any, *, alone: bool) -> list[tuple[str, Completion]]:
         self.asked.append((len(requests), sampling))
         return self.answers
 
@@ -62,3 +73,46 @@ def test_the_canary_is_short_and_silence_does_not_pass() -> None:
     with pytest.raises(RunAborted, match=r"^b scores a canary"):
         canary.judge(score)
     assert canary.judge(score) == {}, "judged once"
+
+
+def test_a_canary_behind_the_runs_own_requests_comes_to_its_turn(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of one place serves who came first, and long requests go on through syncs. A canary that it did not
+    reach in time is asked again when they are done, and the run goes on."""
+    monkeypatch.setattr(server_engine, "_PROBE_S", 1.0)
+    place, may_end, prompt = asyncio.Lock(), threading.Event(), Prompt(0, "", (2, 3), "", "")
+
+    seen: list[str] = []
+
+    async def behave(asked: Asked) -> None:
+        seen.append(step := asked.body["request_id"].partition("-")[0])
+        async with place:
+            while step != "0" and not may_end.is_set():
+                await asyncio.sleep(0.02)
+            await good(asked)
+
+    with StubServers({"a": behave}) as stubs:
+        values = {"rollout__async_steps": 2, "rollout__sync__in_flight": "continue", "rollout__sync__verify_every": 0}
+        values |= {"rollout__engine": "vllm", "rollout__servers__endpoints": f"[{stubs.url('a')}]"}
+        config = job_config(files, tmp_path / "run", **values)
+        job = prepare_job(config, 1)
+        engine, canary = ServerEngine(config, job.architecture, job.tokenizer), Canary(config.rollout, 0, ())
+        try:
+            engine.load_weights(lambda: iter([("lm_head.weight", torch.zeros(2, 2))]))
+            for step in (1, 2, 3):
+                engine.start([Request(prompt, index, step) for index in range(4)], Sampling(12, 1.0, 0))
+                until(lambda step=step: str(step) in seen)
+                engine.load_weights(lambda: iter([("lm_head.weight", torch.zeros(2, 2))]))
+                soon = threading.Timer(2.0, may_end.set)
+                if step == 2:
+                    soon.start()
+                canary.ask(engine, prompt)
+                assert canary.is_overdue == (step != 2)
+                soon.cancel()
+                may_end.clear()
+            may_end.set()
+            assert [len(engine.finish()) for _ in range(3)] == [4, 4, 4]
+        finally:
+            may_end.set()
+            engine.close()

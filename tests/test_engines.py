@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,15 +25,17 @@ from support.tiny import write_model
 
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.rollout import check_rollout
+from dppo_megatron.rollout.client.messages import ServerAddress
+from dppo_megatron.rollout.client.process import Asker
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import truncate_logits
 from dppo_megatron.rollout.servers.connect import check_server, choose_channel, ipc_warning
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
-from dppo_megatron.rollout.servers.http import Done, Http, Unreachable
+from dppo_megatron.rollout.servers.http import Done, Http, Peer, Unreachable
 from dppo_megatron.rollout.servers.protocol import ServerInfo, is_older
 from dppo_megatron.rollout.servers.rollout_work import grouped
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
-from dppo_megatron.rollout.servers.wire import GenerateRequest
+from dppo_megatron.rollout.servers.wire import Call, Expected, GenerateRequest, Sampled, Submit
 from dppo_megatron.rollout.sync.channels import buckets, write_snapshot
 from dppo_megatron.rollout.sync.colocated import SharedBuffer
 from dppo_megatron.rollout.sync.receipts import Digests, canary_difference, differing, digest
@@ -332,6 +336,36 @@ def test_both_dialects_send_every_sampling_parameter() -> None:
     assert body["return_sampling_mask"], "plain log-probabilities are those before the cut"
     plain = json.loads(SGLangDialect(19).rounds(_group(Sampling(7, 0.5, 0)))[-1][0].body)
     assert not plain["return_sampling_mask"] and plain["sampling_params"][0]["top_k"] == -1
+
+
+def test_a_group_that_is_ended_while_its_prompt_is_read_is_not_asked_for() -> None:
+    """SGLang is told the id that it has, the prompt's; the batch, which it could not be told of, is not posted."""
+    group, url, ended = _group(Sampling(7, 0.5, 0)), "http://127.0.0.1:1", []
+    posted: list[Call] = []
+
+    async def once() -> list[Sampled]:
+        asker, is_read = Asker(8), asyncio.Event()
+        asker.know([ServerAddress(Peer(url), SGLangDialect(19))])
+
+        async def post(server: ServerAddress, calls: Sequence[Call], max_bytes: int) -> list[bytes]:
+            posted.extend(calls)
+            await is_read.wait()
+            return [b"{}"]
+
+        async def end_at(peer: Peer, calls: Sequence[Call]) -> None:
+            ended.extend(json.loads(call.body)["rid"] for call in calls)
+            is_read.set()
+
+        asker._post_all, asker._end_at = post, end_at  # type: ignore[method-assign]
+        asking = asyncio.create_task(asker.ask(Submit(0, 0, url, group, Expected(19, 0, 1), 20.0)))
+        await asyncio.sleep(0)
+        await asker.end(url, group)
+        return await asking
+
+    found = asyncio.run(once())
+    assert [json.loads(call.body)["rid"] for call in posted] == ["3-5-0/prompt"]
+    assert sorted(ended) == ["3-5-0/0", "3-5-0/1", "3-5-0/prompt"]
+    assert [(len(one.token_ids), one.finish_reason) for one in found] == [(0, "abort")] * 2
 
 
 _CHECK = """

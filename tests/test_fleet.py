@@ -297,6 +297,26 @@ def test_a_late_group_costs_what_is_not_done(answers: bool) -> None:
     assert world.now < (11 if answers else 42) and nothing_in_flight(fleet)
 
 
+@pytest.mark.parametrize("others", [True, False])
+def test_an_end_that_does_not_get_through_costs_the_group_alone(others: bool) -> None:
+    """Its server answers others after it was told: it stays, with what runs there. One that answers nobody hangs."""
+    world, began = World(), {}
+
+    def reply(ask: Submit) -> Event | None:
+        began.setdefault(ask.ticket, world.now)
+        waited = world.now - began[ask.ticket]
+        if ask.index == 0:
+            return broken(ask) if waited > ask.timeout_s else None
+        return answered(ask) if waited > (15 if others and ask.index < 4 else 8) else None
+
+    world.reply = reply
+    fleet = world.fleet(1, request_timeout_s=20.0, probe_every_s=1000.0, max_concurrent_sequences=3)
+    work = work_of(groups(1, 1, 1, 1, 1))
+    landed = sorted(dispatch(fleet, work))
+    assert list(work.lost) == [0] and landed == [1, 2, 3, 4] and nothing_in_flight(fleet)
+    assert (fleet.members[0].outages, work.retries) == (0 if others else 1, 0)
+
+
 @pytest.mark.parametrize(("status", "wanted", "seconds"), [(429, None, 0.5), (503, 7.0, 7.0), (408, 1e9, 30.0)])
 def test_a_busy_server_rests_and_is_no_outage(status: int, wanted: float | None, seconds: float) -> None:
     """As long as it asks for, within bounds; without a word half a second, then twice as long each time."""

@@ -72,6 +72,12 @@ def _server(fake: FakeVLLM) -> VLLMServer:
     return VLLMServer(Http(fake.url, KEY))
 
 
+def _described(fake: FakeVLLM) -> VLLMServer:
+    server = _server(fake)
+    server.describe(timeout_s=10)
+    return server
+
+
 def test_every_replicas_workers_are_known(fake: FakeVLLM) -> None:
     """Their devices come in the order in which vLLM looks for its offers, from whichever replica answers first."""
     server = _server(fake)
@@ -96,13 +102,15 @@ def test_a_server_of_which_not_all_workers_answer_is_refused(fake: FakeVLLM, lac
 
 
 def test_other_bytes_on_the_second_replica_are_found(fake: FakeVLLM) -> None:
-    """The first has what was sent."""
+    """The first has what was sent. Of pieces of tensors, as of two workers a replica, there are no digests of ours."""
+    assert _described(fake).shows_checksums is False
+    whole = {"/get_world_size": {"world_size": 2}, "/dppo_workers": {"replicas": [[_worker(1)], [_worker(0)]]}}
+    fake.instead |= whole
     sent = {"a": ("1" * 64,), "b": ("2" * 64,)}
     held = {f"dp{replica}:pp0:pcp0:tp0:{name}": digests[0] for replica in range(2) for name, digests in sent.items()}
     fake.instead["/weight_checker"] = {"checksums": held}
-    server = _server(fake)
-    server.describe(timeout_s=10)
-    assert server.checksums(timeout_s=10) == [{"a": "1" * 64, "b": "2" * 64}] * 2
+    server = _described(fake)
+    assert server.shows_checksums and server.checksums(timeout_s=10) == [{"a": "1" * 64, "b": "2" * 64}] * 2
     held["dp1:pp0:pcp0:tp0:b"] = "3" * 64
     world = World()
     fleet = world.fleet(0)
@@ -117,8 +125,6 @@ def test_other_bytes_on_the_second_replica_are_found(fake: FakeVLLM) -> None:
     side = ServerSide(rollout_config({}), None, fleet, lambda: None)  # type: ignore[arg-type]
     with pytest.raises(RunAborted, match=r"\(replica 1 of 2\) holds other bytes .*: b \(1 of 2"):
         side._compare(Sent())  # type: ignore[arg-type]
-    held |= {f"dp{replica}:pp0:pcp0:tp1:a": "4" * 64 for replica in range(2)}
-    assert server.checksums(timeout_s=10) == [], "pieces of tensors have no digests of ours"
 
 
 def test_a_canary_is_asked_of_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,7 +250,7 @@ def test_a_kept_connection_that_breaks_is_no_outage(engine: str, stubs: StubServ
         work = run(fleet, requests(4, name="s"))
         assert broken and work.is_complete and work.retries == 0 and fleet.members[0].outages == 0
         assert len(rig.take()) == 24 and len(known) == 8 + len(broken)
-        until(lambda: len(stubs.aborted.get("a", ())) == len(broken) * (1 if engine == "vllm" else 3))
+        until(lambda: len(stubs.aborted.get("a", ())) == len(broken) * (1 if engine == "vllm" else 4))
     finally:
         rig.close()
 

@@ -166,7 +166,7 @@ def _asked(stubs: StubServers) -> dict[str, int]:
 
 
 def _calls(engine: str) -> int:
-    return {"vllm": 1, "sglang": 3}[engine]
+    return {"vllm": 1, "sglang": 4}[engine]
 
 
 def test_cuts_pass_sglangs_router_by() -> None:

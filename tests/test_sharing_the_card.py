@@ -87,7 +87,9 @@ class SharingEngine(HFEngine):
         self.note("evaluate" if requests[0].stream else "generate")
         return super().stream(requests, sampling)
 
-    def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
+    def probe(
+        self, requests: Sequence[Request], sampling: Sampling, *, alone: bool = False
+    ) -> list[tuple[str, Completion]]:
         assert self.holds == "weights and cache"
         self.note("canary")
         return [("server", completion) for completion in self.generate(requests, sampling)]

@@ -31,7 +31,7 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import GroupRendezvous, TensorNote
-from dppo_megatron.rollout.sync import broadcast
+from dppo_megatron.rollout.sync import broadcast, weight_sync
 from dppo_megatron.rollout.sync.broadcast import (
     BroadcastChannel,
     BroadcastGroup,
@@ -40,7 +40,7 @@ from dppo_megatron.rollout.sync.broadcast import (
 )
 from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets, in_thread, on_each
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel, vllm_offer
-from dppo_megatron.rollout.sync.receipts import MOST_MISSED
+from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Digests
 from dppo_megatron.rollout.sync.server_side import ServerSide
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
 from dppo_megatron.types import RunAborted
@@ -226,6 +226,8 @@ def test_servers_wake_in_two_steps_around_the_weights(running: Running) -> None:
 
 class Told:
     """A server in this process that does what it is told; `fails` makes it refuse an update."""
+
+    shows_checksums = True
 
     def __init__(self, name: str, fails: bool = False, woken: Callable[[], None] = lambda: None) -> None:
         self.http = type("Address", (), {"url": name, "close": lambda self: None})()
@@ -535,6 +537,30 @@ def test_no_answer_is_no_proof_and_no_outage(running: Running, monkeypatch: pyte
     _server_side(sync)._checksums._missed = MOST_MISSED - 1
     with pytest.raises(RunAborted, match="no rollout server has answered for its checksums"):
         sync.to(lambda: _weights(1))
+
+
+def test_checksums_are_taken_where_there_is_something_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proven sync hashes nothing for servers with tensor or pipeline splits, and asks those that show whole ones."""
+    servers, hashed = (Told("whole"), Told("split")), []
+
+    class Counted(Digests):
+        def __init__(self) -> None:
+            super().__init__()
+            hashed.append(self)
+
+    def checksums(server: Told, *, timeout_s: float) -> list[dict[str, str]]:
+        server.calls.append("checksums")
+        return [{}]
+
+    monkeypatch.setattr(weight_sync, "Digests", Counted)
+    monkeypatch.setattr(Told, "checksums", checksums, raising=False)
+    servers[1].shows_checksums = False
+    for asked in (servers, servers[1:]):
+        config = _config(**{"sync.verify_every": 1})
+        fleet = Fleet([cast(Any, server) for server in asked], config)
+        sync = WeightSync(config, cast(Any, Telling(fleet)), fleet)
+        assert sync.to(lambda: _weights(1)), "the canary is due all the same"
+    assert len(hashed) == 1 and [server.calls.count("checksums") for server in servers] == [1, 0]
 
 
 def _due_after_silence(config: RolloutConfig) -> list[bool]:

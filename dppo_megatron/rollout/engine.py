@@ -209,8 +209,14 @@ class Engine(ABC):
         """The actor computes now. Where it needs the engine's device memory, nothing is generated before the next
         `load_weights`."""
 
-    def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
-        """(server, completion) of the same requests from every server. The requests are the same on every rank."""
+    def probe(
+        self, requests: Sequence[Request], sampling: Sampling, *, alone: bool = False
+    ) -> list[tuple[str, Completion]]:
+        """(server, completion) of the same requests from every server. The requests are the same on every rank.
+
+        Args:
+            alone: asked when all that was started has been generated, so that nothing of this run is before them.
+        """
         return []
 
     def health(self) -> dict[str, str]:

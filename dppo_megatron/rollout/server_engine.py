@@ -231,12 +231,16 @@ class ServerEngine(Engine):
         taken, self._grades = self._grades, {}
         return taken
 
-    def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
+    def probe(
+        self, requests: Sequence[Request], sampling: Sampling, *, alone: bool = False
+    ) -> list[tuple[str, Completion]]:
         """See `Engine.probe`. All servers at once. One without a whole answer in `_PROBE_S` is logged and left out of
         the result; whether it is out is decided by its health probe."""
 
         def probed(zero: RankZero) -> list[tuple[str, Completion]]:
             work, _ = self._plan(requests, sampling)
+            if alone:
+                zero.background.join()
             answers: list[tuple[str, Completion]] = []
             for name, sampled in ask_for_canary(zero.fleet, work.groups, work.expected, _PROBE_S):
                 texts = self._detokenizer.decode([one.token_ids for one in sampled])

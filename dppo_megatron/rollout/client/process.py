@@ -79,6 +79,7 @@ from dppo_megatron.rollout.servers.wire import (
     Graded,
     Sampled,
     Submit,
+    as_sampled,
     checked,
 )
 from dppo_megatron.types import STOPPED_EARLY, Grade, GradeTask
@@ -282,6 +283,8 @@ class Asker:
     def __init__(self, sockets: int) -> None:
         self._transport, self._sockets = Transport(sockets), sockets
         self._servers: dict[str, ServerAddress] = {}
+        self._going_on: set[str] = set()
+        """Ids of the requests that are asked and not to be ended."""
 
     def know(self, servers: list[ServerAddress]) -> None:
         """The servers that may be asked; another one at a known address takes its place."""
@@ -290,16 +293,20 @@ class Asker:
             self._transport.know(address.peer)
 
     async def ask(self, ask: Submit) -> list[Sampled]:
-        """The completions of a group, checked.
+        """The completions of a group, checked. One that is to be ended before its last round was posted has none: a
+        server could not end what it gets after it was told to.
 
         Raises:
             Unreachable (Stale among them), Refused, BadAnswer, OurFault.
         """
-        server = self._servers[ask.server]
+        server, request_id = self._servers[ask.server], ask.group.request_id
         answers: list[bytes] = []
+        self._going_on.add(request_id)
         try:
             async with asyncio.timeout(ask.timeout_s):
                 for calls in server.dialect.rounds(ask.group):
+                    if request_id not in self._going_on:
+                        return [as_sampled((), (), "abort", ())] * ask.group.count
                     answers = await self._post_all(server, calls, ask.group.answer_bytes)
         except TimeoutError:
             raise Unreachable(f"{server.peer.url}: no complete answer after {ask.timeout_s:g} s") from None
@@ -308,11 +315,14 @@ class Asker:
                 f"the rollout client can open no more connections ({error}); it keeps to {self._sockets}, for its limit"
                 " on open files (ulimit -n)"
             ) from None
+        finally:
+            self._going_on.discard(request_id)
         return checked(server.dialect.read(answers, ask.group), ask.group, ask.expected)
 
     async def end(self, server: str, group: GenerateRequest) -> None:
         """Have the server end a request; one that cannot be reached has ended it, or its probe will find it hung. All
         workers of a router are asked: only the router knows which of them has it."""
+        self._going_on.discard(group.request_id)
         address = self._servers[server]
         calls = address.dialect.abort_calls(group)
         # at once: none waits for one that hangs

@@ -242,6 +242,8 @@ class SGLangDialect(_Dialect, frozen=True, tag="sglang"):
     def abort_calls(self, group: GenerateRequest) -> list[Call]:
         """One id a call; SGLang ignores those that it does not know."""
         rids = [_rid(group, index) for index in range(group.count)]
+        if _prefill(group):
+            rids.append(_prompt_rid(group))
         return [Call("/abort_request", msgspec.json.encode({"rid": rid})) for rid in rids]
 
     def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
@@ -278,12 +280,16 @@ class SGLangRouterDialect(SGLangDialect, frozen=True, tag="sglang-router"):
         return [_sglang_completion(answer, group, index) for index, answer in enumerate(found)]
 
 
+def _prompt_rid(group: GenerateRequest) -> str:
+    return f"{group.request_id}/prompt"
+
+
 def _prefill(group: GenerateRequest) -> list[list[Call]]:
     """The round that leaves a group's prompt in the cache; none for one completion, or a prompt of one token."""
     if group.count == 1 or len(group.prompt_ids) == 1:
         return []
     prefill = {
-        "rid": f"{group.request_id}/prompt",
+        "rid": _prompt_rid(group),
         "input_ids": group.prompt_ids,
         "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
         **_routed(group),

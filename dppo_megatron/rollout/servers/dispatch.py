@@ -301,6 +301,10 @@ class Dispatch:
         if is_refused and event.status in BUSY:
             with self._fleet.lock:
                 return member.back_off(event.retry_after_s)
+        if event.kind == "unreachable" and attempt.index in work.ended:
+            told_s = work.first_asked[attempt.index] + self._limits.request_timeout_s
+            if member.delivered_s > told_s:
+                return None  # it has missed that this request was to end; one that hangs answers nobody
         self._blame(attempt, event.text)
 
     def _aborted(self, attempt: _Attempt, event: Completed) -> bool:

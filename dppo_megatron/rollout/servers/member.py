@@ -58,6 +58,8 @@ class Endpoint:
         self._outages = 0
         self.failures = 0
         """Outages in a row, without one good answer between them."""
+        self.delivered_s = -float("inf")
+        """When its last good answer came."""
         self.is_starting = False
         """This job has started it again, and it has not answered since."""
         self.has_leftovers = False
@@ -147,6 +149,7 @@ class Endpoint:
         """A good answer: what went wrong before counts no more."""
         self._owned()
         self.failures = self._times_busy = 0
+        self.delivered_s = self._clock()
 
     @property
     def may_be_asked(self) -> bool:

@@ -155,8 +155,12 @@ class Server(Generator, Protocol):
     def weights_version(self, *, timeout_s: float) -> str:
         """The name that the last load or update gave its weights."""
 
+    @property
+    def shows_checksums(self) -> bool:
+        """Its `checksums` are of whole tensors and of the bytes that were sent: there is something to compare."""
+
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
-        """SHA-256 of the tensors that each replica can show, by its own names; empty if none shows any."""
+        """SHA-256 of the tensors that each replica can show, by its own names."""
 
     def sleep(self, awake: Set[DeviceMemory], *, keeps: bool = False, timeout_s: float) -> None:
         """End what still runs, or keep it for `resume`, and free all device memory, of which `awake` is what is not

@@ -162,10 +162,13 @@ class SGLangServer:
     def weights_version(self, *, timeout_s: float) -> str:
         return self.http.get("/model_info", NamedWeights, timeout_s=timeout_s).weight_version
 
+    @property
+    def shows_checksums(self) -> bool:
+        """On a CPU without splits; elsewhere the canary is the receipt."""
+        return self._hashes_bytes and self.world_size == 1
+
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
-        """The first 16 digits of SHA-256, on a CPU without splits; elsewhere the canary is the receipt."""
-        if not self._hashes_bytes or self.world_size > 1:
-            return []
+        """The first 16 digits of SHA-256."""
         answer = self.http.post("/weights_checker", Ranks, {"action": "checksum"}, timeout_s=timeout_s)
         return [rank.checksums for rank in answer.ranks]
 

@@ -228,16 +228,19 @@ class VLLMServer:
     def weights_version(self, *, timeout_s: float) -> str:
         return self.http.get("/weight_info", NamedWeights, timeout_s=timeout_s).weight_version
 
+    @property
+    def shows_checksums(self) -> bool:
+        """Not with tensor or pipeline splits: of parts of tensors."""
+        return self.world_size == self.replicas
+
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
-        """By vLLM's names (dp0:pp0:pcp0:tp0:NAME), of engines without tensor or pipeline splits; packed weights (CPU)
-        show as empty."""
+        """By vLLM's names (dp0:pp0:pcp0:tp0:NAME); packed weights (CPU) show as empty."""
         found = self.http.post("/weight_checker", HeldTensors, {"action": "checksum"}, timeout_s=timeout_s)
         workers: dict[str, dict[str, str]] = {}
         for name, digest in found.checksums.items():
             worker, _, tensor = name.rpartition(":")
             workers.setdefault(worker, {})[tensor] = digest
-        replicas = {worker.partition(":")[0] for worker in workers}
-        return list(workers.values()) if len(replicas) == len(workers) else []
+        return list(workers.values())
 
     def sleep(self, awake: Set[DeviceMemory], *, keeps: bool = False, timeout_s: float) -> None:
         """Level 2: weights are dropped, since the next sync brings new ones. vLLM knows itself what sleeps already.

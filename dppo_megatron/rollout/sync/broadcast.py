@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any, TypeAlias
@@ -134,10 +134,17 @@ class BroadcastChannel(BucketChannel):
         flat = bucket.flat()
         sending = in_thread(lambda: _sent(group, flat), "broadcast")
         answers = at_once(members, lambda m: m.server.receive(bucket.notes, timeout_s=self._timeout_s))
-        wait([answer for _, answer in answers], return_when=FIRST_EXCEPTION)
-        if any(answer.done() and answer.exception() for _, answer in answers):
+        patience_s = _SHORTER * self._timeout_s
+        problem = _until_one_fails(sending, [answer for _, answer in answers], patience_s)
+        late = [member for member, answer in answers if not answer.done()]
+        if late or any(answer.exception() for _, answer in answers):
             group.abandon()  # releases those that wait for a member that will not come
-        if self._blame(answers):
+        is_broken = self._blame(answers, f"our end of the broadcast failed ({problem}): " if problem else "")
+        if late and not (is_broken or problem):  # what they have answered since may be of an aborted broadcast
+            for member in late:
+                self._fleet.mark_out(member, f"weight sync failed: it had not taken a bucket after {patience_s:g} s")
+            is_broken = True
+        if is_broken:
             self.close()
             return []
         try:
@@ -147,6 +154,17 @@ class BroadcastChannel(BucketChannel):
         if problem:
             raise RuntimeError(problem)
         return list(members)
+
+
+def _until_one_fails(sending: Future[str], answers: Sequence[Future[Any]], timeout_s: float) -> str:
+    """Returns when all servers have answered, one of them or our end has failed, or time is up; with what has gone
+    wrong at our end."""
+    deadline, waiting = time.monotonic() + timeout_s, {sending, *answers}
+    while not waiting.isdisjoint(answers):
+        done, waiting = wait(waiting, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED)
+        if not done or any(one.exception() or (one is sending and one.result()) for one in done):
+            break
+    return sending.result() if sending.done() else ""
 
 
 def _sent(group: BroadcastGroup, memory: Tensor) -> str:

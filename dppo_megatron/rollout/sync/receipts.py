@@ -194,10 +194,12 @@ class Canary:
         return self._receipt.is_overdue
 
     def ask(self, engine: Engine, prompt: Prompt) -> None:
-        """Ask all servers at once. Collective. Raises RunAborted as `Receipt.settle`."""
+        """Ask all servers at once; an overdue canary when they have generated what was started: at one that is short of
+        memory it may stand behind more than it can wait for, at every sync. Collective. Raises RunAborted as
+        `Receipt.settle`."""
         asked = sum(state == "live" for state in engine.health().values())
         requests = [Request(prompt, index, 0) for index in range(self._count)]
-        self._prompt, self._answers = prompt, engine.probe(requests, self._sampling)
+        self._prompt, self._answers = prompt, engine.probe(requests, self._sampling, alone=self.is_overdue)
         self._receipt.settle(len({server for server, _ in self._answers}), asked)
 
     def judge(self, score: Score) -> dict[str, float]:

@@ -63,7 +63,8 @@ class ServerSide:
         self._version, self._version_name = version, name
         self._fleet.expect(name)
         every = self._rollout.sync.verify_every
-        return every > 0 and ((version - 1) % every == 0 or self._checksums.is_overdue)
+        is_overdue = self._checksums.is_overdue and any(one.server.shows_checksums for one in self._fleet.members)
+        return every > 0 and ((version - 1) % every == 0 or is_overdue)
 
     def take_tensors_verified(self) -> int | None:
         """How many the last proof compared; None if there was none since last asked."""
@@ -162,11 +163,11 @@ class ServerSide:
                 member.synced(version)
 
     def _compare(self, digests: Digests) -> None:
-        """Checksums of all live servers at the same time. One that does not answer is no outage, and no proof."""
+        """Checksums of all live servers that show any, at once. One without an answer is no outage, and no proof."""
         compared, answered = 0, 0
         sent = digests.result()
-        live = self._fleet.live
-        for member, answer in at_once(live, lambda m: m.server.checksums(timeout_s=self._timeout_s)):
+        asked = [member for member in self._fleet.live if member.server.shows_checksums]
+        for member, answer in at_once(asked, lambda m: m.server.checksums(timeout_s=self._timeout_s)):
             error = answer.exception()
             if isinstance(error, FAILURES):
                 log(f"rollout: no checksums of weight sync {self._version} from {member.name}: {error}")
@@ -180,7 +181,7 @@ class ServerSide:
                         f" {', '.join(names[:8])} ({len(names)} of {compared} tensors compared)"
                     )
         self._tensors_verified = compared
-        self._checksums.settle(answered, len(live))
+        self._checksums.settle(answered, len(asked))
 
     def next(self, problem: Exception | None, passes: int, has_passed: bool, wait_until: float) -> Action:
         """Another pass, a wait for servers, or done. Raises RunAborted if no server has the weights and none

@@ -118,7 +118,6 @@ class WeightSync:
         members: list[Member] = []
         problem: Exception | None = None
         broken: list[Exception] = []
-        digests = Digests() if self._proves and self._zero.is_here else None
 
         def attempt(act: Callable[[ServerSide], None]) -> None:
             """On rank 0: an error raised there would leave the other ranks alone in the stream."""
@@ -142,6 +141,9 @@ class WeightSync:
             return problem
         if not self._zero.is_here:
             self._channel.take_part(stream, names)
+        # hashing takes a second for a gigabyte, while servers are paused; elsewhere than on rank 0 no members are known
+        shown = self._proves and any(member.server.shows_checksums for member in members)
+        digests = Digests() if shown else None
         attempt(lambda zero: zero.send(digests.tee(stream) if digests else stream, members))
         if broken:  # no failure to hand over: this rank is out of the stream, and the others wait for it there
             raise broken[0]

@@ -165,7 +165,8 @@ class BroadcastReceiver:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._unproven: tuple[str, int, int] | None = (secret, rank, world_size)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        # longer than the trainer waits: torch ends this whole process when a broadcast is what times out first
+        options._timeout = 2 * timeout
         self._group: Any = dist.ProcessGroupNCCL(PrefixStore(PREFIX, store), rank, world_size, options)
         watched = store.clone()  # type: ignore[attr-defined] # a client that waits holds up every other question
         threading.Thread(target=_abort_when_given_up, args=(watched, self._group), daemon=True).start()
@@ -191,9 +192,11 @@ class BroadcastReceiver:
 
 
 def _abort_when_given_up(store: Store, group: Any) -> None:
-    """Ends with the store, which ends with the trainer's end of the group."""
+    """The store ends with the trainer's end of the group, which a killed trainer has not given up: torch would end this
+    process too, for a broadcast that never comes."""
     with contextlib.suppress(RuntimeError):
         store.wait([GIVEN_UP], timedelta(days=365))
+    with contextlib.suppress(RuntimeError):
         group.abort()
 
 
