@@ -98,7 +98,8 @@ class TrainSelection:
     """Inclusion probability of each completion given its group, before it was sampled: times that of its end where it
     may be stopped early. NaN where it was not up for the draw: its group does not go on, or it was filtered."""
     has_support: bool
-    """Every completion with gradient could be kept. A fixed rule that leaves some out makes it False."""
+    """Every prompt, and every completion with gradient, could be kept. A fixed rule that leaves some out makes it
+    False."""
     zero_carries: bool
     """Completions with advantage 0 carry gradient too: there is a KL or entropy term."""
     missing_weight: FloatArray
