@@ -11,7 +11,6 @@ gradient; the first ten steps of each, when most groups still have some, are sho
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,22 +37,19 @@ EARLY = 10
 
 def batches(path: str) -> Iterator[CompletionBatch]:
     """The steps of a trace, with group_std advantages and sequence_mean denominators."""
-    with gzip.open(path, "rt") if path.endswith(".gz") else open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file][1:]
     for row in rows:
         rewards, lengths = np.array(row["rewards"], dtype=np.float64), np.array(row["lengths"], dtype=np.int64)
-        groups, size = rewards.shape
-        yield CompletionBatch(
-            prompt_index=np.repeat(np.array(row["prompts"]), size),
-            completion_index=np.tile(np.arange(size), groups),
-            group=np.repeat(np.arange(groups), size),
-            rewards=rewards.ravel(),
-            advantages=group_advantages(rewards, divide_by_std=True, eps=1e-6).ravel(),
-            lengths=lengths.ravel(),
-            logit_grad_norm=np.array(row.get("logit_grad_norm", row.get("surprisal")), dtype=np.float64).ravel(),
-            denominator=(groups * size * lengths).ravel().astype(np.float64),
-            prompt_weight=np.ones(groups * size),
-            num_nominal=groups * size,
+        yield CompletionBatch.of_groups(
+            np.array(row["prompts"]),
+            rewards=rewards,
+            advantages=group_advantages(rewards, divide_by_std=True, eps=1e-6),
+            lengths=lengths,
+            logit_grad_norm=np.array(row["logit_grad_norm"], dtype=np.float64),
+            denominator=rewards.size * lengths.astype(np.float64),
+            prompt_weight=np.ones(len(rewards)),
+            num_nominal=rewards.size,
         )
 
 

@@ -300,18 +300,16 @@ def make_batch(groups: int, size: int, seed: int) -> CompletionBatch:
     rng = np.random.default_rng(seed)
     rewards = (rng.random((groups, size)) < rng.uniform(0.1, 0.9, groups)[:, None]).astype(np.float64)
     advantages = (rewards - rewards.mean(axis=1, keepdims=True)) / (rewards.std(axis=1, keepdims=True) + 1e-6)
-    lengths = draw_lengths(groups * size, seed)
-    return CompletionBatch(
-        prompt_index=np.repeat(np.arange(groups), size),
-        completion_index=np.tile(np.arange(size), groups),
-        group=np.repeat(np.arange(groups), size),
-        rewards=rewards.ravel(),
-        advantages=advantages.ravel(),
+    lengths = draw_lengths(groups * size, seed).reshape(groups, size)
+    return CompletionBatch.of_groups(
+        np.arange(groups),
+        rewards=rewards,
+        advantages=advantages,
         lengths=lengths,
         logit_grad_norm=0.4 * np.sqrt(lengths),
-        denominator=groups * size * lengths.astype(np.float64),
-        prompt_weight=np.ones(groups * size),
-        num_nominal=groups * size,
+        denominator=rewards.size * lengths.astype(np.float64),
+        prompt_weight=np.ones(groups),
+        num_nominal=rewards.size,
     )
 
 

@@ -15,7 +15,6 @@ the trainer's policy itself, which learns only from what it keeps (mean over dra
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import platform
@@ -68,15 +67,13 @@ class Result:
 
 
 def read(path: str, problems: str | None) -> Recorded:
-    """A trace, plain or gzipped; of `problems` are source, level and length where the trace does not say."""
-    with gzip.open(path, "rt") if path.endswith(".gz") else open(path, encoding="utf-8") as file:
+    """A trace; of `problems` are source, level and length where the trace does not say."""
+    with open(path, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     head, steps = rows[0], []
     for row in rows[1:]:
         rewards, lengths = np.array(row["rewards"], dtype=np.float64), np.array(row["lengths"], dtype=np.int64)
-        moment = second_moments(
-            rewards, lengths, np.array(row.get("logit_grad_norm", row.get("surprisal")), dtype=np.float64)
-        )
+        moment = second_moments(rewards, lengths, np.array(row["logit_grad_norm"], dtype=np.float64))
         steps.append((np.array(row["prompts"], dtype=np.int64), rewards, lengths, moment))
     features = None
     if problems is not None:

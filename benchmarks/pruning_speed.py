@@ -110,19 +110,15 @@ def make_batch(
     ids: np.ndarray, rewards: np.ndarray, lengths: np.ndarray, weight: np.ndarray, num_nominal: int
 ) -> CompletionBatch:
     """The completions of `ids` with std-normalised advantages and a logit_grad_norm of about root length."""
-    groups, size = rewards.shape
     advantages = (rewards - rewards.mean(axis=1, keepdims=True)) / (rewards.std(axis=1, keepdims=True) + 1e-6)
-    flat = lengths.ravel()
-    return CompletionBatch(
-        prompt_index=np.repeat(ids, size),
-        completion_index=np.tile(np.arange(size), groups),
-        group=np.repeat(np.arange(groups), size),
-        rewards=rewards.ravel(),
-        advantages=advantages.ravel(),
-        lengths=flat,
-        logit_grad_norm=0.4 * np.sqrt(flat),
-        denominator=num_nominal * flat.astype(np.float64),
-        prompt_weight=np.repeat(weight, size),
+    return CompletionBatch.of_groups(
+        ids,
+        rewards=rewards,
+        advantages=advantages,
+        lengths=lengths,
+        logit_grad_norm=0.4 * np.sqrt(lengths),
+        denominator=num_nominal * lengths.astype(np.float64),
+        prompt_weight=weight,
         num_nominal=num_nominal,
     )
 

@@ -163,7 +163,7 @@ def _leave() -> None:
 
 def from_rank_zero(decide: Callable[[], T]) -> T:
     """Call `decide` on rank 0 and return its result on every rank. Collective; the result must pickle."""
-    if _world_size() == 1:
+    if world_size() == 1:
         return decide()
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -205,12 +205,12 @@ class OnRankZero(Generic[T]):
 
 def share(items: Sequence[T]) -> list[T]:
     """This rank's part of `items`: every world_size-th, so that a sorted list is shared evenly."""
-    return list(items[dist.get_rank() :: dist.get_world_size()]) if _world_size() > 1 else list(items)
+    return list(items[dist.get_rank() :: dist.get_world_size()]) if world_size() > 1 else list(items)
 
 
 def gather_all(mine: Sequence[T]) -> list[T]:
     """The lists of all ranks concatenated, on every rank. Collective."""
-    if _world_size() == 1:
+    if world_size() == 1:
         return list(mine)
     parts: list[Sequence[T]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, list(mine))
@@ -220,7 +220,7 @@ def gather_all(mine: Sequence[T]) -> list[T]:
 def from_each(mine: Sequence[T]) -> Iterator[list[T]]:
     """The lists of the ranks that have anything, one after another, so that no rank holds all of them at the same time.
     Collective: every rank walks it to its end."""
-    if _world_size() == 1:
+    if world_size() == 1:
         yield list(mine)
         return
     for source, count in enumerate(gather_all([len(mine)])):
@@ -232,7 +232,7 @@ def from_each(mine: Sequence[T]) -> Iterator[list[T]]:
 
 def to_rank_zero(mine: T) -> list[T]:
     """Every rank's value, in rank order, on rank 0; empty elsewhere. Collective."""
-    if _world_size() == 1:
+    if world_size() == 1:
         return [mine]
     parent, children = _tree()
     parts = [pickle.dumps(mine)]
@@ -248,13 +248,18 @@ def to_rank_zero(mine: T) -> list[T]:
 
 def barrier() -> None:
     """Return when every rank has called this."""
-    if _world_size() > 1:
+    if world_size() > 1:
         dist.barrier()
 
 
 def rank() -> int:
     """This process's rank in the process group; 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Ranks of the process group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def clock_offset(clock: Callable[[], float]) -> tuple[float, float]:
@@ -285,10 +290,6 @@ def clock_offset(clock: Callable[[], float]) -> tuple[float, float]:
 def _tree() -> tuple[int, list[int]]:
     """This rank's parent and children on the way to rank 0, log2 of all ranks at most: in gloo's own gather rank 0
     connects to every rank. A child at r + 2^k stands for ranks r + 2^k to r + 2^(k + 1) - 1."""
-    me, world = rank(), _world_size()
+    me, world = rank(), world_size()
     steps = [1 << bit for bit in range(world.bit_length())]
     return me & (me - 1), [me + step for step in steps if me + step < world and (me == 0 or step < me & -me)]
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

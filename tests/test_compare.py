@@ -221,6 +221,19 @@ def test_what_is_not_printed_is_told_below() -> None:
     assert row.count(" - ") >= 2 * len(noise)
 
 
+def test_what_the_job_does_under_every_method_is_no_method_s_bias() -> None:
+    """Problems that are left out, stale completions, an objective's own filter: as in `simulate`."""
+    of_the_job = "data/overlong_prompts", "data/order", "rollout/stale", "rollout/missing", "completion/overlong_filter"
+    rows = dict.fromkeys(of_the_job, "biased")
+    own = {"grpo": {}, "dppo": {"prompt/dppo": "unbiased"}, "cppo": {"completion/cppo": "biased"}}
+    runs = [replace(_run(arm, 0, 0.2, 1.0), labels=rows | more, variance=1.25) for arm, more in own.items()]
+    lines = table(judge(runs, parse_arms(",".join(own), _config(), 1.0))).splitlines()
+    assert lines[-1] == "Methods that change the expected gradient: cppo."
+    assert lines[-2].endswith("realised: grpo 1.25, dppo 1.25.")
+    lines = table(judge(runs[:2], parse_arms("grpo,dppo", _config(), 1.0))).splitlines()
+    assert lines[-1] == "Methods that change the expected gradient: none."
+
+
 def test_two_evaluations_show_no_noise_and_give_no_factor() -> None:
     arms = parse_arms("grpo,dppo", _config(), 1.0)
     verdict = judge([_run("grpo", 0, 2.0, 1.0, points=2), _run("dppo", 0, 2.0, 0.5, points=2)], arms)

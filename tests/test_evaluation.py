@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -18,17 +22,19 @@ from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import read_config
 from dppo_megatron.config.reward import SetRewardConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.distributed import rank
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.evaluation.eval_samples import read_samples, scores_of
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
+from dppo_megatron.progress import Advance, shown_by
 from dppo_megatron.rewards.functions import final_answer
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.servers.rollout_work import grouped
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
-from dppo_megatron.types import Prompt, UserError
+from dppo_megatron.types import Completion, Prompt, UserError
 from dppo_megatron.workbench.cli import main
 
 EASY, HARD, ODD = "math/easy", "math/hard", "a.b c @24: ü"
@@ -116,6 +122,36 @@ def test_ranks_change_nothing(files: Path, tmp_path: Path) -> None:
     assert [one["name"] for one in alone] == [EASY, HARD, ODD]
     config.seed = 1
     assert run_ranks(_scores, 1, config) != [alone]
+
+
+def _shown(config: Config) -> list[tuple[str, int, int, int]]:
+    """What a rank's evaluation has shown, with an engine whose first rank holds all answers but one of 3 tokens."""
+    shown: list[tuple[str, int, int, int]] = []
+
+    @contextmanager
+    def display(what: str, total: int, unit: str) -> Iterator[Advance]:
+        yield lambda done, tokens=0: shown.append((what, total, done, tokens))
+
+    def stream(requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        for place in range(1) if rank() else range(1, len(requests)):
+            yield place, Completion(np.zeros(5 if place else 3, np.int64), np.zeros(5 if place else 3), "stop", "1")
+
+    with shown_by(display):
+        Evaluator(prepare_job(config, 1)).sample(cast(Any, SimpleNamespace(has_servers=True, stream=stream)))
+    return shown
+
+
+def test_progress_is_the_jobs(files: Path, tmp_path: Path) -> None:
+    """Of two ranks both show in the end what both have made, and never more than there is; what one shows of its own
+    grading is called so."""
+    sets = {"one": EvalSetConfig(path=str(files / "heldout.jsonl"), limit=4)}
+    for shown in run_ranks(_shown, 2, _config(files, tmp_path, sets)):
+        sampling = [one[1:] for one in shown if one[0] == "evaluation"]
+        assert sampling[-1] == (4, 4, 18) and all(done <= total for total, done, _ in sampling)
+        assert sampling[0] in ((4, 2, 10), (4, 2, 6)), "as if the other rank were as far"
+        assert {what for what, *_ in shown if "grading" in what and "start" not in what} == {
+            "evaluation: grading a rank's share"
+        }
 
 
 def test_sets_and_training_draw_for_themselves(files: Path, tmp_path: Path) -> None:

@@ -24,11 +24,12 @@ from dppo_megatron.algorithms.objectives import make_objective
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
-from dppo_megatron.pruning import LedgerRow, logit_grad_norm
+from dppo_megatron.pruning import CustomPromptPolicy, LedgerRow, logit_grad_norm
+from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import RolloutTable, Step, StepRecord, Update, UpdatePlan, sample_of
-from dppo_megatron.types import Completion, Group, Label, Prompt, RolloutPrompt, TrainSample, UpdateResult
+from dppo_megatron.types import Completion, Group, IntArray, Label, Prompt, RolloutPrompt, TrainSample, UpdateResult
 
 GROUPS, SIZE, SEEDS = 16, 8, 20
 COUNTS = {"rollout/truncated_count"}
@@ -84,17 +85,42 @@ def test_the_labels_that_are_counted_are_those_of_the_whole_ledger() -> None:
     assert (line["prune/biased_selections"], line["prune/ratio_selections"]) == (2, 1)
 
 
-@pytest.mark.parametrize(("prompt", "completion"), [("dynamic_sampling", "none"), ("none", "cppo"), ("none", "dppo")])
-def test_no_growth_of_the_variance_by_a_fixed_rule(prompt: str, completion: str) -> None:
-    """It changes the gradient's length, so that its squares over the full batch's are no growth."""
-    config = Config(steps=10)
+class Picks(CustomPromptPolicy):
+    """The first three prompts, always."""
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> np.ndarray:
+        return np.arange(len(prompt_index)) < 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "drawn"),
+    [
+        ("none", "dppo", True),
+        ("dppo", "dppo", True),
+        ("dynamic_sampling", "none", False),
+        ("none", "cppo", False),
+        ("dppo_paper", "none", False),
+        ("dppo_paper", "dppo", False),
+        (f"{__name__}:Picks", "dppo", False),
+    ],
+)
+def test_no_growth_of_the_variance_by_a_fixed_rule(prompt: str, completion: str, drawn: bool) -> None:
+    """It changes the gradient's length, so that its squares over the full batch's are no growth; and its figures are of
+    what was kept. Past the warm-up, where prompts are skipped, and in every step alike."""
+    config = Config(steps=20)
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 4, SIZE
     config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
-    selector, rng = Selector(selection_settings(config), 16), np.random.default_rng(0)
-    shape = (len(selector.begin(1).prompt_index), SIZE)
-    rewards = np.tile(np.arange(SIZE) % 2.0, (shape[0], 1))
-    metrics = selector.finish(Rollouts(rewards, rng.integers(1, 9, shape), rng.random(shape)), 1).metrics
-    assert ("prune/realised_design_effect" in metrics) == ("prune/design_effect" in metrics) == (completion == "dppo")
+    config.pruning.prompt.warmup_epochs = 0.0 if ":" in prompt else 1.0  # one of a user's has yet to be asked in it
+    selector, rng, skipped = Selector(selection_settings(config), 16), np.random.default_rng(0), 0
+    for step in range(1, 11):
+        shape = (len(selector.begin(step).prompt_index), SIZE)
+        rewards = np.tile(np.arange(SIZE) % 2.0, (shape[0], 1))
+        decision = selector.finish(Rollouts(rewards, rng.integers(1, 9, shape), rng.random(shape)), step)
+        selector.feedback(StepCost(step, 1.0, 1.0, 0.1))
+        growths = {"prune/realised_design_effect", "prune/design_effect"} & decision.metrics.keys()
+        assert (len(growths), decision.has_support) == (2 * drawn, drawn)
+        skipped += 4 - shape[0]
+    assert (skipped > 0) == (prompt not in ("none", "dynamic_sampling"))
 
 
 # ---------------------------------------------------------------------------- methods that share a checkpoint agree

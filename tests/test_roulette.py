@@ -121,6 +121,22 @@ def test_a_span_is_the_sum_of_its_iterations() -> None:
     assert roulette._span(two, 10.0) == pytest.approx(max(1 + 25.6, 50 * 1.4))
 
 
+def test_seconds_that_run_side_by_side_are_not_added() -> None:
+    """Half the tokens at the same variance: twice as good where generation is all there is, one after the other or not;
+    nothing where the rest is longer and hides it, and as much as that leaves where it is between."""
+    base = np.tile(np.array(roulette._Totals(2.0, 8000.0, 8000.0, 0.0, 100.0)), (2, 3, 1))
+    ours = base * np.array(roulette._Totals(1.0, 0.5, 1.0, 1.0, 0.5))
+
+    def gains(update: float, fixed_s: float, *, overlaps: bool) -> tuple[float, float]:
+        costs = StepTimeModel(RolloutCost.proportional(1.0), update, fixed_s, overlaps)  # 8 s to roll out
+        return roulette._gains(base, ours, costs)
+
+    assert gains(0.0, 0.0, overlaps=True) == gains(0.0, 0.0, overlaps=False) == pytest.approx((2.0, 2.0))
+    assert gains(1.0, 1.0, overlaps=True) == pytest.approx((1.0, 1.0))  # 9 s beside 8 s
+    assert gains(1.0, 1.0, overlaps=False) == pytest.approx((17 / 13, 17 / 13))
+    assert gains(0.5, 1.0, overlaps=True) == pytest.approx((8 / 5, 8 / 5))
+
+
 def test_the_posterior_row_is_the_objective_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its advantages are `posterior_advantages`, under both divisors."""
     from dppo_megatron.algorithms.advantages import posterior_advantages

@@ -392,6 +392,27 @@ def test_other_room_in_micro_batches_is_said_at_a_resume(tmp_path: Path) -> None
     one.load_state_dict(without)
 
 
+@pytest.mark.parametrize("biased", ["", "stale", "left out", "in the file's order"])
+def test_the_bias_of_all_together_is_not_known_of_one_that_is_not(tmp_path: Path, biased: str) -> None:
+    """Also where the row is the job's and not the selector's: absent, where it was that of the others together."""
+    config = job_config(write_job_files(tmp_path), tmp_path / "run", rollout__prompts_per_step=8)
+    job = prepare_job(config, 1)
+    config.rollout.async_steps = int(biased == "stale")  # of servers, which this engine is none of
+    config.data.order = "file" if biased == "in the file's order" else "shuffled"
+    for name, one in job.train_sets.items():
+        job.train_sets[name] = replace(one, filtered=int(biased == "left out"))
+    coordinator, size = Coordinator(job, packing_layout(config.actor, 1)), config.rollout.completions_per_prompt
+    step, chosen = Step(1), coordinator.begin(1)
+    step.selected = [RolloutPrompt(job.train_prompts[k], 1.0, 1.0) for k in chosen.prompt_index.tolist()]
+    one = Completion(np.arange(3), np.full(3, -1.0, np.float32), "stop", "")
+    groups = {k: Group(item, (one,) * size, np.arange(size) % 2.0) for k, item in enumerate(step.selected)}
+    coordinator.take([RolloutTable.of(groups, size, 0)], 1)
+    coordinator.decide(step, RolloutStats())
+    unknown = [row.name for row in step.record.ledger if row.label == "biased" and row.bias_estimate is None]
+    assert len(unknown) == bool(biased)
+    assert ("prune/bias_estimate" in step.record.metrics) == (not biased)
+
+
 def test_the_job_counts_the_planned_prompts(tmp_path: Path) -> None:
     """Before a model is built, with the file's name; 48 problems are enough for 16 prompts and not for 64."""
     files = write_job_files(tmp_path)

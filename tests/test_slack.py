@@ -16,6 +16,7 @@ from dppo_megatron.packing.planner import TokenCapacity, plan_microbatches
 from dppo_megatron.pruning import CompletionBatch, make_completion_policy
 from dppo_megatron.pruning.completion_dppo import DppoCompletionPolicy, fill_slack
 from dppo_megatron.pruning.designs import Draw, WaterFiller, design_effect, systematic
+from dppo_megatron.selection.arrays import merge
 from dppo_megatron.types import FloatArray, TrainSample
 
 CAP = 20480
@@ -127,6 +128,22 @@ def test_never_keeps_less(
         assert filled.inclusion_prob.sum() == pytest.approx(round(filled.inclusion_prob.sum()), abs=1e-6)
     if bound:
         assert filled.growth <= bound + 1e-9
+
+
+def test_mini_batches_add_up_to_the_step() -> None:
+    """Tokens are their sum; a share is that of all rows, of which mini-batches may hold unequally many, or none."""
+    tokens, parts = 0.0, []
+    for k, groups in enumerate((24, 8, 0)):
+        batch, policy = make_batch(groups, 8, seed=k), DppoCompletionPolicy(RATE_75, seed=0, total_steps=10)
+        plain = policy.prune(batch, step=0, minibatch=k)
+        parts.append(policy.prune(batch, step=0, minibatch=k, capacity=capacity()))
+        assert batch.tokens is not None
+        tokens += float(np.sum(batch.tokens * (parts[-1].inclusion_prob - plain.inclusion_prob)))
+    merged = merge(parts, np.arange(32 * 8))
+    assert merged.metrics["slack_filled_tokens"] == pytest.approx(tokens) and tokens > 0
+    assert merged.metrics["rate_effective"] == pytest.approx(1.0 - merged.inclusion_prob.mean())
+    assert merged.metrics["share_at_one"] == pytest.approx(float(np.mean(merged.inclusion_prob >= 1)))
+    assert merge([parts[2]] * 2, np.arange(0)).metrics == parts[2].metrics
 
 
 def test_switch_and_other_methods() -> None:

@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from dppo_megatron.config.resolved_sets import eval_set_configs
-from dppo_megatron.distributed import from_rank_zero, gather_all
+from dppo_megatron.distributed import from_rank_zero, gather_all, world_size
 from dppo_megatron.evaluation.eval_samples import EvalSample, UnfinishedSamples, key_of, problem_ids
 from dppo_megatron.evaluation.eval_scores import EvalScores, SampleOutcome, score
 from dppo_megatron.job import Job
 from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import Graders, GradeTask, deciding_reward
-from dppo_megatron.rollout.engine import Engine, Request, Sampling, own_requests
+from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.types import Completion, Grade, Prompt
 
 _PART = 128
@@ -94,9 +94,9 @@ class Evaluator:
         samples = dict(kept.samples) if kept is not None else {}
         missing = [item for item in items if (item[0].name, *item[1:]) not in samples]
         requests = [one.request(problem, sample) for one, problem, sample in missing]
-        tokens = 0
+        count = tokens = 0
         fallback = Sampling(1, 0.0, 0)  # each request carries its own sampling
-        total = len(requests) if engine.has_servers else len(own_requests(requests))
+        ranks, total = world_size(), len(requests)
         with progress("evaluation", total, "answers") as advance:
             for count, (position, completion) in enumerate(engine.stream(requests, fallback), start=1):
                 one = _ungraded(*missing[position], completion)
@@ -104,7 +104,9 @@ class Evaluator:
                 if kept is not None:
                     kept.add(one)
                 tokens += one.tokens
-                advance(count, tokens)
+                advance(min(count * ranks, total), tokens * ranks)  # as if the others were as far
+            counts, tokens_of_all = zip(*gather_all([(count, tokens)]), strict=True)
+            advance(sum(counts), sum(tokens_of_all))
         ungraded = [one for one in samples.values() if not one.is_graded]
         for graded in self._graders.graded_in_parts(ungraded):
             samples |= {key_of(one): one for one in graded}
@@ -181,8 +183,8 @@ class SetGraders:
             (part, self._graders.submit([self._task(one) for one in part]))
             for part in (samples[first : first + _PART] for first in range(0, len(samples), _PART))
         )
-        done = 0
-        with progress("evaluation: grading", len(samples), "answers") as advance:
+        done, what = 0, "evaluation: grading" if world_size() == 1 else "evaluation: grading a rank's share"
+        with progress(what, len(samples), "answers") as advance:
             try:
                 while asked:
                     part, future = asked[0]

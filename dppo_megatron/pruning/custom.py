@@ -127,7 +127,11 @@ class _Plugged(Policy):
     own_class: ClassVar[type[CustomPolicy]]
     own: Any
     kind: str = ""
-    """Of a completion policy's answers so far: a Draw, a pick or probabilities."""
+    """Of its answers so far: a Draw, a pick or probabilities; of a prompt policy only whether one was a pick."""
+
+    @property
+    def has_support(self) -> bool:
+        return self.kind != "a pick"
 
     def _make_own(self, seed: int, **given: Any) -> None:
         what = f"pruning.{self._level}.method = '{self.config.method}'"
@@ -170,6 +174,7 @@ class PluggedPromptPolicy(_Plugged, PromptPolicy):
             _check_support(choice, np.ones(len(ids), dtype=np.bool_), self.config.method)
             return weigh_by(self, choice)
         if choice.dtype == np.bool_:
+            self.kind = "a pick"
             return _picked(choice.astype(np.bool_), self.name)
         pi = np.maximum(choice, self.config.min_inclusion_prob)
         return self._draw_and_weigh(ids, pi, pi, step, minibatch)
@@ -209,10 +214,6 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
             pi = np.where(live, np.maximum(choice, config.min_inclusion_prob), 0.0)
             drawn = self._draw(batch, pi, counters)
         return weigh_by(self, drawn, label=self._label_of(choice), score=score)
-
-    @property
-    def has_support(self) -> bool:
-        return self.kind != "a pick"
 
     def _label_of_nothing(self, batch: CompletionBatch, counters: Counters) -> Label:
         return self._label_of(self._chosen(batch, *counters))

@@ -80,6 +80,11 @@ class PromptPolicy(Policy):
     def check(cls, config: PromptPruningConfig, key: str) -> None:
         """Raise `UserError` for settings, each in its range, that contradict each other under this method."""
 
+    @property
+    def has_support(self) -> bool:
+        """Every prompt may be kept, with the probability that is reported: a function of the settings."""
+        return not self.resamples
+
     @classmethod
     def needs_unit_rewards(cls, config: PromptPruningConfig) -> bool:
         """Whether rewards must be in [0, 1]."""

@@ -249,6 +249,10 @@ class PaperPromptPolicy(PromptPolicy):
 
     reads = ("rate", "warmup_epochs", "anneal_fraction", "revisit_epochs")
 
+    @property
+    def has_support(self) -> bool:
+        return self.config.rate == 0
+
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         config = self.config
         fresh = ~self.history.seen(ids)

@@ -98,7 +98,8 @@ class TrainSelection:
     """Inclusion probability of each completion given its group, before it was sampled: times that of its end where it
     may be stopped early. NaN where it was not up for the draw: its group does not go on, or it was filtered."""
     has_support: bool
-    """Every completion with gradient could be kept. A fixed rule that leaves some out makes it False."""
+    """Every prompt, and every completion with gradient, could be kept. A fixed rule that leaves some out makes it
+    False."""
     zero_carries: bool
     """Completions with advantage 0 carry gradient too: there is a KL or entropy term."""
     missing_weight: FloatArray
@@ -173,7 +174,8 @@ def part(batch: CompletionBatch, rows: IntArray, parts: int) -> CompletionBatch:
 def merge(parts: list[Selection], order: IntArray) -> Selection:
     """One selection; `order` puts the concatenated rows of `parts` into place.
 
-    Figures are means over the mini-batches. Ledger rows of one name become one, with the worst label.
+    Tokens add up; other figures are those of all rows together. Ledger rows of one name become one, with the worst
+    label.
     """
     if len(parts) == 1:
         return parts[0]
@@ -181,14 +183,19 @@ def merge(parts: list[Selection], order: IntArray) -> Selection:
     return Selection(
         **{name: column[order] for name, column in _columns(parts).items()},
         ledger=_merge_rows([(row, len(part.kept)) for part in parts for row in part.ledger]),
-        metrics={
-            name: float(np.mean([part.metrics[name] for part in parts if name in part.metrics]))
-            for name in dict.fromkeys(name for part in parts for name in part.metrics)
-        },
+        metrics={name: _figure(name, parts) for name in dict.fromkeys(name for part in parts for name in part.metrics)},
         growth=float(np.mean([part.growth for part in parts])),
         kept_cost=float(np.mean(costs)) if costs else None,
         effect=next((part.effect for part in parts if part.effect is not None), None),
     )
+
+
+def _figure(name: str, parts: list[Selection]) -> float:
+    mine = [part for part in parts if name in part.metrics]
+    values, rows = [part.metrics[name] for part in mine], [len(part.kept) for part in mine]
+    if name.endswith("_tokens"):
+        return float(sum(values))
+    return float(np.average(values, weights=rows if any(rows) else None))
 
 
 def with_refills(planned: Selection, refills: list[Selection]) -> Selection:

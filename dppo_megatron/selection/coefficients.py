@@ -30,11 +30,17 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 _LENGTH_DECAY = 0.9
 _FILTER, _POSTERIOR, _SIZES = "completion/overlong_filter", "advantage/posterior_loo", "rollout/group_sizes"
-OF_THE_OBJECTIVE = (_FILTER, _POSTERIOR)
-"""Rows of what is done alike where nothing is pruned."""
 _OWN_LOSS = (
     "a loss of your own need not be linear in the advantage, and then its gradient changes with a baseline's noise"
 )
+
+
+def is_of_method(row: str) -> bool:
+    """Whether the row of this name says what a method does, and not the data, the engine or the objective, which do it
+    alike where nothing is pruned."""
+    if row.startswith(("data/", "rollout/")):
+        return row in (_SIZES, EARLY_STOP)
+    return row not in (_FILTER, _POSTERIOR)
 
 
 def _mean_lengths(rollouts: Rollouts, prompts: PromptDraw) -> FloatArray:

@@ -236,7 +236,7 @@ class Selector:
         of.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))
         of.deviations = self._deviations(offered, np.concatenate(of.offered)), deviations(completions, batch.facts())
         counts = counts_of(offered, prompts, int(sampled.sum()), batch.lengths[completions.kept])
-        has_support = self._completion_policy.has_support and not self._prompt_policy.resamples
+        has_support = self._completion_policy.has_support and self._prompt_policy.has_support
         return TrainSelection(
             kept=kept,
             weight=weight,

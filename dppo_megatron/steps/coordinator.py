@@ -103,6 +103,8 @@ class Coordinator:
         on_servers = server_rows(config.rollout, stats, sizes=decision.prompts.size)
         record_rows = (*off_policy_rows(config), *overlong_row(self._job), *order_row(config.data))
         record.ledger = (*decision.recorded_ledger, *on_servers, *record_rows)
+        if any(row.label in ("ratio", "biased") for row in (*on_servers, *record_rows)):
+            record.metrics.pop("prune/bias_estimate", None)  # it is of the selector's rows alone
         record.trace = trace_row(step.number, decision, rollouts)
         with record.timers.phase("pack"):
             updates = range(config.objective.updates_per_step)

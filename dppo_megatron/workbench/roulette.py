@@ -413,12 +413,15 @@ def _gains(base: FloatArray, ours: FloatArray, costs: StepTimeModel) -> tuple[fl
     plain, mine = (_Totals(*played.mean(axis=0).sum(axis=0).tolist()) for played in (base, ours))
     if not min(plain.variance, mine.variance):
         raise UserError("--roulette: too few steps have a gradient; record a longer trace")
-    generate_s, fixed_s = costs.rollout.average * plain.generated, costs.fixed_s * base.shape[1]
+    count = base.shape[1]
+    generate_s = costs.rollout.average * plain.generated / count
+
+    def spent(of: _Totals, share: float) -> float:
+        """Variance x seconds of a mean step whose rollout takes this share of the seconds of `base`."""
+        return of.variance * costs.step_s(generate_s * share, costs.update_s(of.trained / count))
 
     def gain(share: float) -> float:
-        """With a rollout that takes this share of the seconds."""
-        theirs = plain.variance * (generate_s + costs.update_s(plain.trained) + fixed_s)
-        return float(theirs / (mine.variance * (generate_s * share + costs.update_s(mine.trained) + fixed_s)))
+        return float(spent(plain, 1.0) / spent(mine, share))
 
     return gain(mine.generated / plain.generated), gain(mine.span / plain.span)
 

@@ -25,8 +25,7 @@ from dppo_megatron.pruning.scores import floor_share
 from dppo_megatron.pruning.variance import StepVariance
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
-from dppo_megatron.selection.coefficients import OF_THE_OBJECTIVE
-from dppo_megatron.selection.missing import NAME as MISSING
+from dppo_megatron.selection.coefficients import is_of_method
 from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.texts import aligned
 from dppo_megatron.types import IntArray, UserError
@@ -34,8 +33,6 @@ from dppo_megatron.workbench.runs.trace import Trace, TracedStep
 
 _MOSTLY_ROLLOUT = 0.9
 """Share of a step above which completion pruning is said to be of no help: it gains less than a ninth."""
-_NOT_PRUNED = (MISSING, *OF_THE_OBJECTIVE)
-"""Rows of the ledger that are the trace's and its objective's, whatever the method."""
 _COLUMNS = ("rewards", "lengths", "logit_grad_norm")
 _HEAD: tuple[str, ...] = (
     "method",
@@ -161,7 +158,7 @@ def simulate(
         step = traced.step
         rollouts, rollout_s = _rolled_out(selector, outcomes, costs, step)
         decision = selector.finish(rollouts, step)
-        labels.update(row.label for row in decision.ledger if row.name not in _NOT_PRUNED)
+        labels.update(row.label for row in decision.ledger if is_of_method(row.name))
         generated, trained = float(rollouts.lengths.sum()), float(rollouts.lengths.ravel()[decision.kept].sum())
         update_s = costs.update_s(trained)
         everything = outcomes.of(decision.offered[: selector.prompts_per_step], step)

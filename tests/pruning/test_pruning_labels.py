@@ -72,7 +72,7 @@ def check(case: Case) -> str:
         check_weights(case, expected, dict(ledger))
     early, objective = case.config.pruning.early_stop.after_tokens, case.config.objective
     if not early:  # else it depends on what was stopped which completions have an advantage
-        check_figures(case, expected, dict(ledger))
+        check_figures(case, expected)
     if early and (objective.advantage, objective.normalization) == ("posterior_loo", "sequence_mean"):
         return label  # what its baseline does is 0 over all answers, and not for each (test_early_stop.py)
     if label in ("exact", "unbiased"):
@@ -133,7 +133,7 @@ def _estimator(name: str, pi: np.ndarray, kept: np.ndarray) -> np.ndarray:
     return inverse * (pi.sum() / kept.sum() if name == "fixed_size_ht" else (pi > 0).sum() / inverse.sum())
 
 
-def check_figures(case: Case, expected: Expected, labels: dict[str, str]) -> None:
+def check_figures(case: Case, expected: Expected) -> None:
     """Figures of the policy are unbiased: over the draws each completion that carries gradient counts once, and for
     what it stands for of its group, any other not at all. Whether they are is the same in every draw; if not, all
     that is kept counts once, and is called kept."""
@@ -149,13 +149,13 @@ def check_figures(case: Case, expected: Expected, labels: dict[str, str]) -> Non
         for k, q in enumerate(decision.prompts.prompt_index.tolist()):
             advantages |= {(q, i): float(decision.advantages[k * size + i]) for i in range(size)}
     truncated = case.outcomes.truncated if case.outcomes.truncated is not None else case.outcomes.lengths >= limit
-    by_rule = labels[f"prompt/{case.config.pruning.prompt.method}"] == "biased"  # before anything is rolled out
     weight = missing_weights(case)
     for (q, i), counted in expected.counted.items():
         filtered = objective.overlong.filter and truncated[q, i]
         carries = not filtered and (carries_zero or advantages[q, i] != 0)
-        once = weight[q, i] * (expected.frequency.get((q, i), 0.0) if by_rule else 1.0)
-        assert counted == pytest.approx(carries * once, rel=3e-6), f"completion {i} of prompt {q} counts {counted}"
+        assert counted == pytest.approx(carries * weight[q, i], rel=3e-6), (
+            f"completion {i} of prompt {q} counts {counted}"
+        )
 
 
 def check_expectation(case: Case, expected: Expected, nominal: np.ndarray, *, exact: bool) -> None:

@@ -30,6 +30,7 @@ import numpy as np
 from dppo_megatron.evaluation.bootstrap import Difference, bootstrap_over_seeds
 from dppo_megatron.evaluation.eval_scores import students_t
 from dppo_megatron.randomness import generator
+from dppo_megatron.selection.coefficients import is_of_method
 from dppo_megatron.types import FloatArray
 from dppo_megatron.workbench.compare.arms import BASELINE, Arm, Cost, MethodRun
 
@@ -205,7 +206,7 @@ class ArmVerdict:
     phase_s: dict[str, float]
     """Seconds of each phase, median over seeds."""
     biased: bool
-    """A selection of it changes the expected gradient."""
+    """A selection of it changes the expected gradient; what the job does under every method does not count."""
     variance: float | None = None
     """Realised growth of the gradient's variance by pruning; median over seeds, None where a run does not say."""
 
@@ -277,7 +278,9 @@ def _arm_verdict(
         at_budget_cpu=_at_budgets(runs, base),
         end_difference=None if runs is base else _ends_compared(runs, base, same_problems),
         phase_s={phase: statistics.median(run.phase_s.get(phase, 0.0) for run in runs.values()) for phase in phases},
-        biased=any("biased" in run.labels.values() for run in runs.values()),
+        biased=any(
+            is_of_method(row) for run in runs.values() for row, label in run.labels.items() if label == "biased"
+        ),
         variance=statistics.median(grown) if len(grown) == len(runs) else None,
     )
 
