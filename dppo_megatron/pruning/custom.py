@@ -45,7 +45,6 @@ from dppo_megatron.pruning.interface import (
     Selection,
     StepCapacity,
     StepCost,
-    check_state,
 )
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.weights import label_of_settings, weigh_biased, weigh_by
@@ -56,6 +55,8 @@ Choice = FloatArray | BoolArray | Draw
 """Probabilities [n], a pick [n], or a design of n rows."""
 _SMALLEST = float(np.finfo(np.float64).tiny)
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
+_STORED = "?bhilqBHILQefd"
+"""numpy's types of numbers that a checkpoint keeps, by their letters."""
 _READS = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
 
 
@@ -77,7 +78,8 @@ class CustomPolicy:
         return []
 
     def own_state(self) -> dict[str, Any]:
-        """What it keeps, copied: numbers, texts, numpy arrays, lists, dicts."""
+        """What it keeps: numbers, texts, numpy arrays of numbers, lists, tuples, dicts. Copied when it is taken, as
+        these alone: a `defaultdict` comes back as a dict, numpy's 1.0 as Python's."""
         return {}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
@@ -137,23 +139,28 @@ class _Plugged(Policy):
         except TypeError as error:
             raise UserError(f"{what}: {error}; an __init__ takes (*args, **kwargs) and hands them to super()") from None
         _refuse_taken(vars(self.own), self.own_class, f"{what}: its objects have")
-        _check_storable(state := self.own.own_state(), f"{what}: own_state()")
-        if not isinstance(state, dict):
-            raise UserError(f"{what}: own_state() is a {type(state).__name__}, expected a dict")
+        self.own_state()
 
     def feedback(self, cost: StepCost) -> list[str]:
         said = self.own.feedback(cost)
         if not isinstance(said, list) or not all(isinstance(line, str) for line in said):
             raise UserError(f"{self.config.method}.feedback returned {said!r:.60}; expected a list of log lines")
+        self.own_state()  # what cannot be saved is an error on every rank here; at a save rank 0 alone would have it
         return said
 
     def own_state(self) -> dict[str, Any]:
-        return {"kind": self.kind, "own": self.own.own_state()}
+        where = f"pruning.{self._level}.method = '{self.config.method}': own_state()"
+        if not isinstance(state := self.own.own_state(), dict):
+            raise UserError(f"{where} is a {type(state).__name__}, expected a dict")
+        return {"kind": self.kind, "own": _plain(state, where)}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        check_state(state["own"], set(self.own.own_state()), f"{self.name}.own_state()")
         self.kind = str(state["kind"])
-        self.own.load_own_state(state["own"])
+        try:
+            self.own.load_own_state(copy.deepcopy(state["own"]))
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{self.config.method}.load_own_state, given what own_state kept: {said}") from error
 
 
 class PluggedPromptPolicy(_Plugged, PromptPolicy):
@@ -333,15 +340,20 @@ def _used(own: type) -> list[str]:
     return [name for name in dir(own) if not name.startswith("_") and name != "reads"]
 
 
-def _check_storable(state: object, where: str) -> None:
-    """Raise `UserError` for what a checkpoint does not hold, before the first one is written."""
-    if isinstance(state, dict | list | tuple):
-        for name, value in state.items() if isinstance(state, dict) else enumerate(state):
-            _check_storable(value, f"{where}[{name!r}]")
-        return
-    kind = getattr(getattr(state, "dtype", None), "kind", "O")
-    if not (state is None or isinstance(state, bool | int | float | str) or kind in "biuf"):
-        raise UserError(
-            f"{where} holds a {type(state).__name__}: a checkpoint keeps numbers, texts, numpy arrays of numbers, and"
-            " lists and dicts of these"
-        )
+def _plain(state: Any, where: str) -> Any:
+    """A copy, of what reading a checkpoint makes without running code. Raises `UserError` for anything else."""
+    if isinstance(state, dict):
+        return {_plain(name, f"{where}: a key"): _plain(value, f"{where}[{name!r}]") for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        held = [_plain(value, f"{where}[{place}]") for place, value in enumerate(state)]
+        return tuple(held) if isinstance(state, tuple) else held
+    if isinstance(state, np.generic) and state.dtype.char in _STORED + "U":
+        return state.item()
+    if type(state) is np.ndarray and state.dtype.char in _STORED:
+        return state.copy()
+    if state is None or type(state) in (bool, int, float, str):
+        return state
+    raise UserError(
+        f"{where} holds a {type(state).__name__}: a checkpoint keeps numbers, texts, numpy arrays of numbers, and"
+        " lists and dicts of these"
+    )

@@ -15,6 +15,7 @@ from support.job import job_config, read_metrics, settings, write_warm_job_files
 from support.launch import run_ranks
 from test_pruning_labels import check
 
+from dppo_megatron.checkpoint.state import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.job import prepare_job
@@ -141,7 +142,46 @@ def test_a_completion_with_an_advantage_keeps_a_floor() -> None:
     assert not decision.kept[decision.advantages == 0].any()
 
 
+def _play(selector: Selector, steps: range) -> list[np.ndarray]:
+    """The weights of each step."""
+    weights = []
+    for step in steps:
+        rows = selector.begin(step).prompt_index
+        outcomes = make_outcomes(np.random.default_rng(step), len(rows), 3, binary=True)
+        weights.append(selector.finish(outcomes, step).weight)
+        selector.feedback(StepCost(step, 1.0, 1.0, 0.1))
+    return weights
+
+
+def test_what_a_policy_keeps_is_saved_as_plain_data(tmp_path: Path) -> None:
+    """Else no checkpoint of the run could be written, or none be read: a defaultdict, a named tuple, numpy's scalars as
+    keys and values, and keys that were not there at the start. A new selector goes on as the old one."""
+    settings = selection_settings(_config(OWN + "Hoarder"))
+    whole, resumed = Selector(settings, 8), Selector(settings, 8)
+    _play(whole, range(1, 4))
+    write_state(tmp_path / "loop.pt", {"loop": whole.state_dict(), "generators": []})
+    resumed.load_state_dict(read_state(tmp_path / "loop.pt")["loop"])
+    np.testing.assert_equal(_play(resumed, range(4, 9)), _play(whole, range(4, 9)))
+
+
 # ------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_what_cannot_be_saved_is_refused_in_the_step_that_keeps_it() -> None:
+    """Its feedback, which all ranks have an error of: a save would go on without a checkpoint, as on a full disk."""
+    message = r"pruning\.prompt\.method = '.*Queued': own_state\(\)\[0\] holds a deque: a checkpoint keeps numbers"
+    with pytest.raises(UserError, match=message):
+        _play(Selector(selection_settings(_config(OWN + "Queued")), 8), range(1, 2))
+
+
+def test_a_state_that_a_policy_does_not_take_names_it() -> None:
+    """A KeyError in the user's `load_own_state`, of a checkpoint of another version of the class: as a state of another
+    version, about which the trainer says what to do."""
+    selector = Selector(selection_settings(_config(OWN + "Curious")), 8)
+    state = selector.state_dict()
+    state["prompt"]["own"] = {}
+    with pytest.raises(ValueError, match=r"Curious\.load_own_state, given what own_state kept: KeyError: 'tries'"):
+        selector.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
