@@ -83,7 +83,7 @@ class CustomPolicy:
         return {}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved `own_state`."""
+        """Take over a saved `own_state`. A policy has both or neither."""
 
 
 class CustomPromptPolicy(CustomPolicy):
@@ -316,6 +316,9 @@ def plug(cls: object, base: type, key: str, path: str) -> type[PromptPolicy] | t
     for name in _used(own):
         if not callable(getattr(cls, name)) or cls.choose is own.choose:  # type: ignore[attr-defined]
             raise UserError(f"{key} = '{path}': has no method {name}")
+    lacks = [name for name in ("own_state", "load_own_state") if getattr(cls, name) is getattr(own, name)]
+    if len(lacks) == 1:
+        raise UserError(f"{key} = '{path}': has no {lacks[0]}, and so would lose what it keeps at every resume")
     known = [item.name for item in fields(PromptPruningConfig if at_prompts else CompletionPruningConfig)]
     if not isinstance(cls.reads, tuple) or any(name not in known for name in cls.reads):
         raise UserError(f"{key} = '{path}': reads = {cls.reads!r}: expected a tuple of settings of pruning.{level}")

@@ -221,6 +221,7 @@ def test_answers_that_are_none_are_named(answer: Any, message: str, monkeypatch:
         ),
         ("prompt", OWN + "NoArguments", r"an __init__ takes \(\*args, \*\*kwargs\)"),
         ("prompt", OWN + "Unsaved", r"own_state\(\)\['seen'\] holds a set: a checkpoint keeps numbers"),
+        ("prompt", OWN + "Forgetful", "has no load_own_state, and so would lose what it keeps at every resume"),
         ("prompt", "dpo", "did you mean 'dppo'.*or module:Class for a policy of your own"),
     ],
 )

@@ -153,6 +153,16 @@ class Unsaved(FirstHalf):
     def own_state(self) -> dict[str, Any]:
         return {"seen": {1, 2}}
 
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Takes nothing over."""
+
+
+class Forgetful(FirstHalf):
+    """Saves what it does not take over again."""
+
+    def own_state(self) -> dict[str, Any]:
+        return {"seen": [1, 2]}
+
 
 class Answers(CustomPromptPolicy):
     """Answers what `answer` is."""
