@@ -10,7 +10,7 @@ It has one method, `choose`, and the type of what it returns says how much is kn
 Example: prompts whose last group had variance are always kept, the others in a third of the cases.
 
     class Curious(CustomPromptPolicy):
-        reads = ("min_inclusion_prob",)
+        reads = ("discount",)  # of what the history keeps
 
         def choose(self, prompt_index, *, step, minibatch):
             return np.where(self.history.arrays["variance"][prompt_index] > 0, 1.0, 1 / 3)
@@ -57,14 +57,15 @@ _SMALLEST = float(np.finfo(np.float64).tiny)
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
 _STORED = "?bhilqBHILQefd"
 """numpy's types of numbers that a checkpoint keeps, by their letters."""
-_READS = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
+_READ_HERE = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
 
 
 class CustomPolicy:
     """What a user's policies of both levels have. The public names of a base are all that the trainer uses."""
 
     reads: ClassVar[tuple[str, ...]]
-    """Settings of `pruning.<level>` that mean something to it."""
+    """Settings of `pruning.<level>` that mean something to it, beside the floor, the draw, the weights and the warm-up,
+    which are made here. Changed ones that nothing reads are named at the start."""
     config: Any
     """A copy of the section."""
     seed: int
@@ -89,7 +90,7 @@ class CustomPolicy:
 class CustomPromptPolicy(CustomPolicy):
     """Base of a user's prompt policy."""
 
-    reads: ClassVar[tuple[str, ...]] = (*_READS, "warmup_epochs", "discount", "prior")
+    reads: ClassVar[tuple[str, ...]] = ("discount", "prior")
     history: PromptHistory
     """To be read: `arrays` by prompt index (variance, mean_abs, tokens, visits, last_step), `posterior`, `seen`,
     `age_epochs`."""
@@ -109,7 +110,7 @@ class CustomPromptPolicy(CustomPolicy):
 class CustomCompletionPolicy(CustomPolicy):
     """Base of a user's completion policy."""
 
-    reads: ClassVar[tuple[str, ...]] = (*_READS, "warmup_steps")
+    reads: ClassVar[tuple[str, ...]] = ()
     zero_advantage_slope: float
     """Above 0 completions without advantage carry gradient too."""
     group_size: int
@@ -323,7 +324,8 @@ def plug(cls: object, base: type, key: str, path: str) -> type[PromptPolicy] | t
     if not isinstance(cls.reads, tuple) or any(name not in known for name in cls.reads):
         raise UserError(f"{key} = '{path}': reads = {cls.reads!r}: expected a tuple of settings of pruning.{level}")
     plugged = PluggedPromptPolicy if at_prompts else PluggedCompletionPolicy
-    made = type(cls.__name__, (plugged,), {"own_class": cls, "reads": cls.reads})
+    reads = (*_READ_HERE, "warmup_epochs" if at_prompts else "warmup_steps", *cls.reads)
+    made = type(cls.__name__, (plugged,), {"own_class": cls, "reads": reads})
     return cast("type[PromptPolicy] | type[CompletionPolicy]", made)
 
 

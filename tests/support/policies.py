@@ -18,7 +18,7 @@ from dppo_megatron.types import FloatArray, IntArray
 class Curious(CustomPromptPolicy):
     """Probabilities: prompts whose groups had variance always, the others the less the more often they were tried."""
 
-    reads = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction", "warmup_epochs", "discount")
+    reads = ("discount",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
