@@ -137,8 +137,11 @@ class _Plugged(Policy):
         seed = int(generator(seed, f"{self.name} of a user").integers(2**62))
         try:
             self.own = self.own_class(config=copy.deepcopy(self.config), seed=seed, **given)
-        except TypeError as error:
-            raise UserError(f"{what}: {error}; an __init__ takes (*args, **kwargs) and hands them to super()") from None
+        except Exception as error:
+            said = f"{what}: cannot be made: {type(error).__name__}: {error}"
+            if isinstance(error, TypeError) and "__init__()" in str(error):
+                raise UserError(f"{said}; an __init__ takes (*args, **kwargs) and hands them to super()") from None
+            raise UserError(said) from error
         _refuse_taken(vars(self.own), self.own_class, f"{what}: its objects have")
         self.own_state()
 

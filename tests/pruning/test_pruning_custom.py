@@ -20,6 +20,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import Draw, StepCost
+from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods
 from dppo_megatron.run import Run, Stopped
 from dppo_megatron.selection import Selector
@@ -28,6 +29,7 @@ from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 
 OWN = "support.policies:"
+TRIED = "tried with one prompt and no features before the data are read: look at them in choose"
 
 
 def _config(prompt: str = "none", completion: str = "none") -> Config:
@@ -220,6 +222,8 @@ def test_answers_that_are_none_are_named(answer: Any, message: str, monkeypatch:
             "no part of a built-in method can be replaced: give its probabilities from choose",
         ),
         ("prompt", OWN + "NoArguments", r"an __init__ takes \(\*args, \*\*kwargs\)"),
+        ("prompt", OWN + "Hard", rf"cannot be made: AttributeError: .*'level' \({TRIED}"),
+        ("prompt", OWN + "Many", rf"cannot be made: AssertionError: a set of one \({TRIED}"),
         ("prompt", OWN + "Unsaved", r"own_state\(\)\['seen'\] holds a set: a checkpoint keeps numbers"),
         ("prompt", OWN + "Forgetful", "has no load_own_state, and so would lose what it keeps at every resume"),
         ("prompt", "dpo", "did you mean 'dppo'.*or module:Class for a policy of your own"),
@@ -236,6 +240,17 @@ def test_a_plugged_policy_that_is_none_ends_before_the_run(
     assert said.startswith("error: ") and not (tmp_path / "run").exists()
     with pytest.raises(UserError, match=message):
         raise UserError(said)
+
+
+def test_what_a_policy_is_made_with_is_all_there_is() -> None:
+    """Where the data are known nothing is tried without them: what looks at levels, or at the history, when it is made
+    can be made by a `Selector`."""
+    none = np.zeros(8, dtype=np.int64)
+    features = PromptFeatures(none, np.arange(8.0), none, ("",))
+    selector = Selector(selection_settings(_config(OWN + "Hard")), 8, features=features)
+    chosen = selector._prompt_policy.select(np.arange(8), step=1)
+    assert chosen.inclusion_prob.tolist() == [0.5] * 4 + [1.0] * 4
+    assert Selector(selection_settings(_config(OWN + "Many")), 8)._prompt_policy.select(np.arange(8), step=1).kept.any()
 
 
 def test_compare_and_simulate_know_it() -> None:

@@ -147,6 +147,25 @@ class NoArguments(FirstHalf):
         pass
 
 
+class Hard(CustomPromptPolicy):
+    """Looks at the rows' levels when it is made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.hard = self.features.level > 3  # type: ignore[union-attr]
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        return np.where(self.hard[prompt_index], 1.0, 0.5)
+
+
+class Many(FirstHalf):
+    """Looks at the number of prompts when it is made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert len(self.history) > 1, "a set of one"
+
+
 class Unsaved(FirstHalf):
     """Keeps what a checkpoint cannot hold."""
 
