@@ -114,14 +114,16 @@ def check_methods(
     ]
 
 
-def try_own(config: PruningConfig, group_size: int) -> None:
-    """Make the user's own policies once, before anything is loaded: their `__init__` may be wrong too. `UserError`."""
+def try_own(config: PruningConfig, size: int) -> None:
+    """Make the user's own policies once, for groups of `size`, before anything is loaded: their `__init__` may be wrong
+    too. Raises UserError."""
     if is_plugin(config.completion.method):
-        make_completion_policy(config.completion, seed=0, total_steps=1, group_size=group_size)
+        make_completion_policy(config.completion, seed=0, total_steps=1, group_size=size)
     if is_plugin(config.prompt.method):
-        sizes = {"num_prompts": 1, "completions_per_prompt": group_size, "prompts_per_step": 1, "total_steps": 1}
         try:
-            make_prompt_policy(config.prompt, **sizes, seed=0)
+            make_prompt_policy(
+                config.prompt, num_prompts=1, completions_per_prompt=size, prompts_per_step=1, total_steps=1, seed=0
+            )
         except UserError as error:
             if error.__cause__ is None:  # of the class, whatever it is given
                 raise
