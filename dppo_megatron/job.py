@@ -30,7 +30,7 @@ from dppo_megatron.packing.planner import check_longest_trained, usable_capacity
 from dppo_megatron.platform.capabilities import Machine, this_machine
 from dppo_megatron.progress import progress
 from dppo_megatron.pruning.interface import LARGEST_REWARD, PromptFeatures
-from dppo_megatron.pruning.policies import check_methods, prompt_policy_class
+from dppo_megatron.pruning.policies import check_methods, prompt_policy_class, try_own
 from dppo_megatron.rewards.cross_check import check_installed
 from dppo_megatron.rewards.grading import Graders
 from dppo_megatron.rewards.start_checks import RewardBounds, check_grader, check_references, unused_grader
@@ -227,6 +227,7 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     minibatch = selection.planned_prompts // config.objective.updates_per_step * size
     reads = selection.reads_pass_rates
     unread = check_methods(config.pruning, group_size=size, minibatch_size=minibatch, reads_pass_rates=reads)
+    try_own(config.pruning, size)
     _check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)

@@ -22,7 +22,7 @@ class Varied(CustomPromptPolicy):
     kept have weights 1 and 3.
     """
 
-    reads: ClassVar[tuple[str, ...]] = ("min_inclusion_prob", "design", "estimator", "warmup_epochs", "anneal_fraction")
+    reads: ClassVar[tuple[str, ...]] = ("discount",)
 
     def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> FloatArray:
         varied = self.history.arrays["variance"][prompt_index] > 0
@@ -35,8 +35,6 @@ class Cheap(CustomCompletionPolicy):
 
     Example: |advantages| [1, 1], lengths [100, 400], one to keep: probabilities [2/3, 1/3].
     """
-
-    reads: ClassVar[tuple[str, ...]] = ("min_inclusion_prob", "design", "estimator", "warmup_steps", "anneal_fraction")
 
     def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> FloatArray:
         score = np.abs(batch.advantages) / np.sqrt(np.maximum(batch.lengths, 1))

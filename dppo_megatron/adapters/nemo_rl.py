@@ -7,7 +7,6 @@ the weights can carry the difference. Prompts cannot be skipped: its loop asks f
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,8 @@ class PrunedPolicy:
             raise UserError("settings of NeMo-RL with which pruning would be biased: " + "; ".join(found))
         by_token = loss_fn.loss_type.name == "TOKEN_LEVEL"
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-        pruner = replace(self._pruner, divides_by_length=not by_token)
+        pruner = self._pruner
+        pruner.divides_by_length = not by_token
         own, tokens = data["advantages"][:, 1:] * mask, mask.sum(1)
         # those of a row may differ by token, and their sum be 0 though none is
         size = (own.square().sum(1) / tokens.clamp(min=1)).sqrt() * own.sum(1).sign().where(own.sum(1) != 0, 1.0)

@@ -26,7 +26,7 @@ INDEX = "dppo_index"
 STATE = "dppo_selection.pt"
 """The selection's state, in a checkpoint's folder."""
 _SAID = set[str]()
-"""What this process has said once: in slime and NeMo-RL each step has a pruner of its own."""
+"""What this process has said once: in slime each step has a pruner of its own."""
 _PREDICTED_TOKENS = LedgerRow("denominator/tokens", 1.0, "ratio", "skipped prompts count as the mean of earlier steps")
 
 
@@ -176,7 +176,8 @@ class StepPruner(Stateful):
             inclusion_prob=chosen.inclusion_prob[kept],
             planned_prob=chosen.planned[kept],
         )
-        for line in self._prompts.feedback(StepCost(step + 1, 0.0, 0.0, 0.0)):  # no seconds: not measured
+        cost = StepCost(step + 1, 0.0, 0.0, 0.0)  # no seconds: not measured
+        for line in (*self._prompts.feedback(cost), *self._completions.feedback(cost)):
             _say(line)
         if (total := float(batch.prompt_weight.sum())) > 0:
             mean, old = float(batch.prompt_weight @ batch.lengths) / total, self.mean_length
@@ -200,6 +201,7 @@ def save_state(pruner: StepPruner, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     held = recursively_apply(torch.from_numpy, pruner.state_dict(), test_type=lambda one: isinstance(one, np.ndarray))
     torch.save(held, folder / STATE)
+    load_state(folder)  # what cannot be read is an error now, and not at the resume
 
 
 def load_state(folder: Path) -> dict[str, Any]:

@@ -14,6 +14,8 @@ import numpy as np
 from dppo_megatron.adapters.pruner import StepPruner
 from dppo_megatron.adapters.settings import pruning_from, slime_refusals
 from dppo_megatron.pruning import logit_grad_norm
+from dppo_megatron.pruning.custom import CustomPolicy
+from dppo_megatron.pruning.policies import completion_policy_class
 from dppo_megatron.types import UserError
 
 
@@ -24,7 +26,7 @@ def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], li
     The step is the first group's number: slime counts groups through the run.
 
     Raises:
-        UserError: an estimator or a term of the loss that this would bias.
+        UserError: an estimator or a term of the loss that this would bias; a policy of your own that learns.
     """
     if found := slime_refusals(args, samples):
         raise UserError("settings of slime with which pruning would be biased: " + "; ".join(found))
@@ -36,6 +38,9 @@ def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], li
         advantages = advantages / (rewards.std(axis=1, keepdims=True, ddof=1) + 1e-6)
     pruning = pruning_from({"completion": getattr(args, "dppo_completion", {})}, "dppo")
     pruning.prompt.method = "none"
+    own = getattr(completion_policy_class(pruning.completion.method), "own_class", CustomPolicy)
+    if own.feedback is not CustomPolicy.feedback or own.own_state is not CustomPolicy.own_state:
+        raise UserError(f"dppo_completion: {pruning.completion.method} learns, and slime's hook cannot keep that")
     sizes = {"num_prompts": shape[0], "prompts_per_step": shape[0], "group_size": shape[1]}
     step = int(samples[0].group_index) // shape[0]
     # of --num-epoch slime's driver makes a number that its rollouts do not get; nothing is annealed then

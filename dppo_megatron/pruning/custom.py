@@ -10,7 +10,7 @@ It has one method, `choose`, and the type of what it returns says how much is kn
 Example: prompts whose last group had variance are always kept, the others in a third of the cases.
 
     class Curious(CustomPromptPolicy):
-        reads = ("min_inclusion_prob",)
+        reads = ("discount",)  # of what the history keeps
 
         def choose(self, prompt_index, *, step, minibatch):
             return np.where(self.history.arrays["variance"][prompt_index] > 0, 1.0, 1 / 3)
@@ -45,7 +45,6 @@ from dppo_megatron.pruning.interface import (
     Selection,
     StepCapacity,
     StepCost,
-    check_state,
 )
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.weights import label_of_settings, weigh_biased, weigh_by
@@ -56,14 +55,17 @@ Choice = FloatArray | BoolArray | Draw
 """Probabilities [n], a pick [n], or a design of n rows."""
 _SMALLEST = float(np.finfo(np.float64).tiny)
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
-_READS = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
+_STORED = "?bhilqBHILQefd"
+"""numpy's types of numbers that a checkpoint keeps, by their letters."""
+_READ_HERE = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
 
 
 class CustomPolicy:
     """What a user's policies of both levels have. The public names of a base are all that the trainer uses."""
 
     reads: ClassVar[tuple[str, ...]]
-    """Settings of `pruning.<level>` that mean something to it."""
+    """Settings of `pruning.<level>` that mean something to it, beside the floor, the draw, the weights and the warm-up,
+    which are made here. Changed ones that nothing reads are named at the start."""
     config: Any
     """A copy of the section."""
     seed: int
@@ -77,17 +79,18 @@ class CustomPolicy:
         return []
 
     def own_state(self) -> dict[str, Any]:
-        """What it keeps, copied: numbers, texts, numpy arrays, lists, dicts."""
+        """What it keeps: numbers, texts, numpy arrays of numbers, lists, tuples, dicts. Copied when it is taken, as
+        these alone: a `defaultdict` comes back as a dict, numpy's 1.0 as Python's."""
         return {}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved `own_state`."""
+        """Take over a saved `own_state`. A policy has both or neither."""
 
 
 class CustomPromptPolicy(CustomPolicy):
     """Base of a user's prompt policy."""
 
-    reads: ClassVar[tuple[str, ...]] = (*_READS, "warmup_epochs", "discount", "prior")
+    reads: ClassVar[tuple[str, ...]] = ("discount", "prior")
     history: PromptHistory
     """To be read: `arrays` by prompt index (variance, mean_abs, tokens, visits, last_step), `posterior`, `seen`,
     `age_epochs`."""
@@ -107,7 +110,7 @@ class CustomPromptPolicy(CustomPolicy):
 class CustomCompletionPolicy(CustomPolicy):
     """Base of a user's completion policy."""
 
-    reads: ClassVar[tuple[str, ...]] = (*_READS, "warmup_steps")
+    reads: ClassVar[tuple[str, ...]] = ()
     zero_advantage_slope: float
     """Above 0 completions without advantage carry gradient too."""
     group_size: int
@@ -138,26 +141,34 @@ class _Plugged(Policy):
         seed = int(generator(seed, f"{self.name} of a user").integers(2**62))
         try:
             self.own = self.own_class(config=copy.deepcopy(self.config), seed=seed, **given)
-        except TypeError as error:
-            raise UserError(f"{what}: {error}; an __init__ takes (*args, **kwargs) and hands them to super()") from None
+        except Exception as error:
+            said = f"{what}: cannot be made: {type(error).__name__}: {error}"
+            if isinstance(error, TypeError) and "__init__()" in str(error):
+                raise UserError(f"{said}; an __init__ takes (*args, **kwargs) and hands them to super()") from None
+            raise UserError(said) from error
         _refuse_taken(vars(self.own), self.own_class, f"{what}: its objects have")
-        _check_storable(state := self.own.own_state(), f"{what}: own_state()")
-        if not isinstance(state, dict):
-            raise UserError(f"{what}: own_state() is a {type(state).__name__}, expected a dict")
+        self.own_state()
 
     def feedback(self, cost: StepCost) -> list[str]:
         said = self.own.feedback(cost)
         if not isinstance(said, list) or not all(isinstance(line, str) for line in said):
             raise UserError(f"{self.config.method}.feedback returned {said!r:.60}; expected a list of log lines")
+        self.own_state()  # what cannot be saved is an error on every rank here; at a save rank 0 alone would have it
         return said
 
     def own_state(self) -> dict[str, Any]:
-        return {"kind": self.kind, "own": self.own.own_state()}
+        where = f"pruning.{self._level}.method = '{self.config.method}': own_state()"
+        if not isinstance(state := self.own.own_state(), dict):
+            raise UserError(f"{where} is a {type(state).__name__}, expected a dict")
+        return {"kind": self.kind, "own": _plain(state, where)}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        check_state(state["own"], set(self.own.own_state()), f"{self.name}.own_state()")
         self.kind = str(state["kind"])
-        self.own.load_own_state(state["own"])
+        try:
+            self.own.load_own_state(copy.deepcopy(state["own"]))
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{self.config.method}.load_own_state, given what own_state kept: {said}") from error
 
 
 class PluggedPromptPolicy(_Plugged, PromptPolicy):
@@ -310,11 +321,15 @@ def plug(cls: object, base: type, key: str, path: str) -> type[PromptPolicy] | t
     for name in _used(own):
         if not callable(getattr(cls, name)) or cls.choose is own.choose:  # type: ignore[attr-defined]
             raise UserError(f"{key} = '{path}': has no method {name}")
+    lacks = [name for name in ("own_state", "load_own_state") if getattr(cls, name) is getattr(own, name)]
+    if len(lacks) == 1:
+        raise UserError(f"{key} = '{path}': has no {lacks[0]}, and so would lose what it keeps at every resume")
     known = [item.name for item in fields(PromptPruningConfig if at_prompts else CompletionPruningConfig)]
     if not isinstance(cls.reads, tuple) or any(name not in known for name in cls.reads):
         raise UserError(f"{key} = '{path}': reads = {cls.reads!r}: expected a tuple of settings of pruning.{level}")
     plugged = PluggedPromptPolicy if at_prompts else PluggedCompletionPolicy
-    made = type(cls.__name__, (plugged,), {"own_class": cls, "reads": cls.reads})
+    reads = (*_READ_HERE, "warmup_epochs" if at_prompts else "warmup_steps", *cls.reads)
+    made = type(cls.__name__, (plugged,), {"own_class": cls, "reads": reads})
     return cast("type[PromptPolicy] | type[CompletionPolicy]", made)
 
 
@@ -334,15 +349,20 @@ def _used(own: type) -> list[str]:
     return [name for name in dir(own) if not name.startswith("_") and name != "reads"]
 
 
-def _check_storable(state: object, where: str) -> None:
-    """Raise `UserError` for what a checkpoint does not hold, before the first one is written."""
-    if isinstance(state, dict | list | tuple):
-        for name, value in state.items() if isinstance(state, dict) else enumerate(state):
-            _check_storable(value, f"{where}[{name!r}]")
-        return
-    kind = getattr(getattr(state, "dtype", None), "kind", "O")
-    if not (state is None or isinstance(state, bool | int | float | str) or kind in "biuf"):
-        raise UserError(
-            f"{where} holds a {type(state).__name__}: a checkpoint keeps numbers, texts, numpy arrays of numbers, and"
-            " lists and dicts of these"
-        )
+def _plain(state: Any, where: str) -> Any:
+    """A copy, of what reading a checkpoint makes without running code. Raises `UserError` for anything else."""
+    if isinstance(state, dict):
+        return {_plain(name, f"{where}: a key"): _plain(value, f"{where}[{name!r}]") for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        held = [_plain(value, f"{where}[{place}]") for place, value in enumerate(state)]
+        return tuple(held) if isinstance(state, tuple) else held
+    if isinstance(state, np.generic) and state.dtype.char in _STORED + "U":
+        return state.item()
+    if type(state) is np.ndarray and state.dtype.char in _STORED:
+        return state.copy()
+    if state is None or type(state) in (bool, int, float, str):
+        return state
+    raise UserError(
+        f"{where} holds a {type(state).__name__}: a checkpoint keeps numbers, texts, numpy arrays of numbers, and"
+        " lists and dicts of these"
+    )

@@ -108,16 +108,27 @@ def check_methods(
             f"pruning.completion.allocation = true: method={config.completion.method} has no rate that more prompts"
             " could fill; set it to false"
         )
-    if is_plugin(config.prompt.method):  # a trial, because its __init__ may be wrong too
-        make_prompt_policy(
-            config.prompt, num_prompts=1, completions_per_prompt=1, prompts_per_step=1, total_steps=1, seed=0
-        )
-    if is_plugin(config.completion.method):
-        make_completion_policy(config.completion, seed=0, total_steps=1)
     return [
         *_unread("pruning.prompt", config.prompt, prompt, PASS_RATES if reads_pass_rates else ()),
         *_unread("pruning.completion", config.completion, completion),
     ]
+
+
+def try_own(config: PruningConfig, size: int) -> None:
+    """Make the user's own policies once, for groups of `size`, before anything is loaded: their `__init__` may be wrong
+    too. Raises UserError."""
+    if is_plugin(config.completion.method):
+        make_completion_policy(config.completion, seed=0, total_steps=1, group_size=size)
+    if is_plugin(config.prompt.method):
+        try:
+            make_prompt_policy(
+                config.prompt, num_prompts=1, completions_per_prompt=size, prompts_per_step=1, total_steps=1, seed=0
+            )
+        except UserError as error:
+            if error.__cause__ is None:  # of the class, whatever it is given
+                raise
+            trial = "tried with one prompt and no features before the data are read: look at them in choose"
+            raise UserError(f"{error} ({trial})") from error
 
 
 def make_prompt_policy(

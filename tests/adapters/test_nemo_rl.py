@@ -3,7 +3,6 @@ are written out here: it is on no package index. Every draw of completions, equa
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from enumeration import GROUP, PROMPTS, Played
+from test_pruner import COUNTING
 
 from dppo_megatron.adapters import nemo_rl as adapter
-from dppo_megatron.adapters.pruner import StepPruner
 from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.types import UserError
 
@@ -91,20 +90,12 @@ def _pruned(policy: Policy, **changes: Any) -> adapter.PrunedPolicy:
 
 @pytest.mark.parametrize(("parallel", "microbatch"), [(1, 1), (2, 1)])
 @pytest.mark.parametrize("name", ["by tokens", "by sequences", "gspo", "cispo"])
-def test_the_expected_gradient_is_the_full_one(
-    name: str, parallel: int, microbatch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_expected_gradient_is_the_full_one(name: str, parallel: int, microbatch: int) -> None:
     """Also where the rows that are left have to be filled up to what the ranks share."""
     policy, played, data, loss = Policy(parallel, microbatch), Played(skips=False), _data(), _loss(name)
     policy.train(data, loss, gbs=ROWS)
     full, pruned = policy.gradient.numpy(), _pruned(policy)
-
-    def made(pruner: StepPruner, **changes: Any) -> StepPruner:
-        pruner = replace(pruner, **changes)
-        pruner._prompts = pruner._completions = played
-        return pruner
-
-    monkeypatch.setattr(adapter, "replace", made)
+    pruned._pruner._prompts = pruned._pruner._completions = played  # type: ignore[assignment]
     mean, total = np.zeros(2), 0.0
     for probability in played.draws():
         pruned.train(data, loss)
@@ -124,6 +115,14 @@ def test_a_step_says_what_it_kept_and_leaves_the_trainers_batch_alone() -> None:
     assert all(torch.equal(before[name], data[name]) for name in before)
     pruned.train(data, _loss("by tokens"), eval_mode=True)
     assert policy.rows[-1] == ROWS and pruned._step == 1 and pruned.cfg is policy.cfg
+
+
+def test_a_policy_of_ones_own_is_one_through_the_run() -> None:
+    """It is told of every step, and not made anew in each."""
+    pruned = _pruned(Policy(1, 1), completion=CompletionPruningConfig(method=COUNTING))
+    for _ in range(3):
+        pruned.train(_data(), _loss("by tokens"))
+    assert pruned._pruner.state_dict()["completions"]["own"] == {"steps": 3.0}
 
 
 @pytest.mark.parametrize(

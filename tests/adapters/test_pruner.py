@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,35 @@ import pytest
 from dppo_megatron.adapters import pruner as module
 from dppo_megatron.adapters.pruner import Kept, StepPruner, load_state, save_state
 from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig, PruningConfig
+from dppo_megatron.pruning import CompletionBatch, CustomCompletionPolicy, StepCost
 from dppo_megatron.texts import logged
+from dppo_megatron.types import FloatArray
 
 PROMPTS, GROUP = 6, 4
+
+
+class Counting(CustomCompletionPolicy):
+    """Keeps less with every step that it was told of, and counts them in types that reading a checkpoint refuses."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.told: dict[str, Any] = defaultdict(np.float64)
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> FloatArray:
+        return np.full(len(batch), 0.9 / (1 + self.told["steps"]))
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        self.told["steps"] += np.float64(1)
+        return [f"told of step {cost.step}"]
+
+    def own_state(self) -> dict[str, Any]:
+        return self.told
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        self.told = defaultdict(np.float64, state)
+
+
+COUNTING = f"{__name__}:Counting"
 
 
 def _pruner(pruning: PruningConfig | None = None, **changes: Any) -> StepPruner:
@@ -72,8 +100,19 @@ def test_what_the_policies_say_is_logged(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (worse, *later) == ("no prompt is skipped", "prompts are skipped again", "no prompt is skipped")
 
 
-def test_a_saved_state_goes_on_as_the_one_that_was_not(tmp_path: Path) -> None:
-    whole, again = _pruner(), _pruner()
+def test_a_completion_policy_of_ones_own_learns() -> None:
+    """Of each step once, and what it says is logged."""
+    pruner, said = _pruner(PruningConfig(completion=CompletionPruningConfig(method=COUNTING))), list[str]()
+    with logged(said.append):
+        kept = [len(_step(pruner, step).rows) for step in (0, 1, 2)]
+    assert said == ["told of step 1", "told of step 2", "told of step 3"] and kept[0] > kept[1] > kept[2] > 0
+
+
+@pytest.mark.parametrize("completion", ["dppo", COUNTING])
+def test_a_saved_state_goes_on_as_the_one_that_was_not(completion: str, tmp_path: Path) -> None:
+    own = CompletionPruningConfig(method=completion, max_design_effect=0 if completion == "dppo" else 1.1)
+    pruning = PruningConfig(PromptPruningConfig(warmup_epochs=0.5), own)
+    whole, again = _pruner(pruning), _pruner(pruning)
     for step in range(4):
         _step(whole, step)
     save_state(whole, tmp_path)

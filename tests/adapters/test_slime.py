@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_pruner import COUNTING
 
 from dppo_megatron.adapters.slime import post_process_rewards
 from dppo_megatron.types import UserError
@@ -79,6 +80,7 @@ def test_weighted_advantages_have_the_full_mean_and_the_dropped_cost_a_token() -
         ({"global_batch_size": 4}, "--global-batch-size 4"),
         ({"over_sampling_batch_size": 4}, "--over-sampling-batch-size"),
         ({"num_rollout": None, "dppo_completion": {"anneal_fraction": 0.8}}, "--num-rollout"),
+        ({"dppo_completion": {"method": COUNTING}}, "Counting learns, and slime's hook cannot keep that"),
         ({"dppo_completion": {"rat": 0.5}}, "did you mean 'rate'"),
         ({"dppo_completion": {"rate": 1.5}}, "lower min_inclusion_prob or rate"),
     ],

@@ -139,6 +139,19 @@ def test_settings_that_a_method_does_not_read_are_named():
     ]
 
 
+def test_what_the_trainer_reads_for_a_policy_of_ones_own_is_read():
+    """Floor, draw, weights and warm-up, whatever the class says that it reads; `rate` and `prior` mean nothing here."""
+    own = "prompt.method=examples.custom_policy:Varied", "completion.method=examples.custom_policy:Cheap"
+    here = "min_inclusion_prob=0.3", "design=poisson", "estimator=hajek", "max_weight=3", "anneal_fraction=0.5"
+    acting = [f"{level}.{setting}" for level in ("prompt", "completion") for setting in here]
+    acting += ["prompt.warmup_epochs=2", "prompt.discount=0.5", "completion.warmup_steps=7"]
+    assert check(load(*own, *acting)) == []
+    assert check(load(*own, "prompt.prior=2", "completion.rate=0.4")) == [
+        "pruning.prompt.method = examples.custom_policy:Varied does not read prior",
+        "pruning.completion.method = examples.custom_policy:Cheap does not read rate",
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "read"),
     [

@@ -15,10 +15,12 @@ from support.job import job_config, read_metrics, settings, write_warm_job_files
 from support.launch import run_ranks
 from test_pruning_labels import check
 
+from dppo_megatron.checkpoint.state import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import Draw, StepCost
+from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods
 from dppo_megatron.run import Run, Stopped
 from dppo_megatron.selection import Selector
@@ -27,6 +29,7 @@ from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 
 OWN = "support.policies:"
+TRIED = "tried with one prompt and no features before the data are read: look at them in choose"
 
 
 def _config(prompt: str = "none", completion: str = "none") -> Config:
@@ -141,7 +144,46 @@ def test_a_completion_with_an_advantage_keeps_a_floor() -> None:
     assert not decision.kept[decision.advantages == 0].any()
 
 
+def _play(selector: Selector, steps: range) -> list[np.ndarray]:
+    """The weights of each step."""
+    weights = []
+    for step in steps:
+        rows = selector.begin(step).prompt_index
+        outcomes = make_outcomes(np.random.default_rng(step), len(rows), 3, binary=True)
+        weights.append(selector.finish(outcomes, step).weight)
+        selector.feedback(StepCost(step, 1.0, 1.0, 0.1))
+    return weights
+
+
+def test_what_a_policy_keeps_is_saved_as_plain_data(tmp_path: Path) -> None:
+    """Else no checkpoint of the run could be written, or none be read: a defaultdict, a named tuple, numpy's scalars as
+    keys and values, and keys that were not there at the start. A new selector goes on as the old one."""
+    settings = selection_settings(_config(OWN + "Hoarder"))
+    whole, resumed = Selector(settings, 8), Selector(settings, 8)
+    _play(whole, range(1, 4))
+    write_state(tmp_path / "loop.pt", {"loop": whole.state_dict(), "generators": []})
+    resumed.load_state_dict(read_state(tmp_path / "loop.pt")["loop"])
+    np.testing.assert_equal(_play(resumed, range(4, 9)), _play(whole, range(4, 9)))
+
+
 # ------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_what_cannot_be_saved_is_refused_in_the_step_that_keeps_it() -> None:
+    """Its feedback, which all ranks have an error of: a save would go on without a checkpoint, as on a full disk."""
+    message = r"pruning\.prompt\.method = '.*Queued': own_state\(\)\[0\] holds a deque: a checkpoint keeps numbers"
+    with pytest.raises(UserError, match=message):
+        _play(Selector(selection_settings(_config(OWN + "Queued")), 8), range(1, 2))
+
+
+def test_a_state_that_a_policy_does_not_take_names_it() -> None:
+    """A KeyError in the user's `load_own_state`, of a checkpoint of another version of the class: as a state of another
+    version, about which the trainer says what to do."""
+    selector = Selector(selection_settings(_config(OWN + "Curious")), 8)
+    state = selector.state_dict()
+    state["prompt"]["own"] = {}
+    with pytest.raises(ValueError, match=r"Curious\.load_own_state, given what own_state kept: KeyError: 'tries'"):
+        selector.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +222,10 @@ def test_answers_that_are_none_are_named(answer: Any, message: str, monkeypatch:
             "no part of a built-in method can be replaced: give its probabilities from choose",
         ),
         ("prompt", OWN + "NoArguments", r"an __init__ takes \(\*args, \*\*kwargs\)"),
+        ("prompt", OWN + "Hard", rf"cannot be made: AttributeError: .*'level' \({TRIED}"),
+        ("prompt", OWN + "Many", rf"cannot be made: AssertionError: a set of one \({TRIED}"),
         ("prompt", OWN + "Unsaved", r"own_state\(\)\['seen'\] holds a set: a checkpoint keeps numbers"),
+        ("prompt", OWN + "Forgetful", "has no load_own_state, and so would lose what it keeps at every resume"),
         ("prompt", "dpo", "did you mean 'dppo'.*or module:Class for a policy of your own"),
     ],
 )
@@ -195,6 +240,17 @@ def test_a_plugged_policy_that_is_none_ends_before_the_run(
     assert said.startswith("error: ") and not (tmp_path / "run").exists()
     with pytest.raises(UserError, match=message):
         raise UserError(said)
+
+
+def test_what_a_policy_is_made_with_is_all_there_is() -> None:
+    """Where the data are known nothing is tried without them: what looks at levels, or at the history, when it is made
+    can be made by a `Selector`."""
+    none = np.zeros(8, dtype=np.int64)
+    features = PromptFeatures(none, np.arange(8.0), none, ("",))
+    selector = Selector(selection_settings(_config(OWN + "Hard")), 8, features=features)
+    chosen = selector._prompt_policy.select(np.arange(8), step=1)
+    assert chosen.inclusion_prob.tolist() == [0.5] * 4 + [1.0] * 4
+    assert Selector(selection_settings(_config(OWN + "Many")), 8)._prompt_policy.select(np.arange(8), step=1).kept.any()
 
 
 def test_compare_and_simulate_know_it() -> None:

@@ -51,14 +51,26 @@ class Bug(Exception):
     """A user's own, which ends the run."""
 
 
-class Prompts(CustomPromptPolicy):
+class Keeps:
+    """Something to save and to take over: whoever replaces one of the two has the other all the same."""
+
+    kept = 1
+
+    def own_state(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_own_state(self, state: Any) -> None:
+        self.kept = state["kept"]
+
+
+class Prompts(Keeps, CustomPromptPolicy):
     """Honest: known probabilities by index."""
 
     def choose(self, prompt_index: Any, *, step: int, minibatch: int) -> Any:
         return np.where(prompt_index % 2 == 0, 0.4, 1.0)
 
 
-class Completions(CustomCompletionPolicy):
+class Completions(Keeps, CustomCompletionPolicy):
     """Honest: known probabilities by length."""
 
     def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Any:
@@ -151,7 +163,8 @@ def _verdict(level: str, chosen: list[tuple[str, str]], seed: int) -> str:
         if not {name for name, _ in chosen} <= USED:
             assert any(f"replaces {name}," in str(refusal) for name, _ in chosen if name not in USED), refusal
         return "refused"
-    except Bug:
+    except (Bug, ValueError) as error:  # of load_own_state, as of a state that does not fit
+        assert isinstance(error, Bug) or (isinstance(error.__cause__, Bug) and "load_own_state" in str(error))
         assert "raises" in {how for _, how in chosen}
         return "ended"
 

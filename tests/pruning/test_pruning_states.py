@@ -57,6 +57,7 @@ def decisions_equal(one: TrainSelection, other: TrainSelection) -> None:
 LEVELS: list[dict[str, Any]] = [
     *({"prompt": m} for m in PROMPT_POLICIES),
     *({"completion": m} for m in COMPLETION_POLICIES),
+    {"prompt": "support.policies:Hoarder"},
     *({"prompt": m, "by_pass_rate": True} for m in ("none", "dppo", "dynamic_sampling")),
 ]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from dppo_megatron.types import FloatArray, IntArray
 class Curious(CustomPromptPolicy):
     """Probabilities: prompts whose groups had variance always, the others the less the more often they were tried."""
 
-    reads = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction", "warmup_epochs", "discount")
+    reads = ("discount",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,6 +38,42 @@ class Curious(CustomPromptPolicy):
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         self.tries = dict(state["tries"])
+
+
+class Visit(NamedTuple):
+    """Of a type that reading a checkpoint does not know."""
+
+    step: int
+    reward: np.float64
+
+
+class Hoarder(CustomPromptPolicy):
+    """Hands out what it keeps itself, and not a copy: by prompts, of which there are none at the start."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.visits: dict[Any, list[Visit]] = defaultdict(list)
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        known = [[reward for _, reward in self.visits.get(prompt, ())] for prompt in prompt_index]
+        return np.array([0.4 + 0.5 * np.mean(rewards) if rewards else 0.95 for rewards in known])
+
+    def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
+        for prompt, mean in zip(prompt_index, np.nan_to_num(rewards).mean(axis=1), strict=True):
+            self.visits[prompt].append(Visit(step, mean))
+
+    def own_state(self) -> dict[str, Any]:
+        return self.visits
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        self.visits = defaultdict(list, state)
+
+
+class Queued(Hoarder):
+    """Keeps something that cannot be saved from its first step on."""
+
+    def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
+        self.visits[0] = deque()  # type: ignore[assignment]
 
 
 class Coins(CustomPromptPolicy):
@@ -110,11 +147,40 @@ class NoArguments(FirstHalf):
         pass
 
 
+class Hard(CustomPromptPolicy):
+    """Looks at the rows' levels when it is made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.hard = self.features.level > 3  # type: ignore[union-attr]
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        return np.where(self.hard[prompt_index], 1.0, 0.5)
+
+
+class Many(FirstHalf):
+    """Looks at the number of prompts when it is made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert len(self.history) > 1, "a set of one"
+
+
 class Unsaved(FirstHalf):
     """Keeps what a checkpoint cannot hold."""
 
     def own_state(self) -> dict[str, Any]:
         return {"seen": {1, 2}}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Takes nothing over."""
+
+
+class Forgetful(FirstHalf):
+    """Saves what it does not take over again."""
+
+    def own_state(self) -> dict[str, Any]:
+        return {"seen": [1, 2]}
 
 
 class Answers(CustomPromptPolicy):
