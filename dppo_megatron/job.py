@@ -324,6 +324,8 @@ def _reward_bounds(config: Config) -> RewardBounds:
     prompt = config.pruning.prompt
     if prompt_policy_class(prompt.method).needs_unit_rewards(prompt):
         return RewardBounds(0.0, 1.0, "pruning.prompt.score = beta counts it as a success; score=rms takes any reward")
+    if why := selection_settings(config).baseline_of_passes:
+        return RewardBounds(0.0, 1.0, why)
     return RewardBounds(-LARGEST_REWARD, LARGEST_REWARD, "it is squared")
 
 
