@@ -217,8 +217,8 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     """What can be refused knowing config.json alone, data and tokenizer not; a plan checks it too.
 
     Returns:
-        A line for each level of pruning that sets what its method does not read, and warnings about stale rollouts and
-        a mixture.
+        A line for each level of pruning that sets what its method does not read and for each setting that another one
+        leaves without effect, and warnings about stale rollouts and a mixture.
 
     Raises:
         UserError: pruning, layout, layers or lengths that cannot be.
@@ -230,7 +230,27 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     _check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)
-    return unread + _age_note(config) + _replay_note(config, architecture)
+    return unread + _effect_notes(config) + _age_note(config) + _replay_note(config, architecture)
+
+
+def _effect_notes(config: Config) -> list[str]:
+    """Of settings that a file, a comparison or a resume may rightly leave as they are when it changes the other one."""
+    optimizer, actor, servers = config.actor.optimizer, config.actor, config.rollout.servers
+    default = Config()
+    rate, modules = optimizer.min_learning_rate, actor.recompute_modules
+    idle = {
+        f"actor.optimizer.min_learning_rate = {rate:g} has no effect while actor.optimizer.lr_schedule = constant": rate
+        and optimizer.lr_schedule == "constant",
+        f"actor.recompute_modules = {', '.join(modules)} has no effect while actor.recompute = {actor.recompute}": (
+            modules != default.actor.recompute_modules and actor.recompute != "selective"
+        ),
+    }
+    for name in ("python", "count", "gpus"):
+        value = getattr(servers, name)
+        idle[f"rollout.servers.{name} = {value} has no effect while rollout.servers.endpoints names running ones"] = (
+            servers.endpoints and value != getattr(default.rollout.servers, name)
+        )
+    return [line for line, is_so in idle.items() if is_so]
 
 
 def _age_note(config: Config) -> list[str]:
