@@ -116,7 +116,7 @@ class Loop:
     # ---------------------------------------------------------------------------------------- before the first step
 
     def sft(self) -> None:
-        """The supervised phase, through the same actor; nothing if `sft.steps` is 0. Raises RunAborted if it diverges."""
+        """The supervised phase, through the same actor; nothing if `sft.steps` is 0. RunAborted: it diverges."""
         config = self.job.config
         warm, examples = config.sft, self.job.sft_examples
         if not warm.steps:
