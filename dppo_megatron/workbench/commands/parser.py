@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.config import load_config
-from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.checks import Purpose, check_world_size
 from dppo_megatron.config.paths import shipped_config, working_directory, writing
 from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.schema import Config
@@ -49,12 +49,12 @@ def check_comes_first(path: str) -> None:
         raise UserError(f"'{path}' stands where CONFIG should: the file comes first, settings (key=value) after it")
 
 
-def read_config(path: str, overrides: list[str], *, writes_run: bool = True) -> Config:
+def read_config(path: str, overrides: list[str], *, writes_run: bool = True, purpose: Purpose = "train") -> Config:
     """CONFIG with its settings. Raises UserError."""
     check_comes_first(path)
     if base := working_directory(path):
         say(f"{path}: its relative paths are relative to {base}, where that run was started")
-    return load_config(path, overrides, writes_run=writes_run)
+    return load_config(path, overrides, writes_run=writes_run, purpose=purpose)
 
 
 def check_number(option: str, value: float | None, interval: str) -> None:
