@@ -235,20 +235,22 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
 
 def _effect_notes(config: Config) -> list[str]:
     """Of settings that a file, a comparison or a resume may rightly leave as they are when it changes the other one."""
-    optimizer, actor, servers = config.actor.optimizer, config.actor, config.rollout.servers
-    default = Config()
-    rate, modules = optimizer.min_learning_rate, actor.recompute_modules
+    actor, servers, default = config.actor, config.rollout.servers, Config()
+    rate, modules = actor.optimizer.min_learning_rate, actor.recompute_modules
+    keeps_rate = actor.optimizer.lr_schedule == "constant"
+    recomputes_none = actor.recompute != "selective" and modules != default.actor.recompute_modules
     idle = {
-        f"actor.optimizer.min_learning_rate = {rate:g} has no effect while actor.optimizer.lr_schedule = constant": rate
-        and optimizer.lr_schedule == "constant",
+        f"actor.optimizer.min_learning_rate = {rate:g} has no effect while actor.optimizer.lr_schedule = constant": (
+            keeps_rate and rate > 0
+        ),
         f"actor.recompute_modules = {', '.join(modules)} has no effect while actor.recompute = {actor.recompute}": (
-            modules != default.actor.recompute_modules and actor.recompute != "selective"
+            recomputes_none
         ),
     }
     for name in ("python", "count", "gpus"):
         value = getattr(servers, name)
         idle[f"rollout.servers.{name} = {value} has no effect while rollout.servers.endpoints names running ones"] = (
-            servers.endpoints and value != getattr(default.rollout.servers, name)
+            bool(servers.endpoints) and value != getattr(default.rollout.servers, name)
         )
     return [line for line, is_so in idle.items() if is_so]
 

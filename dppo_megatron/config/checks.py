@@ -226,7 +226,11 @@ def _check_effect(config: Config) -> None:
     """Refuse what another setting leaves without effect, where neither may change when a run resumes; of the others a
     job says it (`job.check_settings`). Not in an evaluation: those of a run that had one would be refused too."""
     correction, default = config.objective.correction, CorrectionConfig()
-    idle = {"mode": correction.mode, "max_ratio": correction.max_ratio, "min_ratio": correction.min_ratio}
+    idle: dict[str, object] = {
+        "mode": correction.mode,
+        "max_ratio": correction.max_ratio,
+        "min_ratio": correction.min_ratio,
+    }
     reason = f"level = {correction.level}"
     if correction.level != "none":
         idle = {} if correction.mode == "mask" else {"min_ratio": correction.min_ratio}
