@@ -217,8 +217,8 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     """What can be refused knowing config.json alone, data and tokenizer not; a plan checks it too.
 
     Returns:
-        A line for each level of pruning that sets what its method does not read, and warnings about stale rollouts and
-        a mixture.
+        A line for each level of pruning that sets what its method does not read and for each setting that another one
+        leaves without effect, and warnings about stale rollouts and a mixture.
 
     Raises:
         UserError: pruning, layout, layers or lengths that cannot be.
@@ -231,7 +231,29 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     _check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)
-    return unread + _age_note(config) + _replay_note(config, architecture)
+    return unread + _effect_notes(config) + _age_note(config) + _replay_note(config, architecture)
+
+
+def _effect_notes(config: Config) -> list[str]:
+    """Of settings that a file, a comparison or a resume may rightly leave as they are when it changes the other one."""
+    actor, servers, default = config.actor, config.rollout.servers, Config()
+    rate, modules = actor.optimizer.min_learning_rate, actor.recompute_modules
+    keeps_rate = actor.optimizer.lr_schedule == "constant"
+    recomputes_none = actor.recompute != "selective" and modules != default.actor.recompute_modules
+    idle = {
+        f"actor.optimizer.min_learning_rate = {rate:g} has no effect while actor.optimizer.lr_schedule = constant": (
+            keeps_rate and rate > 0
+        ),
+        f"actor.recompute_modules = {', '.join(modules)} has no effect while actor.recompute = {actor.recompute}": (
+            recomputes_none
+        ),
+    }
+    for name in ("python", "count", "gpus"):
+        value = getattr(servers, name)
+        idle[f"rollout.servers.{name} = {value} has no effect while rollout.servers.endpoints names running ones"] = (
+            bool(servers.endpoints) and value != getattr(default.rollout.servers, name)
+        )
+    return [line for line, is_so in idle.items() if is_so]
 
 
 def _age_note(config: Config) -> list[str]:
@@ -325,6 +347,8 @@ def _reward_bounds(config: Config) -> RewardBounds:
     prompt = config.pruning.prompt
     if prompt_policy_class(prompt.method).needs_unit_rewards(prompt):
         return RewardBounds(0.0, 1.0, "pruning.prompt.score = beta counts it as a success; score=rms takes any reward")
+    if why := selection_settings(config).baseline_of_passes:
+        return RewardBounds(0.0, 1.0, why)
     return RewardBounds(-LARGEST_REWARD, LARGEST_REWARD, "it is squared")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.disk_faults import disk_fault
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dppo_megatron.rewards.functions import final_answer
@@ -212,6 +213,14 @@ def test_the_quickstart_is_the_same_from_another_process(tmp_path: Path) -> None
 def test_a_task_that_cannot_be_made_leaves_nothing(tmp_path: Path, count: int) -> None:
     with pytest.raises(UserError):
         make_quickstart(tmp_path / "out", SMALL._replace(num_train=count))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("room", [100, 100_000])
+def test_a_disk_without_room_is_named_and_left_as_it_was(tmp_path: Path, room: int) -> None:
+    """A file that may have so many bytes: of the rows, and of the model, which a library writes."""
+    with disk_fault(tmp_path, "full", room), pytest.raises(UserError, match=f"--task {tmp_path}/out cannot be written"):
+        make_quickstart(tmp_path / "out", SMALL)
     assert not list(tmp_path.iterdir())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import pty
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.job import REPOSITORY
@@ -20,9 +22,12 @@ from support.job import REPOSITORY
 from dppo_megatron.config import paths
 from dppo_megatron.config.reference import page_for
 from dppo_megatron.types import UserError
+from dppo_megatron.workbench.accept.record import Record
 from dppo_megatron.workbench.cli import PAGES, explained, main, program
 from dppo_megatron.workbench.commands import config as config_command
 from dppo_megatron.workbench.commands.completion import settings
+from dppo_megatron.workbench.commands.parser import write_json
+from dppo_megatron.workbench.compare.table import write_results
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 
@@ -462,6 +467,31 @@ def test_no_room_for_the_output() -> None:
         _, said = process.communicate(timeout=300)
     assert process.returncode == 2
     assert said.startswith(b"error: stdout cannot be written: No space left on device; some of the output is lost")
+
+
+@pytest.mark.parametrize(
+    ("write", "named"),
+    [
+        (lambda path: write_json(str(path / "plan.json"), {"step_s": 1.0}), "--json '{}/plan.json'"),
+        (lambda path: write_results(path / "results.json", {"runs": []}), "{}/results.json"),
+        (lambda path: Record({}).write(path), "{}/accept.json"),
+    ],
+    ids=["--json", "compare", "accept"],
+)
+def test_no_room_for_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: Any, named: str
+) -> None:
+    """It is named, and not taken for stdout: the error of a write has no name."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for writer in ("commands.parser.Path.write_text", "compare.table.write_text", "accept.record.write_text"):
+        monkeypatch.setattr(f"dppo_megatron.workbench.{writer}", full)
+    monkeypatch.setattr(config_command, "execute", lambda _: write(tmp_path))
+    assert main(["config"]) == 2
+    said = f"error: {named.format(tmp_path)} cannot be written: No space left on device"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_interrupted(tmp_path: Path) -> None:

@@ -473,6 +473,28 @@ class TestReferences:
         assert resumed.rollout.sync.dir == "/scratch/s3cret-2/run/sync" and resumed.model.hf_path == "a${b}"
         assert check_changes(resumed, before, "saved") == []
 
+    def test_a_home_directory_is_found_and_written_as_it_was_given(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A shell leaves `~` in key=value as it is. Of paths only; a run's file is read again by whoever resumes it."""
+        monkeypatch.setenv("HOME", "/home/me")
+        monkeypatch.chdir(tmp_path)
+        text = "data: {eval_paths: {a: ~/a.jsonl, b: x/~/b}, prompt_template: '~/{problem}'}\nrun_dir: ~/runs/x\n"
+        config = _read(tmp_path, text, "checkpoint.resume=~/runs/y", "rollout.sync.dir=${run_dir}/sync")
+        paths = (config.run_dir, config.checkpoint.resume, config.rollout.sync.dir, config.data.eval_paths["a"])
+        assert paths == ("/home/me/runs/x", "/home/me/runs/y", "/home/me/runs/x/sync", "/home/me/a.jsonl")
+        assert (config.data.eval_paths["b"], config.data.prompt_template) == ("x/~/b", "~/{problem}")
+        run = tmp_path / "there" / "run"
+        run.mkdir(parents=True)
+        save_config(config, run / "config.yaml")
+        (run / "run.json").write_text(json.dumps({"working_dir": ".."}))
+        assert yaml.safe_load((run / "config.yaml").read_text())["run_dir"] == "~/runs/x"
+        read = read_config(str(run / "config.yaml"), [])
+        assert read.run_dir == config.run_dir and read.data.eval_paths["a"] == config.data.eval_paths["a"]
+        spelled_out = read_config("config.yaml", ["data.eval_paths.a=/home/me/a.jsonl", "run_dir=~/runs/x"])
+        before = config_values(read_config("config.yaml", []))
+        assert check_changes(spelled_out, before, "saved") == []
+
     def test_any_text_survives_a_file(self, tmp_path: Path) -> None:
         """Whatever it has of what escapes, refers, or is a missing value or a number to OmegaConf or YAML."""
         rng = random.Random("texts")

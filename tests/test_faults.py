@@ -21,12 +21,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.faulty import nan_loss
 from support.job import job_config, read_metrics
 from support.killing import Kill, run_killed, run_whole, train_or_die
 from support.launch import RankError, run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
-from dppo_megatron.algorithms.objectives import supervised
+from dppo_megatron.algorithms.objectives import make_objective, supervised
+from dppo_megatron.config.objective import ObjectiveConfig
 from dppo_megatron.job import prepare_job
 from dppo_megatron.observe import watchdog
 from dppo_megatron.observe.json_lines import JsonLines, rewind
@@ -91,6 +93,20 @@ def test_the_guard_stops_with_a_checkpoint_and_the_samples(
     said = capfd.readouterr().err
     assert "2 updates in a row" in said and "samples of the last (prompt:completion): " in said
     assert (tmp_path / "run" / "checkpoints" / "step_000002" / "manifest.json").is_file()
+
+
+def test_an_sft_that_diverges_is_a_stop_and_no_crash(
+    files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 3 on both ranks with the setting to lower, and nobody looks for a rank that has died."""
+    with pytest.MonkeyPatch.context() as patched:  # the ranks are forked
+        loss = make_objective(ObjectiveConfig(), nan_loss)
+        patched.setattr("dppo_megatron.steps.loop.supervised", lambda: loss)
+        patched.setattr(Watchdog, "wait_for_silence", lambda _: ["somebody"])
+        assert run_ranks(_command_line, 2, files, tmp_path / "run", SHORT | {"sft__learning_rate": 0.5}) == [3, 3]
+    said = capfd.readouterr()
+    assert "stopped: SFT, step 1: loss or gradient is not finite; lower sft.learning_rate = 0.5" in said.err
+    assert "has died" not in said.out + said.err and "Traceback" not in said.err
 
 
 def test_a_failed_sync_keeps_the_update_before_it(files: Path, tmp_path: Path) -> None:

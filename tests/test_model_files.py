@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -188,18 +189,27 @@ def _trap(model: Path, touched: Path, *, name: str = ".metadata") -> None:
 
 @pytest.mark.parametrize("command", [["train"], ["eval"], ["doctor", "--fp8-gate"]], ids=lambda command: command[0])
 def test_commands_run_nothing_of_a_model_directory(
-    command: list[str], files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    files: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Safetensors decide: the pickle beside them is not read. What trains ends where its data is too small."""
+    """Safetensors decide: the pickle beside them is not read. What trains ends where its data is too small, the gate,
+    which needs none, where it would build the model."""
+    built = Mock(side_effect=UserError("builds the model"))
+    monkeypatch.setattr("dppo_megatron.actor.layout.start_process_group", built)
     model, touched = Path(shutil.copytree(files / "model", tmp_path / "model")), tmp_path / "touched"
     _trap(model, touched)
     (tmp_path / "one.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n')
     job = settings(files, tmp_path / "run", model__hf_path=model, data__train_path=tmp_path / "one.jsonl")
-    trains = command != ["eval"]
-    assert main([*command, CONFIG, *job]) == (2 if trains else 0)
-    assert ("holds only 1 problems" in capsys.readouterr().err) == trains
+    first, then = (["--out", str(tmp_path / name)] if command == ["eval"] else [] for name in ("first", "then"))
+    ends = {"train": "holds only 1 problems", "doctor": "builds the model"}.get(command[0], "")
+    assert main([*command, CONFIG, *job, *first]) == (2 if ends else 0)
+    said = capsys.readouterr().err
+    assert ends in said if ends else "error: " not in said
     (model / "model.safetensors").unlink()  # now the pickle is all there is, and it is read without being run
-    assert main([*command, CONFIG, *job]) == 2
+    assert main([*command, CONFIG, *job, *then]) == 2
     assert ".metadata cannot be read" in capsys.readouterr().err
     assert not touched.exists() and not (tmp_path / "run").exists()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from support.job import write_job_files
-from support.processes import holding
+from support.job import REPOSITORY, write_job_files
+from support.processes import holding, patient, running, until
 
 from dppo_megatron.children import package_environment, python_command
 from dppo_megatron.observe.lock import RunLock
@@ -65,6 +67,30 @@ def test_a_run_in_progress_stays(options: list[str], tmp_path: Path, capsys: pyt
         assert main(options) == 2
     assert "is being written by another trainer" in capsys.readouterr().err
     assert (tmp_path / "run" / IDENTITY).exists()
+
+
+_WAITS = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], str(os.getpid())).touch(); time.sleep(600)"
+_CALLS = """
+import sys
+from dppo_megatron.children import start_python
+from dppo_megatron.workbench.commands import quickstart
+quickstart.start_python = lambda _, *given, **options: start_python("waits", *given, **options)
+sys.exit(quickstart._call(sys.argv[1], ranks=int(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_it_has_started_ends_with_it(tmp_path: Path, ranks: int) -> None:
+    """A time limit's SIGTERM is for the command alone; with two ranks torchrun is between, and passes it on."""
+    (tmp_path / "waits.py").write_text(_WAITS)
+    (tmp_path / "begun").mkdir()
+    path = {"PYTHONPATH": f"{REPOSITORY}:{tmp_path}"}
+    given = [sys.executable, "-c", _CALLS, str(tmp_path / "begun"), str(ranks)]
+    command = subprocess.Popen(given, env=package_environment() | path)
+    until(lambda: len(list((tmp_path / "begun").iterdir())) == ranks or command.poll() is not None)
+    command.send_signal(signal.SIGTERM)
+    assert command.wait(patient(60)) == 143
+    assert [one.name for one in (tmp_path / "begun").iterdir() if running(int(one.name))] == []
 
 
 @pytest.mark.long

@@ -129,6 +129,35 @@ def test_an_absurd_outcome_is_named(column: str, value: float, error: type[Excep
         _finish(**table, score="rms")
 
 
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"objective__advantage": "posterior_loo"}, "objective.advantage = posterior_loo"),
+        ({"objective__advantage": "rloo", "pruning__early_stop__after_tokens": 5}, "pruning.early_stop"),
+        ({"objective__advantage": "rloo"}, ""),
+    ],
+)
+def test_a_baseline_of_pass_rates_takes_rewards_in_the_unit_interval(
+    tmp_path: Path, changed: dict[str, Any], named: str
+) -> None:
+    """A reward of -1 would be remembered as 0: refused when the grader is tried, and from one that says it later."""
+    negative = {"reward__functions__right__function": "final_answer", "reward__functions__right__weight": -1.0}
+    plain = {"pruning__prompt__method": "none", "pruning__completion__method": "none", "rollout__prompts_per_step": N}
+    config = job_config(write_job_files(tmp_path), tmp_path / "run", **negative, **plain, **changed)
+    selector = Selector(selection_settings(config), N)
+    rows, size = selector.begin(1).prompt_index, config.rollout.completions_per_prompt
+    rewards = np.where(np.arange(size) < size // 2, -1.0, 1.0) * np.ones((len(rows), 1))
+    ones = np.ones(rewards.shape)
+    outcome = Rollouts(rewards, np.full(rewards.shape, 4), ones, stands_for=ones if "early" in named else None)
+    if not named:
+        assert prepare_job(config, 1).train_prompts and selector.finish(outcome, 1).kept.any()
+        return
+    with pytest.raises(UserError, match=f"is -1, and must be from 0 to 1: {named} "):
+        prepare_job(config, 1)
+    with pytest.raises(UserError, match=rf"completion 0 is -1: must be within 0 and 1 \({named} "):
+        selector.finish(outcome, 1)
+
+
 EMPTY = ("rollout/missing_reward_mean", "rollout/missing_tokens_mean")
 """Means over what is missing, null where nothing is."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -342,6 +343,22 @@ def test_serve_keeps_servers_for_a_trainer(tmp_path: Path) -> None:
         assert not list(addresses.glob("*.json")) and not processes_of(*servers)
     finally:
         serving.kill()
+
+
+def test_serve_needs_no_data_and_no_trackers(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the trainer's: an inference node has neither its files nor its credentials."""
+    from dppo_megatron.workbench.cli import main
+
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    serves = Mock()
+    monkeypatch.setattr("dppo_megatron.rollout.serve.serve", serves)
+    of_trainer = {"observe__trackers": "[wandb]", "data__train_path": tmp_path / "nowhere.jsonl"}
+    where = {"rollout__engine": "vllm", "rollout__servers__registry_dir": tmp_path / "addresses"}
+    given = settings(files, tmp_path / "run", **where, **of_trainer)
+    assert main(["serve", str(REPOSITORY / "configs" / "quickstart.yaml"), *given]) == 0
+    serves.assert_called_once()
 
 
 def test_serve_says_what_it_needs(files: Path, tmp_path: Path) -> None:

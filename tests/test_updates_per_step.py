@@ -20,13 +20,15 @@ from dppo_megatron.config.objective import KLConfig, ObjectiveConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.order import PromptOrder
-from dppo_megatron.job import prepare_job
+from dppo_megatron.job import check_settings, prepare_job
+from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.pruning import StepCost
 from dppo_megatron.run import Run
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.train import train
 from dppo_megatron.types import FloatArray, TrainSample, UserError
+from dppo_megatron.weights.architecture import read_architecture
 
 N, G, LIMIT = 12, 4, 30
 RNG = np.random.default_rng(0)
@@ -430,6 +432,10 @@ BAD_SETTINGS = {
     "objective__correction__level=token objective__loss=divergence_tv": "count the mismatch twice",
     "objective__correction__level=token objective__old_logprobs=behaviour": "takes both from the engine",
     "objective__correction__level=token objective__correction__min_ratio=3": "is above max_ratio = 2",
+    "objective__correction__mode=mask objective__correction__min_ratio=0.5": "mode = mask has no effect while .*none",
+    "objective__correction__max_ratio=5": "max_ratio = 5.0 has no effect while objective.correction.level = none",
+    "objective__correction__level=token objective__correction__min_ratio=0.5": "no effect while .*mode = truncate",
+    "rollout__limits__finish_fraction=0.5": "finish_fraction = 0.5 has no effect while rollout.engine = hf",
     "objective__overlong__buffer_tokens=17": "at most rollout.sampling.max_completion_tokens = 16",
     "objective__zero_advantage_slope=1": "objective.function is not set",
 }
@@ -441,6 +447,32 @@ def test_settings_that_make_no_sense(cold: Path, tmp_path: Path, text: str) -> N
     extra = dict(item.split("=") for item in text.split())
     with pytest.raises(UserError, match=BAD_SETTINGS[text]):
         job_config(cold, tmp_path / "run", **extra)
+
+
+@pytest.mark.parametrize(
+    ("idle", "read"),
+    [
+        ("actor__optimizer__min_learning_rate=1e-7", "actor__optimizer__lr_schedule=linear"),
+        ("actor__recompute_modules=[mlp]", "actor__recompute=selective"),
+        ("rollout__servers__python=p", "rollout__servers__launch=local"),
+        ("rollout__servers__count=2", "rollout__servers__launch=local"),
+        ("rollout__servers__gpus=['0']", "rollout__servers__launch=local"),
+    ],
+)
+def test_what_may_be_left_without_effect_is_said(cold: Path, tmp_path: Path, idle: str, read: str) -> None:
+    """Not refused: a comparison of schedules, and a run that resumes with running servers, leave the other setting."""
+
+    def said(*items: str) -> str:
+        given = dict(item.split("=", 1) for item in items)
+        if idle.startswith("rollout") and read not in items:
+            given["rollout__servers__endpoints"] = "[http://127.0.0.1:1]"
+        given |= {"rollout__engine": "vllm"} if idle.startswith("rollout") else {}
+        config = job_config(cold, tmp_path / "run", **given)
+        return "".join(check_settings(config, read_architecture(cold / "model"), 1, this_machine()))
+
+    key = idle.partition("=")[0].replace("__", ".")
+    assert f"{key} = " in said(idle) and "has no effect while" in said(idle)
+    assert "has no effect while" not in said() + said(idle, read)
 
 
 def test_the_prompts_that_are_drawn_divide(cold: Path, tmp_path: Path) -> None:

@@ -99,7 +99,11 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
 
 
 def _same_path(key: str, before: Any, after: Any) -> bool:
-    return is_path(key) and bool(before and after) and os.path.abspath(before) == os.path.abspath(after)
+    return is_path(key) and bool(before and after) and _absolute(before) == _absolute(after)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

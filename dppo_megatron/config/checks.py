@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
-from dppo_megatron.config.objective import check_objective
+from dppo_megatron.config.objective import CorrectionConfig, check_objective
 from dppo_megatron.config.observe import check_observe
 from dppo_megatron.config.paths import check_model, check_writable, shown
 from dppo_megatron.config.ranges import check_choice, check_ranges
@@ -48,6 +48,8 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
         check_reward(reward, key)
     check_objective(config.objective, max_completion_tokens=config.rollout.sampling.max_completion_tokens)
     selection_settings(config).check()
+    if purpose in ("train", "plan"):
+        _check_effect(config)
     if purpose == "train":
         check_observe(config.observe)
 
@@ -217,6 +219,31 @@ def _check_quantization(config: Config, purpose: Purpose) -> None:
         raise UserError(
             f"{given}: completions are sampled from a rounded policy, and objective.correction.level = none would train"
             " on them as if they were the actor's; set objective.correction.level=token (truncated importance sampling)"
+        )
+
+
+def _check_effect(config: Config) -> None:
+    """Refuse what another setting leaves without effect, where neither may change when a run resumes; of the others a
+    job says it (`job.check_settings`). Not in an evaluation: those of a run that had one would be refused too."""
+    correction, default = config.objective.correction, CorrectionConfig()
+    idle: dict[str, object] = {
+        "mode": correction.mode,
+        "max_ratio": correction.max_ratio,
+        "min_ratio": correction.min_ratio,
+    }
+    reason = f"level = {correction.level}"
+    if correction.level != "none":
+        idle = {} if correction.mode == "mask" else {"min_ratio": correction.min_ratio}
+        reason = f"mode = {correction.mode}"
+    for name, value in idle.items():
+        if value != getattr(default, name):
+            raise UserError(
+                f"objective.correction.{name} = {value} has no effect while objective.correction.{reason}; leave it out"
+            )
+    if config.rollout.engine == "hf" and config.rollout.limits.finish_fraction < 1:
+        raise UserError(
+            f"rollout.limits.finish_fraction = {config.rollout.limits.finish_fraction} has no effect while"
+            " rollout.engine = hf, which waits for all; leave it out"
         )
 
 

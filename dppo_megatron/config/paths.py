@@ -13,6 +13,8 @@ import re
 import stat
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,6 +153,16 @@ def check_writable(key: str, path: str | Path, *, directory: bool) -> None:
             pass
     except OSError as error:
         raise UserError(f"{key} = '{shown(path)}': cannot be written in {existing}: {_reason(error)}") from None
+
+
+@contextmanager
+def writing(what: str | Path) -> Iterator[None]:
+    """Raise UserError, which names `what`, where it cannot be written in the block: the error of a write on a full disk
+    names no file, and would be taken for one of stdout."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} cannot be written: {_reason(error)}") from None
 
 
 def json_reason(error: Exception) -> str:

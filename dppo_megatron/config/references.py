@@ -3,7 +3,7 @@
 OmegaConf resolves references to settings. A value from the environment is used but never written: config.yaml,
 checkpoints and traces keep the reference, which is resolved again when the run resumes. So a directory that changes
 with the job (Slurm's scratch) may differ, and no file reveals what the environment held. Only paths may use it: other
-settings end up in command lines and messages, where a key must not appear.
+settings end up in command lines and messages, where a key must not appear. A path that begins with `~` is likewise.
 
 So OmegaConf gets `${oc.env:NAME}` as a mark, text to it, which remains in whatever refers to that setting. Its other
 resolvers are refused: `oc.env` alone could be reached through several of them.
@@ -72,11 +72,13 @@ def for_omegaconf(text: str, key: str) -> str:
 
 
 def from_environment(text: str, key: str, *, keep: bool) -> str:
-    """`text` with the environment's values for its marks, or with `keep` with the references that they stand for.
-    Raises ValueError for a variable that is not set, and if `key` is no path."""
-    if "\0" not in text:
+    """`text` with the environment's values for its marks, and of a path for a `~` before it; with `keep` with the
+    references that the marks stand for. Raises ValueError for a variable that is not set, and if `key` is no path."""
+    in_home = text.startswith("~") and "/" in text and (is_path(key) or key == "checkpoint.resume")
+    is_home = in_home and key != "data.cache_path"  # whose default is one, and which is expanded where it is used
+    if "\0" not in text and not is_home:
         return text
-    if not is_path(key):
+    if "\0" in text and not is_path(key):
         raise ValueError(_NOT_PATHS)
 
     def value(match: re.Match[str]) -> str:
@@ -86,7 +88,7 @@ def from_environment(text: str, key: str, *, keep: bool) -> str:
         return found
 
     written = _MARK.sub(lambda match: f"${{oc.env:{match[1]}}}", escaped(text))
-    return FromEnvironment(written if keep else _MARK.sub(value, text), written)
+    return FromEnvironment(written if keep else os.path.expanduser(_MARK.sub(value, text)), written)
 
 
 def located(text: str, key: str, base: str) -> str:
@@ -95,9 +97,8 @@ def located(text: str, key: str, base: str) -> str:
     is_name = {
         "checkpoint.resume": text in ("auto", "never"),
         "rollout.servers.python": "/" not in text,
-        "data.cache_path": text.startswith("~"),
     }
-    if not text or text.startswith(("hub:", "${")) or is_name.get(key, not is_path(key)):
+    if not text or text.startswith(("hub:", "${", "~")) or is_name.get(key, not is_path(key)):
         return text
     return os.path.join(escaped(base), text)
 

@@ -102,6 +102,17 @@ class SelectionSettings:
         """So does a baseline: what was known of the prompt stands for mates that were stopped early."""
         return self.objective.advantage == "posterior_loo" or self.pruning.early_stop.after_tokens > 0
 
+    @property
+    def baseline_of_passes(self) -> str:
+        """Why rewards must be in [0, 1]: a baseline draws on the prompt's pass rate. Empty where none does. Of rewards
+        of -1 and 1, 1 for one in ten, the squared advantages of `posterior_loo` would be 2.1 times `rloo`'s, not 0.9.
+        """
+        if self.objective.advantage == "posterior_loo":
+            return "objective.advantage = posterior_loo draws its baseline towards a pass rate; rloo takes any reward"
+        if self.reads_prior:
+            return "pruning.early_stop has a pass rate stand for what it stops; after_tokens=0 takes any reward"
+        return ""
+
     def check(self) -> None:
         """Raise `UserError` for a number out of its range, and where settings contradict each other."""
         check_ranges(self)

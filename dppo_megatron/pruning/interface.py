@@ -433,16 +433,26 @@ def check_state(state: Mapping[str, Any], expected: set[str], owner: str) -> Non
         raise ValueError(f"state of {owner}: missing keys {missing}, unknown keys {unknown}")
 
 
-def check_outcomes(prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, logit_grad_norm: FloatArray) -> None:
+def check_outcomes(
+    prompt_index: IntArray,
+    rewards: FloatArray,
+    lengths: IntArray,
+    logit_grad_norm: FloatArray,
+    *,
+    in_unit: str = "",
+) -> None:
     """Check groups [K, G] of the prompts [K] before anything is chosen by them; a NaN reward is a failed grading.
 
     One absurd number makes every probability of a step NaN, and the message would then name an array. So the prompt is
     named here, by whom it concerns: the engine (the run stops with a checkpoint) or the user's grader.
 
+    Args:
+        in_unit: why rewards must be in [0, 1]; empty: they need not be.
+
     Raises:
         RunAborted: a completion without tokens, or with log-probabilities that are no numbers: a bad answer of the
             engine, which a graded zero must not hide.
-        UserError: a reward that is infinite or too large to be squared: a mistake of the grader.
+        UserError: a reward that is infinite, too large to be squared or not in [0, 1]: a mistake of the grader.
     """
     if rewards.shape != lengths.shape or rewards.shape != logit_grad_norm.shape or len(prompt_index) != len(rewards):
         raise ValueError(
@@ -460,11 +470,12 @@ def check_outcomes(prompt_index: IntArray, rewards: FloatArray, lengths: IntArra
             f"rollout: completion {column} of prompt {prompt_index[row]} {why}. The engine's answer is bad, and nothing"
             " of this step was trained on"
         )
-    large = ~np.isnan(rewards) & ~(np.abs(rewards) <= LARGEST_REWARD)
-    if large.any():
-        row, column = (int(i) for i in np.argwhere(large)[0])
+    least, most = (0.0, 1.0) if in_unit else (-LARGEST_REWARD, LARGEST_REWARD)
+    outside = (rewards < least) | (rewards > most)  # a NaN is neither
+    if outside.any():
+        row, column = (int(i) for i in np.argwhere(outside)[0])
         raise UserError(
             f"reward of prompt {prompt_index[row]}, completion {column} is {rewards[row, column]:g}: must be within"
-            f" -{LARGEST_REWARD:g} and {LARGEST_REWARD:g} (it is squared), or NaN for a failed grading; mend the grader"
+            f" {least:g} and {most:g} ({in_unit or 'it is squared'}), or NaN for a failed grading; mend the grader"
             " of reward.function"
         )

@@ -138,6 +138,7 @@ class Selector:
         """At which the next steps begin: they were open in the state that was loaded."""
         self._may_end_early = settings.may_end_early
         self._reads_prior, self._early_stop = settings.reads_prior, settings.pruning.early_stop
+        self._in_unit = settings.baseline_of_passes
         self._seed, self._longest, self._width = settings.seed, settings.max_completion_tokens, settings.widest_group
         self._delay = settings.async_steps
         """Steps that may be open when one begins, of which it therefore knows nothing."""
@@ -196,7 +197,8 @@ class Selector:
         if self._early_stop.after_tokens and width and len(prompts.size) and rollouts.stands_for is None:
             raise ValueError("pruning.early_stop: rollouts that do not say what each completion stands for")
         rollouts = with_lengths(rollouts, self._coefficients.mean_length)
-        check_outcomes(prompts.prompt_index, rollouts.rewards, rollouts.lengths, rollouts.logit_grad_norm)
+        found = prompts.prompt_index, rollouts.rewards, rollouts.lengths, rollouts.logit_grad_norm
+        check_outcomes(*found, in_unit=self._in_unit)
         groups = self._prompt_policy.keep_groups(rollouts.rewards, step=zero_based)
         minibatch = self._assign(prompts, groups)
         missing = self._missing(rollouts, prompts)

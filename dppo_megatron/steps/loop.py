@@ -52,7 +52,7 @@ from dppo_megatron.steps.coordinator import Coordinator, off_policy_sized
 from dppo_megatron.steps.exchange import Replicas, exchange
 from dppo_megatron.steps.step import RolloutTable, Step, Update, with_early_stop
 from dppo_megatron.texts import log
-from dppo_megatron.types import Completion, FloatArray, PackPlan, Prompt, RolloutPrompt, TrainSample
+from dppo_megatron.types import Completion, FloatArray, PackPlan, Prompt, RolloutPrompt, RunAborted, TrainSample
 
 ShowPhases: TypeAlias = Callable[[int], AbstractContextManager[Callable[[str], None] | None]]
 """While a step lasts, shows the phase that it is told."""
@@ -116,7 +116,7 @@ class Loop:
     # ---------------------------------------------------------------------------------------- before the first step
 
     def sft(self) -> None:
-        """The supervised phase, through the same actor; nothing if `sft.steps` is 0."""
+        """The supervised phase, through the same actor; nothing if `sft.steps` is 0. RunAborted: it diverges."""
         config = self.job.config
         warm, examples = config.sft, self.job.sft_examples
         if not warm.steps:
@@ -130,7 +130,10 @@ class Loop:
                 num_tokens = float(sum(examples[i].num_completion_tokens for i in chosen))
                 batch = [replace(examples[i], denominator=num_tokens) for i in chosen]
                 if self.actor.update(batch, self.pack(batch), supervised()).is_skipped:
-                    raise FloatingPointError("SFT: loss or gradient is not finite; lower its learning rate")
+                    raise RunAborted(
+                        f"SFT, step {done}: loss or gradient is not finite; lower sft.learning_rate ="
+                        f" {warm.learning_rate:g}, or mend the examples"
+                    )
                 advance(done)
 
     def start_rl(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from label_configs import check_sections, few_long, make_config, make_features, make_outcomes
+from label_configs import check_sections, few_long, make_config, make_features, make_outcomes, takes_unit_rewards
 
 from dppo_megatron import randomness
 from dppo_megatron.config.schema import Config
@@ -116,7 +116,7 @@ def accepted(index: int) -> tuple[np.random.Generator, Selector, Config, int]:
 def make_case(index: int) -> Case:
     """The case of this number: up to six steps of its configuration are played."""
     rng, selector, config, num_prompts = accepted(index)
-    binary = config.pruning.prompt.method.startswith("dppo") and config.pruning.prompt.score == "beta"
+    binary = takes_unit_rewards(config)
     size = config.rollout.completions_per_prompt
     early = config.pruning.early_stop.after_tokens
 

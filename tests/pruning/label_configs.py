@@ -23,6 +23,7 @@ from dppo_megatron.config.objective import (
 from dppo_megatron.config.pruning import EarlyStopConfig, GresoConfig
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.pruning import (
     CompletionBatch,
     CustomCompletionPolicy,
@@ -152,6 +153,12 @@ def make_outcomes(rng: np.random.Generator, num_prompts: int, size: int, *, bina
     tokens = rng.integers(1, 5, num_prompts) if rng.random() < 0.5 else None
     by_chance = np.isnan(rewards) & bool(lengths.sum() % 2)  # of all or of none: the label is that of the worst
     return Rollouts(rewards, lengths, logit_grad_norm, tokens, truncated, by_chance=by_chance)
+
+
+def takes_unit_rewards(config: Config) -> bool:
+    """The prompt score or the baseline counts a reward as a success."""
+    scored = config.pruning.prompt.method.startswith("dppo") and config.pruning.prompt.score == "beta"
+    return scored or bool(selection_settings(config).baseline_of_passes)
 
 
 def few_long(rng: np.random.Generator, outcomes: Rollouts, after_tokens: int) -> Rollouts:

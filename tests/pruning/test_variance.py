@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from label_cases import _rows_of, accepted
-from label_configs import make_outcomes
+from label_configs import make_outcomes, takes_unit_rewards
 from support.cases import Choose
 
 from dppo_megatron.config.pruning import EarlyStopConfig
@@ -171,7 +171,7 @@ def test_a_prompt_policy_learns_what_the_account_counts(monkeypatch: pytest.Monk
         rng, selector, config, num_prompts = accepted(index)
         if config.objective.overlong.filter or selector._prompt_policy.resamples:
             continue
-        binary = config.pruning.prompt.method.startswith("dppo") and config.pruning.prompt.score == "beta"
+        binary = takes_unit_rewards(config)
         table = make_outcomes(rng, num_prompts, config.rollout.completions_per_prompt, binary=binary)
         decisions: list[tuple[TrainSelection, BoolArray]] = []
         for step in (1, 2, 3):

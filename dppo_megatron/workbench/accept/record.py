@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from dppo_megatron.config.paths import writing
 from dppo_megatron.files import write_text
 from dppo_megatron.texts import plain
 from dppo_megatron.types import UserError
@@ -88,9 +89,10 @@ class Record:
         return "fail", ran.why or "the step ended without a number for it"
 
     def write(self, directory: Path) -> None:
-        """Replace file and page, each in one move, so that a kill leaves the old or the new one."""
+        """Replace file and page, each in one move, so that a kill leaves the old or the new one. Raises UserError."""
         text = json.dumps(asdict(self) | {"rows": [asdict(row) for row in self.rows()]}, indent=1)
-        write_text(directory / FILE, text + "\n")
+        with writing(directory / FILE):
+            write_text(directory / FILE, text + "\n")
         write_page(directory / PAGE, self)
 
 

@@ -107,20 +107,27 @@ def _cluster(arguments: argparse.Namespace, config_path: str, settings: list[str
 def _gate(arguments: argparse.Namespace) -> int:
     check_launcher_env()
     set_cuda_variables()
-    config = read_config(arguments.fp8_gate, arguments.overrides, writes_run=False)
+    config = read_config(arguments.fp8_gate, arguments.overrides, writes_run=False, purpose="plan")
     set_fp8_variables(config)
     with loading("libraries"):
-        from dppo_megatron.job import prepare_job
-    job = prepare_job(config, launched_world_size())
+        from dppo_megatron.job import check_settings
+        from dppo_megatron.platform.capabilities import this_machine
+        from dppo_megatron.weights.provider import model_architecture
+        from dppo_megatron.weights.torch_dist import open_checkpoint
+    # the model and no data: nothing is generated or graded
+    architecture = model_architecture(config.model).with_adapters(config.actor.lora)
+    check_settings(config, architecture, launched_world_size(), this_machine())
+    with progress(f"opening {config.model.hf_path}"):
+        checkpoint = open_checkpoint(config.model.hf_path, architecture)
     with loading("Megatron"):
         from dppo_megatron.actor.layout import build_layout, connect_groups, start_process_group, stop_process_group
         from dppo_megatron.workbench.doctor.fp8_gate import run_gate
     with progress("waiting for all ranks"):
         start_process_group(config.guard.rendezvous_timeout_s)
     layout = build_layout(config.actor.layout, config.seed)
-    connect_groups(config.actor, job.architecture, config.guard.rendezvous_timeout_s)
+    connect_groups(config.actor, architecture, config.guard.rendezvous_timeout_s)
     with progress("gate: packed against unpacked, forwards and backwards"):
-        findings = run_gate(config, layout, job.architecture, job.checkpoint.get)
+        findings = run_gate(config, layout, architecture, checkpoint.get)
     if launched_rank() == 0:
         for finding in findings:
             verdict = "ok    " if finding.passed else "BROKEN"

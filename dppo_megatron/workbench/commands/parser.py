@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.config import load_config
-from dppo_megatron.config.checks import check_world_size
-from dppo_megatron.config.paths import shipped_config, working_directory
+from dppo_megatron.config.checks import Purpose, check_world_size
+from dppo_megatron.config.paths import shipped_config, working_directory, writing
 from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
@@ -49,12 +49,12 @@ def check_comes_first(path: str) -> None:
         raise UserError(f"'{path}' stands where CONFIG should: the file comes first, settings (key=value) after it")
 
 
-def read_config(path: str, overrides: list[str], *, writes_run: bool = True) -> Config:
+def read_config(path: str, overrides: list[str], *, writes_run: bool = True, purpose: Purpose = "train") -> Config:
     """CONFIG with its settings. Raises UserError."""
     check_comes_first(path)
     if base := working_directory(path):
         say(f"{path}: its relative paths are relative to {base}, where that run was started")
-    return load_config(path, overrides, writes_run=writes_run)
+    return load_config(path, overrides, writes_run=writes_run, purpose=purpose)
 
 
 def check_number(option: str, value: float | None, interval: str) -> None:
@@ -71,11 +71,12 @@ def check_numbers(arguments: argparse.Namespace, **intervals: str) -> None:
 
 
 def write_json(path: str, values: Any) -> None:
-    """What `--json FILE` asks for, whose name has been checked."""
+    """What `--json FILE` asks for, whose name has been checked. Raises UserError."""
     if not (folder := Path(path).parent).exists():
         folder.mkdir(parents=True)
         say(f"--json {path}: its directory did not exist and is made")
-    Path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    with writing(f"--json '{path}'"):  # in its place: it may be /dev/stdout
+        Path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def check_actor_settings(config: Config, world_size: int, machine: Machine, *, runs_here: bool) -> list[str]:

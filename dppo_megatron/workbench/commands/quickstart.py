@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
+import signal
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from dppo_megatron.children import package_environment, python_command
+from dppo_megatron.children import start_python
 from dppo_megatron.config import load_config
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.paths import check_writable, shipped
@@ -94,9 +95,14 @@ def _remove(run_dir: Path) -> None:
 
 
 def _call(*arguments: str, ranks: int = 1) -> int:
-    """Another command in a process of its own, as a user would start it."""
-    environment = package_environment()
-    if ranks > 1:
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}  # torchrun's processes do not inherit -P
-    code = subprocess.run(python_command("dppo_megatron", *arguments, ranks=ranks), env=environment).returncode
+    """Another command in a process of its own, as a user would start it. SIGTERM ends both."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a time limit of others
+    # torchrun's processes do not inherit -P
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"} if ranks > 1 else None
+    with start_python("dppo_megatron", *arguments, ranks=ranks, variables=variables) as process:
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()  # not killed: torchrun would leave its ranks behind
+            raise
     return code if code >= 0 else 128 - code  # ended by a signal, as a shell reports it

@@ -25,7 +25,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    config = read_config(arguments.config, arguments.overrides, writes_run=False)
+    # data and trackers are the trainer's
+    config = read_config(arguments.config, arguments.overrides, writes_run=False, purpose="plan")
     if not config.rollout.servers.registry_dir:
         raise UserError("serve writes addresses for a trainer: set rollout.servers.registry_dir=DIR, as for train")
     with loading("libraries"):

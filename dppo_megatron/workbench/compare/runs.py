@@ -27,6 +27,7 @@ from dppo_megatron.children import start_python
 from dppo_megatron.config import load_config
 from dppo_megatron.config.changes import flat
 from dppo_megatron.config.load import config_values
+from dppo_megatron.config.paths import writing
 from dppo_megatron.config.plugins import source_digest
 from dppo_megatron.config.resolved_sets import eval_set_configs, train_set_configs
 from dppo_megatron.config.schema import Config
@@ -145,7 +146,8 @@ class _Trainer:
         if not (run_dir / "summary.json").exists():
             # a signal ended it with a checkpoint: exit code 0, but it is half a run
             raise RunAborted(f"{run_dir}: the run was stopped before its end; the same command runs it again")
-        write_text(run_dir / _KEPT, wanted)
+        with writing(run_dir / _KEPT):
+            write_text(run_dir / _KEPT, wanted)
         return wanted
 
     def _pass_on(self, name: str, line: str) -> None:
@@ -200,7 +202,8 @@ def check_end(run_dir: Path, code: int, said: str) -> None:
         raise StoppedByGuard(f"{run_dir}: {said.strip().rpartition('stopped: ')[2]}")
     if code:
         how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
-        write_text(run_dir / _ERRORS, said)
+        with writing(run_dir / _ERRORS):
+            write_text(run_dir / _ERRORS, said)
         last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "nothing on stderr")
         raise RunAborted(f"{run_dir}: the run {how}: {last} (all of it: {run_dir / _ERRORS})")
 
@@ -248,7 +251,8 @@ def task_settings(config: Config, seed: int, directory: Path) -> list[str]:
         return []
     wanted = recipe._replace(seed=recipe.seed + seed - config.seed)
     if read_recipe(directory) != wanted:  # task.json is written last: it is there when all is
-        write_quickstart(directory, wanted)
+        with writing(directory):
+            write_quickstart(directory, wanted)
     return [
         f"{key}={directory / path.relative_to(home.resolve())}"
         for key, value in flat(asdict(config)).items()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron import __version__
+from dppo_megatron.config.paths import writing
 from dppo_megatron.files import write_text
 from dppo_megatron.texts import aligned
 from dppo_megatron.workbench.compare.arms import MethodRun
@@ -113,7 +114,9 @@ def results(verdict: Verdict, runs: Sequence[MethodRun], notes: Sequence[str]) -
 
 
 def write_results(path: Path, values: dict[str, Any]) -> None:
-    write_text(path, json.dumps(values, indent=2) + "\n")
+    """Raises UserError if `path` cannot be written."""
+    with writing(path):
+        write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def write_page(path: Path, title: str, text: str, values: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dppo_megatron.config.paths import check_writable
+from dppo_megatron.config.paths import check_writable, writing
 from dppo_megatron.files import write_text
 from dppo_megatron.randomness import generator
 from dppo_megatron.types import UserError
@@ -181,7 +181,7 @@ def write_quickstart(directory: Path, recipe: Recipe) -> None:
 
     write_task(directory, recipe)
     write_tiny_qwen3(directory / "model", recipe.seed)
-    (directory / RECIPE).write_text(json.dumps({"maker": _MAKER} | recipe._asdict()) + "\n", encoding="utf-8")
+    write_text(directory / RECIPE, json.dumps({"maker": _MAKER} | recipe._asdict()) + "\n")
 
 
 def read_recipe(directory: Path) -> Recipe | None:
@@ -197,7 +197,7 @@ def read_recipe(directory: Path) -> Recipe | None:
 
 def make_quickstart(out: Path, recipe: Recipe) -> None:
     """`write_quickstart` as a whole or not at all, unless all of it is there already. Raises UserError also if `out`
-    holds something else."""
+    holds something else, or the disk is full."""
     check_writable("--task", out, directory=True)
     if read_recipe(out) == recipe:  # task.json is written last: it is there when all is
         return
@@ -207,10 +207,11 @@ def make_quickstart(out: Path, recipe: Recipe) -> None:
 
     disable_progress_bar()
     parent = out.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=parent) as scratch:
-        made = Path(scratch) / out.name
-        write_quickstart(made, recipe)
-        if out.exists():
-            out.rmdir()
-        made.replace(out)
+    with writing(f"--task {out}"):
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=parent) as scratch:
+            made = Path(scratch) / out.name
+            write_quickstart(made, recipe)
+            if out.exists():
+                out.rmdir()
+            made.replace(out)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -34,6 +35,8 @@ def write_model_directory(
 
     Args:
         shape: sizes of config.json that replace those of the quickstart's model.
+
+    Raises OSError.
     """
     sizes = _SIZES | shape
     config = Qwen3Config(
@@ -46,7 +49,10 @@ def write_model_directory(
     )
     model = Qwen3ForCausalLM(config)
     _initialize(model, seed)
-    model.save_pretrained(directory)
+    try:
+        model.save_pretrained(directory)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
     tokenizer.save_pretrained(directory)
 
 

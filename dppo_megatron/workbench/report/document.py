@@ -18,9 +18,9 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from dppo_megatron.config.paths import writing
 from dppo_megatron.files import write_text
 from dppo_megatron.texts import one_line
-from dppo_megatron.types import UserError
 
 ASSETS = files("dppo_megatron.workbench.report") / "assets"
 _PLOTLY = files("plotly") / "package_data" / "plotly.min.js"
@@ -46,10 +46,8 @@ def write_html(
     parts = (ASSETS / "head.html", template, *[ASSETS / "foot.html"] * bool(scripts))
     page = "".join(part.read_text(encoding="utf-8") for part in parts)
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: inside[match[1]], page)  # one pass: what is put in may hold braces
-    try:
+    with writing(f"--out '{path}'"):
         write_text(path, page)
-    except OSError as error:
-        raise UserError(f"--out '{path}' cannot be written: {error.strerror}") from None
 
 
 def script_data(name: str, value: Any) -> str:
