@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from dppo_megatron.run import Run
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.train import train
-from dppo_megatron.types import FloatArray, TrainSample, UserError
+from dppo_megatron.types import Completion, FloatArray, Prompt, TrainSample, UserError
 
 N, G, LIMIT = 12, 4, 30
 RNG = np.random.default_rng(0)
@@ -387,6 +388,16 @@ def test_the_reference_is_swapped_in_once_a_step(files: Path, tmp_path: Path) ->
     assert run_ranks(_swaps, 1, files, tmp_path, extra) == [2 * 2]
 
 
+def _as_canaries(loop: Loop, samples: Sequence[TrainSample]) -> list[FloatArray]:
+    """What the actor says about `samples`, each asked for as a server's answer to the canary is."""
+    found = []
+    for one in samples:
+        prompt, tokens = np.split(one.token_ids, [one.num_prompt_tokens])
+        answer = Completion(tokens, one.behaviour_logprobs, "stop", "")
+        found += loop._score(Prompt(0, "", tuple(prompt.tolist()), "", ""), [answer])
+    return found
+
+
 def _first_update(files: Path, run_dir: Path, extra: dict[str, Any]) -> list[Any]:
     """The samples of a step that is ready to train, and what the actor says about them before each update."""
     loop = Loop(prepare_job(job_config(files, run_dir, **extra), 1))
@@ -401,7 +412,7 @@ def _first_update(files: Path, run_dir: Path, extra: dict[str, Any]) -> list[Any
             report = []
             for update in step.updates:
                 samples = [update.samples[place] for place in sorted(update.samples)]
-                report.append((samples, loop.actor.logprobs(samples, update.plan.pack)))
+                report.append((samples, _as_canaries(loop, samples)))
                 loop.update(step, update)
             loop.sync(step)
         loop.finish(step)
@@ -410,8 +421,10 @@ def _first_update(files: Path, run_dir: Path, extra: dict[str, Any]) -> list[Any
 
 @pytest.mark.slow
 def test_old_logprobs_are_of_before_the_first_update(files: Path, tmp_path: Path) -> None:
-    """For both mini-batches, though the first update has moved the actor; without need nothing is recomputed."""
+    """For both mini-batches, though the first update has moved the actor; without need nothing is recomputed. What the
+    actor says then is asked for as of a server's canary: at the run's temperature, or none would be right."""
     extra = {"objective__updates_per_step": 2, "actor__optimizer__learning_rate": 1e-2}
+    extra |= {"rollout__sampling__temperature": 0.7}
     extra |= {"pruning__prompt__method": "none", "pruning__completion__method": "none"}  # each update has samples
     first, second = run_ranks(_first_update, 1, files, tmp_path / "two", extra)[0]
     for (samples, now), moved in ((first, False), (second, True)):
