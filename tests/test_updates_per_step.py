@@ -390,7 +390,7 @@ def test_the_reference_is_swapped_in_once_a_step(files: Path, tmp_path: Path) ->
 
 def _as_canaries(loop: Loop, samples: Sequence[TrainSample]) -> list[FloatArray]:
     """What the actor says about `samples`, each asked for as a server's answer to the canary is."""
-    found = []
+    found: list[FloatArray] = []
     for one in samples:
         prompt, tokens = np.split(one.token_ids, [one.num_prompt_tokens])
         answer = Completion(tokens, one.behaviour_logprobs, "stop", "")
