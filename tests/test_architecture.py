@@ -66,7 +66,8 @@ def _imports(path: Path) -> set[str]:
     for node in _nodes(path):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level and node.module, f"{path}: relative imports are not looked at here"
             names = {alias: f"{node.module}.{alias.name}" for alias in node.names}
             found.update(name if name in MODULES else node.module for name in names.values())
     return found
@@ -99,8 +100,15 @@ def test_imports_inside_a_large_package_are_those_of_its_table(package_name: str
     assert {_name(path, package) for path in files} == set(rows)
     for path in files:
         name = _name(path, package)
-        used = _own(path, f"dppo_megatron.{package_name}.") & set(rows)
+        used = _own(path, f"dppo_megatron.{package_name}.")
         assert used <= rows[name].may_import | {name}, f"{path}: {sorted(used)}"
+
+
+def test_what_runs_inside_engines_imports_nothing_of_the_program() -> None:
+    """It is loaded by path into processes whose Python need not have this package."""
+    files = sorted((PACKAGE / "rollout" / "servers" / "in_engine").rglob("*.py"))
+    assert len(files) > 2
+    assert not [path.name for path in files if any(name.startswith("dppo_megatron") for name in _imports(path))]
 
 
 def test_the_trainer_does_without_the_workbench() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.job import job_config, read_metrics, write_warm_job_files
+from support.job import QUICK, job_config, read_metrics, write_warm_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.algorithms.batch_size import BatchAdvisor, FadingFit, NoiseScale, half_of
@@ -17,6 +18,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.run import Run
 from dppo_megatron.steps.loop import is_probed
+from dppo_megatron.steps.step import Step, Update
 from dppo_megatron.train import train
 
 PROMPTS = np.array([[1.0, 0.5], [-0.5, 2.0], [0.25, -1.0]])
@@ -172,22 +174,48 @@ def test_lines_come_once_and_survive_a_resume() -> None:
     assert changed == _empty(32)
 
 
-def _train(files: Path, run_dir: Path, every: int) -> None:
-    config = job_config(files, run_dir, steps=5, sft__steps=2, observe__noise_scale_every_steps=every)
-    with Run(prepare_job(config, 1)) as run:
+def _train(files: Path, run_dir: Path, every: int) -> list[tuple[float, float, float]]:
+    """Of each probe: the two norms that it reports, and the second one from a batch of the half alone, its weights
+    doubled."""
+    more = QUICK | {"observe__noise_scale_every_steps": every, "rollout__sampling__temperature": 0.7}
+    found: list[tuple[float, float, float]] = []
+    with Run(prepare_job(job_config(files, run_dir, steps=5, **more), 1)) as run:
+        loop = run.loop
+        update, probe = loop.update, loop._coordinator.probe
+        alone = 0.0
+
+        def with_half_alone(step: Step, of: Update) -> None:
+            nonlocal alone
+            groups = of.plan.rows // loop.job.config.rollout.completions_per_prompt
+            half = half_of(groups, loop.job.config.seed, step.number)
+            batch = [replace(one, weight=2 * one.weight) for at, one in of.samples.items() if half[at]]
+            if every:
+                assert 0 < len(batch) < len(of.samples)
+                alone = loop.actor.grad_norm(batch, loop.pack(batch), loop.objective, temperature=0.7)
+            update(step, of)
+
+        def recorded(whole: float, half: float) -> None:
+            found.append((whole, half, alone))
+            probe(whole, half)
+
+        loop.update, loop._coordinator.probe = with_half_alone, recorded  # type: ignore[method-assign]
         train(run)
+    return found
 
 
 @pytest.mark.slow
 def test_probes_change_nothing_that_is_trained(tmp_path: Path) -> None:
-    """Every metric but the probes' own is the same bit for bit, and their seconds stand beside the others."""
+    """Every metric but the probes' own is the same bit for bit, and their seconds stand beside the others. They report
+    the step's own norm and that of its half, each prompt twice."""
     files = write_warm_job_files(tmp_path)
     rows: dict[int, list[dict[str, Any]]] = {}
     for every in (0, 1):
-        run_ranks(_train, 1, files, tmp_path / f"run{every}", every)
+        [probes] = run_ranks(_train, 1, files, tmp_path / f"run{every}", every)
         rows[every] = read_metrics(tmp_path / f"run{every}")
     plain = [{key: value for key, value in row.items() if not key.startswith("batch/")} for row in rows[1]]
     assert plain == rows[0]
     timed = read_metrics(tmp_path / "run1", with_time=True)
     assert all(row["time/probe_s"] > 0 for row in timed[1:])
     assert not any(key.startswith("batch/") for row in rows[0] for key in row)
+    assert [whole for whole, _, _ in probes] == [row["train/grad_norm"] for row in rows[0][1:]]
+    assert [half for _, half, _ in probes] == pytest.approx([alone for _, _, alone in probes], rel=1e-4)

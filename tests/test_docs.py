@@ -145,12 +145,25 @@ def test_the_table_of_draws() -> None:
     assert mean == [0.75, -0.25, -0.25, -0.25]
 
 
+def _blocks(page: Path) -> list[str]:
+    """The code blocks, in any language or none: where a fence of a language was passed over, its end was taken for a
+    beginning."""
+    return re.findall(r"^ *```[^\n]*\n(.*?)^ *```$", _text(page), re.DOTALL | re.MULTILINE)
+
+
 def _commands(page: Path) -> list[str]:
     """Lines of code blocks that begin with the command or with torchrun."""
-    blocks = re.findall(r"```\n(.*?)```", _text(page), re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    lines = "\n".join(_blocks(page)).replace("\\\n", " ").splitlines()
     starts = ("dppo-megatron ", "OMP_NUM_THREADS=1 torchrun ", "torchrun ")
-    return [line.partition(" #")[0].strip() for line in lines if line.startswith(starts)]
+    return [line.partition(" #")[0].strip() for line in lines if line.lstrip().startswith(starts)]
+
+
+def test_a_command_behind_a_block_of_a_language_is_read(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```yaml\na: 1\n```\ntext\n```\ndppo-megatron watch a  # b\n```\n- x:\n  ```\n  torchrun c\n  ```\n"
+    )
+    assert _commands(page) == ["dppo-megatron watch a", "torchrun c"]
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda path: path.name)
@@ -189,7 +202,7 @@ def test_servers_that_others_start_serve_a_recipe_for_gpus() -> None:
 
 
 def test_the_problems_of_the_tutorial_are_what_is_trained_on(tmp_path: Path) -> None:
-    blocks = re.findall(r"```\n(.*?)```", _text(DOCS / "tutorial.md"), re.DOTALL)
+    blocks = _blocks(DOCS / "tutorial.md")
     [block] = [one for one in blocks if "mine.jsonl" in one]
     loop, _, train = block.partition("\ndppo-megatron train ")
     subprocess.run(["bash", "-euc", loop], cwd=tmp_path, check=True, timeout=60)
@@ -203,7 +216,7 @@ def test_the_problems_of_the_tutorial_are_what_is_trained_on(tmp_path: Path) -> 
 @pytest.mark.parametrize("page", [REPOSITORY / "README.md", DOCS / "tutorial.md"], ids=lambda path: path.name)
 def test_the_first_job_on_gpus_has_its_data(page: Path) -> None:
     """The commands shown before it write every file that its recipe reads: a run without one ends with exit code 2."""
-    [block] = [one for one in re.findall(r"```\n(.*?)```", _text(page), re.DOTALL) if "model.hf_path=/" in one]
+    [block] = [one for one in _blocks(page) if "model.hf_path=/" in one]
     loop, _, rest = block[block.index("for ") :].partition("\n")
     shown = ["bash", "-euc", f'dppo-megatron() {{ echo "$@"; }}; {loop}']
     said = subprocess.run(shown, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
@@ -241,7 +254,7 @@ def test_what_a_block_installs_its_commands_import() -> None:
     """`data` reads known sets with `datasets`, which the trainer needs not: the README's first job on GPUs installed
     `.[train]`, and its third command ended with exit code 2."""
     extras = tomllib.loads(_text(REPOSITORY / "pyproject.toml"))["project"]["optional-dependencies"]
-    blocks = [block for page in EVERY_PAGE for block in re.findall(r"```\n(.*?)```", _text(page), re.DOTALL)]
+    blocks = [block for page in EVERY_PAGE for block in _blocks(page)]
     installs = [(block, found[1].split(",")) for block in blocks if (found := re.search(r"-e '\.\[(.+?)\]'", block))]
     reading = [given for block, given in installs if "dppo-megatron data " in block]
     assert reading, "no block installs and reads a known set"

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -32,9 +34,11 @@ from dppo_megatron.rollout.hf import truncate_logits
 from dppo_megatron.rollout.servers.connect import check_server, choose_channel, ipc_warning
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.http import Done, Http, Peer, Unreachable
-from dppo_megatron.rollout.servers.protocol import ServerInfo, is_older
+from dppo_megatron.rollout.servers.protocol import InFlight, ServerInfo, is_older
 from dppo_megatron.rollout.servers.rollout_work import grouped
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
+from dppo_megatron.rollout.servers.sglang import SGLangServer
+from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.servers.wire import Call, Expected, GenerateRequest, Sampled, Submit
 from dppo_megatron.rollout.sync.channels import buckets, write_snapshot
 from dppo_megatron.rollout.sync.colocated import SharedBuffer
@@ -366,6 +370,21 @@ def test_a_group_that_is_ended_while_its_prompt_is_read_is_not_asked_for() -> No
     assert [json.loads(call.body)["rid"] for call in posted] == ["3-5-0/prompt"]
     assert sorted(ended) == ["3-5-0/0", "3-5-0/1", "3-5-0/prompt"]
     assert [(len(one.token_ids), one.finish_reason) for one in found] == [(0, "abort")] * 2
+
+
+def test_each_policy_has_its_engines_pause() -> None:
+    """vLLM 0.32: `wait` until nothing runs, `abort` it, or `keep` it frozen; with `wait` for `continue` every sync
+    would wait for stragglers, and no figure of a run would say so. SGLang 0.5.23's `retract` sends requests back to
+    where they wait; `finish` has none left."""
+    asked: list[tuple[str, Any]] = []
+    http = cast(Http, SimpleNamespace(do=lambda path, body=None, *, timeout_s: asked.append((path, body))))
+    policies: tuple[InFlight, ...] = ("finish", "abort", "continue")
+    for policy in policies:
+        VLLMServer(http).pause(policy, timeout_s=1)
+        SGLangServer(http, 19).pause(policy, timeout_s=1)
+    modes = [("wait", "retract"), ("abort", "abort"), ("keep", "retract")]
+    told = [[(f"/pause?mode={one}", None), ("/pause_generation", {"mode": other})] for one, other in modes]
+    assert asked == list(itertools.chain(*told))
 
 
 _CHECK = """

@@ -1,14 +1,17 @@
-"""torch's Adam steps in its fused kernel, after a load too, and does what the plain form does."""
+"""The optimizer: torch's AdamW by another way, in its fused kernel, after a load too, as in the plain form."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
+from transformers import AutoModelForCausalLM
 
-from dppo_megatron.algorithms.objectives import clipped_surrogate
+from dppo_megatron.algorithms.objectives import clipped_surrogate, supervised
 
 
 def _step(model_path: Path, distributed: bool, fused: bool) -> tuple[dict[str, torch.Tensor], list[bool]]:
@@ -35,3 +38,49 @@ def test_fused_equals_plain(tmp_path: Path) -> None:
         assert all(chosen)
         for name, tensor in plain.items():
             assert (fused[name] - tensor).norm() < 1e-6 * tensor.norm(), name
+
+
+RATES = [5e-3, 1e-2, 5e-3]
+"""Two updates up, then half of the way down to 0."""
+SAMPLES = random_samples(6, 37)
+
+
+def _three_updates(model_path: Path, distributed: bool) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
+    """On a rank: the weights, and each update's gradient norm and learning rate. An epsilon that is felt: without one,
+    Adam makes whole steps of the rounding of gradients that are nearly 0."""
+    actor = build_actor(model_path, Parallel(distributed_optimizer=distributed))
+    settings = replace(actor._config.optimizer, weight_decay=0.1, adam_eps=1e-3, lr_schedule="linear")
+    actor.start_phase(settings, total_steps=4)
+    updates = [actor.update(SAMPLES, plan_for(SAMPLES), supervised()) for _ in RATES]
+    weights = {name: tensor.clone() for name, tensor in actor.weights()}
+    return weights, [(one.grad_norm, one.learning_rate) for one in updates]
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_updates_are_torchs_adamw_on_transformers(tmp_path: Path, distributed: bool) -> None:
+    """Clipped to norm 1, decay of 0.1 times the rate of all but norms and biases, and a rate that rises and falls: by
+    definition, of a model with biases."""
+    path = write_model(tmp_path / "model", family="qwen2", num_hidden_layers=2)
+    [(weights, measured)] = run_ranks(_three_updates, 1, path, distributed)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [one for one in named.values() if one.ndim > 1], "weight_decay": 0.1},
+        {"params": [one for one in named.values() if one.ndim == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-3)
+    before = {name: one.detach().clone() for name, one in named.items()}
+    for (norm, reported), rate in zip(measured, RATES, strict=True):
+        adam.zero_grad()
+        for sample in SAMPLES:
+            ids, start = torch.from_numpy(sample.token_ids), sample.num_prompt_tokens
+            logprobs = model(ids[None]).logits[0, start - 1 : -1].log_softmax(-1).gather(1, ids[start:, None])
+            (-sample.weight / sample.denominator * logprobs.sum()).backward()
+        assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(named.values(), 1.0)), rel=1e-4) and norm > 1
+        assert reported == pytest.approx(rate)
+        for group in adam.param_groups:
+            group["lr"] = rate
+        adam.step()
+    assert sum(name.endswith("bias") for name in named) == 6
+    for name, one in named.items():
+        assert (weights[name] - one).norm() < 1e-3 * (one - before[name]).norm(), name

@@ -147,6 +147,10 @@ def test_small_groups_are_lost_more_often(monkeypatch: pytest.MonkeyPatch) -> No
     selector.feedback(StepCost(1, 1.0, 1.0, 0.1))
     after, _ = _finished(selector, {}, step=2)
     assert {row.name: row.label for row in after.ledger}["rollout/missing"] == "biased"
+    later = _selector(monkeypatch)  # what was lost while all had one size is made up for by groups of several
+    later.load_state_dict(later.state_dict() | {"missing": {"lost_share": (0.05,), "known": "ratio"}})
+    complete, _ = _finished(later, {})
+    assert {row.name: row.label for row in complete.ledger}["rollout/missing"] == "biased"
 
 
 @pytest.mark.parametrize("normalization", ["token_mean", "sequence_mean", "constant"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -235,6 +236,26 @@ def test_the_row_of_stale_tokens_is_true(advantage: str, normalization: str) -> 
         assert (rounded.name, rounded.label) == ("rollout/quantized", row.label)
         config.rollout.quantization = "off"
         assert not off_policy_rows(config)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"kl": KLConfig(0.3)}, {"entropy_coef": 0.3}, {"function": "examples.custom_loss:soft_gate"}],
+    ids=["kl", "entropy", "function"],
+)
+def test_what_no_ratio_multiplies_makes_stale_tokens_biased(more: dict[str, Any]) -> None:
+    """With the whole sequence's ratio, which makes up for them otherwise: KL and entropy terms stand beside the
+    product, and of a loss of one's own nothing is known. The KL term's share is enumerated here."""
+    random = torch.Generator().manual_seed(0)
+    policy, older = (torch.randn(3, 3, generator=random, dtype=torch.float64) for _ in range(2))
+    exact = replace(_correction("sequence", max_ratio=1e9), advantage="rloo", normalization="constant")
+    for objective, label in ((exact, "unbiased"), (replace(exact, **more), "biased")):
+        config = Config(objective=objective)
+        config.rollout.async_steps, config.rollout.quantization = 2, "fp8"
+        assert [row.label for row in off_policy_rows(config)] == [label, label]
+    with_kl = replace(exact, kl=KLConfig(0.3))
+    newest, stale = (_pairs_gradient(with_kl, policy, behaviour) for behaviour in (policy, policy + 0.3 * older))
+    assert float(torch.linalg.norm(stale - newest) / torch.linalg.norm(newest)) > 1e-3
 
 
 @pytest.mark.parametrize(("age", "level", "warned"), [(0, "none", False), (2, "none", True), (2, "token", False)])

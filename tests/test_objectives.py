@@ -67,15 +67,18 @@ def _clip(low: float, high: float, dual: float = math.inf) -> Callable[[Sequence
 
 def _gspo(s: Sequence) -> Tensor:
     mean = sum(lp - old for lp, old in zip(s.logprobs, s.old, strict=True)) / len(s.old)
-    return _surrogate(mean.exp(), s.advantage, 0.98, 1.02).repeat(len(s.old))  # type: ignore[union-attr]
+    return _surrogate(mean.exp(), s.advantage, 0.98, 1.01).repeat(len(s.old))  # type: ignore[union-attr]
 
 
-def _cispo(s: Sequence) -> Tensor:
-    losses = []
-    for lp, old in zip(s.logprobs, s.old, strict=True):
-        weight = min(math.exp(lp.item() - old), 1.28)  # clip_low = 1: no lower bound
-        losses.append(-weight * s.advantage * lp)
-    return torch.stack(losses)
+def _cispo(low: float) -> Callable[[Sequence], Tensor]:
+    def loss(s: Sequence) -> Tensor:
+        losses = []
+        for lp, old in zip(s.logprobs, s.old, strict=True):
+            weight = min(max(math.exp(lp.item() - old), low), 1.28)
+            losses.append(-weight * s.advantage * lp)
+        return torch.stack(losses)
+
+    return loss
 
 
 def _divergence(s: Sequence) -> Tensor:
@@ -130,8 +133,9 @@ CLIP = ObjectiveConfig(clip_low=0.2, clip_high=0.28)
 CASES: dict[str, tuple[ObjectiveConfig, Callable[[Sequence], Tensor]]] = {
     "clip": (CLIP, _clip(0.8, 1.28)),
     "dual_clip": (replace(CLIP, dual_clip=1.5), _clip(0.8, 1.28, 1.5)),
-    "gspo": (ObjectiveConfig(loss="gspo", clip_low=0.02, clip_high=0.02), _gspo),
-    "cispo": (ObjectiveConfig(loss="cispo", clip_low=1.0, clip_high=0.28), _cispo),
+    "gspo": (ObjectiveConfig(loss="gspo", clip_low=0.02, clip_high=0.01), _gspo),
+    "cispo": (ObjectiveConfig(loss="cispo", clip_low=1.0, clip_high=0.28), _cispo(0.0)),  # no lower bound
+    "cispo_low": (ObjectiveConfig(loss="cispo", clip_low=0.1, clip_high=0.28), _cispo(0.9)),
     "divergence_tv": (ObjectiveConfig(loss="divergence_tv", divergence=DivergenceConfig(0.01, 1.5)), _divergence),
     "soft_gate": (ObjectiveConfig(function="examples.custom_loss:soft_gate"), _soft_gate),
     "entropy": (replace(CLIP, entropy_coef=0.3), lambda s: _clip(0.8, 1.28)(s) - 0.3 * s.entropy),
@@ -258,13 +262,13 @@ def test_every_case_of_the_formulas_occurs(samples: list[TrainSample], model_pat
 
     seen: set[tuple[str, int, int]] = set()
     for sign, ratio, shift, correction in each():
-        seen |= {("ratio", sign, sum(ratio > b for b in (0.8, 1.28, 1.5)))}
+        seen |= {("ratio", sign, sum(ratio > b for b in (0.8, 0.9, 1.28, 1.5)))}
         seen |= {("shift", sign, sum(shift > b for b in (-0.01, 0.01)))}
         seen |= {("correction", 0, sum(correction > b for b in (0.7, 1.2)))}
-    assert {("ratio", s, k) for s in (0, 1) for k in range(4)} <= seen
+    assert {("ratio", s, k) for s in (0, 1) for k in range(5)} <= seen
     assert {("shift", s, k) for s in (0, 1) for k in range(3)} <= seen
     assert {("correction", 0, k) for k in range(3)} <= seen
     for sample, lp in zip(samples, own, strict=True):
         ratio = np.exp(np.mean(lp - sample.old_logprobs))
-        seen |= {("sequence", int(sample.advantage > 0), sum(ratio > b for b in (0.98, 1.02)))}
+        seen |= {("sequence", int(sample.advantage > 0), sum(ratio > b for b in (0.98, 1.01)))}
     assert {("sequence", s, k) for s in (0, 1) for k in range(3)} <= seen

@@ -1,13 +1,64 @@
-"""Rollouts of several steps at once over fake servers: who is asked when, on a clock of the test's."""
+"""Rollouts of several steps at once: which steps begin when, and over fake servers who is asked when, on a clock of the
+test's."""
 
 from __future__ import annotations
 
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_fleet import World, answered, groups, nothing_in_flight, work_of
 
+from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.servers.dispatch import Dispatch
 from dppo_megatron.rollout.servers.wire import Completed, Event, GenerateRequest, Submit
+from dppo_megatron.run import Run
+from dppo_megatron.steps.loop import Loop
+from dppo_megatron.steps.step import Step
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "ahead", "began"),
+    [
+        ("finish", 0, [[1], [2], [3], [4], [5]]),
+        ("finish", 1, [[1, 2], [], [3, 4], [], [5]]),
+        ("abort", 1, [[1, 2], [3], [4], [5], []]),
+        ("continue", 1, [[1, 2], [3], [4], [5], []]),
+        ("continue", 3, [[1, 2, 3, 4], [5], [], [], []]),
+    ],
+)
+def test_so_many_steps_are_begun_ahead(in_flight: str, ahead: int, began: list[list[int]]) -> None:
+    """Of five steps with a checkpoint after each second one: `async_steps` behind each, none twice and none after the
+    last. Where the policy waits for what is under way, none is begun over a checkpoint: a resumed run would begin it
+    later, with newer weights, and its second and fourth steps alone are of older ones, as here."""
+    config = Config(steps=5)
+    config.rollout.async_steps, config.rollout.sync.in_flight = ahead, in_flight  # type: ignore[assignment]
+    config.checkpoint.every_steps = 2
+    run, loop, starts = object.__new__(Run), object.__new__(Loop), list[list[int]]()
+    run._config, run.last_step = config, config.steps
+    loop.job, loop._ahead = SimpleNamespace(config=config), deque()  # type: ignore[assignment]
+    loop._phases = loop._recorder = None
+
+    def select(step: Step, _: Any) -> None:
+        step.selected = [SimpleNamespace(number=step.number)]  # type: ignore[list-item]
+        step.reach("selected")
+
+    def start(step: Step, selected: Any) -> None:
+        assert [one.number for one in selected] == [step.number]
+        starts[-1].append(step.number)
+        step.reach("generating")
+
+    loop._select, loop._start = select, start  # type: ignore[method-assign]
+    for number in range(1, config.steps + 1):
+        starts.append([])
+        with loop.step(number) as step:
+            loop.begin_ahead(step, run.last_to_begin(number))
+            if step.reached == "selected":  # as `generate` begins what was not begun ahead
+                loop._start(step, step.selected)
+    assert starts == began
 
 
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=4), st.integers(1, 3))

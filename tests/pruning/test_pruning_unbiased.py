@@ -151,15 +151,6 @@ def test_two_levels_are_unbiased_together():
     assert np.abs(expected - terms.sum(0)).max() < TOLERANCE
 
 
-def test_weighting_the_advantage_equals_weighting_the_clipped_loss():
-    problem = make_problem()
-    weight = np.random.default_rng(0).uniform(1, 5, 8)
-    for objective in ("clip", "gspo", "cispo"):
-        through_advantage = sequence_gradients(problem, objective, advantages=problem.advantages * weight)
-        through_loss = sequence_gradients(problem, objective) * weight[:, None]
-        np.testing.assert_allclose(through_advantage, through_loss, atol=1e-13)
-
-
 def test_break_denominators_of_the_kept():
     """Dividing by the survivors' count or tokens instead of the full batch's inflates the gradient."""
     problem = make_problem()

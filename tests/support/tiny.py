@@ -249,6 +249,7 @@ def build_actor(model_path: Path, parallel: Parallel, *, max_grad_norm: float = 
             learning_rate=1e-2,
             weight_decay=0.01,
             lr_warmup_steps=2,
+            lr_schedule="linear",
             max_grad_norm=max_grad_norm,
             distributed=parallel.distributed_optimizer,
         ),
