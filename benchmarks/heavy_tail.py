@@ -36,14 +36,17 @@ LAPS = ((0, 0), (1, 2), (3, 8), (45, 75))
 SHARES = (0.71, 0.2, 0.05, 0.04)
 LONGEST = 1024
 _CONFIG = "configs/quickstart.yaml"
+_POSTERIOR = "objective.advantage=posterior_loo"
+_EARLY = f"{_POSTERIOR}:pruning.early_stop.after_tokens=38"
 ARMS = {
     "grpo": "grpo:32:4:160:5e-4:0:none",
     "grpo,64": "grpo:64:4:80:7e-4:0:none",
     "grpo,K=2": "grpo:32:4:160:5e-4:2:sequence",
     "dppo": "dppo:32:8:120:7e-4:0:none",
     "dppo,K=2": "dppo:32:8:120:7e-4:2:sequence",
-    "dppo,posterior": "dppo:32:8:120:7e-4:0:none:objective.advantage=posterior_loo",
-    "dppo,early": "dppo:32:8:120:7e-4:0:none:objective.advantage=posterior_loo:pruning.early_stop.after_tokens=38",
+    "dppo,posterior": f"dppo:32:8:120:7e-4:0:none:{_POSTERIOR}",
+    "dppo,early": f"dppo:32:8:120:7e-4:0:none:{_EARLY}",
+    "dppo,early,K=1": f"dppo:32:8:120:7e-4:1:sequence:{_EARLY}",
     "grpo,K=2,none": "grpo:32:4:160:5e-4:2:none",
     "dppo,K=2,none": "dppo:32:8:120:7e-4:2:none",
 }
