@@ -57,6 +57,8 @@ def test_steps_stream_into_one_another(served: Served, tmp_path: Path) -> None:
         run_ranks(train_on_this_rank, 1, config, 1, timeout_s=500)
         rows = [row for row in read_metrics(run, with_time=True) if row["step"] and "rollout/staleness_mean" in row]
         assert all(0 <= row["rollout/staleness_mean"] <= row["rollout/staleness_max"] <= ahead for row in rows)
+        oldest = max(row["rollout/staleness_max"] for row in rows)
+        assert oldest == ahead
         labels = [[one["label"] for one in row["prune/ledger"] if one["name"] == "rollout/stale"] for row in rows]
         assert labels == [["biased"] * (ahead > 0)] * len(rows)
         assert all(np.isfinite(row["mismatch/logprob_abs_diff_mean"]) for row in rows)

@@ -117,8 +117,9 @@ def test_adapters_arrive_merged(served: Served, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_flight", ["finish", "continue"])
 def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str) -> None:
-    """From the second step on completions are one sync old where the policy waits for them, and at most one elsewhere;
-    the last step, which ends the run, looks at nothing ahead. Groups have the sizes that were chosen ahead."""
+    """Completions are one sync old where the policy waits for them, but for those of the step behind a checkpoint, over
+    which none is begun; and at most one elsewhere. The last step, which ends the run, looks at nothing ahead. Groups
+    have the sizes that were chosen ahead."""
     config = served.config(
         tmp_path / "run",
         steps=4,
@@ -126,6 +127,7 @@ def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str) -> 
         pruning__prompt__group_size_factor=2.0,
         pruning__prompt__rate=0.0,
         sft__steps=0,
+        checkpoint__every_steps=2,
         rollout__async_steps=1,
         rollout__sync__in_flight=in_flight,
         reward__function="support.faulty:length_parity",  # of the untrained model no answer is right
@@ -138,7 +140,7 @@ def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str) -> 
     groups = [json.loads(line)["rewards"] for line in (tmp_path / "run" / "trace.jsonl").read_text().splitlines()[1:]]
     assert [sum(map(len, step)) for step in groups] == [16 * 8] * 4
     assert len({len(group) for step in groups for group in step}) > 1
-    assert staleness[1:] == [1, 1, 1] if in_flight == "finish" else all(0 <= s <= 1 for s in staleness)
+    assert staleness == [0, 1, 0, 1] if in_flight == "finish" else all(0 <= s <= 1 for s in staleness)
     assert all(np.isfinite(row["mismatch/logprob_abs_diff_mean"]) for row in rows)
 
 
@@ -167,6 +169,7 @@ def test_tokens_of_two_versions_are_told_apart(
     completions = generate_while(engine, requests, sync, tokens_each=LONG, wait_s=wait_s)
     stats = engine.statistics()
     crossed = [c for c in completions if len(c.weights_spans) > 1]
+    assert bool(crossed) == (in_flight == "continue")
     first = [c.weights_spans[0][1] for c in crossed]
     assert stats.tokens_read_again is not None and stats.tokens_read_again >= sum(first)
     assert bool(stats.tokens_read_again) == bool(crossed) and (in_flight == "abort" or not stats.retries)
