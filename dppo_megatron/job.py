@@ -15,7 +15,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
+from dppo_megatron.config.changes import flat
 from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.load import config_values
 from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.resolved_sets import eval_set_configs, longest_sequence, longest_trained, set_rewards
 from dppo_megatron.config.schema import Config
@@ -235,25 +237,36 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
 
 
 def _effect_notes(config: Config) -> list[str]:
-    """Of settings that a file, a comparison or a resume may rightly leave as they are when it changes the other one."""
-    actor, servers, default = config.actor, config.rollout.servers, Config()
-    rate, modules = actor.optimizer.min_learning_rate, actor.recompute_modules
-    keeps_rate = actor.optimizer.lr_schedule == "constant"
-    recomputes_none = actor.recompute != "selective" and modules != default.actor.recompute_modules
-    idle = {
-        f"actor.optimizer.min_learning_rate = {rate:g} has no effect while actor.optimizer.lr_schedule = constant": (
-            keeps_rate and rate > 0
+    """Of settings that another one leaves without effect, where a file, a comparison or a run that resumes may rightly
+    keep them."""
+    actor, rollout, correction = config.actor, config.rollout, config.objective.correction
+    idle: dict[str, tuple[Sequence[str], bool]] = {
+        "actor.optimizer.lr_schedule = constant": (
+            ["actor.optimizer.min_learning_rate"],
+            actor.optimizer.lr_schedule == "constant",
         ),
-        f"actor.recompute_modules = {', '.join(modules)} has no effect while actor.recompute = {actor.recompute}": (
-            recomputes_none
+        f"actor.recompute = {actor.recompute}": (["actor.recompute_modules"], actor.recompute != "selective"),
+        "rollout.servers.endpoints names running servers": (
+            [f"rollout.servers.{name}" for name in ("python", "count", "gpus")],
+            bool(rollout.servers.endpoints),
         ),
+        "objective.correction.level = none": (
+            [f"objective.correction.{name}" for name in ("mode", "max_ratio", "min_ratio")],
+            correction.level == "none",
+        ),
+        "objective.correction.mode = truncate": (
+            ["objective.correction.min_ratio"],
+            correction.level != "none" and correction.mode == "truncate",
+        ),
+        "rollout.engine = hf, which waits for all": (["rollout.limits.finish_fraction"], rollout.engine == "hf"),
     }
-    for name in ("python", "count", "gpus"):
-        value = getattr(servers, name)
-        idle[f"rollout.servers.{name} = {value} has no effect while rollout.servers.endpoints names running ones"] = (
-            bool(servers.endpoints) and value != getattr(default.rollout.servers, name)
-        )
-    return [line for line, is_so in idle.items() if is_so]
+    values, defaults = flat(config_values(config)), flat(config_values(Config()))
+    return [
+        f"{key} = {values[key]} has no effect while {why}"
+        for why, (keys, is_so) in idle.items()
+        for key in keys
+        if is_so and values[key] != defaults[key]
+    ]
 
 
 def _age_note(config: Config) -> list[str]:

@@ -181,6 +181,8 @@ class Grade:
     """It failed by what cannot depend on the completion: a judge that did not take the call."""
 
 
+REWARD_ROUNDING = 1e-9
+"""How far a reward may be outside its bounds: 0.2 + 0.4 + 0.3 + 0.1, a weighted sum of 1s, is 1 + 2e-16."""
 UNSAMPLED = "was not sampled to its end"
 """How the failure begins of a completion that was never graded."""
 STOPPED_EARLY = Grade(math.nan, failure="was stopped early")

@@ -398,7 +398,10 @@ COLOCATED = {
         ({"actor__lora__alpha": 64}, "actor.lora.alpha = 64.0 has no effect while actor.lora.rank = 0"),
         ({"actor__lora__experts": "true"}, "actor.lora.experts = True has no effect while actor.lora.rank = 0"),
         ({f"actor__megatron__{INTERLEAVED_GROUP}": 4}, "= 4 has no effect while actor.layout.virtual_pipeline = 1"),
-        ({"actor__megatron__overlap_p2p_comm": "true"}, "needs actor.layout.virtual_pipeline above 1"),
+        (
+            {"actor__megatron__overlap_p2p_comm": "true", "actor__layout__pipeline_parallel": 2},
+            "needs actor.layout.virtual_pipeline above 1",
+        ),
         (
             {"actor__megatron__overlap_p2p_comm": "true", "actor__megatron__batch_p2p_comm": "true"}
             | {"actor__layout__pipeline_parallel": 2, "actor__layout__virtual_pipeline": 2},

@@ -189,10 +189,10 @@ def test_both_ends_of_a_communicator_are_compared(
     fake.instead["/dppo_workers"] = {"replicas": [[_worker(p, nccl=NCCL | change) for p in range(4)]]}
     files = write_job_files(tmp_path)
     if not found:
-        assert "weight sync: nccl (asked for)" in _connected(fake, files, channel="nccl").description
+        assert "weight sync: nccl (asked for)" in _connected(fake, files, channel="nccl", device="0").description
         return
     with pytest.raises(UserError, match=f"channel = nccl: http.*: {found}"):
-        _connected(fake, files, channel="nccl")
+        _connected(fake, files, channel="nccl", device="0")
     assert f"weight sync: disk (no NCCL communicator: {fake.url}: {found}" in (
         _connected(fake, files, channel="auto", device="0").description
     )
@@ -210,6 +210,8 @@ def test_weights_from_files_do_not_go_over_nccl(
     files = write_job_files(tmp_path)
     for device, channel in (("0", "nccl"), ("cpu", "gloo")):
         assert f"weight sync: {channel}" in _connected(fake, files, "auto", device).description
+    with pytest.raises(UserError, match="nccl sends weights that are on a GPU, and these are not: gloo does"):
+        _connected(fake, files, "nccl")
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(standalone, "ServerEngine", lambda *_, **options: made.append(options) or MagicMock())
     of_servers = {"rollout__engine": "vllm", "rollout__servers__launch": "local"}

@@ -273,11 +273,13 @@ def test_changed_settings(files: Path, tmp_path: Path) -> None:
     ]
     stages = {"actor__layout__pipeline_parallel": 4}
     group = "actor.megatron.microbatch_group_size_per_vp_stage"
-    chunks = {"actor__layout__virtual_pipeline": 2, group.replace(".", "__"): 8}
+    overlap = "actor.megatron.overlap_p2p_comm"
+    chunks = {"actor__layout__virtual_pipeline": 2, group.replace(".", "__"): 8, overlap.replace(".", "__"): "true"}
     interleaved = config_values(job_config(files, tmp_path / "run", **stages, **chunks))
     assert check_changes(job_config(files, tmp_path / "run", **stages), interleaved, "x") == [
         "actor.layout.virtual_pipeline: 2 -> 1",
         f"{group}: 8 -> None",
+        f"{overlap}: True -> None",
     ]
     forbidden = {"seed": 7, "actor__optimizer__learning_rate": 0.5}
     with pytest.raises(UserError) as refused:

@@ -156,6 +156,8 @@ def test_a_baseline_of_pass_rates_takes_rewards_in_the_unit_interval(
         prepare_job(config, 1)
     with pytest.raises(UserError, match=rf"completion 0 is -1: must be within 0 and 1 \({named} "):
         selector.finish(outcome, 1)
+    rewards[rewards == 1], rewards[rewards == -1] = sum((0.2, 0.4, 0.3, 0.1)), 0.0
+    assert rewards.max() > 1 and selector.finish(outcome, 1).kept.any(), "weights of rewards that add up to 1"
 
 
 EMPTY = ("rollout/missing_reward_mean", "rollout/missing_tokens_mean")

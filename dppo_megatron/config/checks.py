@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
-from dppo_megatron.config.objective import CorrectionConfig, check_objective
+from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.observe import check_observe
 from dppo_megatron.config.paths import check_model, check_writable, shown
 from dppo_megatron.config.ranges import check_choice, check_ranges
@@ -34,7 +34,8 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     _check_optimizer(config.actor.optimizer)
     _check_fewer_bits(config)
     _check_actor(config)
-    _check_pipeline(config.actor)
+    if purpose != "evaluate":
+        _check_pipeline(config.actor)
     _check_lora(config.actor.lora)
     for name in config.actor.recompute_modules:
         check_choice("actor.recompute_modules", name, _RECOMPUTED)
@@ -48,8 +49,6 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
         check_reward(reward, key)
     check_objective(config.objective, max_completion_tokens=config.rollout.sampling.max_completion_tokens)
     selection_settings(config).check()
-    if purpose in ("train", "plan"):
-        _check_effect(config)
     if purpose == "train":
         check_observe(config.observe)
 
@@ -187,7 +186,7 @@ def _check_actor(config: Config) -> None:
 def _check_pipeline(actor: ActorConfig) -> None:
     """What Megatron looks at in the first update."""
     group, layout = actor.megatron.get(INTERLEAVED_GROUP), actor.layout
-    if actor.megatron.get("overlap_p2p_comm"):
+    if actor.megatron.get("overlap_p2p_comm") and layout.pipeline_parallel > 1:
         if layout.virtual_pipeline == 1:
             raise UserError("actor.megatron.overlap_p2p_comm = true needs actor.layout.virtual_pipeline above 1")
         if actor.megatron.get("batch_p2p_comm"):
@@ -219,31 +218,6 @@ def _check_quantization(config: Config, purpose: Purpose) -> None:
         raise UserError(
             f"{given}: completions are sampled from a rounded policy, and objective.correction.level = none would train"
             " on them as if they were the actor's; set objective.correction.level=token (truncated importance sampling)"
-        )
-
-
-def _check_effect(config: Config) -> None:
-    """Refuse what another setting leaves without effect, where neither may change when a run resumes; of the others a
-    job says it (`job.check_settings`). Not in an evaluation: those of a run that had one would be refused too."""
-    correction, default = config.objective.correction, CorrectionConfig()
-    idle: dict[str, object] = {
-        "mode": correction.mode,
-        "max_ratio": correction.max_ratio,
-        "min_ratio": correction.min_ratio,
-    }
-    reason = f"level = {correction.level}"
-    if correction.level != "none":
-        idle = {} if correction.mode == "mask" else {"min_ratio": correction.min_ratio}
-        reason = f"mode = {correction.mode}"
-    for name, value in idle.items():
-        if value != getattr(default, name):
-            raise UserError(
-                f"objective.correction.{name} = {value} has no effect while objective.correction.{reason}; leave it out"
-            )
-    if config.rollout.engine == "hf" and config.rollout.limits.finish_fraction < 1:
-        raise UserError(
-            f"rollout.limits.finish_fraction = {config.rollout.limits.finish_fraction} has no effect while"
-            " rollout.engine = hf, which waits for all; leave it out"
         )
 
 

@@ -28,8 +28,9 @@ UNEVEN_STAGES = (
 )
 """Fields of `actor.megatron` that divide layers, and may change as `actor.layout` may."""
 INTERLEAVED_GROUP = "microbatch_group_size_per_vp_stage"
-"""The field of `actor.megatron` that the planner goes by too. Refused without virtual stages, so it may change as they
-may."""
+"""The field of `actor.megatron` that the planner goes by too."""
+OF_VIRTUAL_STAGES = (INTERLEAVED_GROUP, "overlap_p2p_comm", "overlap_p2p_comm_warmup_flush", "batch_p2p_comm")
+"""Refused without them, or with them, so they may change as `actor.layout` may."""
 
 
 @dataclass
@@ -193,7 +194,7 @@ class ActorConfig:
     in the pass for old log-probabilities and in the update; `actor` to those of the actor's own pass before the first
     update. See [actor.md](actor.md)."""
     megatron: dict[str, Any] = field(
-        default_factory=dict, metadata={"free_at_resume": (*UNEVEN_STAGES, INTERLEAVED_GROUP)}
+        default_factory=dict, metadata={"free_at_resume": (*UNEVEN_STAGES, *OF_VIRTUAL_STAGES)}
     )
     """Fields of Megatron's TransformerConfig by their own names, such as {moe_router_fusion: true, moe_permute_fusion:
     true}, checked against the installed version. What other settings decide is refused."""

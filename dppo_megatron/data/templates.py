@@ -57,12 +57,17 @@ def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) ->
                 " never reads it; correct its name, or use a template without it (template=chat_boxed)"
             )
 
-    if _writes_date(source, template) and "date_string" in source:
+    if _writes_date(source, template) and "date_string" in source and not _is_evaluated(settings):
         raise UserError(
             f"{settings.key}: the tokenizer's chat template writes today's date into every prompt, and a run could not"
             f" be resumed on another day; set {section_of(settings)}.chat_template_kwargs.date_string='26 Jul 2024',"
             " which is Llama's own default, or to another date"
         )
+
+
+def _is_evaluated(settings: ResolvedSet) -> bool:
+    """Evaluation sets may differ at a resume."""
+    return settings.key.startswith("data.eval_")
 
 
 def _writes_date(source: str, template: Template) -> bool:
@@ -80,8 +85,12 @@ def unstable(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) -> list[
     source = chat_template_of(tokenizer) if settings.template.apply_chat_template else None
     if not source or not varies(source, settings.template):
         return []
-    what = "the tokenizer's chat template writes the date or draws at random, and prompts may be others at a resume"
-    return [f"warning: {what}, which refuses them without checkpoint.may_change=[{settings.key}]"]
+    what = "the tokenizer's chat template writes the date or draws at random"
+    if not _is_evaluated(settings):
+        what += ", and prompts may be others at a resume, which refuses them without"
+        return [f"warning: {what} checkpoint.may_change=[{settings.key}]"]
+    advice = "; data.chat_template_kwargs.date_string='26 Jul 2024' sets Llama's own" if "date_string" in source else ""
+    return [f"warning: {what}, and scores of another day are of other prompts{advice}"]
 
 
 def _raises_to_powers(source: str) -> bool:

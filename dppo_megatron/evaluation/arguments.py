@@ -280,7 +280,7 @@ def _without_servers(settings: dict[str, Any], given: Sequence[str]) -> tuple[di
     servers = {key: value for key, value in (rollout.get("servers") or {}).items() if key not in _SERVER_KEYS}
     for key in ("async_steps", "speculation"):  # no scores depend on them
         rollout.pop(key, None)
-    if sync.get("channel") == "ipc":
+    if sync.get("channel") in ("ipc", "nccl"):  # from the memory of a GPU
         del sync["channel"]
     said = []
     if engine != "hf":

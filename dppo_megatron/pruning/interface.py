@@ -17,7 +17,7 @@ import numpy as np
 from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig
 from dppo_megatron.pruning.designs import Draw, draw
 from dppo_megatron.randomness import generator, uniforms
-from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, RunAborted, UserError
+from dppo_megatron.types import REWARD_ROUNDING, BoolArray, FloatArray, IntArray, Label, RunAborted, UserError
 
 _LEAST_GROUPS = 48.0
 """Groups with gradient that a verdict needs, after fading: the error of fewer is itself not known."""
@@ -471,7 +471,7 @@ def check_outcomes(
             " of this step was trained on"
         )
     least, most = (0.0, 1.0) if in_unit else (-LARGEST_REWARD, LARGEST_REWARD)
-    outside = (rewards < least) | (rewards > most)  # a NaN is neither
+    outside = (rewards < least - REWARD_ROUNDING) | (rewards > most + REWARD_ROUNDING)  # a NaN is neither
     if outside.any():
         row, column = (int(i) for i in np.argwhere(outside)[0])
         raise UserError(

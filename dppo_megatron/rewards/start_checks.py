@@ -15,7 +15,7 @@ from dppo_megatron.config.paths import in_short
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import Grader, deciding_reward
-from dppo_megatron.types import Grade, GradeTask, Prompt, UserError
+from dppo_megatron.types import REWARD_ROUNDING, Grade, GradeTask, Prompt, UserError
 
 MOST_REFERENCES = 2000
 """References of one set that are checked, evenly spread: 0.1 s of cheap gradings, and 99 % is known to 0.2 points."""
@@ -64,7 +64,7 @@ def check_grader(grader: Grader, prompt: Prompt, bounds: RewardBounds | None = N
                 f" answer = {in_short(prompt.answer, 80)}{origin} it {grade.failure}."
                 " It must return a finite number or a Grade for any text, 0 where there is no answer in it"
             )
-        if bounds and not bounds.least <= grade.reward <= bounds.most:
+        if bounds and not bounds.least - REWARD_ROUNDING <= grade.reward <= bounds.most + REWARD_ROUNDING:
             raise UserError(
                 f"{grader.key}: the reward of {what} is {grade.reward:g}, and must be from {bounds.least:g} to"
                 f" {bounds.most:g}: {bounds.why}"

@@ -335,3 +335,9 @@ def test_todays_date_in_every_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert first.fingerprint != second.fingerprint
     assert all("checkpoint.may_change=[data.train_sets.s]" in "".join(one.notes) for one in (first, second))
     assert load(tmp_path, tokenizer=always, template="plain_boxed").notes == ()
+    evaluated = EvalSetConfig(path=str(tmp_path / "a.jsonl"), template="chat_boxed")
+    config = Config()
+    config.data.eval_sets = {"s": evaluated}
+    days = iter(["26 Jul 2024"] * 2)
+    [note] = load_set("s", eval_set_configs(config)["s"], dated).notes
+    assert "data.chat_template_kwargs.date_string='26 Jul 2024'" in note and "may_change" not in note

@@ -265,13 +265,14 @@ CASES = [
         for gold in ("x_{1}=1, x_{2}=2", "x=1, x=2", "x=1,2")
     ),
     case("x_1=1, x_2=2", right=["x_1=1, x_2=2"], wrong=["x_1=2, x_2=1"]),
+    case("F_1 = 3, F_2 = 5", right=["F_2=5, F_1=3"], wrong=["F=5, F=3"]),
     case(
         "(x_1,y_1)=(1,2),(x_2,y_2)=(2,1)",
         right=["(1,2),(2,1)", "(x_{1},y_{1})=(1,2),(x_{2},y_{2})=(2,1)"],
         wrong=["(1,2)", "(1,2),(2,2)"],
     ),
     case("(a_{1},a_{2})=(1,2)", right=["(a_1, a_2) = (1, 2)", "(1,2)"], wrong=["(a_1,a_2)=(2,1)", "(b_1,b_2)=(1,2)"]),
-    case("(1,2)", right=[r"\vec a=(1,2)", r"\overrightarrow{AB}=(1,2)"], wrong=[r"\vec a=(2,1)"]),
+    case("(1,2)", right=[r"\vec a=(1,2)"], wrong=[r"\vec a=(2,1)"]),
     case(r"\vec{a}=(1,2)", right=[r"\vec a = (1,2)"], wrong=[r"\vec b=(1,2)"]),
     # what a parameter is, in brackets
     case(

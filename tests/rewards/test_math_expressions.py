@@ -106,8 +106,18 @@ CASES = [
     case("lg", right=["gl"], wrong=[r"\lg g"]),
     case("f(x)=0", right=[r"f(x)\equiv 0"], wrong=[r"f(x)\equiv 1"]),
     case(r"f(x)\equiv 0", right=["f(x)=0", "0"], wrong=["f(x)=x"]),
-    case(r"\frac12", right=[r"\cos A=\frac12", r"\sin\alpha = \frac12"], wrong=[r"\cos A=\frac13", r"\cos x=\frac12"]),
-    case(r"\tan\alpha=2", right=["2"], wrong=["-2", r"\tan\beta=2"]),
+    case(r"\rho\cos\theta = 1", right=[], wrong=["1"]),
+    case(r"x\cos\alpha = 3", right=[], wrong=["3"]),
+    case(r"\sin\theta=\cos\theta", right=[], wrong=[r"\cos\theta"]),
+    # a power of a value, and a letter times one
+    case(r"\frac12 m v(0)^2", right=[r"\frac{m v(0)^2}{2}"], wrong=["0"]),
+    case("y(0)^2 + 1", right=["1+y(0)^2"], wrong=["1"]),
+    case("p(1)^2+p(2)^2", right=[], wrong=["5p"]),
+    case("A(2)^t", right=[r"A\cdot 2^t"], wrong=[]),
+    # a factorial is no letter for whole numbers
+    case("x", right=[], wrong=[r"x + \sin(\pi x)\frac{x!}{x!}"]),
+    case(r"P(X \in \mathbb{Q}) = 0", right=[], wrong=[r"P(X \in \mathbb{N}) = 0"]),
+    case(r"\overrightarrow{AB} = (1,2)", right=[], wrong=[r"\overrightarrow{BA} = (1,2)"]),
     # maps, and bound variables
     case(
         "f(x) = 2x+1",

@@ -22,7 +22,7 @@ _EACH = 6
 
 _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
 _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
-_INDEX = regex(r"_\d+\Z")
+_COUNTED = regex(r"(x|y|z|t|\\lambda)_\d+")
 _LABEL = regex(r"([A-Za-z]{3,}):?")
 _SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:")
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
@@ -134,8 +134,6 @@ def _same_solutions(gold: answers.Relation, other: answers.Relation, work: WorkL
 
 
 def _only_names(node: Node, operations: str) -> bool:
-    if node[0] == "f" and node[1] in ("sin", "cos", "tan"):  # of an angle: \cos A, not \cos x
-        return node[2][0] == "s" and (len(node[2][1]) > 1 or node[2][1].isupper())
     return node[0] == "s" or (node[0] in operations and all(_only_names(part, operations) for part in node[1:]))
 
 
@@ -172,10 +170,11 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 
 def _without_indices(items: Sequence[Answer], others: Sequence[Answer]) -> list[tuple[Answer, ...]]:
-    """Both sides; x_1 = 1, x_2 = 2 as x = 1, x = 2 where the other side counts no solutions."""
+    """Both sides; x_1 = 1, x_2 = 2 as x = 1, x = 2 where the other side counts no solutions. Forces and terms of a
+    sequence have an order."""
     sides = items, others
     names = [{item.name for item in side if isinstance(item, Named)} for side in sides]
-    bare = {_INDEX.sub("", name) for name in names[0] | names[1]}
+    bare = {counted[1] if (counted := _COUNTED.fullmatch(name)) else name for name in names[0] | names[1]}
     if len(bare) != 1 or bare not in names:
         return [tuple(items), tuple(others)]
     (name,) = bare

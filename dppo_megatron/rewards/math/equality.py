@@ -190,7 +190,8 @@ def _compared(gold: Node, other: Node, values: Point, digits: int, work: WorkLim
     ours, theirs = (Evaluation(values, work, digits) for _ in range(2))
     left, right = _value(ours, gold), _value(theirs, other)
     if left is None or right is None:
-        is_outside = ours.is_outside or theirs.is_outside  # n!/(n-2)! is n(n-1), but at 1
+        # n!/(n-2)! is n(n-1), but at 1; where other letters stand, the reference has to be whole numbers' own
+        is_outside = ours.is_outside or (theirs.is_outside and _WHOLE.issuperset(values))
         return "undefined" if left is right else "outside" if is_outside else "one is real", 0
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return "equal" if left == right else "different", 0

@@ -34,7 +34,8 @@ _ARGUMENT = regex(r"\s*(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\\?[A-Za-z]+|
 _MIXED = regex(r"\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _PRIMES = regex(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
 _BRACKETED = regex(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a bracket has closed, and it is no choice letter's; 2!3!, 2^{3}3
-_AT_A_NUMBER = regex(r"(?:(?<=[fghFGHPQ])|(?!\(-?\d+\)\s*\^))\((-?\d+)\)")  # n(-1)^n is n times a power
+# n(-1)^n is n times a power, v(0)^2 the square of a value
+_AT_A_NUMBER = regex(r"(?:(?<=[fghFGHPQ])|(?!\(-?\d+\)\s*\^\s*(?:[a-z]|\{[^{}]*[a-z])))\((-?\d+)\)")
 _SEVERAL = frozenset(["max", "min", "gcd", "lcm"])
 ONE: Node = ("n", Fraction(1))
 DEGREE: Node = ("/", PI, ("n", Fraction(180)))

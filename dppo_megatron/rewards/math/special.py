@@ -57,7 +57,7 @@ _CLAUSE = regex(
     r"(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?(?:is an?|is any|are) ))"
     rf"|(?<=,)\s*{_IS_OF_A_SET}(?=\)|\Z))"
     r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;|,\s*-?[\d.]+\s*\Z).)*"
-    rf"|\(\s*{_IS_OF_A_SET}\)",
+    rf"|\(\s*{_IS_OF_A_SET}\)(?!\s*[=<>])",
     re.DOTALL,
 )
 _SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}

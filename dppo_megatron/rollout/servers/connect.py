@@ -264,6 +264,8 @@ def choose_channel(
     """
     common: set[str] = set(offered[0]).intersection(*offered[1:]) if offered else set()
     if wanted != "auto":
+        if wanted == "nccl" and not on_gpu:
+            raise UserError("rollout.sync.channel = nccl sends weights that are on a GPU, and these are not: gloo does")
         if wanted == "nccl" and unequal:
             raise UserError(f"rollout.sync.channel = nccl: {unequal}: no communicator can have both")
         if wanted not in common:

@@ -9,8 +9,10 @@ from functools import reduce
 from typing import Any, TypeAlias
 
 from dppo_megatron.config.checks import check_values, check_world_size
-from dppo_megatron.config.resolved_sets import longest_sequence
+from dppo_megatron.config.resolved_sets import longest_sequence, longest_trained
 from dppo_megatron.config.schema import Config
+from dppo_megatron.packing.alignment import packing_layout
+from dppo_megatron.packing.planner import check_longest_trained
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.workbench.planning.generation import Lengths
@@ -69,6 +71,8 @@ def advise(
             check_values(changed, "plan")
             architecture.check_layout(changed.actor)
             check_world_size(changed, there.gpus)
+            layout, most = packing_layout(changed.actor, there.gpus), changed.packing.max_tokens_per_microbatch
+            check_longest_trained(longest_trained(changed), layout, most)
             memory = plan_memory(changed, architecture, there, lengths.sequence)
         except UserError:  # it contradicts another setting, or there is no such layout of this model on these GPUs
             continue
@@ -115,7 +119,8 @@ def _changes(config: Config, site: Site) -> Iterator[tuple[_Settings, str]]:
     tried for their seconds only."""
     actor, cap, args = config.actor, config.packing.max_tokens_per_microbatch, config.rollout.servers.args
     given = {flag: float(args[args.index(flag) + 1]) for flag in (_SHARE, _TENSOR, _DATA) if flag in args}
-    longest = longest_sequence(config)[0]
+    multiple = packing_layout(actor, site.gpus).microbatch_multiple
+    longest = -(-longest_sequence(config)[0] // multiple) * multiple
     caps = [tokens for tokens in (cap // 2, cap // 4) if tokens >= longest]
     for mode in ("none", "selective")[: {"none": 0, "selective": 1, "full": 2}[actor.recompute]]:
         yield {_RECOMPUTE: mode}, ""
