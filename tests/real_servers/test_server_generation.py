@@ -49,7 +49,7 @@ from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.protocol import generate
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Submit
 from dppo_megatron.types import Grade, GradeTask, Prompt
-from examples.judge_grader import _QUESTION
+from examples.judge_grader import _NO_MARK, _QUESTION
 
 pytestmark = pytest.mark.slow
 
@@ -368,10 +368,13 @@ def test_the_judge_of_the_example_is_asked_and_understood(served: Served, monkey
     for text, grade in list(zip(texts, grades, strict=True))[::16]:
         question = _QUESTION.format(problem="6 + 6", answer="12", completion=text)
         body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 8}
+        body["chat_template_kwargs"] = {"enable_thinking": False}
         reply = ask("/v1/chat/completions", body)["choices"][0]["message"]["content"]
-        digits = re.findall("[0-9]+", reply)
-        assert grade.extracted == reply and grade.reward == (min(10, int(digits[-1][-3:])) / 10 if digits else 0.0)
-    assert not any(grade.failure for grade in grades)
+        if marks := re.findall(r"\d+(?:\.\d+)?", _NO_MARK.sub("", reply)):
+            assert (grade.extracted, grade.reward) == (reply, min(10.0, float(marks[-1])) / 10)
+        else:
+            assert grade.failure == f"got no mark from the judge: {reply[:60]!r}"
+    assert {grade.failure.partition(":")[0] for grade in grades} <= {"", "got no mark from the judge"}
 
 
 def _ask_judge(url: str, path: str, body: Any = None) -> Any:

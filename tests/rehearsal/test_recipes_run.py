@@ -77,7 +77,7 @@ def _be_on_a_device(name: str) -> None:
     from dppo_megatron.rollout.servers.device_map import RankDevice
     from dppo_megatron.rollout.sync.colocated import OFFERS, vllm_offer
 
-    server_engine.this_device = lambda node: RankDevice(node, frozenset((name,)))  # type: ignore[assignment]
+    server_engine.this_device = lambda node, **_: RankDevice(node, frozenset((name,)))  # type: ignore[assignment]
     OFFERS["vllm"] = lambda buffer, tensors: vllm_offer(buffer, tensors) | {"rehearsed_device": name}
 
 
