@@ -131,8 +131,8 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
     if not {"whole", "outside"}.isdisjoint(outcomes):  # what is defined at the known points only is not the same
         start = sorted(numbers.sample(range(100, 1000), len(names)))
         orders = enumerate([*itertools.permutations(names)] * 4)
-        far = ({name: Fraction(at + turn) for name, at in zip(order, start, strict=True)} for turn, order in orders)
-        seen = _outcomes(gold, other, far, work)
+        beyond = ({name: Fraction(at + turn) for name, at in zip(order, start, strict=True)} for turn, order in orders)
+        seen = _outcomes(gold, other, beyond, work)
         if "equal" not in seen or seen[-1] in _DIFFERENT:
             return None
         outcomes += seen
