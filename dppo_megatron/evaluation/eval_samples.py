@@ -20,7 +20,7 @@ from typing import IO, Annotated, Any, TypeAlias
 import msgspec
 
 from dppo_megatron.config.changes import flat
-from dppo_megatron.config.paths import check_writable, json_reason
+from dppo_megatron.config.paths import check_writable, json_reason, writing
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.evaluation.eval_scores import EvalScores, SampleOutcome, score
 from dppo_megatron.files import append_to, make_directory, open_to_read, replacing
@@ -141,12 +141,10 @@ def check_out(out: Path, name: str) -> None:
 
 def write_text(path: Path, pieces: Iterable[str]) -> None:
     """Write a file atomically. Raises UserError if it cannot be written."""
-    try:
+    with writing(f"'{path}'"):
         make_directory(path.parent)
         with replacing(path) as file:
             file.writelines(piece.encode() for piece in pieces)
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be written: {error.strerror}") from None
 
 
 def write_samples(path: Path, samples: Iterable[EvalSample]) -> None:
@@ -273,12 +271,10 @@ class UnfinishedSamples:
 
     def _append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         text = "".join(json.dumps(row, default=str) + "\n" for row in rows)  # ASCII: see `write_samples`
-        try:
+        with writing(f"'{self._path}'"):
             rest = memoryview(text.encode())
             while rest:
                 rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            raise UserError(f"'{self._path}' cannot be written: {error.strerror}") from None
 
 
 def _lock(file: IO[bytes]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dppo_megatron.config.paths import writing
 from dppo_megatron.data.summary import safe_name
 from dppo_megatron.evaluation.eval_samples import (
     RESULTS,
@@ -55,10 +56,8 @@ def export(form: str, evaluation: str, out: Path | None) -> list[str]:
     problems = {name: list(of.values()) for name, of in by_problem(samples).items()}
     model = Path(results.get("model") or directory).name
     date = datetime.now().isoformat().replace(":", "-")
-    try:
+    with writing(f"'{out}'"):
         written = FORMS[form](results, problems, scores_of(samples), out, model, date)
-    except OSError as error:
-        raise UserError(f"'{out}' cannot be written: {error.strerror}") from None
     return [str(path) for path in written]
 
 
