@@ -10,6 +10,7 @@ from support.job import REPOSITORY
 from dppo_megatron.config.load import read_config
 from dppo_megatron.config.reference import all_keys, other_name, other_names
 from dppo_megatron.types import UserError
+from examples.migrating import translate
 
 USUAL = {
     "verl": """
@@ -195,6 +196,12 @@ def test_usual_keys_are_answered(trainer: str) -> None:
         ("steps_per_generation", "here it is objective.updates_per_step (= steps_per_generation / gradient_acc"),
         ("algorithm.kl_ctrl.kl_coef", "no setting here: there is no KL in the reward"),
         ("pruning.prompt.p_min", "here it is pruning.prompt.min_inclusion_prob"),
+        (
+            "actor_rollout_ref.rollout.over_sample_rate",
+            "here it is rollout.limits.finish_fraction (= 1 - over_sample_rate)",
+        ),
+        ("--update-weight-buffer-size", "here it is rollout.sync.bucket_mb (in MiB"),
+        ("--optimizer-cpu-offload", "here it is actor.optimizer.cpu_offload (a share"),
     ],
 )
 def test_what_others_have_has_an_answer(key: str, said: str) -> None:
@@ -202,6 +209,19 @@ def test_what_others_have_has_an_answer(key: str, said: str) -> None:
         read_config("", [f"{key}=1"])
     message = str(error.value)
     assert f"; {said}" in message and ("(docs/scope.md)" in message) == said.startswith("not supported")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "actor_rollout_ref.rollout.over_sample_rate=0.1",
+        "--update-weight-buffer-size=536870912",
+        "--optimizer-cpu-offload=true",
+    ],
+)
+def test_a_value_that_means_something_else_here_is_not_carried_over(given: str) -> None:
+    """Pasted, finish_fraction=0.1 would end nine of ten completions, where verl's rate of 0.1 ends one."""
+    assert translate(given).startswith(f"# {given}: ")
 
 
 def test_the_tables_are_read() -> None:
