@@ -8,7 +8,9 @@ import pytest
 from support.job import REPOSITORY
 
 from dppo_megatron.config.load import read_config
-from dppo_megatron.config.reference import all_keys, other_name, other_names
+from dppo_megatron.config.other_names import other_name, other_names
+from dppo_megatron.config.reference import all_keys
+from dppo_megatron.pruning.policies import prompt_policy_class
 from dppo_megatron.types import UserError
 from examples.migrating import translate
 
@@ -209,6 +211,55 @@ def test_what_others_have_has_an_answer(key: str, said: str) -> None:
         read_config("", [f"{key}=1"])
     message = str(error.value)
     assert f"; {said}" in message and ("(docs/scope.md)" in message) == said.startswith("not supported")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("objective.loss=grpo", "; here it is objective.loss=clip"),
+        ("objective.loss=vanilla", "; here it is objective.loss=clip"),
+        ("objective.loss=dppo_tv", "; here it is objective.loss=divergence_tv"),
+        ("objective.loss=sapo", "; here it is objective.function (soft_gate of examples/custom_loss.py)"),
+        ("objective.loss=gpg", "; not supported: this loss: objective.function takes one of your own"),
+        ("objective.normalization=seq-mean-token-mean", "; here it is objective.normalization=sequence_mean"),
+        ("objective.normalization=token-mean", "; did you mean 'token_mean'?"),
+        ("objective.normalization=seq-mean-token-sum-norm", "; here it is objective.normalization=constant"),
+        ("objective.advantage=gspo", "; here it is objective.advantage=group_std (with objective.loss=gspo)"),
+        ("objective.advantage=group_norm", "; here it is objective.advantage=group_std"),
+        ("objective.advantage=gae", "; not supported: a critic"),
+        ("objective.correction.level=sequence_mask", "; here it is objective.correction.level=sequence (with"),
+        ("rollout.engine=trtllm", "; not supported: TensorRT-LLM"),
+        ("model.dtype=bf16", "; here it is model.dtype=bfloat16"),
+        ("objective.loss=cipso", "; did you mean 'cispo'?"),
+        ("objective.loss=dapper", ": must be one of clip, gspo, cispo, divergence_tv"),
+    ],
+)
+def test_a_choice_of_others_is_answered_with_ours(given: str, said: str) -> None:
+    """Never with one that only looks like it: GRPO's loss is not GSPO's."""
+    with pytest.raises(UserError) as error:
+        read_config("", [given])
+    message = str(error.value)
+    assert said in message and ("did you mean" in message) == ("did you mean" in said)
+    assert message.endswith(said) or ";" in said
+
+
+def test_a_method_of_others_is_answered_with_ours() -> None:
+    """`check_choice` has the names of policies, and of whatever else is no Literal."""
+    with pytest.raises(UserError, match=r"; here it is pruning\.prompt\.method=dynamic_sampling; known: none, "):
+        prompt_policy_class("dapo")
+
+
+def test_values_in_notes_are_answered_too() -> None:
+    """`vanilla: clip` behind loss_mode is what objective.loss=vanilla is answered with."""
+    tried = 0
+    for said in set(NAMES.values()):
+        key, _, note = said.removeprefix("here it is ").partition(" (")
+        for theirs, ours in re.findall(r"([\w-]+): ([a-z_0-9]+)[,)]", note):
+            word = theirs.replace("-", "_")
+            if key in KEYS and key.startswith("objective.") and word not in (ours, "false", "sequence"):
+                assert NAMES[f"{key}={word}"].startswith(f"here it is {key}={ours}"), (key, theirs)
+                tried += 1
+    assert tried > 10
 
 
 @pytest.mark.parametrize(
