@@ -35,6 +35,8 @@ _FILES = {"csv", "html", "json", "jsonl", "log", "parquet", "pt", "py", "safeten
 """Ends of file names: `eval.json` is no setting of `eval`."""
 _FOREIGN = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model", "custom_reward_function", "ray_init")
 """Sections of verl: a name of ours that looks alike means something else."""
+_REPEATING = ("data.eval_sets.", "eval.", "sft.")
+"""Where settings stand that RL has too: the tables have RL's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +214,14 @@ def unknown_key(where: str, key: str, under: list[str], section: type) -> UserEr
         if said := other_name(name):
             return UserError(f"{where}: unknown key '{name}'; {said}")
     parent, _, last = key.rpartition(".")
-    names = [item.name for item in fields(section)]
-    if section is not Config and (close := difflib.get_close_matches(last, names, n=1, cutoff=0.75)):
+    if section is not Config and not key.startswith(_REPEATING) and (said := other_name(last)):
+        return UserError(f"{where}: unknown key '{key}'; {said}")
+    names, known = [item.name for item in fields(section)], all_keys()
+    elsewhere = "_" in last and any(name.endswith(f".{last}") for name in known)
+    close = difflib.get_close_matches(last, names, n=1, cutoff=0.75)
+    if section is not Config and close and not elsewhere:
         return UserError(f"{where}: unknown key '{key}'; did you mean '{parent}.{close[0]}'?")
-    near = [] if key.split(".")[0] in _FOREIGN else _nearest(asked[0], all_keys())
+    near = [] if key.split(".")[0] in _FOREIGN else _nearest(asked[0], known)
     if near:
         return UserError(f"{where}: unknown key '{asked[0]}'; did you mean '" + "' or '".join(near) + "'?")
     inside = f"in {parent}" if parent else "here"
@@ -223,10 +229,18 @@ def unknown_key(where: str, key: str, under: list[str], section: type) -> UserEr
 
 
 def _nearest(key: str, known: list[str]) -> list[str]:
-    """Known keys that `key` most likely means, at most two."""
-    ending = [name for name in known if name.endswith(f".{key}")]
-    if not ending and (last := key.rpartition(".")[2]) != key:
-        ending = [name for name in known if name.endswith(f".{last}")]
-    if ending:
-        return ending if len(ending) <= 2 else []
-    return difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    """Known keys that `key` most likely means, at most two. In a section of ours they are its own, by their last words:
+    whole keys are alike by the section's name alone. A last word that stands elsewhere is a hint if it has two parts:
+    updates_per_step is one thing, but steps, dir, name and enabled may be anything's."""
+    section, _, rest = key.partition(".")
+    last, own = rest.rpartition(".")[2], [name for name in known if name.startswith(f"{section}.")]
+    near = [name for name in known if name.endswith(f".{key}")]
+    if not near and rest:
+        same = [name for name in known if name.endswith(f".{last}")]
+        near = [name for name in same if name in own] or (same if "_" in last else [])
+    if not near and rest and own:
+        close = difflib.get_close_matches(last, {name.rpartition(".")[2] for name in own}, n=1, cutoff=0.8)
+        near = [name for name in own if close and name.endswith(f".{close[0]}")]
+    elif not near:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    return near if len(near) <= 2 else []
