@@ -202,6 +202,28 @@ def test_usual_keys_are_answered(trainer: str) -> None:
             "actor_rollout_ref.rollout.over_sample_rate",
             "here it is rollout.limits.finish_fraction (= 1 - over_sample_rate)",
         ),
+        (
+            "actor_rollout_ref.actor.optim.lr_warmup_steps",
+            "here it is actor.optimizer.lr_warmup_steps (verl's counts training steps: x objective.updates_per_step)",
+        ),
+        ("warmup_steps", "here it is actor.optimizer.lr_warmup_steps (a count of updates"),
+        ("max_steps", "here it is steps (TRL's counts updates: / objective.updates_per_step)"),
+        (
+            "actor_rollout_ref.actor.optim.min_lr_ratio",
+            "here it is actor.optimizer.min_learning_rate (= min_lr_ratio x actor.optimizer.learning_rate)",
+        ),
+        (
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+            "here it is packing.max_tokens_per_microbatch (of the whole pack: x actor.layout.context_parallel)",
+        ),
+        (
+            "--max-tokens-per-gpu",
+            "here it is packing.max_tokens_per_microbatch (of the whole pack: x actor.layout.context_parallel)",
+        ),
+        ("actor_rollout_ref.rollout.calculate_log_probs", "no setting here: engines always send log-probabilities"),
+        ("actor_rollout_ref.actor.use_rollout_log_probs", "here it is objective.old_logprobs (behaviour)"),
+        ("vllm_importance_sampling_correction", "here it is objective.correction.level (TRL's default, sequence_mask,"),
+        ("vllm_importance_sampling_clip_max", "here it is objective.correction.max_ratio"),
         ("--update-weight-buffer-size", "here it is rollout.sync.bucket_mb (in MiB"),
         ("--optimizer-cpu-offload", "here it is actor.optimizer.cpu_offload (a share"),
     ],
