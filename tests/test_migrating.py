@@ -1,4 +1,4 @@
-"""What an unknown key is answered with: usual ones of verl, TRL and slime, what is not here, our own mistyped."""
+"""What an unknown key is answered with: usual ones of other trainers, what is not here, our own mistyped."""
 
 from __future__ import annotations
 
@@ -120,9 +120,31 @@ sglang-speculative-algorithm sglang-speculative-eagle-topk sglang-speculative-nu
 sglang-speculative-num-draft-tokens dynamic-sampling-filter-path moe-router-bias-update-rate
 sglang-moe-dense-tp-size use-tis over-sampling-batch-size no-rope-fusion moe-router-topk-scaling-factor
 """,
+    "OpenRLHF": """
+ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node colocate_actor_ref actor_num_nodes
+actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node colocate_critic_reward colocate_all_models
+vllm_num_engines vllm_tensor_parallel_size vllm_sync_backend vllm_sync_with_ray enable_prefix_caching enforce_eager
+vllm_enable_sleep vllm_gpu_memory_utilization enable_vllm_is_correction vllm_is_truncated_threshold async_train
+async_queue_size eval_steps save_steps logging_steps ckpt_path save_hf_ckpt disable_ds_ckpt max_ckpt_num max_ckpt_mem
+load_checkpoint use_ds_universal_ckpt local_rank zero_stage gradient_checkpointing deepcompile bf16 enable_ema
+ema_beta zpg adam_offload actor_init_on_gpu attn_implementation use_liger_kernel grad_accum_dtype overlap_comm
+gradient_checkpointing_use_reentrant disable_fast_tokenizer deepspeed_enable_sleep ds_tensor_parallel_size
+packing_samples use_dynamic_batch rollout_max_tokens_per_gpu train_max_tokens_per_gpu load_in_4bit lora_rank
+lora_alpha target_modules lora_dropout save_path num_episodes rollout_batch_size vllm_generate_batch_size
+rollout_tasks_per_gpu micro_rollout_batch_size max_epochs prompt_max_len generate_max_len max_len max_samples max_norm
+l2 ptx_coef eps_clip eps_clip_low_high dual_clip value_clip lambd gamma micro_train_batch_size train_batch_size
+normalize_reward top_p temperature seed full_determinism freezing_actor_steps n_samples_per_prompt save_value_network
+actor_learning_rate critic_learning_rate lr_warmup_ratio lr_scheduler kl_target kl_horizon init_kl_coef
+policy_loss_type kl_estimator aux_loss_coef entropy_loss_coef adam_betas reward_clip_range advantage_estimator
+use_kl_loss no_advantage_std_norm overlong_buffer_len overlong_penalty_factor ring_attn_size ring_head_stride pretrain
+reward_pretrain remote_rm_url critic_pretrain value_head_prefix ref_reward_offload agent_func_path prompt_data
+prompt_data_probs prompt_split eval_dataset eval_split eval_temperature eval_n_samples_per_prompt input_key label_key
+input_template apply_chat_template use_wandb wandb_org wandb_group wandb_project wandb_run_name dynamic_filtering
+dynamic_filtering_reward_range use_tensorboard perf use_ms
+""",
 }
 """Keys that ten or more of verl's run scripts, or eight of slime's, set; the fields of TRL's GRPOConfig and the usual
-ones of transformers' TrainingArguments. 2026."""
+ones of transformers' TrainingArguments; the arguments of OpenRLHF's train_ppo_ray. 2026."""
 NAMES, KEYS = other_names(), all_keys()
 
 
@@ -220,6 +242,21 @@ def test_usual_keys_are_answered(trainer: str) -> None:
             "--max-tokens-per-gpu",
             "here it is packing.max_tokens_per_microbatch (of the whole pack: x actor.layout.context_parallel)",
         ),
+        ("--micro_train_batch_size", "here it is packing.max_tokens_per_microbatch (a cap of tokens"),
+        ("--train_batch_size", "here it is rollout.prompts_per_step (verl's; OpenRLHF's is completions of an update"),
+        ("--num_episodes", "here it is steps (epochs x problems"),
+        ("--vllm_is_truncated_threshold", "here it is objective.correction.max_ratio (of two numbers the second"),
+        ("--init_kl_coef", "here it is objective.kl.coef (where use_kl_loss is on"),
+        ("checkpointing.enabled", "no setting here: checkpoint.every_steps and checkpoint.keep"),
+        ("checkpointing.keep_top_k", "here it is checkpoint.keep (the newest, where NeMo-RL keeps the best)"),
+        ("cluster.gpus_per_node", "no setting here: torchrun --nnodes, --nproc-per-node"),
+        ("env.math.num_workers", "here it is reward.function (a function of yours"),
+        ("logger.gpu_monitoring.flush_interval", "no setting here: every step is logged"),
+        ("logger.wandb.project", "here it is observe.tracking.project"),
+        ("loss_fn.ratio_clip_max", "here it is objective.clip_high"),
+        ("policy.generation.max_new_tokens", "here it is rollout.sampling.max_completion_tokens"),
+        ("policy.dtensor_cfg.cpu_offload", "no setting here: NeMo-RL's own"),
+        ("data.prompt_file", "here it is data.prompt_template (the text itself"),
         ("reward.custom_reward_function.name", "here it is reward.function=module:function"),
         ("reward.reward_manager.name", "here it is reward.function (a function of yours"),
         ("reward.num_workers", "here it is reward.processes"),
