@@ -224,7 +224,7 @@ def unknown_key(where: str, key: str, under: list[str], section: type) -> UserEr
     near = [] if key.split(".")[0] in _FOREIGN else _nearest(asked[0], known)
     if near:
         return UserError(f"{where}: unknown key '{asked[0]}'; did you mean '" + "' or '".join(near) + "'?")
-    inside = f"in {parent}" if parent else "here"
+    inside = "here" if section is Config else f"in {parent}"
     return UserError(f"{where}: unknown key '{asked[0]}'; known {inside}: {', '.join(sorted(names))}")
 
 
