@@ -17,9 +17,17 @@ from transformers import PreTrainedTokenizerBase
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.config.changes import flat
 from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.data import DataConfig
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.plugins import load_function
-from dppo_megatron.config.resolved_sets import eval_set_configs, longest_sequence, longest_trained, set_rewards
+from dppo_megatron.config.resolved_sets import (
+    TEMPLATES,
+    Template,
+    eval_set_configs,
+    longest_sequence,
+    longest_trained,
+    set_rewards,
+)
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.config.server_args import check_longest
@@ -233,7 +241,8 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     _check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)
-    return unread + _effect_notes(config) + _age_note(config) + _replay_note(config, architecture)
+    notes = _effect_notes(config) + _template_notes(config.data)
+    return unread + notes + _age_note(config) + _replay_note(config, architecture)
 
 
 def _effect_notes(config: Config) -> list[str]:
@@ -266,6 +275,17 @@ def _effect_notes(config: Config) -> list[str]:
         for why, (keys, is_so) in idle.items()
         for key in keys
         if is_so and values[key] != defaults[key]
+    ]
+
+
+def _template_notes(data: DataConfig) -> list[str]:
+    """Of a template's settings that `data` has too: mostly a file's, under a template that the command line names."""
+    named = TEMPLATES.get(data.template)
+    own = [item.name for item in fields(Template) if named and getattr(data, item.name) is not None]
+    return [
+        f"data.template = {data.template}: its {name} has no effect while data.{name} is set; null leaves that to it"
+        for name in own
+        if getattr(data, name) != getattr(named, name)
     ]
 
 

@@ -9,7 +9,7 @@ Values are carried over as they stand; where a name is not enough, a comment say
 
 import sys
 
-from dppo_megatron.config.reference import other_name
+from dppo_megatron.config.other_names import other_name
 
 
 def translate(given: str) -> str:

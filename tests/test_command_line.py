@@ -194,6 +194,8 @@ def test_config_finds(asked: str, keys: list[str], capsys: pytest.CaptureFixture
     ("asked", "hint"),
     [
         ("rollout.sampling.temprature", "did you mean 'rollout.sampling.temperature'?"),
+        ("objective.epsilon", "here it is objective.clip_low (and objective.clip_high)"),
+        ("checkpoint.enabled", "known in checkpoint: async_save, every_steps"),
         ("actor_rollout_ref.rollout.n", "here it is rollout.completions_per_prompt"),
         ("lr", "here it is actor.optimizer.learning_rate"),
         ("zzz", "known here: actor, checkpoint"),

@@ -14,6 +14,7 @@ from dppo_megatron.config import Config, load_config, save_config
 from dppo_megatron.config.load import config_values, read_config
 from dppo_megatron.config.ranges import Range, check_ranges, numbers
 from dppo_megatron.config.reference import Setting, all_settings, find
+from dppo_megatron.config.resolved_sets import TEMPLATES, eval_set_configs, train_set_configs
 from dppo_megatron.types import UserError
 
 SETTINGS = all_settings()
@@ -187,7 +188,19 @@ def test_a_4b_model_has_an_engine_that_can_do_the_job(files: Path, tmp_path: Pat
         "local",
         True,
     )
-    assert "enable_thinking" in config.data.chat_template_kwargs and config.data.apply_chat_template
+    template = train_set_configs(config)["train"].template
+    assert "enable_thinking" in template.chat_template_kwargs and template.apply_chat_template
+
+
+RECIPES = [path for path in CONFIGS if path.parent.name in ("h100", "math") or path.stem == "qwen3_4b"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_takes_the_template_that_is_named(path: Path) -> None:
+    """data.template gave nothing where a recipe had the four settings themselves, which go before it."""
+    config = read_config(str(path), ["data.template=chat_boxed", "data.train_path=x", "data.eval_paths.y=y"])
+    sets = [*train_set_configs(config).values(), *eval_set_configs(config).values()]
+    assert len(sets) > 1 and all(one.template == TEMPLATES["chat_boxed"] for one in sets)
 
 
 def test_math_by_grpo_is_what_is_known_of_the_paper(files: Path, tmp_path: Path) -> None:

@@ -283,6 +283,27 @@ class TestHints:
             ("pruning.rate=1", r"did you mean 'pruning\.prompt\.rate' or 'pruning\.completion\.rate'\?"),
             ("stps=1", r"did you mean 'steps'\?"),
             ("rollout.prompts_per_stp=4", r"did you mean 'rollout\.prompts_per_step'\?"),
+            ("objective.epsilon=0.2", r"here it is objective\.clip_low \(and objective\.clip_high\)"),
+            ("objective.clip_ratio=0.2", r"here it is objective\.clip_low \(and objective\.clip_high\)"),
+            ("objective.delta=3", r"here it is objective\.dual_clip"),
+            ("objective.advantage_estimator=grpo", r"here it is objective\.advantage \("),
+            ("actor.optimizer.grad_clip=1", r"here it is actor\.optimizer\.max_grad_norm"),
+            ("actor.optimizer.lr=1", r"here it is actor\.optimizer\.learning_rate"),
+            ("checkpoint.path=x", r"here it is run_dir"),
+            ("checkpoint.dir=x", r"here it is run_dir"),
+            ("eval.steps=10", r"here it is eval\.every_steps"),
+            ("eval.max_completion_length=10", r"did you mean 'eval\.max_completion_tokens'\?"),
+            ("sft.lr=1", r"here it is sft\.learning_rate"),
+            ("model.name=x", r"here it is model\.hf_path"),
+            ("rollout.seed=1", r"here it is seed \("),
+            ("pruning.enabled=false", r"here it is pruning\.prompt\.method \(none is off"),
+            ("pruning.rat=1", r"did you mean 'pruning\.prompt\.rate' or 'pruning\.completion\.rate'\?"),
+            ("rollout.finish_fraction=1", r"did you mean 'rollout\.limits\.finish_fraction'\?"),
+            ("rollout.updates_per_step=2", r"did you mean 'objective\.updates_per_step'\?"),
+            ("actor.learning_rat=1", r"did you mean 'actor\.optimizer\.learning_rate'\?"),
+            ("roloout.engine=hf", r"did you mean 'rollout\.engine'\?"),
+            ("checkpoint.enabled=true", "known in checkpoint: async_save, "),
+            ("data.steps=1", "known in data: answer_field, "),
         ],
     )
     def test_the_right_name(self, tmp_path: Path, key: str, said: str) -> None:
@@ -290,7 +311,9 @@ class TestHints:
         with pytest.raises(UserError, match=rf"unknown key '.*'; {said}"):
             _read(tmp_path, "", key)
 
-    @pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.xyz", "trainer.loggre", "algorithm.alpha", "zebra.x"])
+    @pytest.mark.parametrize(
+        "key", ["actor_rollout_ref.rollout.xyz", "trainer.loggre", "algorithm.alpha", "zebra.x", "zebra.enabled"]
+    )
     def test_rather_none_than_a_wrong_one(self, tmp_path: Path, key: str) -> None:
         """What has no counterpart here gets a list of what there is."""
         with pytest.raises(UserError, match=rf"unknown key '{key}'; known here: actor, ") as error:

@@ -1,4 +1,4 @@
-"""What an unknown key is answered with: usual ones of verl, TRL and slime, what is not here, our own mistyped."""
+"""What an unknown key is answered with: usual ones of other trainers, what is not here, our own mistyped."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 from support.job import REPOSITORY
 
 from dppo_megatron.config.load import read_config
-from dppo_megatron.config.reference import all_keys, other_name, other_names
+from dppo_megatron.config.other_names import other_name, other_names
+from dppo_megatron.config.reference import all_keys
+from dppo_megatron.pruning.policies import prompt_policy_class
 from dppo_megatron.types import UserError
+from examples.migrating import translate
 
 USUAL = {
     "verl": """
@@ -117,9 +120,31 @@ sglang-speculative-algorithm sglang-speculative-eagle-topk sglang-speculative-nu
 sglang-speculative-num-draft-tokens dynamic-sampling-filter-path moe-router-bias-update-rate
 sglang-moe-dense-tp-size use-tis over-sampling-batch-size no-rope-fusion moe-router-topk-scaling-factor
 """,
+    "OpenRLHF": """
+ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node colocate_actor_ref actor_num_nodes
+actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node colocate_critic_reward colocate_all_models
+vllm_num_engines vllm_tensor_parallel_size vllm_sync_backend vllm_sync_with_ray enable_prefix_caching enforce_eager
+vllm_enable_sleep vllm_gpu_memory_utilization enable_vllm_is_correction vllm_is_truncated_threshold async_train
+async_queue_size eval_steps save_steps logging_steps ckpt_path save_hf_ckpt disable_ds_ckpt max_ckpt_num max_ckpt_mem
+load_checkpoint use_ds_universal_ckpt local_rank zero_stage gradient_checkpointing deepcompile bf16 enable_ema
+ema_beta zpg adam_offload actor_init_on_gpu attn_implementation use_liger_kernel grad_accum_dtype overlap_comm
+gradient_checkpointing_use_reentrant disable_fast_tokenizer deepspeed_enable_sleep ds_tensor_parallel_size
+packing_samples use_dynamic_batch rollout_max_tokens_per_gpu train_max_tokens_per_gpu load_in_4bit lora_rank
+lora_alpha target_modules lora_dropout save_path num_episodes rollout_batch_size vllm_generate_batch_size
+rollout_tasks_per_gpu micro_rollout_batch_size max_epochs prompt_max_len generate_max_len max_len max_samples max_norm
+l2 ptx_coef eps_clip eps_clip_low_high dual_clip value_clip lambd gamma micro_train_batch_size train_batch_size
+normalize_reward top_p temperature seed full_determinism freezing_actor_steps n_samples_per_prompt save_value_network
+actor_learning_rate critic_learning_rate lr_warmup_ratio lr_scheduler kl_target kl_horizon init_kl_coef
+policy_loss_type kl_estimator aux_loss_coef entropy_loss_coef adam_betas reward_clip_range advantage_estimator
+use_kl_loss no_advantage_std_norm overlong_buffer_len overlong_penalty_factor ring_attn_size ring_head_stride pretrain
+reward_pretrain remote_rm_url critic_pretrain value_head_prefix ref_reward_offload agent_func_path prompt_data
+prompt_data_probs prompt_split eval_dataset eval_split eval_temperature eval_n_samples_per_prompt input_key label_key
+input_template apply_chat_template use_wandb wandb_org wandb_group wandb_project wandb_run_name dynamic_filtering
+dynamic_filtering_reward_range use_tensorboard perf use_ms
+""",
 }
 """Keys that ten or more of verl's run scripts, or eight of slime's, set; the fields of TRL's GRPOConfig and the usual
-ones of transformers' TrainingArguments. 2026."""
+ones of transformers' TrainingArguments; the arguments of OpenRLHF's train_ppo_ray. 2026."""
 NAMES, KEYS = other_names(), all_keys()
 
 
@@ -195,6 +220,58 @@ def test_usual_keys_are_answered(trainer: str) -> None:
         ("steps_per_generation", "here it is objective.updates_per_step (= steps_per_generation / gradient_acc"),
         ("algorithm.kl_ctrl.kl_coef", "no setting here: there is no KL in the reward"),
         ("pruning.prompt.p_min", "here it is pruning.prompt.min_inclusion_prob"),
+        (
+            "actor_rollout_ref.rollout.over_sample_rate",
+            "here it is rollout.limits.finish_fraction (= 1 - over_sample_rate)",
+        ),
+        (
+            "actor_rollout_ref.actor.optim.lr_warmup_steps",
+            "here it is actor.optimizer.lr_warmup_steps (verl's counts training steps: x objective.updates_per_step)",
+        ),
+        ("warmup_steps", "here it is actor.optimizer.lr_warmup_steps (a count of updates"),
+        ("max_steps", "here it is steps (TRL's counts updates: / objective.updates_per_step)"),
+        (
+            "actor_rollout_ref.actor.optim.min_lr_ratio",
+            "here it is actor.optimizer.min_learning_rate (= min_lr_ratio x actor.optimizer.learning_rate)",
+        ),
+        (
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+            "here it is packing.max_tokens_per_microbatch (of the whole pack: x actor.layout.context_parallel)",
+        ),
+        (
+            "--max-tokens-per-gpu",
+            "here it is packing.max_tokens_per_microbatch (of the whole pack: x actor.layout.context_parallel)",
+        ),
+        ("--micro_train_batch_size", "here it is packing.max_tokens_per_microbatch (a cap of tokens"),
+        ("--train_batch_size", "here it is rollout.prompts_per_step (verl's; OpenRLHF's is completions of an update"),
+        ("--num_episodes", "here it is steps (epochs x problems"),
+        ("--vllm_is_truncated_threshold", "here it is objective.correction.max_ratio (of two numbers the second"),
+        ("--init_kl_coef", "here it is objective.kl.coef (where use_kl_loss is on"),
+        ("checkpointing.enabled", "no setting here: checkpoint.every_steps and checkpoint.keep"),
+        ("checkpointing.keep_top_k", "here it is checkpoint.keep (the newest, where NeMo-RL keeps the best)"),
+        ("cluster.gpus_per_node", "no setting here: torchrun --nnodes, --nproc-per-node"),
+        ("env.math.num_workers", "here it is reward.function (a function of yours"),
+        ("logger.gpu_monitoring.flush_interval", "no setting here: every step is logged"),
+        ("logger.wandb.project", "here it is observe.tracking.project"),
+        ("loss_fn.ratio_clip_max", "here it is objective.clip_high"),
+        ("policy.generation.max_new_tokens", "here it is rollout.sampling.max_completion_tokens"),
+        ("policy.dtensor_cfg.cpu_offload", "no setting here: NeMo-RL's own"),
+        ("data.prompt_file", "here it is data.prompt_template (the text itself"),
+        ("reward.custom_reward_function.name", "here it is reward.function=module:function"),
+        ("reward.reward_manager.name", "here it is reward.function (a function of yours"),
+        ("reward.num_workers", "here it is reward.processes"),
+        ("reward.reward_model.enable", "not supported: a reward model"),
+        ("reward.reward_model.rollout.temperature", "not supported: a reward model"),
+        ("actor_rollout_ref.actor.optim.exp_avg_dtype", "here it is actor.optimizer.moments_dtype (float32,"),
+        ("actor_rollout_ref.actor.megatron.override_ddp_config.bucket_size", "here it is actor.ddp (by Megatron's"),
+        ("actor_rollout_ref.rollout.stop_token_ids", "here it is rollout.sampling.stop_token_ids"),
+        ("trainer.v1.separate_async.parameter_sync_step", "here it is rollout.async_steps (0 to 8"),
+        ("actor_rollout_ref.rollout.calculate_log_probs", "no setting here: engines always send log-probabilities"),
+        ("actor_rollout_ref.actor.use_rollout_log_probs", "here it is objective.old_logprobs (behaviour)"),
+        ("vllm_importance_sampling_correction", "here it is objective.correction.level (TRL's default, sequence_mask,"),
+        ("vllm_importance_sampling_clip_max", "here it is objective.correction.max_ratio"),
+        ("--update-weight-buffer-size", "here it is rollout.sync.bucket_mb (in MiB"),
+        ("--optimizer-cpu-offload", "here it is actor.optimizer.cpu_offload (a share"),
     ],
 )
 def test_what_others_have_has_an_answer(key: str, said: str) -> None:
@@ -202,6 +279,68 @@ def test_what_others_have_has_an_answer(key: str, said: str) -> None:
         read_config("", [f"{key}=1"])
     message = str(error.value)
     assert f"; {said}" in message and ("(docs/scope.md)" in message) == said.startswith("not supported")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("objective.loss=grpo", "; here it is objective.loss=clip"),
+        ("objective.loss=vanilla", "; here it is objective.loss=clip"),
+        ("objective.loss=dppo_tv", "; here it is objective.loss=divergence_tv"),
+        ("objective.loss=sapo", "; here it is objective.function (soft_gate of examples/custom_loss.py)"),
+        ("objective.loss=gpg", "; not supported: this loss: objective.function takes one of your own"),
+        ("objective.normalization=seq-mean-token-mean", "; here it is objective.normalization=sequence_mean"),
+        ("objective.normalization=token-mean", "; did you mean 'token_mean'?"),
+        ("objective.normalization=seq-mean-token-sum-norm", "; here it is objective.normalization=constant"),
+        ("objective.advantage=gspo", "; here it is objective.advantage=group_std (with objective.loss=gspo)"),
+        ("objective.advantage=group_norm", "; here it is objective.advantage=group_std"),
+        ("objective.advantage=gae", "; not supported: a critic"),
+        ("objective.correction.level=sequence_mask", "; here it is objective.correction.level=sequence (with"),
+        ("rollout.engine=trtllm", "; not supported: TensorRT-LLM"),
+        ("model.dtype=bf16", "; here it is model.dtype=bfloat16"),
+        ("objective.loss=cipso", "; did you mean 'cispo'?"),
+        ("objective.loss=dapper", ": must be one of clip, gspo, cispo, divergence_tv"),
+    ],
+)
+def test_a_choice_of_others_is_answered_with_ours(given: str, said: str) -> None:
+    """Never with one that only looks like it: GRPO's loss is not GSPO's."""
+    with pytest.raises(UserError) as error:
+        read_config("", [given])
+    message = str(error.value)
+    assert said in message and ("did you mean" in message) == ("did you mean" in said)
+    assert message.endswith(said) or ";" in said
+
+
+def test_a_method_of_others_is_answered_with_ours() -> None:
+    """`check_choice` has the names of policies, and of whatever else is no Literal."""
+    with pytest.raises(UserError, match=r"; here it is pruning\.prompt\.method=dynamic_sampling; known: none, "):
+        prompt_policy_class("dapo")
+
+
+def test_values_in_notes_are_answered_too() -> None:
+    """`vanilla: clip` behind loss_mode is what objective.loss=vanilla is answered with."""
+    tried = 0
+    for said in set(NAMES.values()):
+        key, _, note = said.removeprefix("here it is ").partition(" (")
+        for theirs, ours in re.findall(r"([\w-]+): ([a-z_0-9]+)[,)]", note):
+            word = theirs.replace("-", "_")
+            if key in KEYS and key.startswith("objective.") and word not in (ours, "false", "sequence"):
+                assert NAMES[f"{key}={word}"].startswith(f"here it is {key}={ours}"), (key, theirs)
+                tried += 1
+    assert tried > 10
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "actor_rollout_ref.rollout.over_sample_rate=0.1",
+        "--update-weight-buffer-size=536870912",
+        "--optimizer-cpu-offload=true",
+    ],
+)
+def test_a_value_that_means_something_else_here_is_not_carried_over(given: str) -> None:
+    """Pasted, finish_fraction=0.1 would end nine of ten completions, where verl's rate of 0.1 ends one."""
+    assert translate(given).startswith(f"# {given}: ")
 
 
 def test_the_tables_are_read() -> None:
@@ -238,7 +377,9 @@ def test_a_mistyped_key_of_ours_is_not_taken_for_anothers() -> None:
             for mistyped in {before + two[1:] + after, before + two[0] + two + after, before + two[::-1] + after} - {
                 *KEYS
             }:
-                said = other_name(mistyped)
-                assert not said or key in said, (mistyped, said)
+                section, _, last = mistyped.rpartition(".")
+                for asked in (mistyped, last) if section == key.rpartition(".")[0] else (mistyped,):
+                    said = other_name(asked)
+                    assert not said or key in said, (mistyped, said)
                 tried += 1
     assert tried > 10_000

@@ -479,6 +479,7 @@ def test_settings_that_make_no_sense(cold: Path, tmp_path: Path, text: str) -> N
             "objective__correction__level=token objective__correction__min_ratio=0.5",
             "objective__correction__mode=mask",
         ),
+        ("data__prompt_template={problem}? data__template=plain_boxed", "data__prompt_template=null"),
     ],
 )
 def test_what_may_be_left_without_effect_is_said(cold: Path, tmp_path: Path, idle: str, read: str) -> None:

@@ -7,7 +7,6 @@ every key is remembered with its place. An error of OmegaConf's names a key, and
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, OmegaConfBaseException
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from dppo_megatron.config.other_names import meant
 from dppo_megatron.config.ranges import leaves
 from dppo_megatron.config.reference import unknown_key
 from dppo_megatron.config.references import for_omegaconf, from_environment, located, references
@@ -85,7 +85,7 @@ class Layer:
         if is_dataclass(hint):
             what = f"'{key}' is a section of settings, not a value" if key else "expected settings"
             return UserError(f"{self.where(key)}: {what} (got {shown(node)}); write key: value under it")
-        return UserError(f"{self.where(key)}: {key} = {shown(node)}: {wanted or _wanted(hint, node)}{more}")
+        return UserError(f"{self.where(key)}: {key} = {shown(node)}: {wanted or _wanted(key, hint, node)}{more}")
 
     def _value(self, at: Node, node: Node, hint: Any, path: tuple[str, ...]) -> Any:
         """`node` as OmegaConf is given it."""
@@ -239,13 +239,13 @@ def _refers(value: Any, form: type) -> bool:
     return isinstance(value, str) and form not in (dict, list) and ("${" in value or "\0" in value)
 
 
-def _wanted(hint: Any, node: Node) -> str:
-    """What a value of type `hint` must be, which `node` is not."""
+def _wanted(key: str, hint: Any, node: Node) -> str:
+    """What the value of `key`, of type `hint`, must be, which `node` is not."""
     hint = _without_none(hint)
     form = get_origin(hint) or hint
     wanted = f"must be one of {', '.join(map(str, get_args(hint)))}" if form is Literal else _WANTED[form]
-    if form is Literal and (near := difflib.get_close_matches(str(node.value), get_args(hint), n=1)):
-        wanted += f"; did you mean '{near[0]}'?"
+    if form is Literal and (said := meant(key, str(node.value), get_args(hint))):
+        wanted += f"; {said}"
     if not isinstance(node, ScalarNode):
         return wanted
     if node.tag == "null":

@@ -10,13 +10,13 @@ the wrong unit is an error at the start and not a hang later. Every number of th
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
+from dppo_megatron.config.other_names import meant
 from dppo_megatron.types import UserError
 
 T = TypeVar("T")
@@ -95,8 +95,8 @@ def check_ranges(section: Any, prefix: str = "") -> None:
 def check_choice(key: str, value: str, known: Iterable[str], more: str = "") -> None:
     """Raise `UserError` for a name that is not known; `more` says what else would be one."""
     if value not in (known := list(known)):
-        near = difflib.get_close_matches(value, known, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
+        said = meant(key, value, known)
+        hint = f"{said}{' ' if said.endswith('?') else '; '}" if said else ""
         raise UserError(f"{key} = '{value[:80]}': no such choice; {hint}known: {', '.join(known)}{more}")
 
 

@@ -5,8 +5,8 @@ each field, which Python does not keep and which is therefore read from the sour
 completion and the reference of the documentation site are made from this list, so none of them can go out of date.
 
 And what an unknown key was meant to be: most are typing mistakes or another trainer's names. For the first a close name
-is suggested; for the second docs/migrating.md and other_names.txt have the equivalent, or that there is none and why. A
-wrong hint is worse than none, so where neither is clear the message only lists the known keys.
+is suggested; for the second the tables of `other_names` have the equivalent, or that there is none and why. A wrong
+hint is worse than none, so where neither is clear the message only lists the known keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from fnmatch import fnmatchcase as fnmatch
 from functools import cache
 from itertools import pairwise
 from types import NoneType, UnionType
@@ -27,7 +26,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 import yaml
 
 from dppo_megatron.config.data import DataConfig, SetConfig
-from dppo_megatron.config.paths import shipped
+from dppo_megatron.config.other_names import other_name, other_names
 from dppo_megatron.config.reward import RewardConfig, SetRewardConfig
 from dppo_megatron.config.schema import Config, EvalConfig
 from dppo_megatron.types import UserError
@@ -36,7 +35,8 @@ _FILES = {"csv", "html", "json", "jsonl", "log", "parquet", "pt", "py", "safeten
 """Ends of file names: `eval.json` is no setting of `eval`."""
 _FOREIGN = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model", "custom_reward_function", "ray_init")
 """Sections of verl: a name of ours that looks alike means something else."""
-_ROW = re.compile(r"^\| (`.+?`) \| (?:`(.+?)`|(none)|\[not supported\]\(scope\.md\)) \| (.*?) ?\|$", re.MULTILINE)
+_REPEATING = ("data.eval_sets.", "eval.", "sft.")
+"""Where settings stand that RL has too: the tables have RL's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,33 +201,6 @@ def _allowed(item: Field[Any], hint: Any) -> str:
     return f"one of {', '.join(map(str, get_args(choices[0])))}" if choices else ""
 
 
-@cache
-def other_names() -> dict[str, str]:
-    """Keys of verl's (dotted), TRL's and slime's, patterns of them with `*` among these -> what to say: our setting and
-    what else to know, or that there is none and why. In the order of the files."""
-    files = [shipped("docs", name) for name in ("migrating.md", "other_names.txt")]
-    found: dict[str, str] = {}
-    for theirs, ours, none, note in _ROW.findall("".join(one.read_text("utf-8") for one in files if one.is_file())):
-        if ours:
-            said = f"here it is {ours} ({note})" if note else f"here it is {ours}"
-        else:
-            said = f"no setting here: {note}" if none else f"not supported: {note} (docs/scope.md)"
-        found |= dict.fromkeys(re.findall(r"`([^`]+)`", theirs), said)
-    return found
-
-
-def other_name(key: str) -> str:
-    """What `other_names` has to say about a key as it is given there; empty: nothing. A whole name goes before a
-    pattern, an earlier pattern before a later one; a last part alone (clip_ratio_high) is enough
-    where it means one thing."""
-    names, plain = other_names(), key.lstrip("+~-").replace("-", "_").lower()
-    found = names.get(plain) or next((said for name, said in names.items() if "*" in name and fnmatch(plain, name)), "")
-    if found or "_" not in plain or "." in plain:
-        return found
-    ending = {said for name, said in names.items() if name.endswith(f".{plain}") and "*" not in name}
-    return ending.pop() if len(ending) == 1 else ""
-
-
 def unknown_key(where: str, key: str, under: list[str], section: type) -> UserError:
     """The error for `key`, which is no setting.
 
@@ -241,21 +214,33 @@ def unknown_key(where: str, key: str, under: list[str], section: type) -> UserEr
         if said := other_name(name):
             return UserError(f"{where}: unknown key '{name}'; {said}")
     parent, _, last = key.rpartition(".")
-    names = [item.name for item in fields(section)]
-    if section is not Config and (close := difflib.get_close_matches(last, names, n=1, cutoff=0.75)):
+    if section is not Config and not key.startswith(_REPEATING) and (said := other_name(last)):
+        return UserError(f"{where}: unknown key '{key}'; {said}")
+    names, known = [item.name for item in fields(section)], all_keys()
+    elsewhere = "_" in last and any(name.endswith(f".{last}") for name in known)
+    close = difflib.get_close_matches(last, names, n=1, cutoff=0.75)
+    if section is not Config and close and not elsewhere:
         return UserError(f"{where}: unknown key '{key}'; did you mean '{parent}.{close[0]}'?")
-    near = [] if key.split(".")[0] in _FOREIGN else _nearest(asked[0], all_keys())
+    near = [] if key.split(".")[0] in _FOREIGN else _nearest(asked[0], known)
     if near:
         return UserError(f"{where}: unknown key '{asked[0]}'; did you mean '" + "' or '".join(near) + "'?")
-    inside = f"in {parent}" if parent else "here"
+    inside = "here" if section is Config else f"in {parent}"
     return UserError(f"{where}: unknown key '{asked[0]}'; known {inside}: {', '.join(sorted(names))}")
 
 
 def _nearest(key: str, known: list[str]) -> list[str]:
-    """Known keys that `key` most likely means, at most two."""
-    ending = [name for name in known if name.endswith(f".{key}")]
-    if not ending and (last := key.rpartition(".")[2]) != key:
-        ending = [name for name in known if name.endswith(f".{last}")]
-    if ending:
-        return ending if len(ending) <= 2 else []
-    return difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    """Known keys that `key` most likely means, at most two. In a section of ours they are its own, by their last words:
+    whole keys are alike by the section's name alone. A last word that stands elsewhere is a hint if it has two parts:
+    updates_per_step is one thing, but steps, dir, name and enabled may be anything's."""
+    section, _, rest = key.partition(".")
+    last, own = rest.rpartition(".")[2], [name for name in known if name.startswith(f"{section}.")]
+    near = [name for name in known if name.endswith(f".{key}")]
+    if not near and rest:
+        same = [name for name in known if name.endswith(f".{last}")]
+        near = [name for name in same if name in own] or (same if "_" in last else [])
+    if not near and rest and own:
+        close = difflib.get_close_matches(last, {name.rpartition(".")[2] for name in own}, n=1, cutoff=0.8)
+        near = [name for name in own if close and name.endswith(f".{close[0]}")]
+    elif not near:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    return near if len(near) <= 2 else []

@@ -54,7 +54,8 @@ def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) ->
         if not re.search(rf"\b{re.escape(name)}\b", source):
             raise UserError(
                 f"{settings.key}: chat_template_kwargs.{name} means nothing to this tokenizer's chat template, which"
-                " never reads it; correct its name, or use a template without it (template=chat_boxed)"
+                f" never reads it; correct its name, or set {section_of(settings)}.chat_template_kwargs={{}}, as the"
+                " template chat_boxed does"
             )
 
     if _writes_date(source, template) and "date_string" in source and not _is_evaluated(settings):

@@ -188,14 +188,14 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
 
 def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> str:
     """What may replace the first: a setting, an option of a similar name, or else any option."""
-    from dppo_megatron.config.reference import all_settings, other_name
+    from dppo_megatron.config import other_names, reference
 
     options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     name, given, value = unknown[0].lstrip("-").partition("=")
     takes_settings = any(action.dest == "overrides" for action in parser._actions)
-    if takes_settings and name in {one.key for one in all_settings()}:
+    if takes_settings and name in {one.key for one in reference.all_settings()}:
         return f"a setting is given without dashes: {name}={value if given else (unknown[1:] or ['...'])[0]}"
-    if takes_settings and (said := other_name(name)):
+    if takes_settings and (said := other_names.other_name(name)):
         return said
     if unknown[0].startswith("-") and (close := difflib.get_close_matches(f"--{name}", options, 1, 0.7)):
         return f"did you mean {close[0]}?"

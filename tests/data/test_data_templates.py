@@ -208,7 +208,10 @@ def test_a_template_that_cannot_work_is_said(tmp_path: Path) -> None:
     """No chat template, one that never reads a setting, one that refuses the row: a sentence, never a traceback."""
     with pytest.raises(UserError, match=r"tokenizer has none; use a plain one"):
         first_prompt(tmp_path, tokenizer=chat_tokenizer(chat_template=None), template="qwen3_think")
-    with pytest.raises(UserError, match=r"chat_template_kwargs.enable_thinkin means nothing to this tokenizer's"):
+    advice = r"data.train_sets.s.chat_template_kwargs=\{\}, as the template chat_boxed does"
+    with pytest.raises(
+        UserError, match=rf"chat_template_kwargs.enable_thinkin means nothing to this tokenizer.*{advice}"
+    ):
         first_prompt(tmp_path, apply_chat_template=True, chat_template_kwargs={"enable_thinkin": False})
     for name in ("tokenize", "tools", "messages", "add_generation_prompt"):
         with pytest.raises(UserError, match=rf"chat_template_kwargs\.{name} is set by the trainer itself"):

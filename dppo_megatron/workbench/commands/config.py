@@ -28,7 +28,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     chosen = find(arguments.key) if arguments.key else list(all_settings())
     if not chosen:
-        raise unknown_key("config", arguments.key, [], Config)
+        parent = arguments.key.rpartition(".")[0]
+        section = next((one.owner for one in all_settings() if one.key.rpartition(".")[0] == parent), Config)
+        raise unknown_key("config", arguments.key, [], section)
     width = min(120, max(60, shutil.get_terminal_size((100, 0)).columns))
     show(*"\n\n".join("\n".join(_described(one, width)) for one in chosen).split("\n"))
     return 0

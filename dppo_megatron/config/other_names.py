@@ -1,0 +1,54 @@
+"""What others call our settings and their values, from the tables of docs/migrating.md and docs/other_names.txt.
+
+A name has a row of its own or a pattern's; a value has one as `setting=value`. A wrong hint is worse than none: most
+methods have names of four letters, of which GRPO, GSPO and DAPO differ in one or two.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase as fnmatch
+from functools import cache
+
+from dppo_megatron.config.paths import shipped
+
+_ROW = re.compile(r"^\| (`.+?`) \| (?:`(.+?)`|(none)|\[not supported\]\(scope\.md\)) \| (.*?) ?\|$", re.MULTILINE)
+
+
+@cache
+def other_names() -> dict[str, str]:
+    """Keys of verl's and NeMo-RL's (dotted), TRL's, slime's and OpenRLHF's, patterns of them with `*`, and values as
+    `setting=value`, among these -> what to say: our setting and what else to know, or that there is none and why. In
+    the order of the files."""
+    files = [shipped("docs", name) for name in ("migrating.md", "other_names.txt")]
+    found: dict[str, str] = {}
+    for theirs, ours, none, note in _ROW.findall("".join(one.read_text("utf-8") for one in files if one.is_file())):
+        if ours:
+            said = f"here it is {ours} ({note})" if note else f"here it is {ours}"
+        else:
+            said = f"no setting here: {note}" if none else f"not supported: {note} (docs/scope.md)"
+        found |= dict.fromkeys(re.findall(r"`([^`]+)`", theirs), said)
+    return found
+
+
+def other_name(key: str) -> str:
+    """What `other_names` has to say about a key as it is given there; empty: nothing. A whole name goes before a
+    pattern, an earlier pattern before a later one; a last part alone (clip_ratio_high) is enough
+    where it means one thing."""
+    names, plain = other_names(), key.lstrip("+~-").replace("-", "_").lower()
+    found = names.get(plain) or next((said for name, said in names.items() if "*" in name and fnmatch(plain, name)), "")
+    if found or "_" not in plain or "." in plain:
+        return found
+    ending = {said for name, said in names.items() if name.endswith(f".{plain}") and "*" not in name}
+    return ending.pop() if len(ending) == 1 else ""
+
+
+def meant(key: str, value: str, known: Iterable[str]) -> str:
+    """What `value`, which is no choice of `key`, was meant to be: another trainer's word, else one of `known` that is
+    very close; empty: neither. At difflib's own cutoff of 0.6 'grpo' would be 'gspo', which is another loss."""
+    if said := other_names().get(f"{key}={value.replace('-', '_').lower()}"):
+        return said
+    close = difflib.get_close_matches(value, list(known), n=1, cutoff=0.8)
+    return f"did you mean '{close[0]}'?" if close else ""
