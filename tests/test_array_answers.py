@@ -237,3 +237,9 @@ def test_a_completion_that_ends_at_its_limit_has_ended() -> None:
         assert [one.finish_reason for one in checked(answer, group, EXPECTED)] == wanted
     with pytest.raises(BadAnswer, match="3 tokens for a limit of 2"):
         checked([sampled(3, 4, 5), sampled(1, reason="stop"), sampled(1, reason="stop")], group, EXPECTED)
+    # an SGLang that drafts takes an abort before it has cut off what it drafted behind the end
+    for drafted in ((3, 1, 5, 6), (3, 1, 5), (3, 4, 5, 6, 7), (3, 4, 5, 6, 1), (3, 1, 1)):
+        answer = [sampled(3, reason="abort"), sampled(*drafted, reason="abort"), sampled(2, 1, reason="abort")]
+        found = checked(answer, group, EXPECTED)
+        assert [one.finish_reason for one in found] == ["abort", "abort", "stop"], drafted
+        assert found[1].token_ids.tolist() == list(drafted)

@@ -23,7 +23,7 @@ import pytest
 import torch
 from support.engines.control import NO_ANSWERS, ROWS, VLLM_SETTINGS, Row
 from support.engines.stub import Asked, Behaviour, StubServers
-from support.fake_fleet import Inline
+from support.fake_fleet import Inline, synced
 from support.job import job_config
 from support.launch import run_ranks
 from support.said import heard
@@ -242,6 +242,7 @@ def test_in_a_health_probe(row: Row, stubs: StubServers, files: Path) -> None:
         else [make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in urls]
     )
     fleet = _fleet(servers, config, routers=routers if row.phase == "routed" else ())
+    synced(fleet)
     case.damage()
     fleet.probe_all()
     fleet.probe_all()

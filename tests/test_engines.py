@@ -37,7 +37,7 @@ from dppo_megatron.rollout.servers.http import Done, Http, Peer, Unreachable
 from dppo_megatron.rollout.servers.protocol import InFlight, ServerInfo, is_older
 from dppo_megatron.rollout.servers.rollout_work import grouped
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
-from dppo_megatron.rollout.servers.sglang import SGLangServer
+from dppo_megatron.rollout.servers.sglang import ServerArgs, SGLangServer, _longest
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.servers.wire import Call, Expected, GenerateRequest, Sampled, Submit
 from dppo_megatron.rollout.sync.channels import buckets, write_snapshot
@@ -259,7 +259,7 @@ def test_another_model_behind_the_address(tmp_path: Path) -> None:
     wrong = {
         "a LlamaForCausalLM; the actor is a Qwen3ForCausalLM": {"architecture": "LlamaForCausalLM"},
         "20 tokens in its vocabulary; the actor has 19": {"vocab_size": 20},
-        "a context of 8 tokens": {"max_tokens": 8},
+        "a context of 8 tokens, or a KV cache for no more": {"max_tokens": 8},
         "--logprobs-mode processed_logprobs": {"logprobs_are_processed": False},
         "quantized as 'fp8'; rollout.quantization = off sends it others": {"quantization": "fp8"},
     }
@@ -268,6 +268,21 @@ def test_another_model_behind_the_address(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message) as error:
             check_server("http://x", ServerInfo(**fields), config, architecture)
         assert str(error.value).startswith("http://x")
+
+
+@pytest.mark.parametrize(
+    ("reported", "longest"),
+    [
+        ({"context_length": 34_818, "max_req_input_len": 34_818 - 1 - 5}, 34_816),
+        ({"context_length": 34_818, "max_req_input_len": 20_000}, 20_004),
+        ({"context_length": 34_818}, 34_816),
+        ({"max_req_input_len": 20_000}, 20_004),
+        ({}, None),
+    ],
+)
+def test_an_sglang_has_room_for_what_its_cache_holds(reported: dict[str, int], longest: int | None) -> None:
+    """It starts with a cache that is smaller than its context, and cuts long completions to it, as `length`."""
+    assert _longest(ServerArgs("0.5.23", **reported)) == longest
 
 
 def test_a_server_that_returns_no_experts_is_refused(tmp_path: Path) -> None:

@@ -49,13 +49,17 @@ def process_group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("engine_name", ENGINES)
-@pytest.mark.parametrize("channel", ["ipc", "nccl", "disk"])
-def test_every_channel_and_sleep(files: Path, tmp_path: Path, engine_name: str, channel: str) -> None:
-    """Colocated and asleep between syncs where the channel allows it; log-probabilities follow each sync's weights."""
+@pytest.mark.parametrize(("channel", "device"), [("ipc", 0), ("ipc", 1), ("nccl", 0), ("disk", 0)])
+def test_every_channel_and_sleep(files: Path, tmp_path: Path, engine_name: str, channel: str, device: int) -> None:
+    """Colocated and asleep between syncs where the channel allows it; log-probabilities follow each sync's weights. On
+    `device` 1 the server knows it as its first, and the trainer as its second."""
     colocated = channel != "nccl"
-    if not colocated and torch.cuda.device_count() < 2:
-        pytest.skip("nccl needs a second GPU: two members of a group cannot share one")
-    place = {"rollout__servers__colocate": "true"} if colocated else {"rollout__servers__gpus": "['1']"}
+    if (device or not colocated) and torch.cuda.device_count() < 2:
+        pytest.skip("needs a second GPU; for nccl, since two members of a group cannot share one")
+    torch.cuda.set_device(device)
+    place = {"rollout__servers__colocate": "true"} if colocated else {}
+    if device or not colocated:
+        place["rollout__servers__gpus"] = "['1']"
     config = job_config(
         files,
         tmp_path / "run",
@@ -82,6 +86,7 @@ def test_every_channel_and_sleep(files: Path, tmp_path: Path, engine_name: str, 
             assert reference.difference(requests, completions).mean() < BF16_DIFF
     finally:
         engine.close()
+        torch.cuda.set_device(0)
 
 
 @pytest.mark.usefixtures("process_group")

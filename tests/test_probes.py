@@ -136,14 +136,37 @@ def test_what_a_probe_says_counts_for_the_server_that_was_asked() -> None:
     threads.questions[1].set_result(None)
     fleet.probe_all()
     assert member.state == "stale", "this one is its own"
+    fleet.mark_out(member, "killed again")
     world.now += 60.0
     fleet.probe_all()
+    with fleet.lock:
+        member.answered()  # as a sync finds it
     synced(fleet)
     threads.questions[2].set_exception(Unreachable("connection refused"))
     fleet.probe_all()
-    assert member.state == "live" and member.outages == 1
+    assert member.state == "live" and member.outages == 2
     world.now += 60.0
     fleet.probe_all()
     threads.questions[-1].set_exception(Unreachable("connection refused"))
     fleet.probe_all()
     assert member.state == "out", "asked as it is now"
+
+
+def test_a_server_is_not_probed_while_it_takes_weights() -> None:
+    """SGLang does not answer while it loads them from disk: out, it would lose that sync, and requests that go on."""
+    world = World()
+    fleet = world.fleet(2, probe_every_s=1.0)
+    fleet.expect("2")
+    for server in world.servers:
+        server.healthy_now = False
+
+    def states_after_a_minute() -> list[tuple[str, int]]:
+        world.now += 60.0
+        fleet.probe_all()  # asks
+        fleet.probe_all()  # reads the answers
+        return [(member.state, member.outages) for member in fleet.members]
+
+    assert states_after_a_minute() == [("stale", 0), ("stale", 0)]
+    with fleet.lock:
+        fleet.members[0].synced("2")
+    assert states_after_a_minute() == [("out", 1), ("stale", 0)]

@@ -5,9 +5,12 @@ vLLM's /collective_rpc calls every replica and answers for the first. `test_engi
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -19,6 +22,7 @@ from support.engines.stub import StubServers
 from support.fake_fleet import World, groups, work_of
 from support.job import job_config, write_job_files
 from support.settings import rollout_config
+from torch.multiprocessing import reductions
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation import standalone
@@ -32,7 +36,7 @@ from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.sync import colocated
-from dppo_megatron.rollout.sync.colocated import SharedBuffer, SharedMemoryChannel
+from dppo_megatron.rollout.sync.colocated import SharedBuffer, SharedMemoryChannel, pickled
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.server_side import ServerSide
 from dppo_megatron.types import RunAborted, UserError
@@ -258,6 +262,20 @@ def test_launched_servers_of_sglang_get_the_trainers_values(monkeypatch: pytest.
 
 
 # --------------------------------------------------------------------------------------------- memory of the channel
+
+
+def test_sglang_is_told_which_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's fourth is the only one that its server sees: torch's number there would end the server."""
+    like_torchs = (torch.Tensor, (2,), (1,), 0, torch.TypedStorage, torch.float32, 3, b"handle", 8, 0, False)
+    monkeypatch.setattr(colocated, "reduce_tensor", lambda _: (reductions.rebuild_cuda_tensor, like_torchs))
+    uuids = {3: "9a2c53cd-6c1b-4b73-8d5e-9b60cd0d0b68"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
+    on_gpu = type("OnGpu", (torch.Tensor,), {"is_cuda": True, "device": torch.device("cuda", 3)})
+    sent = base64.b64decode(pickled([("a", torch.zeros(2).as_subclass(on_gpu)), ("b", torch.arange(3))]))
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: arguments)
+    [(_, arguments), (_, on_cpu)] = pickle.loads(sent)
+    assert arguments == (*like_torchs[:6], uuids[3], *like_torchs[7:])
+    assert on_cpu.tolist() == [0, 1, 2], "as torch has it"
 
 
 def test_buffers_are_freed_when_servers_have_unmapped_them(monkeypatch: pytest.MonkeyPatch) -> None:

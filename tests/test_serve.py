@@ -25,12 +25,14 @@ from support.served import rank_zero
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout import serve as serve_module
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import directory
 from dppo_megatron.rollout.servers.connect import ConnectedServers, Membership
 from dppo_megatron.rollout.servers.directory import Directory, Registration, RegistryEntry
 from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.steps import loop
 from dppo_megatron.types import Prompt, UserError
 
@@ -343,6 +345,41 @@ def test_serve_keeps_servers_for_a_trainer(tmp_path: Path) -> None:
         assert not list(addresses.glob("*.json")) and not processes_of(*servers)
     finally:
         serving.kill()
+
+
+def _starts_of_a_silent_server(config: Config, addresses: Path, *silent_s: float) -> list[int]:
+    """How often it was started again, after so many seconds more without an answer each time."""
+    now, starts, answers = [0.0], [0], [True]
+
+    class Running(LaunchedServer):
+        def start(self) -> None:
+            starts[0] += 1
+
+    def ask() -> None:
+        if not answers[0]:
+            raise TimeoutError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        served = serve_module.Served(Running([], {}, addresses / "log"), config, addresses, "name")
+        patch.setattr(served, "_ask", ask)
+        served.look()
+        answers[0], found = False, []
+        for more_s in (0.0, *silent_s):
+            now[0] += more_s
+            served.look()
+            found.append(starts[0])
+    return found[1:]
+
+
+def test_sglang_may_be_silent_for_a_weight_sync(files: Path, tmp_path: Path) -> None:
+    """It does not answer while it loads from disk, and trainers wait for that; vLLM does, and has hung."""
+    config = _config(files, tmp_path / "run", tmp_path, rollout__limits__sync_timeout_s=300)
+    assert _starts_of_a_silent_server(config, tmp_path, 59, 31) == [0, 1]
+    config.rollout.engine = "sglang"
+    assert _starts_of_a_silent_server(config, tmp_path, 59, 31, 209, 2) == [0, 0, 0, 1]
+    config.rollout.limits.sync_timeout_s = 5
+    assert _starts_of_a_silent_server(config, tmp_path, 59, 2) == [0, 1]
 
 
 def test_serve_needs_no_data_and_no_trackers(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

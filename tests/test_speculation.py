@@ -25,7 +25,9 @@ from dppo_megatron.rollout.servers.server_process import make_servers
 from dppo_megatron.rollout.servers.sglang import (
     _IN_ENGINE,
     MINIMUM_VERSION,
+    ServerArgs,
     SGLangServer,
+    _longest,
     draft_ladder,
     sglang_command,
 )
@@ -99,6 +101,30 @@ def test_sglang_is_told_methods_and_lengths(monkeypatch: pytest.MonkeyPatch) -> 
     steps = {"1": [4], "3": [2], "5": [1], "9": [0]}  # 3 each would be for 8 // 3 = 2 sequences, which have 4
     assert json.loads(Path(path).read_text()) == {n: {"candidate_steps": each} for n, each in steps.items()}
     assert started._adaptive("") == []
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 64])
+@pytest.mark.parametrize("budget", [0, 3])
+@pytest.mark.parametrize("method", ["none", "ngram", "eagle3"])
+def test_sglang_has_room_for_the_longest_sequence_and_drafts(method: str, budget: int, tokens: int) -> None:
+    """By its rules (0.5.23): TokenizerManager._validate_one_request with `compute_num_reserved_tokens`, and the
+    scheduler's max_new_tokens."""
+    drafts = {"speculation.draft_tokens": tokens, "speculation.max_drafted": budget}
+    values = LOCAL | (DRAFTER if method == "eagle3" else {"speculation.method": method}) | drafts
+    told = _arguments(rollout_config(values | {"engine": "sglang"}))
+
+    def value(option: str) -> Any:
+        return told[told.index(option) + 1] if option in told else None
+
+    context, longest = int(value("--context-length")), 64
+    names = ("eagle-topk", "num-steps", "num-draft-tokens")
+    topk, steps, drafted = (int(value(f"--speculative-{name}") or 0) for name in names)
+    reserved = max(topk * steps, drafted) if method == "eagle3" else 0
+    assert longest - 1 + reserved < context and longest + reserved <= context and longest <= context - 2
+    args = {"speculative_algorithm": value("--speculative-algorithm"), "speculative_num_draft_tokens": drafted}
+    args |= {"speculative_eagle_topk": topk, "speculative_num_steps": steps, "context_length": context}
+    assert _longest(ServerArgs(MINIMUM_VERSION, **args)) == longest
+    assert _longest(ServerArgs(MINIMUM_VERSION, **args | {"context_length": context - 1})) == longest - 1
 
 
 @pytest.mark.parametrize("colocate", [False, True])

@@ -83,6 +83,9 @@ class Served:
         self._entry = RegistryEntry(server.url, server.api_key, config.rollout.engine)
         self._ask = partial(make_server(config.rollout, server.url, server.api_key, 0).healthy, timeout_s=_READY_S)
         self._timeout_s = config.rollout.limits.start_timeout_s
+        self._patience_s = HUNG_S
+        if config.rollout.engine == "sglang":  # does not answer while it loads weights (0.5.23); trainers wait so long
+            self._patience_s = max(HUNG_S, config.rollout.limits.sync_timeout_s)
         self._registration: Registration | None = None
         self._was_ready = False
         self._starts = 1
@@ -105,8 +108,8 @@ class Served:
                 self._silent_since = math.inf
             else:  # counted from its first silence: this process may itself have stood still
                 self._silent_since = min(self._silent_since, time.monotonic())
-                if time.monotonic() - self._silent_since > HUNG_S:
-                    return self._start_again(f"has not answered for {HUNG_S:.0f} s")
+                if time.monotonic() - self._silent_since > self._patience_s:
+                    return self._start_again(f"has not answered for {self._patience_s:.0f} s")
             self._registration.beat()
         elif server.is_ready(self._ask, self._deadline, self._timeout_s):
             self._was_ready, self._starts, self._silent_since = True, 0, math.inf

@@ -198,7 +198,7 @@ def with_early_stop(groups: Sequence[Group], config: EarlyStopConfig, longest: i
 def _check_limits(group: Group, longest: int) -> None:
     for one, limit in zip(group.completions, group.selected.limits, strict=True):
         count, reason = len(one.token_ids), one.finish_reason
-        if count > limit or (reason == "length" and count < longest):
+        if reason != "abort" and (count > limit or (reason == "length" and count < longest)):
             raise UserError(
                 f"the engine brought a completion of {count} tokens that ended by `{reason}`, for a limit of {limit}:"
                 " with pruning.early_stop it has to end each at its `Request.limit` and call that `early`"

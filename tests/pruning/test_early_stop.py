@@ -222,8 +222,8 @@ def test_an_engine_that_keeps_to_no_limit_is_refused(tokens: int, reason: Any) -
         one = Completion(ids[:count], np.zeros(count, np.float32), why, "")
         return Group(prompt, (one,), np.zeros(1))
 
-    kept = [with_early_stop([group(n, why)], early, 9)[0] for n, why in ((4, "stop"), (5, "early"))]
-    assert [one.stands_for for one in kept] == [2, 0]
+    kept = [with_early_stop([group(n, why)], early, 9)[0] for n, why in ((4, "stop"), (5, "early"), (6, "abort"))]
+    assert [one.stands_for for one in kept] == [2, 0, 1], "of one that was aborted nothing is trained on"
     with pytest.raises(UserError, match=rf"{tokens} tokens that ended by `{reason}`, for a limit of 5"):
         with_early_stop([group(tokens, reason)], early, 9)
 

@@ -303,7 +303,10 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
         )
     longest, whose = longest_sequence(config)
     if info.max_tokens is not None and info.max_tokens < longest:
-        raise UserError(f"{model} with a context of {info.max_tokens} tokens; {whose} = {longest} must fit")
+        raise UserError(
+            f"{model} with a context of {info.max_tokens} tokens, or a KV cache for no more;"
+            f" {whose} = {longest} must fit"
+        )
     rollout = config.rollout
     plain = rollout.sampling.temperature == 1.0 and rollout.sampling.top_p == 1.0 and rollout.sampling.top_k == 0
     if info.logprobs_are_processed is False and not plain:

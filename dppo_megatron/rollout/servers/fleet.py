@@ -189,7 +189,11 @@ class Fleet:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def probe_all(self) -> None:
-        """Start the health probes that are due and act on those that have come back."""
+        """Start the health probes that are due and act on those that have come back.
+
+        A stale server is not asked: it gets no request, and a sync has a limit of its own. SGLang does not answer while
+        it loads weights from disk (0.5.23): marked out, it would lose that sync and what it has in flight.
+        """
         now = self.clock()
         for member in self.endpoints:
             probe = self._probing[member.name]
@@ -198,7 +202,9 @@ class Fleet:
                 if probe.asked == (member.state, member.outages):
                     self._has_answered(member, error)
             due = now - probe.begun > self.limits.probe_every_s
-            if probe.answer is None and due and (member.state != "out" or member.may_be_asked):
+            waits_for_weights = isinstance(member, Member) and member.state == "stale"
+            may_be_asked = not waits_for_weights and (member.state != "out" or member.may_be_asked)
+            if probe.answer is None and due and may_be_asked:
                 probe.begun, probe.asked = now, (member.state, member.outages)
                 timeout_s = self.limits.probe_timeout_s
                 probe.answer = self._threads.submit(self._look_at, member, timeout_s)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeAlias
 
 import msgspec
 
@@ -53,6 +53,10 @@ _SPARE = 2
 """Positions of its context that SGLang never fills: it truncates a completion, as `length`, where prompt and completion
 together are two short of --context-length (0.5.23)."""
 
+_EAGLES = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP")
+"""Drafters that keep their tokens in the request's own positions: SGLang refuses a request that leaves no room for one
+pass of them (0.5.23, `compute_num_reserved_tokens`). It reports NEXTN as one of these."""
+
 _FLUSH = {"flush_cache": True, "torch_empty_cache": False}
 """With every bucket, since nothing is generated from `pause` to `resume`. /flush_cache would also collect garbage (on a
 CPU) or empty the device's allocator, and cannot be asked not to: on a CPU it cost as much as the bytes."""
@@ -66,11 +70,17 @@ _OWN_NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 started with our file, which reports them."""
 
 
+Drafts: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 15)]
+
+
 class ServerArgs(msgspec.Struct):
     version: Version
     model_path: Text = ""
     enable_deterministic_inference: bool | None = None
     speculative_algorithm: Text | None = None
+    speculative_eagle_topk: Drafts | None = None
+    speculative_num_steps: Drafts | None = None
+    speculative_num_draft_tokens: Drafts | None = None
     device: Text | None = None
     quantization: Text | None = None
     enable_return_routed_experts: bool = False
@@ -232,10 +242,15 @@ class SGLangServer:
 
 
 def _longest(info: ServerArgs) -> int | None:
-    """Prompt and completion together that it generates in full; max_req_input_len is 4 less."""
-    if info.context_length is not None:
-        return info.context_length - _SPARE
-    return info.max_req_input_len + 4 if info.max_req_input_len is not None else None
+    """Prompt and completion together that it generates in full. max_req_input_len is 4 less, also where the pool of its
+    cache is smaller than its context: SGLang starts with one, and ends longer completions as `length` (0.5.23)."""
+    spare = _SPARE
+    if info.speculative_algorithm in _EAGLES:
+        tree = (info.speculative_eagle_topk or 0) * (info.speculative_num_steps or 0)
+        spare = max(spare, tree, info.speculative_num_draft_tokens or 0)
+    found = [] if info.context_length is None else [info.context_length - spare]
+    found += [] if info.max_req_input_len is None else [info.max_req_input_len + 4]
+    return min(found, default=None)
 
 
 def sglang_command(
@@ -243,9 +258,12 @@ def sglang_command(
 ) -> list[str]:
     """Its command line, `{port}` in place of the port. `max_tokens`: of prompt and completion together."""
     on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+    # of a drafter's pass, see `_EAGLES`; its chain and one token more are verified
+    drafts = draft_lengths(config)[0][2] + 1 if config.speculation.method == "eagle3" else 0
+    context = max_tokens + max(_SPARE, drafts)
     return [
         *(python, str(_IN_ENGINE / "dppo_sglang_server.py"), "--model-path", model, "--served-model-name", "policy"),
-        *("--host", host, "--port", "{port}", "--dtype", dtype, "--context-length", str(max_tokens + _SPARE)),
+        *("--host", host, "--port", "{port}", "--dtype", dtype, "--context-length", str(context)),
         *("--max-running-requests", str(config.limits.max_concurrent_sequences), "--skip-server-warmup"),
         *(["--enable-memory-saver"] if config.servers.colocate and not cpu else []),
         *([*on_cpu, "--disable-overlap-schedule", "--disable-cuda-graph", "--grammar-backend", "none"] if cpu else []),

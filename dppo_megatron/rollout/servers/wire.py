@@ -147,7 +147,8 @@ class Call(NamedTuple):
 def checked(sampled: Sequence[Sampled], group: GenerateRequest, expected: Expected) -> list[Sampled]:
     """`sampled` as it ended, if it can be what was asked for.
 
-    An abort can meet a completion at its last token, and is then no abort.
+    An abort can meet a completion at its last token, and is then no abort. It can meet one of an engine that drafts
+    before the engine has cut off what it drafted behind the end (SGLang 0.5.23): that one stays aborted.
 
     Raises:
         BadAnswer: with the first thing that is wrong.
@@ -165,12 +166,12 @@ def checked(sampled: Sequence[Sampled], group: GenerateRequest, expected: Expect
 
 
 def _raise_if_wrong(one: Sampled, group: GenerateRequest, limit: int, expected: Expected) -> None:
-    count = len(one.token_ids)
-    if one.finish_reason == "abort" and not count:
+    count, is_aborted = len(one.token_ids), one.finish_reason == "abort"
+    if is_aborted and not count:
         return
     if not count:
         raise BadAnswer("a completion without tokens that was not aborted")
-    if count > limit:
+    if count > limit and not is_aborted:
         raise BadAnswer(f"{count} tokens for a limit of {limit}")
     if one.finish_reason == "length" and count < limit:
         raise BadAnswer(f"it says `length` after {count} of {limit} tokens")
@@ -180,7 +181,7 @@ def _raise_if_wrong(one: Sampled, group: GenerateRequest, limit: int, expected: 
     if lowest < 0 or highest >= expected.vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise BadAnswer(f"token {wrong} with a vocabulary of {expected.vocab_size}")
-    if any(bool((one.token_ids[:-1] == stop).any()) for stop in group.stop_token_ids):
+    if not is_aborted and _goes_on(one, group):
         raise BadAnswer("it goes on after a token that ends a completion")
     last = int(one.token_ids[-1])
     if one.finish_reason == "stop" and last not in group.stop_token_ids:
@@ -189,6 +190,11 @@ def _raise_if_wrong(one: Sampled, group: GenerateRequest, limit: int, expected: 
     if not (worst >= _LOWEST_LOGPROB and best <= _HIGHEST_LOGPROB):  # NaN is neither
         raise BadAnswer(f"a log-probability of {best if best > _HIGHEST_LOGPROB else worst:g}")
     _raise_if_versions_wrong(one, expected)
+
+
+def _goes_on(one: Sampled, group: GenerateRequest) -> bool:
+    """After a token that ends a completion."""
+    return any(bool((one.token_ids[:-1] == stop).any()) for stop in group.stop_token_ids)
 
 
 def _raise_if_falsely_certain(sampled: Sequence[Sampled], group: GenerateRequest) -> None:
@@ -241,6 +247,8 @@ def _as_it_ended(one: Sampled, group: GenerateRequest, limit: int) -> Sampled:
     if one.finish_reason == "length" and at_limit == "length":
         return one
     if one.finish_reason == "stop" or not len(one.token_ids):
+        return one
+    if len(one.token_ids) > limit or _goes_on(one, group):  # aborted, and never trained on
         return one
     # also where an engine looks at the limit first: a stop token there is an end, as the completion's weight has it
     if int(one.token_ids[-1]) in group.stop_token_ids:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from dppo_megatron.distributed import on_loopback_if_one_machine
 from dppo_megatron.rollout.servers.device_map import DeviceMap
@@ -38,6 +39,8 @@ _CALLS = 4
 """To a server that may lie between two exchanges, one after the other: a bucket, and up to three that end an update."""
 _GATHERING = timedelta(minutes=30)
 """Torch's default timeout, for the actor's own part between two exchanges."""
+_DEVICE_ARGUMENT = 6
+"""Of torch's `rebuild_cuda_tensor`; the same number is in SGLang."""
 
 
 class SharedMemoryChannel(BucketChannel):
@@ -200,6 +203,18 @@ class SharedBuffer:
             self._file = -1
 
 
+class _ByUuid(ForkingPickler):
+    """Has the GPU's UUID where torch writes the number that it has in this process, which is another one in a server
+    with its own CUDA_VISIBLE_DEVICES. SGLang reads both there (0.5.23, srt/utils/patch_torch.py)."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.is_cuda):
+            return NotImplemented
+        build, arguments = reduce_tensor(value)  # type: ignore[no-untyped-call]
+        uuid = str(torch.cuda.get_device_properties(value.device).uuid)
+        return build, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
+
+
 def pickled(tensors: Sequence[tuple[str, Tensor]]) -> str:
     """(name, tensor) pairs as SGLang takes them from a process on its own machine, in base64: handles, not values.
 
@@ -210,7 +225,7 @@ def pickled(tensors: Sequence[tuple[str, Tensor]]) -> str:
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     try:
         stream = io.BytesIO()
-        ForkingPickler(stream).dump(list(tensors))
+        _ByUuid(stream).dump(list(tensors))
     finally:
         torch.multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
     return base64.b64encode(stream.getvalue()).decode()
