@@ -180,8 +180,8 @@ class Run:
             self.loop.load_state_dict(state["loop"], state["step"])
         except ValueError as error:
             raise UserError(
-                f"{self._origin.directory}: was written by another version of dppo_megatron, or of your own policy:"
-                f" {error}; resume with that version, or start a new run in another run_dir"
+                f"{self._origin.directory}: was written by another version of dppo_megatron or of your own policy, or"
+                f" with other problems: {error}; resume with those, or start a new run in another run_dir"
             ) from None
         self._load_engine()
         self.summary = Summary(**state["summary"])

@@ -293,6 +293,37 @@ def test_changed_settings(files: Path, tmp_path: Path) -> None:
     assert len(check_changes(permitted, before, "x")) == 2
 
 
+@pytest.mark.parametrize(
+    ("key", "was", "value", "refused"),
+    [
+        ("prompt.method", "dppo", "none", True),
+        ("prompt.method", "dppo", "dppo_auto", True),
+        ("completion.method", "dppo", "none", True),
+        ("prompt.score", "fit", "rms", True),
+        ("prompt.score", "beta", "fit", True),
+        ("prompt.score", "beta", "rms", False),
+        ("prompt.discount", "0.5", "0.6", False),
+    ],
+)
+def test_no_permission_carries_a_policys_state_to_another(
+    files: Path, tmp_path: Path, key: str, was: str, value: str, refused: bool
+) -> None:
+    """Whose state would be refused with the servers and the actor up. What does not fit is not advised either."""
+    name = f"pruning.{key}"
+    setting = f"pruning__{key.replace('.', '__')}"
+    before = config_values(job_config(files, tmp_path / "run", **{setting: was}))
+    for permitted in ("[]", "[pruning]", f"[{name},seed]"):
+        now = job_config(files, tmp_path / "run", checkpoint__may_change=permitted, seed=7, **{setting: value})
+        if permitted.endswith(",seed]") and not refused:
+            assert len(check_changes(now, before, "x")) == 2
+            continue
+        with pytest.raises(UserError) as error:
+            check_changes(now, before, "x")
+        said = str(error.value)
+        assert (f"under another {name} cannot be taken over" in said) == refused
+        assert ("may_change" in said) != refused and (f"{name}: " in said) == (refused or permitted == "[]")
+
+
 def test_state_of_another_version_is_refused(files: Path, tmp_path: Path) -> None:
     """Nothing can be made of a policy's state that lacks a part, as an earlier version wrote it: a sentence."""
 
@@ -326,6 +357,9 @@ def test_refused_from_the_command_line(files: Path, whole: dict[str, Path], capf
     arguments = [str(REPOSITORY / "configs" / "quickstart.yaml"), *settings(files, whole["tp1"], **SHORT)]
     assert run_ranks(main, 1, ["train", *arguments, "seed=3"]) == [2]
     assert "cannot be resumed with other settings: seed: 0 -> 3" in capfd.readouterr().err
+    method = ["pruning.prompt.method=dppo_auto", "checkpoint.may_change=[pruning]"]
+    assert run_ranks(main, 1, ["train", *arguments, *method]) == [2]
+    assert "learned under another pruning.prompt.method cannot be taken over" in capfd.readouterr().err
     assert run_ranks(main, 1, ["train", *arguments, "steps=2"]) == [2]
     assert "steps = 2: " in (said := capfd.readouterr().err) and "step_000003 has done 3; set steps to that" in said
     assert main(["train", *arguments, "--resume", "never"]) == 2

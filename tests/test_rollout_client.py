@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines.rig import Rig, requests, run, sync
 from support.engines.stub import Asked, Behaviour, StubServers, answer_to, completion, good
-from support.hooks import ForgetfulHook, RaisingHook
+from support.hooks import CountingHook, ForgetfulHook, RaisingHook
 from support.job import QUICK, job_config
 from support.killing import train_or_die
 from support.launch import run_ranks
@@ -89,6 +89,37 @@ def test_groups_are_graded_as_they_land(files: Path, stubs: StubServers, monkeyp
         assert any(one.grade is not None and one.grade.reward == 1.0 for one in arrived)
     finally:
         rig.close()
+
+
+def test_what_has_ended_of_an_aborted_part_is_graded(stubs: StubServers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sync ends two of three at their last but one token: the first is graded where it lands, the others when
+    they are asked for again. No token of an aborted one has an age."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+
+    async def aborts_once(asked: Asked) -> None:
+        answer = answer_to(asked.body)
+        for choice in answer["choices"][1:] if asked.count == 1 else ():
+            tokens = choice["token_ids"]
+            tokens.pop()
+            choice["logprobs"]["content"].pop()
+            choice["weight_versions"][0]["end"] = len(tokens)
+            choice["finish_reason"] = "abort"
+        await asked.reply(json.dumps(answer))
+
+    stubs.behaviours["a"] = aborts_once
+    rig = Rig([("vllm", stubs.url("a"))], CountingHook)
+    try:
+        prompts = [_encoded(Prompt(0, "", (), "", ""))]
+        work = run(rig.fleet([0], {}), requests(1), prompts=prompts, may_lose=True, may_split=True)
+        arrived = sorted(rig.take(), key=lambda one: one.position)
+    finally:
+        rig.close()
+    ended = [one for one in arrived if one.completion.finish_reason != "abort"]
+    assert [one.position for one in arrived] == [0, 1, 1, 2, 2] and [one.position for one in ended] == [0, 1, 2]
+    lengths = [len(completion(seed, LIMIT)[0]) for seed in range(3)]
+    assert [one.grade for one in ended] == [Grade(float(length)) for length in lengths]
+    assert [one.grade for one in arrived if one.completion.finish_reason == "abort"] == [None, None]
+    assert [work.done[index].spans for index in sorted(work.done)] == [[(1, length)] for length in lengths]
 
 
 def _per_minute(pace: Pace) -> float:

@@ -39,6 +39,10 @@ rounding, and with `pruning.completion.fill_slack` other completions are drawn, 
 other `steps` move what is scheduled over the whole run (decaying learning rates, annealed pruning)."""
 
 
+_METHODS = ("pruning.prompt.method", "pruning.completion.method")
+"""May never differ: the checkpoint holds the state of this very policy."""
+
+
 def check_changes(config: Config, before: dict[str, Any], where: str) -> list[str]:
     """Compare with the settings of the run that is resumed; returns a line for each difference that is allowed.
 
@@ -54,13 +58,23 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
         return []
     allowed: list[tuple[str, str]] = []
     refused: list[tuple[str, str]] = []
-    for key, line in sorted(_differences(config_values(config_from_values(before, where)), now)):
-        (allowed if _under(key, (*FREE, *config.checkpoint.may_change)) else refused).append((key, line))
+    old = config_values(config_from_values(before, where))
+    scores = [values["pruning"]["prompt"]["score"] for values in (old, now)]
+    never = (*_METHODS, "pruning.prompt.score") if "fit" in scores else _METHODS  # its regressions are no other's
+    for key, line in sorted(_differences(old, now)):
+        may = key not in never and _under(key, (*FREE, *config.checkpoint.may_change))
+        (allowed if may else refused).append((key, line))
     if refused:
         keys = ",".join(key for key, _ in refused)
+        how = f"choose another run_dir, or permit it with checkpoint.may_change=[{keys}]"
+        if of_methods := [key for key, _ in refused if key in never]:
+            how = (
+                "or begin a new run_dir (model.hf_path may be the old run's hf/): what was learned under another"
+                f" {' and '.join(of_methods)} cannot be taken over, permitted or not"
+            )
         raise UserError(
             f"the run of {where} cannot be resumed with other settings: {'; '.join(line for _, line in refused)}."
-            f" Set them back, choose another run_dir, or permit it with checkpoint.may_change=[{keys}]"
+            f" Set them back, {how}"
         )
     return [line for key, line in allowed if not _under(key, ("checkpoint", "run_dir"))]
 

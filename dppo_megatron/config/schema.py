@@ -242,7 +242,7 @@ class CheckpointConfig:
     once run_dir has checkpoints of its own, as `auto`."""
     may_change: list[str] = field(default_factory=list)
     """Settings, or sections of them, that may differ from those of the run that is resumed, beside those that may
-    differ anyway (docs/checkpoints.md), such as [actor.optimizer.learning_rate]."""
+    differ anyway (docs/checkpoints.md), such as [actor.optimizer.learning_rate]. Pruning methods may not."""
 
 
 @dataclass

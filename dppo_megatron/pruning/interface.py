@@ -330,11 +330,9 @@ class Policy(Stateful):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore; raises ValueError when keys, method or array shapes differ."""
+        if (method := state.get("method", self.config.method)) != self.config.method:
+            raise ValueError(f"the saved pruning state is of method '{method}', this run uses '{self.config.method}'")
         check_state(state, set(self.state_dict()), self.name)
-        if state["method"] != self.config.method:
-            raise ValueError(
-                f"the saved pruning state is of method '{state['method']}', this run uses '{self.config.method}'"
-            )
         self.load_own_state({key: state[key] for key in self.own_state()})
 
     def _draw_along(self, ids: IntArray, pi: FloatArray, order: IntArray, step: int, minibatch: int) -> Draw:

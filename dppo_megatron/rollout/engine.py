@@ -107,7 +107,7 @@ class RolloutStats:
     those above."""
     servers_live: int | None = None
     tokens_sampled: int | None = None
-    """Of completions of training."""
+    """Of completions of training, but for those that were aborted."""
     token_ages: int | None = None
     """Weight syncs between each of those tokens and the present weights, added up."""
     staleness_max: int | None = None

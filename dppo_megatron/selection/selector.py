@@ -360,11 +360,13 @@ class Selector:
         places = [*(one.place for one in self._open), *self._replayed, self._settled]
         places = places if self._delay else places[:1]
         epochs = {} if self._epochs is None else {"epochs": [dict(place.epochs) for place in places]}
-        unlearned = self._past[0 if self._open else len(self._past) - self._unlearned :]
+        # the oldest open step was chosen without the last `_delay`; a run that begins with a lower one holds more
+        unlearned = self._past[max(0, len(self._past) - (self._delay if self._open else self._unlearned)) :]
         return epochs | {
             "prompt": self._prompt_policy.state_dict() if of_prompts is None else deepcopy(of_prompts),
             "completion": self._completion_policy.state_dict(),
             "positions": [place.position for place in places],
+            "planned": self.prompts_per_step,
             "mean_length": self._coefficients.mean_length,
             "missing": asdict(self._lost),
             "past": deepcopy([one._asdict() for one in unlearned]),
@@ -374,7 +376,7 @@ class Selector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved `state_dict`; steps that had begun are forgotten. ValueError: of another version."""
-        some = {"epochs", "sets"}  # of a run with another order, whose change was permitted; not of older versions
+        some = {"epochs", "sets", "planned"}  # not of older versions, nor all of a run with another order, permitted
         check_state(state, set(self.state_dict()) - some | (some & state.keys()), "the selection")
         self._prompt_policy.load_state_dict(state["prompt"])
         self._completion_policy.load_state_dict(state["completion"])
@@ -382,6 +384,8 @@ class Selector:
         same = state.get("sets", self._sets) == self._sets and len(shares) == len(self._sets)
         epochs = state.get("epochs") if same else None  # by a set's number, as are the shares
         places = [Place(*each) for each in zip(positions, epochs or [{}] * len(positions), strict=True)]
+        if state.get("planned", self.prompts_per_step) != self.prompts_per_step:
+            places = places[:1]  # the later ones are where steps of another number of prompts began
         self._replayed, self._settled = deque(places[:-1]), places[-1]
         self._go_to(self._settled)
         self._coefficients.mean_length = state["mean_length"]

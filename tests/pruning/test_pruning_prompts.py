@@ -91,7 +91,7 @@ def test_wrong_states_are_refused_by_name():
     policy = make("dppo")
     state = policy.state_dict()
     with pytest.raises(ValueError, match="method 'dppo', this run uses 'infobatch'"):
-        make("infobatch").load_state_dict({k: state[k] for k in ("method", "history")})
+        make("infobatch").load_state_dict(state)
     with pytest.raises(ValueError, match=r"missing keys \['control'\]"):
         policy.load_state_dict({k: v for k, v in state.items() if k != "control"})
     with pytest.raises(ValueError, match=r"unknown keys \['extra'\]"):

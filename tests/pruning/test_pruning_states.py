@@ -18,12 +18,14 @@ from dppo_megatron.selection import PromptDraw, Rollouts, Selector, TrainSelecti
 NUM_PROMPTS, G, STEPS = 64, 4, 9
 
 
-def make(prompt: str = "none", completion: str = "none", *, ahead: int = 0, by_pass_rate: bool = False) -> Selector:
+def make(
+    prompt: str = "none", completion: str = "none", *, ahead: int = 0, by_pass_rate: bool = False, planned: int = 8
+) -> Selector:
     """By pass rate: of so few prompts that epochs begin inside steps."""
     config = Config(steps=12)
     if by_pass_rate:
         config.data.order, config.data.order_by = "hard_first", "pass_rate"
-    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 8, G
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = planned, G
     config.rollout.async_steps = ahead
     config.objective.normalization = "token_mean"
     config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
@@ -62,12 +64,14 @@ LEVELS: list[dict[str, Any]] = [
 ]
 
 
-def play(selector: Selector, first: int, ahead: int, states: list[dict[str, Any]]) -> list[TrainSelection]:
-    """Steps `first` to the last, each begun while `ahead` before it are open; collects the state at every moment,
+def play(
+    selector: Selector, first: int, ahead: int, states: list[dict[str, Any]], last: int = STEPS - 1
+) -> list[TrainSelection]:
+    """Steps `first` to `last`, each begun while `ahead` before it are open; collects the state at every moment,
     which nothing later may change."""
     decisions, chosen, copies = [], {}, []
-    for number in range(first, STEPS):
-        for one in range(number, min(number + ahead, STEPS - 1) + 1):
+    for number in range(first, last + 1):
+        for one in range(number, min(number + ahead, max(last, STEPS - 1)) + 1):
             if one not in chosen:
                 chosen[one] = selector.begin(one)
                 copies.append(selector.state_dict())
@@ -103,6 +107,39 @@ def test_a_step_without_feedback_leaves_nothing_behind(methods: dict[str, Any], 
                     np.testing.assert_array_equal(one.offered, other.offered)
                     np.testing.assert_array_equal(one.weight, other.weight)
     np.testing.assert_equal(states, as_they_were)
+
+
+@pytest.mark.parametrize(("before", "now"), [(8, 16), (16, 8), (8, 4), (8, 8)])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_resume_with_other_numbers_of_prompts_goes_on_in_the_epoch(before: int, now: int, ahead: int) -> None:
+    """`checkpoint.may_change` permits it: each prompt of the epoch comes once, those that had been chosen ahead too."""
+    states: list[dict[str, Any]] = []
+    first = make(ahead=ahead, planned=before)
+    [decision] = play(first, 1, ahead, states, last=1)
+    resumed = make(ahead=ahead, planned=now)
+    resumed.load_state_dict(states[0])
+    left = (NUM_PROMPTS - before) // now
+    later = play(resumed, 2, ahead, [], last=1 + left)
+    offered = np.concatenate([one.offered for one in (decision, *later)])
+    assert len(np.unique(offered)) == len(offered) == before + left * now
+    older = {key: value for key, value in states[0].items() if key != "planned"}
+    make(ahead=ahead, planned=before).load_state_dict(older)
+
+
+@pytest.mark.parametrize(("before", "now"), [(3, 1), (3, 0), (2, 3), (1, 1)])
+def test_a_resume_with_fewer_steps_ahead_learns_each_step_once(before: int, now: int) -> None:
+    """A run that is stopped in the first step after it saves what this step was chosen with."""
+    states: list[dict[str, Any]] = []
+    play(make("dppo", ahead=before), 1, before, states)
+    first, again = make("dppo", ahead=now), make("dppo", ahead=now)
+    first.load_state_dict(states[-1])
+    chosen = first.begin(STEPS)
+    again.load_state_dict(first.state_dict())
+    same = again.begin(STEPS)
+    decisions_equal(finish(first, chosen, STEPS), finish(again, same, STEPS))
+    first.feedback(cost(STEPS))
+    again.feedback(cost(STEPS))
+    np.testing.assert_equal(first.state_dict(), again.state_dict())
 
 
 def test_the_order_of_the_calls_is_checked() -> None:

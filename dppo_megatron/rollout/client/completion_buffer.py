@@ -27,8 +27,8 @@ class BufferedGroup:
     sampled: Sequence[Sampled]
     texts: list[str] = field(default_factory=list)
     """One a completion; empty until it may be taken."""
-    grades: Sequence[Grade] = ()
-    """One a completion, or none: it was not graded."""
+    grades: Sequence[Grade | None] = ()
+    """One a completion, None for what was aborted or stopped early; or none: nothing was graded."""
     rollout: int = 0
     number: int = 0
     """In the order in which the rollout's groups have landed here, which decides the share. The index in the rollout
@@ -63,7 +63,7 @@ class CompletionBuffer:
         with self._lock:
             return ticket in self._groups
 
-    def settle(self, ticket: int, texts: list[str], grades: Sequence[Grade]) -> bool:
+    def settle(self, ticket: int, texts: list[str], grades: Sequence[Grade | None]) -> bool:
         """It may be taken from now on. Returns whether it is still wanted."""
         with self._lock:
             if ticket in self._groups:

@@ -82,7 +82,7 @@ from dppo_megatron.rollout.servers.wire import (
     as_sampled,
     checked,
 )
-from dppo_megatron.types import STOPPED_EARLY, Grade, GradeTask
+from dppo_megatron.types import Grade, GradeTask
 
 OWN_FILES = 64
 """Open files that the client needs beside a socket for each group in flight."""
@@ -186,7 +186,7 @@ class Client:
             self._asks.pop(ask.ticket, None)
             self._held.put(ask.ticket, BufferedGroup(ask.index, sampled, rollout=ask.rollout, first=ask.first))
             lengths, reasons = [len(one.token_ids) for one in sampled], [one.finish_reason for one in sampled]
-            spans = [span for one in sampled for span in spans_of(one)]
+            spans = [span for one in sampled if one.finish_reason != "abort" for span in spans_of(one)]
             again = sum(
                 len(ask.group.prompt_ids) + start for one in sampled for _, start, _ in one.weights_versions[1:]
             )
@@ -213,12 +213,12 @@ class Client:
             arrays = [one.token_ids for one in sampled]
             texts = detokenizer.decode(arrays) if detokenizer is not None else [""] * len(arrays)
             sent = [text.encode(errors="replace").decode() for text in texts]  # half a surrogate pair is no UTF-8
-            if self._hook is None or not ask.prompt or any(one.finish_reason == "abort" for one in sampled):
+            ended = [index for index, one in enumerate(sampled) if one.finish_reason not in ("early", "abort")]
+            if self._hook is None or not ask.prompt or not ended:
                 self._ready(ask.ticket, sent, ())
             elif ask.ticket in self._held:
                 # written by this job's rank 0, over a connection that has shown the job's key
                 prompt = pickle.loads(ask.prompt)
-                ended = [index for index, one in enumerate(sampled) if one.finish_reason != "early"]
                 tasks = [
                     GradeTask.of(
                         prompt, texts[at], ask.first + at, len(sampled[at].token_ids), sampled[at].finish_reason
@@ -230,19 +230,19 @@ class Client:
             self._lost(error)
 
     def _graded(self, ticket: int, texts: list[str], ended: list[int], graded: Future[list[Grade]]) -> None:
-        """In a thread of the hook's; `ended` are the completions that were graded, the others were stopped early."""
+        """In a thread of the hook's; `ended` are the completions that were graded: the others have no end to grade."""
         try:
             known = graded.result()
             if len(known) != len(ended):
                 raise ValueError(f"{len(known)} grades of {len(ended)} completions")
-            grades = [STOPPED_EARLY] * len(texts)
+            grades: list[Grade | None] = [None] * len(texts)
             for index, grade in zip(ended, known, strict=True):
                 grades[index] = grade
             self._ready(ticket, texts, grades)
         except BaseException as error:  # else rank 0 would wait for this group
             self._lost(error)
 
-    def _ready(self, ticket: int, texts: list[str], grades: Sequence[Grade]) -> None:
+    def _ready(self, ticket: int, texts: list[str], grades: Sequence[Grade | None]) -> None:
         """From any thread."""
         if self._held.settle(ticket, texts, grades):
             self._loop.call_soon_threadsafe(self._send, Graded(ticket))

@@ -38,7 +38,15 @@ from dataclasses import dataclass
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.member import Endpoint
 from dppo_megatron.rollout.servers.rollout_work import Work
-from dppo_megatron.rollout.servers.wire import AttemptFailed, Completed, Event, GenerateRequest, Graded, Submit
+from dppo_megatron.rollout.servers.wire import (
+    AttemptFailed,
+    Completed,
+    Event,
+    GenerateRequest,
+    Graded,
+    Submit,
+    version_number,
+)
 from dppo_megatron.texts import log
 from dppo_megatron.types import RunAborted
 
@@ -250,6 +258,9 @@ class Dispatch:
             if not self._aborted(attempt, event):
                 return None
             aborted = 0
+        lost_under = work.sampled_under.get(attempt.index)
+        if lost_under is not None and any(of != version_number(lost_under) for of, _ in event.spans):
+            work.resent.add(work.part_of(attempt.index)[0])  # a sync has come since it was asked for again
         work.stragglers_aborted += aborted * work.stragglers_ended
         work.done[attempt.index] = event
         work.landed[event.ticket] = attempt.index

@@ -123,7 +123,7 @@ class Work:
     """Groups that were late: the servers were told to end them where they are."""
     resent: set[int] = field(default_factory=set)
     """Groups that were lost while a server sampled them, and are other ones at the next attempt, for want of seeds or
-    under newer weights: long ones are lost more often."""
+    wholly or partly under newer weights: long ones are lost more often."""
     sampled_under: dict[int, str] = field(default_factory=dict)
     """The version under which an attempt began that was lost, by what was asked for."""
     retries: int = 0

@@ -318,7 +318,7 @@ class Completed(msgspec.Struct, frozen=True, tag=True):
     reasons: list[str]
     """[count] as of `types.FinishReason`."""
     spans: list[tuple[int, int]]
-    """(weights version, tokens sampled under it), of all completions together."""
+    """(weights version, tokens sampled under it), of all completions together that were not aborted."""
     read_again: int = 0
     """Tokens of prompts and completions that went on under other weights, each time that they did."""
 
