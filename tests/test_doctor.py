@@ -1,4 +1,4 @@
-"""The doctor: what it says of a machine, and that the gate passes safe packing and stops unsafe packing."""
+"""The doctor: what it says of a machine, and that the gate passes safe packing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,14 @@ from support.tiny import plan_for, random_samples
 
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import build_layout
-from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.platform import capabilities
 from dppo_megatron.platform.capabilities import Machine, outside_range
-from dppo_megatron.types import PackedMicrobatch, PackPlan, UserError
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.doctor import fp8_gate
-from dppo_megatron.workbench.doctor.fp8_gate import GateResult, run_gate, unsafe_patterns
+from dppo_megatron.workbench.doctor.fp8_gate import GateResult, run_gate
 from dppo_megatron.workbench.doctor.machine import environment
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
@@ -207,7 +205,7 @@ def _holds_gradients(files: Path, run_dir: Path) -> list[bool]:
         return found
 
     fp8_gate._measure = noting
-    assert len(_findings(files, run_dir, 1, 1)) == 3
+    assert len(_findings(files, run_dir, 1, 1)) == 2
     return held
 
 
@@ -218,12 +216,12 @@ def test_only_rank_zero_keeps_gradients_of_the_whole_model(files: Path, tmp_path
 
 @pytest.mark.parametrize("split", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_gate_passes_safe_packing(files: Path, tmp_path: Path, split: tuple[int, int]) -> None:
-    """No unsafe pattern; log-probabilities and gradients of the packed batch are those of single samples."""
+    """Log-probabilities and gradients of the packed batch are those of single samples."""
     results = run_ranks(_findings, split[0] * split[1], files, tmp_path / "run", *split)
     assert all(findings == results[0] for findings in results)
-    assert [finding.bound for finding in results[0]] == [0, 1e-4, 1e-4]
+    assert [finding.bound for finding in results[0]] == [1e-4, 1e-4]
     assert all(finding.passed for finding in results[0]), results[0]
-    assert results[0][2].value > 0, "two different packings cannot round alike: nothing was compared"
+    assert results[0][1].value > 0, "two different packings cannot round alike: nothing was compared"
 
 
 def _calls_of_a_measurement(files: Path, run_dir: Path, warmups: int) -> list[str]:
@@ -290,24 +288,6 @@ def test_a_transformer_engine_that_cannot_run_is_hidden_from_megatron(tmp_path: 
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "torch's fused AdamW" in done.stdout
-
-
-def test_gate_refuses_a_grown_sequence() -> None:
-    """The pattern that corrupts FP8 training: the last real sequence takes the padding as its own."""
-    samples = random_samples(3, 37)
-    layout = PackingLayout(recipe="tensorwise")
-    lengths = [sample.num_tokens for sample in samples]
-    safe = layout.place([0, 1, 2], lengths)
-    plan = PackPlan(((safe,),), 4096, sum(lengths), {})
-    assert unsafe_patterns(plan, samples, layout) == []
-    grown = PackedMicrobatch(safe.members, safe.cu_seqlens[:-1], (*safe.cu_seqlens_padded[:-2], safe.num_tokens))
-    found = unsafe_patterns(replace(plan, microbatches=((grown,),)), samples, layout)
-    assert len(found) == 1 and f"slot of sample {samples[2].id} is grown" in found[0]
-    longer = replace(grown, cu_seqlens=grown.cu_seqlens_padded)
-    found = unsafe_patterns(replace(plan, microbatches=((longer,),)), samples, layout)
-    assert len(found) == 1 and f"sample {samples[2].id} is described as" in found[0]
-    short = replace(safe, cu_seqlens=safe.cu_seqlens[:-1], cu_seqlens_padded=safe.cu_seqlens_padded[:-1])
-    assert "no multiple of 16" in unsafe_patterns(replace(plan, microbatches=((short,),)), samples, layout)[0]
 
 
 def test_gate_fails_on_nan() -> None:
