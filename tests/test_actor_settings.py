@@ -289,10 +289,12 @@ def test_a_refused_field_may_keep_its_value() -> None:
 
 def test_fields_of_a_recipe_and_of_an_enumeration() -> None:
     """What only one recipe of actor.fp8 reads is refused under any other; Python's enumerations are given by name."""
-    given = {"fp8_margin": 1}
-    assert _settings_of(TransformerConfig, "actor.megatron", given, "delayed")["fp8_margin"] == 1
-    with pytest.raises(UserError, match=re.escape("has no effect with actor.fp8 = off, only with delayed")):
-        _settings_of(TransformerConfig, "actor.megatron", given)
+    given = {"fp8_margin": 1, "fp8_wgrad": False, "tp_only_amax_red": True}
+    assert given.keys() == RECIPES.keys()
+    assert _settings_of(TransformerConfig, "actor.megatron", given, "delayed").items() >= given.items()
+    for key, fp8 in itertools.product(given, ("off", "tensorwise", "blockwise", "mxfp8")):
+        with pytest.raises(UserError, match=re.escape(f"{key}: has no effect with actor.fp8 = {fp8}, only with delayed")):
+            _settings_of(TransformerConfig, "actor.megatron", {key: given[key]}, fp8)
     found = _settings_of(TransformerConfig, "actor.megatron", {"attention_backend": "flash"})
     assert found["attention_backend"] is AttnBackend.flash
     with pytest.raises(UserError, match="attention_backend = quick: must be one of flash, fused"):
