@@ -13,10 +13,12 @@ import pytest
 import torch
 from support.job import REPOSITORY, job_config, settings
 from support.launch import run_ranks
-from support.tiny import plan_for, random_samples
+from support.tiny import plan_for, random_samples, write_model
 
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import build_layout
+from dppo_megatron.config.schema import ActorConfig, Config
+from dppo_megatron.job import check_settings
 from dppo_megatron.platform import capabilities
 from dppo_megatron.platform.capabilities import Machine, outside_range
 from dppo_megatron.types import UserError
@@ -248,6 +250,14 @@ def test_delayed_scaling_has_seen_gradients_before_it_is_measured(files: Path, t
     assert fp8_gate.WARMUPS == {"delayed": 2}
     [calls] = run_ranks(_calls_of_a_measurement, 1, files, tmp_path / "run", fp8_gate.WARMUPS["delayed"])
     assert calls == ["accumulate"] * 2 + measured
+
+
+def test_the_first_update_of_delayed_scaling_is_warned_of(tmp_path: Path) -> None:
+    """Training does not warm up, as the gate does."""
+    architecture = read_architecture(write_model(tmp_path, max_position_embeddings=4096))
+    for fp8 in ("delayed", "tensorwise"):
+        lines = check_settings(Config(actor=ActorConfig(fp8=fp8)), architecture, 1, Machine((9, 0), ""))
+        assert any("first update loses its smallest gradients" in line for line in lines) == (fp8 == "delayed")
 
 
 def test_a_core_wheel_without_its_extension_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
