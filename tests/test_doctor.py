@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -73,6 +74,26 @@ def test_layers_and_recipes_by_machine(
         with pytest.raises(UserError) as raised:
             machine.choose_layer_spec(wanted, fp8)
         assert outcome in str(raised.value)
+
+
+def test_transformer_engine_has_the_last_word_on_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper it has blockwise from CUDA 12.9 on, and would say so in the first forward pass. One before 2.9 is not
+    asked."""
+    answers = {"is_fp8_available": (True, ""), "is_fp8_block_scaling_available": (False, "It needs CUDA >= 12.9.")}
+    stub = ModuleType("transformer_engine.pytorch")
+    for name, answer in answers.items():
+        setattr(stub, name, lambda return_reason, answer=answer: answer)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", stub)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(capabilities, "_transformer_engine_problem", lambda on_cuda: "")
+    monkeypatch.setattr(capabilities, "_refused_recipes", capabilities._refused_recipes.__wrapped__)
+    machine = capabilities.this_machine()
+    assert [machine.choose_layer_spec("auto", fp8)[0] for fp8 in ("off", "tensorwise", "delayed")] == ["te"] * 3
+    with pytest.raises(UserError, match=r"blockwise: Transformer Engine says: It needs CUDA >= 12\.9; use fp8 = off"):
+        machine.choose_layer_spec("auto", "blockwise")
+    with pytest.raises(UserError, match="needs a chip of sm_100"):
+        machine.choose_layer_spec("auto", "mxfp8")
 
 
 @pytest.mark.parametrize(
