@@ -228,7 +228,7 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
 
     Returns:
         A line for each level of pruning that sets what its method does not read and for each setting that another one
-        leaves without effect, and warnings about stale rollouts and a mixture.
+        leaves without effect, and warnings about stale rollouts, a mixture and FP8 scales.
 
     Raises:
         UserError: pruning, layout, layers or lengths that cannot be.
@@ -241,8 +241,8 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     _check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)
-    notes = _effect_notes(config) + _template_notes(config.data)
-    return unread + notes + _age_note(config) + _replay_note(config, architecture)
+    notes = _effect_notes(config) + _template_notes(config.data) + _age_note(config)
+    return unread + notes + _replay_note(config, architecture) + _scales_note(config)
 
 
 def _effect_notes(config: Config) -> list[str]:
@@ -345,6 +345,15 @@ def _replay_note(config: Config, architecture: Architecture) -> list[str]:
     return [
         "warning: actor.routing_replay = off: engine and actor may send a token to different experts, and runs of large"
         " mixtures have collapsed by it; `engine` replays the engine's choice (docs/actor.md)"
+    ]
+
+
+def _scales_note(config: Config) -> list[str]:
+    if config.actor.fp8 != "delayed":
+        return []
+    return [
+        "warning: actor.fp8 = delayed: scales start at 1, so a run's first update loses its smallest gradients;"
+        " tensorwise takes them from the tensors themselves (docs/actor.md)"
     ]
 
 

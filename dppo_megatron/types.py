@@ -259,8 +259,6 @@ class PackedMicrobatch:
 
     members: tuple[int, ...]
     """Positions in the list of samples."""
-    cu_seqlens: tuple[int, ...]
-    """[segments + 1] cumulative true lengths; a closing dummy segment counts in full."""
     cu_seqlens_padded: tuple[int, ...]
     """[segments + 1] offsets in the micro-batch, where each segment's slot is rounded up to the layout's alignment."""
 

@@ -7,10 +7,12 @@ import fnmatch
 import functools
 import itertools
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,14 +291,34 @@ def test_a_refused_field_may_keep_its_value() -> None:
 
 def test_fields_of_a_recipe_and_of_an_enumeration() -> None:
     """What only one recipe of actor.fp8 reads is refused under any other; Python's enumerations are given by name."""
-    given = {"fp8_margin": 1}
-    assert _settings_of(TransformerConfig, "actor.megatron", given, "delayed")["fp8_margin"] == 1
-    with pytest.raises(UserError, match=re.escape("has no effect with actor.fp8 = off, only with delayed")):
-        _settings_of(TransformerConfig, "actor.megatron", given)
+    given = {"fp8_margin": 1, "fp8_wgrad": False, "tp_only_amax_red": True}
+    assert given.keys() == RECIPES.keys()
+    assert _settings_of(TransformerConfig, "actor.megatron", given, "delayed").items() >= given.items()
+    for key, fp8 in itertools.product(given, ("off", "tensorwise", "blockwise", "mxfp8")):
+        with pytest.raises(UserError, match=f"{key}: has no effect with actor.fp8 = {fp8}, only with delayed"):
+            _settings_of(TransformerConfig, "actor.megatron", {key: given[key]}, fp8)
     found = _settings_of(TransformerConfig, "actor.megatron", {"attention_backend": "flash"})
     assert found["attention_backend"] is AttnBackend.flash
     with pytest.raises(UserError, match="attention_backend = quick: must be one of flash, fused"):
         _settings_of(TransformerConfig, "actor.megatron", {"attention_backend": "quick"})
+
+
+def _notes_of_recomputation(path: Path) -> tuple[int, int]:
+    """In Transformer Engine's list, after a pass for log-probabilities and then after one for gradients."""
+    actor, samples, notes = build_actor(path, Parallel()), random_samples(4, 37), list[bool]()
+    recomputation = SimpleNamespace(_is_first_fp8_module=notes)
+    sys.modules["transformer_engine.pytorch.distributed"] = SimpleNamespace(activation_recompute_forward=recomputation)  # type: ignore[assignment]
+    actor._chunks[0].register_forward_hook(lambda *_: notes.append(False))
+    actor.own_logprobs(samples, plan_for(samples))
+    left = len(notes)
+    actor.accumulate(samples, plan_for(samples), supervised())
+    return left, len(notes)
+
+
+def test_a_pass_without_backward_leaves_no_note_of_recomputation(model: Path) -> None:
+    """Transformer Engine notes each part that a forward pass will recompute, and only backward passes take notes."""
+    [(left, noted)] = run_ranks(_notes_of_recomputation, 1, model)
+    assert left == 0 and noted > 0
 
 
 def test_what_is_not_tried_is_said(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
@@ -163,6 +164,37 @@ def test_a_training_checkpoint_converts_by_itself(model: Path, saved: Path, tmp_
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.vocab_size == 37
+
+
+class _LayersInFp8:
+    """A weight, and the state that Transformer Engine keeps of layers in FP8."""
+
+    def __init__(self, *layers: str) -> None:
+        self._layers, self.loaded = layers, dict[str, Any]()
+
+    def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
+        weight = ShardedTensor.from_rank_offsets("weight", torch.zeros(3) if loading else torch.arange(3.0))
+        keys = [f"{layer}._extra_state" for layer in self._layers]
+        states = {key: ShardedObject(key, torch.ones(1 if loading else 2), (1,), (0,)) for key in keys}
+        return {"model": {"weight": weight} | states, "groups": [{"lr": 1.0}]}
+
+    def load_sharded_state(self, state: dict[str, Any]) -> None:
+        self.loaded = {name: value.tolist() for name, value in state["model"].items()}
+
+
+def _load_with_more_fp8(model: Path, root: Path) -> dict[str, list[float]]:
+    from dppo_megatron.checkpoint.store import describe, load_checkpoint
+
+    _store(root, model).save(_LayersInFp8("old"), LOOP_STATE, describe(1, {}, run=RUN))
+    actor = _LayersInFp8("old", "new")
+    load_checkpoint(root / "step_000001", actor)
+    return actor.loaded
+
+
+def test_fp8_may_begin_at_a_resume(model: Path, tmp_path: Path) -> None:
+    """checkpoint.may_change=[actor.fp8]: state that the checkpoint has not begins anew, and the rest is loaded."""
+    [loaded] = run_ranks(_load_with_more_fp8, 1, model, tmp_path / "checkpoints")
+    assert loaded == {"weight": [0.0, 1.0, 2.0], "old._extra_state": [1.0, 1.0]}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

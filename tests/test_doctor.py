@@ -1,4 +1,4 @@
-"""The doctor: what it says of a machine, and that the gate passes safe packing and stops unsafe packing."""
+"""The doctor: what it says of a machine, and that the gate passes safe packing."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from support.job import REPOSITORY, job_config, settings
 from support.launch import run_ranks
-from support.tiny import plan_for, random_samples
+from support.tiny import plan_for, random_samples, write_model
 
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import build_layout
-from dppo_megatron.packing.alignment import PackingLayout
+from dppo_megatron.config.schema import ActorConfig, Config
+from dppo_megatron.job import check_settings
 from dppo_megatron.platform import capabilities
 from dppo_megatron.platform.capabilities import Machine, outside_range
-from dppo_megatron.types import PackedMicrobatch, PackPlan, UserError
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.doctor import fp8_gate
-from dppo_megatron.workbench.doctor.fp8_gate import GateResult, run_gate, unsafe_patterns
+from dppo_megatron.workbench.doctor.fp8_gate import GateResult, run_gate
 from dppo_megatron.workbench.doctor.machine import environment
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
@@ -73,6 +74,26 @@ def test_layers_and_recipes_by_machine(
         with pytest.raises(UserError) as raised:
             machine.choose_layer_spec(wanted, fp8)
         assert outcome in str(raised.value)
+
+
+def test_transformer_engine_has_the_last_word_on_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper it has blockwise from CUDA 12.9 on, and would say so in the first forward pass. One before 2.9 is not
+    asked."""
+    answers = {"is_fp8_available": (True, ""), "is_fp8_block_scaling_available": (False, "It needs CUDA >= 12.9.")}
+    stub = ModuleType("transformer_engine.pytorch")
+    for name, answer in answers.items():
+        setattr(stub, name, lambda return_reason, answer=answer: answer)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", stub)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(capabilities, "_transformer_engine_problem", lambda on_cuda: "")
+    monkeypatch.setattr(capabilities, "_refused_recipes", capabilities._refused_recipes.__wrapped__)
+    machine = capabilities.this_machine()
+    assert [machine.choose_layer_spec("auto", fp8)[0] for fp8 in ("off", "tensorwise", "delayed")] == ["te"] * 3
+    with pytest.raises(UserError, match=r"blockwise: Transformer Engine says: It needs CUDA >= 12\.9; use fp8 = off"):
+        machine.choose_layer_spec("auto", "blockwise")
+    with pytest.raises(UserError, match="needs a chip of sm_100"):
+        machine.choose_layer_spec("auto", "mxfp8")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +228,7 @@ def _holds_gradients(files: Path, run_dir: Path) -> list[bool]:
         return found
 
     fp8_gate._measure = noting
-    assert len(_findings(files, run_dir, 1, 1)) == 3
+    assert len(_findings(files, run_dir, 1, 1)) == 2
     return held
 
 
@@ -218,12 +239,12 @@ def test_only_rank_zero_keeps_gradients_of_the_whole_model(files: Path, tmp_path
 
 @pytest.mark.parametrize("split", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_gate_passes_safe_packing(files: Path, tmp_path: Path, split: tuple[int, int]) -> None:
-    """No unsafe pattern; log-probabilities and gradients of the packed batch are those of single samples."""
+    """Log-probabilities and gradients of the packed batch are those of single samples."""
     results = run_ranks(_findings, split[0] * split[1], files, tmp_path / "run", *split)
     assert all(findings == results[0] for findings in results)
-    assert [finding.bound for finding in results[0]] == [0, 1e-4, 1e-4]
+    assert [finding.bound for finding in results[0]] == [1e-4, 1e-4]
     assert all(finding.passed for finding in results[0]), results[0]
-    assert results[0][2].value > 0, "two different packings cannot round alike: nothing was compared"
+    assert results[0][1].value > 0, "two different packings cannot round alike: nothing was compared"
 
 
 def _calls_of_a_measurement(files: Path, run_dir: Path, warmups: int) -> list[str]:
@@ -250,6 +271,14 @@ def test_delayed_scaling_has_seen_gradients_before_it_is_measured(files: Path, t
     assert fp8_gate.WARMUPS == {"delayed": 2}
     [calls] = run_ranks(_calls_of_a_measurement, 1, files, tmp_path / "run", fp8_gate.WARMUPS["delayed"])
     assert calls == ["accumulate"] * 2 + measured
+
+
+def test_the_first_update_of_delayed_scaling_is_warned_of(tmp_path: Path) -> None:
+    """Training does not warm up, as the gate does."""
+    architecture = read_architecture(write_model(tmp_path, max_position_embeddings=4096))
+    for fp8 in ("delayed", "tensorwise"):
+        lines = check_settings(Config(actor=ActorConfig(fp8=fp8)), architecture, 1, Machine((9, 0), ""))
+        assert any("first update loses its smallest gradients" in line for line in lines) == (fp8 == "delayed")
 
 
 def test_a_core_wheel_without_its_extension_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,24 +319,6 @@ def test_a_transformer_engine_that_cannot_run_is_hidden_from_megatron(tmp_path: 
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "torch's fused AdamW" in done.stdout
-
-
-def test_gate_refuses_a_grown_sequence() -> None:
-    """The pattern that corrupts FP8 training: the last real sequence takes the padding as its own."""
-    samples = random_samples(3, 37)
-    layout = PackingLayout(recipe="tensorwise")
-    lengths = [sample.num_tokens for sample in samples]
-    safe = layout.place([0, 1, 2], lengths)
-    plan = PackPlan(((safe,),), 4096, sum(lengths), {})
-    assert unsafe_patterns(plan, samples, layout) == []
-    grown = PackedMicrobatch(safe.members, safe.cu_seqlens[:-1], (*safe.cu_seqlens_padded[:-2], safe.num_tokens))
-    found = unsafe_patterns(replace(plan, microbatches=((grown,),)), samples, layout)
-    assert len(found) == 1 and f"slot of sample {samples[2].id} is grown" in found[0]
-    longer = replace(grown, cu_seqlens=grown.cu_seqlens_padded)
-    found = unsafe_patterns(replace(plan, microbatches=((longer,),)), samples, layout)
-    assert len(found) == 1 and f"sample {samples[2].id} is described as" in found[0]
-    short = replace(safe, cu_seqlens=safe.cu_seqlens[:-1], cu_seqlens_padded=safe.cu_seqlens_padded[:-1])
-    assert "no multiple of 16" in unsafe_patterns(replace(plan, microbatches=((short,),)), samples, layout)[0]
 
 
 def test_gate_fails_on_nan() -> None:

@@ -31,7 +31,7 @@ STARTS = (0, 1, 5, 42, 50)
 
 def _pack(lengths: tuple[int, ...], context: ContextShare | None = None) -> PackedSequences:
     slots = tuple(int(x) for x in np.cumsum((0, *lengths)))
-    plan = PackedMicrobatch(tuple(range(len(lengths))), slots, slots)
+    plan = PackedMicrobatch(tuple(range(len(lengths))), slots)
     return PackedSequences.of(plan, context or ContextShare(), torch.device("cpu"))
 
 

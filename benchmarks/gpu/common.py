@@ -105,11 +105,8 @@ def padded_plan(
         slot = -(-longest // layout.microbatch_multiple) * layout.microbatch_multiple
         rows = max(1, max_tokens_per_microbatch // slot)
         members, order = order[:rows], order[rows:]
-        true = [0]
-        for member in members:
-            true.append(true[-1] + lengths[member])
         padded = tuple(slot * i for i in range(len(members) + 1))
-        microbatches.append(PackedMicrobatch(tuple(members), tuple(true), padded))
+        microbatches.append(PackedMicrobatch(tuple(members), padded))
     return PackPlan((tuple(microbatches),), max_tokens_per_microbatch, sum(lengths), {})
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dppo_megatron.actor.batch import Microbatch, Samples, build_microbatch
 from dppo_megatron.actor.layout import Layout
-from dppo_megatron.actor.logprobs import LogprobStore, choose_softmax
+from dppo_megatron.actor.logprobs import LogprobStore, choose_softmax, without_backward
 from dppo_megatron.actor.lora import add_adapters
 from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, not_tried, overrides
@@ -230,7 +230,7 @@ class Actor:
         for model in self._model:
             model.eval()
         recorded: dict[int, list[Tensor]] | None = {} if records else None
-        with torch.no_grad():
+        with without_backward():
             self._run_schedule(samples, plan, collect, forward_only=True, recorded=recorded)
         if recorded is not None:
             store.routes = {chunk: [part.cpu() for part in parts] for chunk, parts in recorded.items()}

@@ -10,7 +10,9 @@ weight's gradient goes straight into Megatron's float32 buffer for it; without o
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -63,6 +65,21 @@ class LogprobStore:
     def as_reference(self, samples: Mapping[int, TrainSample]) -> dict[int, TrainSample]:
         """The samples with these as `reference_logprobs`; likewise."""
         return {i: replace(s, reference_logprobs=self.values[i]) if i in self.values else s for i, s in samples.items()}
+
+
+@contextmanager
+def without_backward() -> Iterator[None]:
+    """`torch.no_grad()` for passes that no backward pass follows, none being under way.
+
+    In these too Megatron announces parts of layers that `actor.recompute_modules` names, and Transformer Engine notes
+    each in a list from whose front backward passes take: left alone, it grows with every step, and a backward pass is
+    given the notes of an earlier pass.
+    """
+    with torch.no_grad():
+        yield
+    module = sys.modules.get("transformer_engine.pytorch.distributed")
+    if module is not None:
+        module.activation_recompute_forward._is_first_fp8_module.clear()
 
 
 def chunked_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:

@@ -154,7 +154,7 @@ ELSEWHERE = {
 RECIPES = {
     "fp8_margin": "delayed",
     "fp8_wgrad": "delayed",
-    "tp_only_amax_red": "tensorwise, delayed, blockwise or mxfp8",
+    "tp_only_amax_red": "delayed",
 }
 """Without effect under any other `actor.fp8`."""
 

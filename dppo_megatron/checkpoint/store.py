@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import __version__ as megatron_version
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from packaging.version import Version
 from torch.distributed.checkpoint.api import CheckpointException
@@ -257,6 +257,7 @@ def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
     _check_reader(directory)
     own, template = read_state(directory / LOOP), {"actor": actor.sharded_state(loading=True)}
     _check_kinds(template, metadata, directory)
+    template = _without_new_fp8(template, metadata)
     try:
         with force_weights_only():
             loaded = dist_checkpointing.load(template, str(directory))
@@ -278,6 +279,19 @@ def _check_kinds(template: dict[str, Any], metadata: Metadata, directory: Path) 
             metadata.state_dict_metadata.get(value.key), BytesStorageMetadata
         ):
             raise UserError(f"'{directory}': the tensor {value.key} is described as bytes, which are not loaded")
+
+
+def _without_new_fp8(template: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """Without Transformer Engine's state of FP8 layers that the checkpoint has not, as where the run that wrote it was
+    in bfloat16: it begins anew."""
+
+    def is_new(value: Any) -> bool:
+        is_fp8 = isinstance(value, ShardedObject) and value.key.endswith("_extra_state")
+        return is_fp8 and value.unique_key not in metadata.state_dict_metadata
+
+    kept: dict[str, Any]
+    _, kept = extract_matching_values(template, is_new)
+    return kept
 
 
 def _check_reader(directory: Path) -> None:

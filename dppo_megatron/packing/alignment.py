@@ -65,15 +65,13 @@ class PackingLayout:
             pad_to: 0, or a multiple of `microbatch_multiple` that the result must have.
         """
         multiple, whole = self.sequence_multiple, self.microbatch_multiple
-        true, padded = [0], [0]
+        padded = [0]
         for i in members:
-            true.append(true[-1] + lengths[i])
             padded.append(padded[-1] + -(-lengths[i] // multiple) * multiple)
         total = pad_to or max(-(-padded[-1] // whole), 1) * whole
-        if closing := total - padded[-1]:
-            true.append(true[-1] + closing)
+        if total > padded[-1]:
             padded.append(total)
-        return PackedMicrobatch(tuple(members), tuple(true), tuple(padded))
+        return PackedMicrobatch(tuple(members), tuple(padded))
 
 
 def packing_layout(actor: ActorConfig, world_size: int) -> PackingLayout:

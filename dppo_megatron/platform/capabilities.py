@@ -10,8 +10,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
@@ -27,6 +27,12 @@ TRANSFORMER_ENGINE_RANGE = ">=2.9,<2.12"
 """What megatron-core 0.16.1 names; the extra `te` in pyproject.toml says the same."""
 _LEAST_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """Compute capability from which Transformer Engine has the recipe: Ada and Hopper, Hopper, Blackwell."""
+_ASKED = {
+    "is_fp8_available": ("tensorwise", "delayed"),
+    "is_fp8_block_scaling_available": ("blockwise",),
+    "is_mxfp8_available": ("mxfp8",),
+}
+"""Transformer Engine's own answers, which also depend on the CUDA that it was built for."""
 
 _FUSED_WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"
 
@@ -39,6 +45,8 @@ class Machine:
     """Compute capability of the current device; None without CUDA."""
     lacks_transformer_engine: str
     """Why Transformer Engine cannot be used; empty if it can."""
+    refused_recipes: Mapping[str, str] = field(default_factory=dict)
+    """FP8 recipe -> why Transformer Engine refuses it here; nothing of a machine that is only planned for."""
 
     def choose_layer_spec(self, wanted: str, fp8: str) -> tuple[LayerSpec, str]:
         """The layer spec for `actor.layer_spec` and `actor.fp8`, and why.
@@ -128,14 +136,15 @@ class Machine:
             return lacks
         least = _LEAST_CAPABILITY[recipe]
         if self.cuda_capability >= least:
-            return ""
+            return self.refused_recipes.get(recipe, "")
         return "it needs a chip of sm_{}{} or newer; this one is sm_{}{}".format(*least, *self.cuda_capability)
 
 
 def this_machine() -> Machine:
     """The current process's device and installed packages."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    return Machine(capability, _transformer_engine_problem(capability is not None))
+    problem = _transformer_engine_problem(capability is not None)
+    return Machine(capability, problem, {} if problem else _refused_recipes())
 
 
 @functools.cache
@@ -154,6 +163,18 @@ def _transformer_engine_problem(on_cuda: bool) -> str:
     except Exception as error:  # whatever a broken binary raises
         return f"Transformer Engine is installed but cannot be imported: {type(error).__name__}: {error}"
     return ""
+
+
+@functools.cache
+def _refused_recipes() -> dict[str, str]:
+    """What an imported Transformer Engine says against recipes: blockwise on Hopper, for one, needs CUDA 12.9, and it
+    says so only in the first forward pass."""
+    engine, refused = importlib.import_module("transformer_engine.pytorch"), dict[str, str]()
+    for name, recipes in _ASKED.items():
+        ask = getattr(engine, name, None)  # none of releases before 2.9, of which the report warns
+        is_available, reason = ask(return_reason=True) if ask else (True, "")
+        refused |= {} if is_available else dict.fromkeys(recipes, f"Transformer Engine says: {reason.rstrip('.')}")
+    return refused
 
 
 def hide_what_cannot_run(on_cuda: bool) -> None:

@@ -166,6 +166,30 @@ def test_a_node_has_room_for_the_optimizer_while_it_is_built(models: dict[str, P
     )
 
 
+@pytest.mark.parametrize(
+    ("moments", "main", "states"), [("bfloat16", "float32", 2), ("float32", "float16", 1), ("float16", "float16", 3)]
+)
+def test_states_in_16_bits_are_widened(models: dict[str, Path], moments: str, main: str, states: int) -> None:
+    """By Transformer Engine's code: to step and to save it makes float32 of each, beside it, of all that a rank
+    updates, which is more than they save. Its kernel reads gradients in bfloat16, which another Adam copies."""
+    config, architecture = Config(), read_architecture(models["qwen3"])
+    config.model.dtype, config.rollout.engine = "bfloat16", "hf"
+    config.actor.ddp = {"grad_reduce_in_fp32": False}
+    site = Site(2, 2, 80 * GIB, 1e15, 1900 * GIB)
+    updated = share_of(architecture, Degrees.of(config.actor.layout, 2), 0).trained.count(padded_to=64) / 2
+    whole = plan_memory(config, architecture, site, 20.0)
+    config.actor.optimizer.moments_dtype, config.actor.optimizer.main_params_dtype = moments, main
+    halved = plan_memory(config, architecture, site, 20.0)
+    more = {
+        after.name: {part: after.parts[part] - before.parts[part] for part in ("optimizer", "other")}
+        for before, after in zip(whole.phases, halved.phases, strict=True)
+    }
+    assert more["backward"] == {"optimizer": -2 * states * updated, "other": 0}
+    assert more["step"] == {"optimizer": -2 * states * updated, "other": (4 * states - 4) * updated}
+    assert more["checkpoint"] == {"optimizer": -2 * states * updated, "other": 4 * states * updated}
+    assert halved.host == whole.host
+
+
 def test_fp8_copies(models: dict[str, Path]) -> None:
     """Two bytes for each weight that a layer multiplies by, on a rank: no embedding, output layer, norm or router. None
     if Transformer Engine is told to keep none."""

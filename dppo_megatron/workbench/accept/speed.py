@@ -114,8 +114,8 @@ def fp8(sheet: Sheet) -> None:
             sheet.note(f"{recipe}_{name}", abs(row[name] / reference[name] - 1))
         config.actor = ActorConfig(fp8=recipe)
         findings = run_gate(config, layout, tiny, RandomWeights(tiny, layout.device))
-        worst = max(findings, key=lambda one: one.value / one.bound if one.bound else one.value)
-        sheet.note(f"{recipe}_gate", worst.value / worst.bound if worst.bound else worst.value, note=worst.what)
+        worst = max(findings, key=lambda one: one.value / one.bound)
+        sheet.note(f"{recipe}_gate", worst.value / worst.bound, note=worst.what)
 
 
 def _rows(sheet: Sheet, command: str, model: str, **options: Any) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,7 @@
     log-probs    a forward pass that keeps nothing
     forward      what autograd keeps, up to the output layer
     backward     the same with one layer's working set, or the output layer's
-    step         weights, gradients, optimizer state
+    step         weights, gradients, optimizer state, and float32 copies of what of it has 16 bits
     checkpoint   the same; written from the host
 
 A colocated job frees gradients and moves the rest to the host before servers wake (`actor/offload.py`), so the first
@@ -265,17 +265,21 @@ def _on_gpu(
     # two buffers in turn, and one whole tensor being gathered
     largest = architecture.vocab_size * architecture.hidden_size * _BYTES[config.model.dtype]
     buckets = 2 * max(config.rollout.sync.bucket_mb << 20, largest) + largest
-    # the optimizer adds in float32: it copies this rank's share of gradients that were reduced in bfloat16
+    kinds = _kinds(config.actor, config.model.dtype)
+    updated = (state["optimizer"] + state[_HOST]) / sum(kinds)
+    # Transformer Engine's Adam makes float32 of every state in 16 bits, all of a rank's at a time, to step and to save
+    widened = 4 * updated * sum(kind < 4 for kind in kinds)
+    # any other adds in float32: it copies this rank's share of gradients that were reduced in bfloat16
     is_float32 = _gradient_bytes(config.actor, config.model.dtype) == 4
-    copied = 0.0 if is_float32 else (state["optimizer"] + state[_HOST]) / 3
+    copied = 0.0 if is_float32 or widened else 4 * updated
     phases = {
         "generate": stays | {"engine": engine.budget},
         "sync": scores | {"engine": engine.weights + engine.context, "other": buckets},
         "log-probs": scores | {part: size for part, size in state.items() if part == _FP8} | working["log-probs"],
         "forward": training | working["forward"],
         "backward": training | working["backward"],
-        "step": training | {"other": copied},
-        "checkpoint": dict(training),
+        "step": training | {"other": widened + copied},
+        "checkpoint": training | {"other": widened},
     }
     for parts in phases.values():
         parts["other"] = parts.get("other", 0.0) + CONTEXT_BYTES
@@ -292,11 +296,13 @@ def _on_node(
     copies = host_copies(share, degrees, config.actor, dtype)
     in_steps, built = updated_on_host(share, degrees, config.actor, dtype)
     servers = engine.gpus // site.nodes if engine.kind != "hf" and config.rollout.servers.launch == "local" else 0
+    kinds = _kinds(config.actor, dtype)
+    saved = (state["optimizer"] + state[_HOST]) * 4 * len(kinds) / sum(kinds)  # in float32, whatever the state is
     of_rank = {
         "reference policy": share.trained.count() * _BYTES[dtype] if config.objective.kl.coef > 0 else 0.0,
         _HOST: in_steps + (copies["optimizer"] if "optimizer" in away else 0.0),
         "weights on the host": copies["weights"] if "weights" in away else 0.0,
-        "copies for the checkpoint": state["weights"] + state["optimizer"] + state[_HOST],
+        "copies for the checkpoint": state["weights"] + saved,
     }
     parts: dict[str, float] = {"processes": (site.ranks_per_node + servers) * PROCESS_HOST_BYTES}
     parts |= {name: site.ranks_per_node * size for name, size in of_rank.items() if size}
