@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from support.job import QUICK, job_config, read_metrics, write_job_files
 from support.launch import run_ranks
 from support.served import prompts_of, requests_for
 from support.settings import rollout_config
-from support.tiny import FAMILIES, write_model
+from support.tiny import FAMILIES, Parallel, build_actor, write_model
 from support.true_shapes import MODELS, write_config
 from transformers import AutoModelForCausalLM
 
@@ -214,9 +215,6 @@ def test_what_is_rounded_are_the_linear_layers(tmp_path: Path, family: str) -> N
     assert [name for name, _ in sent if not name.endswith(SCALE)] == list(given)
     assert {name.removesuffix(SCALE) for name, _ in sent if name.endswith(SCALE)} == rounded
     assert sum(tensor.nbytes for _, tensor in sent) == _sent_bytes(shapes, rounded)[0]
-    for place, name in enumerate(shapes):
-        if "q_a_proj.weight" in name:
-            assert "kv_a_proj_with_mqa" in list(shapes)[place - 1], "joined by engines: neighbours in the stream"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -266,26 +264,40 @@ def test_a_drafter_is_not_left_without_weights(files: Path, tmp_path: Path) -> N
         make_servers(config)
 
 
-def test_a_bucket_never_ends_between_what_an_engine_joins_in_one_call() -> None:
+@pytest.mark.parametrize(
+    "parallel", [Parallel(dtype=torch.bfloat16), Parallel(tp=2, pp=2, ep=2, etp=1, dtype=torch.bfloat16)], ids=str
+)
+def test_a_bucket_never_ends_between_what_an_engine_joins_in_one_call(tmp_path: Path, parallel: Parallel) -> None:
     """DeepSeek's queries and keys, of which SGLang keeps the first half for one call only."""
-    layer = "model.layers.3.self_attn."
-    stream = [(layer + f"{name}_proj.weight", torch.zeros(300)) for name in ("o", "kv_a", "q_a", "kv_b")]
-    for most in (100, 1300, 2500, 3700):
-        found = [[name for name, _ in bucket.tensors] for bucket in buckets(stream, most)]
-        assert any(layer + "q_a_proj.weight" in names and layer + "kv_a_proj.weight" in names for names in found)
-        assert [name for names in found for name in names] == [name for name, _ in stream]
-    rounded = [
-        pair
-        for name, weight in stream
-        for pair in ((name, weight.to(torch.float8_e4m3fn)), (name + SCALE, torch.ones(1)))
-    ]
-    for most in range(290, 1300, 7):  # also those that end between a weight and its scales
-        together = [{name for name, _ in bucket.tensors} for bucket in buckets(rounded, most)]
-        for kind in ("", SCALE):
-            halves = {layer + f"{name}_proj.weight{kind}" for name in ("kv_a", "q_a")}
-            assert any(halves <= names for names in together), most
-        at = {name: place for place, names in enumerate(together) for name in names}
-        assert all(at[name + SCALE] < at[name] for name, _ in stream), "scales go first"
+    run_ranks(_never_apart, parallel.world_size, write_model(tmp_path / "model", family="deepseek_v3"), parallel)
+
+
+def _never_apart(model: Path, parallel: Parallel) -> None:
+    """In what an actor streams, whatever the sizes of its exchanges and of buckets; and rounded."""
+    actor = build_actor(model, parallel)
+    for exchange in (1, 4000, 1 << 20):
+        given = dict(actor.weights(bucket_bytes=exchange))
+        stream = [(name, tensor) for name, tensor in given.items() if tensor.dtype == torch.bfloat16]  # no biases
+        matrices = [name for name, tensor in stream if tensor.ndim == 2]
+        halves = [name for name in matrices if ".q_a_proj." in name]
+        assert len(halves) == 4, "one a layer"
+        for most in (1, *range(1300, 13_000, 450)):
+            together = [[name for name, _ in bucket.tensors] for bucket in buckets(stream, most)]
+            assert [name for names in together for name in names] == [name for name, _ in stream]
+            _assert_together(together, halves)
+        rounded = list(quantized(partial(iter, stream), matrices, power_of_two=False)())
+        for most in range(650, 6500, 37):  # also those that end between a weight and its scales
+            together = [[name for name, _ in bucket.tensors] for bucket in buckets(rounded, most)]
+            _assert_together(together, halves)
+            _assert_together(together, [name + SCALE for name in halves])
+            at = {name: place for place, names in enumerate(together) for name in names}
+            assert all(at[name + SCALE] < at[name] for name in matrices), "scales go first"
+
+
+def _assert_together(together: list[list[str]], halves: list[str]) -> None:
+    for name in halves:
+        mate = name.replace("q_a_proj", "kv_a_proj_with_mqa")
+        assert any(name in names and mate in names for names in together), f"{name} without {mate}"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A server of several data-parallel replicas, and both ends of an NCCL communicator: answers are compared with answers.
 
 vLLM's /collective_rpc calls every replica and answers for the first. `test_engine_launch.py` has a real vLLM of two.
+A worker holds some of a mixture's experts, and is given all.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ import msgspec
 import pytest
 import torch
 from support.engines.fake_vllm import FakeVLLM
+from support.engines.servers import needs
 from support.engines.stub import StubServers
 from support.fake_fleet import World, groups, work_of
 from support.job import job_config, write_job_files
@@ -319,3 +322,14 @@ def test_buffers_are_freed_when_servers_have_unmapped_them(monkeypatch: pytest.M
             assert channel.push(weights, fleet.members, "1") == fleet.members
         assert order == ["end_update", "close", "close", "ipc_collect", "empty_cache"]
         order.clear()
+
+
+@pytest.mark.slow
+@needs("vllm")
+def test_a_worker_keeps_no_expert_of_another(forked_vllm: Path) -> None:
+    """Of a layer that the end of a bucket splits, with vLLM's own loader, in `support/engines/waiting_experts.py`: 24
+    tensors, five at a time, of which experts 2 and 3 are its own. With these it is complete, and right."""
+    done = subprocess.run([forked_vllm, "-m", "waiting_experts"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {"kept": [[], [2, 2, 2, 3], [], [], []], "right": True}

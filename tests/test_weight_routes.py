@@ -85,7 +85,7 @@ def test_each_node_is_sent_what_it_lacks_once(seed: int) -> None:
     node gets over the network what none of its ranks holds, in one copy; what is passed on has come before."""
     rng = np.random.default_rng(seed)
     owners, nodes, receivers = _random_job(rng)
-    catalogue = Catalogue(_told(owners, nodes))
+    catalogue = Catalogue(_told(owners, nodes), "abcd")
     first, second = _both_ends(catalogue, len(nodes), receivers, int(rng.integers(1, 400)))
     got, over_network = Counter(), Counter()
     pieces: dict[tuple, set[int]] = defaultdict(set)
@@ -116,4 +116,4 @@ def test_what_is_told_alike_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
     read = []
     monkeypatch.setattr(pickle, "loads", lambda text, loads=pickle.loads: read.append(text) or loads(text))
     owners = {("a", (0,), 3 * part): {rank for rank in range(1024) if rank % 2 == part} for part in (0, 1)}
-    assert len(Catalogue(_told(owners, [0] * 1024)).blocks) == len(read) == 2
+    assert len(Catalogue(_told(owners, [0] * 1024), "a").blocks) == len(read) == 2

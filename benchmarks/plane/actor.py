@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dppo_megatron import platform
 from plane.common import Bar, cpu_s, on_ranks
-from plane.routes import QWEN3_235B, told_by_all
+from plane.routes import KEYS, QWEN3_235B, told_by_all
 
 SMALL = replace(QWEN3_235B, layers=8, hidden=256, heads=64, kv_heads=8, head=8, ffn=64, vocab=1024, tp=8, pp=4, ep=8)
 """8 layers of Qwen3-235B-A22B with its 128 experts, narrow: widths change no count, and would only show how fast a CPU
@@ -56,7 +56,7 @@ def one_rank(rank: int, world: int, model: Path) -> dict[str, Any]:
     from dppo_megatron.actor.layout import build_layout
     from dppo_megatron.config.schema import ActorConfig, LayoutConfig
     from dppo_megatron.weights.architecture import read_architecture
-    from dppo_megatron.weights.mapping import hf_shapes
+    from dppo_megatron.weights.mapping import hf_shapes, table
     from dppo_megatron.weights.routes import RankReport
 
     dist.destroy_process_group()
@@ -80,7 +80,7 @@ def one_rank(rank: int, world: int, model: Path) -> dict[str, Any]:
     config = ActorConfig(layout=layout_config)
     config.optimizer.distributed = True
     architecture = read_architecture(model)
-    shapes = hf_shapes(architecture)
+    shapes, rows = hf_shapes(architecture), table(architecture)
     memory, started = _anonymous_bytes(), cpu_s()
     layout = build_layout(layout_config, 0)
     actor = Actor(config, layout, architecture, lambda name: torch.zeros(shapes[name]), dtype=torch.bfloat16)
@@ -90,6 +90,7 @@ def one_rank(rank: int, world: int, model: Path) -> dict[str, Any]:
     mine, theirs = ({pickle.loads(text) for text in told.blocks} for told in (told_by_me[0], everybody[rank]))
     return {
         "told": mine == theirs and told_by_me[0].node == everybody[rank].node,
+        "keys": [key for key in KEYS if key in rows] == list(rows),
         "groups": [group.size() for group in dist.distributed_c10d._world.pg_map],
         "memory": memory,
         "seconds": seconds,

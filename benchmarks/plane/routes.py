@@ -21,6 +21,14 @@ NETWORK_GB_S = 50
 """Of one card: 400 Gbit/s."""
 _LAYER = "decoder.layers."
 _EXPERT = _LAYER + "mlp.experts.experts."
+KEYS = (
+    *("embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"),
+    *(_LAYER + f"self_attention.linear_{key}" for key in ("qkv.layer_norm_weight", "qkv.weight", "proj.weight")),
+    *(_LAYER + f"self_attention.{part}_layernorm.weight" for part in "qk"),
+    *(_LAYER + key for key in ("pre_mlp_layernorm.weight", "mlp.router.weight", "mlp.linear_fc1.layer_norm_weight")),
+    *(path + f"linear_fc{number}.weight" for path in (_LAYER + "mlp.", _EXPERT) for number in (1, 2)),
+)
+"""In the order of `weights/mapping.py`, in which a stream has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +129,7 @@ class Egress:
 
 def egress(world: int, shape: Shape, bucket_mb: int) -> Egress:
     """Of a colocated sync, from the routes of all ranks."""
-    catalogue = Catalogue(told_by_all(world, shape))
+    catalogue = Catalogue(told_by_all(world, shape), KEYS)
     sent: list[Counter[int]] = []
     taken: list[Counter[int]] = []
     for me in range(world):
@@ -153,7 +161,7 @@ def run(smoke: bool) -> list[Bar]:
     ):
         told = told_by_all(1024, shape)
         started = time.process_time()
-        catalogue = Catalogue(told)
+        catalogue = Catalogue(told, KEYS)
         read = time.process_time()
         plan = catalogue.plan(range(1024), bucket_mb << 19, 777)
         routed = time.process_time()

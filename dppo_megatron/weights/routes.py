@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, TypeAlias
@@ -150,9 +150,10 @@ class Catalogue:
 
     Args:
         told: by each rank, in their order.
+        keys: all there are, in the order that those of a layer have in a pass.
     """
 
-    def __init__(self, told: Sequence[RankReport]) -> None:
+    def __init__(self, told: Sequence[RankReport], keys: Iterable[str]) -> None:
         self._nodes = [node for node, _ in told]
         by_text: dict[bytes, list[int]] = {}
         for rank, (_, texts) in enumerate(told):
@@ -173,8 +174,9 @@ class Catalogue:
                 layer = layer_of(*item)
                 turns[item] = count[layer]
                 count[layer] += 1
+        order = {key: number for number, key in enumerate(keys)}
         # a layer's experts in turns over their holders, so that all of these send in each bucket
-        self._order = sorted(self.parts, key=lambda item: (layer_of(*item), turns[item], *item))
+        self._order = sorted(self.parts, key=lambda item: (layer_of(*item), turns[item], order[item[0]], item[1]))
         self._numel = {block.key: math.prod(block.shape) for block in self.blocks}
 
     def buckets(self, max_numel: int) -> list[list[Item]]:

@@ -50,6 +50,7 @@ from dppo_megatron.weights.mapping import (
     join,
     merged,
     split,
+    table,
 )
 from dppo_megatron.weights.routes import Block, BlockPart, Catalogue, Item, RankReport, Role, RoutedBucket
 
@@ -130,7 +131,8 @@ class WeightStream:
         self._dtype, self._device = parameter.dtype, parameter.device
         # as bytes: what many ranks report alike is unpickled once, not once a rank
         told = RankReport(launched_node(self._me), [pickle.dumps(block) for block in mine])
-        self._catalogue = Catalogue(gather_all([told]))
+        # the table has next to each other what SGLang joins within one call (`rollout/sync/channels.py`)
+        self._catalogue = Catalogue(gather_all([told]), (*table(architecture), *adapter_rows(architecture)))
         self._blocks = self._catalogue.blocks
         self._local: dict[tuple[int, Place], list[_Shard]] = {}
         for number, block in enumerate(self._blocks):

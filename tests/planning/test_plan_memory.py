@@ -206,6 +206,31 @@ def test_fp8_copies(models: dict[str, Path]) -> None:
     assert "fp8 copies" not in state_bytes(share, degrees, actor, "bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("family", "engine", "arguments", "layers"),
+    [
+        ("qwen3_moe", "vllm", ["--tensor-parallel-size=2", "--data-parallel-size=2"], 1 + 1 / 4),
+        ("qwen3_moe", "vllm", ["-tp", "2", "--data-parallel-size=2", "--enable-expert-parallel"], 1 / 4 + 1 / 4),
+        ("qwen3_moe", "sglang", ["--tp=2"], 0),
+        ("qwen3", "vllm", ["--tensor-parallel-size=2"], 0),
+    ],
+)
+def test_a_sync_has_room_for_a_layer_of_experts(
+    models: dict[str, Path], family: str, engine: Any, arguments: list[str], layers: float
+) -> None:
+    """A worker of vLLM keeps them unsplit, or its own, until it has its share, and makes that anew. SGLang's workers
+    copy at once."""
+    config, architecture = Config(), read_architecture(models[family])
+    config.model.dtype, config.rollout.engine = "bfloat16", engine
+    config.rollout.servers.colocate, config.rollout.servers.args = True, arguments
+    site = Site(4, 4, 80 * GIB, 1e15, 1900 * GIB)
+    plan = plan_memory(config, architecture, site, 20.0)
+    in_sync = {phase.name: phase.parts["engine"] for phase in plan.phases}["sync"]
+    experts = architecture.experts
+    layer = 2 * 3 * architecture.hidden_size * experts.ffn_size * experts.count if experts else 0
+    assert in_sync - plan.engine.weights - plan.engine.context == pytest.approx(layers * layer)
+
+
 # ------------------------------------------------------------------------------------------------ activations
 
 

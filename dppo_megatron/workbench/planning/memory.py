@@ -1,7 +1,7 @@
 """Bytes on a GPU and on its host in every phase of a step.
 
     generate     server's weights and cache; what training leaves on the card
-    sync         training's weights and buffers, the server's weights; no cache yet
+    sync         training's weights and buffers, the server's weights and the layer that it puts together; no cache yet
     log-probs    a forward pass that keeps nothing
     forward      what autograd keeps, up to the output layer
     backward     the same with one layer's working set, or the output layer's
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from dppo_megatron.config.resolved_sets import longest_sequence
 from dppo_megatron.config.schema import INTERLEAVED_GROUP, ActorConfig, Config
+from dppo_megatron.config.server_args import named_option, read_split
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.pipeline import split_layers
 from dppo_megatron.workbench.planning.activations import (
@@ -274,7 +275,7 @@ def _on_gpu(
     copied = 0.0 if is_float32 or widened else 4 * updated
     phases = {
         "generate": stays | {"engine": engine.budget},
-        "sync": scores | {"engine": engine.weights + engine.context, "other": buckets},
+        "sync": scores | {"engine": engine.weights + engine.context + _rebuilt(config, architecture), "other": buckets},
         "log-probs": scores | {part: size for part, size in state.items() if part == _FP8} | working["log-probs"],
         "forward": training | working["forward"],
         "backward": training | working["backward"],
@@ -286,6 +287,19 @@ def _on_gpu(
         asleep = engine.context or engine.weights  # the embedded one does not sleep
         parts["engine"] = parts.get("engine", asleep) if engine.colocated else 0.0
     return phases
+
+
+def _rebuilt(config: Config, architecture: Architecture) -> float:
+    """Bytes of a layer of experts that a worker of vLLM holds for a while in a sync, by its code (0.32.0): all of them,
+    unsplit, or by expert parallelism whole experts of its own, until it has its share; and that share anew."""
+    rollout, experts = config.rollout, architecture.experts
+    if rollout.engine != "vllm" or experts is None:
+        return 0.0
+    width = _BYTES[config.model.dtype] if rollout.quantization == "off" else 1
+    layer = 3.0 * architecture.hidden_size * experts.ffn_size * experts.count * width
+    split = read_split(rollout.servers.args)
+    share = layer / (split.tensor * split.replicas)
+    return share + (share if named_option(rollout.servers.args, ("--enable-expert-parallel", "-ep")) else layer)
 
 
 def _on_node(
