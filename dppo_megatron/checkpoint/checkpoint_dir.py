@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,8 @@ class Manifest:
     """Name to size in bytes and SHA-256."""
     versions: dict[str, str]
     """Versions of the software that wrote it."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """Fingerprint of the training and evaluation problems (`data.summary`); empty in older checkpoints."""
+    data: dict[str, Any]
+    """Fingerprint of the training and evaluation problems (`data.summary`)."""
 
 
 def step_name(step: int) -> str:

@@ -82,14 +82,12 @@ def check_data(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Ite
     there are as many problems: the pruning history is kept by a problem's number.
 
     Args:
-        saved, now: as `data_fingerprint` gave them; nothing saved (an older checkpoint) is nothing to compare.
+        saved, now: as `data_fingerprint` gave them.
         where: the checkpoint.
 
     Raises:
         UserError: training data that differs and may not.
     """
-    if not saved:
-        return []
     lines = [f"evaluation set {line}" for line, _ in _differences(saved["eval"], now["eval"])]
     changed = _differences(saved["train"], now["train"])
     if list(saved["train"]) != list(now["train"]) and not changed:

@@ -374,12 +374,12 @@ class Selector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved `state_dict`; steps that had begun are forgotten. ValueError: of another version."""
-        some = {"epochs", "sets"}  # of a run with another order, whose change was permitted; not of older versions
+        some = {"epochs"}  # of a run with another order, whose change was permitted
         check_state(state, set(self.state_dict()) - some | (some & state.keys()), "the selection")
         self._prompt_policy.load_state_dict(state["prompt"])
         self._completion_policy.load_state_dict(state["completion"])
         positions, shares = state["positions"], tuple(state["missing"]["lost_share"])
-        same = state.get("sets", self._sets) == self._sets and len(shares) == len(self._sets)
+        same = state["sets"] == self._sets and len(shares) == len(self._sets)
         epochs = state.get("epochs") if same else None  # by a set's number, as are the shares
         places = [Place(*each) for each in zip(positions, epochs or [{}] * len(positions), strict=True)]
         self._replayed, self._settled = deque(places[:-1]), places[-1]
