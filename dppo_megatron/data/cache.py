@@ -152,7 +152,7 @@ class PromptCache:
         folder = os.path.expanduser(folder)
         if not folder or folder.startswith("~") or sum(int(one[1]) for one in files) < _LEAST_BYTES:
             return None
-        if varies(template or "", settings.template) or not isinstance(backend, tokenizers.Tokenizer):
+        if varies(template or "") or not isinstance(backend, tokenizers.Tokenizer):
             return None
         read = [getattr(settings, one.name) for one in fields(ResolvedSet)]
         special = (type(tokenizer).__qualname__, tokenizer.special_tokens_map, tokenizer.chat_template)
