@@ -21,7 +21,7 @@ from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import supervised
-from dppo_megatron.checkpoint.checkpoint_dir import _own_sum, named, read_manifest, sums, write_manifest
+from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest, sums, write_manifest
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.torch_dist import read_metadata
 from dppo_megatron.workbench.cli import main
@@ -278,12 +278,7 @@ SPOIL = {
     "manifest": (lambda d: (d / "manifest.json").write_text('{"format"'), "its manifest.json cannot be read"),
     "manifest_digit": (lambda d: _replace(d / "manifest.json", '"step": 2', '"step": 1'), "has another checksum"),
     "foreign": (lambda d: _rewrite(d, run="another"), "it is of another run: another (seed 1), and this run is"),
-    "no_files": (lambda d: _rewrite(d, files={}), "lists no .metadata, metadata.json, loop.pt, *.distcp"),
     "renamed": (lambda d: _rewrite(d, step=7), "it is the checkpoint of step 7 under another name"),
-    "outside": (
-        lambda d: _rewrite(d, files=read_manifest(d).files | {"../../x": (1, "")}),  # type: ignore[union-attr]
-        "which is not a file of this directory",
-    ),
     "manifest_pipe": (lambda d: _pipe(d / "manifest.json"), "its manifest.json is not a file"),
     "pipe": (lambda d: _pipe(d / "loop.pt"), "loop.pt has 0 bytes instead of"),
     "link_to_itself": (lambda d: (d / "loop.pt").unlink() or (d / "loop.pt").symlink_to("loop.pt"), "symbolic links"),
@@ -304,12 +299,11 @@ def test_a_spoilt_checkpoint_is_passed_over(model: Path, saved: Path, tmp_path: 
 
 
 def test_what_crashes_leave_is_swept(model: Path, saved: Path, tmp_path: Path) -> None:
-    """Half-written and half-removed directories go; one that was being replaced gets its name back."""
+    """Half-written and half-removed directories go."""
     root = tmp_path / "checkpoints"
     shutil.copytree(saved, root, symlinks=True)
     (root / "step_000003.incomplete.1a2b3c4d").mkdir()
     (root / "step_000001").rename(root / "step_000001.removed")
-    (root / "step_000002").rename(root / "step_000002.replaced")
     assert run_ranks(_newest_good, 1, model, root) == [("step_000002", [])]
     assert [step for step, _ in named(root)] == [2]
     assert {path.name for path in root.iterdir()} == {"latest", "step_000002"}
@@ -331,8 +325,7 @@ def test_a_newer_megatrons_checkpoint_is_named(saved: Path, tmp_path: Path, monk
     store._check_reader(directory)
 
 
-def test_manifest_lists_every_file(saved: Path, tmp_path: Path) -> None:
-    """An older one has a field more, which is passed over."""
+def test_manifest_lists_every_file(saved: Path) -> None:
     manifest = read_manifest(saved / "step_000002")
     assert not isinstance(manifest, str)
     names = {path.name for path in (saved / "step_000002").iterdir()}
@@ -340,10 +333,6 @@ def test_manifest_lists_every_file(saved: Path, tmp_path: Path) -> None:
     assert (manifest.step, manifest.world_size) == (2, 4)
     assert json.loads((saved / "step_000002" / "manifest.json").read_text())["config"] == {"seed": 1}
     assert manifest.versions["torch"] == torch.__version__
-    raw = json.loads((saved / "step_000002" / "manifest.json").read_text()) | {"fingerprint": "abc"}
-    del raw["sha256"]
-    (tmp_path / "manifest.json").write_text(json.dumps(raw | {"sha256": _own_sum(raw)}))
-    assert read_manifest(tmp_path) == manifest
 
 
 class _Touches:

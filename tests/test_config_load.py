@@ -194,7 +194,7 @@ STRICT = {
     "- a": "must hold a mapping of keys",
     "just text": "must hold a mapping of keys",
     "seed: 1\n---\nseed: 2": "not valid YAML",
-    "model: {dtype: fp8}": "must be one of float32, bfloat16, float64",
+    "model: {dtype: float64}": "must be one of float32, bfloat16",
     "pruning: {prompt: {design: sistematic}}": "did you mean 'systematic'",
     "pruning: {completion: {estimator: hayek}}": "must be one of ht, fixed_size_ht, hajek; did you mean 'hajek'",
     "pruning: {prompt: {score: betta}}": "did you mean 'beta'",

@@ -272,11 +272,12 @@ def test_refusals(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     beta = refused(objective__advantage="rloo", pruning__prompt__score="beta")
     assert "pruning.prompt.group_size_factor = 2: sizes follow score=fit, and pruning.prompt.score = beta" in beta
     config = {"pruning": {"prompt": {"group_size_factor": 2.0}}, "objective": {"advantage": "rloo"}}
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(json.dumps({"format": "dppo_megatron trace 1", "num_prompts": 512, "config": config}) + "\n")
+    trace, count = tmp_path / "trace.jsonl", {"num_prompts": 512, "set_sizes": {"": 512}, "ranks": 1}
+    header = {"format": "dppo_megatron trace 1", **count, "features": "features.npz"}
+    trace.write_text(json.dumps(header | {"config": config}) + "\n")
     with pytest.raises(UserError, match="groups of several sizes are not replayed"):
         read_trace(str(trace))
     config = {"pruning": {"early_stop": {"after_tokens": 9}}, "objective": {"advantage": "rloo"}}
-    trace.write_text(json.dumps({"format": "dppo_megatron trace 1", "num_prompts": 512, "config": config}) + "\n")
+    trace.write_text(json.dumps(header | {"config": config}) + "\n")
     with pytest.raises(UserError, match="after_tokens = 9, and what that stopped cannot be shown"):
         read_trace(str(trace))

@@ -199,9 +199,7 @@ def test_what_links_lead_to_is_not_shown(tmp_path: Path, capfd: pytest.CaptureFi
     (other / "config.yaml").write_text(json.dumps({"model": {"hf_path": mark}}))
     servers = {"at": 1e9, "servers": [asdict(ServerHealth("http://h:1", "out", mark, 1, 0, False))]}
     (other / "servers.json").write_text(json.dumps(servers))
-    (other / "trackers").mkdir()
-    (other / "trackers" / "failures.json").write_text(json.dumps({mark: {"failures": 1, "first": "x"}}))
-    for name in ("metrics.jsonl", "config.yaml", "servers.json", "trackers/failures.json", samples):
+    for name in ("metrics.jsonl", "config.yaml", "servers.json", samples):
         for put in (shutil.copy, os.symlink):
             shutil.rmtree(tmp_path / "shown", ignore_errors=True)
             shutil.copytree(run_dir, tmp_path / "shown")

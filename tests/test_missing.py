@@ -302,8 +302,7 @@ def test_a_sets_groups_stand_for_its_own() -> None:
     ],
 )
 def test_a_resume_with_other_sets_forgets_what_was_each_sets(sets: dict[str, int], kept: bool) -> None:
-    """`checkpoint.may_change` permits sets of the same total: a set takes no other's share, nor its epoch's order.
-    States of older versions do not know their sets' names."""
+    """`checkpoint.may_change` permits sets of the same total: a set takes no other's share, nor its epoch's order."""
     config = Config()
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 2, 4
 
@@ -331,9 +330,6 @@ def test_a_resume_with_other_sets_forgets_what_was_each_sets(sets: dict[str, int
     assert (again["epochs"] == state["epochs"]) == kept
     for number in range(2, 10):
         step(second, number)
-    older = selector(sets)
-    older.load_state_dict({key: value for key, value in state.items() if key != "sets"})
-    step(older, 2)
 
 
 def test_more_lost_groups_than_can_be_stood_for_are_biased() -> None:

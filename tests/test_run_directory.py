@@ -266,30 +266,6 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
     assert rewind(tmp_path / "metrics.jsonl", 3, seen["sums"])[0] == []
 
 
-@pytest.mark.parametrize("how", ["deleted", "replaced", "a directory"])
-def test_a_record_that_is_taken_away_while_it_is_written_comes_back(tmp_path: Path, how: str) -> None:
-    """By somebody who tidies up, or whose editor saves a copy under the same name."""
-    said = heard()
-    files = RunDirectory(tmp_path)
-    files.open_record(Config(), {"format": "x"}, None, {})
-    path = tmp_path / "metrics.jsonl"
-    for step in range(4):
-        files.write("metrics.jsonl", {"step": step})
-        if step == 1:
-            data = path.read_bytes()
-            path.unlink()
-            if how == "replaced":
-                path.write_bytes(data.replace(b"1", b"7"))
-            elif how == "a directory":
-                path.mkdir()
-    sums = files.sync()["metrics.jsonl"]
-    path.unlink()
-    files.close()
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
-    assert rewind(path, 3, sums)[0] == [] and sum("is whole again" in line for line in said) == 2
-    assert (tmp_path / "old" / "metrics.0001.jsonl").exists() == (how != "deleted")
-
-
 def test_a_line_with_another_digit_is_noticed(tmp_path: Path) -> None:
     """It is JSON and has its step; only the checksum in the checkpoint tells."""
     path = tmp_path / "metrics.jsonl"

@@ -28,7 +28,6 @@ from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.steps.coordinator import Coordinator, server_rows
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import RolloutTable, Step
-from dppo_megatron.texts import logged
 from dppo_megatron.types import Completion, Grade, Group, Prompt, RolloutPrompt, RunAborted, UserError
 
 N, G = 16, 4
@@ -385,42 +384,6 @@ def test_the_parts_of_a_reward_add_up_to_its_mean(tmp_path: Path) -> None:
     coordinator.decide(step, RolloutStats())
     found = step.record.metrics
     assert [found[f"reward/{name}"] for name in ("mean", "right", "long")] == [0.5, 0.375, 0.125]
-
-
-def test_other_room_in_micro_batches_is_said_at_a_resume(tmp_path: Path) -> None:
-    """Whether by ranks, layout or packing; nothing is said where draws stay as they are."""
-    files = write_job_files(tmp_path)
-
-    job = prepare_job(job_config(files, tmp_path / "run"), 1)
-
-    def coordinator(world_size: int, **changed: Any) -> Coordinator:
-        config = job_config(files, tmp_path / "run", **changed)
-        return Coordinator(replace(job, config=config), packing_layout(config.actor, world_size))
-
-    def said(before: Coordinator, now: Coordinator) -> list[str]:
-        lines: list[str] = []
-        with logged(lines.append):
-            now.load_state_dict(before.state_dict())
-        return lines
-
-    on: dict[str, Any] = {"pruning__completion__method": "dppo", "pruning__completion__fill_slack": True}
-    one, tensor_parallel = coordinator(1, **on), {"actor__layout__tensor_parallel": 2}
-    whole = tensor_parallel | {"actor__layout__sequence_parallel": False}
-    for other in (
-        coordinator(2, **on),
-        coordinator(2, **on | tensor_parallel),  # sequence parallel, so that lengths are rounded up
-        coordinator(1, **on, packing__max_tokens_per_microbatch=1024),
-        coordinator(1, **on, packing__mode="none"),
-    ):
-        for before, now in ((one, other), (other, one)):
-            [line] = said(before, now)
-            assert line.startswith("pruning.completion.fill_slack: ")
-    assert not said(one, one) and not said(one, coordinator(2, **on | whole))
-    off = on | {"pruning__completion__fill_slack": False}
-    assert not said(coordinator(1, **off), coordinator(2, **off))
-    without = one.state_dict()
-    del without["room"]  # as an earlier version wrote it
-    one.load_state_dict(without)
 
 
 @pytest.mark.parametrize("biased", ["", "stale", "left out", "in the file's order"])

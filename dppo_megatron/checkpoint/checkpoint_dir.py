@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,11 @@ ASIDE = "aside"
 
 _NAME = re.compile(r"step_([0-9]{6,20})")
 _LEFT_OVER = re.compile(r"step_[0-9]{6,20}(\.incomplete\.[0-9a-f]{8}|\.removed)")
-_REPLACED = re.compile(r"(step_[0-9]{6,20})\.replaced")
 FILE = "manifest.json"
 LOOP = "loop.pt"
 """File with the loop's own state; the other files are Megatron's and the model's."""
 
 _FORMAT = "dppo_megatron checkpoint 2"
-_REQUIRED = (".metadata", "metadata.json", LOOP)
-"""Beside the shards. megatron-core 0.16 writes common.pt as well, newer ones keep its contents among the shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +47,8 @@ class Manifest:
     """Name to size in bytes and SHA-256."""
     versions: dict[str, str]
     """Versions of the software that wrote it."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """Fingerprint of the training and evaluation problems (`data.summary`); empty in older checkpoints."""
+    data: dict[str, Any]
+    """Fingerprint of the training and evaluation problems (`data.summary`)."""
 
 
 def step_name(step: int) -> str:
@@ -78,14 +75,12 @@ def read_manifest(directory: Path) -> Manifest | str:
             return f"its {FILE} has another format"
         if own_sum != _own_sum({"format": form} | raw):
             return f"its {FILE} has another checksum than when it was written"
-        raw.pop("fingerprint", None)  # of the settings, in older ones
         raw["files"] = {name: (int(size), str(checksum)) for name, (size, checksum) in raw["files"].items()}
-        manifest = Manifest(**raw)
+        return Manifest(**raw)
     except FileNotFoundError:
         return f"it holds no {FILE}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its {FILE} cannot be read ({type(error).__name__}: {error})"
-    return _contradictions(manifest) or manifest
 
 
 def sums(directory: Path, names: list[str]) -> dict[str, tuple[int, str]]:
@@ -97,19 +92,6 @@ def faults(directory: Path, manifest: Manifest) -> list[str]:
     """What is wrong with the files of a checkpoint, a line for each; the same on every rank. Collective."""
     mine = share(sorted(manifest.files.items()))
     return gather_all([fault for name, entry in mine if (fault := _fault(directory / name, *entry))])
-
-
-def _contradictions(manifest: Manifest) -> str:
-    """Values in a manifest that no checkpoint of ours can have, although its checksum is right."""
-    missing = [name for name in _REQUIRED if name not in manifest.files]
-    if not any(name.endswith(".distcp") for name in manifest.files):
-        missing.append("*.distcp")
-    if missing:
-        return f"its {FILE} lists no {', '.join(missing)}"
-    if outside := [name for name in manifest.files if Path(name).name != name]:
-        return f"its {FILE} lists {outside[0]!r}, which is not a file of this directory"
-    well_typed = type(manifest.step) is int and isinstance(manifest.run, str) and isinstance(manifest.config, dict)
-    return "" if well_typed and isinstance(manifest.data, dict) else f"its {FILE} has a field of another type"
 
 
 def _fault(path: Path, size: int, checksum: str) -> str:
@@ -172,10 +154,6 @@ def sweep(root: Path) -> None:
     for path in root.iterdir():
         if _LEFT_OVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-        elif match := _REPLACED.fullmatch(path.name):  # a crash between two renames
-            whole = path.with_name(match[1])
-            if not whole.exists() and not whole.is_symlink():
-                path.rename(whole)
 
 
 def remove(path: Path) -> None:

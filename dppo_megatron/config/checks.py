@@ -237,8 +237,6 @@ def _check_files(config: Config, purpose: Purpose) -> None:
     check_model(config.model.hf_path)
     if purpose == "plan":
         return
-    if config.model.dtype == "float64":
-        raise UserError("model.dtype = float64 has no optimizer in Megatron-core; train in float32 or bfloat16")
     if trains and config.objective.kl.reference_path:
         check_model(config.objective.kl.reference_path, "objective.kl.reference_path")
     check_data(config, trains=trains)

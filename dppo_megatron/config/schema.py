@@ -44,9 +44,8 @@ class ModelConfig:
     ignore_config_keys: list[str] = field(default_factory=list)
     """Keys of its config.json that are not known here and change nothing that the model computes. Any other unknown
     key with a value that is on is refused."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
-    """Parameter and activation type. bfloat16 keeps float32 main parameters in the optimizer. float64 is for
-    proofs on small batches: gradients only, no optimizer step."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameter and activation type. bfloat16 keeps float32 main parameters in the optimizer."""
 
 
 @dataclass

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
 import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
@@ -77,10 +76,10 @@ class LazyPrompts(Sequence[Prompt]):
     @classmethod
     def of_table(cls, table: Any, mapped: mmap.mmap, first_index: int) -> LazyPrompts:
         """Those of a cache's file, numbered from `first_index`."""
-        fields_of, made = table.drop_columns(["problem_hash"]), count(1)
+        made = count(1)
 
         def make(place: int) -> Prompt:
-            [values] = fields_of.slice(place, 1).to_pylist()
+            [values] = table.slice(place, 1).to_pylist()
             values |= {"token_ids": tuple(values["token_ids"]), "row": json.loads(values["row"])}
             if next(made) % 16 == 0:  # the kernel maps 1.5 MiB around each; they stay in its cache, for all ranks
                 mapped.madvise(mmap.MADV_DONTNEED)
@@ -99,18 +98,15 @@ class PromptColumns:
     source: IntArray
     """Place of the prompt's source in `sources`."""
     sources: tuple[str, ...]
-    problems: npt.NDArray[np.uint64]
-    """Hash of each problem's text, white space normalized; for comparing sets."""
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt], problems: npt.NDArray[np.uint64]) -> PromptColumns:
+    def of(cls, prompts: Sequence[Prompt]) -> PromptColumns:
         places: dict[str, int] = {}
         return cls(
             np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64),
             np.array([np.nan if prompt.level is None else prompt.level for prompt in prompts], dtype=np.float64),
             np.array([places.setdefault(prompt.source, len(places)) for prompt in prompts], dtype=np.int64),
             tuple(places),
-            problems,
         )
 
     @classmethod
@@ -123,7 +119,6 @@ class PromptColumns:
             table["level"].to_numpy(),
             source.indices.to_numpy().astype(np.int64),
             tuple(source.dictionary.to_pylist()),
-            table["problem_hash"].to_numpy(),
         )
 
 
@@ -152,7 +147,7 @@ class PromptCache:
         folder = os.path.expanduser(folder)
         if not folder or folder.startswith("~") or sum(int(one[1]) for one in files) < _LEAST_BYTES:
             return None
-        if varies(template or "", settings.template) or not isinstance(backend, tokenizers.Tokenizer):
+        if varies(template or "") or not isinstance(backend, tokenizers.Tokenizer):
             return None
         read = [getattr(settings, one.name) for one in fields(ResolvedSet)]
         special = (type(tokenizer).__qualname__, tokenizer.special_tokens_map, tokenizer.chat_template)
@@ -200,14 +195,14 @@ class PromptCache:
         except (OSError, ValueError, KeyError, pyarrow.ArrowException):
             return None
 
-    def write(self, prompts: Sequence[Prompt], problems: npt.NDArray[np.uint64], facts: Mapping[str, Any]) -> str:
+    def write(self, prompts: Sequence[Prompt], facts: Mapping[str, Any]) -> str:
         """Write the file; returns a line for the log: where it is, or why there is none."""
         import pyarrow as pa
 
         texts = [(name, pa.large_string()) for name in ("text", "answer", "source", "origin", "problem")]
         given = [*texts, ("level", pa.float64()), ("token_ids", pa.list_(pa.int32()))]
-        made = [("row", pa.large_string()), ("problem_hash", pa.uint64())]
-        schema = pa.schema([*given, *made], metadata={"key": self._key, "facts": json.dumps(facts)})
+        metadata = {"key": self._key, "facts": json.dumps(facts)}
+        schema = pa.schema([*given, ("row", pa.large_string())], metadata=metadata)
         try:
             if _files_of(self._source) != self._files:
                 raise ValueError("the set has changed while it was read")
@@ -218,7 +213,7 @@ class PromptCache:
                     for first in range(0, len(prompts), _AT_ONCE):
                         part = prompts[first : first + _AT_ONCE]
                         columns: list[Any] = [[getattr(prompt, name) for prompt in part] for name, _ in given]
-                        columns += [[json.dumps(prompt.row) for prompt in part], problems[first : first + _AT_ONCE]]
+                        columns.append([json.dumps(prompt.row) for prompt in part])
                         writer.write_batch(pa.record_batch(columns, schema=schema))
                 file.flush()
                 with open(f"/proc/self/fd/{file.fileno()}", "rb") as written:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b, sha256
-from itertools import combinations, islice
+from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.conditions import Condition
@@ -125,7 +124,7 @@ def load_set(
         what = f"which the model gets as such: {read.special[0]}"
         notes.append(f"warning: {len(read.special)} problems hold special tokens, {what}")
     notes += [f"{count} {what}" for what, count in left_out.items() if count]
-    columns, fingerprint = PromptColumns.of(prompts, read.repeats.hashes()), read.hashed.hexdigest()
+    columns, fingerprint = PromptColumns.of(prompts), read.hashed.hexdigest()
     found, told = looked_for.counts(), tuple(notes)
     return ProblemSet(name, settings.key, prompts, columns, read.filtered, fingerprint, told, words, found, dropped)
 
@@ -284,7 +283,7 @@ def _load_train_set(
         loaded = read()
         if not is_first:
             return loaded
-        line = cache.write(loaded.prompts, loaded.columns.problems, {fact: getattr(loaded, fact) for fact in _FACTS})
+        line = cache.write(loaded.prompts, {fact: getattr(loaded, fact) for fact in _FACTS})
     loaded = kept() or loaded  # in little memory, as the other ranks have it
     return replace(loaded, notes=(*loaded.notes, line))
 
@@ -322,7 +321,6 @@ class _Repeats:
     def __init__(self, prompts: list[Prompt]) -> None:
         self._first: dict[bytes, int] = {}
         """Hash of a problem to its place in `prompts`."""
-        self._hashes = bytearray()
         self._prompts = prompts
         self._again: list[tuple[int, int]] = []
         """Places of each repetition and of the first."""
@@ -331,13 +329,8 @@ class _Repeats:
         """The problem of the last prompt."""
         place = len(self._prompts) - 1
         digest = blake2b(_identity(problem).encode(), digest_size=16).digest()
-        self._hashes += digest[:8]
         if (first := self._first.setdefault(digest, place)) != place:
             self._again.append((place, first))
-
-    def hashes(self) -> npt.NDArray[np.uint64]:
-        """[prompts] 64 bits of each problem's: two of a million are equal by chance once in 40 million sets."""
-        return np.frombuffer(self._hashes, "<u8")
 
     def notes(self) -> Iterator[str]:
         """Lines for the log about problems that are there more than once."""
@@ -349,15 +342,6 @@ class _Repeats:
         for one, first in differ[:1]:
             answers = f"{one.origin} says {one.answer[:60]!r} and {first.origin} {first.answer[:60]!r}"
             yield f"warning: {len(differ)} of them with another answer: {answers}"
-
-
-def overlap_notes(train: Mapping[str, ProblemSet]) -> list[str]:
-    """A line for each pair of training sets that share problems: those are trained on twice an epoch."""
-    return [
-        f"warning: {shared} problems stand in both training sets '{name}' and '{other}'"
-        for (name, one), (other, another) in combinations(train.items(), 2)
-        if (shared := len(np.intersect1d(one.columns.problems, another.columns.problems)))
-    ]
 
 
 def contamination_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> list[str]:

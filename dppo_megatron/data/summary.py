@@ -19,7 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.paths import in_short
-from dppo_megatron.data.sets import ProblemSet, contamination_notes, overlap_notes
+from dppo_megatron.data.sets import ProblemSet, contamination_notes
 from dppo_megatron.files import make_directory, write_text
 from dppo_megatron.types import UserError
 
@@ -39,7 +39,7 @@ def report_lines(
             lines.append(f"{part} set '{name}': {len(one.prompts)} problems{left_out}; longest prompt {longest} tokens")
             lines.append(f"  first prompt: {in_short(one.first_prompt)}")
             lines += [f"  {note}" for note in one.notes]
-    lines += [*overlap_notes(train), *contamination_notes(train, evaluated)]
+    lines += contamination_notes(train, evaluated)
     if stops:
         named = ", ".join(f"{token} {tokenizer.convert_ids_to_tokens(token)}" for token in stops)
         lines.append(f"completions also end at: {named}")
@@ -82,14 +82,12 @@ def check_data(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Ite
     there are as many problems: the pruning history is kept by a problem's number.
 
     Args:
-        saved, now: as `data_fingerprint` gave them; nothing saved (an older checkpoint) is nothing to compare.
+        saved, now: as `data_fingerprint` gave them.
         where: the checkpoint.
 
     Raises:
         UserError: training data that differs and may not.
     """
-    if not saved:
-        return []
     lines = [f"evaluation set {line}" for line, _ in _differences(saved["eval"], now["eval"])]
     changed = _differences(saved["train"], now["train"])
     if list(saved["train"]) != list(now["train"]) and not changed:

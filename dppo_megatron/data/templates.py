@@ -29,6 +29,8 @@ _BATCH_CPU_S, _MESSAGE_CPU_S, _CHARACTERS = 3.0, 0.01, 100_000
 characters. Templates in use take 0.1 ms a message and as many characters, and 1 ms on a slow machine."""
 _MARK = "Xq7turn"
 """Placeholder for an assistant's text, to see what the chat template appends to it."""
+_DATE = "26 Jul 2024"
+"""Llama's own default of `date_string`, without which Llama 3.2's template writes today's into every prompt."""
 
 
 def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -58,40 +60,22 @@ def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) ->
                 " template chat_boxed does"
             )
 
-    if _writes_date(source, template) and "date_string" in source and not _is_evaluated(settings):
-        raise UserError(
-            f"{settings.key}: the tokenizer's chat template writes today's date into every prompt, and a run could not"
-            f" be resumed on another day; set {section_of(settings)}.chat_template_kwargs.date_string='26 Jul 2024',"
-            " which is Llama's own default, or to another date"
-        )
 
-
-def _is_evaluated(settings: ResolvedSet) -> bool:
-    """Evaluation sets may differ at a resume."""
-    return settings.key.startswith("data.eval_")
-
-
-def _writes_date(source: str, template: Template) -> bool:
-    """Today's, as Llama 3.2's does where it is not told a date."""
-    return "strftime_now" in source and "date_string" not in template.chat_template_kwargs
-
-
-def varies(source: str, template: Template) -> bool:
+def varies(source: str) -> bool:
     """Whether a chat template may make other prompts at the next start."""
-    return _writes_date(source, template) or re.search(r"\brandom\b", source) is not None
+    writes_date = "strftime_now" in source and "date_string" not in source
+    return writes_date or re.search(r"\brandom\b", source) is not None
 
 
 def unstable(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A warning about prompts that may differ at the next start, where no setting of the template changes that."""
+    """A warning about prompts that may differ at the next start."""
     source = chat_template_of(tokenizer) if settings.template.apply_chat_template else None
-    if not source or not varies(source, settings.template):
+    if not source or not varies(source):
         return []
-    what = "the tokenizer's chat template writes the date or draws at random"
-    if not _is_evaluated(settings):
-        what += ", and prompts may be others at a resume, which refuses them without"
-        return [f"warning: {what} checkpoint.may_change=[{settings.key}]"]
-    advice = "; data.chat_template_kwargs.date_string='26 Jul 2024' sets Llama's own" if "date_string" in source else ""
-    return [f"warning: {what}, and scores of another day are of other prompts{advice}"]
+    return [
+        "warning: the tokenizer's chat template writes the date or draws at random, and prompts may be others at a"
+        f" resume, which refuses those of training without checkpoint.may_change=[{settings.key}]"
+    ]
 
 
 def _raises_to_powers(source: str) -> bool:
@@ -238,7 +222,7 @@ def _filled_in(chat: Messages, template: Template, tokenizer: PreTrainedTokenize
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_CPU_S)
     try:
-        extra = template.chat_template_kwargs
+        extra = {"date_string": _DATE} | template.chat_template_kwargs
         with growing_at_most(_TEMPLATE_BYTES):
             return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks, **extra))
     finally:

@@ -74,9 +74,9 @@ class JsonLines:
         """Write the waiting lines. A line that was written only in part is removed again before OSError is raised.
 
         Returns:
-            Lines for the log: the file had been deleted or replaced meanwhile and is restored, or was full.
+            Lines for the log: the file was full.
         """
-        said, last = self._restore(), 0
+        last = 0
         while self._waiting:
             rest = memoryview(self._waiting[0])
             end = os.fstat(self._file.fileno()).st_size
@@ -87,21 +87,7 @@ class JsonLines:
                 self._file.truncate(end)
                 raise
             last = len(self._waiting.pop(0))
-        return said + self._bound(last)
-
-    def _restore(self) -> list[str]:
-        """Write the record anew, from the file that is open, if that has lost its name; what has the name is moved."""
-        try:
-            if os.path.samestat(os.lstat(self._path), os.fstat(self._file.fileno())):
-                return []
-        except FileNotFoundError:
-            pass
-        move_to_old(self._path)
-        self._rewrite(b"", 0)
-        return [
-            f"warning: {self._path} was deleted or replaced while this run writes it; it is whole again, and what had"
-            f" its place, if anything, is in {self._path.parent / OLD}"
-        ]
+        return self._bound(last)
 
     def _bound(self, last: int) -> list[str]:
         """Drop the older half if the file is too large; `last` are the bytes of its last line, 0 if none is new."""

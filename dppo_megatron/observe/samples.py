@@ -289,8 +289,7 @@ def _read_or_move(path: Path, old: Path) -> tuple[Any, str]:
 
     try:
         table = pq.ParquetFile(path).read()  # read_table would parse the directory's name for partitions
-        # a run that began under an older version has files without today's last columns
-        return pa.concat_tables([to_table(0, []), table], promote_options="default"), ""
+        return pa.concat_tables([to_table(0, []), table]), ""  # of the same columns, or not to be merged
     except Exception as error:  # what pyarrow raises for damaged files is of many types
         return None, f"warning: {path} cannot be read ({reason(error)}); it is now {move_to_old(path, old)}"
 

@@ -307,11 +307,6 @@ class TokenCapacity:
         )
 
     @property
-    def figures(self) -> list[float]:
-        """All that its answers depend on, beside what is asked."""
-        return [self._quantum, self.layout.sequence_multiple, self._usable]
-
-    @property
     def _quantum(self) -> int:
         return self.layout.data_parallel * self.layout.microbatch_group
 

@@ -75,17 +75,9 @@ class PromptHistory:
         stands_for: FloatArray | None = None,
     ) -> None:
         """Visits of prompts ids [K]: rewards and lengths [K, G]; a NaN reward is no evidence, a row of them no visit.
-        With `stands_for` [K, G] evidence and lengths are those of all, or a prompt is known by its short answers.
-
-        A prompt that occurs twice counts as visited twice.
+        With `stands_for` [K, G] evidence and lengths are those of all, or a prompt is known by its short answers. No
+        prompt comes twice in a step; should another trainer's sampler give one twice, its last row counts.
         """
-        _, firsts = np.unique(ids, return_index=True)
-        if len(firsts) < len(ids):
-            for rows in (firsts, np.setdiff1d(np.arange(len(ids)), firsts)):
-                moment = None if second_moment is None else second_moment[rows]
-                counts = None if stands_for is None else stands_for[rows]
-                self.update(ids[rows], rewards[rows], lengths[rows], step=step, second_moment=moment, stands_for=counts)
-            return
         graded = ~np.isnan(rewards)
         counts = graded.sum(axis=1)
         visited = counts > 0

@@ -39,8 +39,8 @@ class DynamicSamplingPolicy(PromptPolicy):
     """Method `dynamic_sampling`: DAPO (arXiv 2503.14476, section 3.2), bounded.
 
     Offers whole rounds of prompts until the step's nominal number of groups has reward variance, then trains on the
-    first of those. Groups of one answer count as having variance, as in verl. verl raises when `max_rounds` are not
-    enough; here the step trains on what there is, as a mean over it, and the ledger says so.
+    first of those. verl raises when `max_rounds` are not enough; here the step trains on what there is, as a mean over
+    it, and the ledger says so.
     """
 
     reads = ("refill",)
@@ -51,13 +51,12 @@ class DynamicSamplingPolicy(PromptPolicy):
         refill = self.config.refill
         if not refill.enabled or rounds >= refill.max_rounds:
             return 0
-        if int(has_variance(rewards, lone_groups=True).sum()) >= self.prompts_per_step:
+        if int(has_variance(rewards).sum()) >= self.prompts_per_step:
             return 0
         return refill.prompts_per_round or self.prompts_per_step
 
     def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
-        informative = has_variance(rewards, lone_groups=True)
-        return keep_informative(informative, self.prompts_per_step, f"{self.name}/groups")
+        return keep_informative(has_variance(rewards), self.prompts_per_step, f"{self.name}/groups")
 
     def _resting(self, step: int) -> str:
         return ""
@@ -251,10 +250,8 @@ def next_round(missing_groups: int, flat_share: float, *, smallest: int, largest
     return max(min(estimate, largest), smallest), estimate <= largest
 
 
-def has_variance(rewards: FloatArray, *, lone_groups: bool = False) -> BoolArray:
-    """[groups, G] -> [groups]: rewards differ within the group. Groups of one have none, unless `lone_groups`."""
-    if lone_groups and rewards.shape[1] == 1:
-        return ~np.isnan(rewards[:, 0])
+def has_variance(rewards: FloatArray) -> BoolArray:
+    """[groups, G] -> [groups]: rewards differ within the group."""
     return spread(rewards) > 0
 
 

@@ -142,11 +142,7 @@ def _cap_note(draw: Draw, estimator: str, max_weight: float) -> str:
     """What the cap can do to this draw, from the probabilities."""
     if not _can_bind(max_weight, largest := largest_weight(draw, estimator)):
         return ""
-    if estimator != "ht" and not draw.fixed_size:
-        return f"max_weight {max_weight:g} can bind: weights of {estimator} reach up to {largest:.3g} here"
-    expected = np.minimum(1.0, max_weight * draw.inclusion_prob[draw.inclusion_prob > 0])
-    bound, lost = int((expected < 1.0 - 1e-12).sum()), 1.0 - float(expected.mean())
-    return f"max_weight {max_weight:g} binds for {bound} of {len(expected)}, losing {lost:.1%} of the weight"
+    return f"max_weight {max_weight:g} can bind: weights of {estimator} reach up to {largest:.3g} here"
 
 
 LABELS: tuple[Label, ...] = ("exact", "unbiased", "ratio", "biased")

@@ -218,7 +218,7 @@ class GraderProcess:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def close(self) -> None:
-        """Close its files. Of a process that has ended, or is another one's: copied by a fork."""
+        """Close its files. Of a process that has ended."""
         for pipe in (self._requests, self._answers, self._output):
             with contextlib.suppress(OSError):
                 pipe.close()

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -295,8 +294,6 @@ class Lane:
 class Grader(GradingQueue):
     """Processes that grade. They start when they are first needed. Any thread may call it.
 
-    After a fork the child starts other processes.
-
     Args:
         functions: the grader, or several whose weighted sum is the reward.
         processes: how many grade at a time.
@@ -318,7 +315,6 @@ class Grader(GradingQueue):
         The future raises UserError if no process has ever started and one does not: an import error, or a function that
         is no grader. Cancelling it drops what still waits.
         """
-        self._leave_what_a_fork_copied()
         batch = Batch(tasks)
         with self._changed:
             self._waiting.extend(Queued(batch, index, task) for index, task in enumerate(tasks))
@@ -340,7 +336,6 @@ class Grader(GradingQueue):
 
     def close(self) -> None:
         """End the processes and cancel what is not graded. Grading again starts others."""
-        self._leave_what_a_fork_copied()
         with self._changed:
             self.is_closing = True
             self._changed.notify_all()
@@ -351,9 +346,3 @@ class Grader(GradingQueue):
         for sample in self._waiting:
             sample.batch.future.cancel()
         self.reset()
-
-    def _leave_what_a_fork_copied(self) -> None:
-        if self._owner != os.getpid():
-            for process in self.processes:
-                process.close()
-            self.reset()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import pickle
 import sys
 import threading
@@ -146,7 +145,6 @@ class GradingQueue:
 
     def reset(self) -> None:
         """Nothing waits, and there are no lanes."""
-        self._owner = os.getpid()
         self._changed = threading.Condition()
         self._waiting: deque[Queued] = deque()
         self._lanes: list[Any] = []  # of Lane, which imports this

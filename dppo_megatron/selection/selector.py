@@ -376,15 +376,15 @@ class Selector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved `state_dict`; steps that had begun are forgotten. ValueError: of another version."""
-        some = {"epochs", "sets", "planned"}  # not of older versions, nor all of a run with another order, permitted
+        some = {"epochs"}  # of a run with another order, whose change was permitted
         check_state(state, set(self.state_dict()) - some | (some & state.keys()), "the selection")
         self._prompt_policy.load_state_dict(state["prompt"])
         self._completion_policy.load_state_dict(state["completion"])
         positions, shares = state["positions"], tuple(state["missing"]["lost_share"])
-        same = state.get("sets", self._sets) == self._sets and len(shares) == len(self._sets)
+        same = state["sets"] == self._sets and len(shares) == len(self._sets)
         epochs = state.get("epochs") if same else None  # by a set's number, as are the shares
         places = [Place(*each) for each in zip(positions, epochs or [{}] * len(positions), strict=True)]
-        if state.get("planned", self.prompts_per_step) != self.prompts_per_step:
+        if state["planned"] != self.prompts_per_step:
             places = places[:1]  # the later ones are where steps of another number of prompts began
         self._replayed, self._settled = deque(places[:-1]), places[-1]
         self._go_to(self._settled)

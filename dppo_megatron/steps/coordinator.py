@@ -16,7 +16,6 @@ import numpy as np
 from dppo_megatron.algorithms.batch_size import BatchAdvisor
 from dppo_megatron.config.data import DataConfig
 from dppo_megatron.config.objective import is_exact_off_policy
-from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
@@ -26,14 +25,12 @@ from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import Packable, TokenCapacity, plan_microbatches
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.pruning.interface import StepCost
-from dppo_megatron.pruning.policies import completion_policy_class
 from dppo_megatron.rewards.measures import GradeTable, check_failures, grading_metrics, set_metrics
 from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.selection import PromptDraw, Selector, TrainSelection
 from dppo_megatron.steps.rollout_cost import cost_model
 from dppo_megatron.steps.step import RolloutTable, Step, UpdatePlan, sizes_of
 from dppo_megatron.steps.trace import decided, trace_row
-from dppo_megatron.texts import log
 from dppo_megatron.types import IntArray, Label, PackPlan
 
 
@@ -44,15 +41,12 @@ class Coordinator:
         config = job.config
         self._job, self._layout = job, layout
         self._cost = cost_model(job.architecture)
-        settings, capacity = selection_settings(config), TokenCapacity.of(config.packing, layout)
-        self._fills = _fills_slack(config.pruning.completion)
-        self._room = [] if capacity is None else capacity.figures
-        """What draws that fill slack depend on, beside the settings that a resume may not change."""
+        settings = selection_settings(config)
         self._width = settings.widest_group
         self._selector = Selector(
             settings,
             len(job.train_prompts),
-            capacity=capacity,
+            capacity=TokenCapacity.of(config.packing, layout),
             set_sizes=set_sizes(job.train_sets),
             features=job.prompt_features,
         )
@@ -139,16 +133,11 @@ class Coordinator:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step's decisions depend on."""
-        return {"selector": self._selector.state_dict(), "batch": self._advisor.state_dict(), "room": self._room}
+        return {"selector": self._selector.state_dict(), "batch": self._advisor.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._selector.load_state_dict(state["selector"])
         self._advisor.load_state_dict(state["batch"])
-        if state.get("room", self._room) != self._room and self._fills:  # earlier versions have not said it
-            log(
-                "pruning.completion.fill_slack: with this layout, packing or number of ranks micro-batches have another"
-                " room than before, so completions are drawn with other probabilities from here on (as unbiased)"
-            )
 
     def _grading_metrics(self, tables: Mapping[str, GradeTable]) -> dict[str, float]:
         """Of all gradings, and under its name of each set with rewards of its own."""
@@ -164,10 +153,6 @@ class Coordinator:
         tokens = lengths.ravel()[rows]
         pack = self.plan(sizes_of(rows, tokens, step.selected, self._width))
         return UpdatePlan.of(decision, rows, tokens, pack)
-
-
-def _fills_slack(config: CompletionPruningConfig) -> bool:
-    return config.fill_slack and "fill_slack" in completion_policy_class(config.method).reads
 
 
 def overlong_row(job: Job) -> tuple[LedgerRow, ...]:

@@ -66,7 +66,7 @@ def _seen(found: Sets, config: Config) -> dict[str, Any]:
     }
 
 
-_COLUMNS = ("prompt_tokens", "level", "source", "sources", "problems")
+_COLUMNS = ("prompt_tokens", "level", "source", "sources")
 
 
 def _is_mapped(found: Sets, folder: Path) -> bool:

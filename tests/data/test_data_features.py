@@ -17,7 +17,7 @@ from dppo_megatron.types import Prompt
 
 
 def _features(*sets: list[Prompt]) -> PromptFeatures:
-    return features_of([PromptColumns.of(prompts, np.zeros(len(prompts), np.uint64)) for prompts in sets])
+    return features_of([PromptColumns.of(prompts) for prompts in sets])
 
 
 def test_features_reach_the_policy(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig
 from dppo_megatron.config.resolved_sets import ResolvedEvalSet, ResolvedSet, ResolvedTrainSet, train_set_configs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.fields import get_field, parse_level
-from dppo_megatron.data.sets import ProblemSet, load_set, overlap_notes
+from dppo_megatron.data.sets import ProblemSet, load_set
 from dppo_megatron.types import UserError
 
 ROWS = [
@@ -352,10 +352,6 @@ def test_repeated_problems_are_said(tmp_path: Path) -> None:
         f"warning: 2 problems stand there more than once: {path}:2 is {path}:1, {path}:4 is {path}:3",
         f"warning: 1 of them with another answer: {path}:4 says '2' and {path}:3 '1'",
     )
-    (tmp_path / "b.jsonl").write_text(_lines([{"problem": p, "answer": "1"} for p in ("c ", "e", "a b")]))
-    (tmp_path / "c.jsonl").write_text(_lines([{"problem": "f", "answer": "1"}]))
-    said = overlap_notes({"one": found, "two": load(tmp_path / "b.jsonl"), "three": load(tmp_path / "c.jsonl")})
-    assert said == ["warning: 2 problems stand in both training sets 'one' and 'two'"]
 
 
 def test_levels(tmp_path: Path) -> None:

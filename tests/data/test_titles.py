@@ -65,9 +65,3 @@ def test_of_messages_it_is_the_last_user_turn(tmp_path: Path, template: str) -> 
     chats = [[SYSTEM, *turns, {"role": "user", "content": INSTRUCTION + question}] for question in QUESTIONS]
     titles, watched = _titles(tmp_path, _prompts(tmp_path, chats, template=template))
     assert titles == [f"... {question}" for question in QUESTIONS] and f"\n ... {QUESTIONS[0]}\n" in watched
-
-
-def test_of_an_older_run_it_is_the_prompt(tmp_path: Path) -> None:
-    prompts = [replace(one, problem="") for one in _prompts(tmp_path, [*QUESTIONS], template="plain_boxed")]
-    titles, _ = _titles(tmp_path, prompts)
-    assert [title.split(" Please")[0] for title in titles] == [f"Problem: {question}" for question in QUESTIONS]

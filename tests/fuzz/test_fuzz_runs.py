@@ -60,8 +60,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     run_ranks(job, 1)
     (home / "run" / "servers.json").write_text(json.dumps({"at": 1.7e9, "servers": [_server()]}))
-    (home / "run" / "trackers").mkdir(exist_ok=True)
-    (home / "run" / "trackers" / "failures.json").write_text(json.dumps({"wandb": {"failures": 2, "first": "no"}}))
     for heavy in ("checkpoints", "hf"):
         shutil.rmtree(home / "run" / heavy, ignore_errors=True)
     return home / "run"

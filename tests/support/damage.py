@@ -20,7 +20,7 @@ from dppo_megatron.checkpoint.checkpoint_dir import read_manifest, write_manifes
 RECORDS = ("metrics.jsonl", "trace.jsonl")
 FILES = ("run.json", "config.yaml", *RECORDS, "lock.json")
 NEWER = (
-    *("summary.json", ".summary.json.new", "servers.json", "report.html", "trackers/failures.json"),
+    *("summary.json", ".summary.json.new", "servers.json", "report.html"),
     *("trackers/wandb.json", "timeline/step_000001.json.gz", "eval/results.json", "compare.json", "hf/config.json"),
     *(".config.yaml.new", ".run.json.new", ".metrics.jsonl.new", "checkpoints/latest.new", "old/metrics.0001.jsonl"),
 )

@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,6 +38,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from dppo_megatron.rewards.work import GradingQueue
 from support.processes import patient
 
 torch.set_num_threads(1)  # before any operation: the OpenMP pool of a parent is dead in its children
@@ -49,6 +51,18 @@ _GRACE_S = 15.0
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _STACK_S = 3.0
 """How long a rank may take to tell where it is; one that is stopped never does."""
+
+
+_graders: weakref.WeakSet[GradingQueue] = weakref.WeakSet()
+_reset = GradingQueue.reset
+
+
+def _note_and_reset(grader: GradingQueue) -> None:
+    _graders.add(grader)
+    _reset(grader)
+
+
+GradingQueue.reset = _note_and_reset  # type: ignore[method-assign]
 
 
 class RankError(RuntimeError):
@@ -178,6 +192,9 @@ def _rank_main(
     # The same of a process group that a job in the parent has left in Megatron's globals: what is held here does not
     # end when a new group takes its place.
     _inherited = list(vars(sys.modules["megatron.core.parallel_state"]).values())
+    # Graders that have graded in the parent wait for its threads, and two ranks would read each other's answers.
+    for grader in list(_graders):
+        _reset(grader)
     # A save in the parent has made a queue for results that all ranks of this job would otherwise share.
     sys.modules["megatron.core.dist_checkpointing.strategies.filesystem_async"]._results_queue = None  # type: ignore[attr-defined]
     try:

@@ -12,8 +12,6 @@ or first message fails is lost: it is sent nothing more.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 import queue
@@ -21,14 +19,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from dppo_megatron.children import start_python
 from dppo_megatron.config.changes import flat
-from dppo_megatron.files import make_directory, write_text
 from dppo_megatron.frames import framed, read_frame
 from dppo_megatron.observe.samples import RecordedGroup, to_table
 from dppo_megatron.observe.trackers.process import ANSWER, ENCODER, Begin, Cell, EndRun, StepLine
@@ -36,8 +32,6 @@ from dppo_megatron.texts import log
 
 TRACKERS = "trackers"
 """The directory, in that of the run."""
-FAILURES = "failures.json"
-"""In it: what each tracker has missed, by name; only where there was any."""
 _QUEUE = 64
 """Steps that may wait for a tool: a minute of second-long steps, while wandb logs in."""
 _COUNTING_S = 5.0
@@ -58,7 +52,7 @@ class _TrackerQueue:
 
     def __init__(self, name: str, begin: Begin, limit_s: float) -> None:
         self.name = name
-        self.first_failure = ""
+        self._has_said = False
         self._dropped, self._failed = 0, 0
         self._is_lost = False
         self._begin, self._limit_s = begin, limit_s
@@ -129,8 +123,8 @@ class _TrackerQueue:
         self._note(why)
 
     def _note(self, failure: str) -> None:
-        if not self.first_failure:
-            self.first_failure = failure
+        if not self._has_said:
+            self._has_said = True
             log(f"warning: tracker {self.name}: {failure} (logged once; the run goes on)")
 
 
@@ -143,7 +137,7 @@ class Trackers:
     """
 
     def __init__(self, names: Sequence[str], begin: Begin, limit_s: float) -> None:
-        self._directory, self._limit_s = Path(begin.directory), limit_s
+        self._limit_s = limit_s
         self._feeds = [_TrackerQueue(name, begin, limit_s) for name in names]
 
     @property
@@ -157,21 +151,12 @@ class Trackers:
             feed.put(line)
 
     def close(self, *, finished: bool) -> None:
-        """Deliver what waits, within the limit, and write down what was missed."""
+        """Deliver what waits, within the limit."""
         deadline = time.monotonic() + self._limit_s
         for feed in self._feeds:  # all of them first: one that hangs must not use up the time of the others
             feed.finish(EndRun(finished))
         for feed in self._feeds:
             feed.close(deadline)
-        missed = {one.name: {"failures": one.failures, "first": one.first_failure} for one in self._feeds}
-        missed = {name: what for name, what in missed.items() if what["failures"]}
-        path = self._directory / FAILURES
-        with contextlib.suppress(OSError):  # a full disk, which the run itself reports
-            if missed:
-                make_directory(self._directory)
-                write_text(path, json.dumps(missed, indent=1) + "\n")
-            else:
-                path.unlink(missing_ok=True)
 
 
 def _start(name: str, limit_s: float) -> subprocess.Popen[bytes]:

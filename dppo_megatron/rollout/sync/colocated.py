@@ -180,9 +180,9 @@ class SharedBuffer:
         return [part.view(kind).view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
     def handle(self) -> dict[str, Any]:
-        """How to map it, as JSON: path, size and the inode that names it, or CUDA's description in base64."""
+        """How to map it, as JSON: path and size, or CUDA's description in base64."""
         if not self.memory.is_cuda:
-            return {"path": self._path, "bytes": self.memory.nbytes, "inode": os.fstat(self._file).st_ino}
+            return {"path": self._path, "bytes": self.memory.nbytes}
         _, handle, size, offset, counter, counter_offset, event, event_sync = (
             self.memory.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         )

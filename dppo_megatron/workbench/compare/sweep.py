@@ -188,18 +188,16 @@ def best_of(path: Path, config: Config) -> list[Arm]:
     if not (arms := [row.arm for row in found.rungs[-1] if row.goes_on]):
         raise UserError(f"--tuned {path}: no candidate of its last rung goes on")
     for key, value in _length(config).items():
-        if found.length.get(key, value) != value:
+        if (swept := found.length.get(key)) != value:
             raise UserError(
-                f"--tuned {path}: was swept with {key}={found.length[key]}, and here is {value}; sweep again, or set it"
-                " back"
+                f"--tuned {path}: was swept with {key}={swept}, and here is {value}; sweep again, or set it back"
             )
     return arms
 
 
 class _Sweep(msgspec.Struct):
     rungs: Annotated[list[list[RungRow]], msgspec.Meta(min_length=1)]
-    length: dict[str, int] = {}
-    """Empty in older files."""
+    length: dict[str, int]
 
 
 def _number(text: str) -> float | str:

@@ -33,7 +33,6 @@ from dppo_megatron.evaluation.eval_samples import FOLLOWED
 from dppo_megatron.files import open_to_read
 from dppo_megatron.observe.json_lines import finite
 from dppo_megatron.observe.lock import FILE as LOCK
-from dppo_megatron.observe.trackers.sink import FAILURES, TRACKERS
 from dppo_megatron.types import UserError
 
 _LARGEST = 1e308
@@ -205,9 +204,6 @@ def read_run(path: Path) -> RunRecord:
         none = [None] * len(run.steps)
         tokens, seconds = (run.columns.get(name, none) for name in ("tokens/generated", "time/step_s"))
         run.columns["tokens/generated_per_s"] = list(map(_quotient, tokens, seconds))
-    for name, missed in _json(path / TRACKERS / FAILURES, run.notes).items():
-        if isinstance(missed, dict):
-            run.notes.append(f"tracker {name} has failed {missed.get('failures')} times, first: {missed.get('first')}")
     return run
 
 

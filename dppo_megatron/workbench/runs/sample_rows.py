@@ -17,9 +17,8 @@ LEGEND = "■ trained on, □ pruned; green: right, red: grading failed"
 """Of the squares that stand for completions, in the report and in `watch`."""
 _SCHEMA = to_table(0, []).schema
 COLUMNS: list[str] = _SCHEMA.names
-_NULLABLE = {"extracted", "reward", "completion_prob", "actor_logprobs"}
+_NULLABLE = {"extracted", "reward", "correct", "completion_prob", "actor_logprobs"}
 _NULLABLE |= {"weights_version_first", "weights_version_last"}
-_NULLABLE |= {"problem", "correct", "parts"}  # which samples of older runs do not have
 _LONGEST_PROMPT = 100_000
 _INSTRUCTION = 30
 """Characters that all prompts begin with, from which on they are an instruction and no question."""
@@ -38,7 +37,7 @@ def read_rows(path: Path, columns: Sequence[str], step: int) -> list[dict[str, A
 
     Raises:
         OSError: there is no such file (any more: the run merges them), or it may not be read.
-        ValueError: it is no parquet, or a column has another type or nulls.
+        ValueError: it is no parquet, or a column is missing or has another type or nulls.
     """
     try:
         with open_to_read(path) as source, pq.ParquetFile(source, pre_buffer=False) as file:
@@ -46,7 +45,7 @@ def read_rows(path: Path, columns: Sequence[str], step: int) -> list[dict[str, A
     except (pa.ArrowException, ValueError, TypeError, LookupError) as error:
         raise ValueError(f"{path.name}: {error}") from None
     if unknown := [name for name in columns if name not in _NULLABLE and table.column(name).null_count]:
-        raise ValueError(f"{path.name}: {unknown[0]} is missing or holds nulls")
+        raise ValueError(f"{path.name}: {unknown[0]} holds nulls")
     rows: list[dict[str, Any]] = table.to_pylist()
     return rows
 
@@ -54,15 +53,12 @@ def read_rows(path: Path, columns: Sequence[str], step: int) -> list[dict[str, A
 def _of_step(file: pq.ParquetFile, columns: Sequence[str], step: int) -> pa.Table:
     """In this thread alone: beside Arrow's own threads a process that ends at once can abort ("terminate called without
     an active exception": `watch`, once, on a busy machine)."""
-    of_file = file.schema_arrow
-    there = [name for name in columns if name in of_file.names]
-    if wrong := [name for name in there if of_file.field(name).type != _SCHEMA.field(name).type]:
-        raise ValueError(f"{wrong[0]} is of type {of_file.field(wrong[0]).type}")
+    kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
+    if wrong := [name for name in columns if kinds.get(name) != _SCHEMA.field(name).type]:
+        raise ValueError(f"{wrong[0]} is of type {kinds[wrong[0]]}" if wrong[0] in kinds else f"{wrong[0]} is missing")
     groups = [at for at in range(file.num_row_groups) if _may_hold(file.metadata.row_group(at), step)]
-    table = file.read_row_groups(groups, columns=[*there, "step"], use_threads=False)
-    table = table.filter(pa.array(table.column("step").to_numpy() == step))
-    of_older = {name: pa.nulls(len(table), _SCHEMA.field(name).type) for name in columns if name not in there}
-    return pa.table({name: table.column(name) if name in there else of_older[name] for name in columns})
+    table = file.read_row_groups(groups, columns=[*columns, "step"], use_threads=False)
+    return table.filter(pa.array(table.column("step").to_numpy() == step)).select(columns)
 
 
 def _may_hold(group: Any, step: int) -> bool:
@@ -76,9 +72,9 @@ def titles(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line for each of a run's prompts: its problem, without a long instruction that all of them begin with.
 
     Args:
-        rows: `problem` and `prompt` of each as in samples/; without a problem, as in older runs, the prompt is used.
+        rows: `problem` of each, as in samples/.
     """
-    asked = [one_line(row["problem"] or row["prompt"], _LONGEST_PROMPT) for row in rows]
+    asked = [one_line(row["problem"], _LONGEST_PROMPT) for row in rows]
     low, high = min(asked, default=""), max(asked, default="")  # what these two begin with, all others do
     differs = next((at for at, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), 0)
     shared = low.rfind(" ", 0, differs)

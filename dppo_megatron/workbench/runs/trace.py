@@ -43,12 +43,12 @@ class Trace:
     config: Config
     num_prompts: int
     set_sizes: dict[str, int] | None
-    """Problems of each training set; None in older traces, of one set."""
+    """Problems of each training set; None: they are one set."""
     features: PromptFeatures | None
-    """What the prompts' rows say; None in older traces."""
+    """What the prompts' rows say; None: nothing."""
     steps: list[TracedStep]
     ranks: int = 1
-    """Of the run; 1 for older traces, which do not say."""
+    """Of the run."""
 
 
 def decoded(line: bytes, kind: type[_T], where: str) -> _T:
@@ -104,10 +104,10 @@ class _Features(msgspec.Struct):
 class _HeaderLine(msgspec.Struct):
     num_prompts: _Some
     config: dict[str, Any]
-    set_sizes: dict[str, _Some] | None = None
-    features: _Features | str | None = None
+    set_sizes: dict[str, _Some]
+    features: _Features | str
     """A text: they are in the file beside the trace."""
-    ranks: _Some = 1
+    ranks: _Some
 
 
 class _Seconds(msgspec.Struct):
@@ -147,12 +147,12 @@ def _read_config(head: _HeaderLine, path: str) -> Config:
     config.pruning.prompt.group_size_factor = 1.0  # which the run's method did not read, and another's would
     if too_few := selection_settings(config).too_few_prompts(head.num_prompts, f"trace '{path}'"):
         raise UserError(f"rollout.{too_few}")
-    if head.set_sizes is not None and sum(head.set_sizes.values()) != head.num_prompts:
+    if sum(head.set_sizes.values()) != head.num_prompts:
         raise UserError(f"{path}:1: set_sizes do not add up to num_prompts = {head.num_prompts}")
     return config
 
 
-def _features(head: _HeaderLine, path: str) -> PromptFeatures | None:
+def _features(head: _HeaderLine, path: str) -> PromptFeatures:
     where, found = f"{path}:1: features", head.features
     try:
         if isinstance(found, str):
@@ -162,8 +162,6 @@ def _features(head: _HeaderLine, path: str) -> PromptFeatures | None:
     except Exception as error:  # what numpy raises for damaged files is of many types
         reason = getattr(error, "strerror", "") or "it is damaged"
         raise UserError(f"trace '{path}': {where}, which belongs to it, cannot be read: {reason}") from None
-    if found is None:
-        return None
     if {len(found.prompt_tokens), len(found.level), len(found.source)} != {head.num_prompts}:
         raise UserError(f"{where}: must be of {head.num_prompts} prompts")
     if max(found.source) >= len(found.sources):

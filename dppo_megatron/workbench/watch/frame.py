@@ -37,7 +37,7 @@ _PHASES = ("rollout", "reward", "select", "prune", "exchange", "update", "sync")
 BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT = 20
 """Steps that the time left and the split of the time are taken from."""
-_SAMPLE_COLUMNS = ("step", "group", "problem", "prompt", "text", "reward", "correct", "kept", "why", "tokens", "weight")
+_SAMPLE_COLUMNS = ("step", "group", "problem", "text", "reward", "correct", "kept", "why", "tokens", "weight")
 _CURVES = (
     ("reward", "reward/mean", ".3f"),
     ("length", "rollout/completion_tokens_mean", ".0f"),
