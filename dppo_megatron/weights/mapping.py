@@ -331,8 +331,24 @@ def layer_of(key: str, place: Place) -> Place:
 
     Example: ("decoder.layers.3.mlp.router.weight", ()) -> (3,)
     """
-    number = key.removeprefix(_LAYERS).partition(".")[0]
-    return (int(number),) if number.isdigit() else place[:1]
+    return by_kind(key, place)[1][:1]
+
+
+def by_kind(key: str, place: Place) -> tuple[str, Place]:
+    """A key and place with the number of the layer in the place, so that layers that are alike share the key.
+
+    Example: ("decoder.layers.3.mlp.experts.experts.linear_fc1.weight", (7,))
+    -> ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (3, 7))
+    """
+    number, _, inside = key.removeprefix(_LAYERS).partition(".")
+    return (_LAYERS + inside, (int(number), *place)) if number.isdigit() else (key, place)
+
+
+def of_layer(kind: str, place: Place, architecture: Architecture) -> tuple[str, Place]:
+    """The key and place that `by_kind` was given."""
+    if not (architecture.has_layer_keys and kind.startswith(_LAYERS)):
+        return kind, place
+    return f"{_LAYERS}{place[0]}.{kind.removeprefix(_LAYERS)}", place[1:]
 
 
 def is_expert(key: str) -> bool:
