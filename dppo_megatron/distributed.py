@@ -230,18 +230,18 @@ def from_each(mine: Sequence[T]) -> Iterator[list[T]]:
             yield sent[0]
 
 
-def to_rank_zero(mine: T) -> list[T]:
-    """Every rank's value, in rank order, on rank 0; empty elsewhere. Collective."""
+def to_rank_zero(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, in rank order, on rank 0 of `group` (None: of all); empty elsewhere. Collective over it."""
     if world_size() == 1:
         return [mine]
-    parent, children = _tree()
+    parent, children = _tree(group)
     parts = [pickle.dumps(mine)]
     for child in children:
         box: list[list[bytes]] = [[]]
-        dist.recv_object_list(box, child)
+        dist.recv_object_list(box, group=group, group_src=child)
         parts += box[0]
-    if rank() > 0:
-        dist.send_object_list([parts], parent)
+    if dist.get_rank(group) > 0:
+        dist.send_object_list([parts], group=group, group_dst=parent)
         return []
     return [pickle.loads(part) for part in parts]
 
@@ -287,9 +287,9 @@ def clock_offset(clock: Callable[[], float]) -> tuple[float, float]:
     return best
 
 
-def _tree() -> tuple[int, list[int]]:
-    """This rank's parent and children on the way to rank 0, log2 of all ranks at most: in gloo's own gather rank 0
-    connects to every rank. A child at r + 2^k stands for ranks r + 2^k to r + 2^(k + 1) - 1."""
-    me, world = rank(), world_size()
+def _tree(group: dist.ProcessGroup | None = None) -> tuple[int, list[int]]:
+    """This rank's parent and children in `group` on the way to rank 0, log2 of all ranks at most: in gloo's own gather
+    rank 0 connects to every rank. A child at r + 2^k stands for ranks r + 2^k to r + 2^(k + 1) - 1."""
+    me, world = dist.get_rank(group), dist.get_world_size(group)
     steps = [1 << bit for bit in range(world.bit_length())]
     return me & (me - 1), [me + step for step in steps if me + step < world and (me == 0 or step < me & -me)]

@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,57 @@ def test_a_newer_megatrons_checkpoint_is_named(saved: Path, tmp_path: Path, monk
         store._check_reader(directory)
     monkeypatch.setattr(store, "megatron_version", "0.19.2")
     store._check_reader(directory)
+
+
+def _compared(model: Path, root: Path) -> tuple[int, int]:
+    """On a rank, in two saves and a load: pairs of shards that torch compares, and how often Megatron has every rank
+    send its list of shards to all others."""
+    from megatron.core.dist_checkpointing import serialization, state_dict_utils
+    from torch.distributed._shard.sharding_spec import _internals
+    from torch.distributed.checkpoint import default_planner
+
+    calls: Counter[str] = Counter()
+
+    def count(owner: Any, name: str, what: str) -> None:
+        plain = getattr(owner, name)
+
+        def counted(*arguments: Any) -> Any:
+            calls[what] += 1
+            return plain(*arguments)
+
+        setattr(owner, name, counted)
+
+    count(_internals, "_check_shard_metadata_pair_overlap", "pairs")
+    count(default_planner, "_check_box_overlap", "pairs")
+    for module in (serialization, state_dict_utils):
+        count(module, "determine_global_metadata", "lists")
+    _save_steps(model, root, Parallel(), [1, 2], {})
+    _load_and_update(model, root / "step_000002", Parallel())
+    return calls["pairs"], calls["lists"]
+
+
+def test_what_a_mixtures_checkpoint_costs_beside_its_bytes(tmp_path: Path) -> None:
+    """Twice as many layers: twice as many comparisons of shards, where experts stacked over layers take four times as
+    many. What each rank writes is compared once in a process."""
+    pairs = {}
+    for layers in (3, 6):
+        sizes = {"num_hidden_layers": layers, "num_experts": 12, "moe_intermediate_size": 4}
+        model = write_model(tmp_path / f"of {layers}", family="qwen3_moe", **sizes)
+        [(pairs[layers], lists)] = run_ranks(_compared, 1, model, tmp_path / f"checkpoints of {layers}")
+        assert lists == 1
+    assert 0 < pairs[6] <= 2 * pairs[3]
+
+
+def test_a_tensor_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """As those of a mixture that an earlier version wrote, its layers stacked."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from dppo_megatron.checkpoint.store import _check_tensors
+
+    key = "decoder.layers.0.mlp.router.weight"
+    with pytest.raises(UserError, match=f"holds no tensor {key}. A mixture of experts has other names"):
+        _check_tensors({"a": ShardedTensor.from_rank_offsets(key, torch.zeros(2))}, Metadata({}), tmp_path)
 
 
 def test_manifest_lists_every_file(saved: Path) -> None:

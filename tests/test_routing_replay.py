@@ -7,9 +7,11 @@ import base64
 import importlib
 import json
 import socket
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,7 +24,8 @@ from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 from transformers import AutoModelForCausalLM
 
-from dppo_megatron.actor.replay import _Replay
+from dppo_megatron.actor.layout import ContextShare
+from dppo_megatron.actor.replay import Routers, _Replay
 from dppo_megatron.algorithms.correction import Mismatch
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.config.schema import ActorConfig, Config
@@ -205,6 +208,36 @@ def test_only_what_is_recomputed_is_kept(path: Path, expected: Any, modules: tup
     logprobs, gradients, again, own, held = run_ranks(_kept_for_the_backward_pass, 1, path, *modules)[0]
     assert again and not own and max(held) == most
     _check_equal(expected, logprobs, gradients)
+
+
+def test_a_rank_prepares_its_own_tokens_alone(path: Path) -> None:
+    """Of four context-parallel ranks each has what one alone has at its positions, padding too, and takes less than
+    half of that one's memory."""
+    rng, slots = np.random.default_rng(0), (0, 2008, 3512, 3520)
+    experts = [rng.integers(0, 6, (tokens, 4, 3)).astype(np.uint8) for tokens in (2001, 1500)]
+    samples: Any = [SimpleNamespace(experts=one) for one in experts]
+    pack: Any = SimpleNamespace(samples=(0, 1), packed=SimpleNamespace(slots=slots))
+
+    def carried(context: ContextShare) -> tuple[torch.Tensor, int]:
+        """The experts of a stage of two layers, and bytes at the peak."""
+        how = {"sequence_parallel": False, "tensor_parallel": 1, "device": torch.device("cpu")}
+        layout: Any = SimpleNamespace(context=context, **how)
+        routers = Routers([], read_architecture(path), layout, replays=True)
+        routers._of_chunk = [{layer: _Replay(False) for layer in (1, 2)}]
+        routers._carried(samples, pack, 0)
+        tracemalloc.start()
+        found = routers._carried(samples, pack, 0)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert found is not None
+        return found, peak
+
+    whole, alone = carried(ContextShare())
+    for start, one in zip(slots, experts, strict=False):
+        assert np.array_equal(whole[start : start + len(one)], one[:, 1:3])
+    for context in (ContextShare(rank, 4) for rank in range(4)):
+        part, peak = carried(context)
+        assert torch.equal(part, whole[context.indices(slots)]) and 2 * peak < alone
 
 
 PROMPTS = [Prompt(index, "", ids, "", "") for index, ids in enumerate([(5, 6, 7, 8), (9, 4), (3, 5, 9, 11, 6, 7)])]

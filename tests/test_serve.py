@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.engines import fake_vllm
 from support.engines.fake_vllm import FakeVLLM, fake_python
 from support.job import REPOSITORY, job_config, settings, write_job_files
 from support.launch import run_ranks
@@ -29,7 +31,8 @@ from dppo_megatron.rollout import serve as serve_module
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import directory
-from dppo_megatron.rollout.servers.connect import ConnectedServers, Membership
+from dppo_megatron.rollout.servers.connect import ConnectedServers, Membership, connect
+from dppo_megatron.rollout.servers.device_map import CPU, RankDevice
 from dppo_megatron.rollout.servers.directory import Directory, Registration, RegistryEntry
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
@@ -226,6 +229,31 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
         membership.update(fleet)
     assert [member.name for member in fleet.members] == introduced == [a] and "has left" not in str(said)
     assert fleet.members[0].server.world_size == 1
+    fleet.close()
+
+
+def test_servers_are_asked_about_themselves_at_the_same_time(
+    files: Path, tmp_path: Path, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start and when they come: none has its first answer before all have been asked."""
+    together, about = threading.Barrier(3), fake_vllm._Handler._about
+
+    def answer(handler: Any, path: str, body: Any) -> Any:
+        if path == "/server_info":
+            together.wait(20)
+        return about(handler, path, body)
+
+    monkeypatch.setattr(fake_vllm._Handler, "_about", answer)
+    urls = [fakes.start(name) for name in "abc"]
+    for name, url in zip("abc", urls, strict=True):
+        Registration(tmp_path, name, RegistryEntry(url, "key", "vllm"))
+    config = _config(files, tmp_path / "run", tmp_path, rollout__servers__min_servers=3)
+    architecture = prepare_job(config, 1).architecture
+    known = connect(config, architecture, [RankDevice(0, frozenset((CPU,)))])
+    assert sorted(server.http.url for server in known.servers) == sorted(urls)
+    fleet = Fleet([], config.rollout)
+    Membership(known, config, architecture, lambda _: None).update(fleet)
+    assert sorted(member.name for member in fleet.members) == sorted(urls)
     fleet.close()
 
 

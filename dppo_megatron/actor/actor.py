@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values,
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from dppo_megatron.actor.batch import Microbatch, Samples, build_microbatch
@@ -35,13 +33,12 @@ from dppo_megatron.actor.model import build_model, not_tried, overrides
 from dppo_megatron.actor.offload import Offload, pageable
 from dppo_megatron.actor.optimizer import GROUP_SETTINGS, build_optimizer, build_schedule, regrouped
 from dppo_megatron.actor.replay import Recorded, Routers
-from dppo_megatron.actor.schedule_timers import schedule_timers
+from dppo_megatron.actor.schedule import run_schedule
 from dppo_megatron.actor.softmax import Projection
 from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
 from dppo_megatron.distributed import to_rank_zero
 from dppo_megatron.platform.capabilities import this_machine
-from dppo_megatron.spans import recorder
 from dppo_megatron.types import PackPlan, TrainSample, UpdateResult
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.mapping import CORRECTION_BIAS, EXPERT_BIAS
@@ -410,21 +407,8 @@ class Actor:
                 output = model(tokens, positions, None, packed_seq_params=pack.packed)
             return output, partial(hook, pack)
 
-        interleaved = len(self._model) > 1
-        timers = schedule_timers(recorder(), self.layout.device) if recorder().on else None
-        for chunk in self._chunks:
-            chunk.config.timers = timers
         with self._routers.replaying(samples, routes, recorded) as over:
-            get_forward_backward_func()(
-                forward_step_func=forward,
-                data_iterator=list(tee(packs, len(self._model))) if interleaved else packs,
-                model=self._model if interleaved else self._model[0],
-                num_microbatches=plan.num_microbatches,
-                # read only by the interleaved schedule, which exchanges this one shape
-                seq_length=plan.microbatches[0][0].num_tokens,
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
+            run_schedule(forward, packs, self._model, plan, self.layout, forward_only=forward_only)
 
     def _scorer(self, temperature: float) -> Scorer:
         projection = Projection(

@@ -89,7 +89,7 @@ def _address(chunk: GPTModel, name: str, architecture: Architecture) -> tuple[st
     """
     _, _, number, *inside = name.split(".")
     layer = chunk.decoder.layers[int(number)].layer_number - 1
-    layers, place = ("decoder.layers", (layer,)) if not architecture.layers_differ else (f"decoder.layers.{layer}", ())
+    layers, place = ("decoder.layers", (layer,)) if not architecture.has_layer_keys else (f"decoder.layers.{layer}", ())
     if "local_experts" not in inside:
         return ".".join([layers, *inside, "weight"]), place
     experts = chunk.decoder.layers[int(number)].mlp.experts.num_local_experts

@@ -186,9 +186,9 @@ def _experts(architecture: Architecture, config: ActorConfig, spec: LayerSpec) -
         return settings
     if experts.is_sigmoid:
         settings |= _like_deepseek(experts)
-    if experts.dense_layers:  # as a list it gives each layer keys of its own in the sharded state dict
-        settings["moe_layer_freq"] = [int(n >= experts.dense_layers) for n in range(architecture.num_layers)]
     return settings | {
+        # as a list it gives each layer keys of its own in the sharded state dict (`Architecture.has_layer_keys`)
+        "moe_layer_freq": [int(architecture.has_experts(layer)) for layer in range(architecture.num_layers)],
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
         "moe_ffn_hidden_size": experts.ffn_size,

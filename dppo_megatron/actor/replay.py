@@ -112,21 +112,24 @@ class Routers:
     def _carried(self, samples: Samples, pack: Microbatch, chunk: int) -> Tensor | None:
         """[this rank's tokens, the chunk's layers, k] that the samples of a pack carry; None if one has none."""
         held = [samples[member].experts for member in pack.samples]
-        layers, choices, slots = list(self._of_chunk[chunk]), self._choices, pack.packed.slots
+        layers, choices, slots = self._of_chunk[chunk], self._choices, pack.packed.slots
         if choices is None or not held or not layers or any(one is None for one in held):
             return None
+        positions = self._layout.context.indices(slots)  # in ascending order
+        if self._layout.sequence_parallel:  # routers see the tokens that their rank holds between the layers
+            positions = positions.chunk(self._layout.tensor_parallel)[parallel_state.get_tensor_model_parallel_rank()]
+        own = positions.numpy()
         # padding goes to all experts in turn, each token to different ones
-        spread = (np.arange(slots[-1])[:, None] + np.arange(choices.per_token)) % choices.count
-        whole = np.repeat(spread.astype(choices.dtype)[:, None], len(layers), 1)
+        spread = (own[:, None] + np.arange(choices.per_token)) % choices.count
+        forced = np.repeat(spread.astype(choices.dtype)[:, None], len(layers), 1)
+        stage = slice(min(layers), max(layers) + 1)  # without a gap: only the first layers of a model have no experts
         for start, experts in zip(slots, held, strict=False):
             assert experts is not None
-            whole[start : start + len(experts)] = experts[:, layers]
-        own = self._layout.context.indices(slots)
-        if self._layout.sequence_parallel:  # routers see the tokens that their rank holds between the layers
-            own = own.chunk(self._layout.tensor_parallel)[parallel_state.get_tensor_model_parallel_rank()]
+            first, end = np.searchsorted(own, (start, start + len(experts)))
+            forced[first:end] = experts[own[first:end] - start, stage]
         if choices.dtype == "uint16":  # with which torch computes little
-            whole = whole.view(np.int16)
-        return to_device(torch.from_numpy(whole[own.numpy()]), self._layout.device)
+            forced = forced.view(np.int16)
+        return to_device(torch.from_numpy(forced), self._layout.device)
 
     @contextmanager
     def replaying(

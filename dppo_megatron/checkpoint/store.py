@@ -82,6 +82,9 @@ class CheckpointStore:
         self._pending: tuple[Path, Manifest] | None = None
         """Directory and manifest of a checkpoint whose sharded part is still being written."""
         self._saved_step: int | None = None
+        self._validates = True
+        """In this process's first save Megatron compares what each rank writes, for which every rank sends its list to
+        all others. It stays the same."""
         self._good: dict[str, Seen] = {}
         from_rank_zero(lambda: checkpoint_dir.sweep(root))
 
@@ -107,9 +110,11 @@ class CheckpointStore:
         use_own_writers()
         # from 0.17 on Megatron's asynchronous writer is by default one that needs another package (nvrx)
         has_choice = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
-        options = {"async_strategy": "mcore"} if has_choice else {}
+        options: dict[str, Any] = {"async_strategy": "mcore"} if has_choice else {}
+        options |= {"async_sharded_save": self._async, "validate_access_integrity": self._validates}
+        self._validates = False  # on every rank, also if one of them cannot write
         with in_step():
-            request = dist_checkpointing.save({"actor": state}, str(aside), async_sharded_save=self._async, **options)
+            request = dist_checkpointing.save({"actor": state}, str(aside), **options)
         from_rank_zero(lambda: self._write_own(aside, {"loop": loop_state, "generators": all_generators}))
         if self._async:
             with in_step():
@@ -256,11 +261,12 @@ def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
     metadata = read_metadata(directory)  # first: Megatron unpickles it unrestricted
     _check_reader(directory)
     own, template = read_state(directory / LOOP), {"actor": actor.sharded_state(loading=True)}
-    _check_kinds(template, metadata, directory)
+    _check_tensors(template, metadata, directory)
     template = _without_new_fp8(template, metadata)
     try:
         with force_weights_only():
-            loaded = dist_checkpointing.load(template, str(directory))
+            # what each rank reads is not compared: the next save compares what it writes
+            loaded = dist_checkpointing.load(template, str(directory), validate_access_integrity=False)
     except (pickle.UnpicklingError, CheckpointException) as error:
         if "weights_only" not in str(error):
             raise
@@ -272,12 +278,18 @@ def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
     return loop_state
 
 
-def _check_kinds(template: dict[str, Any], metadata: Metadata, directory: Path) -> None:
-    """Raise `UserError` where bytes stand for a tensor of `template`: torch would unpickle them."""
+def _check_tensors(template: dict[str, Any], metadata: Metadata, directory: Path) -> None:
+    """Raise `UserError` for a tensor of `template` that is not there, or that bytes stand for: torch would unpickle
+    them."""
     for value in nested_values(template):
-        if isinstance(value, (ShardedTensor, ShardedTensorFactory)) and isinstance(
-            metadata.state_dict_metadata.get(value.key), BytesStorageMetadata
-        ):
+        if not isinstance(value, (ShardedTensor, ShardedTensorFactory)):
+            continue
+        if value.key not in metadata.state_dict_metadata:
+            raise UserError(
+                f"'{directory}': holds no tensor {value.key}. A mixture of experts has other names in checkpoints of"
+                " earlier versions: convert it with that version, and start from the result"
+            )
+        if isinstance(metadata.state_dict_metadata[value.key], BytesStorageMetadata):
             raise UserError(f"'{directory}': the tensor {value.key} is described as bytes, which are not loaded")
 
 

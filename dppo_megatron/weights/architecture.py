@@ -156,9 +156,11 @@ class Architecture:
         return self.latent.value_dim if self.latent else self.head_dim
 
     @property
-    def layers_differ(self) -> bool:
-        """Whether some layers have other weights than the others."""
-        return self.experts is not None and self.experts.dense_layers > 0
+    def has_layer_keys(self) -> bool:
+        """Whether each layer has keys of its own in Megatron's sharded state dict. Those of a mixture have, also where
+        they are alike: stacked over layers too, the experts of Qwen3-30B-A3B are 12,288 shards of one tensor, and torch
+        compares each with half of the others in every save and load."""
+        return self.experts is not None
 
     def check_layout(self, actor: ActorConfig) -> None:
         """Raise `UserError` unless every rank gets whole heads, layers and experts."""

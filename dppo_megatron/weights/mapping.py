@@ -26,7 +26,7 @@ from dppo_megatron.weights.layer_parts import PROJECTIONS, Experts, Latent
 Shape: TypeAlias = tuple[int, ...]
 Rows: TypeAlias = dict[str, tuple[Shape, tuple[str, ...]]]
 Place: TypeAlias = tuple[int, ...]
-"""Which copy of a key: () outside the layers, (layer,), or (layer, expert); where layers differ, () or (expert,)."""
+"""Which copy of a key: () outside the layers and (layer,) in them; in the layers of a mixture, () or (expert,)."""
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -46,10 +46,10 @@ PADDED_TO_VOCAB = (EMBEDDING, OUTPUT)
 def _rows(architecture: Architecture) -> Rows:
     """By global Megatron key: its shape in one layer (and expert), and the Hugging Face name patterns.
 
-    Where layers differ, each has keys of its own, with its number in them, as in Megatron's sharded state dict.
+    Each layer of a mixture has keys of its own, with its number in them, as in Megatron's sharded state dict.
     """
     a, rows = architecture, _outside(architecture)
-    if not a.layers_differ:
+    if not a.has_layer_keys:
         return rows | _layer(a, has_experts=a.has_experts(0))
     for layer in range(a.num_layers):
         for key, (shape, names) in _layer(a, has_experts=a.has_experts(layer)).items():
@@ -59,7 +59,7 @@ def _rows(architecture: Architecture) -> Rows:
 
 
 def kinds(architecture: Architecture) -> Rows:
-    """As the table, but layers that differ have one key a kind and not one each: what a provider names."""
+    """As the table, but the layers of a mixture have one key a kind and not one each: what a provider names."""
     a, rows = architecture, _outside(architecture)
     for has_experts in {a.has_experts(layer) for layer in range(a.num_layers)}:
         rows |= _layer(a, has_experts=has_experts)
@@ -292,17 +292,17 @@ def full_shape(key: str, architecture: Architecture) -> Shape:
 
 
 def places(key: str, architecture: Architecture) -> list[Place]:
-    """Every copy of `key`: one, one for each layer, or one for each layer and expert."""
+    """Every copy of `key`: one, one for each layer, or one for each expert."""
     return list(itertools.product(*(range(size) for size in _stacked(key, architecture).values())))
 
 
 def stacked_shape(key: str, architecture: Architecture) -> Shape:
-    """Shape of `key` in a distributed checkpoint, where all layers (and experts) are stacked along leading axes."""
+    """Shape of `key` in a distributed checkpoint, where all layers, or experts, are stacked along a leading axis."""
     return (*_stacked(key, architecture).values(), *full_shape(key, architecture))
 
 
 def stacked_axes(key: str, architecture: Architecture) -> int:
-    """How many leading axes of `stacked_shape` are layers and experts: 0, 1 or 2."""
+    """How many leading axes of `stacked_shape` are layers or experts: 0 or 1."""
     return len(_stacked(key, architecture))
 
 
@@ -331,8 +331,24 @@ def layer_of(key: str, place: Place) -> Place:
 
     Example: ("decoder.layers.3.mlp.router.weight", ()) -> (3,)
     """
-    number = key.removeprefix(_LAYERS).partition(".")[0]
-    return (int(number),) if number.isdigit() else place[:1]
+    return by_kind(key, place)[1][:1]
+
+
+def by_kind(key: str, place: Place) -> tuple[str, Place]:
+    """A key and place with the number of the layer in the place, so that layers that are alike share the key.
+
+    Example: ("decoder.layers.3.mlp.experts.experts.linear_fc1.weight", (7,))
+    -> ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (3, 7))
+    """
+    number, _, inside = key.removeprefix(_LAYERS).partition(".")
+    return (_LAYERS + inside, (int(number), *place)) if number.isdigit() else (key, place)
+
+
+def of_layer(kind: str, place: Place, architecture: Architecture) -> tuple[str, Place]:
+    """The key and place that `by_kind` was given."""
+    if not (architecture.has_layer_keys and kind.startswith(_LAYERS)):
+        return kind, place
+    return f"{_LAYERS}{place[0]}.{kind.removeprefix(_LAYERS)}", place[1:]
 
 
 def is_expert(key: str) -> bool:

@@ -311,6 +311,6 @@ def _check_splits(bridge: Any, architecture: Architecture, said: str) -> None:
 
 
 def _of_some_layer(key: str, architecture: Architecture) -> str:
-    """The key as the table has it: where layers differ, that of the first layer that has it."""
+    """The key as the table has it: of a mixture, that of the first layer that has it."""
     numbered = (f"{_OURS}{layer}.{key.removeprefix(_OURS)}" for layer in range(architecture.num_layers))
     return next(one for one in (key, *numbered) if one in table(architecture))

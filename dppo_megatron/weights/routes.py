@@ -37,6 +37,7 @@ class Block:
     """Shards at the same offsets in the full tensors of one key. The same ranks hold all of them."""
 
     key: str
+    """With the number of the layer in the places (`mapping.by_kind`), or each layer would have blocks of its own."""
     shape: tuple[int, ...]
     """Of each full tensor, with the padding of a vocabulary."""
     parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]

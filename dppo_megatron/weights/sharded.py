@@ -45,10 +45,12 @@ from dppo_megatron.weights.mapping import (
     adapter_key,
     adapter_parts,
     adapter_rows,
+    by_kind,
     hf_names,
     hf_shapes,
     join,
     merged,
+    of_layer,
     split,
     table,
 )
@@ -231,7 +233,7 @@ class WeightStream:
                 arrived |= {(unit.block, place): shard for place, shard in zip(unit.places, shards, strict=True)}
         exchange.flat.clear()
         items = exchange.items
-        names = [hf_names(*item, self._architecture) for item in items]
+        names = [hf_names(*of_layer(*item, self._architecture), self._architecture) for item in items]
         shapes = [self._hf_shapes[name] for several in names for name in several]
         sizes = list(map(math.prod, shapes))
         memory = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
@@ -244,7 +246,7 @@ class WeightStream:
 
     def _fill(self, item: Item, targets: list[Tensor], arrived: dict[tuple[int, Place], Tensor]) -> None:
         """Copy the shards of one key into the Hugging Face tensors that it is made of."""
-        key, place = item
+        place, (key, _) = item[1], of_layer(*item, self._architecture)
         shape = self._blocks[self._catalogue.parts[item][0]].shape
         direct = len(targets) == 1 and tuple(targets[0].shape) == shape
         full = targets[0] if direct else torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -309,12 +311,13 @@ def _blocks_of(
         return partial(merged, weight, a[0, start[1]], b[start[0], 0], blocks, architecture.lora)
 
     alike: dict[tuple[Any, ...], dict[Place, list[_Shard]]] = {}
-    for (key, place), (shape, shards) in sorted(at.items()):
+    for (kind, where), key, place in sorted((by_kind(*item), *item) for item in at):
         if (key in rows) == adapters:
+            shape, shards = at[key, place]
             parts = tuple((start, tuple(shards[start].shape)) for start in sorted(shards))
-            alike.setdefault((key, shape, parts), {})[place] = [held(key, place, start) for start, _ in parts]
+            alike.setdefault((kind, shape, parts), {})[where] = [held(key, place, start) for start, _ in parts]
     return {
-        Block(key, shape, parts, tuple(found)): list(found.values()) for (key, shape, parts), found in alike.items()
+        Block(kind, shape, parts, tuple(found)): list(found.values()) for (kind, shape, parts), found in alike.items()
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,11 @@ from dppo_megatron.actor.logprobs import chunked_logprobs
 from dppo_megatron.actor.softmax import Projection, TorchSoftmax
 from dppo_megatron.config.schema import ActorConfig, Config, LoraConfig
 from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.mapping import hf_shapes
 from dppo_megatron.weights.pipeline import FIRST, LAYOUT, split_layers
 from dppo_megatron.workbench.planning.activations import Pass, head_bytes, in_flight, layer_kept
 from dppo_megatron.workbench.planning.memory import host_copies, pinned, plan_memory, state_bytes, updated_on_host
-from dppo_megatron.workbench.planning.shares import Degrees, Share, Tensors, share_of
+from dppo_megatron.workbench.planning.shares import ONE_GPU, Degrees, Share, Tensors, share_of
 from dppo_megatron.workbench.planning.site import GIB, PROCESS_HOST_BYTES, Site
 
 SIZES = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32, "vocab_size": 131}
@@ -188,6 +190,30 @@ def test_states_in_16_bits_are_widened(models: dict[str, Path], moments: str, ma
     assert more["step"] == {"optimizer": -2 * states * updated, "other": (4 * states - 4) * updated}
     assert more["checkpoint"] == {"optimizer": -2 * states * updated, "other": 4 * states * updated}
     assert halved.host == whole.host
+
+
+def test_recorded_experts_are_on_every_rank(models: dict[str, Path]) -> None:
+    """Of two replicas of two stages and two tensor-parallel ranks each: what the engine gives is on every rank for all
+    four layers and all tokens of its replica, what the actor records for a quarter. A byte for each of two experts."""
+    config, architecture = Config(), read_architecture(models["qwen3_moe"])
+    config.rollout.engine, config.rollout.prompts_per_step, config.rollout.completions_per_prompt = "hf", 16, 8
+    config.actor.layout.tensor_parallel = config.actor.layout.pipeline_parallel = 2
+    site = Site(8, 8, 80 * GIB, 1e15, 1900 * GIB)
+    found = {}
+    for replay in ("off", "engine", "actor"):
+        config.actor.routing_replay = replay  # type: ignore[assignment]
+        found[replay] = [
+            phase.parts.get("recorded experts") for phase in plan_memory(config, architecture, site, 100.0).host
+        ]
+    of_replica = 64 * 100 * 4 * 2
+    assert found == {"off": [None] * 2, "engine": [8 * of_replica] * 2, "actor": [2 * of_replica] * 2}
+
+
+def test_a_mixture_of_one_layer(tmp_path: Path) -> None:
+    """It is the first and the last at once."""
+    architecture = read_architecture(write_model(tmp_path, family="qwen3_moe", num_hidden_layers=1))
+    expected = sum(math.prod(shape) for shape in hf_shapes(architecture).values())
+    assert share_of(architecture, ONE_GPU, 0).count() == expected
 
 
 def test_fp8_copies(models: dict[str, Path]) -> None:

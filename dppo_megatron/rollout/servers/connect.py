@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -98,7 +99,8 @@ def connect(
             present = partial(named_now, alone, routers, configured, rollout.engine)
     urls = list(addresses)
     servers: list[Server] = [make_server(rollout, url, key, architecture.vocab_size) for url, key in addresses.items()]
-    infos = [describe(server, rollout.servers.api_key_env) for server in servers]
+    with ThreadPoolExecutor(len(servers), "describe") as threads:  # vLLM's first answer takes it seconds
+        infos = list(threads.map(lambda server: describe(server, rollout.servers.api_key_env), servers))
     for server, info in zip(servers, infos, strict=True):
         check_server(server.http.url, info, config, architecture)
     routers = [router for router in routers if through(router, [server.dialect for server in servers])]
@@ -394,26 +396,29 @@ class Membership:
         if fleet.clients is not None:
             fleet.clients.gone({member.name for member in fleet.members if member.has_left})
         here = {(member.name, member.server.http.api_key) for member in fleet.members}
-        for url, entry in entries.items():
-            if (url, entry.api_key) not in here:
-                self._try(fleet, entry)
+        new = [entry for url, entry in entries.items() if (url, entry.api_key) not in here]
+        with ThreadPoolExecutor(len(new) or 1, "describe") as threads:
+            for server in filter(None, threads.map(self._try, new)):
+                self._introduce(server)  # first: the fleet asks which client has a member
+                fleet.let_in(server)
+                log(f"rollout: {server.http.url} has come; it gets requests after a weight sync")
 
-    def _try(self, fleet: Fleet, entry: RegistryEntry) -> None:
+    def _try(self, entry: RegistryEntry) -> Server | None:
+        """The server, if it answers and fits."""
         config = self._config
         try:
             check_entry(entry, config.rollout)
             server = make_server(config.rollout, entry.url, entry.api_key, self._architecture.vocab_size)
             server.healthy(timeout_s=_ASK_S)
             self._check(server)
+            return server
         except (BadAnswer, NotProven, UserError) as error:
-            return self._reject(entry, str(error))
+            self._reject(entry, str(error))
         except Refused as error:
-            return self._reject(entry, f"{entry.url} answers with {error}")
+            self._reject(entry, f"{entry.url} answers with {error}")
         except Unreachable:
-            return  # asked again at the next sync
-        self._introduce(server)  # first: the fleet asks which client has a member
-        fleet.let_in(server)
-        log(f"rollout: {entry.url} has come; it gets requests after a weight sync")
+            pass  # asked again at the next sync
+        return None
 
     def _check(self, server: Server) -> None:
         """Have it describe itself. Raises as `inspect`."""

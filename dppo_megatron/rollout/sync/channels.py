@@ -209,7 +209,7 @@ class BucketChannel(Channel):
         return {}
 
     def _exchange(self, mine: Offers | str) -> Sequence[Offers | str]:
-        """All ranks' offers."""
+        """All ranks' offers, on rank 0."""
         return [mine]
 
     @abstractmethod

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from dppo_megatron.distributed import on_loopback_if_one_machine
+from dppo_megatron.distributed import on_loopback_if_one_machine, to_rank_zero
 from dppo_megatron.rollout.servers.device_map import DeviceMap
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.member import Member
@@ -109,10 +109,11 @@ class SharedMemoryChannel(BucketChannel):
             return f"rank {self._rank} could not offer its memory: {error}"
 
     def _exchange(self, mine: Offers | str) -> Sequence[Offers | str]:
+        """All ranks' offers, on rank 0; the others wait until it has them."""
         if self._group is None:
             return [mine]
-        found: list[Offers | str] = [{} for _ in self.receivers]
-        dist.all_gather_object(found, mine, group=self._group)
+        found = to_rank_zero(mine, self._group)
+        dist.broadcast(torch.zeros(1), 0, self._group)
         return found
 
     def _hand_over(self, members: Sequence[Member], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:

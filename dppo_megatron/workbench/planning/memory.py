@@ -99,6 +99,7 @@ def plan_memory(config: Config, architecture: Architecture, site: Site, mean_tok
     """Every phase of a checked config; `mean_tokens` is the mean length of a sequence, prompt included."""
     degrees = Degrees.of(config.actor.layout, site.gpus)
     engine = plan_engine(config, architecture, site, longest_sequence(config)[0])
+    experts = _recorded_experts(config, architecture, degrees, mean_tokens)
     gpus, nodes = [], []
     for stage, chunks in enumerate(split_layers(architecture.num_layers, config.actor)):
         share = share_of(architecture, degrees, stage, sum(chunks))
@@ -106,7 +107,7 @@ def plan_memory(config: Config, architecture: Architecture, site: Site, mean_tok
         working = _working(config, architecture, degrees, stage, sum(chunks), mean_tokens)
         on_gpu = _on_gpu(config, architecture, engine, state, working)
         gpus.append([Phase(name, parts, stage) for name, parts in on_gpu.items()])
-        nodes.append(_on_node(config, site, degrees, engine, share, state))
+        nodes.append(_on_node(config, site, degrees, engine, share, state, experts))
     worst, host = ([max(same, key=lambda phase: phase.total) for same in zip(*of, strict=True)] for of in (gpus, nodes))
     return MemoryPlan(tuple(worst), (host[0], host[1]), engine)
 
@@ -118,6 +119,18 @@ def microbatches(config: Config, degrees: Degrees, mean_tokens: float) -> int:
     if config.packing.mode == "none":
         return max(1, round(share))
     return max(1, -int(-share * mean_tokens // config.packing.max_tokens_per_microbatch))
+
+
+def _recorded_experts(config: Config, architecture: Architecture, degrees: Degrees, mean_tokens: float) -> float:
+    """Bytes on the host of a rank for the experts that a step replays, if nothing is pruned: those that an engine gives
+    are there for all layers and all tokens of the replica, the actor's own for its layers and tokens alone."""
+    choices, replay = architecture.expert_choices, config.actor.routing_replay
+    if choices is None or replay == "off":
+        return 0.0
+    sequences = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
+    ranks = degrees.pipeline * degrees.context * (degrees.tensor if degrees.sequence_parallel else 1)
+    of_replica = sequences / degrees.data * mean_tokens * choices.bytes_per_token
+    return of_replica if replay == "engine" else of_replica / ranks
 
 
 def state_bytes(share: Share, degrees: Degrees, actor: ActorConfig, dtype: str) -> dict[str, float]:
@@ -303,9 +316,16 @@ def _rebuilt(config: Config, architecture: Architecture) -> float:
 
 
 def _on_node(
-    config: Config, site: Site, degrees: Degrees, engine: EnginePlan, share: Share, state: dict[str, float]
+    config: Config,
+    site: Site,
+    degrees: Degrees,
+    engine: EnginePlan,
+    share: Share,
+    state: dict[str, float],
+    experts: float,
 ) -> list[Phase]:
-    """A node whose ranks all hold this share: in every phase, and while a checkpoint is written."""
+    """A node whose ranks all hold this share, and `experts` bytes of those that are replayed: in every phase, and while
+    a checkpoint is written."""
     away, dtype = leaves_for_servers(config), config.model.dtype
     copies = host_copies(share, degrees, config.actor, dtype)
     in_steps, built = updated_on_host(share, degrees, config.actor, dtype)
@@ -316,6 +336,7 @@ def _on_node(
         "reference policy": share.trained.count() * _BYTES[dtype] if config.objective.kl.coef > 0 else 0.0,
         _HOST: in_steps + (copies["optimizer"] if "optimizer" in away else 0.0),
         "weights on the host": copies["weights"] if "weights" in away else 0.0,
+        "recorded experts": experts,
         "copies for the checkpoint": state["weights"] + saved,
     }
     parts: dict[str, float] = {"processes": (site.ranks_per_node + servers) * PROCESS_HOST_BYTES}

@@ -133,15 +133,15 @@ def active_parameters(architecture: Architecture) -> int:
 
 
 def _keys(architecture: Architecture, stage: int, layers: int, keys: Iterable[str]) -> Iterator[tuple[str, int | None]]:
-    """Each of `keys` with the number of the stage's layers that have it, None outside of layers. Where layers differ,
-    the first are dense and the last stands for the others."""
+    """Each of `keys` with the number of the stage's layers that have it, None outside of layers. Of a mixture the first
+    may be dense, and the last stands for the others."""
     dense = min(architecture.experts.dense_layers, layers) if architecture.experts and stage == 0 else 0
     last = architecture.num_layers - 1
     for key in keys:
-        if not architecture.layers_differ or not layer_of(key, ()):
+        if not architecture.has_layer_keys or not layer_of(key, ()):
             yield key, layers if stacked_axes(key, architecture) else None
         elif layer_of(key, ()) in ((0,), (last,)):
-            yield key, dense if layer_of(key, ()) == (0,) else layers - dense
+            yield key, layers - dense if layer_of(key, ()) == (last,) else dense
 
 
 def _tensors(architecture: Architecture, degrees: Degrees, stage: int, layers: int) -> Iterator[Tensors]:

@@ -1,0 +1,68 @@
+"""Megatron's pipeline schedule over the packs of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import tee
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from dppo_megatron.actor.batch import Microbatch
+from dppo_megatron.actor.layout import Layout
+from dppo_megatron.actor.schedule_timers import schedule_timers
+from dppo_megatron.spans import recorder
+from dppo_megatron.types import PackPlan
+
+Forward = Callable[[Iterator[Microbatch], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
+"""The forward pass of the next micro-batch through a model chunk; what takes its output to the loss."""
+
+
+def run_schedule(
+    forward: Forward,
+    packs: Iterator[Microbatch],
+    model: Sequence[Any],
+    plan: PackPlan,
+    layout: Layout,
+    *,
+    forward_only: bool,
+) -> None:
+    """Forward and backward passes over `packs`, those that `plan` has for this replica, through the chunks of `model`.
+    Collective over the replica."""
+    config, interleaved = model[0].config, len(model) > 1
+    config.timers = schedule_timers(recorder(), layout.device) if recorder().on else None
+    share = layout.context.size * (layout.tensor_parallel if layout.sequence_parallel else 1)
+    own = plan.microbatches[layout.data_parallel_rank]
+    with _shapes_known([(pack.num_tokens // share, 1, config.hidden_size) for pack in own]):
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=list(tee(packs, len(model))) if interleaved else packs,
+            model=list(model) if interleaved else model[0],
+            num_microbatches=plan.num_microbatches,
+            # read only by the interleaved schedule, which exchanges this one shape
+            seq_length=plan.microbatches[0][0].num_tokens,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+
+@contextmanager
+def _shapes_known(shapes: Sequence[tuple[int, int, int]]) -> Iterator[None]:
+    """Pipeline stages take the shape of what arrives from the plan: in either direction, packs come in its order.
+
+    Megatron, where lengths vary, has a stage send each shape before its tensor, and the receiver wait until its device
+    has done all that it was given: twice a micro-batch, and nothing is launched meanwhile.
+    """
+    forward, backward = iter(shapes), iter(shapes)
+
+    def known(_self: Any, _to_next: Any, _to_previous: Any, recv_prev: bool, recv_next: bool) -> tuple[Any, Any]:
+        return next(forward) if recv_prev else None, next(backward) if recv_next else None
+
+    plain, P2PCommunicator._communicate_shapes = P2PCommunicator._communicate_shapes, known
+    try:
+        yield
+    finally:
+        P2PCommunicator._communicate_shapes = plain
