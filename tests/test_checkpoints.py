@@ -12,6 +12,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -372,9 +373,10 @@ def test_a_tensor_that_is_not_there_is_named(tmp_path: Path) -> None:
 
     from dppo_megatron.checkpoint.store import _check_tensors
 
-    key = "decoder.layers.0.mlp.router.weight"
-    with pytest.raises(UserError, match=f"holds no tensor {key}. A mixture of experts has other names"):
-        _check_tensors({"a": ShardedTensor.from_rank_offsets(key, torch.zeros(2))}, Metadata({}), tmp_path)
+    key, held = "decoder.layers.0.mlp.router.weight", {"decoder.layers.mlp.router.weight": MagicMock()}
+    for known, why in ((held, "an earlier version stacked"), ({}, "another model, or without adapters or a reference")):
+        with pytest.raises(UserError, match=f"holds no tensor {key}; .*{why}"):
+            _check_tensors({"a": ShardedTensor.from_rank_offsets(key, torch.zeros(2))}, Metadata(known), tmp_path)
 
 
 def test_manifest_lists_every_file(saved: Path) -> None:

@@ -166,7 +166,6 @@ def test_a_server_is_not_probed_while_it_takes_weights() -> None:
         fleet.probe_all()  # reads the answers
         return [(member.state, member.outages) for member in fleet.members]
 
-    assert states_after_a_minute() == [("stale", 0), ("stale", 0)]
-    with fleet.lock:
-        fleet.members[0].synced("2")
-    assert states_after_a_minute() == [("out", 1), ("stale", 0)]
+    with fleet.taking_weights(fleet.members[:1]):
+        assert states_after_a_minute() == [("stale", 0), ("out", 1)]
+    assert states_after_a_minute() == [("out", 1), ("out", 1)]

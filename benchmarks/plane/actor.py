@@ -56,7 +56,7 @@ def one_rank(rank: int, world: int, model: Path) -> dict[str, Any]:
     from dppo_megatron.actor.layout import build_layout
     from dppo_megatron.config.schema import ActorConfig, LayoutConfig
     from dppo_megatron.weights.architecture import read_architecture
-    from dppo_megatron.weights.mapping import hf_shapes, table
+    from dppo_megatron.weights.mapping import hf_shapes, kinds
     from dppo_megatron.weights.routes import RankReport
 
     dist.destroy_process_group()
@@ -80,7 +80,7 @@ def one_rank(rank: int, world: int, model: Path) -> dict[str, Any]:
     config = ActorConfig(layout=layout_config)
     config.optimizer.distributed = True
     architecture = read_architecture(model)
-    shapes, rows = hf_shapes(architecture), table(architecture)
+    shapes, rows = hf_shapes(architecture), kinds(architecture)
     memory, started = _anonymous_bytes(), cpu_s()
     layout = build_layout(layout_config, 0)
     actor = Actor(config, layout, architecture, lambda name: torch.zeros(shapes[name]), dtype=torch.bfloat16)

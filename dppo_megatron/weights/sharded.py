@@ -134,7 +134,8 @@ class WeightStream:
         # as bytes: what many ranks report alike is unpickled once, not once a rank
         told = RankReport(launched_node(self._me), [pickle.dumps(block) for block in mine])
         # the table has next to each other what SGLang joins within one call (`rollout/sync/channels.py`)
-        self._catalogue = Catalogue(gather_all([told]), (*table(architecture), *adapter_rows(architecture)))
+        rows = (*table(architecture), *adapter_rows(architecture))
+        self._catalogue = Catalogue(gather_all([told]), [by_kind(key, ())[0] for key in rows])
         self._blocks = self._catalogue.blocks
         self._local: dict[tuple[int, Place], list[_Shard]] = {}
         for number, block in enumerate(self._blocks):

@@ -108,8 +108,8 @@ def write_torch_dist(
 
 
 class TorchDistReader:
-    """Reads the model's weights out of a distributed checkpoint that any layout wrote, this project's or another, those
-    of a run with adapters merged with them.
+    """Reads the model's weights out of a distributed checkpoint that any layout wrote, this project's or another (of a
+    mixture with a key for each layer), those of a run with adapters merged with them.
 
     Raises:
         UserError: keys that are missing, unknown or of another shape; all of them are named.

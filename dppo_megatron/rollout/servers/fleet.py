@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from threading import Condition
@@ -89,6 +90,7 @@ class Fleet:
         self.expected = ""
         """The version that makes a server live."""
         self._probing: dict[str, _Probe] = {asked.name: _Probe() for asked in self.endpoints}
+        self._taking = frozenset[str]()
         self.tickets = count(1)
 
     @property
@@ -117,6 +119,15 @@ class Fleet:
             self.expected = version
             for asked in self.endpoints:
                 asked.set_target(version)
+
+    @contextmanager
+    def taking_weights(self, members: Iterable[Member]) -> Iterator[None]:
+        """They take weights meanwhile, and are not probed."""
+        self._taking = frozenset(member.name for member in members)
+        try:
+            yield
+        finally:
+            self._taking = frozenset()
 
     def mark_out(self, member: Endpoint, reason: str) -> None:
         """No more requests; those in flight are closed and go elsewhere."""
@@ -191,8 +202,8 @@ class Fleet:
     def probe_all(self) -> None:
         """Start the health probes that are due and act on those that have come back.
 
-        A stale server is not asked: it gets no request, and a sync has a limit of its own. SGLang does not answer while
-        it loads weights from disk (0.5.23): marked out, it would lose that sync and what it has in flight.
+        Servers that take weights are not asked: a sync has a limit of its own. SGLang does not answer while it loads
+        weights from disk (0.5.23): marked out, it would lose that sync and what it has in flight.
         """
         now = self.clock()
         for member in self.endpoints:
@@ -202,8 +213,7 @@ class Fleet:
                 if probe.asked == (member.state, member.outages):
                     self._has_answered(member, error)
             due = now - probe.begun > self.limits.probe_every_s
-            waits_for_weights = isinstance(member, Member) and member.state == "stale"
-            may_be_asked = not waits_for_weights and (member.state != "out" or member.may_be_asked)
+            may_be_asked = member.name not in self._taking and (member.state != "out" or member.may_be_asked)
             if probe.answer is None and due and may_be_asked:
                 probe.begun, probe.asked = now, (member.state, member.outages)
                 timeout_s = self.limits.probe_timeout_s

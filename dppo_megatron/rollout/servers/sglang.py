@@ -249,7 +249,7 @@ def _longest(info: ServerArgs) -> int | None:
         tree = (info.speculative_eagle_topk or 0) * (info.speculative_num_steps or 0)
         spare = max(spare, tree, info.speculative_num_draft_tokens or 0)
     found = [] if info.context_length is None else [info.context_length - spare]
-    found += [] if info.max_req_input_len is None else [info.max_req_input_len + 4]
+    found += [] if info.max_req_input_len is None else [info.max_req_input_len + 4 + _SPARE - spare]
     return min(found, default=None)
 
 

@@ -126,7 +126,8 @@ class ServerSide:
     def send(self, tensors: Tensors, members: list[Member]) -> None:
         """Keeps those in `members` that took everything."""
         self._reach("sending")
-        members[:] = self._channel.push(tensors, tuple(members), self._version_name)
+        with self._fleet.taking_weights(members):
+            members[:] = self._channel.push(tensors, tuple(members), self._version_name)
         self._reach("handed over")
 
     def finish(self, took: Sequence[Member], digests: Digests | None) -> None:
