@@ -48,7 +48,15 @@ def other_name(key: str) -> str:
 def meant(key: str, value: str, known: Iterable[str]) -> str:
     """What `value`, which is no choice of `key`, was meant to be: another trainer's word, else one of `known` that is
     very close; empty: neither. At difflib's own cutoff of 0.6 'grpo' would be 'gspo', which is another loss."""
-    if said := other_names().get(f"{key}={value.replace('-', '_').lower()}"):
+    general = re.sub(r"^data\.(?:train|eval)_sets\.[^.]+\.", "data.", key)  # rows have what a set's own replaces
+    if said := other_names().get(f"{general}={value.replace('-', '_').lower()}"):
         return said
-    close = difflib.get_close_matches(value, list(known), n=1, cutoff=0.8)
-    return f"did you mean '{close[0]}'?" if close else ""
+    close = closest(value, list(known), 0.8)
+    return f"did you mean '{close}'?" if close else ""
+
+
+def closest(word: str, known: list[str], cutoff: float) -> str:
+    """The one of `known` most like `word`; else one of the same letters: two that change places leave 'gpso' 0.75 like
+    'gspo', as 'grpo' is. Empty: none."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    return next(iter([*close, *(one for one in known if sorted(one) == sorted(word))]), "")

@@ -26,7 +26,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 import yaml
 
 from dppo_megatron.config.data import DataConfig, SetConfig
-from dppo_megatron.config.other_names import other_name, other_names
+from dppo_megatron.config.other_names import closest, other_name, other_names
 from dppo_megatron.config.reward import RewardConfig, SetRewardConfig
 from dppo_megatron.config.schema import Config, EvalConfig
 from dppo_megatron.types import UserError
@@ -37,6 +37,8 @@ _FOREIGN = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model
 """Sections of verl: a name of ours that looks alike means something else."""
 _REPEATING = ("data.eval_sets.", "eval.", "sft.")
 """Where settings stand that RL has too: the tables have RL's."""
+_ANYTHINGS = ("steps", "dir", "name", "enabled")
+"""Last words of ours that in another section may be anything's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,37 +212,61 @@ def unknown_key(where: str, key: str, under: list[str], section: type) -> UserEr
     """
     key, under = key[:200], [more[:200] for more in under]  # a name in damaged text may have any length
     asked = [f"{key}{more}" for more in under] or [key]
+    parent, _, last = key.rpartition(".")
+    names, known, last = [item.name for item in fields(section)], all_keys(), last.replace("-", "_").lower()
+    is_top = section is Config
+    if last in names and not (is_top and parent):
+        return _did_you_mean(where, key, [f"{parent}.{last}".lstrip(".")])
     for name in asked:
         if said := other_name(name):
             return UserError(f"{where}: unknown key '{name}'; {said}")
-    parent, _, last = key.rpartition(".")
-    if section is not Config and not key.startswith(_REPEATING) and (said := other_name(last)):
+    own = [] if is_top else _own(parent, last, names, known)
+    if own:
+        return _did_you_mean(where, key, own)
+    same = [name for name in known if name.endswith(f".{last}")]
+    said = "" if is_top or key.startswith(_REPEATING) or asked != [key] else other_name(last)
+    if said and all(name in said for name in same):  # `normalization` is a layer's to others, an objective's here
         return UserError(f"{where}: unknown key '{key}'; {said}")
-    names, known = [item.name for item in fields(section)], all_keys()
-    elsewhere = "_" in last and any(name.endswith(f".{last}") for name in known)
-    close = difflib.get_close_matches(last, names, n=1, cutoff=0.75)
-    if section is not Config and close and not elsewhere:
-        return UserError(f"{where}: unknown key '{key}'; did you mean '{parent}.{close[0]}'?")
-    near = [] if key.split(".")[0] in _FOREIGN else _nearest(asked[0], known)
+    close = "" if is_top else closest(last, names, 0.75)
+    if close and ("_" not in last or not same):
+        return _did_you_mean(where, key, [f"{parent}.{close}"])
+    near = [] if key.split(".")[0] in _FOREIGN else _nearest(asked[0].replace("-", "_").lower(), known)
+    is_beside = any(name.split(".")[0] == key.split(".")[0] for name in near)
+    if close and (is_beside or f"_{close}_" in f"_{last}_"):  # completions' warmup_steps, or the prompts' warmup_epochs
+        near = list(dict.fromkeys([f"{parent}.{close}", *near]))
     if near:
-        return UserError(f"{where}: unknown key '{asked[0]}'; did you mean '" + "' or '".join(near) + "'?")
-    inside = "here" if section is Config else f"in {parent}"
+        return _did_you_mean(where, asked[0], near)
+    inside = "here" if is_top else f"in {parent}"
     return UserError(f"{where}: unknown key '{asked[0]}'; known {inside}: {', '.join(sorted(names))}")
+
+
+def _did_you_mean(where: str, key: str, names: list[str]) -> UserError:
+    return UserError(f"{where}: unknown key '{key}'; did you mean '" + "' or '".join(names) + "'?")
+
+
+def _own(parent: str, last: str, names: list[str], known: list[str]) -> list[str]:
+    """What `last` is the name or half the name of in the section `parent`: `rate` in the sections below it, `tensor` or
+    `warmup_steps` in its own names. Of more than four the list of all says as much."""
+    below = [name for name in known if name.startswith(f"{parent}.") and name.endswith(f".{last}")]
+    found = below + [f"{parent}.{name}" for name in names if f"_{last}_" in f"_{name}_"]
+    return found if len(found) <= 4 else []
 
 
 def _nearest(key: str, known: list[str]) -> list[str]:
     """Known keys that `key` most likely means, at most two. In a section of ours they are its own, by their last words:
-    whole keys are alike by the section's name alone. A last word that stands elsewhere is a hint if it has two parts:
-    updates_per_step is one thing, but steps, dir, name and enabled may be anything's."""
+    whole keys are alike by the section's name alone. A last word that stands elsewhere is a hint unless it is one of
+    `_ANYTHINGS`: updates_per_step and engine are one thing."""
     section, _, rest = key.partition(".")
     last, own = rest.rpartition(".")[2], [name for name in known if name.startswith(f"{section}.")]
     near = [name for name in known if name.endswith(f".{key}")]
     if not near and rest:
-        same = [name for name in known if name.endswith(f".{last}")]
-        near = [name for name in same if name in own] or (same if "_" in last else [])
+        same = [name for name in known if name.endswith(f".{last}") or (name == last and "_" in last)]
+        near = [name for name in same if name in own] or (same if last not in _ANYTHINGS else [])
+        if len(near) > 2:
+            near = difflib.get_close_matches(key, near, n=1, cutoff=0.8)
     if not near and rest and own:
-        close = difflib.get_close_matches(last, {name.rpartition(".")[2] for name in own}, n=1, cutoff=0.8)
-        near = [name for name in own if close and name.endswith(f".{close[0]}")]
+        close = closest(last, sorted({name.rpartition(".")[2] for name in own}), 0.8)
+        near = [name for name in own if close and name.endswith(f".{close}")]
     elif not near:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     return near if len(near) <= 2 else []

@@ -31,6 +31,8 @@ _MARK = "Xq7turn"
 """Placeholder for an assistant's text, to see what the chat template appends to it."""
 _DATE = "26 Jul 2024"
 """Llama's own default of `date_string`, without which Llama 3.2's template writes today's into every prompt."""
+_DATE_SWITCH = re.compile(r"\bdate_string\s+(?:is\s|or\s)|\bnot\s+date_string\b|\bdate_string\s*\|\s*d(?:efault)?\b")
+"""A template with it writes today's date only where `date_string` is not given."""
 
 
 def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -63,7 +65,7 @@ def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) ->
 
 def varies(source: str) -> bool:
     """Whether a chat template may make other prompts at the next start."""
-    writes_date = "strftime_now" in source and "date_string" not in source
+    writes_date = "strftime_now" in source and not _DATE_SWITCH.search(source)
     return writes_date or re.search(r"\brandom\b", source) is not None
 
 
@@ -222,7 +224,8 @@ def _filled_in(chat: Messages, template: Template, tokenizer: PreTrainedTokenize
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_CPU_S)
     try:
-        extra = {"date_string": _DATE} | template.chat_template_kwargs
+        of_today = "strftime_now" in (chat_template_of(tokenizer) or "")  # others have a date of their own
+        extra = ({"date_string": _DATE} if of_today else {}) | template.chat_template_kwargs
         with growing_at_most(_TEMPLATE_BYTES):
             return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks, **extra))
     finally:

@@ -20,6 +20,7 @@ from dppo_megatron.config.resolved_sets import TEMPLATES, Template, check_data, 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.examples import load_examples
 from dppo_megatron.data.sets import ProblemSet, load_set, stop_token_ids
+from dppo_megatron.data.templates import varies
 from dppo_megatron.types import UserError
 
 ONLY = "only {problem} is filled in, in prompt_template"
@@ -320,7 +321,8 @@ def test_stop_tokens_come_from_the_template(tmp_path: Path) -> None:
 
 def test_todays_date_in_every_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama 3.2's template has it unless it is told a date: it is told Llama's own default, or what is set, or a set
-    would have another fingerprint tomorrow. Where a template has no such switch there is a warning."""
+    would have another fingerprint tomorrow. Where a template has no such switch there is a warning. One that never
+    writes today's keeps the date that it has."""
     switch = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     days = iter(["1 Aug 2026", "2 Aug 2026"])
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", SimpleNamespace(now=lambda: Today(days)))
@@ -333,3 +335,9 @@ def test_todays_date_in_every_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert first.fingerprint != second.fingerprint
     assert all("checkpoint.may_change=[data.train_sets.s]" in "".join(one.notes) for one in (first, second))
     assert load(tmp_path, tokenizer=always, template="plain_boxed").notes == ()
+    for date in ("date_string or strftime_now('%d')", "date_string | default(strftime_now('%d'))"):
+        assert not varies(f"{{% set date_string = {date} %}}{{{{ date_string }}}}")
+    assert varies("{% set date_string = strftime_now('%d') %}{{ date_string }}")
+    own = "{% if not date_string is defined %}{% set date_string = '26 July 2024' %}{% endif %}{{ date_string }}"
+    found = load(tmp_path, tokenizer=chat_tokenizer(own + TEMPLATE), template="chat_boxed")
+    assert found.first_prompt.startswith("26 July 2024<|im_start|>user")

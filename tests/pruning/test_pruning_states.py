@@ -122,8 +122,6 @@ def test_a_resume_with_other_numbers_of_prompts_goes_on_in_the_epoch(before: int
     later = play(resumed, 2, ahead, [], last=1 + left)
     offered = np.concatenate([one.offered for one in (decision, *later)])
     assert len(np.unique(offered)) == len(offered) == before + left * now
-    older = {key: value for key, value in states[0].items() if key != "planned"}
-    make(ahead=ahead, planned=before).load_state_dict(older)
 
 
 @pytest.mark.parametrize(("before", "now"), [(3, 1), (3, 0), (2, 3), (1, 1)])
