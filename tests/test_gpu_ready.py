@@ -33,7 +33,7 @@ import common
 import train_step
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has CUDA")
-GPU_TESTS = {"tests/test_gpu.py": 12, "tests/test_engines_gpu.py": 10}
+GPU_TESTS = {"tests/test_gpu.py": 12, "tests/test_engines_gpu.py": 12}
 """As docs/testing.md says."""
 H100, H200 = (Site(1, 8, CHIPS[name].memory_bytes, CHIPS[name].peak_flops, 1e15) for name in ("h100", "h200"))
 
