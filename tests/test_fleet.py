@@ -197,23 +197,6 @@ def test_a_seed_draws_the_same_from_the_same_weights_only(version: str, at_once:
     assert work.resent == (lost if version == "2" else set()) and work.retries == len(lost) and lost
 
 
-@pytest.mark.parametrize(("spans", "anew"), [([(1, 10)], set()), ([(1, 5), (2, 5)], {0}), ([(2, 10)], {0})])
-def test_a_second_attempt_that_meets_a_sync_draws_another(spans: list[tuple[int, int]], anew: set[int]) -> None:
-    """Lost and asked for again under the same weights, it is sampled on through a sync, or has waited at its server
-    until after it. One that was never lost is the one that was drawn, whatever weights it has come through."""
-    world = World()
-
-    def reply(ask: Submit) -> Event:
-        lost = ask.server == "a"
-        return broken(ask) if lost else Completed(ask.ticket, [10], ["stop"], spans)
-
-    world.reply = reply
-    work = work_of(groups(1, 1))
-    assert sorted(dispatch(world.fleet(), work)) == [0, 1]
-    assert [(ask.index, ask.server) for ask in world.asked] == [(0, "a"), (1, "b"), (0, "b")]
-    assert work.resent == anew and work.retries == 1
-
-
 def test_who_comes_back_is_asked_only_after_a_sync() -> None:
     """Its probe succeeds at once, and still it gets nothing; alone, the fleet asks for weights."""
     world, failed = World(), []

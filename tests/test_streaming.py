@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fake_fleet import World, answered, groups, nothing_in_flight, work_of
+from support.fake_fleet import World, answered, broken, groups, nothing_in_flight, work_of
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.rollout.servers.dispatch import Dispatch
+from dppo_megatron.rollout.servers.dispatch import Dispatch, dispatch
 from dppo_megatron.rollout.servers.wire import Completed, Event, GenerateRequest, Submit
 from dppo_megatron.run import Run
 from dppo_megatron.steps.loop import Loop
@@ -126,3 +126,20 @@ def test_what_was_aborted_is_asked_for_again_and_nothing_else() -> None:
     list(Dispatch(world.fleet(), [work]).run())
     asked = sum(ask.group.count for ask in world.asked)
     assert asked == 8 * count + len(lost) <= 1.06 * 8 * count and work.is_complete and not work.missing
+
+
+@pytest.mark.parametrize(("spans", "anew"), [([(1, 10)], set()), ([(1, 5), (2, 5)], {0}), ([(2, 10)], {0})])
+def test_a_second_attempt_that_meets_a_sync_draws_another(spans: list[tuple[int, int]], anew: set[int]) -> None:
+    """Lost and asked for again under the same weights, it is sampled on through a sync, or has waited at its server
+    until after it. One that was never lost is the one that was drawn, whatever weights it has come through."""
+    world = World()
+
+    def reply(ask: Submit) -> Event:
+        lost = ask.server == "a"
+        return broken(ask) if lost else Completed(ask.ticket, [10], ["stop"], spans)
+
+    world.reply = reply
+    work = work_of(groups(1, 1))
+    assert sorted(dispatch(world.fleet(), work)) == [0, 1]
+    assert [(ask.index, ask.server) for ask in world.asked] == [(0, "a"), (1, "b"), (0, "b")]
+    assert work.resent == anew and work.retries == 1

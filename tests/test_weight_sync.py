@@ -455,27 +455,6 @@ def test_each_rank_hands_its_buffer_to_the_server_beside_it(running: Running) ->
     assert offers == offers_of_other == 2 * num_buckets and (last, last_of_other) == (num_buckets, 0)
 
 
-def _offers_of_two_buckets() -> tuple[list[list[int]], int]:
-    """On a rank: from which ranks it knows the offers, and how many messages it has sent."""
-    me, sent = dist.get_rank(), []
-    channel = SharedMemoryChannel(None, {"a": (2, 3, 5), "b": (4,)}, vllm_offer, BUCKET, 60)
-    if me not in channel.receivers:
-        return [], 0
-    send = dist.send_object_list
-    dist.send_object_list = lambda *given, **how: (sent.append(1), send(*given, **how))  # type: ignore[assignment]
-    dist.all_gather_object = None  # type: ignore[assignment]
-    found: Any = [channel._exchange({("a", turn): {"from": me}}) for turn in range(2)]
-    return [[cast(Any, offer)["from"] for part in parts for offer in part.values()] for parts in found], len(sent)
-
-
-def test_offers_go_to_rank_zero_alone() -> None:
-    """Each of the others sends one message a bucket, where all to all takes as many steps as there are ranks. In the
-    order of ranks, of which one has no server beside it."""
-    first, *others = run_ranks(_offers_of_two_buckets, 6)
-    assert first == ([[0, 2, 3, 4, 5]] * 2, 0)
-    assert others == [([], 0), *[([[], []], 2)] * 4]
-
-
 def _without_files(config: RolloutConfig) -> str:
     """What stops the sync on this rank. Both have to give the server what it is to map."""
     server = Told("a")

@@ -101,6 +101,7 @@ class PromptColumns:
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt]) -> PromptColumns:
+        """Those of prompts that are all made."""
         places: dict[str, int] = {}
         return cls(
             np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64),
@@ -111,6 +112,7 @@ class PromptColumns:
 
     @classmethod
     def of_table(cls, table: Any) -> PromptColumns:
+        """Those in a cache's file, a pyarrow table."""
         from pyarrow.compute import list_value_length
 
         source = table["source"].combine_chunks().dictionary_encode()

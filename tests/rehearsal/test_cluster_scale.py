@@ -15,7 +15,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ from dppo_megatron.distributed import (
 )
 from dppo_megatron.packing.alignment import PackingLayout, packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
+from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel, vllm_offer
 from dppo_megatron.steps.exchange import Replicas, exchange
 from dppo_megatron.steps.step import UpdatePlan, sizes_of
 from dppo_megatron.types import Completion, Group, Prompt, RolloutPrompt
@@ -172,3 +173,24 @@ def test_a_rank_may_open_what_it_is_allowed() -> None:
     """1,024 open files are a usual limit, and rank 0 of a large job may need more: its store, a save's plan."""
     soft, hard = run_ranks(_limit, 1)[0]
     assert soft == (1 << 20 if hard == resource.RLIM_INFINITY else hard)
+
+
+def _offers_of_two_buckets() -> tuple[list[list[int]], int]:
+    """On a rank: from which ranks it knows the offers, and how many messages it has sent."""
+    me, sent = dist.get_rank(), []
+    channel = SharedMemoryChannel(None, {"a": (2, 3, 5), "b": (4,)}, vllm_offer, 1 << 20, 60)
+    if me not in channel.receivers:
+        return [], 0
+    send = dist.send_object_list
+    dist.send_object_list = lambda *given, **how: (sent.append(1), send(*given, **how))  # type: ignore[assignment]
+    dist.all_gather_object = None  # type: ignore[assignment]
+    found: Any = [channel._exchange({("a", turn): {"from": me}}) for turn in range(2)]
+    return [[cast(Any, offer)["from"] for part in parts for offer in part.values()] for parts in found], len(sent)
+
+
+def test_offers_go_to_rank_zero_alone() -> None:
+    """Each of the others sends one message a bucket, where all to all takes as many steps as there are ranks. In the
+    order of ranks, of which one has no server beside it."""
+    first, *others = run_ranks(_offers_of_two_buckets, 6)
+    assert first == ([[0, 2, 3, 4, 5]] * 2, 0)
+    assert others == [([], 0), *[([[], []], 2)] * 4]

@@ -209,6 +209,7 @@ class _ByUuid(ForkingPickler):
     with its own CUDA_VISIBLE_DEVICES. SGLang reads both there (0.5.23, srt/utils/patch_torch.py)."""
 
     def reducer_override(self, value: Any) -> Any:
+        """How a tensor on a GPU is built again elsewhere; anything else as pickle would."""
         if not (isinstance(value, Tensor) and value.is_cuda):
             return NotImplemented
         build, arguments = reduce_tensor(value)  # type: ignore[no-untyped-call]
