@@ -6,7 +6,6 @@ been begun (`servers/dispatch.py`) and ends when they are done.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
@@ -74,8 +73,7 @@ class RankZero:
     def begin(self, work: Work) -> None:
         """Generate for it in the background."""
         if work.may_split:
-            of_client = Counter(self.clients.client_of(one.name) for one in self.fleet.live)
-            work.spread(max(of_client.values(), default=1), self._config.rollout.limits.max_concurrent_sequences)
+            work.spread(self.fleet.reach, self._config.rollout.limits.max_concurrent_sequences)
         self.background.begin(work)
 
     def abort(self, works: Sequence[Work]) -> None:

@@ -15,11 +15,11 @@ The rules:
 - A group goes to the live server or router with the fewest outstanding tokens, of those with room for its completions:
   `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight.
   It is for one engine: a server of four data-parallel replicas has room for four times as many.
-- A group of training is asked for in parts, at most as many as there are live servers of the client that has most
-  (`Work.spread`): completions of a hard prompt are long together, and whoever had all of them would end last. A rank
-  takes what its node's client holds, so the parts go to servers of one client while one of those can be asked and half
-  of them are live (else all would wait for the last one). What goes elsewhere joins the rest of its group after the
-  rollout (`Work.homes`).
+- A group of training is asked for in parts, at most as many as there are live servers of the client that has most,
+  or behind a router (`Work.spread`): completions of a hard prompt are long together, and whoever had all of them would
+  end last. A rank takes what its node's client holds, so the parts go to servers of one client while one of those can
+  be asked and half of them are live (else all would wait for the last one). What goes elsewhere joins the rest of its
+  group after the rollout (`Work.homes`).
 - Groups of a server that has gone out are queued again; what it answers after that is dropped. With a seed (vLLM)
   the second attempt samples the same completion, so a failure does not favour short ones; without, or under newer
   weights, `Work.resent`.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -108,6 +109,14 @@ class Fleet:
         routers = [r for r in self.routers if r.state == "live" and r.server.dialect.carries(group)]
         behind = {name for router in routers for name in router.server.named}
         return [*routers, *(member for member in self.live if member.name not in behind)]
+
+    @property
+    def reach(self) -> int:
+        """Most live servers that one client asks, itself or through a router: a group has as many parts."""
+        assert self.clients is not None
+        asked = Counter(self.clients.client_of(member.name) for member in self.live)
+        behind = [len(router.server.named) for router in self.routers if router.state == "live"]
+        return max([1, *asked.values(), *behind])
 
     def health(self) -> dict[str, str]:
         """live, or the state and its reason, by address."""
