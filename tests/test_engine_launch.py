@@ -211,7 +211,7 @@ def every_call_reaches_every_replica(engine: Any, config: Config) -> None:
         call(*arguments, timeout_s=60)
         assert http.get(path, dict[str, bool], timeout_s=60) == {path[1:]: expected}
     requests = [Request(prompts_of(config)[0], index, 9) for index in range(4)]
-    work = engine._plan(requests, Sampling(12, 1.0, 0))[0]
+    work = engine._plan(requests, Sampling(12, 1.0, 0))
     for seed, channel in (
         (3, DiskChannel(rank_zero(engine).fleet, Path(config.run_dir) / "again", config.model.hf_path, 1 << 20, 60)),
         (4, BroadcastChannel(rank_zero(engine).fleet, "gloo", 1 << 20, 60)),

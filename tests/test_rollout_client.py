@@ -247,10 +247,10 @@ def test_what_is_given_up_half_way_is_ended_at_the_server(files: Path, tmp_path:
     engine = _one_rank(files, tmp_path, rollout__servers__endpoints=f"[{stubs.url('a')}]")
     try:
         asked = [Request(Prompt(i, "", (2, 3), "", ""), c, 1) for i in range(2) for c in range(4)]
-        work, places = engine._plan(asked, Sampling(LIMIT, 1.0, 0))
+        work = engine._plan(asked, Sampling(LIMIT, 1.0, 0))
         landing = dispatch(rank_zero(engine).fleet, work)
         next(landing)
-        engine._take(work, places)
+        engine._take(work)
         landing.close()  # type: ignore[attr-defined]
         assert closed.wait(20)
     finally:
@@ -471,7 +471,8 @@ def test_what_was_not_sampled_is_no_failed_grading() -> None:
     work.parts[1], work.lost[1] = (0, 2), "400 Bad Request"
     stop = Completion(np.empty(0, np.int64), np.empty(0, np.float32), "stop", "")
     engine: Any = object.__new__(ServerEngine)
-    engine._started = [SimpleNamespace(work=work, places=[[0, 1, 2]])]
+    work.places = [[0, 1, 2]]
+    engine._started = [work]
     engine._zero = SimpleNamespace(is_here=True, ask=lambda _: False, here=lambda _: None)
     engine._take = lambda *_: {0: stop, 1: stop}
     engine._grades = {0: Grade(1.0), 1: Grade(math.nan, failure="timed out after 1 s")}

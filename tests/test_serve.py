@@ -268,7 +268,7 @@ def test_an_engine_whose_client_has_ended_is_closed(files: Path, tmp_path: Path,
     engine.start([Request(Prompt(0, "", (2, 3), "", ""), c, 2) for c in range(3)], SAMPLING)
     assert engine._client is not None
     rank_zero(engine).background.join()
-    assert engine._started[0].work.landed
+    assert engine._started[0].landed
     engine._client.process.kill()
     engine._client.process.wait()
     snapshot, sockets = next((tmp_path / "run" / "sync").iterdir()), engine._client._directory

@@ -23,7 +23,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -94,7 +94,7 @@ class ServerEngine(Engine):
         self._grades: dict[int, Grade] = {}
         self._grades_in_client = client_hook is not None
         self._stats = RolloutStats()
-        self._started: list[_Started] = []
+        self._started: list[Work] = []
         self._numbers = itertools.count(1)
         """Of rollouts; all ranks count alike."""
         self._zero: OnRankZero[RankZero] = OnRankZero()
@@ -159,40 +159,40 @@ class ServerEngine(Engine):
             self.start(requests, sampling)
             yield from self.finish().items()
             return
-        work, places = self._plan(requests, sampling, next(self._numbers))
+        work = self._plan(requests, sampling, next(self._numbers))
         while True:
             try:
                 for _ in self._zero.ask(lambda zero: dispatch(zero.fleet, work)):
-                    yield from self._take(work, places).items()
+                    yield from self._take(work).items()
                 break
             except NeedsWeights:
                 self._sync.again()
-        yield from self._take(work, places).items()
+        yield from self._take(work).items()
         self._zero.here(lambda zero: zero.count(work, self._sync.version, self._stats))
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Begin generating in the background, behind what was started of earlier steps."""
-        self._started.append(_Started(*self._plan(requests, sampling, next(self._numbers))))
-        self._zero.here(lambda zero: zero.begin(self._started[-1].work))
+        self._started.append(self._plan(requests, sampling, next(self._numbers)))
+        self._zero.here(lambda zero: zero.begin(self._started[-1]))
 
     def finish(self) -> dict[int, Completion]:
         """Wait for what was started of the earliest step. The completions are those that this node's client has taken
         in, shared evenly by its ranks; a training prompt's are together, also where they came from several nodes."""
         assert self._started, "start comes first"
-        first = min(self._started, key=lambda one: one.work.order)
+        first = min(self._started, key=lambda work: work.order)
         self._started.remove(first)
-        while self._zero.ask(lambda zero: zero.background.wait(first.work)):
+        while self._zero.ask(lambda zero: zero.background.wait(first)):
             self._sync.again()
             self._go_on()
         found: dict[int, Completion] = {}
         gone: list[str] = []
         try:
-            found = self._take(first.work, first.places)
+            found = self._take(first)
         except RunAborted as error:  # of this node's client: the other nodes' ranks would go on without this one
             gone = [f"node {self._nodes.node}: {error}"]
         if gone := gather_all(gone):
             raise RunAborted(gone[0])
-        lost, homes = from_rank_zero(lambda: (first.work.missing, first.work.homes))
+        lost, homes = from_rank_zero(lambda: (first.missing, first.homes))
         if homes:
             self._reunite(found, homes, first.places)
         of_group = Counter(group for group, _ in lost)
@@ -204,7 +204,7 @@ class ServerEngine(Engine):
                 missing = Completion(np.empty(0, np.int64), np.empty(0, np.float32), "abort", "")
                 if found.setdefault(places[position], missing) is missing:
                     self._grades[places[position]] = Grade(math.nan, failure=f"{UNSAMPLED}: {why}")
-        self._zero.here(lambda zero: zero.count(first.work, self._sync.version, self._stats))
+        self._zero.here(lambda zero: zero.count(first, self._sync.version, self._stats))
         return dict(sorted(found.items()))
 
     def _reunite(self, found: dict[int, Completion], homes: dict[int, int], places: Sequence[Sequence[int]]) -> None:
@@ -238,7 +238,7 @@ class ServerEngine(Engine):
         the result; whether it is out is decided by its health probe."""
 
         def probed(zero: RankZero) -> list[tuple[str, Completion]]:
-            work, _ = self._plan(requests, sampling)
+            work = self._plan(requests, sampling)
             if alone:
                 zero.background.join()
             answers: list[tuple[str, Completion]] = []
@@ -279,7 +279,7 @@ class ServerEngine(Engine):
                 each.callback(self._client.close)
             self._zero.here(lambda zero: each.callback(zero.clients.close))
             with suppress(RunAborted):  # a client that has ended has nothing to be cancelled
-                self._zero.here(lambda zero: zero.abort([one.work for one in self._started]))
+                self._zero.here(lambda zero: zero.abort(self._started))
 
     def _go_on(self) -> None:
         """After a sync, which may have found the rollouts with nothing in flight and nobody to ask."""
@@ -305,9 +305,8 @@ class ServerEngine(Engine):
             again = self._own.restart(self._zero.ask(lambda zero: zero.fleet.hanging()))
             self._zero.here(lambda zero: zero.fleet.restarted(again))
 
-    def _plan(self, requests: Sequence[Request], sampling: Sampling, number: int = 0) -> tuple[Work, list[list[int]]]:
-        """The requests in groups, and where each group's completions go. The same on every rank that calls it; a probe
-        is rank 0's alone, and has no number."""
+    def _plan(self, requests: Sequence[Request], sampling: Sampling, number: int = 0) -> Work:
+        """The requests in groups. The same on every rank; a probe is rank 0's alone, and has no number."""
         trains = not any(request.stream for request in requests)
         size = selection_settings(self._config).widest_group
         if not (trains and number):  # else `Work.spread` sees to it, and the parts stay together
@@ -318,28 +317,20 @@ class ServerEngine(Engine):
         prompts = []
         if trains and self._grades_in_client and self._zero.is_here:
             prompts = [pickle.dumps(replace(requests[place[0]].prompt, token_ids=())) for place in places]
-        work = Work(groups, expected, prompts, may_lose=trains, may_split=trains)
+        work = Work(groups, expected, prompts, places, may_lose=trains, may_split=trains)
         work.order = requests[0].step if trains and requests else 0  # an evaluation is asked before every step
         work.number = number
-        return work, places
+        return work
 
-    def _take(self, work: Work, places: list[list[int]]) -> dict[int, Completion]:
+    def _take(self, work: Work) -> dict[int, Completion]:
         """What this node's client holds for this rank, by position in the requests, in their order."""
         if self._nodes.node not in self._owners:
             return {}
         shares = self._nodes.neighbours
         found = {}
         for arrived in take(self._take_path, self._secret, shares.index(self._nodes.rank), len(shares), work.number):
-            place = places[arrived.index][arrived.position]
+            place = work.places[arrived.index][arrived.position]
             found[place] = arrived.completion
             if arrived.grade is not None:
                 self._grades[place] = arrived.grade
         return dict(sorted(found.items()))
-
-
-@dataclass(eq=False, frozen=True)
-class _Started:
-    """One rollout, as every rank knows it."""
-
-    work: Work
-    places: list[list[int]]

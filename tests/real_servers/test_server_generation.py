@@ -339,14 +339,14 @@ def test_what_was_begun_can_be_given_up(served: Served, tmp_path: Path) -> None:
     engine.load_weights(reference.weights)
     requests = requests_for(prompts_of(config)[:24])
     engine.start(requests, Sampling(LONG, 1.0, 0))
-    rank_zero(engine).abort([one.work for one in engine._started])
+    rank_zero(engine).abort(engine._started)
     engine._started.clear()
     assert sum(member.groups for member in rank_zero(engine).fleet.members) == 0
     for member in rank_zero(engine).fleet.live:
         member.server.pause("finish", timeout_s=30)
     engine.start(requests[:8], Sampling(8, 1.0, 0))
     threading.Event().wait(1.0)
-    assert not engine._started[0].work.done
+    assert not engine._started[0].done
     for member in rank_zero(engine).fleet.live:
         member.server.resume(timeout_s=30)
     assert reference.difference(requests[:8], list(engine.finish().values())).max() < 1e-3

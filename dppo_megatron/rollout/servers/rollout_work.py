@@ -88,6 +88,8 @@ class Work:
     expected: Expected
     prompts: Sequence[bytes] = ()
     """For the grading hook, one a group; empty: nothing is graded."""
+    places: Sequence[Sequence[int]] = ()
+    """By group, the places of its completions among all requests of the rollout."""
     may_lose: bool = False
     """Completions may be missing: those of a request that fails for good or is late, and stragglers under
     `rollout.limits.finish_fraction`. Not of an evaluation, where they would count as wrong."""
