@@ -28,7 +28,7 @@ from dppo_megatron.weights.hf_files import (
     hf_writer,
 )
 from dppo_megatron.weights.mapping import EXPERT_BIAS, Place, hf_names, in_layer_order, join, places, table
-from dppo_megatron.weights.pipeline import uneven_hint
+from dppo_megatron.weights.pipeline import UNEVEN_HINT
 from dppo_megatron.weights.provider import model_architecture
 from dppo_megatron.weights.torch_dist import TorchDistReader, is_torch_dist, write_torch_dist
 
@@ -71,8 +71,8 @@ def hf_to_megatron(
         if size < 1:
             raise UserError(f"--{name} {size}: must be at least 1")
     said, even = [], pp
-    if architecture.num_layers % pp and (hint := uneven_hint(architecture.num_layers, pp)):
-        said, even = [f"--pp {pp}: the model's {architecture.num_layers} layers do not divide by it{hint}"], 1
+    if pp < (num_layers := architecture.num_layers) and num_layers % pp:
+        said, even = [f"--pp {pp}: the model's {num_layers} layers do not divide by it{UNEVEN_HINT}"], 1
     layout = LayoutConfig(tensor_parallel=tp, pipeline_parallel=even, expert_parallel=ep)
     try:
         architecture.check_layout(ActorConfig(layout=layout))

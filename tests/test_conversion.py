@@ -308,7 +308,7 @@ def test_a_layout_of_unequal_stages_is_said(source: Path, tmp_path: Path, capsys
     """The files are the same for every layout, so it is no error; what such a job needs is printed."""
     assert _convert("to-megatron", "--hf", source, "--out", tmp_path / "out", "--pp=3") == 0
     said = capsys.readouterr().out
-    assert "--pp 3: the model's 4 layers do not divide by it; stages of unequal size are possible" in said
+    assert "--pp 3: the model's 4 layers do not divide by it; for stages of unequal size see actor.megatron" in said
     assert (tmp_path / "out" / "config.json").is_file()
 
 

@@ -18,6 +18,7 @@ Stages: TypeAlias = tuple[tuple[int, ...], ...]
 """Layers by pipeline stage, and in it by model chunk: chunk c of stage s is number c x stages + s in the model."""
 
 FIRST, LAST, EMBEDDING, LOSS, LAYOUT = UNEVEN_STAGES
+UNEVEN_HINT = f"; for stages of unequal size see actor.megatron.{LAYOUT} (docs/actor.md)"
 
 _LETTERS = {"embedding": "E", "decoder": "t", "loss": "L", "mtp": "m"}
 _MOST = 8192
@@ -41,7 +42,7 @@ def split_layers(num_layers: int, actor: ActorConfig) -> Stages:
         if num_layers % (stages * chunks):
             raise UserError(
                 f"actor.layout: pipeline_parallel x virtual_pipeline = {stages * chunks}: the model's {num_layers}"
-                f" layers do not divide by it{uneven_hint(num_layers, stages * chunks)}"
+                f" layers do not divide by it{UNEVEN_HINT}"
             )
         return ((num_layers // (stages * chunks),) * chunks,) * stages
     name = "actor.megatron." + next(iter(given))
@@ -70,20 +71,6 @@ def check_optimizers(stages: Stages, actor: ActorConfig) -> None:
             f"actor.layout.pipeline_parallel = {len(stages)}: stage {held.index(0)} would have no layer, and so {why};"
             " Megatron could not save its optimizer or load it again; give the stage a layer"
         )
-
-
-def uneven_hint(num_layers: int, parts: int) -> str:
-    """An uneven split that there is, as the end of a sentence; empty if there are more parts than layers."""
-    layers, more = divmod(num_layers, parts)
-    if parts == 1 or not layers:
-        return ""
-    between = [f"(t*{size}|)*{count}" for size, count in ((layers + 1, more), (layers, parts - 2 - more)) if count > 0]
-    if more > parts - 2:  # one is left over beside those between: the head weighs more than the embedding
-        first, between = layers + 1, [f"(t*{layers + 1}|)*{parts - 2}"] if parts > 2 else []
-    else:
-        first = layers
-    layout = f"Et*{first}|{''.join(between)}t*{layers}L"
-    return f"; stages of unequal size are possible, such as actor.megatron={{{LAYOUT}: '{layout}'}}"
 
 
 def _by_ends(num_layers: int, stages: int, chunks: int, given: Mapping[str, Any]) -> Stages:
@@ -123,7 +110,7 @@ def _by_ends_as_layers(num_layers: int, stages: int, chunks: int, given: Mapping
     if total % (stages * chunks):
         raise UserError(
             f"actor.megatron: {', '.join(given)}: {num_layers} layers and {len(given)} more do not divide by"
-            f" pipeline_parallel x virtual_pipeline = {stages * chunks}{uneven_hint(num_layers, stages * chunks)}"
+            f" pipeline_parallel x virtual_pipeline = {stages * chunks}{UNEVEN_HINT}"
         )
     sizes = [[total // (stages * chunks)] * chunks for _ in range(stages)]
     sizes[0][0] -= EMBEDDING in given
