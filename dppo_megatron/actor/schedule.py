@@ -1,7 +1,9 @@
-"""Megatron's pipeline schedule over the packs of a plan."""
+"""Megatron's pipeline schedule over the packs of a plan, and on a timeline: each micro-batch's forward and backward
+pass, and what is sent between stages."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import tee
@@ -13,12 +15,12 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from dppo_megatron.actor.batch import Microbatch
 from dppo_megatron.actor.layout import Layout
-from dppo_megatron.actor.schedule_timers import schedule_timers
-from dppo_megatron.spans import recorder
+from dppo_megatron.spans import Spans, recorder
 from dppo_megatron.types import PackPlan
 
 Forward = Callable[[Iterator[Microbatch], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
 """The forward pass of the next micro-batch through a model chunk; what takes its output to the loss."""
+_COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
 
 
 def run_schedule(
@@ -33,7 +35,7 @@ def run_schedule(
     """Forward and backward passes over `packs`, those that `plan` has for this replica, through the chunks of `model`.
     Collective over the replica."""
     config, interleaved = model[0].config, len(model) > 1
-    config.timers = schedule_timers(recorder(), layout.device) if recorder().on else None
+    config.timers = _timers(recorder(), layout.device) if recorder().on else None
     share = layout.context.size * (layout.tensor_parallel if layout.sequence_parallel else 1)
     own = plan.microbatches[layout.data_parallel_rank]
     with _shapes_known([(pack.num_tokens // share, 1, config.hidden_size) for pack in own]):
@@ -66,3 +68,36 @@ def _shapes_known(shapes: Sequence[tuple[int, int, int]]) -> Iterator[None]:
         yield
     finally:
         P2PCommunicator._communicate_shapes = plain
+
+
+def _timers(spans: Spans, device: torch.device) -> Callable[..., _Timer]:
+    """What Megatron's configuration takes as `timers`, for one pass over a plan: a timer by its name. Megatron calls
+    its `start` and `stop`. On a GPU both wait for the device, else they would time the launches of kernels: a recorded
+    step is slower than the others.
+
+    Example: two micro-batches on one stage give, on the track `micro-batches`, forward 0, backward 0, forward 1,
+    backward 1.
+    """
+    timer = functools.cache(lambda name: _Timer(name, spans, device))
+    return lambda name, log_level=None: timer(name)  # a start names its level, a stop does not
+
+
+class _Timer:
+    def __init__(self, name: str, spans: Spans, device: torch.device) -> None:
+        self._name, self._spans, self._device = name, spans, device
+        self._count, self._start = 0, 0.0
+
+    def start(self, barrier: bool = False) -> None:
+        """`barrier` is Megatron's wish to line the ranks up, which would change what is timed."""
+        self._start = self._now()
+
+    def stop(self, barrier: bool = False) -> None:
+        compute = _COMPUTE.get(self._name)
+        track, name = ("micro-batches", f"{compute} {self._count}") if compute else ("pipeline", self._name)
+        self._spans.add(track, name, self._start, self._now())
+        self._count += 1
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._spans.clock()

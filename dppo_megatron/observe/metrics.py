@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dppo_megatron.files import write_text
 from dppo_megatron.spans import recorder
-from dppo_megatron.texts import one_line
+from dppo_megatron.texts import aligned, one_line
 from dppo_megatron.types import StepCounts
 
 
@@ -145,8 +145,7 @@ class Summary:
         parts = sorted(((s, name) for name, s in self.phase_s.items() if name != "step"), reverse=True)
         rows += [(f"  {name}", f"{seconds:.1f} s") for seconds, name in parts]
         rows.append(("whole run", f"{self.wall_s:.1f} s"))
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        return "\n".join(aligned(rows, left=2))
 
 
 def _percent(score: float | None) -> str:
