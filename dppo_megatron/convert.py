@@ -33,7 +33,6 @@ from dppo_megatron.weights.provider import model_architecture
 from dppo_megatron.weights.torch_dist import TorchDistReader, is_torch_dist, write_torch_dist
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The choices of `--dtype`."""
 
 
 def hf_to_megatron(

@@ -72,7 +72,6 @@ class Job:
     reference: WeightReader | None = None
     """Weights of the KL term's reference; None: the policy's own at the start."""
     notes: list[str] = field(default_factory=list)
-    """Lines for the log."""
 
     @cached_property
     def train_prompts(self) -> Sequence[Prompt]:

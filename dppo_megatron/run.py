@@ -114,7 +114,6 @@ class Run:
         self._warned: set[str] = set()
         self._first_step = 1
         self.last_step = job.config.steps
-        """The step after which the run is done."""
         self._recorded: int | None = None
         """The step of the record's last line, also where it came with a checkpoint; None before there is one."""
         changes += self._origin.data_changes if self._origin else ()

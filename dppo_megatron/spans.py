@@ -36,7 +36,6 @@ class Spans:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.on = False
-        """Whether anything is kept."""
         self._spans: list[Span] = []
 
     def add(self, track: str, name: str, start_s: float, end_s: float, ticket: int | None = None) -> None:

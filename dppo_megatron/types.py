@@ -141,7 +141,6 @@ class GradeTask:
 
     completion: str
     answer: str
-    """The reference."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The other fields of the problem's row; sent only to graders that ask for it."""
     label: str = ""

@@ -175,12 +175,10 @@ class Overrides:
     """A dataclass of Megatron's, with our values of its fields and the user's."""
 
     name: str
-    """The setting."""
     cls: type
     ours: Mapping[str, Any]
     given: Mapping[str, Any]
     fp8: str
-    """actor.fp8."""
 
     def merged(self) -> dict[str, Any]:
         """Our fields with those that were given.

@@ -78,4 +78,3 @@ def divergence_tv(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
 POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
     {"clip": clip, "gspo": gspo, "cispo": cispo, "divergence_tv": divergence_tv}
 )
-"""By the names of `objective.loss`."""

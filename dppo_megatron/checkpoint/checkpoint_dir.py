@@ -41,12 +41,10 @@ class Manifest:
     run: str
     """The run that wrote it: the id in its run.json."""
     config: dict[str, Any]
-    """All settings of the run."""
     world_size: int
     files: dict[str, tuple[int, str]]
     """Name to size in bytes and SHA-256."""
     versions: dict[str, str]
-    """Versions of the software that wrote it."""
     data: dict[str, Any]
     """Fingerprint of the training and evaluation problems (`data.summary`)."""
 

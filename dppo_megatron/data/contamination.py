@@ -126,7 +126,6 @@ class Contamination:
 
     held_out: HeldOut
     drops: bool = False
-    """Leave out what is found."""
     dropped: int = 0
     found: set[tuple[str, int]] = field(default_factory=set)
     """(set, place) of evaluation problems."""

@@ -62,7 +62,6 @@ class ProblemSet:
     held_out: Mapping[str, int] = field(default_factory=dict)
     """Of a training set: how many problems of each evaluation set are in it, or were and have been dropped."""
     dropped: int = 0
-    """Problems left out for that."""
 
     @property
     def first_prompt(self) -> str:

@@ -55,7 +55,6 @@ class _Target:
     """Where results go unless --out says otherwise."""
     settings: Mapping[str, Any]
     where: str
-    """The file that the settings came from."""
 
 
 def prepare(given: EvalArguments) -> tuple[Config, Path, tuple[str, ...]]:

@@ -54,7 +54,6 @@ class EvalSample:
     prompt: str
     """As the model was given it, template included."""
     reference: str
-    """The answer that the grader compares with."""
     text: str
     """The completion, without special tokens."""
     tokens: _Count
@@ -223,7 +222,6 @@ class UnfinishedSamples:
     ) -> None:
         self._path, self._graded_by = directory / UNFINISHED, graded_by
         self.samples: dict[Key, EvalSample] = {}
-        """Generated so far."""
         try:
             make_directory(directory)
             self._file = append_to(self._path)

@@ -45,7 +45,6 @@ class Estimate:
     se: float | None
     """Standard error over problems; None with fewer than two."""
     problems: int
-    """Number of problems in the mean."""
     low: float | None = None
     high: float | None = None
     """95 % interval: value ± t se, t of problems - 1 degrees of freedom, between 0 and 1; None without `se`, and where

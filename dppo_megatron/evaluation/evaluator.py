@@ -40,7 +40,6 @@ class EvalSet:
     name: str
     prompts: Sequence[Prompt]
     ids: Sequence[str]
-    """Of each problem."""
     samples: int
     """Completions of every problem."""
     sampling: Sampling

@@ -36,7 +36,6 @@ _HEADER = -1
 _BLOCK = 1 << 20
 """Bytes of a read."""
 _STEP = re.compile(rb'\{"step": ([0-9]{1,15})[,}]')
-"""How a step's line begins."""
 
 
 class JsonLines:
@@ -130,8 +129,6 @@ class JsonLines:
 
 
 class _Line(msgspec.Struct):
-    """What says which line it is."""
-
     step: Annotated[int, msgspec.Meta(ge=0)] | msgspec.UnsetType = msgspec.UNSET
     format: str | msgspec.UnsetType = msgspec.UNSET
     dropped_before: Annotated[int, msgspec.Meta(ge=0)] = 0

@@ -102,7 +102,6 @@ class Summary:
     tokens_generated: int = 0
     tokens_trained: int = 0
     phase_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of each phase of the steps."""
 
     def add(self, counts: StepCounts, metrics: Mapping[str, float]) -> None:
         """One more step: its counts, and the seconds of its phases from the keys time/*."""

@@ -63,7 +63,6 @@ class RunDirectory:
                 # only now: while this waited for the lock, another trainer may have begun a run here
                 self._held_nothing = all(held.name == LOCK for held in path.iterdir())
                 self.run = read_identity(path) or _begin_identity(path)
-                """The run's id."""
                 _check_names(path)
             except BaseException:
                 self._lock.release()

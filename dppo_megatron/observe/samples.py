@@ -31,7 +31,6 @@ from dppo_megatron.texts import log, reason, show
 from dppo_megatron.types import BoolArray, Completion, FloatArray, Group, IntArray, deciding_reward
 
 SAMPLES = "samples"
-"""Name of the directory inside the run directory."""
 NAME = re.compile(r"steps_(\d+)-(\d+)\.rank(\d+)\.parquet")
 _INCOMPLETE = re.compile(r"\.steps_\d+-\d+\.rank\d+\.parquet(\.\d+)?\.new")
 _NONE: Mapping[str, float] = MappingProxyType({})

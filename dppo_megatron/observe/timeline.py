@@ -29,7 +29,6 @@ from dppo_megatron.spans import Span, Spans
 from dppo_megatron.texts import log
 
 PHASES = "phases"
-"""The track of a step's phases."""
 _ORDER = (PHASES, "micro-batches", "pipeline", "weight sync")
 """Tracks from the top; others follow by name."""
 

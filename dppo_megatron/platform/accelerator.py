@@ -24,7 +24,6 @@ def _nothing(self: object, *args: Any, **kwargs: Any) -> None:
 
 
 def _no_context(self: object, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-    """Nothing to switch."""
     return contextlib.nullcontext()
 
 

@@ -138,7 +138,6 @@ class GradingQueue:
         self.mode: Mode = "each"
         """How they grade, likewise."""
         self.has_started = False
-        """Whether a process ever did."""
         self.seconds_each = 0.001
         """Of a grading: a running geometric mean over the chunks, which one slow sample in a hundred barely moves."""
         self.reset()

@@ -85,7 +85,6 @@ def main() -> None:
 
 
 def _grade_chunk(rewards: Rewards, chunk: Any, board: memoryview[int], answers: IO[bytes]) -> None:
-    """Answer a chunk."""
     ready: dict[int, dict[str, Any]] = {}
     process = os.getpid()
     began = now = flushed = time.monotonic_ns()
@@ -207,7 +206,6 @@ def _answer(
     seconds_each: float | None = None,
     out_of_memory: bool = False,
 ) -> None:
-    """Send the answers that wait."""
     grades = msgspec.Raw(msgspec.msgpack.encode(list(ready.values())))
     _send(answers, Answers(grades, list(ready), seconds_each, out_of_memory))
     ready.clear()

@@ -148,7 +148,6 @@ class Engine(ABC):
     description: str
     """One line for the log: what generates, where, and how weights reach it."""
     _asked: tuple[Sequence[Request], Sampling] | None = None
-    """What `start` was given."""
 
     @property
     def receivers(self) -> Sequence[int] | None:

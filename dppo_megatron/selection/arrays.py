@@ -93,7 +93,6 @@ class TrainSelection:
     offered: IntArray
     """Nominal prompts of the step, refills included; those not rolled out too."""
     prompts: PromptDraw
-    """Those that were rolled out."""
     completion_prob: FloatArray
     """Inclusion probability of each completion given its group, before it was sampled: times that of its end where it
     may be stopped early. NaN where it was not up for the draw: its group does not go on, or it was filtered."""

@@ -42,7 +42,6 @@ class OpenStep:
     outcome: tuple[PromptDraw, Rollouts, FloatArray] | None = None
     """What was finished, with second moments [K]."""
     missing: Missing | None = None
-    """Of what was finished."""
     size_growth: list[float] = field(default_factory=list)
     """Of the variance by the sizes of groups, as the scores predict it; of each choice."""
     before: dict[str, Any] | None = None

@@ -105,7 +105,6 @@ class Loop:
         self.current: Step | None = None
         """The step in progress, until it is finished."""
         self._ahead: deque[Step] = deque()
-        """The steps whose generation was begun ahead, in order."""
         self.last_complete_step: int | None = 0
         """The step whose weights the actor has; None while a step is updating: they are then between two steps."""
         self.skipped_in_a_row = 0

@@ -266,7 +266,6 @@ class Step:
     """Those of this rank's groups that are recorded for people to read."""
     record: StepRecord = field(default_factory=StepRecord)
     measured: list[UpdateResult] = field(default_factory=list)
-    """What each update so far came to."""
     reached: Reached = "new"
 
     def reach(self, state: Reached) -> None:

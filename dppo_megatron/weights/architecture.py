@@ -94,7 +94,6 @@ class Architecture:
     is_glm4: bool = False
     """Gate and up are one tensor of the checkpoint, and pairs that turn lie side by side."""
     lora: Lora | None = None
-    """Adapters that are trained beside the checkpoint's weights."""
     prediction_layers: int = 0
     """Layers behind the others in the checkpoint that predict several tokens; they are not read."""
     provided_names: tuple[tuple[str, tuple[str, ...]], ...] = ()

@@ -141,8 +141,6 @@ def check_shapes(where: str, expected: Mapping[str, Shape], found: Mapping[str, 
 
 @dataclass(frozen=True, slots=True)
 class _TensorSlot:
-    """Where a tensor goes."""
-
     file: BinaryIO
     offset: int
     shape: Shape

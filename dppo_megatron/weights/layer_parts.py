@@ -29,7 +29,6 @@ class Experts:
 
     count: int
     per_token: int
-    """Experts that each token visits."""
     ffn_size: int
     """Of one expert."""
     normalize_weights: bool

@@ -222,8 +222,6 @@ class _OnDemand(DefaultSavePlanner):
 
 
 class _Into(DefaultLoadPlanner):
-    """Reads into one tensor."""
-
     def __init__(self, target: Tensor) -> None:
         super().__init__()
         self._target = target

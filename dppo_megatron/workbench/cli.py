@@ -69,7 +69,6 @@ _ABOUT = {
     "tutorial.md": "quickstart",
 }
 PAGES = {name: page for page, names in _ABOUT.items() for name in names.split()}
-"""The page about a package or a command."""
 
 _PACKAGE = Path(__file__).parents[1]
 _OF_TRAIN = (

@@ -31,7 +31,6 @@ from dppo_megatron.observe.trackers.process import ANSWER, ENCODER, Begin, Cell,
 from dppo_megatron.texts import log
 
 TRACKERS = "trackers"
-"""The directory, in that of the run."""
 _QUEUE = 64
 """Steps that may wait for a tool: a minute of second-long steps, while wandb logs in."""
 _COUNTING_S = 5.0

@@ -267,7 +267,6 @@ class Client:
         self._unsent = []
 
     def _serve_ranks(self) -> None:
-        """Give each rank that asks its share."""
         while True:
             peer, _ = self._takes.accept()
             with peer, contextlib.suppress(OSError, HandshakeFailed):

@@ -52,7 +52,6 @@ class Launched:
     node: int
     """The job's machine that it runs on; 0 is rank 0's."""
     visible_devices: str | None
-    """Its CUDA_VISIBLE_DEVICES."""
 
 
 @dataclass

@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # a reader needs no torch, which the servers' dialects do
     from dppo_megatron.rollout.servers.member import Endpoint
 
 HEALTH = "servers.json"
-"""The file, in the run directory."""
 _EVERY_S = 5.0
 
 
@@ -32,7 +31,6 @@ class ServerHealth:
     state: str
     """live, stale or out (rollout/servers/member.py)."""
     reason: str
-    """Why it is not live."""
     outages: int
     completions: int
     """In flight there."""

@@ -354,8 +354,6 @@ def _close(transport: Transport) -> None:
 
 @dataclass
 class _Connection:
-    """That of one request."""
-
     is_new: bool = False
     """Made for it, not kept from an earlier one."""
 

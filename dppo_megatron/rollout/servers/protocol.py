@@ -108,7 +108,6 @@ class GroupRendezvous:
     store: TCPStore
     world_size: int
     joining: timedelta
-    """For all members to join."""
     timeout: timedelta
     """For one transfer."""
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)

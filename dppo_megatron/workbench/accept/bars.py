@@ -24,7 +24,6 @@ class Figure:
     of_prediction: bool = False
     """The bounds are factors of the value that was predicted; without one the figure is shown."""
     source: str = ""
-    """Where the bound comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,6 @@ class Step:
     figures: dict[str, Figure]
     needs: tuple[Need, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that its process is started with."""
     given: tuple[Any, ...] = ()
     """What the function is called with."""
     ranks: int = 1

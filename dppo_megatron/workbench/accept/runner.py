@@ -112,7 +112,6 @@ def repository(file: str) -> Path | None:
 
 
 def _run(step: Step, own: Path, limit_s: float, record: Record) -> Ran:
-    """Run a step, whose files are in `own`."""
     remove_tree(own)
     own.mkdir(parents=True)
     options = json.dumps(record.options | {"cuda": bool(record.facts.get("gpus"))})

@@ -47,7 +47,6 @@ class Arm:
     method: str
     steps: int
     settings: tuple[str, ...]
-    """Overrides of the job."""
 
     @property
     def directory(self) -> str:
@@ -121,7 +120,6 @@ class MethodRun:
     """Evaluation set to the share of correct answers of each problem, over the last evaluations; null where every
     grading failed."""
     phase_s: dict[str, float]
-    """Seconds of each phase of the steps."""
     variance: float | None = None
     """Realised growth of the gradient's variance by pruning, mean over the steps; None for an older run."""
 

@@ -62,7 +62,6 @@ class EnginePlan:
     tensor: int
     """Over how many GPUs a replica is split."""
     colocated: bool
-    """On the trainer's GPUs."""
     weights: float
     synced: float
     """Bytes that a weight sync sends: half of bfloat16's where servers hold FP8."""

@@ -49,7 +49,6 @@ class Phase:
     parts: dict[str, float]
     """Bytes by one of `PARTS`, or for a node by what they are."""
     stage: int = 0
-    """Pipeline stage of that GPU."""
 
     @property
     def total(self) -> float:

@@ -77,7 +77,6 @@ class Tensors:
     key: str
     """In the table of weights."""
     numel: int
-    """Elements of each."""
     count: int
     is_expert: bool
     is_linear: bool

@@ -82,7 +82,6 @@ class Timing:
     overlaps: bool
     """Generation runs during the update (`RolloutConfig.overlaps_update`)."""
     save_s: float
-    """Of a whole checkpoint."""
 
     @property
     def step_s(self) -> float:

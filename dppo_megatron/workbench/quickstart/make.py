@@ -43,7 +43,6 @@ class Level:
     name: str
     """Value of `source` in the files."""
     operations: int
-    """Operations of the chain."""
     problem_share: float
     """Share of this level in the train and held-out sets; the shares add up to 1."""
     example_share: float

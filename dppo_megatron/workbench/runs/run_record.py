@@ -80,7 +80,6 @@ class RunRecord:
     settings: dict[str, str] = field(default_factory=dict)
     """Dotted key -> value, as JSON."""
     notes: list[str] = field(default_factory=list)
-    """What could not be read."""
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Take the line of a later step."""

@@ -48,7 +48,6 @@ class Trace:
     """What the prompts' rows say; None: nothing."""
     steps: list[TracedStep]
     ranks: int = 1
-    """Of the run."""
 
 
 def decoded(line: bytes, kind: type[_T], where: str) -> _T:
