@@ -95,8 +95,7 @@ def hf_to_megatron(
         with progress("converting", len(list(in_layer_order(architecture))), "tensors") as advance:
             write_torch_dist(directory, architecture, dtypes, read)
         if verify:
-            written = TorchDistReader(directory, architecture).get
-            said.append(_verify(reader, written, "the converted checkpoint"))
+            said.append(_verify(reader, TorchDistReader(directory, architecture).get, "the converted checkpoint"))
     said.append(f"{target}: {len(reader.names)} tensors of {architecture.name}, loadable at any layout")
     return said
 

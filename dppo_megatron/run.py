@@ -428,8 +428,7 @@ class Run:
 
     def _stop_if_asked(self, step: int) -> None:
         """Save and end the run if any rank got a signal. Collective."""
-        device = self.loop.actor.layout.device
-        asked = torch.tensor([int(bool(self._stop_requests.received))], device=device)
+        asked = torch.tensor([int(bool(self._stop_requests.received))], device=self.loop.actor.layout.device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         if asked.item() and step < self.last_step:
             saved = self._save(step) and self._finalize(blocking=True)
@@ -452,8 +451,7 @@ class Run:
 def _watchdog(timeout_s: float) -> Watchdog | None:
     if not timeout_s or dist.get_world_size() == 1:
         return None
-    store = dist.distributed_c10d._get_default_store()
-    return Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout_s)
+    return Watchdog(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), timeout_s)
 
 
 def _averages(scores: Sequence[EvalScores]) -> dict[str, float | None]:

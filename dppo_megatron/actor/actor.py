@@ -150,11 +150,10 @@ class Actor:
         if applied:
             self._schedule.step(1)
             self._apply(grad_norm)
-        learning_rate = max(group["lr"] for group in self._optimizer.param_groups)
         return UpdateResult(
             loss=loss,
             grad_norm=grad_norm,
-            learning_rate=float(learning_rate),
+            learning_rate=float(max(group["lr"] for group in self._optimizer.param_groups)),
             is_skipped=not applied,
             tokens=tokens,
             sums=sums,

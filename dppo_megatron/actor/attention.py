@@ -203,8 +203,7 @@ class UnrotatedAttention(MegatronModule):  # type: ignore[misc]
         return out.reshape(query.size(0), -1)
 
     def _bucketed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        context = packed.context
-        if context.size > 1:
+        if packed.context.size > 1:
             key, value = (self._whole_pack(tensor, packed) for tensor in (key, value))
         rows, attending = [], packed.attending(self._window)
         for bucket in attending.buckets:

@@ -105,8 +105,7 @@ class Routers:
             found: dict[int, _Replay] = {}
             for module in chunk.modules():
                 if replays and isinstance(module, TopKRouter):
-                    again = _is_recomputed(module.config)
-                    found[module.layer_number - 1] = module.router_replay = _Replay(again)
+                    found[module.layer_number - 1] = module.router_replay = _Replay(_is_recomputed(module.config))
             self._of_chunk.append(found)
 
     def _carried(self, samples: Samples, pack: Microbatch, chunk: int) -> Tensor | None:

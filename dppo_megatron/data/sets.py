@@ -148,8 +148,7 @@ class _PromptReader:
         settings, read = self._settings, list[tuple[Row, str | fields.Messages, Prompt]]()
         problems = [fields.problem_of(row, settings) for row in rows]
         texts = render(problems, [row.origin for row in rows], settings, self._tokenizer)
-        most = settings.max_prompt_tokens
-        short = ["" if is_beyond(text, most) else text for text in texts]
+        short = ["" if is_beyond(text, settings.max_prompt_tokens) else text for text in texts]
         ids = tokenize(short, self._tokenizer, self._shared, self._start)
         for row, problem, text, token_ids in zip(rows, problems, texts, ids, strict=True):
             level, unknown = fields.level_of(row, settings)
@@ -289,8 +288,7 @@ def _load_train_set(
 
 def load_eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
     """All sets to evaluate on, each numbered from 0. Raises UserError as `load_set`."""
-    sets = eval_set_configs(config)
-    return {name: load_set(name, settings, tokenizer) for name, settings in sets.items()}
+    return {name: load_set(name, settings, tokenizer) for name, settings in eval_set_configs(config).items()}
 
 
 def set_sizes(sets: Mapping[str, ProblemSet]) -> dict[str, int]:

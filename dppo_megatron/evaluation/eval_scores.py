@@ -131,7 +131,6 @@ def score(name: str, problems: int, samples: int, outcomes: Sequence[SampleOutco
         for k in doublings(samples):
             if k > 1 and (samples <= _LARGEST_FOR_SUBSETS or k == samples):
                 maj_at[k] = mean(maj_at_k(*votes, k) for votes, (n, _) in zip(ballots, counts, strict=True) if n >= k)
-    unparsed = [one.unparsed for one in outcomes if one.unparsed is not None]
     return EvalScores(
         name=name,
         problems=problems,
@@ -140,7 +139,7 @@ def score(name: str, problems: int, samples: int, outcomes: Sequence[SampleOutco
         pass_at=pass_at,
         maj_at=maj_at,
         truncated_share=_share(one.truncated for one in outcomes),
-        unparsed_share=_share(unparsed),
+        unparsed_share=_share([one.unparsed for one in outcomes if one.unparsed is not None]),
         failed=sum(one.correct is None for one in outcomes),
         completion_tokens_mean=_share(one.tokens for one in outcomes),
         by_problem=tuple(
@@ -155,8 +154,7 @@ def doublings(most: int) -> list[int]:
     Example:
         doublings(5) == [1, 2, 4, 5]
     """
-    powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
-    return [*powers, most]
+    return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
 
 
 def mean(values: Iterable[float]) -> Estimate:

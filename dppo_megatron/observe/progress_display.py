@@ -174,8 +174,7 @@ class RunProgress:
         self._total, self._visible, self._clock = total_steps, visible, clock
         self._first: tuple[int, float] | None = None
         """The first step that ended, and when: a resumed run has done others before, at an unknown speed."""
-        live = visible and _is_terminal(sys.stderr)
-        self._bars = _bars(sys.stderr, transient=False) if live else None
+        self._bars = _bars(sys.stderr, transient=False) if visible and _is_terminal(sys.stderr) else None
         if self._bars is not None:
             self._steps = self._bars.add_task(f"0 of {total_steps} steps", total=total_steps)
             self._bars.refresh()

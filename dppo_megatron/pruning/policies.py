@@ -183,8 +183,7 @@ def _resolve(method: str, key: str, known: dict[str, type[P]], base: type[P]) ->
     if not is_plugin(method):
         check_choice(key, method, list(known), ", or module:Class for a policy of your own")
         return known[method]
-    loaded = load_function(key, method)
-    return cast(type[P], plug(loaded, base, key, method))
+    return cast(type[P], plug(load_function(key, method), base, key, method))
 
 
 def _unread(

@@ -228,8 +228,7 @@ class Decoder:
             rotary = rotaries[0 if layer.window is None else 1]
             attended = self._attend(index, heads, values, rotary, batch, cache, mask)
             hidden = self._added(hidden, attended, layer.out, layer.post_norm)
-            normed = self._normed(hidden, layer.middle_norm)
-            hidden = self._feed_forward(hidden, normed, layer.feed_forward, visited)
+            hidden = self._feed_forward(hidden, self._normed(hidden, layer.middle_norm), layer.feed_forward, visited)
         cache.filled += count
         if self._records_experts:
             self.experts = torch.stack(visited, 1).view(batch, count, len(visited), -1)

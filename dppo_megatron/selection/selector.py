@@ -428,8 +428,7 @@ class Selector:
         nominal = nominal[~np.isin(nominal, seen)]  # a refill may run into the next epoch, where they come again
         of.offered.append(nominal)
         if self._reads_prior:
-            posterior = self._prompt_policy.history.posterior(nominal, of.number - 1)
-            of.priors.append(np.stack(posterior, axis=1))
+            of.priors.append(np.stack(self._prompt_policy.history.posterior(nominal, of.number - 1), axis=1))
         of.rounds += 1
         chosen = []
         for index, mine in enumerate(np.array_split(nominal, parts)):

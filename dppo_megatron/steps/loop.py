@@ -379,10 +379,9 @@ class Loop:
         step.reach("selected")
 
     def _start(self, step: Step, selected: Sequence[RolloutPrompt]) -> None:
-        sizes = self._sizes(selected)
         requests = [
             Request(item.prompt, index, step.number, limit=item.limits[index] if item.limits else 0)
-            for item, size in zip(selected, sizes, strict=True)
+            for item, size in zip(selected, self._sizes(selected), strict=True)
             for index in range(size)
         ]
         self._engine.start(requests, self._sampling)
@@ -410,8 +409,7 @@ class Loop:
                 for place, values in store.values.items():
                     sample = update.samples[place]
                     weight, gradient = float(np.mean(sample.weight)), sample.advantage / sample.denominator
-                    behaviour = sample.behaviour_logprobs
-                    mine.add(values, behaviour, sample.figure_weight, weight, correction, gradient)
+                    mine.add(values, sample.behaviour_logprobs, sample.figure_weight, weight, correction, gradient)
         found = Mismatch.join(gather_all([mine]))
         step.record.metrics |= step.named(found.metrics()) | {"kept/product_ess": found.product_ess}
         step.record.ledger = off_policy_sized(step.record.ledger, found.bias)

@@ -92,8 +92,7 @@ def model_architecture(model: ModelConfig, given_as: str = "model.hf_path =") ->
     check_keys(raw, PROVIDED, path, without_others, model.ignore_config_keys, read)
     _check_windows(config, path)
     architecture = _architecture(names[0], bridge.config, config, ropes, path, said)
-    given = tuple(_names(bridge, architecture, said))
-    architecture = replace(architecture, provided_names=given)
+    architecture = replace(architecture, provided_names=tuple(_names(bridge, architecture, said)))
     _check_splits(bridge, architecture, said)
     return architecture
 

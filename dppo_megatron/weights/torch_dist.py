@@ -101,8 +101,7 @@ def write_torch_dist(
     # one plan per layer, as if each were written by its own rank, so that each becomes its own file
     plans, metadata = planner.create_global_plan([SavePlan(items) for items in by_layer])
     plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
-    results = [writer.write_data(plan, planner).wait() for plan in plans]
-    writer.finish(metadata, results)
+    writer.finish(metadata, [writer.write_data(plan, planner).wait() for plan in plans])
     torch.save({}, directory / "common.pt")
     (directory / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
 

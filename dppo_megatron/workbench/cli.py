@@ -86,8 +86,7 @@ def main(argv: list[str] | None = None, display: Display = show_progress) -> int
             from dppo_megatron.workbench.commands.completion import complete
 
             complete(program())
-        parser = program(argv[:1])
-        arguments = parse(parser, argv)
+        arguments = parse(program(argv[:1]), argv)
         arguments.command = argv[0]
         with shown_by(display), logged(show):
             code: int = arguments.run(arguments)

@@ -151,8 +151,7 @@ class Client:
         if isinstance(message, Servers):
             self._asker.know(message.servers)
         elif isinstance(message, Submit):
-            task = self._begin(self._answer(message))
-            self._asks[message.ticket] = (message, task)
+            self._asks[message.ticket] = (message, self._begin(self._answer(message)))
         else:
             for ticket in message.tickets:
                 if message.drops and ticket in self._asks:

@@ -129,8 +129,7 @@ class Listener:
             self.meeting = ClientRendezvous(path, secret, name)
         else:
             self.socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-            port = self.socket.getsockname()[1]
-            self.meeting = ClientRendezvous(f"{host}:{port}", secret, name)
+            self.meeting = ClientRendezvous(f"{host}:{self.socket.getsockname()[1]}", secret, name)
         self.socket.listen(num_nodes)
 
     def close(self) -> None:

@@ -225,8 +225,7 @@ class Fleet:
             may_be_asked = member.name not in self._taking and (member.state != "out" or member.may_be_asked)
             if probe.answer is None and due and may_be_asked:
                 probe.begun, probe.asked = now, (member.state, member.outages)
-                timeout_s = self.limits.probe_timeout_s
-                probe.answer = self._threads.submit(self._look_at, member, timeout_s)
+                probe.answer = self._threads.submit(self._look_at, member, self.limits.probe_timeout_s)
         if self._health_file is not None:
             self._health_file.write(self.endpoints)
 

@@ -269,8 +269,7 @@ class VLLMServer:
             replicas = self.http.get(VLLM_WORKERS_PATH, Models, timeout_s=timeout_s).replicas
             models = sorted((model for replica in replicas for model in replica), key=lambda model: model.place)
         elif self._extended:  # of the first replica only
-            asked = _call("dppo_model", timeout_s)
-            models = self.http.post(_RPC, Models, asked, timeout_s=timeout_s).results
+            models = self.http.post(_RPC, Models, _call("dppo_model", timeout_s), timeout_s=timeout_s).results
         world_size = self.world_size
         whole = [model.place for model in models] == list(range(world_size)) and world_size % self.replicas == 0
         if not whole and (self.replicas > 1 or self._extended):

@@ -53,8 +53,7 @@ class WeightSync:
     ) -> None:
         self._channel, self._restart, self.run = channel, restart, run
         self._wait_s = rollout.limits.engine_wait_s
-        side = None if fleet is None else ServerSide(rollout, channel, fleet, settle_requests)
-        self._zero = OnRankZero(side)
+        self._zero = OnRankZero(None if fleet is None else ServerSide(rollout, channel, fleet, settle_requests))
         self._weights: Weights | None = None
         self._release: Callable[[], None] = lambda: None
         self._proves = False

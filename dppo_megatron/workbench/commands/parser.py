@@ -103,5 +103,4 @@ def check_actor_settings(config: Config, world_size: int, machine: Machine, *, r
     check_world_size(config, world_size)
     architecture.check_layout(actor)
     spec, _ = machine.choose_layer_spec(actor.layer_spec, actor.fp8)
-    dtype = getattr(torch, config.model.dtype)
-    return check_settings(actor, architecture, dtype, spec, runs_here=runs_here)
+    return check_settings(actor, architecture, getattr(torch, config.model.dtype), spec, runs_here=runs_here)

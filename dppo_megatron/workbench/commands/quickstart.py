@@ -63,8 +63,7 @@ def execute(arguments: argparse.Namespace) -> int:
     # before a run that may have taken an hour is removed
     check_world_size(load_config(config, given, writes_run=False), arguments.nproc)
     _remove(run_dir)
-    code = _call("train", config, *given, ranks=arguments.nproc)
-    return code or _call("report", str(run_dir))
+    return _call("train", config, *given, ranks=arguments.nproc) or _call("report", str(run_dir))
 
 
 def _check_is_run(directory: Path) -> None:

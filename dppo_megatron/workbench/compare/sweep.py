@@ -116,8 +116,7 @@ def halve(
         runs += run(arms, first_seed=first, seeds=until, stops_are_left_out=True)
         rows: list[RungRow] = []
         for method in dict.fromkeys(arm.method for arm in arms):
-            of_method = [arm for arm in arms if arm.method == method]
-            rows += _ranked(of_method, runs, until, last=until == seeds)
+            rows += _ranked([arm for arm in arms if arm.method == method], runs, until, last=until == seeds)
         arms = [row.arm for row in rows if row.goes_on]
         first = until
         yield rows, [one for arm in arms for one in runs if one.arm == arm.name]

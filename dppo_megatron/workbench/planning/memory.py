@@ -254,9 +254,8 @@ def _working(
     ):
         logits = rest = 0.0
         if is_last:
-            is_backward = name == "backward"
             logits, rest = head_bytes(
-                one, actor.logprob_chunk_tokens, backward=is_backward, entropy=entropy, fused=fused
+                one, actor.logprob_chunk_tokens, backward=name == "backward", entropy=entropy, fused=fused
             )
         # the output layer and the layers below it do not run at the same time: the larger of the two counts
         inside, logits = (rest, logits) if logits + rest > layer else (layer, 0.0)

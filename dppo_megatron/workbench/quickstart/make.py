@@ -129,8 +129,7 @@ def _exercises(
             exercises.append(exercise)
             if not repeat:
                 used.add(exercise.problem)
-    order = generator(seed, f"arithmetic/{split}/order").permutation(count)
-    return [exercises[i] for i in order]
+    return [exercises[i] for i in generator(seed, f"arithmetic/{split}/order").permutation(count)]
 
 
 def _new_exercise(level: Level, rng: np.random.Generator, used: set[str]) -> Exercise:
