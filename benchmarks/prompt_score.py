@@ -27,9 +27,8 @@ import numpy as np
 from dppo_megatron import __version__
 from dppo_megatron.algorithms.advantages import group_advantages
 from dppo_megatron.config.pruning import PromptPruningConfig
-from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.pruning.policies import make_prompt_policy
-from dppo_megatron.types import FloatArray, IntArray
+from dppo_megatron.types import FloatArray, IntArray, PromptFeatures
 
 RATES = (0.15, 0.3, 0.5)
 Score = Literal["fit", "beta"]

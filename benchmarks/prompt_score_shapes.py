@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from prompt_score import RATES, Recorded, averaged, replay, second_moments
 
-from dppo_megatron.pruning.interface import PromptFeatures
-from dppo_megatron.types import FloatArray, IntArray
+from dppo_megatron.types import FloatArray, IntArray, PromptFeatures
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ import numpy as np
 from dppo_megatron import __version__
 from dppo_megatron.config.schema import Config
 from dppo_megatron.observe.run_directory import RunDirectory, Sums
-from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.steps.trace import trace_header, write_features
+from dppo_megatron.types import PromptFeatures
 
 MOST_CPU_S, MOST_MB = 2.0, 200.0
 PROMPTS = 10**6

@@ -31,7 +31,7 @@ from dppo_megatron.config.resolved_sets import (
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.config.server_args import check_longest
-from dppo_megatron.data.cache import LazyPrompts, PromptColumns
+from dppo_megatron.data.cache import LazyPrompts
 from dppo_megatron.data.examples import load_examples
 from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets, stop_token_ids
 from dppo_megatron.data.summary import data_fingerprint, report_lines
@@ -39,12 +39,12 @@ from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import check_longest_trained, usable_capacity
 from dppo_megatron.platform.capabilities import Machine, this_machine
 from dppo_megatron.progress import progress
-from dppo_megatron.pruning.interface import LARGEST_REWARD, PromptFeatures
+from dppo_megatron.pruning.interface import LARGEST_REWARD
 from dppo_megatron.pruning.policies import check_methods, prompt_policy_class, try_own
 from dppo_megatron.rewards.cross_check import check_installed
 from dppo_megatron.rewards.grading import Graders
 from dppo_megatron.rewards.start_checks import RewardBounds, check_grader, check_references, unused_grader
-from dppo_megatron.types import Prompt, TrainSample, UserError
+from dppo_megatron.types import Prompt, PromptFeatures, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import WeightReader, assets
 from dppo_megatron.weights.provider import model_architecture
@@ -122,7 +122,7 @@ class Job:
         return [line for line in said if line]
 
 
-def features_of(sets: Sequence[PromptColumns]) -> PromptFeatures:
+def features_of(sets: Sequence[PromptFeatures]) -> PromptFeatures:
     """The features of all prompts of several sets, one set after the other."""
     places: dict[str, int] = {}
     codes = [np.array([places.setdefault(name, len(places)) for name in one.sources])[one.source] for one in sets]

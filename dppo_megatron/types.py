@@ -75,6 +75,19 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptFeatures:
+    """What is known of each prompt of a set, or of all training sets, before it is tried: arrays [prompts]."""
+
+    prompt_tokens: IntArray
+    level: FloatArray
+    """How hard the prompt's row says it is, on the row's own scale; NaN where it does not say."""
+    source: IntArray
+    """Place of the prompt's source in `sources`."""
+    sources: tuple[str, ...]
+    """`Prompt.source` of all prompts, each once; empty text for those that name none."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutPrompt:
     """A prompt that survived the selection before rollout."""
 

@@ -56,9 +56,10 @@ import json
 import numpy as np
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
-from dppo_megatron.pruning.interface import PromptFeatures, StepCost
+from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps.trace import trace_header, trace_row
+from dppo_megatron.types import PromptFeatures
 config, rng = Config(steps=4), np.random.default_rng(0)
 config.rollout.prompts_per_step, config.pruning.prompt.method = 8, "none"
 selector = Selector(selection_settings(config), 32)

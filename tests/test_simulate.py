@@ -17,14 +17,13 @@ from dppo_megatron.config.load import read_config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.observe.json_lines import rewind
 from dppo_megatron.observe.run_directory import FEATURES
-from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.run import Run
 from dppo_megatron.steps import trace as steps_trace
 from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.steps.trace import trace_header, write_features
 from dppo_megatron.train import train
-from dppo_megatron.types import UserError
+from dppo_megatron.types import PromptFeatures, UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.runs.trace import read_trace
 from dppo_megatron.workbench.simulate import (

@@ -40,7 +40,7 @@ from dppo_megatron.data.templates import chat_template_of, varies
 from dppo_megatron.files import make_directory, open_own, open_to_read, replacing
 from dppo_megatron.progress import progress
 from dppo_megatron.texts import reason
-from dppo_megatron.types import FloatArray, IntArray, Prompt
+from dppo_megatron.types import Prompt, PromptFeatures
 
 _LEAST_BYTES = 2**20
 """Size of the smallest source that is worth a file: 3,000 problems, read in two seconds."""
@@ -88,40 +88,28 @@ class LazyPrompts(Sequence[Prompt]):
         return cls(table.num_rows, make)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptColumns:
-    """What is known of a set's prompts without making each: arrays [prompts], in their order."""
+def columns_of(prompts: Sequence[Prompt]) -> PromptFeatures:
+    """The features of prompts that are all made."""
+    places: dict[str, int] = {}
+    return PromptFeatures(
+        np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64),
+        np.array([np.nan if prompt.level is None else prompt.level for prompt in prompts], dtype=np.float64),
+        np.array([places.setdefault(prompt.source, len(places)) for prompt in prompts], dtype=np.int64),
+        tuple(places),
+    )
 
-    prompt_tokens: IntArray
-    level: FloatArray
-    """NaN where the row does not say."""
-    source: IntArray
-    """Place of the prompt's source in `sources`."""
-    sources: tuple[str, ...]
 
-    @classmethod
-    def of(cls, prompts: Sequence[Prompt]) -> PromptColumns:
-        """Those of prompts that are all made."""
-        places: dict[str, int] = {}
-        return cls(
-            np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64),
-            np.array([np.nan if prompt.level is None else prompt.level for prompt in prompts], dtype=np.float64),
-            np.array([places.setdefault(prompt.source, len(places)) for prompt in prompts], dtype=np.int64),
-            tuple(places),
-        )
+def _columns_of_table(table: Any) -> PromptFeatures:
+    """Those in the file of a cache, a pyarrow table."""
+    from pyarrow.compute import list_value_length
 
-    @classmethod
-    def of_table(cls, table: Any) -> PromptColumns:
-        """Those in a cache's file, a pyarrow table."""
-        from pyarrow.compute import list_value_length
-
-        source = table["source"].combine_chunks().dictionary_encode()
-        return cls(
-            list_value_length(table["token_ids"]).to_numpy().astype(np.int64),
-            table["level"].to_numpy(),
-            source.indices.to_numpy().astype(np.int64),
-            tuple(source.dictionary.to_pylist()),
-        )
+    source = table["source"].combine_chunks().dictionary_encode()
+    return PromptFeatures(
+        list_value_length(table["token_ids"]).to_numpy().astype(np.int64),
+        table["level"].to_numpy(),
+        source.indices.to_numpy().astype(np.int64),
+        tuple(source.dictionary.to_pylist()),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +164,7 @@ class PromptCache:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def read(self, first_index: int) -> tuple[Sequence[Prompt], PromptColumns, dict[str, Any]] | None:
+    def read(self, first_index: int) -> tuple[Sequence[Prompt], PromptFeatures, dict[str, Any]] | None:
         """Prompts, numbered from `first_index`, and the facts they were written with; None if there is no such file."""
         import pyarrow  # 0.2 s of CPU, as in rows.py
 
@@ -191,7 +179,7 @@ class PromptCache:
             table = pyarrow.ipc.open_file(pyarrow.py_buffer(mapped).slice(0, end)).read_all()
             if table.schema.metadata[b"key"] != self._key.encode():
                 return None
-            columns, facts = PromptColumns.of_table(table), json.loads(table.schema.metadata[b"facts"])
+            columns, facts = _columns_of_table(table), json.loads(table.schema.metadata[b"facts"])
             mapped.madvise(mmap.MADV_DONTNEED)
             return LazyPrompts.of_table(table, mapped, first_index), columns, facts
         except (OSError, ValueError, KeyError, pyarrow.ArrowException):

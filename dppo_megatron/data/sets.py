@@ -21,7 +21,7 @@ from dppo_megatron.config.resolved_sets import ResolvedSet, eval_set_configs, tr
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data import fields
-from dppo_megatron.data.cache import PromptCache, PromptColumns
+from dppo_megatron.data.cache import PromptCache, columns_of
 from dppo_megatron.data.contamination import Contamination, HeldOut, Words, words_of
 from dppo_megatron.data.order import make_order, order_key
 from dppo_megatron.data.rows import Row, read_rows
@@ -38,7 +38,7 @@ from dppo_megatron.data.templates import (
     unstable,
 )
 from dppo_megatron.progress import Advance, progress
-from dppo_megatron.types import Prompt, UserError
+from dppo_megatron.types import Prompt, PromptFeatures, UserError
 
 _BATCH = 1000
 """Rows tokenized in one call: a call for each took 3 times as long."""
@@ -50,7 +50,7 @@ class ProblemSet:
     key: str
     """The settings that name it (`data.train_path`)."""
     prompts: Sequence[Prompt]
-    columns: PromptColumns
+    columns: PromptFeatures
     filtered: int
     """Problems left out because their prompt is longer than `max_prompt_tokens`."""
     fingerprint: str
@@ -123,7 +123,7 @@ def load_set(
         what = f"which the model gets as such: {read.special[0]}"
         notes.append(f"warning: {len(read.special)} problems hold special tokens, {what}")
     notes += [f"{count} {what}" for what, count in left_out.items() if count]
-    columns, fingerprint = PromptColumns.of(prompts), read.hashed.hexdigest()
+    columns, fingerprint = columns_of(prompts), read.hashed.hexdigest()
     found, told = looked_for.counts(), tuple(notes)
     return ProblemSet(name, settings.key, prompts, columns, read.filtered, fingerprint, told, words, found, dropped)
 

@@ -38,18 +38,11 @@ from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningC
 from dppo_megatron.pruning.completion_base import CompletionPolicy, Counters
 from dppo_megatron.pruning.designs import Draw
 from dppo_megatron.pruning.history import PromptHistory
-from dppo_megatron.pruning.interface import (
-    CompletionBatch,
-    Policy,
-    PromptFeatures,
-    Selection,
-    StepCapacity,
-    StepCost,
-)
+from dppo_megatron.pruning.interface import CompletionBatch, Policy, Selection, StepCapacity, StepCost
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.weights import label_of_settings, weigh_biased, weigh_by
 from dppo_megatron.randomness import generator
-from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, PromptFeatures, UserError
 
 Choice = FloatArray | BoolArray | Draw
 """Probabilities [n], a pick [n], or a design of n rows."""

@@ -257,19 +257,6 @@ class StepCost:
     `Selector`."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptFeatures:
-    """What is known of every prompt of the training sets before it is tried: arrays [num_prompts] by prompt index."""
-
-    prompt_tokens: IntArray
-    level: FloatArray
-    """How hard the prompt's row says it is, on the row's own scale; NaN where it does not say."""
-    source: IntArray
-    """Place of the prompt's source in `sources`."""
-    sources: tuple[str, ...]
-    """`Prompt.source` of all prompts, each once; empty text for those that name none."""
-
-
 class Stateful:
     """Something whose state is the attributes in `_state_names`, saved under their names without a leading underscore.
 

@@ -19,7 +19,7 @@ from dppo_megatron.pruning import completion_baselines as baselines
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
 from dppo_megatron.pruning.custom import CustomPromptPolicy, plug
-from dppo_megatron.pruning.interface import Policy, PromptFeatures
+from dppo_megatron.pruning.interface import Policy
 from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.pruning.prompt_baselines import (
     DynamicSamplingPolicy,
@@ -28,7 +28,7 @@ from dppo_megatron.pruning.prompt_baselines import (
     WeightedGresoPolicy,
 )
 from dppo_megatron.pruning.prompt_dppo import AutoPromptPolicy, DppoPromptPolicy, PaperPromptPolicy
-from dppo_megatron.types import UserError
+from dppo_megatron.types import PromptFeatures, UserError
 
 P = TypeVar("P", PromptPolicy, CompletionPolicy)
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from dppo_megatron.config.pruning import PromptPruningConfig, exact_rate
 from dppo_megatron.pruning.history import PromptHistory, check_ids, check_visits
-from dppo_megatron.pruning.interface import Policy, PromptFeatures, Selection, keep_all, scatter
+from dppo_megatron.pruning.interface import Policy, Selection, keep_all, scatter
 from dppo_megatron.pruning.weights import weigh_by
-from dppo_megatron.types import FloatArray, IntArray
+from dppo_megatron.types import FloatArray, IntArray, PromptFeatures
 
 
 @dataclass(frozen=True, slots=True)

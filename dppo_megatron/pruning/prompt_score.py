@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dppo_megatron.pruning.history import PromptHistory
-from dppo_megatron.pruning.interface import PromptFeatures, Stateful
+from dppo_megatron.pruning.interface import Stateful
 from dppo_megatron.pruning.scores import spread
-from dppo_megatron.types import FloatArray, IntArray
+from dppo_megatron.types import FloatArray, IntArray, PromptFeatures
 
 KIND, KIND_BEFORE = "kind", "kind_before"
 """Columns of the history, int8: what the last visit and the one before it came to."""

@@ -28,7 +28,7 @@ from dppo_megatron.pruning import (
     make_prompt_policy,
 )
 from dppo_megatron.pruning.early_stop import draw_limits
-from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCost, check_outcomes, check_state
+from dppo_megatron.pruning.interface import StepCapacity, StepCost, check_outcomes, check_state
 from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
 from dppo_megatron.pruning.policies import check_methods
 from dppo_megatron.pruning.scores import group_sizes
@@ -51,7 +51,7 @@ from dppo_megatron.selection.bias import BiasSource, sized
 from dppo_megatron.selection.coefficients import Coefficients
 from dppo_megatron.selection.missing import Missing, Past, as_foreseen, missing_of, with_lengths
 from dppo_megatron.selection.open_steps import FinishedStep, OpenStep, Place
-from dppo_megatron.types import FloatArray, IntArray, UserError
+from dppo_megatron.types import FloatArray, IntArray, PromptFeatures, UserError
 
 
 class Selector:

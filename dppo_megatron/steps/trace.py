@@ -20,11 +20,10 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.files import replacing
 from dppo_megatron.observe.metrics import StepTiming
 from dppo_megatron.observe.run_directory import FEATURES
-from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.randomness import uniforms
 from dppo_megatron.selection import Rollouts, TrainSelection
 from dppo_megatron.selection.arrays import was_asked
-from dppo_megatron.types import BoolArray, IntArray
+from dppo_megatron.types import BoolArray, IntArray, PromptFeatures
 
 FORMAT = "dppo_megatron trace 1"
 MOST_IN_HEADER = 10_000

@@ -8,16 +8,15 @@ import numpy as np
 from support.job import job_config, write_job_files
 
 from dppo_megatron.config.selection import selection_settings
-from dppo_megatron.data.cache import PromptColumns
+from dppo_megatron.data.cache import columns_of
 from dppo_megatron.job import features_of
 from dppo_megatron.pruning import StepCost
-from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.selection import Rollouts, Selector
-from dppo_megatron.types import Prompt
+from dppo_megatron.types import Prompt, PromptFeatures
 
 
 def _features(*sets: list[Prompt]) -> PromptFeatures:
-    return features_of([PromptColumns.of(prompts) for prompts in sets])
+    return features_of([columns_of(prompts) for prompts in sets])
 
 
 def test_features_reach_the_policy(tmp_path: Path) -> None:

@@ -31,10 +31,9 @@ from dppo_megatron.pruning import (
     interface,
 )
 from dppo_megatron.pruning.custom import Choice
-from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
 from dppo_megatron.selection import Rollouts
-from dppo_megatron.types import IntArray
+from dppo_megatron.types import IntArray, PromptFeatures
 
 LIMIT = 12
 

@@ -20,12 +20,11 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import Draw, StepCost
-from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods
 from dppo_megatron.run import Run, Stopped
 from dppo_megatron.selection import Selector
 from dppo_megatron.train import train
-from dppo_megatron.types import UserError
+from dppo_megatron.types import PromptFeatures, UserError
 from dppo_megatron.workbench.cli import main
 
 OWN = "support.policies:"

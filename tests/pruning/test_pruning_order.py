@@ -10,9 +10,9 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.order import make_order
 from dppo_megatron.pruning import StepCost
-from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps.coordinator import order_row
+from dppo_megatron.types import PromptFeatures
 
 N, STEP, G = 24, 8, 4
 LEVEL = np.repeat(np.arange(6.0), 4)[np.random.default_rng(3).permutation(N)]

@@ -14,10 +14,10 @@ from dppo_megatron.config.pruning import PromptPruningConfig
 from dppo_megatron.pruning import StepCost
 from dppo_megatron.pruning.designs import WaterFiller
 from dppo_megatron.pruning.history import PromptHistory
-from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.pruning.prompt_dppo import DppoPromptPolicy, _growth
 from dppo_megatron.pruning.prompt_score import FadingRegression, FittedScore, RowColumns
 from dppo_megatron.pruning.variance import EffectMonitor
+from dppo_megatron.types import PromptFeatures
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 from prompt_score import RATES, averaged, replay, synthetic

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from dppo_megatron.config.pruning import PromptPruningConfig
-from dppo_megatron.pruning.interface import PromptFeatures, Selection
+from dppo_megatron.pruning.interface import Selection
 from dppo_megatron.pruning.prompt_dppo import DppoPromptPolicy
+from dppo_megatron.types import PromptFeatures
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 from prompt_score import Recorded, averaged, replay

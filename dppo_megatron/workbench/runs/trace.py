@@ -17,10 +17,9 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.observe.run_directory import FEATURES
 from dppo_megatron.progress import counted, progress
-from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.steps.trace import FORMAT
-from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, PromptFeatures, UserError
 
 _T = TypeVar("_T")
 
