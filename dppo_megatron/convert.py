@@ -19,14 +19,7 @@ from dppo_megatron.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.weights.hf_files import (
-    MAX_SHARD_BYTES,
-    CheckpointReader,
-    aside,
-    check_space,
-    copy_assets,
-    hf_writer,
-)
+from dppo_megatron.weights.hf_files import MAX_SHARD_BYTES, CheckpointReader, aside, check_space, copy_assets, hf_writer
 from dppo_megatron.weights.mapping import EXPERT_BIAS, Place, hf_names, in_layer_order, join, places, table
 from dppo_megatron.weights.pipeline import UNEVEN_HINT
 from dppo_megatron.weights.provider import model_architecture

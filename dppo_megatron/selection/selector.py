@@ -21,12 +21,7 @@ import numpy as np
 from dppo_megatron.config.objective import zero_advantage_slope
 from dppo_megatron.config.selection import SelectionSettings
 from dppo_megatron.data.order import Order, WeightedOrder, make_order, order_key
-from dppo_megatron.pruning import (
-    CompletionBatch,
-    Selection,
-    make_completion_policy,
-    make_prompt_policy,
-)
+from dppo_megatron.pruning import CompletionBatch, Selection, make_completion_policy, make_prompt_policy
 from dppo_megatron.pruning.early_stop import draw_limits
 from dppo_megatron.pruning.interface import StepCapacity, StepCost, check_outcomes, check_state
 from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics

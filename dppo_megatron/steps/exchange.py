@@ -32,15 +32,7 @@ import torch.distributed as dist
 from dppo_megatron.distributed import gather_all, rank
 from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.steps.step import Update, UpdatePlan, sample_of
-from dppo_megatron.types import (
-    Completion,
-    ExpertArray,
-    ExpertChoices,
-    Group,
-    IntArray,
-    RolloutPrompt,
-    TrainSample,
-)
+from dppo_megatron.types import Completion, ExpertArray, ExpertChoices, Group, IntArray, RolloutPrompt, TrainSample
 
 Column: TypeAlias = npt.NDArray[np.float32]
 """[completion tokens] one 4-byte value a token."""

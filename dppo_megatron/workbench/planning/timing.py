@@ -19,13 +19,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.steps.rollout_cost import RolloutCost, cost_model
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.pipeline import split_layers
-from dppo_megatron.workbench.planning.generation import (
-    LINK_BYTES_S,
-    NETWORK_BYTES_S,
-    EnginePlan,
-    Lengths,
-    rollout_cost,
-)
+from dppo_megatron.workbench.planning.generation import LINK_BYTES_S, NETWORK_BYTES_S, EnginePlan, Lengths, rollout_cost
 from dppo_megatron.workbench.planning.memory import microbatches
 from dppo_megatron.workbench.planning.shares import Degrees, trained_parameters, whole_model
 from dppo_megatron.workbench.planning.site import Site
