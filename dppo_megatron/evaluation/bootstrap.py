@@ -77,11 +77,7 @@ def paired_bootstrap(
     return rows
 
 
-def bootstrap_over_seeds(
-    pairs: Sequence[tuple[FloatArray, FloatArray]],
-    *,
-    same_problems: bool = False,
-) -> Difference:
+def bootstrap_over_seeds(pairs: Sequence[tuple[FloatArray, FloatArray]], *, same_problems: bool = False) -> Difference:
     """The difference of runs on several seeds: seeds are drawn with putting back, then problems of each drawn seed.
 
     Problems alone would give an interval that is too narrow: two runs of one method on one seed can end further apart

@@ -46,13 +46,7 @@ class RunLock:
         OSError: lock.json cannot be written.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        stale_s: float = _STALE_S,
-        heartbeat_s: float = _HEARTBEAT_S,
-    ) -> None:
+    def __init__(self, directory: Path, *, stale_s: float = _STALE_S, heartbeat_s: float = _HEARTBEAT_S) -> None:
         self._path, self._stale_s = directory / FILE, stale_s
         self._descriptor, kernel_locks = self._open()
         try:
