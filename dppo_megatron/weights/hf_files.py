@@ -117,16 +117,15 @@ class CheckpointReader:
 
 def check_shapes(where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
     """Raise `UserError` that lists what of `expected` is missing, what is unknown, and what has another shape."""
-    both = [name for name in expected if name in found]
     problems = (
         ("lacks", [name for name in expected if name not in found]),
         ("has unknown tensors", [name for name in found if name not in expected]),
         (
             "has tensors of another shape than its config.json says",
             [
-                f"{name} {list(found[name])} instead of {list(expected[name])}"
-                for name in both
-                if found[name] != expected[name]
+                f"{name} {list(found[name])} instead of {list(shape)}"
+                for name, shape in expected.items()
+                if found.get(name, shape) != shape
             ],
         ),
     )
