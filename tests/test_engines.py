@@ -135,6 +135,20 @@ def test_digests_of_gate_and_up_are_of_both(part: str) -> None:
     assert differing(digests.result(), joined | alone) == ([], 2)
 
 
+def test_a_router_may_be_held_in_float32() -> None:
+    """vLLM's of GLM-4.5; its values are the same, and another value is another digest in either form."""
+    name = "model.layers.1.mlp.gate.weight"
+    router = torch.randn(4, 3).bfloat16()
+    digests = Digests()
+    for _ in digests.tee(iter([(name, router)])):
+        pass
+    sent, other = digests.result(), router.clone()
+    other[2, 1] += 1
+    for wrong, held in (([], router), ([name], other)):
+        assert differing(sent, {name: digest(held.float())}) == (wrong, 1)
+        assert differing(sent, {name: digest(held)}) == (wrong, 1)
+
+
 def test_the_canary_names_the_server() -> None:
     """Its bound is on the mean of each server alone; NaN is above every bound."""
     actor = [np.zeros(4), np.zeros(4)]

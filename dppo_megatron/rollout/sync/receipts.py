@@ -46,6 +46,8 @@ _JOINED = (
     (re.compile(r"(.*mlp\.(?:shared_experts?\.)?)(gate|up)_proj\.(weight|weight_scale_inv)"), r"\1gate_up_proj.\3", 2),
 )
 _PER_TOKEN = ("model.embed_tokens.weight", "lm_head.weight")
+_ROUTER = ".gate.weight"
+"""vLLM (0.32) has those of GLM-4.5 and 4.6 in float32, whatever the model's dtype."""
 _VOCABULARY_MULTIPLE = 64
 """Engines pad the vocabulary to this with rows of zeros."""
 _EMPTY = hashlib.sha256().hexdigest()
@@ -146,6 +148,8 @@ class Digests:
 
 def _digests(name: str, parts: list[Tensor]) -> tuple[str, ...]:
     plain = digest(*parts)
+    if name.endswith(_ROUTER):
+        return plain, digest(parts[0].float())
     if name not in _PER_TOKEN:
         return (plain,)
     [tensor] = parts
