@@ -90,7 +90,8 @@ class Digests:
     when more than `_MOST_WAITING_BYTES` wait for them."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[Tensor]] = {}
+        self._parts: dict[str, dict[str, Tensor]] = {}
+        """Of each joined tensor that is not complete, by their own names."""
         self._found: dict[str, Future[tuple[str, ...]]] = {}
         self._waiting: deque[tuple[int, Future[tuple[str, ...]]]] = deque()
         self._waiting_bytes = 0
@@ -106,6 +107,7 @@ class Digests:
 
     def result(self) -> dict[str, tuple[str, ...]]:
         """The digests that are right for each name, when all are there."""
+        self._hash_alone()
         self._threads.shutdown()
         found = {name: digests.result() for name, digests in self._found.items()}
         return {
@@ -117,7 +119,7 @@ class Digests:
     def _add(self, name: str, tensor: Tensor) -> None:
         is_rounded, are_scales = tensor.dtype == torch.float8_e4m3fn, name.endswith(SCALE)
         if tensor.is_cuda and (is_rounded or are_scales):
-            return  # kernels for GPUs lay out scales anew, Blackwell's round weights again: the canary is the receipt
+            return  # kernels for GPUs lay out scales anew, some round weights again: the canary is the receipt
         if is_rounded:
             self._rounded = tensor
         elif are_scales:  # they follow their weight
@@ -128,12 +130,20 @@ class Digests:
         for pattern, joined, count in _JOINED:
             if pattern.fullmatch(name):
                 key = pattern.sub(joined, name)
-                parts = self._parts.setdefault(key, [])
-                parts.append(tensor.detach())
+                parts = self._parts.setdefault(key, {})
+                parts[name] = tensor.detach()
                 if len(parts) == count:  # the actor streams them in the order in which engines join them
-                    self._hash(key, self._parts.pop(key))
+                    self._hash(key, list(self._parts.pop(key).values()))
                 return
+        self._hash_alone()
         self._hash(name, [tensor.detach()])
+
+    def _hash_alone(self) -> None:
+        """What waits has no other parts, since those follow each other: of latent attention without a rank for queries
+        (Moonlight) q_proj. Kept, each would keep its exchange of 256 MiB."""
+        while self._parts:
+            for name, tensor in self._parts.popitem()[1].items():
+                self._hash(name, [tensor])
 
     def _hash(self, name: str, parts: list[Tensor]) -> None:
         num_bytes = sum(part.nbytes for part in parts)
