@@ -8,7 +8,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines.servers import PYTHON, needs, stand_ins
 from support.job import job_config, write_job_files
+from support.processes import until
 from support.settings import rollout_config
 from support.tiny import write_model
 
@@ -133,6 +135,46 @@ def test_digests_of_gate_and_up_are_of_both(part: str) -> None:
     joined = {f"model.layers.0.{part}.gate_up_proj.weight": digest(torch.cat([gate, up]))}
     alone = {"model.layers.0.mlp.shared_expert_gate.weight": digest(one)}
     assert differing(digests.result(), joined | alone) == ([], 2)
+
+
+def test_a_router_may_be_held_in_float32() -> None:
+    """vLLM's of GLM-4.5; its values are the same, and another value is another digest in either form."""
+    name = "model.layers.1.mlp.gate.weight"
+    router = torch.randn(4, 3).bfloat16()
+    digests = Digests()
+    for _ in digests.tee(iter([(name, router)])):
+        pass
+    sent, other = digests.result(), router.clone()
+    other[2, 1] += 1
+    for wrong, held in (([], router), ([name], other)):
+        assert differing(sent, {name: digest(held.float())}) == (wrong, 1)
+        assert differing(sent, {name: digest(held)}) == (wrong, 1)
+
+
+def test_a_part_without_others_is_hashed_alone_and_let_go_of() -> None:
+    """Latent attention without a rank for queries has q_proj, and nothing to join it with. Tensors are views into the
+    memory of their exchange, which is free again when the next layer comes."""
+    memories: list[weakref.ref[np.ndarray]] = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for layer in range(2):
+            memory = np.full((5, 4, 3), layer + 1, np.float32)
+            memories.append(weakref.ref(memory))
+            views = torch.from_numpy(memory)
+            del memory
+            attention = ("o_proj", "kv_a_proj_with_mqa", "kv_b_proj", "q_proj")
+            parts = [f"model.layers.{layer}.self_attn.{part}.weight" for part in attention]
+            yield from zip([*parts, f"model.layers.{layer}.post_attention_layernorm.weight"], views, strict=True)
+            del views
+            if layer == 1:
+                until(lambda: memories[0]() is None, "the first layer's exchange is kept", 20)
+
+    digests = Digests()
+    for _ in digests.tee(stream()):
+        pass
+    held = {f"model.layers.{n}.self_attn.q_proj.weight": digest(torch.full((4, 3), n + 1.0)) for n in range(2)}
+    sent = digests.result()
+    assert differing(sent, held) == ([], 2) and len(sent) == 10 and not digests._parts
 
 
 def test_the_canary_names_the_server() -> None:

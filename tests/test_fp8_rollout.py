@@ -76,7 +76,7 @@ def test_bytes_are_those_of_the_engines_quantiser(tmp_path: Path, request: pytes
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = torch.load(tmp_path / "found")
+    found, again = torch.load(tmp_path / "found")
     assert set(found) == ({False, True} if engine == "vllm" else {True})
     for power_of_two, theirs in found.items():
         assert len(theirs) == 2 * len(SHAPES)
@@ -84,6 +84,9 @@ def test_bytes_are_those_of_the_engines_quantiser(tmp_path: Path, request: pytes
             rounded, scales = in_blocks(matrix, power_of_two=power_of_two)
             assert torch.equal(rounded.view(torch.uint8), theirs[name][0].view(torch.uint8)), name
             assert torch.equal(scales, theirs[name][1]), name
+            if power_of_two in again:  # with other scales, what vLLM does for DeepGEMM's kernels is a second rounding
+                twice = multiplied_out(*again[power_of_two][name])
+                assert torch.equal(twice, multiplied_out(rounded, scales)) == power_of_two, name
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -255,6 +258,40 @@ def test_training_on_rounded_samples_needs_a_correction(files: Path, tmp_path: P
     rounded = {"rollout__engine": "vllm", "rollout__quantization": "fp8", "model__dtype": "bfloat16"}
     with pytest.raises(UserError, match=r"sampled from a rounded policy, .* set objective.correction.level=token"):
         job_config(files, tmp_path / "run", **rounded)
+
+
+@pytest.mark.parametrize(
+    ("engine", "quantization", "capability", "given", "found"),
+    [
+        ("vllm", "fp8", (9, 0), None, "0"),
+        ("vllm", "fp8", (9, 0), "1", "1"),
+        ("vllm", "fp8", (10, 0), None, None),
+        ("vllm", "fp8_pow2", (9, 0), None, None),
+        ("vllm", "off", (9, 0), None, None),
+        ("sglang", "fp8", (9, 0), None, None),
+    ],
+)
+def test_hoppers_servers_do_not_round_again(
+    files: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    quantization: str,
+    capability: tuple[int, int],
+    given: str | None,
+    found: str | None,
+) -> None:
+    """By vLLM's variable, which stays as it is where scales are powers of two or have to be."""
+    name = "VLLM_USE_DEEP_GEMM_E8M0"
+    config = _config(files, tmp_path / "run", engine, None)
+    config.rollout.quantization = quantization  # type: ignore[assignment]
+    monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv(name, given)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    [server] = make_servers(config)
+    assert server.variables.get(name) == found
 
 
 def test_a_drafter_is_not_left_without_weights(files: Path, tmp_path: Path) -> None:

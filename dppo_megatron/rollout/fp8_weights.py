@@ -12,6 +12,7 @@ ledger (`rollout/quantized`).
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
@@ -27,6 +28,7 @@ from dppo_megatron.weights.mapping import hf_shapes
 
 BLOCK = 128
 SCALE = "_scale_inv"
+_ROUNDS_AGAIN = "VLLM_USE_DEEP_GEMM_E8M0"
 _SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight", "w2.weight")
 _NOT_SPLIT = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 _LARGEST = 448.0
@@ -155,3 +157,12 @@ def quantized_arguments(engine: str, architecture: Architecture) -> list[str]:
     changed = json.dumps({"quantization_config": quantization_config(architecture)}, separators=(",", ":"))
     option = "--hf-overrides" if engine == "vllm" else "--json-model-override-args"
     return ["--quantization", "fp8", option, changed]
+
+
+def quantized_variables(rollout: RolloutConfig) -> dict[str, str]:
+    """What the environment of a vLLM server on this machine has more. For DeepGEMM's kernels, its first choice, vLLM
+    rounds weights once more, with scales of powers of two (0.32, utils/deep_gemm.py); only Blackwell's need that.
+    SGLang (0.5.23) does it for Blackwell alone."""
+    if rollout.quantization != "fp8" or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return {}
+    return {_ROUNDS_AGAIN: os.environ.get(_ROUNDS_AGAIN, "0")}

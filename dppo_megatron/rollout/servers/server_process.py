@@ -27,7 +27,7 @@ from dppo_megatron.config.resolved_sets import longest_sequence
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import loopback_interface
 from dppo_megatron.files import append_to, make_directory
-from dppo_megatron.rollout.fp8_weights import check_split, quantized_arguments
+from dppo_megatron.rollout.fp8_weights import check_split, quantized_arguments, quantized_variables
 from dppo_megatron.rollout.servers.connect import ROUTED_EXPERTS, configured_key
 from dppo_megatron.rollout.servers.http import hidden, listens
 from dppo_megatron.rollout.servers.sglang import draft_ladder, sglang_command, sglang_environment
@@ -209,7 +209,7 @@ def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: s
             " draft on GPUs"
         )
     variables = vllm_environment(cpu, rollout.servers.count) if vllm else sglang_environment(cpu)
-    variables |= {} if vllm else draft_ladder(rollout)
+    variables |= quantized_variables(rollout) if vllm else draft_ladder(rollout)
     servers = []
     for index in range(rollout.servers.count):
         gpus = {"CUDA_VISIBLE_DEVICES": rollout.servers.gpus[index]} if rollout.servers.gpus else {}

@@ -46,6 +46,8 @@ _JOINED = (
     (re.compile(r"(.*mlp\.(?:shared_experts?\.)?)(gate|up)_proj\.(weight|weight_scale_inv)"), r"\1gate_up_proj.\3", 2),
 )
 _PER_TOKEN = ("model.embed_tokens.weight", "lm_head.weight")
+_ROUTER = ".gate.weight"
+"""vLLM (0.32) has those of GLM-4.5 and 4.6 in float32, whatever the model's dtype."""
 _VOCABULARY_MULTIPLE = 64
 """Engines pad the vocabulary to this with rows of zeros."""
 _EMPTY = hashlib.sha256().hexdigest()
@@ -88,7 +90,8 @@ class Digests:
     when more than `_MOST_WAITING_BYTES` wait for them."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[Tensor]] = {}
+        self._parts: dict[str, dict[str, Tensor]] = {}
+        """Of each joined tensor that is not complete, by their own names."""
         self._found: dict[str, Future[tuple[str, ...]]] = {}
         self._waiting: deque[tuple[int, Future[tuple[str, ...]]]] = deque()
         self._waiting_bytes = 0
@@ -104,6 +107,7 @@ class Digests:
 
     def result(self) -> dict[str, tuple[str, ...]]:
         """The digests that are right for each name, when all are there."""
+        self._hash_alone()
         self._threads.shutdown()
         found = {name: digests.result() for name, digests in self._found.items()}
         return {
@@ -115,7 +119,7 @@ class Digests:
     def _add(self, name: str, tensor: Tensor) -> None:
         is_rounded, are_scales = tensor.dtype == torch.float8_e4m3fn, name.endswith(SCALE)
         if tensor.is_cuda and (is_rounded or are_scales):
-            return  # kernels for GPUs lay out scales anew, Blackwell's round weights again: the canary is the receipt
+            return  # kernels for GPUs lay out scales anew, some round weights again: the canary is the receipt
         if is_rounded:
             self._rounded = tensor
         elif are_scales:  # they follow their weight
@@ -126,12 +130,20 @@ class Digests:
         for pattern, joined, count in _JOINED:
             if pattern.fullmatch(name):
                 key = pattern.sub(joined, name)
-                parts = self._parts.setdefault(key, [])
-                parts.append(tensor.detach())
+                parts = self._parts.setdefault(key, {})
+                parts[name] = tensor.detach()
                 if len(parts) == count:  # the actor streams them in the order in which engines join them
-                    self._hash(key, self._parts.pop(key))
+                    self._hash(key, list(self._parts.pop(key).values()))
                 return
+        self._hash_alone()
         self._hash(name, [tensor.detach()])
+
+    def _hash_alone(self) -> None:
+        """What waits has no other parts, since those follow each other: of latent attention without a rank for queries
+        (Moonlight) q_proj. Kept, each would keep its exchange of 256 MiB."""
+        while self._parts:
+            for name, tensor in self._parts.popitem()[1].items():
+                self._hash(name, [tensor])
 
     def _hash(self, name: str, parts: list[Tensor]) -> None:
         num_bytes = sum(part.nbytes for part in parts)
@@ -146,6 +158,8 @@ class Digests:
 
 def _digests(name: str, parts: list[Tensor]) -> tuple[str, ...]:
     plain = digest(*parts)
+    if name.endswith(_ROUTER):
+        return plain, digest(parts[0].float())
     if name not in _PER_TOKEN:
         return (plain,)
     [tensor] = parts

@@ -1,4 +1,5 @@
-"""Runs in an engine's environment: rounds the matrices of a file with the engine's own quantiser.
+"""Runs in an engine's environment: rounds the matrices of a file with the engine's own quantiser; vLLM also once more,
+as it does for DeepGEMM's kernels with scales of powers of two.
 
 python -m fp8_reference {vllm|sglang} GIVEN FOUND
 """
@@ -19,4 +20,13 @@ else:  # SGLang has one for powers of two only
 
     quantisers = {True: per_block_cast_to_fp8}
 matrices = torch.load(given)
-torch.save({power: {name: own(x) for name, x in matrices.items()} for power, own in quantisers.items()}, found)
+rounded = {power: {name: own(x) for name, x in matrices.items()} for power, own in quantisers.items()}
+again = {}
+if engine == "vllm":
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
+
+    for power, of_power in rounded.items():
+        again[power] = {name: (weight.clone(), scales.clone()) for name, (weight, scales) in of_power.items()}
+        for weight, scales in again[power].values():
+            requant_weight_ue8m0_inplace(weight, scales)
+torch.save((rounded, again), found)
