@@ -257,7 +257,13 @@ def _working(
         if is_last:
             is_backward = name == "backward"
             logits, rest = head_bytes(
-                one, actor.logprob_chunk_tokens, backward=is_backward, entropy=entropy, fused=fused
+                one,
+                actor.logprob_chunk_tokens,
+                backward=is_backward,
+                entropy=entropy,
+                fused=fused,
+                trained=architecture.lora is None,
+                in_place=_gradient_bytes(actor, config.model.dtype) == 4,
             )
         # the output layer and the layers below it do not run at the same time: the larger of the two counts
         inside, logits = (rest, logits) if logits + rest > layer else (layer, 0.0)
