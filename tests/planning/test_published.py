@@ -137,8 +137,7 @@ class Step:
             actor.fp8 = "blockwise"
             rollout.quantization = "fp8"
         chip = CHIPS[self.chip]
-        memory_bytes, peak = chip.memory_bytes, chip.peak_flops
-        site = Site(self.gpus, 8, memory_bytes, peak, 1e15, engine_gpus=self.gpus, bandwidth=chip.bandwidth)
+        site = Site(self.gpus, 8, chip.memory_bytes, chip.peak_flops, 1e15, self.gpus, chip.bandwidth, chip.link)
         lengths = Lengths.assumed(120, self.tokens, self.cap - 120, 32)
         timing = plan_timing(
             config, shape, site, plan_engine(config, shape, site, self.cap), lengths, speeds_for(shape)

@@ -23,6 +23,7 @@ from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.planning import timing
+from dppo_megatron.workbench.planning.generation import SEQUENCE_S, Lengths, plan_engine
 from dppo_megatron.workbench.planning.plan import make_plan
 from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
 from dppo_megatron.workbench.planning.timing import speeds_for
@@ -354,6 +355,24 @@ def test_tensor_parallelism_over_nodes_is_slower(tmp_path: Path, capsys: pytest.
         assert main(["plan", "h100/qwen3_8b_8gpus_grpo", *given]) == 0
         update_s.append(float(re.findall(r"update ([\d.]+)", capsys.readouterr().out)[0]))
     assert update_s[1] > 2 * update_s[0]
+
+
+def test_tensor_parallelism_sends_at_the_chip_s_own_speed(tmp_path: Path) -> None:
+    """What TP8 sends in an update and what a server's GPUs send for each token take half of an H100's seconds on a
+    B200, whose NVLink is twice as fast, and one and a half times them on an A100."""
+    config, architecture = _small_job(tmp_path)
+    config.actor.layout.tensor_parallel = 8
+    lengths = Lengths.assumed(150, 1000, 4096, 4)
+    sending, of_token = {}, {}
+    for name, chip in CHIPS.items():
+        site = replace(SITE, peak_flops=1e30, gpu_memory=1e15, bandwidth=chip.bandwidth, link=chip.link)
+        engine = plan_engine(config, architecture, site, 4096)
+        found = timing.plan_timing(config, architecture, site, engine, lengths, speeds_for(architecture))
+        assert found is not None
+        sending[name], of_token[name] = found.seconds["update"], engine.sequence_s - SEQUENCE_S
+    for seconds in (sending, of_token):
+        ratios = {name: value / seconds["h100"] for name, value in seconds.items()}
+        assert ratios == pytest.approx({"h100": 1, "h200": 1, "a100": 1.5, "b200": 0.5})
 
 
 def test_waiting_for_a_cache_of_less_than_a_sequence_is_not_played(

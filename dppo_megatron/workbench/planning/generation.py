@@ -38,8 +38,8 @@ SEQUENCE_S = 12e-6
 """A running sequence's share of scheduling, sampling and detokenizing in an iteration. An assumption."""
 ALL_REDUCE_S = 15e-6
 """One of the two all-reduces of a layer inside a replica. An assumption, for NVLink."""
-LINK_BYTES_S = 300e9
-"""Of NVLink in one direction, two thirds of the data sheet's 450 GB/s. An assumption."""
+LINK_SHARE = 2 / 3
+"""Of NVLink's bandwidth in one direction. An assumption."""
 NETWORK_BYTES_S = 40e9
 """Of a GPU's own 400 Gb/s adapter between nodes, four fifths. An assumption."""
 EXPERTS_S = 100e-6
@@ -150,7 +150,7 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
         cache = max(0.0, budget - dense - of_experts - ENGINE_WORK_BYTES)
         fixed_s, sequence_s = ITERATION_S + (2 * layers * ALL_REDUCE_S if tensor > 1 else 0.0), SEQUENCE_S
     # a ring sends (t - 1) / t of the hidden state twice in each of two all-reduces
-    sequence_s += 2 * layers * architecture.hidden_size * each * 2 * (tensor - 1) / tensor / LINK_BYTES_S
+    sequence_s += 2 * layers * architecture.hidden_size * each * 2 * (tensor - 1) / tensor / (site.link * LINK_SHARE)
     bandwidth, peak = site.bandwidth * BANDWIDTH_SHARE, site.peak_flops * FLOPS_SHARE * (2 if is_fp8 else 1)
     return EnginePlan(
         kind=rollout.engine,

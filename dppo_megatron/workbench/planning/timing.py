@@ -20,7 +20,7 @@ from dppo_megatron.steps.rollout_cost import RolloutCost, cost_model
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.pipeline import split_layers
 from dppo_megatron.workbench.planning.generation import (
-    LINK_BYTES_S,
+    LINK_SHARE,
     NETWORK_BYTES_S,
     EnginePlan,
     Lengths,
@@ -141,7 +141,7 @@ def _training_s(
     computing = flops / (site.peak_flops * speeds.mfu * (_FP8 if config.actor.fp8 != "off" else 1.0) * site.gpus)
     tokens = sequences * lengths.sequence / (degrees.data * degrees.context)
     layers, split = architecture.num_layers / degrees.pipeline, (degrees.tensor - 1) / degrees.tensor
-    link = LINK_BYTES_S if degrees.tensor <= site.ranks_per_node else NETWORK_BYTES_S
+    link = site.link * LINK_SHARE if degrees.tensor <= site.ranks_per_node else NETWORK_BYTES_S
     sending = tokens * layers * architecture.hidden_size * 2 * split / link
     count = microbatches(config, degrees, lengths.sequence)
     bubble = 1 + (degrees.pipeline - 1) / (count * degrees.virtual)
