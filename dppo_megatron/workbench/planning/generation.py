@@ -233,6 +233,11 @@ class Lengths:
         """Mean of both."""
         return self.prompt + self.completion
 
+    @property
+    def square(self) -> float:
+        """Mean of a whole sequence's length squared, to which attention's FLOPs are proportional."""
+        return float(np.square(self.prompt + self.drawn).mean())
+
     @staticmethod
     def assumed(prompt: float, completion: float, cap: int, size: int) -> Lengths:
         """Groups of `size` completions whose mean is `completion` and none of which is above `cap`."""

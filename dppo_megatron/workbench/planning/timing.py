@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.steps.rollout_cost import RolloutCost, cost_model
@@ -137,7 +135,9 @@ def _training_s(
 ) -> tuple[float, float]:
     """Seconds of one forward pass over a step's sequences, and of its updates."""
     sequences = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
-    flops = float(cost_model(architecture).of(np.array([lengths.sequence]))[0]) * sequences
+    cost = cost_model(architecture)
+    linear, quadratic = cost.linear * lengths.sequence, cost.quadratic * lengths.square
+    flops = (linear + quadratic) * sequences
     computing = flops / (site.peak_flops * speeds.mfu * (_FP8 if config.actor.fp8 != "off" else 1.0) * site.gpus)
     tokens = sequences * lengths.sequence / (degrees.data * degrees.context)
     layers, split = architecture.num_layers / degrees.pipeline, (degrees.tensor - 1) / degrees.tensor
@@ -150,8 +150,7 @@ def _training_s(
     forward_s = computing / 3 + _SENT_FORWARD * sending
     thirds = 3 + _recomputed(config, architecture, lengths)
     if architecture.lora is not None:  # frozen weights have no gradient, attention has all of it
-        cost = cost_model(architecture)
-        thirds -= cost.linear / (cost.linear + cost.quadratic * lengths.sequence)
+        thirds -= linear / (linear + quadratic)
     update_s = thirds * computing / 3 + _SENT[config.actor.recompute] * sending
     return forward_s * bubble, update_s * bubble
 
@@ -162,9 +161,10 @@ def _recomputed(config: Config, architecture: Architecture, lengths: Lengths) ->
     if actor.recompute != "selective":
         return 1.0 if actor.recompute == "full" else 0.0
     cost, tokens = cost_model(architecture), lengths.sequence
+    attention = cost.quadratic * lengths.square
     width = experts.ffn_size * experts.per_token + experts.shared_ffn_size if experts else architecture.ffn_size
     parts = {  # three matrices, of 2 FLOPs forwards and 4 backwards for each element: 18
-        "core_attn": cost.quadratic * tokens**2,
+        "core_attn": attention,
         "moe" if experts else "mlp": 18.0 * architecture.num_layers * architecture.hidden_size * width * tokens,
     }
-    return sum(parts.get(name, 0.0) for name in actor.recompute_modules) / float(cost.of(np.array([tokens]))[0])
+    return sum(parts.get(name, 0.0) for name in actor.recompute_modules) / (cost.linear * tokens + attention)
