@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,9 @@ from support.true_shapes import MODELS, write_config
 from dppo_megatron.config.schema import Config
 from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.weights.architecture import Architecture, read_architecture
+from dppo_megatron.weights.layer_parts import Gemma
 from dppo_megatron.workbench.planning.generation import (
+    BANDWIDTH_SHARE,
     EnginePlan,
     Lengths,
     plan_engine,
@@ -163,6 +166,38 @@ def test_what_skipping_saves(shapes: dict[str, Architecture], case: str) -> None
     assert planned[0] - planned[1:] == pytest.approx(saved, rel=within, abs=noise)
     cost = rollout_cost(engine, Lengths.assumed(150, mean, cap, size), prompts)
     assert cost.of(prompts * size * mean) == pytest.approx(played[0], rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "windowed"),
+    [
+        ("vllm", ["--tensor-parallel-size=2"], 1024),
+        ("vllm", ["--tensor-parallel-size=2", "--disable-hybrid-kv-cache-manager"], 32768),
+        ("sglang", ["--tp=2"], 32768),
+        ("hf", [], 32768),
+    ],
+)
+def test_layers_with_a_window_hold_no_more(
+    shapes: dict[str, Architecture], engine: Any, arguments: list[str], windowed: int
+) -> None:
+    """Gemma 3 27B's 52 of 62 layers, in vLLM: of a sequence of 32,768 tokens each of two GPUs holds 10 layers whole and
+    1,024 tokens of the others, and an iteration reads as much. As if it were whole everywhere in other engines, and
+    where vLLM is told to."""
+    gemma = Gemma(1024, tuple(layer % 6 != 5 for layer in range(62)), shapes["qwen3_32b"].rope, 1.0)
+    sizes: dict[str, Any] = {"num_layers": 62, "hidden_size": 5376, "num_heads": 32, "num_kv_heads": 16}
+    shape = replace(shapes["qwen3_32b"], **sizes, ffn_size=21504, tied_embeddings=True, gemma=gemma)
+    config, chip = Config(), CHIPS["h100"]
+    config.model.dtype, config.rollout.engine, config.rollout.servers.args = "bfloat16", engine, arguments
+    plan = plan_engine(config, shape, Site(2, 2, chip.memory_bytes, chip.peak_flops, 1e15, engine_gpus=2), 32768)
+    held = (10 * 32768 + 52 * windowed) * 2 * 16 * 128 * 2 / plan.tensor
+    assert plan.longest_bytes == pytest.approx(held)
+    assert plan.max_cached == pytest.approx(32768 * plan.cache / held)
+    empty, full = (plan.iteration_s(np.array([1.0]), plan.held(np.array([tokens]))) for tokens in (0.0, 32768.0))
+    assert float((full - empty)[0]) == pytest.approx(held / (chip.bandwidth * BANDWIDTH_SHARE))
+    # in a cache for three of them as if they were whole, eight go at once, or wait
+    small, eight = replace(plan, cache=3 * 32768 * plan.cache_per_token), np.full((8, 1), 32000)
+    seconds = [rollout_s(replace(small, windowed=share), eight, 768, 1) for share in (plan.windowed, 0.0)]
+    assert (seconds[0] < 0.5 * seconds[1]) == (windowed == 1024)
 
 
 def test_a_curve_of_seconds() -> None:

@@ -12,6 +12,7 @@ instead of integrating over a length distribution: what decides is which sequenc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from dppo_megatron.config.rollout import ServersConfig
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.server_args import read_options, read_split
+from dppo_megatron.config.server_args import named_option, read_options, read_split
 from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.fp8_weights import check_split
 from dppo_megatron.steps.rollout_cost import RolloutCost
@@ -71,7 +72,10 @@ class EnginePlan:
     budget: float
     """Bytes that the engine takes in all while it generates."""
     cache_per_token: float
-    """Bytes of one token's keys and values on one GPU."""
+    """Bytes of one token's keys and values on one GPU, of all layers."""
+    windowed: float
+    """Share of the layers that keep and read a sequence's last `window` tokens only."""
+    window: int
     longest: int
     """Tokens of the longest sequence."""
     max_sequences: int
@@ -98,10 +102,19 @@ class EnginePlan:
         """Copies of the model that generate."""
         return max(1, self.gpus // self.tensor)
 
+    def held(self, context: FloatArray) -> FloatArray:
+        """Of sequences with `context` [...] tokens: so many tokens of all layers would take as many bytes."""
+        return context - self.windowed * np.maximum(context - self.window, 0.0)
+
+    @property
+    def longest_bytes(self) -> float:
+        """The longest sequence's keys and values on one GPU."""
+        return self.cache_per_token * float(self.held(np.array([float(self.longest)]))[0])
+
     @property
     def max_cached(self) -> float:
-        """Tokens that a replica's cache holds."""
-        return self.cache / self.cache_per_token
+        """Tokens that a replica's cache holds, of the longest sequences."""
+        return self.longest * self.cache / self.longest_bytes
 
     @property
     def context(self) -> float:
@@ -109,7 +122,7 @@ class EnginePlan:
         return 0.0 if self.kind == "hf" else SLEEPING_BYTES
 
     def iteration_s(self, sequences: FloatArray, cached: FloatArray) -> FloatArray:
-        """Seconds of one iteration of `sequences` [n] whose contexts have `cached` [n] tokens together."""
+        """Seconds of one iteration of `sequences` [n] whose contexts have `cached` [n] tokens together, as `held`."""
         touched = 1.0 - self.missed ** (sequences * self.together)
         products = np.maximum(self.weights_s + self.experts_s * touched, sequences * self.token_s)
         return self.fixed_s + sequences * self.sequence_s + products + cached * self.cached_s
@@ -132,6 +145,7 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
     of_experts = whole_model(architecture, experts=True) * width / (tensor * together)
     dense = (ends * each + (whole_model(architecture, experts=False) - ends) * width) / tensor
     cached = replace(architecture, latent=None) if embedded else architecture  # the embedded engine keeps them expanded
+    windows = _windows(architecture, arguments) if is_vllm else []
     per_token = cache_per_token(cached, tensor, 1 if given["cache"].startswith("fp8") else each)
     limit = rollout.limits.max_concurrent_sequences
     if embedded:
@@ -162,6 +176,8 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
         cache=cache,
         budget=budget,
         cache_per_token=per_token,
+        windowed=len(windows) / layers,
+        window=max(windows, default=0),
         longest=longest,
         max_sequences=limit,
         behind_one=split.replicas if is_vllm else 1,
@@ -192,6 +208,17 @@ def _check_devices(servers: ServersConfig, site: Site) -> None:
         free = f"the servers can have {first} to {end - 1}" if first < end else of_trainer
         share = "" if servers.colocate else ", or share the trainer's with rollout.servers.colocate=true"
         raise UserError(f"rollout.servers.gpus names GPU {wrong[0]}, but {free}: change it and servers.args{share}")
+
+
+def _windows(architecture: Architecture, arguments: Sequence[str]) -> list[int]:
+    """Of each layer of which vLLM keeps no more than its window.
+
+    It frees blocks that lie behind one (SlidingWindowManager; 0.32.0, on GPUs, unless an argument turns that off). Not
+    counted are layers that it adds to make its groups of layers equal: it has room for 60 in place of Gemma 3 27B's 52.
+    """
+    if named_option(arguments, ("--disable-hybrid-kv-cache-manager",)):
+        return []
+    return [window for layer in range(architecture.num_layers) if (window := architecture.window_of(layer))]
 
 
 def cache_per_token(architecture: Architecture, tensor: int, bytes_each: int) -> float:
@@ -286,15 +313,16 @@ def rollout_s(engine: EnginePlan, lengths: IntArray, prompt_tokens: float, repli
     left = _assigned(lengths, replicas, room)
     clock, done = np.full(replicas, prefill_s), np.zeros_like(left)
     before = np.zeros((replicas, left[0].size), dtype=np.bool_)
-    piece = max(1.0, float(lengths.max()) / _STEPS)
+    piece, most = max(1.0, float(lengths.max()) / _STEPS), engine.cache / engine.cache_per_token
     while (going := left > 0).any():
         asked = np.cumsum(going.any(axis=2), axis=1) <= room
         running = (going & asked[:, :, None]).reshape(replicas, -1)
         context = np.where(running, prompt_tokens + done.reshape(running.shape) + piece / 2, 0.0)
-        running &= np.cumsum(context, axis=1) <= np.maximum(engine.max_cached, context.max(axis=1))[:, None]
+        held = engine.held(context)
+        running &= np.cumsum(held, axis=1) <= np.maximum(most, held.max(axis=1))[:, None]
         makes = np.where(running, np.minimum(left.reshape(running.shape), piece), 0.0)
         iterations = np.maximum(makes.max(axis=1), 1e-9)
-        sequences, cached = makes.sum(axis=1) / iterations, (makes * context).sum(axis=1) / iterations
+        sequences, cached = makes.sum(axis=1) / iterations, (makes * held).sum(axis=1) / iterations
         # a sequence that waited for room in the cache has lost its keys and values: they are computed again
         back = np.where(running & ~before & (done.reshape(running.shape) > 0), context, 0.0).sum(axis=1)
         spent = iterations * engine.iteration_s(sequences, cached) + back * engine.token_s

@@ -89,7 +89,7 @@ class MemoryPlan:
         if engine.gpus and engine.max_cached < engine.longest:
             found.append(
                 f"the servers have {engine.cache / GIB:.1f} GiB for keys and values, less than the"
-                f" {engine.cache_per_token * engine.longest / GIB:.1f} of one sequence of {engine.longest} tokens"
+                f" {engine.longest_bytes / GIB:.1f} of one sequence of {engine.longest} tokens"
             )
         found += [phase.over(site.host_memory, "a node's", 0) for phase in self.host]
         return [problem for problem in found if problem]
