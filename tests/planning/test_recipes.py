@@ -24,7 +24,7 @@ from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.planning import timing
 from dppo_megatron.workbench.planning.generation import SEQUENCE_S, Lengths, plan_engine
-from dppo_megatron.workbench.planning.plan import make_plan
+from dppo_megatron.workbench.planning.plan import lines, make_plan
 from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
 from dppo_megatron.workbench.planning.timing import speeds_for
 from dppo_megatron.workbench.runs.trace import Trace, TracedStep
@@ -390,6 +390,31 @@ def test_waiting_for_a_cache_of_less_than_a_sequence_is_not_played(
     said = capsys.readouterr()
     assert "seconds of a step: not estimated, the servers' cache holds less than one sequence" in said.out
     assert "the servers have 0.0 GiB for keys and values" in said.out
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+def test_steps_that_stream_share_their_rounds(tmp_path: Path, colocate: bool) -> None:
+    """Beside the trainer and on its GPUs; nothing is said of a longest completion then. Where each sync waits for a
+    step's, or ends it, a step has a round of its own. A speed that is given is of a whole rollout, however made."""
+    config, architecture = _small_job(tmp_path)
+    rollout = config.rollout
+    rollout.servers.colocate = colocate
+    rollout.servers.launch, config.actor.offload = ("local", "all") if colocate else ("none", "none")
+
+    def generate_s(ahead: int, in_flight: Any, decode: float | None = None) -> float:
+        """As planned; and what is said of skipping is right."""
+        rollout.async_steps, rollout.sync.in_flight = ahead, in_flight
+        site, speeds = replace(SITE, engine_gpus=8), speeds_for(architecture, decode=decode)
+        plan = make_plan(config, architecture, site, speeds, methods=[])
+        (said,) = (line for line in lines(plan, "x") if "of the prompts saves" in line)
+        assert said.endswith("waits for its longest") == (in_flight != "continue" and decode is None)
+        assert plan.timing is not None
+        return plan.timing.seconds["generate"]
+
+    alone = generate_s(0, "finish")
+    assert colocate or generate_s(1, "finish") == generate_s(1, "abort") == alone
+    assert generate_s(2, "continue") < 0.75 * generate_s(1, "continue") < 0.45 * alone
+    assert generate_s(2, "continue", 300.0) == generate_s(0, "finish", 300.0)
 
 
 def test_what_would_be_faster_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

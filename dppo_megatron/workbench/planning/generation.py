@@ -346,8 +346,10 @@ def _assigned(lengths: IntArray, replicas: int, room: int) -> FloatArray:
     return held
 
 
-def rollout_cost(engine: EnginePlan, lengths: Lengths, groups: int) -> RolloutCost:
-    """Seconds of a round of generation by its tokens, up to one and a half of a whole step of `groups` prompts."""
+def rollout_cost(engine: EnginePlan, lengths: Lengths, groups: int, together: int = 1) -> RolloutCost:
+    """Seconds that a step of `groups` prompts generates by its tokens, up to one and a half of a whole step. Of so many
+    steps `together` that stream into one another: its share of the round in which all of them are generated."""
+    groups *= together
     drawn, replicas = lengths.drawn, engine.replicas
     most = max(1, _ELEMENTS // (drawn.shape[1] * -(-groups // replicas)))
     simulated = min(replicas, most)
@@ -362,4 +364,5 @@ def rollout_cost(engine: EnginePlan, lengths: Lengths, groups: int) -> RolloutCo
             tokens[at] += float(chosen.sum()) * replicas / simulated / _DRAWS
             seconds[at] += rollout_s(engine, chosen, lengths.prompt, simulated) / _DRAWS
     rising = np.diff(tokens, prepend=0.0) > 0  # shares of a few groups may be the same groups
-    return RolloutCost((0.0, *tokens[rising].tolist()), (0.0, *np.maximum.accumulate(seconds)[rising].tolist()))
+    seconds = np.maximum.accumulate(seconds)[rising] / together
+    return RolloutCost((0.0, *(tokens[rising] / together).tolist()), (0.0, *seconds.tolist()))

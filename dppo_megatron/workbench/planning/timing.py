@@ -1,6 +1,7 @@
 """Seconds of a step from data sheets, and from efficiencies that were fitted, published or assumed.
 
-generate     the roofline's (`planning/generation.py`), or tokens / (a given speed x GPUs that generate)
+generate     the roofline's (`planning/generation.py`), or tokens / (a given speed x GPUs that generate); of steps that
+             stream into one another (rollout.async_steps, sync.in_flight = continue) a share of their common round
 log-probs    a third of an update's FLOPs for each pass
 update       useful FLOPs / (peak x MFU x GPUs), x 4/3 under full recomputation, and what tensor parallelism sends,
              x the pipeline's bubble
@@ -79,6 +80,8 @@ class Timing:
     """Seconds of a round of generation by its tokens, whose value at `tokens_generated` is that of `generate`."""
     overlaps: bool
     """Generation runs during the update (`RolloutConfig.overlaps_update`)."""
+    waits: bool
+    """A step's generation ends with its longest completion, however few there are."""
     save_s: float
     """Of a whole checkpoint."""
 
@@ -106,12 +109,14 @@ def plan_timing(
     if not engine.gpus or engine.max_cached < engine.longest:
         return None
     rollout, degrees = config.rollout, Degrees.of(config.actor.layout, site.gpus)
+    # else each weight sync waits for a step's longest, or ends it
+    streams = rollout.async_steps > 0 and rollout.sync.in_flight == "continue"
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt
     generated = sequences * lengths.completion
     if cost is None and speeds.decode is not None:
         cost = RolloutCost.proportional(1000 / (speeds.decode * engine.gpus))
     elif cost is None:
-        cost = rollout_cost(engine, lengths, rollout.prompts_per_step)
+        cost = rollout_cost(engine, lengths, rollout.prompts_per_step, rollout.async_steps + 1 if streams else 1)
     forward_s, update_s = _training_s(config, architecture, site, degrees, lengths, speeds)
     own = needs_old_logprobs(config.objective) or config.actor.routing_replay == "actor"  # which records the experts
     passes = int(own) + int(config.objective.kl.coef > 0)
@@ -127,7 +132,8 @@ def plan_timing(
         "checkpoint": save_s / every if every else 0.0,
         "other": speeds.other_s,
     }
-    return Timing(seconds, generated, cost, config.rollout.overlaps_update, save_s)
+    waits = speeds.decode is None and not streams
+    return Timing(seconds, generated, cost, config.rollout.overlaps_update, waits, save_s)
 
 
 def _training_s(
