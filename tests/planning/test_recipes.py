@@ -247,7 +247,7 @@ _TP4 = "rollout.servers.args=[--tensor-parallel-size=4]"
             ["--host-memory", "300"],
             "generate needs 568 GiB of a node's 300 (most of it optimizer on the host) (see docs/plan.md)",
         ),
-        ([_SMALL_CACHE], "of 5120 tokens. What helps: --gpu-memory-utilization 0.4 in rollout.servers.args (73.9 GiB"),
+        ([_SMALL_CACHE], "of 5120 tokens. What helps: --gpu-memory-utilization 0.4 in rollout.servers.args (73.6 GiB"),
         (["packing.max_tokens_per_microbatch=100"], "must fit"),
         (
             [*_LONG, "actor.fp8=blockwise", "packing.max_tokens_per_microbatch=6100"],
