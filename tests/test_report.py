@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.job import REPOSITORY
 from support.record import unpacked, write_record
@@ -234,6 +236,24 @@ def test_samples_fit_into_their_room(tmp_path: Path) -> None:
     assert 50_000 < len(json.dumps(small.steps)) < 400_000
     assert all(small.groups_in_step[step] == 4 for step in small.steps)
     assert whole.recorded_steps == small.recorded_steps == 100
+
+
+def test_steps_without_samples_are_not_counted_or_chosen(tmp_path: Path) -> None:
+    """A merged file of every tenth step holds 64 steps, not 631. Those of other ranks' files count once; files that
+    cannot be read are named."""
+    run = write_record(tmp_path / "run", 640, prompts=1, group=2, sampled=range(10, 641, 10))
+    (merged,) = (run / "samples").iterdir()
+    found = read_samples(run, "", 10**9)
+    assert found.recorded_steps == 64 and len(found.steps) == 40
+    assert all(step % 10 == 0 and groups for step, groups in found.steps.items())
+    shutil.copy(merged, merged.with_name("steps_000010-000640.rank0001.parquet"))
+    wrong = [merged.with_name(f"steps_000001-000009.rank000{rank}.parquet") for rank in range(4)]
+    wrong[0].write_bytes(b"PAR1 no more")
+    pq.write_table(pa.table({"step": pa.array([2, None], pa.int32())}), wrong[1])
+    pq.write_table(pa.table({"step": ["2"]}), wrong[2])
+    pq.write_table(pa.table({"steps": [2]}), wrong[3])
+    found = read_samples(run, "", 10**9)
+    assert found.recorded_steps == 64 and found.unreadable == {path.name for path in wrong}
 
 
 def test_of_groups_too_large_for_all_steps_some_steps_have_one(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from dppo_megatron.observe.samples import (
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.steps.trace import reasons_of, recorded_positions
 from dppo_megatron.types import Completion, Grade, Group, Prompt, RolloutPrompt
-from dppo_megatron.workbench.runs.sample_rows import read_rows
+from dppo_megatron.workbench.runs.sample_rows import newest_sample_file, read_rows
 
 
 def _group(position: int, size: int = 2, tokens: int = 3, text: str = "answer") -> RecordedGroup:
@@ -170,6 +170,14 @@ def test_rewound_to_a_step(last: int, back_to: int, tmp_path: Path) -> None:
     assert rewind_samples(path / "samples", back_to, path / "old") == []
     left = [pd.read_parquet(one.path) for one in sample_files(path / "samples")]
     assert [step for frame in left for step in frame.step.unique()] == list(range(1, min(last, back_to) + 1))
+
+
+def test_a_rewound_file_is_named_by_its_last_step_with_samples(tmp_path: Path) -> None:
+    """`watch` shows that one, and showed nothing of a file that ended at a step without."""
+    _write(tmp_path, range(10, 641, 10))
+    rewind_samples(tmp_path / "samples", 105, tmp_path / "old")
+    newest = newest_sample_file(tmp_path / "samples")
+    assert newest is not None and newest[1] == 100 and len(read_rows(newest[0], ["step"], 100))
 
 
 def test_a_merge_that_was_cut_short(tmp_path: Path) -> None:

@@ -211,8 +211,10 @@ def rewind_samples(directory: Path, last_step: int, old: Path) -> list[str]:
             if table is None:
                 said.append(wrong)
                 continue
-            kept = one.path.with_name(_name(one.first, last_step, one.rank))
-            _store([table.filter(table["step"].to_numpy() <= last_step)], kept)
+            table = table.filter(table["step"].to_numpy() <= last_step)
+            last = max(table["step"].to_pylist(), default=last_step)  # which `watch` shows: not every step has samples
+            kept = one.path.with_name(_name(one.first, last, one.rank))
+            _store([table], kept)
             whole.add(kept)
     for path in directory.iterdir():
         ours = NAME.fullmatch(path.name) or _INCOMPLETE.fullmatch(path.name)

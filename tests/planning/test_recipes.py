@@ -23,7 +23,8 @@ from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.planning import timing
-from dppo_megatron.workbench.planning.plan import make_plan
+from dppo_megatron.workbench.planning.generation import SEQUENCE_S, Lengths, plan_engine
+from dppo_megatron.workbench.planning.plan import lines, make_plan
 from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
 from dppo_megatron.workbench.planning.timing import speeds_for
 from dppo_megatron.workbench.runs.trace import Trace, TracedStep
@@ -246,7 +247,7 @@ _TP4 = "rollout.servers.args=[--tensor-parallel-size=4]"
             ["--host-memory", "300"],
             "generate needs 568 GiB of a node's 300 (most of it optimizer on the host) (see docs/plan.md)",
         ),
-        ([_SMALL_CACHE], "of 5120 tokens. What helps: --gpu-memory-utilization 0.4 in rollout.servers.args (73.9 GiB"),
+        ([_SMALL_CACHE], "of 5120 tokens. What helps: --gpu-memory-utilization 0.4 in rollout.servers.args (73.6 GiB"),
         (["packing.max_tokens_per_microbatch=100"], "must fit"),
         (
             [*_LONG, "actor.fp8=blockwise", "packing.max_tokens_per_microbatch=6100"],
@@ -356,6 +357,24 @@ def test_tensor_parallelism_over_nodes_is_slower(tmp_path: Path, capsys: pytest.
     assert update_s[1] > 2 * update_s[0]
 
 
+def test_tensor_parallelism_sends_at_the_chip_s_own_speed(tmp_path: Path) -> None:
+    """What TP8 sends in an update and what a server's GPUs send for each token take half of an H100's seconds on a
+    B200, whose NVLink is twice as fast, and one and a half times them on an A100."""
+    config, architecture = _small_job(tmp_path)
+    config.actor.layout.tensor_parallel = 8
+    lengths = Lengths.assumed(150, 1000, 4096, 4)
+    sending, of_token = {}, {}
+    for name, chip in CHIPS.items():
+        site = replace(SITE, peak_flops=1e30, gpu_memory=1e15, bandwidth=chip.bandwidth, link=chip.link)
+        engine = plan_engine(config, architecture, site, 4096)
+        found = timing.plan_timing(config, architecture, site, engine, lengths, speeds_for(architecture))
+        assert found is not None
+        sending[name], of_token[name] = found.seconds["update"], engine.sequence_s - SEQUENCE_S
+    for seconds in (sending, of_token):
+        ratios = {name: value / seconds["h100"] for name, value in seconds.items()}
+        assert ratios == pytest.approx({"h100": 1, "h200": 1, "a100": 1.5, "b200": 0.5})
+
+
 def test_waiting_for_a_cache_of_less_than_a_sequence_is_not_played(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +390,31 @@ def test_waiting_for_a_cache_of_less_than_a_sequence_is_not_played(
     said = capsys.readouterr()
     assert "seconds of a step: not estimated, the servers' cache holds less than one sequence" in said.out
     assert "the servers have 0.0 GiB for keys and values" in said.out
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+def test_steps_that_stream_share_their_rounds(tmp_path: Path, colocate: bool) -> None:
+    """Beside the trainer and on its GPUs; nothing is said of a longest completion then. Where each sync waits for a
+    step's, or ends it, a step has a round of its own. A speed that is given is of a whole rollout, however made."""
+    config, architecture = _small_job(tmp_path)
+    rollout = config.rollout
+    rollout.servers.colocate = colocate
+    rollout.servers.launch, config.actor.offload = ("local", "all") if colocate else ("none", "none")
+
+    def generate_s(ahead: int, in_flight: Any, decode: float | None = None) -> float:
+        """As planned; and what is said of skipping is right."""
+        rollout.async_steps, rollout.sync.in_flight = ahead, in_flight
+        site, speeds = replace(SITE, engine_gpus=8), speeds_for(architecture, decode=decode)
+        plan = make_plan(config, architecture, site, speeds, methods=[])
+        (said,) = (line for line in lines(plan, "x") if "of the prompts saves" in line)
+        assert said.endswith("waits for its longest") == (in_flight != "continue" and decode is None)
+        assert plan.timing is not None
+        return plan.timing.seconds["generate"]
+
+    alone = generate_s(0, "finish")
+    assert colocate or generate_s(1, "finish") == generate_s(1, "abort") == alone
+    assert generate_s(2, "continue") < 0.75 * generate_s(1, "continue") < 0.45 * alone
+    assert generate_s(2, "continue", 300.0) == generate_s(0, "finish", 300.0)
 
 
 def test_what_would_be_faster_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

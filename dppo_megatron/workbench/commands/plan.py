@@ -202,6 +202,7 @@ def _site(arguments: argparse.Namespace) -> Site:
         host_memory=arguments.host_memory * GIB,
         engine_gpus=arguments.engine_gpus or 0,
         bandwidth=chip.bandwidth,
+        link=chip.link,
         most_ranks=ranks or 0,
     )
 

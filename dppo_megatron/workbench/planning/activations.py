@@ -230,13 +230,25 @@ def layer_backward(one: Pass) -> float:
 
 
 def head_bytes(
-    one: Pass, chunk_tokens: int, *, backward: bool, entropy: bool, fused: bool = False
+    one: Pass,
+    chunk_tokens: int,
+    *,
+    backward: bool,
+    entropy: bool,
+    fused: bool = False,
+    trained: bool = True,
+    in_place: bool = True,
 ) -> tuple[float, float]:
     """(logits, the rest) at the peak of the output layer, which `actor/logprobs.py` runs over chunks of tokens.
 
     Forward: a float32 chunk of logits and its exponentials, or only the product where a kernel fuses the rest
     (actor.logprob_kernel). Backward, two moments can be the peak: making a chunk's gradient, with that of the chunk
     before still referred to, and adding its product to the weight's gradient.
+
+    Args:
+        trained: the weight has a gradient; with adapters it has none.
+        in_place: products are added to Megatron's float32 buffer, which is counted among gradients; else, beside one in
+            bfloat16, to a float32 tensor of their own.
 
     Example: bfloat16 with several chunks and an entropy term, backward: 2 bytes an element of the old gradient, 4 of
     the logits, 4 of the probabilities and 2 of the rounded gradient: 12.
@@ -248,7 +260,8 @@ def head_bytes(
     moments = [(each if fused else 8, hidden)]
     if backward:
         chunk = each if fused else max((8 if entropy else 4) + rounded, 4 + rounded)
-        before, gradients = (each if one.local > chunk_tokens else 0), 2 * hidden + 4 * weight
-        moments += [(before + chunk, gradients), (each, gradients + each * weight)]
+        before = each if one.local > chunk_tokens else 0
+        gradients = 2 * hidden + (4 * weight if trained and not in_place else 0)
+        moments += [(before + chunk, gradients), (each, gradients + (each * weight if trained else 0))]
     logits, rest = max(moments, key=lambda moment: rows * columns * moment[0] + moment[1])
     return rows * columns * logits, rest

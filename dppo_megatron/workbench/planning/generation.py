@@ -12,6 +12,7 @@ instead of integrating over a length distribution: what decides is which sequenc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from dppo_megatron.config.rollout import ServersConfig
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.server_args import read_options, read_split
+from dppo_megatron.config.server_args import named_option, read_options, read_split
 from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.fp8_weights import check_split
 from dppo_megatron.steps.rollout_cost import RolloutCost
@@ -38,8 +39,8 @@ SEQUENCE_S = 12e-6
 """A running sequence's share of scheduling, sampling and detokenizing in an iteration. An assumption."""
 ALL_REDUCE_S = 15e-6
 """One of the two all-reduces of a layer inside a replica. An assumption, for NVLink."""
-LINK_BYTES_S = 300e9
-"""Of NVLink in one direction, two thirds of the data sheet's 450 GB/s. An assumption."""
+LINK_SHARE = 2 / 3
+"""Of NVLink's bandwidth in one direction. An assumption."""
 NETWORK_BYTES_S = 40e9
 """Of a GPU's own 400 Gb/s adapter between nodes, four fifths. An assumption."""
 EXPERTS_S = 100e-6
@@ -70,7 +71,10 @@ class EnginePlan:
     budget: float
     """Bytes that the engine takes in all while it generates."""
     cache_per_token: float
-    """Bytes of one token's keys and values on one GPU."""
+    """Bytes of one token's keys and values on one GPU, of all layers."""
+    windowed: float
+    """Share of the layers that keep and read a sequence's last `window` tokens only."""
+    window: int
     longest: int
     """Tokens of the longest sequence."""
     max_sequences: int
@@ -97,10 +101,19 @@ class EnginePlan:
         """Copies of the model that generate."""
         return max(1, self.gpus // self.tensor)
 
+    def held(self, context: FloatArray) -> FloatArray:
+        """Of sequences with `context` [...] tokens: so many tokens of all layers would take as many bytes."""
+        return context - self.windowed * np.maximum(context - self.window, 0.0)
+
+    @property
+    def longest_bytes(self) -> float:
+        """The longest sequence's keys and values on one GPU."""
+        return self.cache_per_token * float(self.held(np.array([float(self.longest)]))[0])
+
     @property
     def max_cached(self) -> float:
-        """Tokens that a replica's cache holds."""
-        return self.cache / self.cache_per_token
+        """Tokens that a replica's cache holds, of the longest sequences."""
+        return self.longest * self.cache / self.longest_bytes
 
     @property
     def context(self) -> float:
@@ -108,7 +121,7 @@ class EnginePlan:
         return 0.0 if self.kind == "hf" else SLEEPING_BYTES
 
     def iteration_s(self, sequences: FloatArray, cached: FloatArray) -> FloatArray:
-        """Seconds of one iteration of `sequences` [n] whose contexts have `cached` [n] tokens together."""
+        """Seconds of one iteration of `sequences` [n] whose contexts have `cached` [n] tokens together, as `held`."""
         touched = 1.0 - self.missed ** (sequences * self.together)
         products = np.maximum(self.weights_s + self.experts_s * touched, sequences * self.token_s)
         return self.fixed_s + sequences * self.sequence_s + products + cached * self.cached_s
@@ -131,6 +144,7 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
     of_experts = whole_model(architecture, experts=True) * width / (tensor * together)
     dense = (ends * each + (whole_model(architecture, experts=False) - ends) * width) / tensor
     cached = replace(architecture, latent=None) if embedded else architecture  # the embedded engine keeps them expanded
+    windows = _windows(architecture, arguments) if is_vllm else []
     per_token = cache_per_token(cached, tensor, 1 if given["cache"].startswith("fp8") else each)
     limit = rollout.limits.max_concurrent_sequences
     if embedded:
@@ -149,7 +163,7 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
         cache = max(0.0, budget - dense - of_experts - ENGINE_WORK_BYTES)
         fixed_s, sequence_s = ITERATION_S + (2 * layers * ALL_REDUCE_S if tensor > 1 else 0.0), SEQUENCE_S
     # a ring sends (t - 1) / t of the hidden state twice in each of two all-reduces
-    sequence_s += 2 * layers * architecture.hidden_size * each * 2 * (tensor - 1) / tensor / LINK_BYTES_S
+    sequence_s += 2 * layers * architecture.hidden_size * each * 2 * (tensor - 1) / tensor / (site.link * LINK_SHARE)
     bandwidth, peak = site.bandwidth * BANDWIDTH_SHARE, site.peak_flops * FLOPS_SHARE * (2 if is_fp8 else 1)
     return EnginePlan(
         kind=rollout.engine,
@@ -161,6 +175,8 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
         cache=cache,
         budget=budget,
         cache_per_token=per_token,
+        windowed=len(windows) / layers,
+        window=max(windows, default=0),
         longest=longest,
         max_sequences=limit,
         behind_one=split.replicas if is_vllm else 1,
@@ -191,6 +207,17 @@ def _check_devices(servers: ServersConfig, site: Site) -> None:
         free = f"the servers can have {first} to {end - 1}" if first < end else of_trainer
         share = "" if servers.colocate else ", or share the trainer's with rollout.servers.colocate=true"
         raise UserError(f"rollout.servers.gpus names GPU {wrong[0]}, but {free}: change it and servers.args{share}")
+
+
+def _windows(architecture: Architecture, arguments: Sequence[str]) -> list[int]:
+    """Of each layer of which vLLM keeps no more than its window.
+
+    It frees blocks that lie behind one (SlidingWindowManager; 0.32.0, on GPUs, unless an argument turns that off). Not
+    counted are layers that it adds to make its groups of layers equal: it has room for 60 in place of Gemma 3 27B's 52.
+    """
+    if named_option(arguments, ("--disable-hybrid-kv-cache-manager",)):
+        return []
+    return [window for layer in range(architecture.num_layers) if (window := architecture.window_of(layer))]
 
 
 def cache_per_token(architecture: Architecture, tensor: int, bytes_each: int) -> float:
@@ -231,6 +258,11 @@ class Lengths:
     def sequence(self) -> float:
         """Mean of both."""
         return self.prompt + self.completion
+
+    @property
+    def square(self) -> float:
+        """Mean of a whole sequence's length squared, to which attention's FLOPs are proportional."""
+        return float(np.square(self.prompt + self.drawn).mean())
 
     @staticmethod
     def assumed(prompt: float, completion: float, cap: int, size: int) -> Lengths:
@@ -280,15 +312,16 @@ def rollout_s(engine: EnginePlan, lengths: IntArray, prompt_tokens: float, repli
     left = _assigned(lengths, replicas, room)
     clock, done = np.full(replicas, prefill_s), np.zeros_like(left)
     before = np.zeros((replicas, left[0].size), dtype=np.bool_)
-    piece = max(1.0, float(lengths.max()) / _STEPS)
+    piece, most = max(1.0, float(lengths.max()) / _STEPS), engine.cache / engine.cache_per_token
     while (going := left > 0).any():
         asked = np.cumsum(going.any(axis=2), axis=1) <= room
         running = (going & asked[:, :, None]).reshape(replicas, -1)
         context = np.where(running, prompt_tokens + done.reshape(running.shape) + piece / 2, 0.0)
-        running &= np.cumsum(context, axis=1) <= np.maximum(engine.max_cached, context.max(axis=1))[:, None]
+        held = engine.held(context)
+        running &= np.cumsum(held, axis=1) <= np.maximum(most, held.max(axis=1))[:, None]
         makes = np.where(running, np.minimum(left.reshape(running.shape), piece), 0.0)
         iterations = np.maximum(makes.max(axis=1), 1e-9)
-        sequences, cached = makes.sum(axis=1) / iterations, (makes * context).sum(axis=1) / iterations
+        sequences, cached = makes.sum(axis=1) / iterations, (makes * held).sum(axis=1) / iterations
         # a sequence that waited for room in the cache has lost its keys and values: they are computed again
         back = np.where(running & ~before & (done.reshape(running.shape) > 0), context, 0.0).sum(axis=1)
         spent = iterations * engine.iteration_s(sequences, cached) + back * engine.token_s
@@ -312,8 +345,10 @@ def _assigned(lengths: IntArray, replicas: int, room: int) -> FloatArray:
     return held
 
 
-def rollout_cost(engine: EnginePlan, lengths: Lengths, groups: int) -> RolloutCost:
-    """Seconds of a round of generation by its tokens, up to one and a half of a whole step of `groups` prompts."""
+def rollout_cost(engine: EnginePlan, lengths: Lengths, groups: int, together: int = 1) -> RolloutCost:
+    """Seconds that a step of `groups` prompts generates by its tokens, up to one and a half of a whole step. Of so many
+    steps `together` that stream into one another: its share of the round in which all of them are generated."""
+    groups *= together
     drawn, replicas = lengths.drawn, engine.replicas
     most = max(1, _ELEMENTS // (drawn.shape[1] * -(-groups // replicas)))
     simulated = min(replicas, most)
@@ -328,4 +363,5 @@ def rollout_cost(engine: EnginePlan, lengths: Lengths, groups: int) -> RolloutCo
             tokens[at] += float(chosen.sum()) * replicas / simulated / _DRAWS
             seconds[at] += rollout_s(engine, chosen, lengths.prompt, simulated) / _DRAWS
     rising = np.diff(tokens, prepend=0.0) > 0  # shares of a few groups may be the same groups
-    return RolloutCost((0.0, *tokens[rising].tolist()), (0.0, *np.maximum.accumulate(seconds)[rising].tolist()))
+    seconds = np.maximum.accumulate(seconds)[rising] / together
+    return RolloutCost((0.0, *(tokens[rising] / together).tolist()), (0.0, *seconds.tolist()))

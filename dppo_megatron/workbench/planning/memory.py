@@ -88,7 +88,7 @@ class MemoryPlan:
         if engine.gpus and engine.max_cached < engine.longest:
             found.append(
                 f"the servers have {engine.cache / GIB:.1f} GiB for keys and values, less than the"
-                f" {engine.cache_per_token * engine.longest / GIB:.1f} of one sequence of {engine.longest} tokens"
+                f" {engine.longest_bytes / GIB:.1f} of one sequence of {engine.longest} tokens"
             )
         found += [phase.over(site.host_memory, "a node's", 0) for phase in self.host]
         return [problem for problem in found if problem]
@@ -255,7 +255,13 @@ def _working(
         logits = rest = 0.0
         if is_last:
             logits, rest = head_bytes(
-                one, actor.logprob_chunk_tokens, backward=name == "backward", entropy=entropy, fused=fused
+                one,
+                actor.logprob_chunk_tokens,
+                backward=name == "backward",
+                entropy=entropy,
+                fused=fused,
+                trained=architecture.lora is None,
+                in_place=_gradient_bytes(actor, config.model.dtype) == 4,
             )
         # the output layer and the layers below it do not run at the same time: the larger of the two counts
         inside, logits = (rest, logits) if logits + rest > layer else (layer, 0.0)

@@ -227,7 +227,8 @@ def _seconds(plan: Plan) -> Iterator[str]:
     yield f"  a stop waits for it, an evaluation that is due, and {timing.save_s:.0f} s of saving (docs/cluster.md)"
     saved = ", ".join(f"{one:.0%}" for one in _saved(timing).values())
     skipped = ", ".join(f"{share:.0%}" for share in SKIPPED)
-    yield f"  skipping {skipped} of the prompts saves {saved} of generation: what is left waits for its longest"
+    longest = ": what is left waits for its longest" if timing.waits else ""
+    yield f"  skipping {skipped} of the prompts saves {saved} of generation{longest}"
     for one in plan.faster[:_ADVICE]:
         yield f"  {one.change}: {timing.step_s - one.step_s:.0f} s faster a step, and {one.total / GIB:.1f} GiB at most"
 

@@ -29,15 +29,17 @@ class Chip:
     """Dense bfloat16, NVIDIA's data sheets."""
     bandwidth: float
     """Bytes per second of its memory, NVIDIA's data sheets."""
+    link: float
+    """Bytes per second that NVLink takes in one direction, half of what the data sheets call its bandwidth."""
     capability: tuple[int, int]
     """CUDA's name for what it can do."""
 
 
 CHIPS = {
-    "h100": Chip(79.1 * GIB, 989e12, 3.35e12, (9, 0)),  # torch: "a total capacity of 79.10 GiB"
-    "h200": Chip(139.8 * GIB, 989e12, 4.8e12, (9, 0)),
-    "a100": Chip(79.1 * GIB, 312e12, 2.039e12, (8, 0)),
-    "b200": Chip(178.0 * GIB, 2250e12, 8e12, (10, 0)),
+    "h100": Chip(79.1 * GIB, 989e12, 3.35e12, 450e9, (9, 0)),  # torch: "a total capacity of 79.10 GiB"
+    "h200": Chip(139.8 * GIB, 989e12, 4.8e12, 450e9, (9, 0)),
+    "a100": Chip(79.1 * GIB, 312e12, 2.039e12, 300e9, (8, 0)),
+    "b200": Chip(178.0 * GIB, 2250e12, 8e12, 900e9, (10, 0)),
 }
 
 
@@ -55,6 +57,8 @@ class Site:
     """GPUs behind `rollout.servers.endpoints`; 0: not known."""
     bandwidth: float = CHIPS["h100"].bandwidth
     """Bytes per second of a GPU's memory."""
+    link: float = CHIPS["h100"].link
+    """Bytes per second from one GPU of a node to the others."""
     most_ranks: int = 0
     """Training processes on a node; 0: one for each of its GPUs."""
 

@@ -1,6 +1,7 @@
 """Seconds of a step from data sheets, and from efficiencies that were fitted, published or assumed.
 
-generate     the roofline's (`planning/generation.py`), or tokens / (a given speed x GPUs that generate)
+generate     the roofline's (`planning/generation.py`), or tokens / (a given speed x GPUs that generate); of steps that
+             stream into one another (rollout.async_steps, sync.in_flight = continue) a share of their common round
 log-probs    a third of an update's FLOPs for each pass
 update       useful FLOPs / (peak x MFU x GPUs), x 4/3 under full recomputation, and what tensor parallelism sends,
              x the pipeline's bubble
@@ -12,14 +13,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.steps.rollout_cost import RolloutCost, cost_model
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.pipeline import split_layers
-from dppo_megatron.workbench.planning.generation import LINK_BYTES_S, NETWORK_BYTES_S, EnginePlan, Lengths, rollout_cost
+from dppo_megatron.workbench.planning.generation import (
+    LINK_SHARE,
+    NETWORK_BYTES_S,
+    EnginePlan,
+    Lengths,
+    rollout_cost,
+)
 from dppo_megatron.workbench.planning.memory import microbatches
 from dppo_megatron.workbench.planning.shares import Degrees, trained_parameters, whole_model
 from dppo_megatron.workbench.planning.site import Site
@@ -75,6 +80,8 @@ class Timing:
     """Seconds of a round of generation by its tokens, whose value at `tokens_generated` is that of `generate`."""
     overlaps: bool
     """Generation runs during the update (`RolloutConfig.overlaps_update`)."""
+    waits: bool
+    """A step's generation ends with its longest completion, however few there are."""
     save_s: float
 
     @property
@@ -101,12 +108,14 @@ def plan_timing(
     if not engine.gpus or engine.max_cached < engine.longest:
         return None
     rollout, degrees = config.rollout, Degrees.of(config.actor.layout, site.gpus)
+    # else each weight sync waits for a step's longest, or ends it
+    streams = rollout.async_steps > 0 and rollout.sync.in_flight == "continue"
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt
     generated = sequences * lengths.completion
     if cost is None and speeds.decode is not None:
         cost = RolloutCost.proportional(1000 / (speeds.decode * engine.gpus))
     elif cost is None:
-        cost = rollout_cost(engine, lengths, rollout.prompts_per_step)
+        cost = rollout_cost(engine, lengths, rollout.prompts_per_step, rollout.async_steps + 1 if streams else 1)
     forward_s, update_s = _training_s(config, architecture, site, degrees, lengths, speeds)
     own = needs_old_logprobs(config.objective) or config.actor.routing_replay == "actor"  # which records the experts
     passes = int(own) + int(config.objective.kl.coef > 0)
@@ -122,7 +131,8 @@ def plan_timing(
         "checkpoint": save_s / every if every else 0.0,
         "other": speeds.other_s,
     }
-    return Timing(seconds, generated, cost, config.rollout.overlaps_update, save_s)
+    waits = speeds.decode is None and not streams
+    return Timing(seconds, generated, cost, config.rollout.overlaps_update, waits, save_s)
 
 
 def _training_s(
@@ -130,11 +140,13 @@ def _training_s(
 ) -> tuple[float, float]:
     """Seconds of one forward pass over a step's sequences, and of its updates."""
     sequences = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
-    flops = float(cost_model(architecture).of(np.array([lengths.sequence]))[0]) * sequences
+    cost = cost_model(architecture)
+    linear, quadratic = cost.linear * lengths.sequence, cost.quadratic * lengths.square
+    flops = (linear + quadratic) * sequences
     computing = flops / (site.peak_flops * speeds.mfu * (_FP8 if config.actor.fp8 != "off" else 1.0) * site.gpus)
     tokens = sequences * lengths.sequence / (degrees.data * degrees.context)
     layers, split = architecture.num_layers / degrees.pipeline, (degrees.tensor - 1) / degrees.tensor
-    link = LINK_BYTES_S if degrees.tensor <= site.ranks_per_node else NETWORK_BYTES_S
+    link = site.link * LINK_SHARE if degrees.tensor <= site.ranks_per_node else NETWORK_BYTES_S
     sending = tokens * layers * architecture.hidden_size * 2 * split / link
     count = microbatches(config, degrees, lengths.sequence)
     bubble = 1 + (degrees.pipeline - 1) / (count * degrees.virtual)
@@ -143,8 +155,7 @@ def _training_s(
     forward_s = computing / 3 + _SENT_FORWARD * sending
     thirds = 3 + _recomputed(config, architecture, lengths)
     if architecture.lora is not None:  # frozen weights have no gradient, attention has all of it
-        cost = cost_model(architecture)
-        thirds -= cost.linear / (cost.linear + cost.quadratic * lengths.sequence)
+        thirds -= linear / (linear + quadratic)
     update_s = thirds * computing / 3 + _SENT[config.actor.recompute] * sending
     return forward_s * bubble, update_s * bubble
 
@@ -155,9 +166,10 @@ def _recomputed(config: Config, architecture: Architecture, lengths: Lengths) ->
     if actor.recompute != "selective":
         return 1.0 if actor.recompute == "full" else 0.0
     cost, tokens = cost_model(architecture), lengths.sequence
+    attention = cost.quadratic * lengths.square
     width = experts.ffn_size * experts.per_token + experts.shared_ffn_size if experts else architecture.ffn_size
     parts = {  # three matrices, of 2 FLOPs forwards and 4 backwards for each element: 18
-        "core_attn": cost.quadratic * tokens**2,
+        "core_attn": attention,
         "moe" if experts else "mlp": 18.0 * architecture.num_layers * architecture.hidden_size * width * tokens,
     }
-    return sum(parts.get(name, 0.0) for name in actor.recompute_modules) / float(cost.of(np.array([tokens]))[0])
+    return sum(parts.get(name, 0.0) for name in actor.recompute_modules) / (cost.linear * tokens + attention)

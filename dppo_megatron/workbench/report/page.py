@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from dppo_megatron.observe.samples import SAMPLES, SampleFile, sample_files
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 from dppo_megatron.workbench.report.findings import findings
 from dppo_megatron.workbench.runs.run_record import RunRecord, default_settings
-from dppo_megatron.workbench.runs.sample_rows import COLUMNS, LEGEND, read_rows, titles
+from dppo_megatron.workbench.runs.sample_rows import COLUMNS, LEGEND, read_rows, steps_of, titles
 
 _SCRIPTS = ("data.js", "charts.js", "sections.js", "samples.js", "page.js")
 SAMPLE_BYTES = 12_000_000
@@ -100,7 +100,7 @@ def read_samples(run: Path, model: str, max_bytes: int) -> Samples:
         found.note = "The run has recorded no samples (observe.samples.share)."
         return found
     budget = max_bytes
-    recorded = sorted({step for one in files for step in range(one.first, one.last + 1)})
+    recorded = sorted(set(chain.from_iterable(_steps(one, found.unreadable) for one in files)))
     found.recorded_steps, chosen = len(recorded), _spread(recorded, _STEPS)
     for left, step in zip(range(len(chosen), 0, -1), chosen, strict=True):
         groups, total = _groups(files, step, found.unreadable)
@@ -127,6 +127,19 @@ def _spread(steps: list[int], count: int) -> list[int]:
         steps = [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
     from_last = sorted(range(len(steps)), key=lambda i: -(i & -i) if i else -len(steps))
     return [steps[-1 - i] for i in from_last]
+
+
+def _steps(one: SampleFile, unreadable: set[str]) -> list[int]:
+    """Those that a file holds; of one that cannot be read none."""
+    if one.first == one.last:
+        return [one.first]
+    try:
+        return [step for step in steps_of(one.path) if one.first <= step <= one.last]
+    except FileNotFoundError:
+        return []  # a run that goes on has deleted it
+    except (OSError, ValueError):
+        unreadable.add(one.path.name)
+        return []
 
 
 def _groups(files: list[SampleFile], step: int, unreadable: set[str]) -> tuple[list[dict[str, Any]], int]:

@@ -50,6 +50,20 @@ def read_rows(path: Path, columns: Sequence[str], step: int) -> list[dict[str, A
     return rows
 
 
+def steps_of(path: Path) -> list[int]:
+    """The steps whose rows a sample file holds: of a merged one few of those from its first to its last. Raises as
+    `read_rows`."""
+    try:
+        with open_to_read(path) as source, pq.ParquetFile(source, pre_buffer=False) as file:
+            steps = file.read(["step"], use_threads=False).column("step")
+    except (pa.ArrowException, ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    if steps.type != _SCHEMA.field("step").type or steps.null_count:
+        raise ValueError(f"{path.name}: step holds nulls or is of type {steps.type}")
+    found: list[int] = steps.unique().to_pylist()
+    return sorted(found)
+
+
 def _of_step(file: pq.ParquetFile, columns: Sequence[str], step: int) -> pa.Table:
     """In this thread alone: beside Arrow's own threads a process that ends at once can abort ("terminate called without
     an active exception": `watch`, once, on a busy machine)."""
