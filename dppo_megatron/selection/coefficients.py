@@ -19,7 +19,7 @@ from dppo_megatron.algorithms.advantages import (
     overlong_penalty,
     token_sums,
 )
-from dppo_megatron.config.objective import is_linear_off_policy, zero_advantage_slope
+from dppo_megatron.config.objective import is_linear_in_advantage, is_linear_off_policy, zero_advantage_slope
 from dppo_megatron.config.selection import SelectionSettings
 from dppo_megatron.pruning import LedgerRow, Selection
 from dppo_megatron.pruning.early_stop import NAME as EARLY_STOP
@@ -174,7 +174,7 @@ class Coefficients:
         return BiasSource((row,), None, unknown="the gradient of lengths is not known")
 
     def sizes(self) -> BiasSource:
-        """What groups of several sizes do to the expected gradient: nothing, where no ratio is bounded."""
+        """What groups of several sizes do to the expected gradient: nothing, where no baseline counts."""
         if self._settings.group_size_factor == 1:
             return BiasSource(())
         note = "sizes of groups are fixed before anything is sampled; every group counts as one of the usual size"
@@ -198,7 +198,7 @@ class Coefficients:
         if self._settings.objective.function:
             row = replace(row, label="biased", note=_OWN_LOSS)
             return BiasSource((row,), None, unknown="nothing is known of that loss")
-        if self._bounds_ratios:
+        if self._baseline_counts:
             note = "off policy, where ratios are bounded or tokens cut, the expected gradient changes with a baseline"
             row = replace(row, label="biased", note=note)
             return BiasSource((row,), None, unknown="which ratios will be bounded is not known")
@@ -209,14 +209,19 @@ class Coefficients:
         """A group of any size has the same expected gradient, whatever its prompt's rewards are."""
         objective, early = self._settings.objective, self._settings.pruning.early_stop.after_tokens
         # which of those that were stopped early would have no reward is not known
-        return objective.advantage != "group_std" and not (objective.function or self._bounds_ratios or early)
+        return objective.advantage != "group_std" and not (objective.function or self._baseline_counts or early)
 
     @property
-    def _bounds_ratios(self) -> bool:
-        """A ratio may be bounded: in the updates after a step's first, or where it is of completions of older or
-        rounded weights that the first does not count in full. One to a distribution without some tokens says nothing of
-        those."""
+    def _baseline_counts(self) -> bool:
+        """The expected gradient may change with a baseline. Where a ratio may be bounded: in the updates after a step's
+        first, or where it is of completions of older or rounded weights that the first does not count in full. One to a
+        distribution without some tokens says nothing of those.
+
+        Where the loss is linear in the advantage, only a baseline's mean can matter, and all have that of the rewards
+        but `posterior_loo`'s, which goes by the size of a group and, with stops, by mates' lengths."""
         settings, objective = self._settings, self._settings.objective
+        if is_linear_in_advantage(objective) and objective.advantage != "posterior_loo":
+            return False
         off_policy = (settings.async_steps > 0 or settings.quantized) and not is_linear_off_policy(objective)
         return objective.updates_per_step > 1 or off_policy or settings.truncated
 
