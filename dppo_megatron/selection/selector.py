@@ -451,7 +451,9 @@ class Selector:
             return np.full(len(ids), self._group)
         moment, cost = known
         sizes = group_sizes(weight * np.sqrt(moment / cost), self._group, self._size_factor)
-        of.size_growth.append(float(weight @ (moment * self._group / sizes)) / float(weight @ moment))
+        # G / n for what each counts, (1 - 1/G) / (1 - 1/n) for the baseline
+        noisier = (self._group - 1) / (sizes - 1)
+        of.size_growth.append(float(weight @ (moment * noisier)) / float(weight @ moment))
         return sizes
 
     def _assign(self, prompts: PromptDraw, groups: Selection) -> IntArray:
