@@ -14,6 +14,7 @@ import numpy as np
 
 from dppo_megatron.algorithms.advantages import (
     denominators,
+    early_stop_noise,
     group_advantages,
     make_advantages,
     overlong_penalty,
@@ -82,6 +83,14 @@ class Coefficients:
         own = 1.0 / np.maximum((~np.isnan(rollouts.rewards)).sum(axis=1, keepdims=True), 2)
         scaled: FloatArray = advantages * ((1.0 - 1.0 / self._size) / (1.0 - own))
         return scaled
+
+    def baseline_noise(self, rollouts: Rollouts, prior: FloatArray | None) -> FloatArray:
+        """[K, G] variance of the advantages by what stopping completions early does to their mates' mean."""
+        assert rollouts.stands_for is not None and prior is not None
+        advantage, rewards = self._settings.objective.advantage, self._shaped(rollouts)
+        noise = early_stop_noise(rewards, rollouts.stands_for, prior, to_posterior=advantage == "posterior_loo")
+        own: FloatArray = noise * ((1.0 - 1.0 / self._size) ** 2 if advantage == "group_mean" else 1.0)
+        return own
 
     def _shaped(self, rollouts: Rollouts) -> FloatArray:
         return rollouts.rewards + overlong_penalty(rollouts.lengths, self._settings.objective.overlong, self._limit)

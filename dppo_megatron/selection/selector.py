@@ -32,7 +32,7 @@ from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCo
 from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
 from dppo_megatron.pruning.policies import check_methods
 from dppo_megatron.pruning.scores import group_sizes
-from dppo_megatron.pruning.variance import GroupSizes, StepVariance, step_variance
+from dppo_megatron.pruning.variance import EarlyStops, GroupSizes, StepVariance, step_variance
 from dppo_megatron.selection.arrays import (
     PromptDraw,
     Rollouts,
@@ -282,7 +282,8 @@ class Selector:
             shares = self._group / prompts.size[group], self._usual_moment(prompts)[group]
             sizes = GroupSizes(*shares, float(np.mean(of.size_growth)) if of.size_growth else 1.0)
         if rollouts.stands_for is not None:
-            ended = rollouts.stands_for.ravel()[rows]
+            noise = self._coefficients.baseline_noise(rollouts, of.prior()[1])
+            ended = EarlyStops(rollouts.stands_for.ravel()[rows], noise.ravel()[rows])
         stands_for = of.missing.weight[group]
         return step_variance(planned, batch, completions, self._coefficients.slope, stands_for, sizes, ended)
 
