@@ -251,9 +251,9 @@ class Coefficients:
             mean, old = float(prompts.weight @ _mean_lengths(rollouts, prompts)) / total, self.mean_length
             self.mean_length = _LENGTH_DECAY * old + (1 - _LENGTH_DECAY) * mean if old else mean
 
-    def full_scores(self, everything: Rollouts, prior: FloatArray | None) -> FloatArray:
+    def full_scores(self, everything: Rollouts, prior: FloatArray | None) -> tuple[FloatArray, FloatArray]:
         """[N, G] gradient-norm proxy of the completions of all nominal prompts of a step, none skipped; 0 of those that
-        are never trained on."""
+        are never trained on. [N, G] their divisors."""
         count = len(everything.rewards)
         minibatch = np.arange(count) * self._updates // max(count, 1)
         advantages = self.advantages(everything, np.ones(count), prior)
@@ -261,4 +261,4 @@ class Coefficients:
         divisor = self._divisor(everything.lengths, tokens[minibatch])
         trainable, _ = self.trainable(everything, np.ones(everything.rewards.shape, dtype=np.bool_))
         scores = np.sqrt(self.squared_norms(everything, advantages, divisor))
-        return np.where(trainable.reshape(scores.shape), scores, 0.0)
+        return np.where(trainable.reshape(scores.shape), scores, 0.0), divisor

@@ -351,8 +351,9 @@ class Selector:
         said, self._said = [*self._said, *self._completion_policy.feedback(of_completions)], []
         return said
 
-    def full_scores(self, everything: Rollouts, prior: FloatArray | None = None) -> FloatArray:
-        """[N, G] gradient-norm proxy of all nominal prompts' completions, none skipped; `TrainSelection.prior`."""
+    def full_scores(self, everything: Rollouts, prior: FloatArray | None = None) -> tuple[FloatArray, FloatArray]:
+        """[N, G] gradient-norm proxy of all nominal prompts' completions, none skipped, and their divisors;
+        `TrainSelection.prior`."""
         return self._coefficients.full_scores(with_lengths(everything, self._coefficients.mean_length), prior)
 
     def state_dict(self) -> dict[str, Any]:
