@@ -207,7 +207,8 @@ def test_labels_and_the_account_of_the_variance(monkeypatch: pytest.MonkeyPatch)
     of_posterior = ({"top_k": 2, "correction": EXACT}, {"age": 1, "correction": CUT}, {"age": 1, "loss": "cispo"})
     by_sign = (twice, twice | {"loss": "cispo"}, twice | {"correction": EXACT}, {"age": 1}, {"top_k": 2}, masked)
     before = {"age": 1, "correction": CUT, "old_logprobs": "recompute"}  # a pass that may see other log-probabilities
-    for changed in (*by_sign, before, *(posterior | one for one in of_posterior)):
+    biased: list[dict[str, Any]] = [*by_sign, before, *(posterior | one for one in of_posterior)]
+    for changed in biased:
         clipped, _ = _finished(_selector(monkeypatch, **changed), {})
         assert {row.name: row.label for row in clipped.ledger}["rollout/group_sizes"] == "biased"
     exact, _ = _finished(_selector(monkeypatch, quantization="fp8", correction=EXACT), {})
