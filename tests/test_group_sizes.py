@@ -36,7 +36,7 @@ WORTH = np.array([1.0, 9.0]), np.ones(2)
 """Second moment and cost of each prompt: sizes 2 and 6."""
 
 
-EXACT = CorrectionConfig("sequence", max_ratio=1e9)
+EXACT, CUT = CorrectionConfig("sequence", max_ratio=1e9), CorrectionConfig("token", max_ratio=1.1)
 
 
 def _selector(
@@ -73,24 +73,35 @@ def _finished(selector: Selector, of: dict[int, tuple[int, ...]], step: int = 1)
 
 
 @pytest.mark.parametrize(
-    ("advantage", "normalization", "age"),
+    ("advantage", "normalization", "changes"),
     [
-        ("rloo", "sequence_mean", 0),
-        ("group_mean", "constant", 0),
-        ("posterior_loo", "sequence_mean", 0),
-        ("rloo", "sequence_mean", 1),
+        ("rloo", "sequence_mean", {}),
+        ("group_mean", "constant", {}),
+        ("posterior_loo", "sequence_mean", {}),
+        ("rloo", "sequence_mean", {"age": 1, "correction": EXACT}),
+        ("rloo", "sequence_mean", {"age": 1, "correction": CUT}),
+        ("group_mean", "constant", {"age": 1, "correction": CorrectionConfig("token", "mask", 2.0, 0.8)}),
+        ("rloo", "sequence_mean", {"top_k": 2, "correction": CUT}),
+        ("rloo", "constant", {"age": 1, "loss": "cispo"}),
     ],
 )
 def test_every_group_of_either_size(
-    monkeypatch: pytest.MonkeyPatch, advantage: str, normalization: str, age: int
+    monkeypatch: pytest.MonkeyPatch, advantage: str, normalization: str, changes: dict[str, Any]
 ) -> None:
-    """E[sum W A / D grad log pi] = (1 / prompts) sum_a pi_a (r_a - v) / len_a grad log pi_a, whatever the size; of
-    older weights with the whole ratio pi / old, and v is theirs."""
-    correction = EXACT if age else CorrectionConfig()
-    selector = _selector(monkeypatch, age, advantage=advantage, normalization=normalization, correction=correction)
-    drawn = np.exp(LOGITS + age * np.array([0.4, -0.3, 0.0]))
+    """E[sum W A f / D grad log pi] = (1 / prompts) E[(r - v) f / len grad log pi], whatever the size: of older weights,
+    or without the rarest token, f is what a correction or a clipped weight makes of pi / old, and v is theirs."""
+    selector = _selector(monkeypatch, advantage=advantage, normalization=normalization, **changes)
+    drawn = np.exp(LOGITS + changes.get("age", 0) * np.array([0.4, -0.3, 0.0]))
+    drawn = np.where(("top_k" in changes) & (drawn == drawn.min(axis=1, keepdims=True)), 0.0, drawn)
     drawn /= drawn.sum(axis=1, keepdims=True)
-    ratio = CHANCES / drawn
+    ratio = CHANCES / np.where(drawn > 0, drawn, 1.0)
+    correction = changes.get("correction", EXACT)
+    counted = (drawn > 0) & ((correction.mode == "truncate") | ((ratio >= correction.min_ratio) & (ratio <= 2.0)))
+    factor_of = np.where(counted, np.minimum(ratio, correction.max_ratio), 0.0)
+    if "loss" in changes:
+        factor_of = np.clip(ratio, 0.8, 1.2)
+    if "age" in changes and correction != EXACT:
+        assert (factor_of != ratio).any(), "no bound acts"
     fresh = selector.state_dict()
     chosen = selector.begin(1)
     selector.load_state_dict(fresh)
@@ -106,10 +117,10 @@ def test_every_group_of_either_size(
             row = index.index(prompt) * (len(decision.kept) // PROMPTS)
             mine = slice(row, row + size)
             factor = decision.weight[mine] * decision.advantages[mine] / decision.denominator[mine]
-            factor = factor * ratio[prompt][list(group)]
+            factor = factor * factor_of[prompt][list(group)]
             found += np.prod(drawn[prompt][list(group)]) * (factor @ score[list(group)])
         value = float(drawn[prompt] @ REWARDS)
-        wanted = own * (CHANCES[prompt] * (REWARDS - value) / divisor) @ score / PROMPTS
+        wanted = own * (drawn[prompt] * factor_of[prompt] * (REWARDS - value) / divisor) @ score / PROMPTS
         np.testing.assert_allclose(found, wanted, atol=1e-15)
     assert {row.name: row.label for row in decision.ledger}["rollout/group_sizes"] == "unbiased"
 
@@ -184,15 +195,20 @@ def test_groups_of_one_size_are_what_they_are_in_plain_arrays(method: str, norma
 
 
 def test_labels_and_the_account_of_the_variance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 / 2 of the variance of a prompt worth 1, and 4 / 6 of one worth 9: 8 of 10. Off policy a clip goes by the sign
-    of an advantage, which a noisier baseline changes; rounded weights are off policy at every age."""
+    """3 / 1 of the variance of a prompt worth 1, and 3 / 5 of one worth 9: 8.4 of 10. A mean of one other is noisier
+    than one of three. Off policy a clip goes by the sign of an advantage, which a noisier baseline changes; rounded
+    weights are off policy at every age. A posterior's mean goes by the size, which a cut ratio makes count."""
     decision, _ = _finished(_selector(monkeypatch), {0: (0, 2), 1: (0, 1, 2, 0, 1, 2)})
     assert {row.name: row.label for row in decision.ledger}["rollout/group_sizes"] == "unbiased"
-    assert decision.metrics["prune/size_design_effect"] == pytest.approx(0.8)
-    assert decision.variance.growth.predicted == pytest.approx(0.8)
+    assert decision.metrics["prune/size_design_effect"] == pytest.approx(0.84)
+    assert decision.variance.growth.predicted == pytest.approx(0.84)
     masked = {"quantization": "fp8", "loss": "divergence_tv"}
-    twice = {"updates_per_step": 2}
-    for changed in (twice, twice | {"correction": EXACT}, {"age": 1}, masked, {"top_k": 2, "correction": EXACT}):
+    twice, posterior = {"updates_per_step": 2}, {"advantage": "posterior_loo"}
+    of_posterior = ({"top_k": 2, "correction": EXACT}, {"age": 1, "correction": CUT}, {"age": 1, "loss": "cispo"})
+    by_sign = (twice, twice | {"loss": "cispo"}, twice | {"correction": EXACT}, {"age": 1}, {"top_k": 2}, masked)
+    before = {"age": 1, "correction": CUT, "old_logprobs": "recompute"}  # a pass that may see other log-probabilities
+    biased: list[dict[str, Any]] = [*by_sign, before, *(posterior | one for one in of_posterior)]
+    for changed in biased:
         clipped, _ = _finished(_selector(monkeypatch, **changed), {})
         assert {row.name: row.label for row in clipped.ledger}["rollout/group_sizes"] == "biased"
     exact, _ = _finished(_selector(monkeypatch, quantization="fp8", correction=EXACT), {})

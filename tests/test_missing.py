@@ -140,6 +140,9 @@ def test_the_label_says_whether_fewer_have_the_same_gradient(advantage: str) -> 
         (0, {"function": "examples.custom_loss:soft_gate"}, "biased"),
         (1, {}, "biased"),
         (1, {"correction": CorrectionConfig("sequence", max_ratio=1e9)}, "ratio"),
+        (1, {"correction": CorrectionConfig("token", max_ratio=1.1)}, "ratio"),
+        (1, {"correction": CorrectionConfig("token", max_ratio=1.1), "updates_per_step": 2}, "biased"),
+        (1, {"loss": "cispo"}, "ratio"),
     ],
 )
 def test_a_loss_that_is_not_linear_sees_how_many_are_left(age: int, objective: Mapping[str, Any], label: str) -> None:

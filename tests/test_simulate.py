@@ -14,18 +14,22 @@ from support.job import REPOSITORY, job_config, read_metrics, write_warm_job_fil
 from support.launch import run_ranks
 
 from dppo_megatron.config.load import read_config
+from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.job import prepare_job
 from dppo_megatron.observe.json_lines import rewind
 from dppo_megatron.observe.run_directory import FEATURES
-from dppo_megatron.pruning.policies import METHODS
+from dppo_megatron.pruning.interface import StepCost
+from dppo_megatron.pruning.policies import METHODS, with_method
 from dppo_megatron.run import Run
+from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps import trace as steps_trace
 from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.steps.trace import trace_header, write_features
 from dppo_megatron.train import train
 from dppo_megatron.types import PromptFeatures, UserError
 from dppo_megatron.workbench.cli import main
-from dppo_megatron.workbench.runs.trace import read_trace
+from dppo_megatron.workbench.runs.trace import Trace, TracedStep, read_trace
 from dppo_megatron.workbench.simulate import (
     Prediction,
     StepTimeModel,
@@ -152,6 +156,36 @@ def test_a_run_that_was_extended_at_a_resume_prunes_to_its_end(still: Path, tmp_
     extended.write_text("\n".join([json.dumps(began), *steps]))
     as_one, resumed = (simulate(read_trace(str(path)), "dppo", COSTS) for path in (still / "trace.jsonl", extended))
     assert resumed == as_one and as_one.completions_trained < as_one.completions_generated
+
+
+def test_a_predicted_divisor_shortens_the_gradient_once() -> None:
+    """Answers that get longer, of which T0 tokens are predicted where there are T, and a method that drops only what
+    has no gradient: each coefficient is W T / T0 of the full batch's. The gradient is as long, and no noisier."""
+    config, count, size = Config(steps=100), 4, 8
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = count, size
+    config.objective.normalization, config.pruning.prompt.rate = "token_mean", 0.5
+    config.pruning.completion.rate, config.pruning.prompt.warmup_epochs = 0.0, 1.0
+    trace = Trace(config, count, {"": count}, None, [])
+    rewards = np.zeros((count, size))
+    rewards[: count // 2, ::2] = 1.0
+    for step in range(1, STEPS + 1):
+        table = Rollouts(rewards, np.full((count, size), 10 * 2**step), np.ones((count, size)))
+        seconds = dict.fromkeys(("rollout", "update", "other"), 1.0)
+        trace.steps.append(TracedStep(step, np.arange(count), table, np.ones(count * size, np.bool_), seconds))
+    selector, factors = Selector(selection_settings(with_method(trace.config, "dppo_paper")), count), []
+    for step, traced in enumerate(trace.steps, 1):
+        index = selector.begin(step).prompt_index
+        table = Rollouts(*(getattr(traced.rollouts, name)[index] for name in ("rewards", "lengths", "logit_grad_norm")))
+        decision = selector.finish(table, step)
+        kept = decision.kept & (decision.advantages != 0)
+        assert kept.sum() == count * size // 2
+        [factor] = set((decision.weight / decision.denominator)[kept] * traced.rollouts.lengths.sum())
+        factors.append(factor)
+        selector.feedback(StepCost(step, 1.0, 1.0, 0.1))
+    found = simulate(trace, "dppo_paper", COSTS)
+    assert found.label == "biased" and max(factors) > 1.5 * min(factors)
+    assert found.scale == pytest.approx(np.mean(factors))
+    assert found.variance_ratio == pytest.approx(np.mean(np.square(factors)) / np.mean(factors) ** 2)
 
 
 def test_each_step_s_growth_counts_alike(still: Path) -> None:

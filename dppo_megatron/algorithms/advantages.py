@@ -166,6 +166,24 @@ def early_stop_advantages(
     return advantages
 
 
+def early_stop_noise(
+    rewards: FloatArray, stands_for: FloatArray, prior: FloatArray, *, to_posterior: bool = False
+) -> FloatArray:
+    """[groups, G] what the stops of mates add to the square of each of `early_stop_advantages`: the variance of m.
+
+    Given what all would have come to, sum of w (w - 1) (r - u)^2 / n^2 over the n others is an unbiased estimate of it,
+    as the mean of w (w - 1) is the variance of w. A posterior's is shrunk as its m is, as if lengths were equal.
+    """
+    there = ~np.isnan(rewards)
+    others = np.maximum((there | (stands_for == 0)).sum(axis=1, keepdims=True) - 1, 1)
+    total = prior.sum(axis=1, keepdims=True)
+    above = np.where(there, rewards - prior[:, :1] / total, 0.0)
+    each = np.where(there, stands_for * (stands_for - 1.0), 0.0) * np.square(above / others)
+    share = others / (total + others) if to_posterior else 1.0
+    noise: FloatArray = np.where(there, each.sum(axis=1, keepdims=True) - each, 0.0) * np.square(share)
+    return noise
+
+
 def whitened_advantages(rewards: FloatArray, group_weights: FloatArray, *, eps: float) -> FloatArray:
     """Group-centred rewards over their standard deviation in the whole step: REINFORCE++-baseline (arXiv 2501.03262).
 

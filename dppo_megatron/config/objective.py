@@ -148,6 +148,13 @@ def is_linear_off_policy(config: ObjectiveConfig) -> bool:
     return correction.level == "sequence" and not (bounded or config.function or config.dual_clip)
 
 
+def is_linear_in_advantage(config: ObjectiveConfig) -> bool:
+    """Whether the loss of a step's only update is, whatever completions were sampled from: where old is the actor
+    itself, the ratio is 1 and no clip acts, and CISPO's goes by no sign. A correction multiplies, bounded or not."""
+    by_no_sign = config.loss == "cispo" or (config.loss != "divergence_tv" and old_is_current(config))
+    return config.updates_per_step == 1 and by_no_sign and not config.function
+
+
 def is_exact_off_policy(config: ObjectiveConfig) -> bool:
     """Whether a step's expected gradient is the same whichever weights completions were sampled under. Mates' mean is
     the older weights'; it drops out as any baseline does, unless it is divided by its completion's length, or a second

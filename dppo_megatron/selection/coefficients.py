@@ -14,12 +14,13 @@ import numpy as np
 
 from dppo_megatron.algorithms.advantages import (
     denominators,
+    early_stop_noise,
     group_advantages,
     make_advantages,
     overlong_penalty,
     token_sums,
 )
-from dppo_megatron.config.objective import is_linear_off_policy, zero_advantage_slope
+from dppo_megatron.config.objective import is_linear_in_advantage, is_linear_off_policy, zero_advantage_slope
 from dppo_megatron.config.selection import SelectionSettings
 from dppo_megatron.pruning import LedgerRow, Selection
 from dppo_megatron.pruning.early_stop import NAME as EARLY_STOP
@@ -82,6 +83,14 @@ class Coefficients:
         own = 1.0 / np.maximum((~np.isnan(rollouts.rewards)).sum(axis=1, keepdims=True), 2)
         scaled: FloatArray = advantages * ((1.0 - 1.0 / self._size) / (1.0 - own))
         return scaled
+
+    def baseline_noise(self, rollouts: Rollouts, prior: FloatArray | None) -> FloatArray:
+        """[K, G] variance of the advantages by what stopping completions early does to their mates' mean."""
+        assert rollouts.stands_for is not None and prior is not None
+        advantage, rewards = self._settings.objective.advantage, self._shaped(rollouts)
+        noise = early_stop_noise(rewards, rollouts.stands_for, prior, to_posterior=advantage == "posterior_loo")
+        own: FloatArray = noise * ((1.0 - 1.0 / self._size) ** 2 if advantage == "group_mean" else 1.0)
+        return own
 
     def _shaped(self, rollouts: Rollouts) -> FloatArray:
         return rollouts.rewards + overlong_penalty(rollouts.lengths, self._settings.objective.overlong, self._limit)
@@ -174,7 +183,7 @@ class Coefficients:
         return BiasSource((row,), None, unknown="the gradient of lengths is not known")
 
     def sizes(self) -> BiasSource:
-        """What groups of several sizes do to the expected gradient: nothing, where no ratio is bounded."""
+        """What groups of several sizes do to the expected gradient: nothing, where no baseline counts."""
         if self._settings.group_size_factor == 1:
             return BiasSource(())
         note = "sizes of groups are fixed before anything is sampled; every group counts as one of the usual size"
@@ -198,7 +207,7 @@ class Coefficients:
         if self._settings.objective.function:
             row = replace(row, label="biased", note=_OWN_LOSS)
             return BiasSource((row,), None, unknown="nothing is known of that loss")
-        if self._bounds_ratios:
+        if self._baseline_counts:
             note = "off policy, where ratios are bounded or tokens cut, the expected gradient changes with a baseline"
             row = replace(row, label="biased", note=note)
             return BiasSource((row,), None, unknown="which ratios will be bounded is not known")
@@ -209,14 +218,19 @@ class Coefficients:
         """A group of any size has the same expected gradient, whatever its prompt's rewards are."""
         objective, early = self._settings.objective, self._settings.pruning.early_stop.after_tokens
         # which of those that were stopped early would have no reward is not known
-        return objective.advantage != "group_std" and not (objective.function or self._bounds_ratios or early)
+        return objective.advantage != "group_std" and not (objective.function or self._baseline_counts or early)
 
     @property
-    def _bounds_ratios(self) -> bool:
-        """A ratio may be bounded: in the updates after a step's first, or where it is of completions of older or
-        rounded weights that the first does not count in full. One to a distribution without some tokens says nothing of
-        those."""
+    def _baseline_counts(self) -> bool:
+        """The expected gradient may change with a baseline. Where a ratio may be bounded: in the updates after a step's
+        first, or where it is of completions of older or rounded weights that the first does not count in full. One to a
+        distribution without some tokens says nothing of those.
+
+        Where the loss is linear in the advantage, only a baseline's mean can matter, and all have that of the rewards
+        but `posterior_loo`'s, which goes by the size of a group and, with stops, by mates' lengths."""
         settings, objective = self._settings, self._settings.objective
+        if is_linear_in_advantage(objective) and objective.advantage != "posterior_loo":
+            return False
         off_policy = (settings.async_steps > 0 or settings.quantized) and not is_linear_off_policy(objective)
         return objective.updates_per_step > 1 or off_policy or settings.truncated
 
@@ -237,9 +251,9 @@ class Coefficients:
             mean, old = float(prompts.weight @ _mean_lengths(rollouts, prompts)) / total, self.mean_length
             self.mean_length = _LENGTH_DECAY * old + (1 - _LENGTH_DECAY) * mean if old else mean
 
-    def full_scores(self, everything: Rollouts, prior: FloatArray | None) -> FloatArray:
+    def full_scores(self, everything: Rollouts, prior: FloatArray | None) -> tuple[FloatArray, FloatArray]:
         """[N, G] gradient-norm proxy of the completions of all nominal prompts of a step, none skipped; 0 of those that
-        are never trained on."""
+        are never trained on. [N, G] their divisors."""
         count = len(everything.rewards)
         minibatch = np.arange(count) * self._updates // max(count, 1)
         advantages = self.advantages(everything, np.ones(count), prior)
@@ -247,4 +261,4 @@ class Coefficients:
         divisor = self._divisor(everything.lengths, tokens[minibatch])
         trainable, _ = self.trainable(everything, np.ones(everything.rewards.shape, dtype=np.bool_))
         scores = np.sqrt(self.squared_norms(everything, advantages, divisor))
-        return np.where(trainable.reshape(scores.shape), scores, 0.0)
+        return np.where(trainable.reshape(scores.shape), scores, 0.0), divisor

@@ -27,7 +27,7 @@ from dppo_megatron.pruning.interface import StepCapacity, StepCost, check_outcom
 from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
 from dppo_megatron.pruning.policies import check_methods
 from dppo_megatron.pruning.scores import group_sizes
-from dppo_megatron.pruning.variance import GroupSizes, StepVariance, step_variance
+from dppo_megatron.pruning.variance import EarlyStops, GroupSizes, StepVariance, step_variance
 from dppo_megatron.selection.arrays import (
     PromptDraw,
     Rollouts,
@@ -277,7 +277,8 @@ class Selector:
             shares = self._group / prompts.size[group], self._usual_moment(prompts)[group]
             sizes = GroupSizes(*shares, float(np.mean(of.size_growth)) if of.size_growth else 1.0)
         if rollouts.stands_for is not None:
-            ended = rollouts.stands_for.ravel()[rows]
+            noise = self._coefficients.baseline_noise(rollouts, of.prior()[1])
+            ended = EarlyStops(rollouts.stands_for.ravel()[rows], noise.ravel()[rows])
         stands_for = of.missing.weight[group]
         return step_variance(planned, batch, completions, self._coefficients.slope, stands_for, sizes, ended)
 
@@ -345,8 +346,9 @@ class Selector:
         said, self._said = [*self._said, *self._completion_policy.feedback(of_completions)], []
         return said
 
-    def full_scores(self, everything: Rollouts, prior: FloatArray | None = None) -> FloatArray:
-        """[N, G] gradient-norm proxy of all nominal prompts' completions, none skipped; `TrainSelection.prior`."""
+    def full_scores(self, everything: Rollouts, prior: FloatArray | None = None) -> tuple[FloatArray, FloatArray]:
+        """[N, G] gradient-norm proxy of all nominal prompts' completions, none skipped, and their divisors;
+        `TrainSelection.prior`."""
         return self._coefficients.full_scores(with_lengths(everything, self._coefficients.mean_length), prior)
 
     def state_dict(self) -> dict[str, Any]:
@@ -445,7 +447,9 @@ class Selector:
             return np.full(len(ids), self._group)
         moment, cost = known
         sizes = group_sizes(weight * np.sqrt(moment / cost), self._group, self._size_factor)
-        of.size_growth.append(float(weight @ (moment * self._group / sizes)) / float(weight @ moment))
+        # G / n for what each counts, (1 - 1/G) / (1 - 1/n) for the baseline
+        noisier = (self._group - 1) / (sizes - 1)
+        of.size_growth.append(float(weight @ (moment * noisier)) / float(weight @ moment))
         return sizes
 
     def _assign(self, prompts: PromptDraw, groups: Selection) -> IntArray:

@@ -24,11 +24,11 @@ from dppo_megatron.pruning.policies import levels, with_method
 from dppo_megatron.pruning.scores import floor_share
 from dppo_megatron.pruning.variance import StepVariance
 from dppo_megatron.randomness import generator
-from dppo_megatron.selection import Rollouts, Selector
+from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.selection.coefficients import is_of_method
 from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.texts import aligned
-from dppo_megatron.types import IntArray, UserError
+from dppo_megatron.types import FloatArray, IntArray, UserError
 from dppo_megatron.workbench.runs.trace import Trace, TracedStep
 
 _MOSTLY_ROLLOUT = 0.9
@@ -82,8 +82,9 @@ class Prediction:
     tokens_trained: float
     step_s: float
     scale: float
-    """sum W s^2 / sum s^2, s the gradient-norm proxy of docs/pruning.md: about how long the expected gradient is,
-    relative to the full batch's. 1 for an unbiased method, up to the noise of the draws."""
+    """sum W (T / T0) s^2 / sum s^2, s the gradient-norm proxy of docs/pruning.md, T the full batch's divisors and T0
+    those of the step: about how long the expected gradient is, relative to the full batch's. 1 for an unbiased method,
+    up to the noise of the draws."""
     variance_ratio: float
     """Growth of the gradient's variance at equal length: the mean over the steps of what each step's account says was
     realised. A ratio of sums over steps would be that of the first few, whose gradients are largest and which skip
@@ -152,8 +153,9 @@ def simulate(
     """
     selector = _selector(trace, method, capacity, order)
     outcomes, labels, rows = _NearestRollouts(trace), {"exact"}, []
-    accounts: list[tuple[StepVariance, float, bool]] = []
-    # of each step with a gradient: its account, the full batch's sum s^2, and whether prompts could be skipped
+    accounts, lengths = list[tuple[StepVariance, float, bool]](), list[float]()
+    # of each step with a gradient: its account, the full batch's sum s^2, and whether prompts could be skipped; how
+    # long its expected gradient is, relative to the full batch's
     for traced in _shown(trace, method):
         step = traced.step
         rollouts, rollout_s = _rolled_out(selector, outcomes, costs, step)
@@ -163,9 +165,10 @@ def simulate(
         update_s = costs.update_s(trained)
         everything = outcomes.of(decision.offered[: selector.prompts_per_step], step)
         prior = None if decision.prior is None else decision.prior[: selector.prompts_per_step]
-        scores = selector.full_scores(everything, prior)
+        scores, divisor = selector.full_scores(everything, prior)
         if full := float(np.sum(np.square(scores))):
             accounts.append((decision.variance, full, bool((decision.prompts.inclusion_prob < 1).any())))
+            lengths.append(decision.variance.expected / full * _predicted_over_true(trace, decision, divisor))
         counts = len(rollouts.rewards), rollouts.rewards.size, decision.kept.sum(), generated, trained
         idle = everything.lengths[scores == 0].sum(), everything.lengths.sum()
         rows.append((*counts, costs.step_s(rollout_s, update_s), *idle))
@@ -179,7 +182,7 @@ def simulate(
         return account.growth.realised if label != "biased" else account.kept / full / scale**2
 
     label, effect = max(labels, key=("exact", "unbiased", "ratio", "biased").index), decision.effect
-    scale = mean(lambda account, full: account.expected / full)
+    scale = float(np.mean(lengths)) if lengths else 1.0
     means = np.array(rows, dtype=np.float64).mean(axis=0).tolist()
     prompts, completions, trained_on, tokens, tokens_trained, step_s, idle_tokens, nominal_tokens = means
     return Prediction(
@@ -199,6 +202,16 @@ def simulate(
         without_gradient=idle_tokens / max(nominal_tokens, 1.0),
         prompt_effect=(effect.realised, effect.error, effect.uniform) if effect else None,
     )
+
+
+def _predicted_over_true(trace: Trace, decision: TrainSelection, divisor: FloatArray) -> float:
+    """By which divisors of a step's decision are larger than the full batch's [N, G]: s^2 has their square, a gradient
+    the first power."""
+    objective = trace.config.objective
+    if objective.normalization != "token_mean" or not len(decision.denominator):
+        return 1.0
+    first = decision.minibatch * (len(divisor) // objective.updates_per_step)  # prompt of its mini-batch
+    return float(np.mean(decision.denominator / divisor[first, 0]))
 
 
 def unpruned_lengths(trace: Trace) -> IntArray:

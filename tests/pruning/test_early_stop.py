@@ -83,42 +83,57 @@ def _settings(after: int = 4, size: int = 8) -> SelectionSettings:
     return settings
 
 
-def _sampled(rng: np.random.Generator, limits: IntArray, early: EarlyStopConfig) -> Rollouts:
-    """Long completions are right more often, and everything of the others is known."""
+def _sampled(rng: np.random.Generator, limits: IntArray, early: EarlyStopConfig) -> tuple[Rollouts, Rollouts]:
+    """Long completions are right more often, and everything of the others is known; the same without a limit."""
     lengths = np.minimum(rng.geometric(0.1, limits.shape), 64)
     rewards = (rng.random(limits.shape) < lengths / 64).astype(np.float64)
     stopped = lengths > limits
-    return Rollouts(
+    table = Rollouts(
         np.where(stopped, np.nan, rewards),
         np.minimum(lengths, limits),
         np.sqrt(lengths),
         unfinished=stopped,
         stands_for=np.where(stopped, 0.0, 1 / end_probability(early, lengths)),
     )
+    return table, Rollouts(rewards, lengths, np.sqrt(lengths))
 
 
-def test_figures_are_of_all_that_would_have_been_sampled() -> None:
-    """Rewards go with length, so a mean over those that ended is half of the true one; and the account's product is the
-    growth of the variance by stopping, which alone makes it grow here."""
+@pytest.mark.parametrize(
+    ("advantage", "normalization"),
+    [("rloo", "sequence_mean"), ("group_mean", "constant"), ("posterior_loo", "constant")],
+)
+def test_figures_are_of_all_that_would_have_been_sampled(advantage: Any, normalization: Any) -> None:
+    """Rewards go with length, so a mean over those that ended is half of the true one. The account's product is the
+    growth of the variance by stopping, which alone makes it grow here: over the full batch that it stands for, whose
+    baselines are less noisy."""
     settings = _settings()
+    settings.objective.advantage, settings.objective.normalization = advantage, normalization
     early, rng = settings.pruning.early_stop, np.random.default_rng(0)
-    means, true, growth, plain = [], [], [], []
+    means, true, growth, plain, drawn, whole = [], [], [], [], [], []
     for seed in range(200):
         settings.seed = seed
         selector = Selector(settings, 16)
-        limits = selector.begin(1).limits
-        table = _sampled(rng, limits, early)
+        draw = selector.begin(1)
+        table, everything = _sampled(rng, draw.limits, early)
         decision = selector.finish(table, 1)
         means.append(decision.metrics["reward/mean"])
         plain.append(float(np.nanmean(table.rewards)))
-        true.append(float(np.minimum(rng.geometric(0.1, limits.shape), 64).mean() / 64))
+        true.append(float(everything.lengths.mean() / 64))
         assert decision.variance.growth.realised == pytest.approx(decision.variance.early.realised)
         assert not decision.kept[table.stopped.ravel()].any()
         growth.append(decision.variance.growth.realised)
+        score = decision.weight * decision.advantages * table.logit_grad_norm.ravel() / decision.denominator
+        drawn.append(float(np.square(score).sum()))
+        whole.append(float(np.square(selector.full_scores(everything, decision.prior)[0]).sum()))
     error = np.std(means) / len(means) ** 0.5
     assert np.mean(means) == pytest.approx(np.mean(true), abs=4 * error)
     assert np.mean(plain) < 0.75 * np.mean(true)
-    assert 1.5 < np.mean(growth) < 1 / early.min_inclusion_prob
+    # above the largest weight only by the noise of baselines, which divisors alike for all leave in full
+    assert 1.5 < np.mean(growth) < (1 if normalization == "sequence_mean" else 1.2) / early.min_inclusion_prob
+    said = np.array(drawn) / growth
+    off = np.array(whole) - said
+    assert np.mean(off) == pytest.approx(0.0, abs=4 * np.std(off) / len(off) ** 0.5)
+    assert np.sum(drawn) / np.sum(said) == pytest.approx(np.sum(drawn) / np.sum(whole), rel=0.05)
 
 
 def _skewed(rng: np.random.Generator, limits: IntArray, early: EarlyStopConfig) -> Rollouts:

@@ -7,6 +7,7 @@ Answers are one to three tokens long, and what they earn depends on their length
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -129,29 +130,56 @@ def test_the_plain_baseline_would_favour_a_length(monkeypatch: pytest.MonkeyPatc
     assert _compared(normalization="sequence_mean", loss="clip")[0] > 0.01
 
 
-@pytest.mark.parametrize("advantage", ["rloo", "posterior_loo"])
-@pytest.mark.parametrize("normalization", ["constant", "sequence_mean"])
-def test_stopping_early_keeps_the_expected_gradient(advantage: str, normalization: str) -> None:
+CUT, MASK = CorrectionConfig("token", max_ratio=1.1), CorrectionConfig("token", "mask", 2.0, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "normalization", "changes"),
+    [
+        ("rloo", "constant", {}),
+        ("rloo", "sequence_mean", {}),
+        ("posterior_loo", "constant", {}),
+        ("posterior_loo", "sequence_mean", {}),
+        ("rloo", "sequence_mean", {"correction": CUT}),
+        ("rloo", "constant", {"correction": CUT, "clip_low": 0.0, "clip_high": 0.0}),
+        ("rloo", "constant", {"correction": MASK, "loss": "gspo"}),
+        ("rloo", "constant", {"correction": replace(CUT, level="sequence"), "dual_clip": 3.0}),
+        ("rloo", "sequence_mean", {"correction": replace(CUT, level="cumulative")}),
+        ("rloo", "sequence_mean", {"loss": "cispo"}),
+        ("group_mean", "sequence_mean", {"correction": CUT}),
+        ("posterior_loo", "sequence_mean", {"correction": CUT}),
+        ("rloo", "constant", {"clip_low": 0.0, "clip_high": 0.0}),
+    ],
+)
+def test_stopping_early_keeps_the_expected_gradient(
+    advantage: str, normalization: str, changes: dict[str, Any]
+) -> None:
     """Over all groups, and all ways in which their completions of two and three tokens are stopped early or not; and
-    mates that came to their end, which are short ones, are no fair mean."""
-    config = ObjectiveConfig(advantage=advantage, normalization=normalization)  # type: ignore[arg-type]
+    mates that came to their end, which are short ones, are no fair mean. Of older weights too, whatever a correction or
+    CISPO cuts; not where a clip goes by the sign, or the mates' lengths shift the baseline's mean."""
+    config = ObjectiveConfig(advantage=advantage, normalization=normalization, **changes)  # type: ignore[arg-type]
+    policy = LATER if changes else BEHAVIOUR
     rewards, lengths = REWARDS[GROUPS], LENGTHS[GROUPS]
-    full, _ = _terms(config, BEHAVIOUR, make_advantages(rewards, ObjectiveConfig(advantage="rloo")))
+    known = np.broadcast_to(PRIOR, (len(GROUPS), 2))
+    full, _ = _terms(config, policy, make_advantages(rewards, config, lengths=lengths, prior=known))
+    share = 1 - 1 / GROUP if advantage == "group_mean" else 1.0  # as the selector counts it
     early = EarlyStopConfig(after_tokens=1, min_inclusion_prob=0.4)
     ends = end_probability(early, LENGTHS)
     assert set(ends.tolist()) == {1.0, 0.5, 0.4}
-    known, found, naive = np.broadcast_to(PRIOR, (len(GROUPS), 2)), np.zeros(full.shape), np.zeros(full.shape)
+    found, naive = np.zeros(full.shape), np.zeros(full.shape)
     for pattern in itertools.product((False, True), repeat=GROUP):
         gone = np.array(pattern)
         chance = np.where(gone, 1 - ends[GROUPS], ends[GROUPS]).prod(axis=1)
         counts = np.where(gone, 0.0, 1 / ends[GROUPS])
         there = np.where(gone, np.nan, rewards)
         own = make_advantages(there, config, lengths=lengths, prior=known, stands_for=counts)
-        found += _terms(config, BEHAVIOUR, own, counts * chance[:, None])[0]
+        found += _terms(config, policy, share * own, counts * chance[:, None])[0]
         plain = make_advantages(there, config, lengths=lengths, prior=known)
-        naive += _terms(config, BEHAVIOUR, plain, counts * chance[:, None])[0]
+        naive += _terms(config, policy, plain, counts * chance[:, None])[0]
     scale = np.linalg.norm(full)
-    assert np.linalg.norm(found - full) < 1e-9 * scale
+    off, names = float(np.linalg.norm(found - full) / scale), {"early_stop": 1, "age": int(bool(changes))}
+    label = _label(**names, row="rollout/early_stop", advantage=advantage, normalization=normalization, **changes)
+    assert label == ("unbiased" if off < 1e-9 else "biased") and not 1e-9 < off < 1e-4, off
     assert np.linalg.norm(naive - full) > 0.03 * scale
 
 
@@ -172,15 +200,16 @@ def test_the_worked_example_and_what_is_not_there() -> None:
     np.testing.assert_allclose(same, found, atol=1e-15)
 
 
-def _label(age: int = 0, **objective: Any) -> str:
-    config = Config(objective=ObjectiveConfig(advantage="posterior_loo", **objective))
+def _label(age: int = 0, early_stop: int = 0, row: str = "advantage/posterior_loo", **objective: Any) -> str:
+    config = Config(objective=ObjectiveConfig(**{"advantage": "posterior_loo"} | objective))
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 4, 3
-    config.rollout.async_steps = age
+    config.rollout.async_steps, config.pruning.early_stop.after_tokens = age, early_stop
     selector = Selector(selection_settings(config), 4)
     selector.begin(1)
     shape = (4, 3)
-    ledger = selector.finish(Rollouts(np.eye(4)[:, :3], np.full(shape, 5), np.ones(shape)), 1).ledger
-    return next(row.label for row in ledger if row.name == "advantage/posterior_loo")
+    ends = np.ones(shape) if early_stop else None
+    table = Rollouts(np.eye(4)[:, :3], np.full(shape, 5), np.ones(shape), stands_for=ends)
+    return next(one.label for one in selector.finish(table, 1).ledger if one.name == row)
 
 
 def test_labels_say_where_it_holds() -> None:

@@ -140,7 +140,7 @@ def test_a_selector_s_account_is_the_variance_of_its_gradients(rates: tuple[floa
             selector.feedback(StepCost(step, 1.0, 1.0, 0.1))
         score = np.hypot(decision.advantages, kl) * norms[rows].ravel() / decision.denominator
         which = (rows[:, None] * size + np.arange(size)).ravel()
-        everything = selector.full_scores(Rollouts(rewards, lengths, norms)).ravel()
+        everything = selector.full_scores(Rollouts(rewards, lengths, norms))[0].ravel()
         directions = rng.normal(size=(prompts * size, 50)) / 50**0.5
         squares.append(float(np.square(directions[which].T @ (decision.weight * score)).sum()))
         fulls.append(float(np.square(directions.T @ everything).sum()))
