@@ -291,7 +291,7 @@ class ServerEngine(Engine):
         bucket_bytes, timeout_s = rollout.sync.bucket_mb << 20, rollout.limits.sync_timeout_s
         if name == "disk":
             run_dir = Path(self._config.run_dir)
-            # two runs may share a directory; a run that is started again must find its own, to overwrite it
+            # two runs may share a directory; a run that is started again must find its own, to remove it
             own = f"{run_dir.name}_{zlib.crc32(str(run_dir.absolute()).encode()):08x}"
             directory = Path(rollout.sync.dir) / own if rollout.sync.dir else run_dir / "sync"
             return DiskChannel(fleet, directory, self._config.model.hf_path, bucket_bytes, timeout_s)
