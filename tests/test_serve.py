@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,31 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.json must belong to you and be readable by you only") as refused:
         Directory(tmp_path).entries()
     assert "secret" not in str(refused.value)
+
+
+def test_a_file_server_that_gives_files_to_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours there are that user's too; one that is his alone is not read, nor where none of ours can be made."""
+    Registration(tmp_path, "a", entry := RegistryEntry("http://n1:8000", "k", "vllm"))
+    theirs, squashed, seen = os.geteuid() + 1, [True], os.fstat
+
+    def fstat(descriptor: int) -> Any:
+        status = seen(descriptor)
+        is_theirs = squashed[0] or status.st_ino == (tmp_path / "a.json").stat().st_ino
+        fields = {name: getattr(status, name) for name in dir(status) if name.startswith("st_")}
+        return SimpleNamespace(**fields | ({"st_uid": theirs} if is_theirs else {}))
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    assert list(Directory(tmp_path).entries().values()) == [entry] and len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "a.json").chmod(0o640)
+    with pytest.raises(UserError, match="readable by you only"):
+        Directory(tmp_path).entries()
+    (tmp_path / "a.json").chmod(0o600)
+    squashed[0] = False
+    with pytest.raises(UserError, match="must belong to you"):
+        Directory(tmp_path).entries()
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", Mock(side_effect=PermissionError))
+    with pytest.raises(UserError, match="must belong to you"):
+        Directory(tmp_path).entries()
 
 
 def test_a_heartbeat_that_stops_is_the_end(tmp_path: Path) -> None:
