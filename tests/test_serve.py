@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -452,8 +453,8 @@ def test_serve_needs_no_data_and_no_trackers(files: Path, tmp_path: Path, monkey
     serves.assert_called_once()
 
 
-def test_serve_says_what_it_needs(files: Path, tmp_path: Path) -> None:
-    """A directory; an address of this machine; leave to listen on a network."""
+def test_serve_says_what_it_needs(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory; an address of this machine by which others reach it; leave to listen on a network."""
     from dppo_megatron.rollout.serve import serve
     from dppo_megatron.workbench.cli import main
 
@@ -465,6 +466,11 @@ def test_serve_says_what_it_needs(files: Path, tmp_path: Path) -> None:
         serve(checked, "192.0.2.1")
     with pytest.raises(UserError, match=r"--host no\.\.host: no such host"):
         serve(checked, "no..host")  # no name server is asked
+    for name, address in (("node-a", "127.0.1.1"), ("node-a", "::1"), ("0.0.0.0", "0.0.0.0"), ("node-a", "::")):
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "getaddrinfo", lambda *_, address=address, **__: [(0, 0, 0, "", (address, 0))])
+            with pytest.raises(UserError, match=rf"--host {name} is {address} on this machine: give an address"):
+                serve(checked, name)
     checked.rollout.servers.allow_remote_endpoints = True
     with pytest.raises(UserError, match=r"cannot listen on 192\.0\.2\.1, this machine says"):
         serve(checked, "192.0.2.1")  # another machine's name
