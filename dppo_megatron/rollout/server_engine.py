@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
-from dppo_megatron.distributed import OnRankZero, barrier, from_each, from_rank_zero, gather_all, rank
+from dppo_megatron.distributed import OnRankZero, barrier, from_each, from_rank_zero, gather_all, on_every_rank, rank
 from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.rollout.client.completion_buffer import HookFactory, completion_of
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
@@ -191,7 +191,7 @@ class ServerEngine(Engine):
         except RunAborted as error:  # of this node's client: the other nodes' ranks would go on without this one
             gone = [f"node {self._nodes.node}: {error}"]
         if gone := gather_all(gone):
-            raise RunAborted(gone[0])
+            raise on_every_rank(RunAborted(gone[0]))
         lost, homes = from_rank_zero(lambda: (first.work.missing, first.work.homes))
         if homes:
             self._reunite(found, homes, first.places)
