@@ -26,10 +26,11 @@ import torch.distributed as dist
 
 from dppo_megatron.launcher_env import is_on_one_machine, launched_rank
 from dppo_megatron.texts import show
-from dppo_megatron.types import RunAborted, UserError
+from dppo_megatron.types import SAID, RunAborted, UserError
 
 T = TypeVar("T")
 R = TypeVar("R")
+E = TypeVar("E", bound=Exception)
 
 _ROUND_TRIPS = 8
 """To compare two clocks; the shortest counts."""
@@ -93,13 +94,14 @@ def check_interfaces(*, uses_nccl: bool, names: Collection[str] | None = None) -
 
 @contextmanager
 def said_by_each_rank() -> Iterator[None]:
-    """What stops a rank inside is printed there: the command line speaks for rank 0, which may not know of it."""
+    """What stops a rank inside is printed there: the command line speaks for the first rank of a machine."""
     try:
         yield
     except (UserError, RunAborted) as error:
         if launched_rank():
             kind = "error" if isinstance(error, UserError) else "stopped"
             show(f"{kind}: rank {launched_rank()}: {error}", file=sys.stderr)
+            error.add_note(SAID)
         raise
 
 
@@ -173,9 +175,15 @@ def from_rank_zero(decide: Callable[[], T]) -> T:
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
-        raise outcome[1]
+        raise on_every_rank(outcome[1])
     result: T = outcome[0]
     return result
+
+
+def on_every_rank(error: E) -> E:
+    """An exception that rank 0 raises too: the command line prints it there alone."""
+    error.add_note(SAID)
+    return error
 
 
 class OnRankZero(Generic[T]):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
+import io
 import json
 import os
 import pty
@@ -11,6 +13,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +21,12 @@ from typing import Any
 
 import pytest
 from support.job import REPOSITORY
+from support.launch import run_ranks
 
 from dppo_megatron.config import paths
 from dppo_megatron.config.reference import page_for
-from dppo_megatron.types import UserError
+from dppo_megatron.distributed import from_rank_zero, on_every_rank, rank, said_by_each_rank
+from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.accept.record import Record
 from dppo_megatron.workbench.cli import PAGES, explained, main, program
 from dppo_megatron.workbench.commands import config as config_command
@@ -151,6 +156,51 @@ def test_help_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
             main(arguments)
         assert stop.value.code == 0
         assert "dppo-megatron" in capsys.readouterr().out
+
+
+def _stops(where: str) -> tuple[int, str]:
+    """On a rank, as the first of a machine of its own: the exit code of a command that stops there, and stderr."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+    def stop() -> None:
+        raise RunAborted("no server answers")
+
+    @said_by_each_rank()
+    def find_no_gpu() -> None:
+        raise UserError("no GPU")
+
+    def execute(_: argparse.Namespace) -> int:
+        if where == "rank 0":
+            from_rank_zero(stop)
+        elif where == "gathered":
+            raise on_every_rank(UserError("a tensor is not there"))
+        elif rank() == 1:
+            find_no_gpu()
+        return 0
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as said:
+        patch.setattr(config_command, "execute", execute)
+        return main(["config", "seed"]), said.getvalue()
+
+
+def test_what_stops_a_machine_alone_is_said_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its first rank, since those beside it have the same files; what rank 0 raises too, by rank 0."""
+    arguments = ["train", CONFIG, f"run_dir={tmp_path}", "model.hf_path=/no/such/model"]
+    job = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    said = []
+    for place in range(4):
+        for name, value in (job | {"RANK": str(place), "LOCAL_RANK": str(place % 2)}).items():
+            monkeypatch.setenv(name, value)
+        assert main(arguments) == 2
+        said.append(capsys.readouterr().err)
+    assert said[1] == said[3] == "" and said[0].startswith("error: ") and "/no/such/model" in said[0]
+    assert said[2] == said[0].replace("error: ", f"error: rank 2 ({socket.gethostname()}): ", 1)
+    assert run_ranks(_stops, 2, "rank 0") == [(3, "stopped: no server answers\n"), (3, "")]
+    (_, first), second = run_ranks(_stops, 2, "gathered")
+    assert first.startswith("error: a tensor is not there (see") and second == (2, "")
+    assert run_ranks(_stops, 2, "rank 1") == [(0, ""), (2, "error: rank 1: no GPU\n")]
 
 
 def test_a_command_without_ranks_does_not_read_it(

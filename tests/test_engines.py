@@ -33,6 +33,7 @@ from dppo_megatron.rollout.client.messages import ServerAddress
 from dppo_megatron.rollout.client.process import Asker
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import truncate_logits
+from dppo_megatron.rollout.servers import vllm
 from dppo_megatron.rollout.servers.connect import check_server, choose_channel, ipc_warning
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.http import Done, Http, Peer, Unreachable
@@ -42,7 +43,7 @@ from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.rollout.servers.sglang import ServerArgs, SGLangServer, _longest
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.servers.wire import Call, Expected, GenerateRequest, Sampled, Submit
-from dppo_megatron.rollout.sync.channels import buckets, write_snapshot
+from dppo_megatron.rollout.sync.channels import DiskChannel, buckets, write_snapshot
 from dppo_megatron.rollout.sync.colocated import SharedBuffer
 from dppo_megatron.rollout.sync.receipts import Digests, canary_difference, differing, digest
 from dppo_megatron.types import Prompt, RunAborted, UserError
@@ -101,6 +102,37 @@ def test_a_snapshot_is_there_complete_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no space"):
         write_snapshot(breaks(), target, tmp_path, bucket_bytes=12)
     assert len(list(target.glob("*.safetensors"))) == 2
+
+
+@pytest.mark.slow
+@needs("vllm")
+def test_a_worker_that_does_not_see_the_snapshot_says_so() -> None:
+    """Before vLLM is asked for anything: given no tensor it keeps the old weights and reports success."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(vllm.__file__).parent / "in_engine")!r})
+from dppo_vllm_extension import WorkerExtension
+try:
+    WorkerExtension().dppo_reload("/no/such/weights_1")
+except FileNotFoundError as error:
+    print(error)
+"""
+    done = subprocess.run([PYTHON["vllm"], "-c", script], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == [
+        "[Errno 2] no *.safetensors here, as this server sees it: '/no/such/weights_1'"
+    ], done.stderr[-2000:]
+
+
+def test_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
+    """By rank 0, which holds the run's lock; of other files none."""
+    (tmp_path / "weights_9").mkdir()
+    (tmp_path / "weights_9" / "model-00000.safetensors").write_text("a model")
+    (tmp_path / "weights_10.incomplete").mkdir()
+    (tmp_path / "notes.txt").write_text("somebody's")
+    DiskChannel(None, tmp_path, "", 1, 1.0)
+    assert len(list(tmp_path.iterdir())) == 3
+    DiskChannel(cast(Any, "rank 0's"), tmp_path, "", 1, 1.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_digests_join_as_engines_do() -> None:

@@ -311,11 +311,11 @@ def test_world_size_and_no_megatron(files: Path, tmp_path: Path) -> None:
     probe = (
         "import os, sys; from dppo_megatron.workbench.cli import main\n"
         "for rank in '01':\n"
-        "    os.environ['RANK'] = rank\n"
+        "    os.environ['RANK'] = os.environ['LOCAL_RANK'] = rank\n"
         "    print('rank', rank, file=sys.stderr)\n"
         "    print(main(sys.argv[1:]), [m for m in sys.modules if m.startswith('megatron')])\n"
     )
-    environment = os.environ | LAUNCHED | {"WORLD_SIZE": "3", "LOCAL_RANK": "0"}
+    environment = os.environ | LAUNCHED | {"WORLD_SIZE": "3"}
     command = [sys.executable, "-c", probe, "train", CONFIG, *overrides]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY)
     assert (done.returncode, done.stdout) == (0, "2 []\n2 []\n")
@@ -394,7 +394,7 @@ def _interface_that_is_not_there(overrides: list[str]) -> tuple[int, str]:
 
 
 def test_a_mistake_of_another_rank_is_seen_once(files: Path, tmp_path: Path) -> None:
-    """Rank 0 speaks for all where they agree; of what is wrong on another machine alone it knows nothing."""
+    """The rank that has no such interface says so itself, also beside rank 0."""
     code, said = run_ranks(_interface_that_is_not_there, 2, settings(files, tmp_path / "run"))[1]
     assert code == 2
     assert said.startswith("error: rank 1: GLOO_SOCKET_IFNAME=nonexistent0 fits no network interface of ")

@@ -30,12 +30,13 @@ from torch.multiprocessing import reductions
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation import standalone
 from dppo_megatron.job import prepare_job
-from dppo_megatron.rollout.servers.connect import ConnectedServers, connect
+from dppo_megatron.rollout.servers.connect import ConnectedServers, Launched, connect
 from dppo_megatron.rollout.servers.device_map import RankDevice
 from dppo_megatron.rollout.servers.dialects import SGLangDialect
 from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
+from dppo_megatron.rollout.servers.server_process import make_servers
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.sync import colocated
@@ -240,6 +241,24 @@ def _connected(fake: FakeVLLM, files: Path, channel: str, device: str = "cpu") -
         patch.setenv("DPPO_ENGINE_API_KEY", KEY)
         found = connect(config, job.architecture, [RankDevice(0, frozenset((device,)))])
     return found
+
+
+def test_a_colocated_server_on_a_gpu_of_no_rank_is_refused(
+    fake: FakeVLLM, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be another job's; over disk it would train on. Both are named. Numbers count as the ranks' do."""
+    of_servers = {"rollout__engine": "vllm", "rollout__servers__launch": "local", "rollout__servers__gpus": "['1']"}
+    config = job_config(files, files / "run", **of_servers, rollout__servers__colocate=True)
+    job = prepare_job(config, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    assert make_servers(config)[0].visible_devices == "7"
+    launched = [Launched(fake.url, KEY, 0, "4,5,6,7")]
+    ranks = [RankDevice(0, frozenset((str(place), f"GPU-{place}"))) for place in range(4)]
+    found = connect(config, job.architecture, ranks, launched)
+    assert (found.channel, found.device_map) == ("ipc", {fake.url: (0, 1, 2, 3)})
+    said = r"workers on GPU-0, GPU-1, GPU-2, GPU-3 \(CUDA_VISIBLE_DEVICES=4,5,6,7\), .* are on 0/GPU-0, 1/GPU-1\."
+    with pytest.raises(UserError, match=said):
+        connect(config, job.architecture, ranks[:2], launched)
 
 
 def test_a_sglang_without_our_file_counts_as_what_it_sets_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from support.launch import RankError, run_ranks
 from dppo_megatron.config import load_config
 from dppo_megatron.config.changes import FREE, check_changes, config_values
 from dppo_megatron.job import prepare_job
+from dppo_megatron.observe import watchdog
 from dppo_megatron.pruning.prompt_score import FittedScore
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
@@ -223,7 +226,6 @@ def test_a_new_run_from_a_checkpoint_of_another(files: Path, whole: dict[str, Pa
 
 def _signalled(files: Path, run_dir: Path, extra: dict[str, Any], number: int) -> int:
     """On a rank: gets a signal while it trains, after a step of its own."""
-    import os
 
     def recorded() -> int:
         metrics = run_dir / "metrics.jsonl"
@@ -253,6 +255,24 @@ def test_signals_save_and_leave(files: Path, tmp_path: Path) -> None:
         assert names == {"latest", f"step_{last:06d}"}
     run_whole(files, tmp_path / "run", 1, extra | {"steps": steps[-1] + 1})
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [*steps, steps[-1] + 1]
+
+
+def test_slurms_sigterm_and_torchruns_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank gets both; five seconds later another one ends it, and no sooner."""
+    now, ended = [100.0], []
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(signal, "raise_signal", ended.append)
+    asked = watchdog.StopRequests()
+    asked.listen()
+    try:
+        for later in (0.0, 0.05, 4.9, 0.1):
+            assert not ended
+            now[0] += later
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert asked.received == "SIGTERM"
+    finally:
+        asked.restore()
+    assert ended == [signal.SIGTERM]
 
 
 def test_the_docs_list_what_may_change() -> None:

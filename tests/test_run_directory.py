@@ -12,6 +12,7 @@ import pickle
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -92,6 +93,40 @@ def test_a_trainer_of_another_host_is_known_by_its_heartbeat(tmp_path: Path, mon
     path.write_text(json.dumps(holder))
     os.utime(path, (time.time() + 1e6,) * 2)  # by a clock that was wrong: its age is less than nothing, for days
     RunLock(tmp_path, stale_s=0.3).release()
+
+
+@pytest.mark.parametrize(("boot", "beats"), [("x", False), ("x", True), ("", False)])
+def test_a_file_server_keeps_the_lock_of_a_machine_that_has_vanished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boot: str, beats: bool
+) -> None:
+    """Without a heartbeat the file is made anew, and a former holder that lives after all ends. Of a process of this
+    machine (`boot` is empty: it has ours) the kernel knows best."""
+    path = tmp_path / "lock.json"
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    former = RunLock(tmp_path, heartbeat_s=0.02 if beats else 1e9)
+    monkeypatch.undo()
+    path.write_text(json.dumps(json.loads(path.read_text()) | ({"boot": boot} if boot else {})))
+    first, lockf = path.stat().st_ino, fcntl.lockf
+
+    def held(descriptor: int, how: int) -> None:
+        if os.fstat(descriptor).st_ino == first:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        lockf(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "lockf", held)
+    if beats or not boot:
+        with pytest.raises(UserError, match="being written by another trainer: host elsewhere"):
+            RunLock(tmp_path, stale_s=30.0)
+        assert path.stat().st_ino == first
+    else:
+        lock = RunLock(tmp_path, stale_s=0.2)
+        assert lock.took_over.startswith(f"host elsewhere, process {os.getpid()}, since")
+        with pytest.raises(UserError, match="was replaced while this trainer ran"):
+            former.check()
+        lock.check()
+        lock.release()
+        assert not path.exists()
+    former.release()
 
 
 @pytest.mark.parametrize("content", [b"", b"5", b"[" * 100_000, b"\xff", b"{}", b'{"host": 3, "pid": [1]}'])

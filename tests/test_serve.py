@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +89,31 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.json must belong to you and be readable by you only") as refused:
         Directory(tmp_path).entries()
     assert "secret" not in str(refused.value)
+
+
+def test_a_file_server_that_gives_files_to_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours there are that user's too; one that is his alone is not read, nor where none of ours can be made."""
+    Registration(tmp_path, "a", entry := RegistryEntry("http://n1:8000", "k", "vllm"))
+    theirs, squashed, seen = os.geteuid() + 1, [True], os.fstat
+
+    def fstat(descriptor: int) -> Any:
+        status = seen(descriptor)
+        is_theirs = squashed[0] or status.st_ino == (tmp_path / "a.json").stat().st_ino
+        fields = {name: getattr(status, name) for name in dir(status) if name.startswith("st_")}
+        return SimpleNamespace(**fields | ({"st_uid": theirs} if is_theirs else {}))
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    assert list(Directory(tmp_path).entries().values()) == [entry] and len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "a.json").chmod(0o640)
+    with pytest.raises(UserError, match="readable by you only"):
+        Directory(tmp_path).entries()
+    (tmp_path / "a.json").chmod(0o600)
+    squashed[0] = False
+    with pytest.raises(UserError, match="must belong to you"):
+        Directory(tmp_path).entries()
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", Mock(side_effect=PermissionError))
+    with pytest.raises(UserError, match="must belong to you"):
+        Directory(tmp_path).entries()
 
 
 def test_a_heartbeat_that_stops_is_the_end(tmp_path: Path) -> None:
@@ -426,8 +453,8 @@ def test_serve_needs_no_data_and_no_trackers(files: Path, tmp_path: Path, monkey
     serves.assert_called_once()
 
 
-def test_serve_says_what_it_needs(files: Path, tmp_path: Path) -> None:
-    """A directory; an address of this machine; leave to listen on a network."""
+def test_serve_says_what_it_needs(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory; an address of this machine by which others reach it; leave to listen on a network."""
     from dppo_megatron.rollout.serve import serve
     from dppo_megatron.workbench.cli import main
 
@@ -439,6 +466,11 @@ def test_serve_says_what_it_needs(files: Path, tmp_path: Path) -> None:
         serve(checked, "192.0.2.1")
     with pytest.raises(UserError, match=r"--host no\.\.host: no such host"):
         serve(checked, "no..host")  # no name server is asked
+    for name, address in (("node-a", "127.0.1.1"), ("node-a", "::1"), ("0.0.0.0", "0.0.0.0"), ("node-a", "::")):
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "getaddrinfo", lambda *_, address=address, **__: [(0, 0, 0, "", (address, 0))])
+            with pytest.raises(UserError, match=rf"--host {name} is {address} on this machine: give an address"):
+                serve(checked, name)
     checked.rollout.servers.allow_remote_endpoints = True
     with pytest.raises(UserError, match=r"cannot listen on 192\.0\.2\.1, this machine says"):
         serve(checked, "192.0.2.1")  # another machine's name

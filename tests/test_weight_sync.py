@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from receivers import PipeServer
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.servers.device_map import RankDevice, ranks_of_workers, visible_devices
+from dppo_megatron.rollout.servers.device_map import RankDevice, ranks_of_workers, servers_devices, visible_devices
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
@@ -503,6 +503,13 @@ def test_ranks_are_found_by_their_devices() -> None:
     shared = [RankDevice(0, frozenset(("cpu",)))] * 2
     assert [ranks_of_workers(shared, ("cpu", "cpu"), turn) for turn in range(3)] == [(0, 0), (1, 1), (0, 0)]
     assert visible_devices("2, 3") == ["2", "3"]
+    assert servers_devices(["0,1"], "2,3", 0) == ["2,3"] and servers_devices(["1", " 0"], "GPU-a, GPU-b", 0) == [
+        "GPU-b",
+        "GPU-a",
+    ]
+    assert servers_devices(["2", "3"], "4,5,6,7", 2) == ["6", "7"], "beside two ranks"
+    for gpus, inherited, training in ((["0,2"], "2,3", 0), (["0"], "4,5", 1), (["GPU-a"], "4,5", 0), (["1"], "", 0)):
+        assert servers_devices(gpus, inherited, training) == gpus, "CUDA's own"
     two_nodes = [RankDevice(node, frozenset((name,))) for node in (0, 1) for name in ("0", "1")]
     assert ranks_of_workers(two_nodes, ("1", "0"), 0, node=1) == (3, 2), "GPUs of two machines may have one number"
 

@@ -77,7 +77,7 @@ class ServersConfig:
     """More arguments for a launched server's command line, e.g. [--gpu-memory-utilization, "0.4"]."""
     gpus: list[str] = field(default_factory=list)
     """CUDA_VISIBLE_DEVICES of each launched server, as many as the parallel sizes in `args` take, e.g. ["0,1", "2,3"];
-    empty: all see every device."""
+    numbers are places in the trainer's own where that has them (without `colocate`, after its ranks'). Empty: all."""
     colocate: bool = False
     """Launched servers share the actor's GPUs: they sleep (free weights and key-value cache) during the update."""
     api_key_env: str = "DPPO_ENGINE_API_KEY"

@@ -3,7 +3,8 @@
 Whether the holder still runs is decided by two signs, since neither is enough alone. The kernel's record lock (fcntl)
 ends with the process and works over NFS and Lustre where their lock managers run. Without it, and on another host, the
 holder is known by its heartbeat: it touches the file every few seconds, and if the file has not changed for a minute of
-the file system's own clock, the holder is gone.
+the file system's own clock, the holder is gone. A file server may keep the lock of a machine that has vanished (NFSv3
+until that is back, NFSv4 for a lease of some 90 s): then lock.json is made anew.
 
 POSIX record locks end as soon as the process closes any descriptor of the file, so this process never opens lock.json
 a second time and reads it through the one descriptor.
@@ -48,13 +49,14 @@ class RunLock:
 
     def __init__(self, directory: Path, *, stale_s: float = _STALE_S, heartbeat_s: float = _HEARTBEAT_S) -> None:
         self._path, self._stale_s = directory / FILE, stale_s
+        self.took_over = ""
+        """The trainer that ended without releasing the lock, if any."""
         self._descriptor, kernel_locks = self._open()
         try:
             before = _parse(os.pread(self._descriptor, 65536, 0))
-            if before and self._lives(before, kernel_locks):
+            if before and self._lives(self._descriptor, before, kernel_locks):
                 raise UserError(self._refusal(before))
-            self.took_over = _name(before) if before else ""
-            """The trainer that ended without releasing the lock, if any."""
+            self.took_over = _name(before) if before else self.took_over
             self._mine = json.dumps(_describe_self()).encode()
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, self._mine, 0)
@@ -97,7 +99,7 @@ class RunLock:
                 if os.fstat(descriptor).st_ino == os.stat(self._path).st_ino:
                     return descriptor, kernel_locks
             except FileNotFoundError:
-                pass  # the holder has just released and removed it
+                pass  # it has just been removed: by its holder, or for one whose lock outlives it
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -108,17 +110,27 @@ class RunLock:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise UserError(self._refusal(_parse(os.pread(descriptor, 65536, 0)))) from None
-            if error.errno not in _NO_LOCKS_HERE:
+                self._replace(descriptor)
+            elif error.errno not in _NO_LOCKS_HERE:
                 raise
             return False
         return True
 
-    def _lives(self, holder: dict[str, Any], kernel_locks: bool) -> bool:
+    def _replace(self, descriptor: int) -> None:
+        """Remove the file that another process has locked, if that is of another machine and shows no sign of life.
+        Raises UserError if it may be running."""
+        holder = _parse(os.pread(descriptor, 65536, 0))
+        if not holder or holder.get("boot") == _boot_id() or self._lives(descriptor, holder, kernel_locks=False):
+            raise UserError(self._refusal(holder)) from None
+        self.took_over = _name(holder)
+        if os.stat(self._path).st_ino == os.fstat(descriptor).st_ino:  # else another trainer was faster
+            self._path.unlink()
+
+    def _lives(self, descriptor: int, holder: dict[str, Any], kernel_locks: bool) -> bool:
         """Whether the process that `holder` describes still runs, as far as can be known here."""
         if kernel_locks and holder.get("host") == socket.gethostname() and holder.get("boot") == _boot_id():
             return False  # we hold it, so no other process of this machine can
-        last_beat = os.fstat(self._descriptor).st_mtime_ns
+        last_beat = os.fstat(descriptor).st_mtime_ns
         with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=f".{FILE}.") as probe:
             age_s = (os.fstat(probe.fileno()).st_mtime_ns - last_beat) / 1e9  # by the file system's clock, as the beats
         left_s = self._stale_s - max(0.0, age_s)  # a time in the future counts as now
@@ -127,7 +139,7 @@ class RunLock:
         deadline = time.monotonic() + left_s
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._stale_s / 10))
-            if os.fstat(self._descriptor).st_mtime_ns != last_beat:
+            if os.fstat(descriptor).st_mtime_ns != last_beat:
                 return True
         return False
 

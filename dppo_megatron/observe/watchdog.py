@@ -26,6 +26,10 @@ _ASK_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
 """SIGUSR1 is what jobs request from Slurm (`sbatch --signal=B:USR1@300`, examples/slurm/requeue.sbatch). Slurm sends it
 to every process of a step, so servers, clients and graders ignore it."""
 
+_ONE_REQUEST_S = 5.0
+"""Signals in this time are one request: Slurm sends SIGTERM to torchrun and to the ranks, and torchrun passes its own
+on to them."""
+
 
 class Watchdog:
     """Runs from `start` to `stop`.
@@ -133,11 +137,12 @@ def _leave(reason: str) -> None:
 
 
 class StopRequests:
-    """Remembers the first of the signals, from `listen` to `restore`. A second SIGTERM ends the process as usual."""
+    """Remembers the first of the signals, from `listen` to `restore`. A later SIGTERM ends the process as usual."""
 
     def __init__(self) -> None:
         self.received = ""
         """Name of the signal; empty if none came."""
+        self._since = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
@@ -152,7 +157,8 @@ class StopRequests:
         self._before = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number == signal.SIGTERM:
+        if not self.received:
+            self.received, self._since = signal.Signals(number).name, time.monotonic()
+        elif number == signal.SIGTERM and time.monotonic() - self._since > _ONE_REQUEST_S:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.received = self.received or signal.Signals(number).name

@@ -20,7 +20,7 @@ from ipaddress import ip_address
 
 from dppo_megatron.config.rollout import LOOPBACK
 from dppo_megatron.config.schema import Config
-from dppo_megatron.distributed import barrier, from_rank_zero, gather_all
+from dppo_megatron.distributed import barrier, from_rank_zero, gather_all, on_every_rank
 from dppo_megatron.progress import progress
 from dppo_megatron.rollout.client.remote import Nodes
 from dppo_megatron.rollout.servers.connect import Launched, make_server
@@ -125,7 +125,7 @@ class JobServers:
         if failed is not None and not is_users:
             raise failed  # a fault of this program: keep its traceback
         if problems:
-            raise UserError(problems[0])
+            raise on_every_rank(UserError(problems[0]))
 
 
 def listening_addresses(nodes: Nodes) -> list[str]:

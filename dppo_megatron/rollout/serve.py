@@ -17,10 +17,12 @@ import threading
 import time
 from contextlib import ExitStack
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 
 from dppo_megatron.children import ignore_signals
 from dppo_megatron.config.paths import check_writable
+from dppo_megatron.config.rollout import LOOPBACK
 from dppo_megatron.config.schema import Config
 from dppo_megatron.progress import progress
 from dppo_megatron.rollout.job_nodes import check_network
@@ -149,7 +151,12 @@ def _listen(undo: ExitStack) -> threading.Event:
 
 
 def _resolved(host: str) -> str:
+    """An address that the registry may name. Raises UserError: Debian gives a machine's own name 127.0.1.1."""
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
         raise UserError(f"--host {host}: no such host: {error}") from None
+    found = ip_address(address)
+    if found.is_unspecified or (found.is_loopback and host not in (address, *LOOPBACK)):
+        raise UserError(f"--host {host} is {address} on this machine: give an address by which the trainer reaches it")
+    return address

@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
-from dppo_megatron.distributed import OnRankZero, barrier, from_each, from_rank_zero, gather_all, rank
+from dppo_megatron.distributed import OnRankZero, barrier, from_each, from_rank_zero, gather_all, on_every_rank, rank
 from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.rollout.client.completion_buffer import HookFactory, completion_of
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
@@ -191,7 +191,7 @@ class ServerEngine(Engine):
         except RunAborted as error:  # of this node's client: the other nodes' ranks would go on without this one
             gone = [f"node {self._nodes.node}: {error}"]
         if gone := gather_all(gone):
-            raise RunAborted(gone[0])
+            raise on_every_rank(RunAborted(gone[0]))
         lost, homes = from_rank_zero(lambda: (first.missing, first.homes))
         if homes:
             self._reunite(found, homes, first.places)
@@ -291,7 +291,7 @@ class ServerEngine(Engine):
         bucket_bytes, timeout_s = rollout.sync.bucket_mb << 20, rollout.limits.sync_timeout_s
         if name == "disk":
             run_dir = Path(self._config.run_dir)
-            # two runs may share a directory; a run that is started again must find its own, to overwrite it
+            # two runs may share a directory; a run that is started again must find its own, to remove it
             own = f"{run_dir.name}_{zlib.crc32(str(run_dir.absolute()).encode()):08x}"
             directory = Path(rollout.sync.dir) / own if rollout.sync.dir else run_dir / "sync"
             return DiskChannel(fleet, directory, self._config.model.hf_path, bucket_bytes, timeout_s)

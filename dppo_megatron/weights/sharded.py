@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch import Tensor
 
-from dppo_megatron.distributed import gather_all
+from dppo_megatron.distributed import gather_all, on_every_rank
 from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
@@ -92,7 +92,7 @@ def load_hf_weights(model: Sequence[torch.nn.Module], architecture: Architecture
         refusal = str(error)
     # with pipeline stages, only one rank may have read the tensor
     if first := next(filter(None, gather_all([refusal])), ""):
-        raise UserError(first)
+        raise on_every_rank(UserError(first))
 
 
 def _load_shard(shard: ShardedTensor, architecture: Architecture, get: Callable[[str], Tensor]) -> None:

@@ -93,18 +93,19 @@ def main(argv: list[str] | None = None, display: Display = show_progress) -> int
         sys.stdout.flush()  # so that a broken pipe is raised here and not at exit
         return code
     except UserError as error:
-        say(f"error: {explained(error, argv[0])}")
+        say(f"error: {explained(error, argv[0])}", error)
         return 2
     except ModuleNotFoundError as error:
         if str(error.name) not in _OF_TRAIN.split():  # a part of one that is there is another mistake
             raise
         say(
             f"error: dppo-megatron {argv[0]} needs {error.name}, which the base install does not have;"
-            " pip install 'dppo-megatron[train]' (see docs/libraries.md)"
+            " pip install 'dppo-megatron[train]' (see docs/libraries.md)",
+            error,
         )
         return 2
     except RunAborted as stop:
-        say(f"stopped: {stop}")
+        say(f"stopped: {stop}", stop)
         return 3
     except KeyboardInterrupt:
         say("interrupted")

@@ -105,6 +105,8 @@ def connect(
     routers = [router for router in routers if through(router, [server.dialect for server in servers])]
     on_gpu = any(CPU not in device.names for device in devices)
     found = _device_map(launched, infos, devices)
+    if on_gpu and rollout.servers.colocate:
+        _check_shared(found, launched, infos, devices)
     unequal = {url: dppo_wire.nccl_difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
     works = {"ipc": [url for url in urls if found.get(url)], "nccl": [url for url in urls if not unequal[url]]}
     channel, why = choose_channel(
@@ -208,6 +210,23 @@ def _device_map(
             workers = tuple(visible_devices(server.visible_devices)[: info.world_size])
         found[server.url] = ranks_of_workers(devices, workers or (CPU,) * info.world_size, turn, server.node)
     return found
+
+
+def _check_shared(
+    found: Mapping[str, tuple[int, ...] | None],
+    launched: Sequence[Launched],
+    infos: Sequence[ServerInfo],
+    devices: Sequence[RankDevice],
+) -> None:
+    """Raise UserError for a colocated server on a GPU of no rank: it may be another job's."""
+    for server, info in zip(launched, infos, strict=True):
+        if found[server.url] is None:
+            here = ["/".join(sorted(one.names, key=len)[:2]) for one in devices if one.node == server.node]
+            raise UserError(
+                f"rollout.servers.colocate: {server.url} has workers on {', '.join(info.devices) or 'GPUs'}"
+                f" (CUDA_VISIBLE_DEVICES={server.visible_devices or ''}), one at least without a rank: the ranks of its"
+                f" machine are on {', '.join(here)}. rollout.servers.gpus says where it starts"
+            )
 
 
 def configured_key(rollout: RolloutConfig) -> str:

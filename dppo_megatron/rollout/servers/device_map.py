@@ -25,7 +25,7 @@ class RankDevice:
     node: int
     """The job's machine, counted as for `job_nodes.py`: servers that were launched there are its neighbours."""
     names: frozenset[str]
-    """What its device is called: a UUID and an entry of CUDA_VISIBLE_DEVICES, or `cpu`."""
+    """What its device is called: its UUID as torch and as CUDA write it, an entry of CUDA_VISIBLE_DEVICES; or `cpu`."""
 
 
 def this_device(node: int, *, on_gpu: bool) -> RankDevice:
@@ -34,7 +34,7 @@ def this_device(node: int, *, on_gpu: bool) -> RankDevice:
         return RankDevice(node, frozenset((CPU,)))
     index = torch.cuda.current_device()
     uuid = str(torch.cuda.get_device_properties(index).uuid)
-    return RankDevice(node, frozenset((uuid, visible_devices(os.environ.get(_VISIBLE))[index])))
+    return RankDevice(node, frozenset((uuid, f"GPU-{uuid}", visible_devices(os.environ.get(_VISIBLE))[index])))
 
 
 def visible_devices(setting: str | None) -> list[str]:
@@ -46,6 +46,21 @@ def visible_devices(setting: str | None) -> list[str]:
     if setting:
         return [entry.strip() for entry in setting.split(",")]
     return [str(index) for index in range(max(1, torch.cuda.device_count()))]
+
+
+def servers_devices(gpus: Sequence[str], inherited: str, ranks: int) -> list[str]:
+    """The CUDA_VISIBLE_DEVICES of each server, of `rollout.servers.gpus`: its numbers are places in the `inherited`
+    one, as a rank's is, where that has all of them and they are not among the first `ranks`, which train; else CUDA's.
+
+    Example:
+        servers_devices(["0", "1"], "6,7", 0) == ["6", "7"]
+        servers_devices(["0", "1"], "6,7", 2) == servers_devices(["0", "1"], "", 2) == ["0", "1"]
+    """
+    visible = visible_devices(inherited) if inherited else []
+    named = [[one.strip() for one in entry.split(",")] for entry in gpus]
+    if not all(one.isdecimal() and ranks <= int(one) < len(visible) for entry in named for one in entry):
+        return list(gpus)
+    return [",".join(visible[int(one)] for one in entry) for entry in named]
 
 
 def ranks_of_workers(

@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import shlex
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -139,11 +140,20 @@ class Directory:
             time.sleep(_LOOK_S)
 
 
+def _is_ours(owner: int, directory: Path) -> bool:
+    """Whether files of this process have that owner in `directory`: a file server may give them to another user."""
+    if owner == os.geteuid():
+        return True
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=directory, prefix=".") as probe:
+        return os.fstat(probe.fileno()).st_uid == owner
+    return False
+
+
 def _read(path: Path) -> tuple[int, RegistryEntry | None]:
     """Its time stamp in ns and its content; None for a file of something else."""
     with open_to_read(path) as file:
         status = os.fstat(file.fileno())
-        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        if status.st_mode & 0o077 or not _is_ours(status.st_uid, path.parent):
             raise UserError(
                 f"rollout.servers.registry_dir: {path} must belong to you and be readable by you only (0600):"
                 " it names where weights are sent, and holds a key"

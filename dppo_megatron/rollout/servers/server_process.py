@@ -27,8 +27,10 @@ from dppo_megatron.config.resolved_sets import longest_sequence
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import loopback_interface
 from dppo_megatron.files import append_to, make_directory
+from dppo_megatron.launcher_env import launched_here
 from dppo_megatron.rollout.fp8_weights import check_split, quantized_arguments, quantized_variables
 from dppo_megatron.rollout.servers.connect import ROUTED_EXPERTS, configured_key
+from dppo_megatron.rollout.servers.device_map import servers_devices
 from dppo_megatron.rollout.servers.http import hidden, listens
 from dppo_megatron.rollout.servers.sglang import draft_ladder, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import vllm_command, vllm_environment
@@ -210,9 +212,11 @@ def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: s
         )
     variables = vllm_environment(cpu, rollout.servers.count) if vllm else sglang_environment(cpu)
     variables |= quantized_variables(rollout) if vllm else draft_ladder(rollout)
+    ranks = launched_here() if rollout.servers.launch == "local" and not rollout.servers.colocate else 0
+    devices = servers_devices(rollout.servers.gpus, os.environ.get("CUDA_VISIBLE_DEVICES", ""), ranks)
     servers = []
     for index in range(rollout.servers.count):
-        gpus = {"CUDA_VISIBLE_DEVICES": rollout.servers.gpus[index]} if rollout.servers.gpus else {}
+        gpus = {"CUDA_VISIBLE_DEVICES": devices[index]} if devices else {}
         log = Path(config.run_dir) / "servers" / f"{name}server_{index}.log"
         own_key = key or secrets.token_urlsafe(32)
         guard = {"VLLM_API_KEY" if vllm else "DPPO_SERVER_KEY": own_key}

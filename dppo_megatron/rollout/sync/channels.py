@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dppo_megatron.files import remove_tree
 from dppo_megatron.rollout.fp8_weights import SCALE
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
@@ -150,10 +151,13 @@ class DiskChannel(Channel):
         super().__init__(fleet, bucket_bytes, timeout_s)
         self._directory, self._hf_path = directory.absolute(), hf_path
         self._last: Path | None = None
+        if fleet is not None:  # rank 0's, which has the run's lock: a run that was killed has left a whole model
+            for left in self._directory.glob("weights_*"):
+                remove_tree(left)
 
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
         """Write once, then all servers read at the same time. The previous snapshot is deleted."""
-        target = self._directory / f"weights_{version_number(version)}"  # a killed run's is overwritten
+        target = self._directory / f"weights_{version_number(version)}"
         stream = iter(tensors)
         try:
             write_snapshot(stream, target, self._hf_path, self._bucket_bytes)

@@ -1,25 +1,30 @@
-"""What commands print, and what libraries must not: rank 0 prints, the others are silent."""
+"""What commands print, and what libraries must not: rank 0 prints, the others are silent unless they stop alone."""
 
 from __future__ import annotations
 
 import gc
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TextIO
 
-from dppo_megatron.launcher_env import check_launcher_env, launched_rank
+from dppo_megatron.launcher_env import check_launcher_env, launched_local_rank, launched_rank
 from dppo_megatron.progress import Advance, progress, unshown
 from dppo_megatron.texts import show
-from dppo_megatron.types import UserError
+from dppo_megatron.types import SAID, UserError
 
 
-def say(line: str) -> None:
-    """Print a line to stderr: on rank 0, or everywhere if the environment does not tell which that is."""
+def say(line: str, why: Exception | None = None) -> None:
+    """Print a line to stderr: on rank 0, or everywhere if the environment does not tell which that is. `why` a command
+    ends the first rank of every machine says, unless rank 0 raised it too: those beside it have the same files."""
     if not _speaks():
-        return
+        if why is None or launched_local_rank() or SAID in getattr(why, "__notes__", ()):
+            return
+        kind, _, text = line.partition(": ")
+        line = f"{kind}: rank {launched_rank()} ({socket.gethostname()}): {text}"
     try:
         show(line, file=sys.stderr)
     except OSError:  # its reader has gone, or its disk is full; the exit code still tells

@@ -12,6 +12,7 @@ code over gloo, which is what lets a machine without a GPU test it.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -141,12 +142,22 @@ class WorkerExtension:
 
     def dppo_reload(self, weights_path: str) -> None:
         """Read safetensors. vLLM's own call takes no path where the server began without weights (0.32.0)."""
-        self.reload_weights(weights_iterator=_read(weights_path))  # type: ignore[attr-defined]
+        tensors = _read(weights_path)
+        self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
         refresh_packed(self.get_model())  # type: ignore[attr-defined]
 
 
 def _read(directory: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(Path(directory).glob("*.safetensors")):
+    """Raises where this machine does not see the snapshot, before vLLM (0.32.0) puts its weights aside: given no
+    tensor it puts the old ones back, with a warning in its log, and reports success."""
+    files = sorted(Path(directory).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(errno.ENOENT, "no *.safetensors here, as this server sees it", directory)
+    return _tensors(files)
+
+
+def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 # no mapping
                 yield name, tensors.get_tensor(name)
