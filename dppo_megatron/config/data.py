@@ -126,4 +126,5 @@ class DataConfig:
     max_prompt_tokens: int = ranged(1024, "[1, 100000000]")
     """Longest prompt."""
     overlong: Literal["error", "filter"] = "error"
-    """A longer prompt is an error before the run starts, or is filtered: counted, and a row of the bias ledger."""
+    """A longer prompt is an error before the run starts, or is filtered: counted, and a row of the bias ledger. Of
+    training sets; evaluation sets have only their own, else error."""
