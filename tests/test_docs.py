@@ -26,6 +26,7 @@ from support.record import write_record
 
 from dppo_megatron.config.load import load_config, read_config
 from dppo_megatron.config.reference import all_settings
+from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.data.known import KNOWN_SETS
@@ -226,8 +227,9 @@ def test_the_first_job_on_gpus_has_its_data(page: Path) -> None:
         given = parse(program(), line.split())
         written |= {f"{given.out}/{part}.jsonl" for part in KNOWN_SETS[given.name].splits}
     [recipe] = set(re.findall(r"configs/math/\S+\.yaml", rest))
-    data = read_config(str(REPOSITORY / recipe), []).data
-    assert {data.train_path, *data.eval_paths.values()} <= written and len(data.eval_paths) == 6
+    config = read_config(str(REPOSITORY / recipe), [])
+    evaluated = {one.path for one in eval_set_configs(config).values()}
+    assert {config.data.train_path, *evaluated} <= written and len(evaluated) == 6
 
 
 def test_what_the_pages_install_can_be_had() -> None:
