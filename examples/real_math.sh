@@ -20,7 +20,8 @@ python "$here/prepare.py" --gsm8k "$data/gsm8k/train.jsonl" --math "$data/math/t
 settings=("$here/job.yaml" "model.hf_path=$out/model" "sft.examples_path=$out/sft.jsonl"
   "data.train_sets.gsm8k.path=$out/gsm8k.jsonl" "data.train_sets.math.path=$out/math.parquet")
 for name in math500 amc23 aime24 aime25 minerva olympiadbench; do
-  settings+=("data.eval_sets.$name.path=$data/$name/test.jsonl" "data.eval_sets.$name.limit=16")
+  settings+=("data.eval_sets.$name.path=$data/$name/test.jsonl" "data.eval_sets.$name.limit=16"
+    "data.eval_sets.$name.max_prompt_tokens=900")
 done
 
 dppo-megatron train "${settings[@]}" "run_dir=$out/hf"
@@ -30,5 +31,6 @@ if [ -n "${DPPO_VLLM_PYTHON:-}" ]; then
 fi
 # the same command with one more step and one more set: resumes at step 3
 dppo-megatron train "${settings[@]}" "run_dir=$out/hf" steps=4 \
-  "data.eval_sets.gsm8k.path=$data/gsm8k/test.jsonl" data.eval_sets.gsm8k.limit=16
+  "data.eval_sets.gsm8k.path=$data/gsm8k/test.jsonl" data.eval_sets.gsm8k.limit=16 \
+  data.eval_sets.gsm8k.max_prompt_tokens=900
 dppo-megatron eval "$out/hf" --out "$out/eval"

@@ -26,11 +26,13 @@ from support.record import write_record
 
 from dppo_megatron.config.load import load_config, read_config
 from dppo_megatron.config.reference import all_settings
+from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.data.known import KNOWN_SETS
 from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.rewards.grading import GradeTask, make_grader
+from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import parse, program
 
 DOCS = REPOSITORY / "docs"
@@ -225,8 +227,9 @@ def test_the_first_job_on_gpus_has_its_data(page: Path) -> None:
         given = parse(program(), line.split())
         written |= {f"{given.out}/{part}.jsonl" for part in KNOWN_SETS[given.name].splits}
     [recipe] = set(re.findall(r"configs/math/\S+\.yaml", rest))
-    data = read_config(str(REPOSITORY / recipe), []).data
-    assert {data.train_path, *data.eval_paths.values()} <= written and len(data.eval_paths) == 6
+    config = read_config(str(REPOSITORY / recipe), [])
+    evaluated = {one.path for one in eval_set_configs(config).values()}
+    assert {config.data.train_path, *evaluated} <= written and len(evaluated) == 6
 
 
 def test_what_the_pages_install_can_be_had() -> None:
@@ -280,6 +283,17 @@ def test_settings_of_the_choosing_page_are_settings(tmp_path: Path) -> None:
         load_config(str(REPOSITORY / "configs/quickstart.yaml"), [*settings(files, tmp_path / "run"), *given.split()])
 
 
+def _graders_of_the_pages(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages' files as they stand, importable by grader processes; without bubblewrap programs run in no sandbox."""
+    pages = _text(DOCS / "cookbook.md") + _text(DOCS / "math.md")
+    for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)\n```\n", pages, re.DOTALL):
+        (directory / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(directory)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), str(REPOSITORY)]))
+    if not shutil.which("bwrap"):
+        monkeypatch.setenv("SANDBOX", "env")
+
+
 @pytest.mark.parametrize(
     ("function", "completion", "answer", "reward"),
     [
@@ -290,24 +304,35 @@ def test_settings_of_the_choosing_page_are_settings(tmp_path: Path) -> None:
         ("formats:thinks_first", "<answer>4</answer>", "4", 0.0),
         ("rules_then_judge:grade", r"\boxed{4}", "4", 1.0),
         ("rules_then_judge:grade", "no idea", "4", 0.0),
+        ("short_enough:grade", r"\boxed{4}", "4", 1.0),
     ],
 )
 def test_graders_of_the_cookbook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, completion: str, answer: str, reward: float
 ) -> None:
-    """The page's files as they stand, in grader processes; without bubblewrap the program runs in no sandbox."""
-    for name, text in re.findall(r"```python\n# (\w+\.py)\n(.*?)\n```\n", _text(DOCS / "cookbook.md"), re.DOTALL):
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(REPOSITORY)]))
-    if not shutil.which("bwrap"):
-        monkeypatch.setenv("SANDBOX", "env")
+    """And where they take an answer from `math`: none of a thought that the limit cut off."""
+    _graders_of_the_pages(tmp_path, monkeypatch)
+    tasks = [GradeTask(completion, answer)]
+    if function in ("rules_then_judge:grade", "short_enough:grade"):
+        tasks.append(GradeTask(completion, answer, prompt="2 + 2?\n<think>\n", finish_reason="length"))
     grader = make_grader(RewardConfig(function=function))
     try:
-        [grade] = grader.grade([GradeTask(completion, answer, {})])
+        grades = grader.grade(tasks)
     finally:
         grader.close()
-    assert (grade.failure, grade.reward) == ("", reward)
+    assert [(grade.failure, grade.reward) for grade in grades] == [("", reward), ("", 0.0)][: len(tasks)]
+
+
+def test_a_sandbox_that_cannot_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every program graded 0."""
+    _graders_of_the_pages(tmp_path, monkeypatch)
+    monkeypatch.setenv("SANDBOX", "false")
+    grader = make_grader(RewardConfig(function="code_grader:passes"))
+    try:
+        with pytest.raises(UserError, match=r"code_grader:passes' cannot be imported: CalledProcessError"):
+            grader.grade([GradeTask("```\n1\n```", "assert True")])
+    finally:
+        grader.close()
 
 
 # ------------------------------------------------------------------------------------------------- examples

@@ -178,18 +178,44 @@ def test_verdicts_of_an_edited_grader_are_not_kept(tmp_path: Path, capsys: pytes
         kept.close()
 
 
+def test_what_failed_is_graded_again(tmp_path: Path) -> None:
+    """A judge that was down is asked again for what it did not answer, and for nothing else; until then it has failed,
+    as whoever reads the file sees."""
+    samples, said = [_sample(index) for index in range(3)], list[str]()
+    failed = replace(samples[1], reward=None, correct=None, extracted=None, vote=None, unparsed=None, failure="down")
+    kept = UnfinishedSamples(tmp_path, {"seed": 1})
+    for sample in samples:
+        kept.add(sample)
+    kept.grade([samples[0], failed])
+    kept.close()
+    left = read_unfinished(tmp_path)
+    assert left is not None and [one.failure for one in left[1]] == ["", "down", ""]
+    with logged(said.append):
+        again = UnfinishedSamples(tmp_path, {"seed": 1})
+    assert [one.is_graded for one in again.samples.values()] == [True, False, False]
+    assert "1 samples are graded again: the graders were others, had other code or limits, or had failed" in said[0]
+    again.grade(samples[1:])
+    again.close()
+    assert list(UnfinishedSamples(tmp_path, {"seed": 1}).samples.values()) == samples
+
+
 def test_a_built_in_grader_is_another_one_with_other_code(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The package's version is not enough: a checkout changes without a new one. Graders that nothing names are left
-    out, and a user's own is told by its file alone."""
+    out, and a user's own is told by its file alone. One that works faster is the same."""
     code = tmp_path / "rewards"
     shutil.copytree(Path(dppo_megatron.rewards.__file__).parent, code)
     monkeypatch.setattr(dppo_megatron.rewards, "__file__", str(code / "__init__.py"))
     ours = job_config(files, tmp_path / "run")
     theirs = job_config(files, tmp_path / "run", reward__functions="{a: {function: 'support.job:job_config'}}")
     before = [_graded_by(config) for config in (ours, theirs)]
-    assert [_graded_by(config) for config in (ours, theirs)] == before
+    faster = job_config(files, tmp_path / "run", reward__processes=2, reward__max_concurrent=512)
+    faster.reward.max_per_minute, faster.reward.max_failed_share = 60, 0.5
+    assert [_graded_by(config) for config in (faster, theirs)] == before
+    for name, value in (("timeout_s", 7.0), ("memory_mb", 64), ("correct_from", 0.5), ("function", "math_boxed")):
+        other = job_config(files, tmp_path / "run", **{f"reward__{name}": value})
+        assert _graded_by(other) not in before
     with (code / "math" / "evaluate.py").open("a") as file:
         file.write("# another\n")
     assert [_graded_by(config) == then for config, then in zip((ours, theirs), before, strict=True)] == [False, True]

@@ -16,6 +16,7 @@ from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.actor.actor import Actor
+from dppo_megatron.algorithms.advantages import posterior_advantages, rloo_advantages
 from dppo_megatron.algorithms.objectives import make_objective
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig
 from dppo_megatron.config.schema import Config
@@ -209,16 +210,21 @@ def test_overlong_filter_is_a_biased_row() -> None:
 
 
 def test_soft_overlong_punishment_shapes_advantages_only() -> None:
-    """The reward metric and the prompt scores see the answers, the advantages the punishment too."""
+    """The reward metric and the prompt scores see the answers, the advantages the punishment too; a baseline of pass
+    rates only what they are of."""
     config = _config(1)
     config.objective.overlong.buffer_tokens = 20
     decision = _steps(config)
     plain = _steps(_config(1))
     assert decision.metrics["reward/mean"] == plain.metrics["reward/mean"] == pytest.approx(REWARDS.mean())
     prompts = decision.prompts.prompt_index
-    shaped = REWARDS[prompts] - np.clip((LENGTHS[prompts] - 10) / 20, 0, 1)
+    lost = np.clip((LENGTHS[prompts] - 10) / 20, 0, 1)
+    shaped = REWARDS[prompts] - lost
     expected = (shaped - shaped.mean(axis=1, keepdims=True)) / (shaped.std(axis=1, keepdims=True) + 1e-6)
     np.testing.assert_allclose(decision.advantages, expected.ravel(), rtol=1e-12)
+    config.objective.advantage, config.objective.normalization = "posterior_loo", "constant"
+    rewards = posterior_advantages(REWARDS[prompts], np.full((N, 2), 0.5))
+    np.testing.assert_allclose(_steps(config).advantages, (rewards - rloo_advantages(lost)).ravel(), atol=1e-12)
 
 
 def test_dynamic_sampling_shares_its_groups_out() -> None:

@@ -33,29 +33,45 @@ def make_advantages(
     lengths: IntArray | None = None,
     prior: FloatArray | None = None,
     stands_for: FloatArray | None = None,
+    penalty: FloatArray | None = None,
 ) -> FloatArray:
     """The advantages of `config.advantage`.
 
     Args:
+        rewards: as graded, which is what a prior is of.
         group_weights: [groups] what undoes the selection of each group's prompt, for statistics over the step; None:
             nothing was skipped.
         lengths, prior: as of `posterior_advantages`, the only ones to read them; without a prior the mean is 1/2.
         stands_for: as of `early_stop_advantages`, which then are taken, for a group that may be without some rewards.
+        penalty: [groups, G] of each completion's length, added to its reward; of it no prior knows.
     """
-    if stands_for is not None:
+    if stands_for is not None or config.advantage == "posterior_loo":
         known = np.full((len(rewards), 2), 0.5) if prior is None else prior
-        by_length = lengths if config.normalization == "sequence_mean" else None
-        to_posterior = config.advantage == "posterior_loo"
-        return early_stop_advantages(rewards, stands_for, known, by_length, to_posterior=to_posterior)
+        found = _by_prior(rewards, config, lengths, known, stands_for)
+        if penalty is None:
+            return found
+        # against the others' mean alone, drawn towards 0 by none but those that were stopped
+        apart = np.where(np.isnan(rewards), np.nan, penalty)
+        counts = np.ones(rewards.shape) if stands_for is None else stands_for
+        both: FloatArray = found + early_stop_advantages(apart, counts, np.tile([0.0, 1.0], (len(rewards), 1)))
+        return both
+    rewards = rewards if penalty is None else rewards + penalty
     if config.advantage == "rloo":
         return rloo_advantages(rewards)
-    if config.advantage == "posterior_loo":
-        known = np.full((len(rewards), 2), 0.5) if prior is None else prior
-        return posterior_advantages(rewards, known, lengths if config.normalization == "sequence_mean" else None)
     if config.advantage == "reinforce_baseline":
         weights = np.ones(len(rewards)) if group_weights is None else group_weights
         return whitened_advantages(rewards, weights, eps=config.advantage_eps)
     return group_advantages(rewards, divide_by_std=config.advantage == "group_std", eps=config.advantage_eps)
+
+
+def _by_prior(
+    rewards: FloatArray, config: ObjectiveConfig, lengths: IntArray | None, prior: FloatArray, counts: FloatArray | None
+) -> FloatArray:
+    by_length = lengths if config.normalization == "sequence_mean" else None
+    if counts is None:
+        return posterior_advantages(rewards, prior, by_length)
+    to_posterior = config.advantage == "posterior_loo"
+    return early_stop_advantages(rewards, counts, prior, by_length, to_posterior=to_posterior)
 
 
 def group_advantages(rewards: FloatArray, *, divide_by_std: bool, eps: float) -> FloatArray:
@@ -167,20 +183,21 @@ def early_stop_advantages(
 
 
 def early_stop_noise(
-    rewards: FloatArray, stands_for: FloatArray, prior: FloatArray, *, to_posterior: bool = False
+    rewards: FloatArray, stands_for: FloatArray, prior: FloatArray, penalty: FloatArray, *, to_posterior: bool = False
 ) -> FloatArray:
     """[groups, G] what the stops of mates add to the square of each of `early_stop_advantages`: the variance of m.
 
     Given what all would have come to, sum of w (w - 1) (r - u)^2 / n^2 over the n others is an unbiased estimate of it,
-    as the mean of w (w - 1) is the variance of w. A posterior's is shrunk as its m is, as if lengths were equal.
+    as the mean of w (w - 1) is the variance of w. A posterior's is shrunk as its m is, as if lengths were equal; not so
+    what the penalty adds to r.
     """
     there = ~np.isnan(rewards)
     others = np.maximum((there | (stands_for == 0)).sum(axis=1, keepdims=True) - 1, 1)
     total = prior.sum(axis=1, keepdims=True)
-    above = np.where(there, rewards - prior[:, :1] / total, 0.0)
-    each = np.where(there, stands_for * (stands_for - 1.0), 0.0) * np.square(above / others)
     share = others / (total + others) if to_posterior else 1.0
-    noise: FloatArray = np.where(there, each.sum(axis=1, keepdims=True) - each, 0.0) * np.square(share)
+    above = np.where(there, share * (rewards - prior[:, :1] / total) + penalty, 0.0)
+    each = np.where(there, stands_for * (stands_for - 1.0), 0.0) * np.square(above / others)
+    noise: FloatArray = np.where(there, each.sum(axis=1, keepdims=True) - each, 0.0)
     return noise
 
 

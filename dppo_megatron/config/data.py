@@ -93,7 +93,8 @@ class DataConfig:
     instruction: a warning, left out of training, or an error."""
     cache_path: str = field(default="~/.cache/dppo_megatron", metadata=FREE_AT_RESUME)
     """Directory for the prompts of training sets of 1 MiB and more, which a machine's ranks share and the next start
-    maps instead of reading the set. It may be deleted while no job runs. Empty: none are kept."""
+    maps instead of reading the set; machines may share it. It may be deleted while no job runs. Empty: none are
+    kept."""
     problem_field: str = "problem"
     """Field of a row that holds the problem's text or a list of chat messages; dots reach into nested rows."""
     answer_field: str = "answer"
@@ -126,4 +127,5 @@ class DataConfig:
     max_prompt_tokens: int = ranged(1024, "[1, 100000000]")
     """Longest prompt."""
     overlong: Literal["error", "filter"] = "error"
-    """A longer prompt is an error before the run starts, or is filtered: counted, and a row of the bias ledger."""
+    """A longer prompt is an error before the run starts, or is filtered: counted, and a row of the bias ledger. Of
+    training sets; evaluation sets have only their own, else error."""

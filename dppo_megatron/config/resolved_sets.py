@@ -135,7 +135,7 @@ def eval_set_configs(config: Config) -> dict[str, ResolvedEvalSet]:
         longest = defaults.max_completion_tokens if entry.max_completion_tokens is None else entry.max_completion_tokens
         longest = longest or config.rollout.sampling.max_completion_tokens
         # rows left out of a benchmark would change its score: only its own entry may say so
-        more = {"max_completion_tokens": longest, "where": entry.where or []}
+        more = {"max_completion_tokens": longest, "where": entry.where or [], "overlong": entry.overlong or "error"}
         sets[name] = _resolved(ResolvedEvalSet, key, entry, data, defaults, **more)
     return sets
 

@@ -20,6 +20,7 @@ import json
 import mmap
 import os
 import sys
+import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,8 @@ from dppo_megatron.types import Prompt, PromptFeatures
 _LEAST_BYTES = 2**20
 """Size of the smallest source that is worth a file: 3,000 problems, read in two seconds."""
 _AT_ONCE = 4096
+_UNUSED_S = 30 * 86_400
+"""After which a file of the set as it was goes, once another is written: a run that maps one may last weeks."""
 _CHECKSUM_BYTES = 4
 
 
@@ -141,9 +144,10 @@ class PromptCache:
             return None
         read = [getattr(settings, one.name) for one in fields(ResolvedSet)]
         special = (type(tokenizer).__qualname__, tokenizer.special_tokens_map, tokenizer.chat_template)
-        # sources with other settings have files of their own; those of other days take one's place
         name = _digest(os.path.abspath(settings.path), read, backend.to_str(), special, looked_for)
-        return cls(Path(folder) / f"{name[:32]}.arrow", _digest(name, files, _versions()), settings.path, files)
+        key = _digest(name, files, _versions())
+        # also where several machines share the folder and each has a copy of the source, with other times
+        return cls(Path(folder) / f"{name[:32]}.{key[:32]}.arrow", key, settings.path, files)
 
     @contextmanager
     def turn(self) -> Iterator[bool]:
@@ -175,6 +179,8 @@ class PromptCache:
                 is_ours = status.st_uid == os.geteuid() and not status.st_mode & 0o022
                 if not is_ours or end <= 0 or _checksum(file, end) != file.read():
                     return None
+                with suppress(OSError):
+                    os.utime(file.fileno())  # it is used: `_remove_unused`
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             table = pyarrow.ipc.open_file(pyarrow.py_buffer(mapped).slice(0, end)).read_all()
             if table.schema.metadata[b"key"] != self._key.encode():
@@ -196,8 +202,7 @@ class PromptCache:
         try:
             if _files_of(self._source) != self._files:
                 raise ValueError("the set has changed while it was read")
-            for left in self.path.parent.glob(f".{self.path.name}.*.new"):  # by a process that was killed
-                left.unlink()
+            self._remove_unused()
             with replacing(self.path, mode=0o600, durable=True) as file:
                 with pa.ipc.new_file(file, schema) as writer:
                     for first in range(0, len(prompts), _AT_ONCE):
@@ -212,6 +217,14 @@ class PromptCache:
             return f"its prompts are kept in {self.path} ({self.path.stat().st_size / 1e6:,.0f} MB), for later starts"
         except (OSError, ValueError, TypeError, pa.ArrowException) as error:  # TypeError: JSON has no dates
             return f"its prompts cannot be kept in {self.path}, so every start reads the set: {reason(error)}"
+
+    def _remove_unused(self) -> None:
+        """Files of the set as it was, and what killed processes have left of them. Younger ones may be in use, or about
+        to be written, on other machines."""
+        for left in self.path.parent.glob(f"*{self.path.name[:32]}*"):
+            with suppress(OSError):
+                if left.stem != self.path.stem and time.time() - left.stat().st_mtime > _UNUSED_S:
+                    left.unlink()
 
 
 def _checksum(file: IO[bytes], size: int) -> bytes:

@@ -1,7 +1,8 @@
 """The order in which prompts are visited: over one set, or several in fixed shares; shuffled, or sorted by a key.
 
-It is a pure function of the position: a checkpoint stores one number, and a resumed run continues with the same
-prompts. Only where the key changes with the run, as the model's pass rate does, an epoch is stored too.
+It is a pure function of the position, and a resumed run continues with the same prompts. Of sets with weights or a key,
+a checkpoint also stores how far each has come, and its epoch, which other weights, another number of prompts a step, or
+a key that changes with the run, as the model's pass rate does, may not give again.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class WeightedOrder:
     Sets take turns in a fixed pattern: slot by slot the set whose next item is due first, item j of a set with share w
     being due at (j + 1/2) / w. After one pattern the shares are exact, and at any time each set is within a few items
     of its share. A set's items are its epochs one after the other, each epoch every problem once, so the position in
-    every set, and its epoch, follow from the one position that a checkpoint keeps.
+    every set, and its epoch, follow from the one position that a checkpoint keeps, and after a resume with other
+    weights from what had been taken of each set.
 
     No problem comes twice within `per_take` slots, also where an epoch ends inside a step: the next epoch's shuffle
     leaves so much room behind each problem's last place.
@@ -94,6 +96,8 @@ class WeightedOrder:
                     f"data.train_sets.{name}.weight: a step of {per_take} prompts takes up to {most} of '{name}', which"
                     f" holds only {size} problems; lower its weight or rollout.prompts_per_step"
                 )
+        self._ahead = np.zeros(len(shares), dtype=np.int64)
+        """[sets] items beyond those that these weights would have taken: `go_on`."""
         self._latest: dict[int, tuple[int, IntArray]] = {}
         """Set to the epoch last asked for and its order, which the next epoch's needs."""
         self._first = np.concatenate([[0], np.cumsum(self._sizes)]).astype(np.int64)
@@ -106,8 +110,13 @@ class WeightedOrder:
     def taken(self, position: int) -> IntArray:
         """[sets] items of each set before `position`; divided by its size, its epoch."""
         rounds, slot = divmod(position, len(self._pattern))
-        items: IntArray = rounds * self._before[:, -1] + self._before[:, slot]
+        items: IntArray = self._ahead + rounds * self._before[:, -1] + self._before[:, slot]
         return items
+
+    def go_on(self, position: int, taken: IntArray) -> None:
+        """From `position`, before which `taken` [sets] items of each set were, by other weights perhaps."""
+        if len(taken) == len(self._sizes):
+            self._ahead += taken - self.taken(position)
 
     def take(self, position: int, count: int) -> tuple[IntArray, int]:
         """The prompts of the next `count` slots, and the position after them.
@@ -124,7 +133,7 @@ class WeightedOrder:
         return indices[np.sort(firsts)], position + count
 
     def state_dict(self) -> dict[int, Any]:
-        """Each set's epoch and its order, which a key that changes may not give again. The arrays are not copied."""
+        """Each set's epoch and its order. The arrays are not copied."""
         return dict(self._latest)
 
     def load_state_dict(self, state: Mapping[int, Any]) -> None:

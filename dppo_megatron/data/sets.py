@@ -382,7 +382,8 @@ def _is_too_long(prompt: Prompt, settings: ResolvedSet) -> bool:
     length = f"{len(prompt.text):,} characters" if beyond else f"{len(prompt.token_ids)} tokens"
     raise UserError(
         f"{prompt.origin}: the prompt has {length}, more than {settings.max_prompt_tokens_key} ="
-        f" {settings.max_prompt_tokens}; raise it, or set overlong=filter to leave such problems out"
+        f" {settings.max_prompt_tokens}; raise it, or set overlong=filter (for an evaluation set in its own entry under"
+        " data.eval_sets) to leave such problems out"
     )
 
 

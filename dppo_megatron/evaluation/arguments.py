@@ -26,8 +26,9 @@ from dppo_megatron.types import UserError
 
 _SERVER_KEYS = ("endpoints", "launch", "registry_dir", "colocate", "allow_remote_endpoints")
 
-_COMMON = {item.name for item in fields(EvalSetConfig)} - {"where"}
-"""What a set that leaves it out has from `data` or `eval`; rows are left out of an evaluation by its own entry only."""
+_COMMON = {item.name for item in fields(EvalSetConfig)} - {"where", "overlong"}
+"""What a set that leaves it out has from `data` or `eval`; rows are left out of an evaluation by its own entry only, or
+by an `overlong` of the command line."""
 _TEMPLATE = {"template", *(item.name for item in fields(Template))}
 
 
@@ -85,9 +86,10 @@ def prepare(given: EvalArguments) -> tuple[Config, Path, tuple[str, ...]]:
     data.train_path = ""
     data.train_sets = {name: TrainSetConfig(**asdict(of.template)) for name, of in trained.items()}
     config.rollout.servers.colocate = False  # there is no actor whose GPUs the servers could share
+    overlong = data.overlong if any(item.startswith("data.overlong=") for item in given.settings) else None
+    as_sets = {name: EvalSetConfig(path=path, overlong=overlong) for name, path in data.eval_paths.items()}
+    data.eval_sets, data.eval_paths = as_sets | data.eval_sets, {}
     if given.limit:
-        data.eval_sets = {name: EvalSetConfig(path=path) for name, path in data.eval_paths.items()} | data.eval_sets
-        data.eval_paths = {}
         for of in data.eval_sets.values():
             of.limit = min(given.limit, of.limit or given.limit)
     return config, given.out or (Path("eval") / Path(given.model).stem if target is None else target.out), said
@@ -99,13 +101,13 @@ def _said_for_all(
     """Layers in which what the command line says for all sets, such as eval.samples or data.template, is in place of
     what each has of its own; what it says of one set goes before that."""
     said = {".".join(item.partition("=")[0].split(".")[:2]) for item in settings}  # data.chat_template_kwargs.x too
-    keys = {key for key in _COMMON if {f"data.{key}", f"eval.{key}"} & said}
+    keys = {key for key in {*_COMMON, "overlong"} if {f"data.{key}", f"eval.{key}"} & said}
     if not keys:
         return []
     data = read_config(path, list(settings), layers).data
     values = config_values(data)
     # of a template's settings the value itself, for it goes before what the set's `template` says
-    of_each = (dict.fromkeys(keys), {key: values[key] for key in keys & _TEMPLATE})
+    of_each = (dict.fromkeys(keys), {key: values[key] for key in keys & {*_TEMPLATE, "overlong"}})
     return [("the command line", {"data": {"eval_sets": dict.fromkeys(data.eval_sets, one)}}) for one in of_each]
 
 

@@ -206,7 +206,8 @@ class UnfinishedSamples:
     Args:
         directory: of the evaluation; made if it is not there.
         about: what decides the samples and their grades, as JSON.
-        graded_by: of the graders as they are now; verdicts of others are not kept (an edited file, a time limit).
+        graded_by: of the graders as they are now; verdicts of others are not kept (an edited file, a time limit), nor
+            are failures (a judge that was down).
         settings: as results.json will have them; what `read_unfinished` returns has those of the first start.
 
     Raises:
@@ -297,7 +298,8 @@ def read_unfinished(directory: Path) -> tuple[dict[str, Any], list[EvalSample]] 
 
 
 def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | None, dict[Key, EvalSample], int]:
-    """The first line, the samples with the verdicts of `graded_by` (None: any), and where the last whole line ends."""
+    """The first line, the samples with the verdicts of `graded_by` that are no failures (None: any), and where the last
+    whole line ends."""
     lines = text.split(b"\n")
     end = len(text) - len(lines.pop())
     rows, damaged = dict[Key, dict[str, Any]](), 0
@@ -310,7 +312,7 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
         try:
             row = json.loads(line)
             key = row["set"], row["problem_index"], row["sample"]
-            if graded_by is None or row.get("by", graded_by) == graded_by:
+            if graded_by is None or (row.get("by", graded_by) == graded_by and not row.get("failure")):
                 rows[key] = rows.get(key, {}) | row
             else:
                 outdated.add(key)
@@ -325,7 +327,7 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
     if damaged:
         log(f"eval: {damaged} lines of {UNFINISHED} are damaged; their samples are made again")
     if again := sum(not one.is_graded for key, one in found.items() if key in outdated):
-        log(f"eval: {again} samples are graded again: the graders were others, or had other code or limits")
+        log(f"eval: {again} samples are graded again: the graders were others, had other code or limits, or had failed")
     return head, found, end
 
 

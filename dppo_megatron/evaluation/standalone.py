@@ -167,8 +167,12 @@ def _lasting(reward: dict[str, Any]) -> dict[str, Any]:
 
 
 def _graded_by(config: Config) -> str:
-    """Changes with the files of the graders and with what they are given to work with."""
-    return sha256(repr((_grader_sources(config), set_rewards(config))).encode()).hexdigest()[:12]
+    """Changes with the files of the graders and with what they are given to work with, not with how fast they work."""
+    given = {
+        key: (of.functions or of.function, of.correct_from, of.timeout_s, of.memory_mb)
+        for key, of in set_rewards(config).items()
+    }
+    return sha256(repr((_grader_sources(config), given)).encode()).hexdigest()[:12]
 
 
 def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:

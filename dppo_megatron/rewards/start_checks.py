@@ -53,9 +53,7 @@ def check_grader(grader: Grader, prompt: Prompt, bounds: RewardBounds | None = N
     """
     texts = {f"the reference {name}": form % prompt.answer for name, form in _FORMS}
     texts |= {"a wrong answer": _WRONG, "an empty text": ""}
-    grades = grader.grade(
-        [GradeTask(text, prompt.answer, prompt.row, f"{what} (check at start)") for what, text in texts.items()]
-    )
+    grades = grader.grade([_task(prompt, text, f"{what} (check at start)") for what, text in texts.items()])
     origin = f" ({prompt.origin})" if prompt.origin else ""
     for (what, text), grade in zip(texts.items(), grades, strict=True):
         if grade.failure:
@@ -143,7 +141,12 @@ def unused_grader(reward: RewardConfig) -> list[str]:
 
 
 def _as_answer(prompt: Prompt, form: str) -> GradeTask:
-    return GradeTask(form % prompt.answer, prompt.answer, prompt.row, f"the reference of {_place(prompt)}")
+    return _task(prompt, form % prompt.answer, f"the reference of {_place(prompt)}")
+
+
+def _task(prompt: Prompt, text: str, label: str) -> GradeTask:
+    """As a model's: after the prompt, and with a token a word, as no tokenizer is here, and one that ends it."""
+    return GradeTask(text, prompt.answer, prompt.row, label, prompt.text, len(text.split()) + 1)
 
 
 def _verdict(grade: Grade) -> str:

@@ -69,12 +69,13 @@ class Coefficients:
         A mean that holds the completion itself takes 1 / m of its advantage, more in a group with some missing: undone.
         """
         advantages = make_advantages(
-            self._shaped(rollouts),
+            rollouts.rewards,
             self._settings.objective,
             group_weight,
             lengths=rollouts.lengths,
             prior=prior,
             stands_for=rollouts.stands_for,
+            penalty=self._penalty(rollouts),
         )
         if rollouts.stands_for is not None:  # the others' mean: a mean with itself in it has 1 / G less of each
             return advantages * (1.0 - 1.0 / self._size if self._settings.objective.advantage == "group_mean" else 1.0)
@@ -87,13 +88,14 @@ class Coefficients:
     def baseline_noise(self, rollouts: Rollouts, prior: FloatArray | None) -> FloatArray:
         """[K, G] variance of the advantages by what stopping completions early does to their mates' mean."""
         assert rollouts.stands_for is not None and prior is not None
-        advantage, rewards = self._settings.objective.advantage, self._shaped(rollouts)
-        noise = early_stop_noise(rewards, rollouts.stands_for, prior, to_posterior=advantage == "posterior_loo")
+        advantage, penalty = self._settings.objective.advantage, self._penalty(rollouts)
+        to_posterior = advantage == "posterior_loo"
+        noise = early_stop_noise(rollouts.rewards, rollouts.stands_for, prior, penalty, to_posterior=to_posterior)
         own: FloatArray = noise * ((1.0 - 1.0 / self._size) ** 2 if advantage == "group_mean" else 1.0)
         return own
 
-    def _shaped(self, rollouts: Rollouts) -> FloatArray:
-        return rollouts.rewards + overlong_penalty(rollouts.lengths, self._settings.objective.overlong, self._limit)
+    def _penalty(self, rollouts: Rollouts) -> FloatArray:
+        return overlong_penalty(rollouts.lengths, self._settings.objective.overlong, self._limit)
 
     def denominator(
         self, rollouts: Rollouts, minibatch: IntArray, groups: Selection, skips: BoolArray, prompts: PromptDraw
@@ -164,7 +166,8 @@ class Coefficients:
             return BiasSource(())
         note = "the step's standard deviation is estimated from the prompts that were rolled out"
         row = LedgerRow("advantage/reinforce_baseline", 1.0, "ratio", note)
-        moment = np.square(group_advantages(self._shaped(rollouts), divide_by_std=False, eps=0.0)).sum(axis=1)
+        shaped = rollouts.rewards + self._penalty(rollouts)
+        moment = np.square(group_advantages(shaped, divide_by_std=False, eps=0.0)).sum(axis=1)
         graded = (~np.isnan(rollouts.rewards)).sum(axis=1)
         factor = whitening_factor(selections, moment, graded, eps=objective.advantage_eps)
         return BiasSource((row,), None if factor is None else factor[:, None])

@@ -124,8 +124,8 @@ class Selector:
             )
             order = make_order(sizes, settings.set_weights, settings.seed, self.prompts_per_step, key)
         self._order = order
-        self._epochs = order if isinstance(order, WeightedOrder) and settings.order_by == "pass_rate" else None
-        """The order, if its epochs are no function of the position."""
+        self._epochs = order if isinstance(order, WeightedOrder) else None
+        """The order, if its epochs are no function of the position: by what is known, or spaced for other steps."""
         self._position = 0
         self._settled = self._place()
         """Without the refills of a step that is not done."""
@@ -356,10 +356,13 @@ class Selector:
         of_prompts = self._open[0].before if self._open else None
         places = [*(one.place for one in self._open), *self._replayed, self._settled]
         places = places if self._delay else places[:1]
-        epochs = {} if self._epochs is None else {"epochs": [dict(place.epochs) for place in places]}
+        of_order: dict[str, Any] = {}
+        if self._epochs is not None:  # of each set, as other weights or another number of prompts begin there
+            of_order["taken"] = self._epochs.taken(places[0].position).tolist()
+            of_order["epochs"] = [dict(place.epochs) for place in places]
         # the oldest open step was chosen without the last `_delay`; a run that begins with a lower one holds more
         unlearned = self._past[max(0, len(self._past) - (self._delay if self._open else self._unlearned)) :]
-        return epochs | {
+        return of_order | {
             "prompt": self._prompt_policy.state_dict() if of_prompts is None else deepcopy(of_prompts),
             "completion": self._completion_policy.state_dict(),
             "positions": [place.position for place in places],
@@ -373,13 +376,15 @@ class Selector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved `state_dict`; steps that had begun are forgotten. ValueError: of another version."""
-        some = {"epochs"}  # of a run with another order, whose change was permitted
+        some = {"epochs", "taken"}  # of a run with another order, whose change was permitted
         check_state(state, set(self.state_dict()) - some | (some & state.keys()), "the selection")
         self._prompt_policy.load_state_dict(state["prompt"])
         self._completion_policy.load_state_dict(state["completion"])
         positions, shares = state["positions"], tuple(state["missing"]["lost_share"])
         same = state["sets"] == self._sets and len(shares) == len(self._sets)
         epochs = state.get("epochs") if same else None  # by a set's number, as are the shares
+        if same and self._epochs is not None:
+            self._epochs.go_on(positions[0], np.array(state.get("taken", ()), dtype=np.int64))
         places = [Place(*each) for each in zip(positions, epochs or [{}] * len(positions), strict=True)]
         if state["planned"] != self.prompts_per_step:
             places = places[:1]  # the later ones are where steps of another number of prompts began

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -245,15 +246,36 @@ def test_what_changes_prompts_is_read_again(tmp_path: Path, change: str, monkeyp
 
 
 def test_other_code_reads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout changes without a new version. The file of the older code makes room for that of the newer."""
+    """A checkout changes without a new version. The file of the older code goes once nobody has read it for a month,
+    and so does what a killed process left of it; another set's stays."""
     config, folder = _plain(tmp_path), tmp_path / "cache"
     _load(config, folder)
-    before = _file(folder).stat().st_ino
-    monkeypatch.setattr(cache, "_versions", lambda: ["other"])
-    with pytest.raises(pytest.fail.Exception, match="the set is read"):
+    first = _file(folder)
+    left, others = folder / f".{first.name}.7.new", folder / f"{'0' * 32}.{'0' * 32}.arrow"
+    for number, day in enumerate((20, 40, 40)):
+        then = time.time() - 86_400 * day
+        for path in (first, left, others):
+            path.touch()
+            os.utime(path, (then, then))
+        if number == 1:
+            _unread(monkeypatch, config, folder)  # which is a use
+        with monkeypatch.context() as context:
+            context.setattr(cache, "_versions", lambda number=number: [number])
+            with pytest.raises(pytest.fail.Exception, match="the set is read"):
+                _unread(context, config, folder)
+            _load(config, folder)
+            assert len(list(folder.glob("*.arrow"))) == (3, 4, 4)[number]
+        assert (first.exists(), left.exists(), others.exists()) == (number < 2, number < 1, True)
+
+
+def test_machines_with_copies_of_their_own_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has staged the source at another time: neither takes the other's file away, or reads the set again."""
+    config, folder, files_of = _plain(tmp_path), tmp_path / "cache", cache._files_of
+    for number in range(4):
+        monkeypatch.setattr(cache, "_files_of", lambda path, machine=number % 2: (*files_of(path), (machine, 0)))
+        if number < 2:
+            _load(config, folder)
         _unread(monkeypatch, config, folder)
-    _load(config, folder)
-    assert _file(folder).stat().st_ino != before
 
 
 def test_what_another_user_could_have_written_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +348,9 @@ def test_ranks_wait_for_the_one_that_reads(tmp_path: Path, is_killed: bool) -> N
         rank.start()
     if is_killed:
         left = next(folder.glob("*.lock")).with_suffix("")
-        left.with_name(f".{left.name}.arrow.{ranks[0].pid}.new").write_text("half of it")
+        half = left.with_name(f".{left.name}.arrow.{ranks[0].pid}.new")
+        half.write_text("half of it")
+        os.utime(half, (0, 0))
         assert ranks[0].pid is not None
         os.kill(ranks[0].pid, signal.SIGKILL)
         ranks[0].join()

@@ -97,6 +97,9 @@ def test_evaluation_sets_have_conditions_of_their_own_only() -> None:
     config.data.eval_sets = {"a": EvalSetConfig(path="a.jsonl"), "b": EvalSetConfig(path="b.jsonl", where=["x > 1"])}
     assert {name: one.where for name, one in eval_set_configs(config).items()} == {"a": [], "b": ["x > 1"]}
     assert train_set_configs(config)["train"].where == ["type != proof"]
+    config.data.overlong = config.data.eval_sets["b"].overlong = "filter"
+    assert {name: one.overlong for name, one in eval_set_configs(config).items()} == {"a": "error", "b": "filter"}
+    assert train_set_configs(config)["train"].overlong == "filter"
 
 
 def test_answers_from_solutions_and_lists(tmp_path: Path) -> None:

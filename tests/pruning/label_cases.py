@@ -199,12 +199,13 @@ def full_coefficients(case: Case, nominal: np.ndarray) -> tuple[dict[tuple[int, 
     centred: dict[tuple[int, int], float] = {}
     prior = prior_of(case) if objective.advantage == "posterior_loo" else {}
     for q in nominal.tolist():
-        rewards = {}
+        rewards, lost = {}, {}
         for i in range(size):
             length, buffer = int(table.lengths[q, i]), objective.overlong.buffer_tokens
             over = min(max(length - (limit - buffer), 0) / buffer, 1.0) if buffer else 0.0
             if not np.isnan(table.rewards[q, i]):
-                rewards[i] = table.rewards[q, i] - objective.overlong.penalty * over
+                lost[i] = objective.overlong.penalty * over
+                rewards[i] = table.rewards[q, i] - lost[i]
         mean = sum(rewards.values()) / max(len(rewards), 1)
         varies = len(set(rewards.values())) > 1
         deviation = (sum((r - mean) ** 2 for r in rewards.values()) / max(len(rewards), 1)) ** 0.5
@@ -215,7 +216,7 @@ def full_coefficients(case: Case, nominal: np.ndarray) -> tuple[dict[tuple[int, 
             if objective.advantage == "rloo" and varies:
                 value = rewards[i] - (sum(rewards.values()) - rewards[i]) / (len(rewards) - 1) if i in rewards else 0.0
             if objective.advantage == "posterior_loo":
-                value = posterior_value(case, prior[q], rewards, q, i) if i in rewards else 0.0
+                value = posterior_value(case, prior[q], lost, q, i) if i in rewards else 0.0
             centred[q, i] = value
     if objective.advantage == "reinforce_baseline":
         graded = sum(int((~np.isnan(table.rewards[q])).sum()) for q in nominal.tolist())
@@ -254,9 +255,11 @@ def prior_of(case: Case) -> dict[int, tuple[float, float]]:
     return found
 
 
-def posterior_value(case: Case, prior: tuple[float, float], rewards: dict[int, float], q: int, i: int) -> float:
-    """A of completion i of prompt q, of whose group `rewards` are there: less the posterior's mean given the others,
-    whose difference from the others' mean is divided by their lengths and not by its own."""
+def posterior_value(case: Case, prior: tuple[float, float], lost: dict[int, float], q: int, i: int) -> float:
+    """A of completion i of prompt q, of whose group those in `lost` are there: less the posterior's mean given the
+    others, whose difference from the others' mean is divided by their lengths and not by its own. What is lost by
+    length is against the others' mean."""
+    rewards = {j: float(case.outcomes.rewards[q, j]) for j in lost}
     others = {j: reward for j, reward in rewards.items() if j != i}
     if not others:
         return 0.0
@@ -264,7 +267,7 @@ def posterior_value(case: Case, prior: tuple[float, float], rewards: dict[int, f
     shift = (prior[0] + total) / (sum(prior) + len(others)) - mean
     if case.config.objective.normalization == "sequence_mean":
         shift *= case.outcomes.lengths[q, i] * sum(1 / case.outcomes.lengths[q, j] for j in others) / len(others)
-    return float(rewards[i] - mean - shift)
+    return float(rewards[i] - mean - shift - lost[i] + sum(lost[j] for j in others) / len(others))
 
 
 def drawn_coefficients(decision: TrainSelection) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:

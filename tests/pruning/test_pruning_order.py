@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from dppo_megatron.config.data import DataConfig
+from dppo_megatron.config.data import DataConfig, TrainSetConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.order import make_order
@@ -78,6 +80,41 @@ def test_the_models_own_pass_rate(order: str, sign: int) -> None:
     # where an epoch begins, those of the last 7 places of the one before wait, so that no step holds a problem twice
     rates = sign * _rate(later[0])[STEP:]
     assert (np.diff(rates) >= 0).mean() > 0.8
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_other_weights_and_steps_at_a_resume(ahead: int, seed: int) -> None:
+    """Each set goes on where it was, in steps of the new shares: no problem comes again before its set's epoch ends."""
+    sizes = {"a": 40, "b": 160}
+
+    def selector(weight_of_b: float, per_step: int) -> Selector:
+        config = Config(seed=seed, steps=1000)
+        config.data.mixing = "weighted"
+        config.data.train_sets = {"a": TrainSetConfig(path="a"), "b": TrainSetConfig(path="b", weight=weight_of_b)}
+        config.rollout.prompts_per_step, config.rollout.completions_per_prompt = per_step, G
+        config.pruning.prompt.method, config.rollout.async_steps = "none", ahead
+        return Selector(selection_settings(config), 200, set_sizes=sizes)
+
+    def steps(one: Selector, numbers: range) -> np.ndarray:
+        begun = {number: one.begin(number).prompt_index for number in numbers[:ahead]}
+        for number in numbers:
+            begun[number + ahead] = one.begin(number + ahead).prompt_index
+            shape = (len(begun[number]), G)
+            one.finish(Rollouts(np.ones(shape), np.full(shape, 5), np.ones(shape)), number)
+            one.feedback(StepCost(number, 1.0, 1.0, 0.1))
+        return np.concatenate([begun[number] for number in numbers])
+
+    seen, number, state = list[np.ndarray](), 1, dict[str, Any]()
+    for weight, per_step, count in ((1.0, 8, 5), (3.0, 8, 4), (3.0, 8, 6), (1.0, 8, 1), (1.0, 24, 3)):
+        one = selector(weight, per_step)
+        if state:
+            one.load_state_dict(state)
+        seen.append(steps(one, range(number, number + count)))
+        number, state = number + count, one.state_dict()
+    of_a, of_b = (np.concatenate([found[(found >= 40) == of] for found in seen]) for of in (False, True))
+    assert [(found < 40).sum() for found in seen] == [20, 8, 12, 4, 36]
+    assert sorted(of_a[:40]) == sorted(of_a[40:]) == list(range(40)) and len(set(of_b)) == len(of_b) == 120
 
 
 def _rate(index: np.ndarray) -> np.ndarray:

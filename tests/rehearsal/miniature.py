@@ -155,6 +155,8 @@ def miniature(recipe: Path) -> Miniature:
         values["actor.routing_replay"] = "actor"  # vLLM records its own with Triton only, which a CPU lacks
     if config.objective.overlong.buffer_tokens:
         values["objective.overlong.buffer_tokens"] = 4
+    own = [name for name, one in config.data.eval_sets.items() if one.max_prompt_tokens is not None]
+    values |= {f"data.eval_sets.{name}.max_prompt_tokens": LENGTHS["data.max_prompt_tokens"] for name in own}
     return replace(small, settings=tuple(f"{key}={value}" for key, value in values.items()))
 
 

@@ -281,6 +281,10 @@ def told(completion: str, answer: str, finish_reason: str, *, completion_tokens:
     return _grade(reward=float(completion_tokens), extracted=f"{prompt} {finish_reason}")
 
 
+def counts_on_context(completion: str, answer: str, prompt: str, completion_tokens: int) -> float:
+    return float(answer in completion and prompt[0] == "p" and 1 / completion_tokens > 0)
+
+
 # ------------------------------------------------------------------------------- as verl's and TRL's are written
 
 

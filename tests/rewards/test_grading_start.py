@@ -78,8 +78,12 @@ def test_a_function_of_several_is_named() -> None:
     assert str(error.value).startswith("reward.functions.style.function = 'odd_graders:missing' cannot be imported")
 
 
-@pytest.mark.parametrize("function", ["final_answer", "odd_graders:boxed_only", "odd_graders:hashes_only"])
+@pytest.mark.parametrize(
+    "function",
+    ["final_answer", "odd_graders:boxed_only", "odd_graders:hashes_only", "odd_graders:counts_on_context"],
+)
 def test_references_count_in_whichever_form_the_grader_reads(function: str) -> None:
+    """Also by one that goes by the prompt and divides by the tokens."""
     reward = RewardConfig(function=function)
     with grader_of(reward) as grader:
         check_grader(grader, prompts_of(["7"])[0])
