@@ -190,6 +190,15 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
     key.
     """
 
+    def state_dict(self) -> Any:
+        """See Megatron's. With `cpu_offload` each group names the classes of the optimizers inside, which are built by
+        the config: a checkpoint that holds a class cannot be read without running code."""
+        state = super().state_dict()
+        groups = state["optimizer"]["param_groups"]
+        kept = [{key: value for key, value in group.items() if not isinstance(value, type)} for group in groups]
+        state["optimizer"]["param_groups"] = kept
+        return state
+
     def sharded_param_state_fully_reshardable(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict[int, dict[str, Any]]:
