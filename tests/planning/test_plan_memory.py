@@ -132,20 +132,18 @@ def test_a_pinned_block(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "part", "in_steps", "built"),
+    ("part", "in_steps", "built"),
     [
         # three tensors of 1,000, four ranks: states of 3 x 1,024 / 4 elements, and a piece of 750 in a block of 4,096
-        ("bfloat16", 1.0, 12 * 768 + 4096, 4 * 3000 + 4 * 768),
-        ("bfloat16", 0.5, 6 * 768 + 2048, 2 * 3000 + 2 * 768),
-        ("float32", 1.0, 8 * 768 + 2 * 4096, 4 * 3000 + 4 * 768),
-        ("bfloat16", 0.0, 0, 0),
+        (1.0, 12 * 768 + 4096, 4 * 3000 + 4 * 768),
+        (0.0, 0, 0),
     ],
 )
-def test_an_optimizer_on_the_host(dtype: str, part: float, in_steps: int, built: int) -> None:
+def test_an_optimizer_on_the_host(part: float, in_steps: int, built: int) -> None:
     """Formulas by hand, from reading Megatron: gradients beside the state, and whole parameters while it is built."""
     actor, share = ActorConfig(), Share((Tensors("x", 1000, 3, False, True, True),))
     actor.optimizer.cpu_offload = part
-    assert updated_on_host(share, Degrees(4, 1, 1, 1, 1, 1, 1, False), actor, dtype) == (in_steps, built)
+    assert updated_on_host(share, Degrees(4, 1, 1, 1, 1, 1, 1, False), actor, "bfloat16") == (in_steps, built)
 
 
 @pytest.mark.parametrize("gpus", [1, 8])
