@@ -157,7 +157,8 @@ def _resumed_on_the_host(model: Path, root: Path) -> list[dict[str, torch.Tensor
 
     from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
 
-    parallel, samples, buffers = Parallel(distributed_optimizer=True, dtype=torch.bfloat16), random_samples(6, 37), []
+    parallel, samples = Parallel(distributed_optimizer=True, dtype=torch.bfloat16), random_samples(6, 37)
+    buffers: list[int] = []
 
     def build() -> Any:
         actor = build_actor(model, parallel)
