@@ -150,6 +150,39 @@ def test_a_save_before_the_first_step(tmp_path: Path) -> None:
     assert run_ranks(_before_the_first_step, 1, write_model(tmp_path / "model")) == [True]
 
 
+def _widened(model: Path) -> list[str]:
+    """On a rank: the states that a save takes off the device, of an optimizer like Transformer Engine's with moments in
+    16 bits."""
+    actor = build_actor(model, Parallel(distributed_optimizer=True))
+    described = actor._chunks[0].sharded_state_dict()
+    [part] = actor._optimizer.chained_optimizers
+    part.__class__ = LeanDistributedOptimizer
+    part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    inner = part.optimizer
+    for group in inner.param_groups:
+        for own in group["params"]:
+            moments = {name: torch.rand_like(own, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
+            inner.state[own] = {**moments, "master_param": own.detach().clone()}
+    inner.get_unscaled_state = lambda own, name: inner.state[own][name].float()
+    copies: list[torch.Tensor] = []
+
+    def cpu(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(tensor.clone())
+        return copies[-1]
+
+    with patch.object(torch.Tensor, "cpu", cpu):
+        saved = part.sharded_param_state_fully_reshardable(described)
+    storages = {copy.data_ptr() for copy in copies}
+    return [kind for states in saved.values() for kind, one in states.items() if one.data.data_ptr() in storages]
+
+
+def test_a_save_keeps_no_copies_on_the_device(tmp_path: Path) -> None:
+    """Moments in 16 bits are saved in float32: copies, which an asynchronous save would hold for steps. What is in
+    float32 is the optimizer's own and stays for Megatron to copy."""
+    [found] = run_ranks(_widened, 1, write_model(tmp_path / "model", num_hidden_layers=2))
+    assert len(found) == 38 and set(found) == {"exp_avg", "exp_avg_sq"}
+
+
 def _resumed_on_the_host(model: Path, root: Path) -> list[dict[str, torch.Tensor]]:
     """On a rank, with Megatron's optimizer of `cpu_offload`: the weights of a run that goes on after a save and of one
     that loads it, before and after the next update. What lies in the model's buffers stands for the device."""

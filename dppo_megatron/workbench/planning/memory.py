@@ -279,7 +279,8 @@ def _on_gpu(
     buckets = 2 * max(config.rollout.sync.bucket_mb << 20, largest) + largest
     kinds = _kinds(config.actor, config.model.dtype)
     updated = (state["optimizer"] + state[_HOST]) / sum(kinds)
-    # Transformer Engine's Adam makes float32 of every state in 16 bits, all of a rank's at a time, to step and to save
+    # Transformer Engine's Adam makes float32 of every state in 16 bits, to step of all of a rank's at a time, to save
+    # of one parameter's after another's
     widened = 4 * updated * sum(kind < 4 for kind in kinds)
     # any other adds in float32: it copies this rank's share of gradients that were reduced in bfloat16
     is_float32 = _gradient_bytes(config.actor, config.model.dtype) == 4
@@ -291,7 +292,7 @@ def _on_gpu(
         "forward": training | working["forward"],
         "backward": training | working["backward"],
         "step": training | {"other": widened + copied},
-        "checkpoint": training | {"other": widened},
+        "checkpoint": dict(training),
     }
     for parts in phases.values():
         parts["other"] = parts.get("other", 0.0) + CONTEXT_BYTES
