@@ -305,14 +305,16 @@ def _check_actor(config: Config, architecture: Architecture, world_size: int, ma
     architecture.check_layout(config.actor)
     architecture.check_bf16_layers(config.actor)
     layout = config.actor.layout
-    spec, _ = machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8)
+    has_experts = architecture.experts is not None
+    spec, _ = machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8, has_experts=has_experts)
+    machine.check_context_parallel(spec, layout.context_parallel)
     if spec == "te" and layout.context_parallel > 1 and architecture.gemma is not None:
         raise UserError(
             f"actor.layout.context_parallel = {layout.context_parallel}: Transformer Engine's attention has no windows"
             f" over packs there, which {architecture.name} needs; set it to 1, or actor.layer_spec to local"
         )
     machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
-    if architecture.experts is not None:
+    if has_experts:
         machine.check_mixture()
     _check_replay(config, architecture)
     machine.check_optimizer(config.actor.optimizer)

@@ -366,7 +366,7 @@ def test_names_of_other_programs_are_known() -> None:
         ({"megatron": {"overlap_moe_expert_parallel_comm": True}}, "which needs its own forward step"),
         ({"megatron": {"cuda_graph_impl": "local"}}, "packs have a new shape every time"),
         ({"optimizer": OptimizerConfig(moments_dtype="bfloat16")}, "Transformer Engine (transformer-engine[pytorch]"),
-        ({"optimizer": OptimizerConfig(cpu_offload=0.5)}, "and cpu_offload: Transformer Engine (transformer-engine"),
+        ({"optimizer": OptimizerConfig(cpu_offload=1.0)}, "and cpu_offload: Transformer Engine (transformer-engine"),
         ({"megatron": {"hidden_size": 8}}, "actor.megatron.hidden_size: is decided by the model's config.json"),
         ({"megatron": {"moe_expert_capacity_factor": 1.0}}, "tokens beyond the capacity would be dropped"),
         ({"megatron": {"fp4": "e2m1"}}, "NVFP4 has no check of the chip"),
@@ -436,7 +436,8 @@ COLOCATED = {
         ),
         ({"actor__optimizer__cpu_offload": 1.5}, "actor.optimizer.cpu_offload = 1.5: must be in"),
         ({"actor__optimizer__cpu_offload": 1, "actor__optimizer__distributed": "false"}, "distributed = true"),
-        (COLOCATED | {"actor__optimizer__cpu_offload": 0.5}, "use 1, or 0"),
+        *((where | {"actor__optimizer__cpu_offload": 0.5}, "use 1, or 0") for where in ({}, COLOCATED)),
+        ({"actor__optimizer__cpu_offload": 1}, "cpu_offload = 1.0 needs model.dtype = bfloat16, not float32"),
         (
             {"actor__optimizer__moments_dtype": "bfloat16"},
             "moments_dtype = bfloat16 needs model.dtype = bfloat16, not float32",

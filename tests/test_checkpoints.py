@@ -242,6 +242,22 @@ def test_the_forked_writer_touches_no_device(model: Path, tmp_path: Path) -> Non
     assert "synchronize" in trainers and not writers
 
 
+def test_what_is_staged_for_a_forked_writer_is_its_own() -> None:
+    """torch copies without blocking into pinned memory, whose pages a fork shares with the trainer that reuses them."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from dppo_megatron.checkpoint.writers import use_own_writers
+
+    on_device = MagicMock()
+    for _ in range(2):  # as two saves
+        use_own_writers()
+        [(_, _, (_, [(_, staged)]))] = FileSystemWriterAsync.preload_tensors(
+            [("file", "key", ([], [("x", on_device)]))], True
+        )
+        assert staged is on_device.to.return_value
+    assert [call.kwargs for call in on_device.to.call_args_list] == [{"non_blocking": False}] * 2
+
+
 def _newest_good(model: Path, root: Path) -> tuple[str, list[str]]:
     newest, passed_over = _store(root, model).look()
     return (newest.name if newest else ""), [f"{path.name}: {why}" for path, why in passed_over]

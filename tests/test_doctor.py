@@ -69,11 +69,43 @@ def test_layers_and_recipes_by_machine(
     """Transformer Engine where it can run, else Megatron's own layers; what cannot run is said, with what would."""
     machine = Machine(capability, "" if te else "Transformer Engine is not installed")
     if outcome in ("te", "local"):
-        assert machine.choose_layer_spec(wanted, fp8)[0] == outcome
+        assert machine.choose_layer_spec(wanted, fp8, has_experts=False)[0] == outcome
     else:
         with pytest.raises(UserError) as raised:
-            machine.choose_layer_spec(wanted, fp8)
+            machine.choose_layer_spec(wanted, fp8, has_experts=False)
         assert outcome in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("chip", "installed", "settings", "outcome"),
+    [
+        ((8, 0), False, ("auto", "off", False), "local"),
+        ((8, 0), True, ("auto", "off", False), "te"),
+        ((8, 0), False, ("te", "off", False), "slow"),
+        ((8, 0), False, ("auto", "off", True), "slow"),
+        ((8, 9), False, ("auto", "tensorwise", False), "slow"),
+        ((10, 0), False, ("auto", "off", False), "te"),
+        ((12, 0), False, ("auto", "off", False), "local"),
+    ],
+)
+def test_attention_that_is_not_fused(
+    chip: tuple[int, int], installed: bool, settings: tuple[str, str, bool], outcome: str
+) -> None:
+    """Transformer Engine 2.11 would hold whole scores of every sequence, and has nothing at all for shared ones."""
+    machine = Machine(chip, "", has_flash_attention=installed)
+    wanted, fp8, has_experts = settings
+    spec, reason = machine.choose_layer_spec(wanted, fp8, has_experts=has_experts)
+    unfused = "Transformer Engine has no fused attention over packs on sm_{}{} without flash-attn".format(*chip)
+    said = {"local": unfused, "te": "Transformer Engine is installed", "slow": f"slow attention: {unfused}"}
+    assert (spec, reason) == ("local" if outcome == "local" else "te", said[outcome])
+    machine.check_context_parallel(spec, 1)
+    if outcome != "slow":
+        machine.check_context_parallel(spec, 2)
+        return
+    with pytest.raises(
+        UserError, match=f"context_parallel = 2: {unfused}; install flash-attn, or set actor.layer_spec"
+    ):
+        machine.check_context_parallel(spec, 2)
 
 
 def test_transformer_engine_has_the_last_word_on_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,11 +121,13 @@ def test_transformer_engine_has_the_last_word_on_recipes(monkeypatch: pytest.Mon
     monkeypatch.setattr(capabilities, "_transformer_engine_problem", lambda on_cuda: "")
     monkeypatch.setattr(capabilities, "_refused_recipes", capabilities._refused_recipes.__wrapped__)
     machine = capabilities.this_machine()
-    assert [machine.choose_layer_spec("auto", fp8)[0] for fp8 in ("off", "tensorwise", "delayed")] == ["te"] * 3
+    assert [
+        machine.choose_layer_spec("auto", fp8, has_experts=False)[0] for fp8 in ("off", "tensorwise", "delayed")
+    ] == ["te"] * 3
     with pytest.raises(UserError, match=r"blockwise: Transformer Engine says: It needs CUDA >= 12\.9; use fp8 = off"):
-        machine.choose_layer_spec("auto", "blockwise")
+        machine.choose_layer_spec("auto", "blockwise", has_experts=False)
     with pytest.raises(UserError, match="needs a chip of sm_100"):
-        machine.choose_layer_spec("auto", "mxfp8")
+        machine.choose_layer_spec("auto", "mxfp8", has_experts=False)
 
 
 @pytest.mark.parametrize(

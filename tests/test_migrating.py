@@ -284,7 +284,7 @@ def test_usual_keys_are_answered(trainer: str) -> None:
         ("vllm_importance_sampling_correction", "here it is objective.correction.level (TRL's default, sequence_mask,"),
         ("vllm_importance_sampling_clip_max", "here it is objective.correction.max_ratio"),
         ("--update-weight-buffer-size", "here it is rollout.sync.bucket_mb (in MiB"),
-        ("--optimizer-cpu-offload", "here it is actor.optimizer.cpu_offload (a share"),
+        ("--optimizer-cpu-offload", "here it is actor.optimizer.cpu_offload (1 or 0"),
     ],
 )
 def test_what_others_have_has_an_answer(key: str, said: str) -> None:

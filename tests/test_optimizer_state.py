@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from dppo_megatron.actor import optimizer
 from dppo_megatron.actor.optimizer import LeanDistributedOptimizer, Spread, build_optimizer
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.config.schema import OptimizerConfig
+from dppo_megatron.platform.accelerator import Accelerator
 from dppo_megatron.platform.capabilities import Machine
 
 
@@ -145,6 +148,89 @@ def _before_the_first_step(model: Path) -> bool:
 
 def test_a_save_before_the_first_step(tmp_path: Path) -> None:
     assert run_ranks(_before_the_first_step, 1, write_model(tmp_path / "model")) == [True]
+
+
+def _widened(model: Path) -> list[str]:
+    """On a rank: the states that a save takes off the device, of an optimizer like Transformer Engine's with moments in
+    16 bits."""
+    actor = build_actor(model, Parallel(distributed_optimizer=True))
+    described = actor._chunks[0].sharded_state_dict()
+    [part] = actor._optimizer.chained_optimizers
+    part.__class__ = LeanDistributedOptimizer
+    part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    inner = part.optimizer
+    for group in inner.param_groups:
+        for own in group["params"]:
+            moments = {name: torch.rand_like(own, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
+            inner.state[own] = {**moments, "master_param": own.detach().clone()}
+    inner.get_unscaled_state = lambda own, name: inner.state[own][name].float()
+    copies: list[torch.Tensor] = []
+
+    def cpu(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(tensor.clone())
+        return copies[-1]
+
+    with patch.object(torch.Tensor, "cpu", cpu):
+        saved = part.sharded_param_state_fully_reshardable(described)
+    storages = {copy.data_ptr() for copy in copies}
+    return [kind for states in saved.values() for kind, one in states.items() if one.data.data_ptr() in storages]
+
+
+def test_a_save_keeps_no_copies_on_the_device(tmp_path: Path) -> None:
+    """Moments in 16 bits are saved in float32: copies, which an asynchronous save would hold for steps. What is in
+    float32 is the optimizer's own and stays for Megatron to copy."""
+    [found] = run_ranks(_widened, 1, write_model(tmp_path / "model", num_hidden_layers=2))
+    assert len(found) == 38 and set(found) == {"exp_avg", "exp_avg_sq"}
+
+
+def _resumed_on_the_host(model: Path, root: Path) -> list[dict[str, torch.Tensor]]:
+    """On a rank, with Megatron's optimizer of `cpu_offload`: the weights of a run that goes on after a save and of one
+    that loads it, before and after the next update. What lies in the model's buffers stands for the device."""
+    from megatron.core.optimizer import distrib_optimizer, optimizer_config
+
+    from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
+
+    parallel, samples = Parallel(distributed_optimizer=True, dtype=torch.bfloat16), random_samples(6, 37)
+    buffers: list[int] = []
+
+    def build() -> Any:
+        actor = build_actor(model, parallel)
+        buffers.extend(buffer.param_data.untyped_storage().data_ptr() for one in actor._model for buffer in one.buffers)
+        actor.start_phase(replace(actor._config.optimizer, cpu_offload=1.0), total_steps=10)
+        return actor
+
+    def is_device(_: Accelerator, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in buffers
+
+    with (
+        patch.object(optimizer, "this_machine", lambda: Machine((9, 0), "")),
+        patch.object(optimizer_config, "is_te_min_version", lambda version: True),
+        patch.object(distrib_optimizer, "HAVE_APEX_OR_TE", True),
+        patch.object(Accelerator, "is_device", is_device),
+    ):
+        first = build()
+        first.update(samples, plan_for(samples), supervised())
+        store = CheckpointStore(root, run="mine", assets=model, keep=2, async_save=False)
+        store.save(first, {}, describe(1, {}, run="mine"))
+        second = build()
+        load_checkpoint(root / "step_000001", second)
+        actors, found = (first, second), []
+        found += [{name: tensor.clone() for name, tensor in actor.weights()} for actor in actors]
+        for actor in actors:
+            [part] = actor._optimizer.chained_optimizers
+            assert len(part.optimizer.cpu_optimizers) == len(list(actor._parameters()))
+            actor.update(samples, plan_for(samples), supervised())
+        return found + [{name: tensor.clone() for name, tensor in actor.weights()} for actor in actors]
+
+
+def test_an_optimizer_on_the_host_is_resumed(tmp_path: Path) -> None:
+    """Its groups named classes, which no checkpoint may hold: none could be loaded. Step count and moments by the next
+    update, bit for bit."""
+    model = write_model(tmp_path / "model", num_hidden_layers=2)
+    [(saved, loaded, went_on, resumed)] = run_ranks(_resumed_on_the_host, 1, model, tmp_path / "checkpoints")
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in saved.items())
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in went_on.items())
+    assert not any(torch.equal(tensor, resumed[name]) for name, tensor in saved.items() if tensor.ndim > 1)
 
 
 def test_main_parameters_are_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:

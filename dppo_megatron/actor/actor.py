@@ -68,7 +68,8 @@ class Actor:
         self._config = config
         self._architecture = architecture
         self._dtype = dtype
-        spec, reason = this_machine().choose_layer_spec(config.layer_spec, config.fp8)
+        has_experts = architecture.experts is not None
+        spec, reason = this_machine().choose_layer_spec(config.layer_spec, config.fp8, has_experts=has_experts)
         settings = overrides(architecture, dtype, config, spec)
         self._softmax, kernel = choose_softmax(config.logprob_kernel, layout.device, dtype)
         self.description = (

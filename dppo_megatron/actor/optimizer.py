@@ -190,6 +190,15 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
     key.
     """
 
+    def state_dict(self) -> Any:
+        """See Megatron's. With `cpu_offload` each group names the classes of the optimizers inside, which are built by
+        the config: a checkpoint that holds a class cannot be read without running code."""
+        state = super().state_dict()
+        groups = state["optimizer"]["param_groups"]
+        kept = [{key: value for key, value in group.items() if not isinstance(value, type)} for group in groups]
+        state["optimizer"]["param_groups"] = kept
+        return state
+
     def sharded_param_state_fully_reshardable(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict[int, dict[str, Any]]:
@@ -231,10 +240,15 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         group, order = self.model_param_group_index_map[param]
         own = self.optimizer.param_groups[group]["params"][order]
         # before its first step a fused Adam has no moments, and one that keeps the main parameters none of those either
-        held = self._get_main_param_and_optimizer_states(param) if self.optimizer.state.get(own) else {"param": own}
+        kept = self.optimizer.state.get(own) or {}
+        held = self._get_main_param_and_optimizer_states(param) if kept else {"param": own}
         mine = {name: held.get(name, torch.zeros_like(held["param"])).detach().float() for name in _STATES}
         if len(spread.pieces) == 1:
-            return {name: tensor.view(param.shape) for name, tensor in mine.items()}
+            # what was made here (states of 16 bits in float32) would be on the device until the save is complete, which
+            # an asynchronous one is steps later
+            lasting = {tensor.data_ptr() for tensor in (own, *kept.values()) if isinstance(tensor, Tensor)}
+            saved = {name: one if one.data_ptr() in lasting else one.cpu() for name, one in mine.items()}
+            return {name: tensor.view(param.shape) for name, tensor in saved.items()}
         whole = {}
         for name, tensor in mine.items():  # one at a time, so that the device holds at most one assembled state
             assembled = self._assemble(tensor, param.numel(), spread, rank)

@@ -32,6 +32,7 @@ from dppo_megatron.distributed import gather_all
 
 _REPLACED = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 """Until 0.16 and from 0.19 on: its threads' failures leave ranks waiting too."""
+_PRELOAD = filesystem_async.FileSystemWriterAsync.preload_tensors
 _LENGTH_BYTES = 8
 _PARAMETERS = ["transform_list", "use_msc", "rank", "write_buckets", "global_results_queue"]
 
@@ -93,6 +94,18 @@ def use_own_writers() -> None:
         plain = getattr(writer, name, None)
         if plain is not None and list(inspect.signature(plain).parameters) == _PARAMETERS:
             setattr(writer, name, staticmethod(write_files))
+    writer.preload_tensors = staticmethod(stage)
+
+
+def stage(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
+    """Copy the device's tensors to pageable memory, whatever Megatron asks for.
+
+    It asks for copies that do not block, which torch makes into pinned memory. Forked writers share pinned pages with
+    the trainer, which gives them back right after the fork: its next pinned tensor would be written over what is still
+    read, and the checksum be of the damaged file. And torch keeps pinned memory for good, rounded up to powers of two.
+    """
+    staged: list[Any] = _PRELOAD(write_buckets, non_blocking=False)
+    return staged
 
 
 def write_files(

@@ -32,6 +32,7 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     """Raise `UserError` for the first value that is out of range or contradicts another one."""
     check_ranges(config)
     _check_optimizer(config.actor.optimizer)
+    _check_host_optimizer(config)
     _check_fewer_bits(config)
     _check_actor(config)
     if purpose != "evaluate":
@@ -100,10 +101,22 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
             f"actor.optimizer.min_learning_rate = {optimizer.min_learning_rate} is above"
             f" learning_rate = {optimizer.learning_rate}"
         )
-    if optimizer.cpu_offload and not optimizer.distributed:
-        raise UserError(
-            f"actor.optimizer.cpu_offload = {optimizer.cpu_offload} needs actor.optimizer.distributed = true"
-        )
+
+
+def _check_host_optimizer(config: Config) -> None:
+    """Megatron cannot build its optimizer for the host over float32 parameters. Divided between host and device it
+    hangs in the first save, at parameters that are here on the one and on the next rank on the other, and after a load
+    Transformer Engine's step count stands still."""
+    optimizer = config.actor.optimizer
+    if not optimizer.cpu_offload:
+        return
+    setting = f"actor.optimizer.cpu_offload = {optimizer.cpu_offload}"
+    if optimizer.cpu_offload < 1:
+        raise UserError(f"{setting}: with a part of it on the host a run cannot be saved or resumed; use 1, or 0")
+    if not optimizer.distributed:
+        raise UserError(f"{setting} needs actor.optimizer.distributed = true")
+    if config.model.dtype != "bfloat16":
+        raise UserError(f"{setting} needs model.dtype = bfloat16, not {config.model.dtype}")
 
 
 def _check_fewer_bits(config: Config) -> None:
@@ -158,12 +171,6 @@ def _check_actor(config: Config) -> None:
         raise UserError(
             f"actor.offload = {actor.offload} has no effect while rollout.servers.colocate = false: nobody else uses"
             " the device while servers generate"
-        )
-    share = actor.optimizer.cpu_offload
-    if 0 < share < 1 and actor.offload != "none" and config.rollout.servers.colocate:
-        raise UserError(
-            f"actor.optimizer.cpu_offload = {share}: with rollout.servers.colocate the rest would stay on the device;"
-            " use 1, or 0 (actor.offload then takes the optimizer to the host and back), or actor.offload = none"
         )
     if actor.fp8 == "off":
         for key in ("fp8_bf16_layers", "fp8_param"):

@@ -129,8 +129,9 @@ class OptimizerConfig:
     main_params_dtype: Literal["float32", "float16"] = "float32"
     """Of the optimizer's own parameters; float16 needs what fewer bits for the moments need."""
     cpu_offload: float = ranged(0.0, "[0, 1]")
-    """Share of the parameters whose optimizer state lives, and is stepped, on the host: less device memory for a slower
-    step. Needs `distributed` and Transformer Engine. What leaves only while servers generate is `actor.offload`."""
+    """1: the optimizer's state lives, and is stepped, on the host: less device memory for a slower step. Needs
+    `distributed`, model.dtype=bfloat16 and Transformer Engine. What leaves only while servers generate is
+    `actor.offload`."""
 
 
 @dataclass

@@ -47,9 +47,14 @@ class Machine:
     """Why Transformer Engine cannot be used; empty if it can."""
     refused_recipes: Mapping[str, str] = field(default_factory=dict)
     """FP8 recipe -> why Transformer Engine refuses it here; nothing of a machine that is only planned for."""
+    has_flash_attention: bool = False
+    """Whether flash-attn is installed; not assumed of a machine that is only planned for."""
 
-    def choose_layer_spec(self, wanted: str, fp8: str) -> tuple[LayerSpec, str]:
+    def choose_layer_spec(self, wanted: str, fp8: str, *, has_experts: bool) -> tuple[LayerSpec, str]:
         """The layer spec for `actor.layer_spec` and `actor.fp8`, and why.
+
+        Megatron's own layers run a mixture's experts one by one, so `auto` takes them for dense models alone where
+        Transformer Engine's attention is not fused.
 
         Raises:
             UserError: the wanted spec or recipe cannot run here.
@@ -61,7 +66,20 @@ class Machine:
             raise UserError(f"actor.layer_spec = te: {lacks}; use layer_spec = auto or local")
         if wanted == "local":
             return "local", "as configured"
-        return ("local", lacks) if lacks else ("te", "Transformer Engine is installed")
+        if lacks:
+            return "local", lacks
+        unfused = self._lacks_fused_attention()
+        if unfused and wanted == "auto" and fp8 == "off" and not has_experts:
+            return "local", unfused
+        return "te", f"slow attention: {unfused}" if unfused else "Transformer Engine is installed"
+
+    def check_context_parallel(self, spec: LayerSpec, context_parallel: int) -> None:
+        """Raise `UserError` for sequences that are shared where only unfused attention is left, which cannot."""
+        if spec == "te" and context_parallel > 1 and (unfused := self._lacks_fused_attention()):
+            raise UserError(
+                f"actor.layout.context_parallel = {context_parallel}: {unfused}; install flash-attn, or set"
+                " actor.layer_spec to local"
+            )
 
     def check_experts(self, expert_parallel: int, expert_tensor_parallel: int) -> None:
         """Raise `UserError` for an expert layout whose collectives gloo does not have."""
@@ -129,6 +147,15 @@ class Machine:
             return "there is no CUDA device"
         return self.lacks_transformer_engine
 
+    def _lacks_fused_attention(self) -> str:
+        """Why Transformer Engine (2.11) would hold whole scores of a pack's sequences; empty where its attention over
+        packs is fused: by cuDNN from sm_90 on, but not on sm_120, elsewhere by flash-attn from sm_80 on."""
+        chip = self.cuda_capability
+        if chip is None or (chip >= (9, 0) and chip != (12, 0)) or (chip >= (8, 0) and self.has_flash_attention):
+            return ""
+        without = " without flash-attn" if chip >= (8, 0) else ""
+        return "Transformer Engine has no fused attention over packs on sm_{}{}{}".format(*chip, without)
+
     def lacks_for_fp8(self, recipe: str) -> str:
         """Why an FP8 recipe cannot run here; empty if it can."""
         lacks = self._lacks()
@@ -144,7 +171,8 @@ def this_machine() -> Machine:
     """The current process's device and installed packages."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     problem = _transformer_engine_problem(capability is not None)
-    return Machine(capability, problem, {} if problem else _refused_recipes())
+    has_flash_attention = importlib.util.find_spec("flash_attn") is not None
+    return Machine(capability, problem, {} if problem else _refused_recipes(), has_flash_attention)
 
 
 @functools.cache

@@ -132,20 +132,18 @@ def test_a_pinned_block(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "part", "in_steps", "built"),
+    ("part", "in_steps", "built"),
     [
         # three tensors of 1,000, four ranks: states of 3 x 1,024 / 4 elements, and a piece of 750 in a block of 4,096
-        ("bfloat16", 1.0, 12 * 768 + 4096, 4 * 3000 + 4 * 768),
-        ("bfloat16", 0.5, 6 * 768 + 2048, 2 * 3000 + 2 * 768),
-        ("float32", 1.0, 8 * 768 + 2 * 4096, 4 * 3000 + 4 * 768),
-        ("bfloat16", 0.0, 0, 0),
+        (1.0, 12 * 768 + 4096, 4 * 3000 + 4 * 768),
+        (0.0, 0, 0),
     ],
 )
-def test_an_optimizer_on_the_host(dtype: str, part: float, in_steps: int, built: int) -> None:
+def test_an_optimizer_on_the_host(part: float, in_steps: int, built: int) -> None:
     """Formulas by hand, from reading Megatron: gradients beside the state, and whole parameters while it is built."""
     actor, share = ActorConfig(), Share((Tensors("x", 1000, 3, False, True, True),))
     actor.optimizer.cpu_offload = part
-    assert updated_on_host(share, Degrees(4, 1, 1, 1, 1, 1, 1, False), actor, dtype) == (in_steps, built)
+    assert updated_on_host(share, Degrees(4, 1, 1, 1, 1, 1, 1, False), actor, "bfloat16") == (in_steps, built)
 
 
 @pytest.mark.parametrize("gpus", [1, 8])
@@ -172,8 +170,8 @@ def test_a_node_has_room_for_the_optimizer_while_it_is_built(models: dict[str, P
     ("moments", "main", "states"), [("bfloat16", "float32", 2), ("float32", "float16", 1), ("float16", "float16", 3)]
 )
 def test_states_in_16_bits_are_widened(models: dict[str, Path], moments: str, main: str, states: int) -> None:
-    """By Transformer Engine's code: to step and to save it makes float32 of each, beside it, of all that a rank
-    updates, which is more than they save. Its kernel reads gradients in bfloat16, which another Adam copies."""
+    """By Transformer Engine's code: to step it makes float32 of each, beside it, of all that a rank updates, which is
+    more than they save. Its kernel reads gradients in bfloat16, which another Adam copies."""
     config, architecture = Config(), read_architecture(models["qwen3"])
     config.model.dtype, config.rollout.engine = "bfloat16", "hf"
     config.actor.ddp = {"grad_reduce_in_fp32": False}
@@ -188,7 +186,7 @@ def test_states_in_16_bits_are_widened(models: dict[str, Path], moments: str, ma
     }
     assert more["backward"] == {"optimizer": -2 * states * updated, "other": 0}
     assert more["step"] == {"optimizer": -2 * states * updated, "other": (4 * states - 4) * updated}
-    assert more["checkpoint"] == {"optimizer": -2 * states * updated, "other": 4 * states * updated}
+    assert more["checkpoint"] == {"optimizer": -2 * states * updated, "other": 0}
     assert halved.host == whole.host
 
 

@@ -232,6 +232,7 @@ def test_a_plan_needs_no_model_where_its_sizes_are_published(
 
 _ONE_GPU = "rollout.servers.gpus=['0']"
 """As many as servers take whose arguments are replaced."""
+_SHARED = "actor.layout={tensor_parallel: 2, context_parallel: 4}"
 _SMALL_CACHE = 'rollout.servers.args=[--tensor-parallel-size=4, -dp=2, --gpu-memory-utilization, "0.2"]'
 _LONG = ["rollout.sampling.max_completion_tokens=5000"]
 _TP4 = "rollout.servers.args=[--tensor-parallel-size=4]"
@@ -254,6 +255,10 @@ _TP4 = "rollout.servers.args=[--tensor-parallel-size=4]"
             "in multiples of 1024 tokens and use 5120 of them, but the longest possible sequence takes 6023; set it to",
         ),
         (["actor.fp8=mxfp8"], "actor.fp8 = mxfp8: it needs a chip of sm_100 or newer; this one is sm_90"),
+        (
+            ["--gpu", "a100", "actor.layer_spec=te", _SHARED],
+            "actor.layout.context_parallel = 4: Transformer Engine has no fused attention over packs on sm_80 without",
+        ),
         (["actor.megatron={hidden_size: 8}"], "actor.megatron.hidden_size: is decided by"),
         (["rollout.sampling.max_completion_tokens=100000", "packing.max_tokens_per_microbatch=200000"], "positions of"),
         (["--gpus", "6"], "needs a multiple of 8 processes"),
@@ -306,6 +311,22 @@ def test_what_cannot_be_is_exit_2(
     settings = [recipe, f"model.hf_path={model}"]
     assert main(["plan", *settings, *options, "--methods", "grpo"]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_layers_are_those_of_the_chip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An A100 gets Megatron's own, whose attention gathers sequences that are shared: the plan is that of `local`."""
+    model = write_config(tmp_path, "qwen3_32b")
+    recipe = str(REPOSITORY / "configs" / "h100" / "qwen3_32b_8gpus_grpo.yaml")
+    settings = [recipe, f"model.hf_path={model}", _SHARED, "actor.recompute=none", "--methods", "grpo", "--json"]
+    plans = {}
+    for name, more in (("auto", []), ("local", ["actor.layer_spec=local"])):
+        main(["plan", *settings, str(tmp_path / name), *more, "--gpu", "a100", "--gpu-memory", "300"])
+        said = "planned with actor.layer_spec = local: Transformer Engine has no fused attention over packs on sm_80"
+        assert (said in capsys.readouterr().out) == (name == "auto")
+        plans[name] = json.loads((tmp_path / name).read_text(encoding="utf-8"))
+    main(["plan", *settings, str(tmp_path / "h100"), "--gpu", "h100", "--gpu-memory", "300"])
+    plans["h100"] = json.loads((tmp_path / "h100").read_text(encoding="utf-8"))
+    assert plans["auto"]["phases"] == plans["local"]["phases"] != plans["h100"]["phases"]
 
 
 _BESIDE = ["rollout.servers.colocate=false", "rollout.servers.gpus=['4,5,6,7']", _TP4]

@@ -128,10 +128,16 @@ def execute(arguments: argparse.Namespace) -> int:
         from dppo_megatron.workbench.planning.timing import speeds_for
         from dppo_megatron.workbench.runs.trace import read_trace
     architecture = model_architecture(config.model).with_adapters(config.actor.lora)
+    machine = Machine(CHIPS[arguments.gpu].capability, "")
     if not loaded:
-        machine = Machine(CHIPS[arguments.gpu].capability, "")
         said = check_actor_settings(config, site.gpus, machine, runs_here=False)
         check_settings(config, architecture, site.gpus, machine)
+    spec, why = machine.choose_layer_spec(
+        config.actor.layer_spec, config.actor.fp8, has_experts=architecture.experts is not None
+    )
+    if spec != config.actor.layer_spec and spec == "local":
+        said.append(f"planned with actor.layer_spec = local: {why}")
+        config = replace(config, actor=replace(config.actor, layer_spec=spec))
     plan = make_plan(
         config,
         architecture,

@@ -75,7 +75,7 @@ def report() -> list[tuple[str, str]]:
     """(what, finding) rows for people to read."""
     machine = this_machine()
     device = "cpu" if machine.cuda_capability is None else "cuda"
-    spec, reason = machine.choose_layer_spec("auto", "off")
+    spec, reason = machine.choose_layer_spec("auto", "off", has_experts=False)
     lacks = {recipe: machine.lacks_for_fp8(recipe) for recipe in _RECIPES}
     available = ", ".join(recipe for recipe in _RECIPES if not lacks[recipe])
     rows = [

@@ -133,7 +133,7 @@ def _changes(config: Config, site: Site) -> Iterator[tuple[_Settings, str]]:
         yield {"actor.logprob_chunk_tokens": chunk}, "smaller products in the output layer"
     if not actor.optimizer.distributed:
         yield {"actor.optimizer.distributed": True}, "nothing"
-    elif actor.optimizer.cpu_offload < 1:
+    elif not actor.optimizer.cpu_offload:
         yield {"actor.optimizer.cpu_offload": 1}, "an optimizer step on the host"
     for name, price in _DEGREES.items():
         key, size = f"actor.layout.{name}_parallel", getattr(actor.layout, f"{name}_parallel")

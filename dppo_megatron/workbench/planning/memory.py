@@ -192,16 +192,14 @@ def _pinned_pieces(share: Share, degrees: Degrees, actor: ActorConfig, kinds: li
 
 
 def updated_on_host(share: Share, degrees: Degrees, actor: ActorConfig, dtype: str) -> tuple[float, float]:
-    """Bytes on the host of a rank whose optimizer, or a part of it, is there: in steps, and while it is built.
+    """Bytes on the host of a rank whose optimizer is there: in steps, and while it is built.
 
     By the code of megatron-core 0.16 (optimizer/cpu_offloading/hybrid_optimizer.py), not measured. Beside the state it
-    keeps a pinned float32 gradient of each piece; of a float32 model also a pinned copy of the piece, which in bfloat16
-    is a part of the state. It is built over the rank's whole parameters first and then over its pieces of them, in
-    float32, and the first copy is there until the second is.
+    keeps a pinned float32 gradient of each piece. It is built over the rank's whole parameters first and then over its
+    pieces of them, in float32, and the first copy is there until the second is.
     """
     on_host, kinds = state_bytes(share, degrees, actor, dtype)[_HOST], _kinds(actor, dtype)
-    blocks = [4] if dtype == "bfloat16" else [4, 4]
-    in_steps = on_host + actor.optimizer.cpu_offload * _pinned_pieces(share, degrees, actor, blocks)
+    in_steps = on_host + actor.optimizer.cpu_offload * _pinned_pieces(share, degrees, actor, [4])
     built = 4 * actor.optimizer.cpu_offload * share.trained.count() + on_host / len(kinds)
     return in_steps, built
 
@@ -285,7 +283,8 @@ def _on_gpu(
     buckets = 2 * max(config.rollout.sync.bucket_mb << 20, largest) + largest
     kinds = _kinds(config.actor, config.model.dtype)
     updated = (state["optimizer"] + state[_HOST]) / sum(kinds)
-    # Transformer Engine's Adam makes float32 of every state in 16 bits, all of a rank's at a time, to step and to save
+    # Transformer Engine's Adam makes float32 of every state in 16 bits, to step of all of a rank's at a time, to save
+    # of one parameter's after another's
     widened = 4 * updated * sum(kind < 4 for kind in kinds)
     # any other adds in float32: it copies this rank's share of gradients that were reduced in bfloat16
     is_float32 = _gradient_bytes(config.actor, config.model.dtype) == 4
@@ -297,7 +296,7 @@ def _on_gpu(
         "forward": training | working["forward"],
         "backward": training | working["backward"],
         "step": training | {"other": widened + copied},
-        "checkpoint": training | {"other": widened},
+        "checkpoint": dict(training),
     }
     for parts in phases.values():
         parts["other"] = parts.get("other", 0.0) + CONTEXT_BYTES
