@@ -210,16 +210,18 @@ def _open_reference(
     if not path:
         return None
     other = model_architecture(replace(config.model, hf_path=path), key)
-    differ = [  # positions may: of one family's base and instruction models they do, and nothing is computed from them
+    # nothing is computed from these two, in which base and instruction models differ, and a run's hf/ from its original
+    may_differ = "max_positions", "prediction_layers"
+    differ = [
         f"{item.name} is {getattr(other, item.name)}, not {getattr(architecture, item.name)}"
         for item in fields(Architecture)
-        if item.name != "max_positions" and getattr(other, item.name) != getattr(architecture, item.name)
+        if item.name not in may_differ and getattr(other, item.name) != getattr(architecture, item.name)
     ]
     if not differ and load_tokenizer(path, other, key).get_vocab() != tokenizer.get_vocab():
         differ = ["its tokenizer has other tokens"]
     if differ:
         raise UserError(f"{key} '{path}': is another kind of model than '{config.model.hf_path}': {'; '.join(differ)}")
-    return open_checkpoint(path, architecture, key)
+    return open_checkpoint(path, other, key)  # which has its own layers that predict several tokens
 
 
 def check_settings(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> list[str]:
