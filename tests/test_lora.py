@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import resource
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +30,7 @@ from dppo_megatron.config.schema import ActorConfig, LoraConfig
 from dppo_megatron.convert import megatron_to_hf
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.adapter_files import write_adapter
-from dppo_megatron.weights.architecture import PROJECTIONS, read_architecture
+from dppo_megatron.weights.architecture import PROJECTIONS, Lora, read_architecture
 from dppo_megatron.weights.pipeline import LAYOUT
 
 pytestmark = pytest.mark.slow
@@ -310,6 +311,16 @@ def test_another_reference_is_refused(tmp_path: Path) -> None:
     extra = {"actor__lora__rank": 2, "objective__kl__coef": 0.1, "objective__kl__reference_path": model}
     with pytest.raises(UserError, match=r"objective.kl.reference_path: with actor.lora the reference is the model"):
         job_config(write_warm_job_files(tmp_path / "files"), tmp_path / "run", **extra)
+
+
+def test_a_disk_that_refuses_the_adapter(tmp_path: Path) -> None:
+    """safetensors' own error is neither an OSError nor a RuntimeError, and ended a run as a crash."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, -1))
+    try:
+        with pytest.raises(UserError, match=r"adapter_model\.safetensors' cannot be written: .*File too large"):
+            write_adapter(tmp_path, {"a": torch.zeros(1000)}, Lora(1, 1.0, ("q_proj",)), "base")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
