@@ -338,11 +338,17 @@ def _same_files(mine: Path, theirs: Path) -> None:
         assert (mine / part).read_bytes() == (theirs / part).read_bytes(), part
 
 
-def test_a_run_learns_and_leaves_an_adapter(files: Path, tmp_path: Path) -> None:
+def _base_of(directory: Path) -> str:
+    return str(json.loads((directory / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"])
+
+
+def test_a_run_learns_and_leaves_an_adapter(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real rewards of the quickstart's task: they rise. hf/ is the base model with the adapter that lies beside it, and
-    a checkpoint of the run converts to the same bytes."""
+    a checkpoint of the run converts to the same bytes, with the path of the base model as the environment has it; where
+    it is not set, as it was written."""
+    monkeypatch.setenv("MODELS", str(files))
     run_dir = tmp_path / "run"
-    run_whole(files, run_dir, 1, RUN | {"steps": 40})
+    run_whole(files, run_dir, 1, RUN | {"steps": 40, "model__hf_path": "${oc.env:MODELS}/model"})
     rewards = [row["reward/mean"] for row in read_metrics(run_dir)[1:]]
     assert np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 0.1, rewards
     samples = random_samples(6, 14)
@@ -352,6 +358,10 @@ def test_a_run_learns_and_leaves_an_adapter(files: Path, tmp_path: Path) -> None
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
     megatron_to_hf(run_dir / "checkpoints" / "latest", tmp_path / "converted", verify=True)
     _same_files(tmp_path / "converted", run_dir / "hf")
+    assert _base_of(tmp_path / "converted") == str(files / "model")
+    monkeypatch.delenv("MODELS")
+    megatron_to_hf(run_dir / "checkpoints" / "latest", tmp_path / "elsewhere")
+    assert _base_of(tmp_path / "elsewhere") == "${oc.env:MODELS}/model"
     manifest = json.loads((run_dir / "checkpoints" / "latest" / "manifest.json").read_text())
     assert manifest["config"]["actor"]["lora"] == asdict(ActorConfig().lora) | {"rank": 8}
 
