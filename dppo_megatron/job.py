@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,9 @@ from dppo_megatron.rewards.start_checks import RewardBounds, check_grader, check
 from dppo_megatron.types import Prompt, PromptFeatures, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import WeightReader, assets
+from dppo_megatron.weights.json_files import plain
 from dppo_megatron.weights.provider import model_architecture
-from dppo_megatron.weights.tokenizer import load_tokenizer
+from dppo_megatron.weights.tokenizer import load_tokenizer, rowless
 from dppo_megatron.weights.torch_dist import open_checkpoint
 
 
@@ -164,6 +166,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         fits = min(usable, architecture.max_positions)
         examples, said = load_examples(config, tokenizer, eval_sets, max_tokens=fits)
         lines += said
+    _check_rows([*eval_sets.values(), *train_sets.values()], examples, rowless(tokenizer, architecture))
     policy_loss: PolicyLoss | None = None
     if trains and config.objective.function:
         policy_loss = load_function("objective.function", config.objective.function)
@@ -193,6 +196,20 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         reference=reference,
         notes=[*lines, *notes],
     )
+
+
+def _check_rows(sets: Sequence[ProblemSet], examples: Sequence[TrainSample], beyond: Mapping[int, str]) -> None:
+    """Raise `UserError` for a prompt, or an example of SFT, with a token of `beyond`: it has no row in the embedding.
+    Prompts that a set's cache keeps may be of another model with the same tokenizer."""
+    if not beyond:
+        return
+    prompts = ((prompt.origin, prompt.token_ids) for one in sets for prompt in one.prompts)
+    for origin, token_ids in chain(prompts, ((one.id, one.token_ids.tolist()) for one in examples)):
+        if found := beyond.keys() & set(token_ids):
+            raise UserError(
+                f"{origin}: holds {plain(beyond[min(found)])}, a token of the model's tokenizer without a row in its"
+                " embedding; take it out of the text"
+            )
 
 
 def with_checkpoint(job: Job, directory: Path) -> Job:
