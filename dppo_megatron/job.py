@@ -5,6 +5,7 @@ A mistake then costs seconds and not a queue slot: data, tokenizer, checkpoint h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -68,6 +69,7 @@ class Job:
     stop_token_ids: tuple[int, ...]
     """Tokens that end a completion besides the tokenizer's end of sequence."""
     sft_examples: list[TrainSample]
+    """Empty after SFT, and where a run resumes: no checkpoint is of an earlier time."""
     grade: Graders
     policy_loss: PolicyLoss | None = None
     """The user's own, of `objective.function`."""
@@ -164,7 +166,8 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     if trains and config.sft.steps:
         usable = usable_capacity(packing_layout(config.actor, world_size), config.packing.max_tokens_per_microbatch)
         fits = min(usable, architecture.max_positions)
-        examples, said = load_examples(config, tokenizer, eval_sets, max_tokens=fits)
+        is_over = _resumes(config)
+        examples, said = load_examples(config, tokenizer, eval_sets, max_tokens=fits, is_over=is_over)
         lines += said
     _check_rows([*eval_sets.values(), *train_sets.values()], examples, rowless(tokenizer, architecture))
     policy_loss: PolicyLoss | None = None
@@ -196,6 +199,13 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         reference=reference,
         notes=[*lines, *notes],
     )
+
+
+def _resumes(config: Config) -> bool:
+    """Whether the run goes on from a checkpoint, or ends because none is good. Half-written ones have other names."""
+    own = Path(config.run_dir, "checkpoints").glob("step_*") if config.run_dir else ()
+    has_own = any(re.fullmatch(r"step_\d{6,20}", path.name) for path in own)
+    return config.checkpoint.resume != "never" and (has_own or config.checkpoint.resume != "auto")
 
 
 def _check_rows(sets: Sequence[ProblemSet], examples: Sequence[TrainSample], beyond: Mapping[int, str]) -> None:
