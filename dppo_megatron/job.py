@@ -5,9 +5,11 @@ A mistake then costs seconds and not a queue slot: data, tokenizer, checkpoint h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,9 @@ from dppo_megatron.rewards.start_checks import RewardBounds, check_grader, check
 from dppo_megatron.types import Prompt, PromptFeatures, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import WeightReader, assets
+from dppo_megatron.weights.json_files import plain
 from dppo_megatron.weights.provider import model_architecture
-from dppo_megatron.weights.tokenizer import load_tokenizer
+from dppo_megatron.weights.tokenizer import load_tokenizer, rowless
 from dppo_megatron.weights.torch_dist import open_checkpoint
 
 
@@ -66,6 +69,7 @@ class Job:
     stop_token_ids: tuple[int, ...]
     """Tokens that end a completion besides the tokenizer's end of sequence."""
     sft_examples: list[TrainSample]
+    """Empty after SFT, and where a run resumes: no checkpoint is of an earlier time."""
     grade: Graders
     policy_loss: PolicyLoss | None = None
     """The user's own, of `objective.function`."""
@@ -162,8 +166,10 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     if trains and config.sft.steps:
         usable = usable_capacity(packing_layout(config.actor, world_size), config.packing.max_tokens_per_microbatch)
         fits = min(usable, architecture.max_positions)
-        examples, said = load_examples(config, tokenizer, eval_sets, max_tokens=fits)
+        is_over = _resumes(config)
+        examples, said = load_examples(config, tokenizer, eval_sets, max_tokens=fits, is_over=is_over)
         lines += said
+    _check_rows([*eval_sets.values(), *train_sets.values()], examples, rowless(tokenizer, architecture))
     policy_loss: PolicyLoss | None = None
     if trains and config.objective.function:
         policy_loss = load_function("objective.function", config.objective.function)
@@ -195,6 +201,27 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     )
 
 
+def _resumes(config: Config) -> bool:
+    """Whether the run goes on from a checkpoint, or ends because none is good. Half-written ones have other names."""
+    own = Path(config.run_dir, "checkpoints").glob("step_*") if config.run_dir else ()
+    has_own = any(re.fullmatch(r"step_\d{6,20}", path.name) for path in own)
+    return config.checkpoint.resume != "never" and (has_own or config.checkpoint.resume != "auto")
+
+
+def _check_rows(sets: Sequence[ProblemSet], examples: Sequence[TrainSample], beyond: Mapping[int, str]) -> None:
+    """Raise `UserError` for a prompt, or an example of SFT, with a token of `beyond`: it has no row in the embedding.
+    Prompts that a set's cache keeps may be of another model with the same tokenizer."""
+    if not beyond:
+        return
+    prompts = ((prompt.origin, prompt.token_ids) for one in sets for prompt in one.prompts)
+    for origin, token_ids in chain(prompts, ((one.id, one.token_ids.tolist()) for one in examples)):
+        if found := beyond.keys() & set(token_ids):
+            raise UserError(
+                f"{origin}: holds {plain(beyond[min(found)])}, a token of the model's tokenizer without a row in its"
+                " embedding; take it out of the text"
+            )
+
+
 def with_checkpoint(job: Job, directory: Path) -> Job:
     """The same job with the weights of another checkpoint. Raises UserError as `open_checkpoint`."""
     config = replace(job.config, model=replace(job.config.model, hf_path=str(directory)))
@@ -210,16 +237,18 @@ def _open_reference(
     if not path:
         return None
     other = model_architecture(replace(config.model, hf_path=path), key)
-    differ = [  # positions may: of one family's base and instruction models they do, and nothing is computed from them
+    # nothing is computed from these two, in which base and instruction models differ, and a run's hf/ from its original
+    may_differ = "max_positions", "prediction_layers"
+    differ = [
         f"{item.name} is {getattr(other, item.name)}, not {getattr(architecture, item.name)}"
         for item in fields(Architecture)
-        if item.name != "max_positions" and getattr(other, item.name) != getattr(architecture, item.name)
+        if item.name not in may_differ and getattr(other, item.name) != getattr(architecture, item.name)
     ]
     if not differ and load_tokenizer(path, other, key).get_vocab() != tokenizer.get_vocab():
         differ = ["its tokenizer has other tokens"]
     if differ:
         raise UserError(f"{key} '{path}': is another kind of model than '{config.model.hf_path}': {'; '.join(differ)}")
-    return open_checkpoint(path, architecture, key)
+    return open_checkpoint(path, other, key)  # which has its own layers that predict several tokens
 
 
 def check_settings(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> list[str]:

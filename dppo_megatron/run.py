@@ -305,18 +305,22 @@ class Run:
 
     def _write_end(self, unwritten: OSError | UserError | None) -> None:
         """Flush the record and write summary.json. On rank 0."""
+        target, rest = self._directory / SUMMARY, ""
         try:
             if unwritten is not None:
+                target = self._directory / "hf"
+                if (latest := self._directory / "checkpoints" / "latest").exists():
+                    again = f"dppo-megatron convert to-hf --checkpoint {shlex.quote(str(latest))} --out DIR"
+                    rest = f"; `{again}` makes hf/ from the last checkpoint"
                 raise unwritten
             if self._files:
                 self._files.sync()
             self.summary.write(self._directory / SUMMARY)
-        except OSError as error:
-            raise RunAborted(
-                f"all steps are done, but '{error.filename}' cannot be written: {error.strerror}"
-            ) from None
+        except OSError as error:  # of a write on a full disk it names no file
+            what = f"'{error.filename or target}' cannot be written: {error.strerror}"
+            raise RunAborted(f"all steps are done, but {what}{rest}") from None
         except UserError as error:
-            raise RunAborted(f"all steps are done, but {error}") from None
+            raise RunAborted(f"all steps are done, but {error}{rest}") from None
 
     def _begin_new_sets(self, step: int) -> None:
         """Evaluate the sets that were added since the run was last started: their `before` is the resumed step. Drop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -32,10 +33,12 @@ from dppo_megatron.config.objective import ObjectiveConfig
 from dppo_megatron.job import prepare_job
 from dppo_megatron.observe import watchdog
 from dppo_megatron.observe.json_lines import JsonLines, rewind
+from dppo_megatron.observe.metrics import Summary
 from dppo_megatron.observe.watchdog import Watchdog
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import RunAborted
+from dppo_megatron.weights.hf_files import HFWriter
 
 pytestmark = pytest.mark.slow
 
@@ -297,6 +300,33 @@ def test_a_full_disk_costs_one_checkpoint(
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert names == {"latest", "step_000001", "step_000003"}
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+def _end_on_a_full_quota(files: Path, run_dir: Path, of: type, name: str) -> int:
+    """On a rank: what is written at a run's end exceeds the quota; such an error names no file."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of, name, fail)
+        return _command_line(files, run_dir, SHORT | {"steps": 1})
+
+
+@pytest.mark.parametrize(("of", "name"), [(HFWriter, "put"), (Summary, "write")])
+def test_what_a_quota_leaves_out_at_the_end_is_said(
+    files: Path, tmp_path: Path, of: type, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the command that makes the model's files after all."""
+    run = tmp_path / "run"
+    assert run_ranks(_end_on_a_full_quota, 1, files, run, of, name) == [3]
+    target = run / ("hf" if of is HFWriter else "summary.json")
+    said = f"stopped: all steps are done, but '{target}' cannot be written: {os.strerror(errno.EDQUOT)}"
+    if of is HFWriter:
+        latest = run / "checkpoints" / "latest"
+        said += f"; `dppo-megatron convert to-hf --checkpoint {latest} --out DIR` makes hf/ from the last checkpoint"
+    assert said + "\n" in capfd.readouterr().err
+    assert (run / "hf").exists() == (of is Summary)
 
 
 def _stop_and_fail_to_save(files: Path, run_dir: Path, name: str, error: BaseException) -> str:

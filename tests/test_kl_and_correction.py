@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from support.job import job_config, write_job_files
 from support.tiny import write_model
 from torch import Tensor
 
@@ -20,11 +22,12 @@ from dppo_megatron.algorithms.policy_losses import clip
 from dppo_megatron.algorithms.tokens import TokenBatch, TokenLoss, sequence_sums
 from dppo_megatron.config.objective import CorrectionConfig, KLConfig, ObjectiveConfig
 from dppo_megatron.config.schema import Config
-from dppo_megatron.job import check_settings
+from dppo_megatron.job import check_settings, prepare_job
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.steps.coordinator import off_policy_rows
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer
 
 VOCABULARY = 7
 ESTIMATORS = ("k1", "k2", "k3", "k3_unbiased")
@@ -422,3 +425,20 @@ def test_a_right_loss_of_ones_own_passes() -> None:
     config = ObjectiveConfig(function="mine:loss")
     check_policy_loss(clip, config)
     check_policy_loss(_with_own_kl, replace(config, zero_advantage_slope=0.1))
+
+
+def test_a_reference_may_have_other_layers_that_predict_several_tokens(tmp_path: Path) -> None:
+    """A run's hf/ has none of the original's, and either may be the reference of the other."""
+    files = write_job_files(tmp_path / "files")
+    for name, count in (("original", 1), ("export", 0)):
+        own = {"vocab_size": len(make_tokenizer()), "num_nextn_predict_layers": count}
+        model = write_model(tmp_path / name, family="glm4_moe", **own)
+        make_tokenizer().save_pretrained(model)
+        if count:
+            weights = load_file(model / "model.safetensors") | {"model.layers.4.eh_proj.weight": torch.zeros(2)}
+            save_file(weights, model / "model.safetensors", {"format": "pt"})
+    for policy, other in (("export", "original"), ("original", "export")):
+        paths = {"model__hf_path": tmp_path / policy, "objective__kl__reference_path": tmp_path / other}
+        job = prepare_job(job_config(files, tmp_path / "run", **paths, objective__kl__coef=0.1), 1)
+        job.grade.close()
+        assert job.reference is not None and job.reference.names == job.checkpoint.names

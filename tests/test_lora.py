@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import resource
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +30,7 @@ from dppo_megatron.config.schema import ActorConfig, LoraConfig
 from dppo_megatron.convert import megatron_to_hf
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.adapter_files import write_adapter
-from dppo_megatron.weights.architecture import PROJECTIONS, read_architecture
+from dppo_megatron.weights.architecture import PROJECTIONS, Lora, read_architecture
 from dppo_megatron.weights.pipeline import LAYOUT
 
 pytestmark = pytest.mark.slow
@@ -312,6 +313,16 @@ def test_another_reference_is_refused(tmp_path: Path) -> None:
         job_config(write_warm_job_files(tmp_path / "files"), tmp_path / "run", **extra)
 
 
+def test_a_disk_that_refuses_the_adapter(tmp_path: Path) -> None:
+    """safetensors' own error is neither an OSError nor a RuntimeError, and ended a run as a crash."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, -1))
+    try:
+        with pytest.raises(UserError, match=r"adapter_model\.safetensors' cannot be written: .*File too large"):
+            write_adapter(tmp_path, {"a": torch.zeros(1000)}, Lora(1, 1.0, ("q_proj",)), "base")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+
+
 # ------------------------------------------------------------------------------------------------ whole runs
 
 RUN = {"sft__steps": 0, "sft__examples_path": "", "actor__lora__rank": 8, "actor__optimizer__learning_rate": 3e-3}
@@ -327,11 +338,17 @@ def _same_files(mine: Path, theirs: Path) -> None:
         assert (mine / part).read_bytes() == (theirs / part).read_bytes(), part
 
 
-def test_a_run_learns_and_leaves_an_adapter(files: Path, tmp_path: Path) -> None:
+def _base_of(directory: Path) -> str:
+    return str(json.loads((directory / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"])
+
+
+def test_a_run_learns_and_leaves_an_adapter(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real rewards of the quickstart's task: they rise. hf/ is the base model with the adapter that lies beside it, and
-    a checkpoint of the run converts to the same bytes."""
+    a checkpoint of the run converts to the same bytes, with the path of the base model as the environment has it; where
+    it is not set, as it was written."""
+    monkeypatch.setenv("MODELS", str(files))
     run_dir = tmp_path / "run"
-    run_whole(files, run_dir, 1, RUN | {"steps": 40})
+    run_whole(files, run_dir, 1, RUN | {"steps": 40, "model__hf_path": "${oc.env:MODELS}/model"})
     rewards = [row["reward/mean"] for row in read_metrics(run_dir)[1:]]
     assert np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 0.1, rewards
     samples = random_samples(6, 14)
@@ -341,6 +358,10 @@ def test_a_run_learns_and_leaves_an_adapter(files: Path, tmp_path: Path) -> None
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
     megatron_to_hf(run_dir / "checkpoints" / "latest", tmp_path / "converted", verify=True)
     _same_files(tmp_path / "converted", run_dir / "hf")
+    assert _base_of(tmp_path / "converted") == str(files / "model")
+    monkeypatch.delenv("MODELS")
+    megatron_to_hf(run_dir / "checkpoints" / "latest", tmp_path / "elsewhere")
+    assert _base_of(tmp_path / "elsewhere") == "${oc.env:MODELS}/model"
     manifest = json.loads((run_dir / "checkpoints" / "latest" / "manifest.json").read_text())
     assert manifest["config"]["actor"]["lora"] == asdict(ActorConfig().lora) | {"rank": 8}
 

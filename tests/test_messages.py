@@ -23,6 +23,7 @@ from support.launch import run_ranks
 
 from dppo_megatron.launcher_env import check_launcher_env
 from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 LONG = "x" * 5000
@@ -124,6 +125,15 @@ def _tokens(files: Path, tmp_path: Path) -> list[str]:
     return words
 
 
+def _image_token(files: Path, tmp_path: Path, key: str) -> list[str]:
+    """The setting `key` names a text with a token that the tokenizer has, and the model's embedding has no row of."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.save_pretrained(model := _model(files, tmp_path))
+    row = {"problem": "<image>1+1=", "answer": "2", "completion": "2"}
+    return [f"model.hf_path={model}", f"{key}={_file(tmp_path, json.dumps(row))}", "sft.examples_per_step=1"]
+
+
 NO_ANSWER = '{"problem": "1+1="}'
 ROW = '{"problem": "1+1=", "answer": "2"}\n'
 JOBS: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
@@ -142,6 +152,14 @@ JOBS: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
             *(f"data.train_sets.a.path={_file(t, ROW)}", "data.train_sets.a.weight=0.2"),
         ],
         "data.train_sets.a.weight: a step of 16 prompts takes up to 3 of 'a', which holds only 1 problems",
+    ),
+    "token without a row": (
+        lambda f, t: _image_token(f, t, "data.eval_paths.heldout"),
+        "file.jsonl:1: holds <image>, a token of the model's tokenizer without a row in its embedding",
+    ),
+    "token without a row, to learn": (
+        lambda f, t: _image_token(f, t, "sft.examples_path"),
+        "file.jsonl:1: holds <image>, a token of",
     ),
     "few problems": (lambda f, t: [f"data.train_path={_file(t, ROW)}"], "holds only 1 problems"),
     "positions": (

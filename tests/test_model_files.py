@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +22,7 @@ from support.tiny import Parallel, build_actor, write_model
 
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
-from dppo_megatron.weights.tokenizer import load_tokenizer
+from dppo_megatron.weights.tokenizer import load_tokenizer, rowless
 from dppo_megatron.weights.torch_dist import open_checkpoint
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer
@@ -314,3 +315,18 @@ def test_added_tokens_with_ids_are_taken(model: Path) -> None:
     added = {"19": {"content": "<end>", "special": True}}
     _edit("tokenizer_config.json", eos_token="<end>", added_tokens_decoder=added)(model)
     assert load_tokenizer(model, read_architecture(model)).eos_token_id == 19
+
+
+def test_an_added_token_may_have_no_row(model: Path) -> None:
+    """As Gemma 3's of images, in its models without images; but none that a sequence ends with or is padded with."""
+    added = {"19": {"content": "<image>", "special": True}}
+    small = replace(read_architecture(model), vocab_size=19)
+    plain = json.loads((model / "tokenizer_config.json").read_text())
+    _edit("tokenizer_config.json", added_tokens_decoder=added)(model)
+    tokenizer = load_tokenizer(model, small)
+    assert tokenizer("<image>")["input_ids"] == [19] and rowless(tokenizer, small) == {19: "<image>"}
+    assert not rowless(tokenizer, read_architecture(model))
+    for name in ("eos_token", "pad_token"):
+        _edit("tokenizer_config.json", **plain | {"added_tokens_decoder": added, name: "<image>"})(model)
+        with pytest.raises(UserError, match=f"its tokenizer's {name} has id 19, its config.json only 19 tokens"):
+            load_tokenizer(model, small)

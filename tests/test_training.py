@@ -63,8 +63,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any]) -> None:
-    with Run(prepare_job(job_config(files, run_dir, **extra), world_size)) as run:
+    job = prepare_job(job_config(files, run_dir, **extra), world_size)
+    with Run(job) as run:
         train(run)
+    assert not job.sft_examples, "SFT's examples stay in memory"
 
 
 def _run(files: Path, run_dir: Path, world_size: int = 1, **extra: Any) -> list[dict[str, Any]]:

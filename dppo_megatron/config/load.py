@@ -83,12 +83,12 @@ def _check_moved(path: str, run_dir: str) -> None:
         )
 
 
-def config_from_values(values: Mapping[str, Any], where: str) -> Config:
+def config_from_values(values: Mapping[str, Any], where: str, *, keep_references: bool = True) -> Config:
     """A `Config` from plain values that another run saved; types and keys are checked, files and ranges are not.
-    References in it stay as they were written."""
+    References in it stay as they were written, or are filled in."""
     from dppo_megatron.config.layers import merged
 
-    return merged(_given(values, where), keep_references=True)
+    return merged(_given(values, where), keep_references=keep_references)
 
 
 def config_values(config: Any) -> dict[str, Any]:

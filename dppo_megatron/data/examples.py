@@ -18,13 +18,19 @@ from dppo_megatron.types import TrainSample, UserError
 
 
 def load_examples(
-    config: Config, tokenizer: PreTrainedTokenizerBase, evaluated: Mapping[str, ProblemSet], *, max_tokens: int
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    evaluated: Mapping[str, ProblemSet],
+    *,
+    max_tokens: int,
+    is_over: bool = False,
 ) -> tuple[list[TrainSample], list[str]]:
     """SFT's worked solutions, as samples of weight and denominator 1, and lines for the log. Each ends with the
     end-of-sequence token.
 
     Args:
         evaluated: whose problems are looked for, and treated as `data.contamination` says.
+        is_over: SFT has been done: no samples, but what was trained on may be problems of a new evaluation set.
 
     Raises:
         UserError: a row without problem or completion, an example of more than `max_tokens` tokens, fewer than a step
@@ -33,11 +39,15 @@ def load_examples(
     settings = example_set_config(config)
     check_template(settings, tokenizer)
     looked_for = Contamination(held_out_of(evaluated), config.data.contamination == "drop")
+    if is_over and (looked_for.drops or not evaluated):
+        return [], []
     samples: list[TrainSample] = []
     shared, start = shared_ids(tokenizer), sequence_start(settings.template, tokenizer)
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance):
             rows = looked_for.kept(rows, (words_asked(row, settings) for row in rows))
+            if is_over:
+                continue
             origins = [row.origin for row in rows]
             asked = render([fields.problem_of(row, settings) for row in rows], origins, settings, tokenizer)
             told = [fields.completion_of(row, config.sft.completion_field, settings) for row in rows]
@@ -53,7 +63,7 @@ def load_examples(
                 if count > max_tokens:
                     raise UserError(f"{origin}: the example has {count} tokens, more than the {max_tokens} that fit")
     left_out = f"; {looked_for.dropped} more are of problems of evaluation sets" if looked_for.dropped else ""
-    if len(samples) < max(config.sft.examples_per_step, 1):
+    if not is_over and len(samples) < max(config.sft.examples_per_step, 1):
         raise UserError(
             f"sft.examples_per_step = {config.sft.examples_per_step}, but {settings.path} holds only"
             f" {len(samples)} examples{left_out}"
@@ -71,7 +81,7 @@ def _sample(origin: str, prompt: tuple[int, ...], completion: tuple[int, ...], e
         id=origin,
         token_ids=token_ids,
         num_prompt_tokens=len(prompt),
-        behaviour_logprobs=np.zeros(len(token_ids) - len(prompt), dtype=np.float32),
+        behaviour_logprobs=np.broadcast_to(np.float32(0), len(token_ids) - len(prompt)),  # which takes 4 bytes
         advantage=1.0,
         weight=1.0,
         denominator=1.0,

@@ -136,8 +136,10 @@ class Loop:
                 advance(done)
 
     def start_rl(self) -> None:
-        """Begin the RL phase: fresh optimizer and schedule; with a KL term, keep its reference policy."""
+        """Begin the RL phase: fresh optimizer and schedule, without SFT's examples; with a KL term, keep its reference
+        policy."""
         config = self.job.config
+        self.job.sft_examples.clear()
         self.actor.start_phase(config.actor.optimizer, config.steps * config.objective.updates_per_step)
         if config.objective.kl.coef:
             reference = self.job.reference

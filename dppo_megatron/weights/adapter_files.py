@@ -7,20 +7,30 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dppo_megatron.files import make_directory
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Lora
 
 CONFIG = "adapter_config.json"
 
 
 def write_adapter(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str) -> None:
-    """Write an adapter: all of its tensors by PEFT's names, and the model that it belongs to."""
+    """Write an adapter: all of its tensors by PEFT's names, and the model that it belongs to.
+
+    Raises:
+        UserError: the disk is full.
+    """
     make_directory(directory)
     held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(held, directory / "adapter_model.safetensors", {"format": "pt"})
+    path = directory / "adapter_model.safetensors"
+    try:
+        save_file(held, path, {"format": "pt"})
+    except SafetensorError as error:
+        raise UserError(f"'{path}' cannot be written: {error}") from None
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

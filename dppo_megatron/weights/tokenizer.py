@@ -32,6 +32,7 @@ def load_tokenizer(
 
     Raises:
         UserError: missing, damaged, needs its own code, has tokens without a row in the model, or no end of sequence.
+            Added tokens may be without one: see `rowless`.
     """
     where = f"{given_as} '{directory}'"
     path = Path(directory) / "tokenizer_config.json"
@@ -62,6 +63,12 @@ def load_tokenizer(
     return tokenizer
 
 
+def rowless(tokenizer: PreTrainedTokenizerBase, architecture: Architecture) -> dict[int, str]:
+    """Added tokens, by their ids, that have no row in the model's embedding."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {token: str(text) for token, text in added if token >= architecture.vocab_size}
+
+
 def _check_ids(
     tokenizer: PreTrainedTokenizerBase,
     vocabulary: Mapping[str, int],
@@ -69,11 +76,17 @@ def _check_ids(
     architecture: Architecture,
     where: str,
 ) -> None:
-    rows, largest = architecture.vocab_size, max(vocabulary.values(), default=-1)
-    if len(tokenizer) > rows or largest >= rows:
+    # Gemma 3's has a token of images, which its models without images have no row of: only texts with it are refused
+    rows, added = architecture.vocab_size, tokenizer.added_tokens_decoder
+    largest = max((token for token in vocabulary.values() if token not in added), default=-1)
+    if largest >= rows:
         raise UserError(
             f"{where}: its tokenizer has {len(tokenizer)} tokens up to id {largest}, its config.json only {rows}"
         )
+    for name in ("eos_token", "pad_token"):
+        token = getattr(tokenizer, f"{name}_id")
+        if token is not None and token >= rows:
+            raise UserError(f"{where}: its tokenizer's {name} has id {token}, its config.json only {rows} tokens")
     if not probe or not all(0 <= token < rows for token in probe):
         raise UserError(f"{where}: its tokenizer makes {shown(probe)} of {shown(_PROBE)}; it is damaged or empty")
 

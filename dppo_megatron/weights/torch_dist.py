@@ -13,6 +13,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -198,12 +199,16 @@ class TorchDistReader:
 
 
 def _settings_of(directory: Path) -> Config:
-    """Of the run that wrote a checkpoint with adapters: its tensors do not say alpha."""
+    """Of the run that wrote a checkpoint with adapters: its tensors do not say alpha. The model's path is filled in, or
+    as it was written where it is of a variable that is not set here."""
     path = directory / "manifest.json"
     values = read_object(path).get("config")
     if not isinstance(values, dict):
         raise UserError(f"{path}: has no settings of a run, which the adapters in '{directory}' need")
-    return config_from_values(values, str(path))
+    run = config_from_values(values, str(path))
+    with suppress(UserError):
+        run.model = config_from_values({"model": values.get("model", {})}, str(path), keep_references=False).model
+    return run
 
 
 class _OnDemand(DefaultSavePlanner):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,8 @@ def test_other_signs_are_other_problems() -> None:
 
 
 def test_worked_solutions_too(tmp_path: Path) -> None:
-    """Those of SFT are trained on as well: a warning that names their setting, left out, or an error."""
+    """Those of SFT are trained on as well: a warning that names their setting, left out, or an error. After SFT they
+    are looked through for the problems of new evaluation sets."""
     rows = [{"problem": f"What is {i} plus {i}? Think.", "solution": f"{2 * i}", "answer": "1"} for i in range(12)]
     for name, part in (
         ("sft", rows),
@@ -154,14 +156,19 @@ def test_worked_solutions_too(tmp_path: Path) -> None:
         "warning: 3 of the 3 problems of the evaluation set 'e' are trained on (sft.examples_path): its scores will be"
         " too high"
     ]
+    over = partial(load_examples, config, tokenizer, max_tokens=500, is_over=True)
+    assert over(evaluated) == ([], said) and over({}) == ([], [])
     config.data.contamination = "drop"
     samples, said = load_examples(config, tokenizer, evaluated, max_tokens=500)
     origins = [sample.id for sample in samples]
     assert origins == [f"{tmp_path / 'sft.jsonl'}:{i + 1}" for i in range(12) if i not in (3, 5)]
     assert said == [f"{tmp_path / 'sft.jsonl'}: 10 examples are trained on; 2 more are of problems of evaluation sets"]
+    assert over(evaluated) == ([], [])
     config.sft.examples_per_step = 11
     with pytest.raises(UserError, match=r"examples_per_step = 11, but .* holds only 10 examples; 2 more are of"):
         load_examples(config, tokenizer, evaluated, max_tokens=500)
     config.data.contamination = "refuse"
     with pytest.raises(UserError, match=r"\(sft\.examples_path\).* and data\.contamination=refuse"):
         load_examples(config, tokenizer, evaluated, max_tokens=500)
+    with pytest.raises(UserError, match=r"\(sft\.examples_path\).* and data\.contamination=refuse"):
+        over(evaluated)

@@ -188,6 +188,20 @@ def test_an_example_that_no_micro_batch_can_hold_is_refused(files: Path, tmp_pat
         prepare_job(config, 2)
 
 
+def test_examples_are_read_until_there_is_a_checkpoint(files: Path, tmp_path: Path) -> None:
+    """One that was being written when the run was killed, before its first, is none: it begins with SFT again."""
+    held, root = {}, tmp_path / "run" / "checkpoints"
+    for name in ("step_000001.incomplete.0123abcd", "step_000001"):
+        (root / name).mkdir(parents=True)
+        job = prepare_job(job_config(files, tmp_path / "run"), 1)
+        job.grade.close()
+        held[name] = len(job.sft_examples)
+    assert held == {"step_000001.incomplete.0123abcd": 256, "step_000001": 0}
+    other = prepare_job(job_config(files, tmp_path / "new", checkpoint__resume=root / "step_000001"), 1)
+    other.grade.close()
+    assert not other.sft_examples
+
+
 def test_a_run_that_trains_nothing_is_said(files: Path, tmp_path: Path) -> None:
     found = {}
     for steps, sft_steps in ((0, 0), (0, 1), (1, 0)):
