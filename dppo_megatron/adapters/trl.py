@@ -95,7 +95,7 @@ class PrunedGRPOMixin(CompactGeneration):
     def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
         before, inputs = self._buffered_inputs, super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is not before and len(inputs["advantages"]) < self.args.per_device_train_batch_size:
-            self._buffered_inputs: Any = by_length(self._buffered_inputs)
+            self._buffered_inputs: Any = by_length(self._buffered_inputs, self.pad_to_multiple_of or 1)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -61,9 +62,11 @@ def test_with_nothing_pruned_it_is_trls_own_run(tmp_path: Path) -> None:
     assert torch.equal(_weights(ours), _weights(theirs))
 
 
-def test_rows_that_are_left_are_padded_to_their_like(tmp_path: Path) -> None:
-    """Micro-batches from the shortest to the longest rows, each as wide as its own longest; none of them lost."""
-    made = trainer(tmp_path, max_steps=1)
+@pytest.mark.parametrize("multiple", [None, 4])
+def test_rows_that_are_left_are_padded_to_their_like(multiple: int | None, tmp_path: Path) -> None:
+    """Micro-batches from the shortest to the longest rows, each as wide as its own longest and no wider than
+    `pad_to_multiple_of` asks; none of them lost."""
+    made = trainer(tmp_path, max_steps=1, pad_to_multiple_of=multiple)
     seen: list[dict[str, Any]] = []
     inner = made.compute_loss
 
@@ -75,7 +78,8 @@ def test_rows_that_are_left_are_padded_to_their_like(tmp_path: Path) -> None:
     made.train()
     widths = [batch["completion_ids"].size(1) for batch in seen]
     longest = [int(batch["completion_mask"].sum(1).max()) for batch in seen]
-    assert widths == longest == sorted(widths) and widths[0] < widths[-1]
+    assert widths == [math.ceil(one / (multiple or 1)) * (multiple or 1) for one in longest]
+    assert widths == sorted(widths) and widths[0] < widths[-1]
     assert {batch["prompt_ids"].size(1) for batch in seen} == {4}
 
 
