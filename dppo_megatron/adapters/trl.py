@@ -64,6 +64,11 @@ class PrunedGRPOMixin(CompactGeneration):
             made.load_state_dict(load_state(Path(self._resume_from)))
         return made
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__.pop("pruner", None)  # of a run before this one
+        self._resume_from = None
+        return super()._inner_training_loop(*args, **kwargs)
+
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self._sampler = super()._get_train_sampler(dataset)
         return self._sampler
@@ -139,7 +144,6 @@ class PrunedGRPOMixin(CompactGeneration):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        self.__dict__.pop("pruner", None)  # of a run before this one
         self._resume_from = checkpoint
         if checkpoint and self._sampler.shuffle:  # its generator is in no checkpoint: draw the epochs before again
             for _ in range(int(TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).epoch)):

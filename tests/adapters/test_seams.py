@@ -20,6 +20,7 @@ TRL_METHODS = {
     "_generate_and_score_completions": ["inputs"],
     "_generate_single_turn": ["prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"],
     "_calculate_rewards": ["inputs", "prompts", "completions", "completion_ids_list"],
+    "_inner_training_loop": ["batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "_get_train_sampler": ["dataset"],
     "_prepare_inputs": ["generation_batch"],
     "_save_checkpoint": ["model", "trial"],

@@ -99,6 +99,16 @@ def test_a_resumed_run_ends_as_one_that_went_through(tmp_path: Path) -> None:
         trainer(tmp_path / "third").train(resume_from_checkpoint=str(middle))
 
 
+def test_a_second_run_of_a_trainer_begins_its_own_history(tmp_path: Path) -> None:
+    """Its steps have the numbers, prompts and draws of the first run's, whose outcomes must not steer them."""
+    made = trainer(tmp_path, save_strategy="steps", save_steps=3)
+    made.train()
+    first, visits = made.pruner, made.pruner._prompts.history.arrays["visits"].sum()
+    for resume in (str(tmp_path / "checkpoint-3"), None):
+        made.train(resume_from_checkpoint=resume)
+        assert made.pruner is not first and made.pruner._prompts.history.arrays["visits"].sum() == visits
+
+
 def _on_ranks(ranks: int, folder: Path, what: str) -> None:
     """gloo, as accelerate starts it."""
     with socket.socket() as free:
