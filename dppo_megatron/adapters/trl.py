@@ -85,6 +85,8 @@ class PrunedGRPOMixin(CompactGeneration):
         groups = np.argsort(~chosen.kept, kind="stable")[: max(1, math.ceil(chosen.kept.sum() / unit)) * unit]
         mine = np.split((groups[:, None] * size + np.arange(size)).ravel(), ranks)[self.accelerator.process_index]
         rows = [{name: value for name, value in offered[i].items() if name != INDEX} for i in mine]
+        for held in self._logs.values():  # of an earlier step; TRL's fall out only when all that are offered come in
+            held.clear()
         out = super()._generate_and_score_completions(rows)
         outcomes = self._outcomes(out, (int(chosen.kept.sum()), size))
         kept = self.pruner.finish(nominal, chosen, *outcomes, step)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("trl", reason="`make test-adapters` runs it")
+import pandas
 import torch
 from tiny_trl import model, problems, pruning, reward, tokenizer, trainer
 from trl import GRPOTrainer
@@ -50,6 +51,15 @@ def test_a_run_prunes_and_says_so_in_trls_log(tmp_path: Path) -> None:
     assert rows[0]["ledger/prompt/dppo/exact"] == 1.0 and rows[-1]["ledger/prompt/dppo/unbiased"] == 0.75
     assert 0 < rows[-1]["ledger/completion/dppo/unbiased"] < 0.5
     assert [row.label for row in made.ledger] == ["unbiased", "unbiased"]
+
+
+def test_the_completions_shown_are_those_of_the_step(tmp_path: Path) -> None:
+    """TRL shows the last that there is room for, which is made for steps that skip nothing."""
+    made = trainer(tmp_path, log_completions=True)
+    made.train()
+    kept = [row["prune/prompts_kept"] for row in made.state.log_history if "loss" in row]
+    shown = [len(pandas.read_parquet(path)) for path in sorted((tmp_path / "completions").glob("*.parquet"))]
+    assert shown == [4 * count for count in kept] and min(shown) < max(shown)
 
 
 def test_with_nothing_pruned_it_is_trls_own_run(tmp_path: Path) -> None:
