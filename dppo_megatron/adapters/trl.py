@@ -88,6 +88,8 @@ class PrunedGRPOMixin(CompactGeneration):
         for held in self._logs.values():  # of an earlier step; TRL's fall out only when all that are offered come in
             held.clear()
         out = super()._generate_and_score_completions(rows)
+        if any(gather_object(["num_images" in out])):  # of prompts or tools, maybe on this process alone
+            raise UserError("a rollout has images, and rows with images cannot be dropped")
         outcomes = self._outcomes(out, (int(chosen.kept.sum()), size))
         kept = self.pruner.finish(nominal, chosen, *outcomes, step)
         weight, self.ledger = kept.weight, kept.ledger

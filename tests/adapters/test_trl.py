@@ -153,6 +153,11 @@ def test_the_expected_gradient_of_two_processes_is_the_full_one(loss: str, tmp_p
     _on_ranks(2, tmp_path, loss)
 
 
+def test_images_of_one_process_are_refused_on_all(tmp_path: Path) -> None:
+    """Tools and prompts may have them where no column says so; TRL's rows have them where a process has one."""
+    _on_ranks(2, tmp_path, "images")
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "loss_type=bnpo": {"loss_type": "bnpo"},
     "top_entropy_quantile": {"top_entropy_quantile": 0.5},
