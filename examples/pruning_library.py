@@ -12,6 +12,7 @@ import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig
 from dppo_megatron.pruning import CompletionBatch, make_completion_policy, make_prompt_policy
+from dppo_megatron.pruning.scores import completion_score
 
 NUM_PROMPTS, PROMPTS_PER_STEP, GROUP, STEPS = 256, 32, 8, 64
 rng = np.random.default_rng(0)
@@ -37,7 +38,6 @@ for step in range(STEPS):
     lengths = rng.integers(50, 500, rewards.shape)
     logit_grad_norm = 0.3 * np.sqrt(lengths)  # sqrt(sum (1 - p_t)^2), from your engine's log-probabilities
 
-    prompts.observe(index, rewards, lengths, step=step)
     centred = rewards - rewards.mean(axis=1, keepdims=True)
     advantages = centred / (rewards.std(axis=1, keepdims=True) + 1e-6)
     nominal_count = PROMPTS_PER_STEP * GROUP  # not the survivors' count
@@ -50,6 +50,17 @@ for step in range(STEPS):
         denominator=nominal_count * lengths,
         prompt_weight=chosen.weight[chosen.kept],
         num_nominal=nominal_count,
+    )
+    # without the draw's probabilities nothing checks whether skipping by this score is better than at random
+    score = completion_score(batch.advantages, batch.logit_grad_norm, batch.denominator, np.ones(1))
+    prompts.observe(
+        index,
+        rewards,
+        lengths,
+        step=step,
+        second_moment=np.square(score).reshape(rewards.shape).sum(axis=1),
+        inclusion_prob=chosen.inclusion_prob[chosen.kept],
+        planned_prob=chosen.planned[chosen.kept],
     )
     kept = completions.prune(batch, step=step)
     if not kept.kept.any():

@@ -103,7 +103,7 @@ def slime_refusals(args: Any, samples: Sequence[Any]) -> list[str]:
     known, rollouts = ("grpo", "gspo", "cispo"), len(samples)
     siblings = [sample.rollout_id for sample in samples if getattr(sample, "rollout_id", None) is not None]
     estimator, size, groups = args.advantage_estimator, args.global_batch_size, args.rollout_batch_size
-    anneals = getattr(args, "dppo_completion", {}).get("anneal_fraction", 1) != 1
+    anneals = (getattr(args, "dppo_completion", None) or {}).get("anneal_fraction", 1) != 1
     given = {"over_sampling_batch_size": groups, "rewards_normalization": True, "rollout_top_p": 1.0} | vars(args)
     unset = (
         *("kl_coef", "entropy_coef", "use_opd", "normalize_advantages", "calculate_per_token_loss"),

@@ -36,7 +36,7 @@ def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], li
     advantages = rewards - rewards.mean(axis=1, keepdims=True)
     if args.grpo_std_normalization:
         advantages = advantages / (rewards.std(axis=1, keepdims=True, ddof=1) + 1e-6)
-    pruning = pruning_from({"completion": getattr(args, "dppo_completion", {})}, "dppo")
+    pruning = pruning_from({"completion": getattr(args, "dppo_completion", None) or {}}, "dppo")
     pruning.prompt.method = "none"
     own = getattr(completion_policy_class(pruning.completion.method), "own_class", CustomPolicy)
     if own.feedback is not CustomPolicy.feedback or own.own_state is not CustomPolicy.own_state:

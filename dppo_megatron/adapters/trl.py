@@ -64,6 +64,11 @@ class PrunedGRPOMixin(CompactGeneration):
             made.load_state_dict(load_state(Path(self._resume_from)))
         return made
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__.pop("pruner", None)  # of a run before this one
+        self._resume_from = None
+        return super()._inner_training_loop(*args, **kwargs)
+
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self._sampler = super()._get_train_sampler(dataset)
         return self._sampler
@@ -80,7 +85,11 @@ class PrunedGRPOMixin(CompactGeneration):
         groups = np.argsort(~chosen.kept, kind="stable")[: max(1, math.ceil(chosen.kept.sum() / unit)) * unit]
         mine = np.split((groups[:, None] * size + np.arange(size)).ravel(), ranks)[self.accelerator.process_index]
         rows = [{name: value for name, value in offered[i].items() if name != INDEX} for i in mine]
+        for held in self._logs.values():  # of an earlier step; TRL's fall out only when all that are offered come in
+            held.clear()
         out = super()._generate_and_score_completions(rows)
+        if any(gather_object(["num_images" in out])):  # of prompts or tools, maybe on this process alone
+            raise UserError("a rollout has images, and rows with images cannot be dropped")
         outcomes = self._outcomes(out, (int(chosen.kept.sum()), size))
         kept = self.pruner.finish(nominal, chosen, *outcomes, step)
         weight, self.ledger = kept.weight, kept.ledger
@@ -95,7 +104,7 @@ class PrunedGRPOMixin(CompactGeneration):
     def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
         before, inputs = self._buffered_inputs, super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is not before and len(inputs["advantages"]) < self.args.per_device_train_batch_size:
-            self._buffered_inputs: Any = by_length(self._buffered_inputs)
+            self._buffered_inputs: Any = by_length(self._buffered_inputs, self.pad_to_multiple_of or 1)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
@@ -139,7 +148,6 @@ class PrunedGRPOMixin(CompactGeneration):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        self.__dict__.pop("pruner", None)  # of a run before this one
         self._resume_from = checkpoint
         if checkpoint and self._sampler.shuffle:  # its generator is in no checkpoint: draw the epochs before again
             for _ in range(int(TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).epoch)):

@@ -125,14 +125,15 @@ def _selected(inputs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
     return inputs | {name: inputs[name][rows] for name in _OF_ROWS}
 
 
-def by_length(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of an optimizer step from the shortest to the longest, each micro-batch padded to its own longest."""
+def by_length(batches: list[dict[str, Any]], multiple: int) -> list[dict[str, Any]]:
+    """Rows of an optimizer step from short to long, each micro-batch padded to its own longest, up to a multiple."""
     rows = {name: value for name, value in batches[0].items() if isinstance(value, Tensor) and value.dim()}
     rows = {name: torch.cat([batch[name] for batch in batches]) for name in rows}
     mask, found = rows["completion_mask"], []
     for places in mask.sum(1).argsort(stable=True).chunk(len(batches)):
         longest = int(mask[places].any(0).sum().clamp(min=1))
+        width = -(-longest // multiple) * multiple
         by_token = {name for name, value in rows.items() if value.dim() > 1 and "prompt" not in name}
-        short = {name: value[places, :longest] if name in by_token else value[places] for name, value in rows.items()}
+        short = {name: value[places, :width] if name in by_token else value[places] for name, value in rows.items()}
         found.append(batches[0] | short)
     return found

@@ -10,6 +10,7 @@ For a trainer of another kind (`examples/pruning_library.py`):
   draws: the same step of the same seed draws the same again.
 - `total_steps` is the length of the whole run, those before a resume too. A step beyond it prunes nothing; where the
   length is not known, any upper bound does while `anneal_fraction` is 1.
+- `observe` wants the `inclusion_prob` and `planned` of the prompts kept: they let skipping stop where it does harm.
 - Nothing may be kept, see `Selection.kept`. Code that takes a mean or a maximum of what is left has to know.
 - Divisors are the planned batch's, N prompts x G completions, never the survivors'. `CompletionBatch.denominator` of a
   completion of `len` tokens, L the longest allowed: N G len for TRL's grpo and sapo, and verl's seq-mean-token-mean;

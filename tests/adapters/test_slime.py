@@ -107,6 +107,14 @@ def test_a_run_whose_length_is_given_in_epochs_prunes_as_one_in_rollouts() -> No
         assert any(sample.remove_sample for sample in of_epochs)
 
 
+def test_a_key_without_a_value_is_as_one_that_is_not_there() -> None:
+    """`dppo_completion:` with its lines commented out is None."""
+    without = _args()
+    del without.dppo_completion
+    given = [post_process_rewards(args, _samples(0)) for args in (_args(dppo_completion=None), without)]
+    assert given[0] == given[1]
+
+
 def test_rollouts_of_several_samples_are_refused() -> None:
     """slime divides by rollouts, and a dropped sample would still be a sibling's."""
     samples = _samples(0)

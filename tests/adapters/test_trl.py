@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("trl", reason="`make test-adapters` runs it")
+import pandas
 import torch
 from tiny_trl import model, problems, pruning, reward, tokenizer, trainer
 from trl import GRPOTrainer
@@ -51,6 +53,15 @@ def test_a_run_prunes_and_says_so_in_trls_log(tmp_path: Path) -> None:
     assert [row.label for row in made.ledger] == ["unbiased", "unbiased"]
 
 
+def test_the_completions_shown_are_those_of_the_step(tmp_path: Path) -> None:
+    """TRL shows the last that there is room for, which is made for steps that skip nothing."""
+    made = trainer(tmp_path, log_completions=True)
+    made.train()
+    kept = [row["prune/prompts_kept"] for row in made.state.log_history if "loss" in row]
+    shown = [len(pandas.read_parquet(path)) for path in sorted((tmp_path / "completions").glob("*.parquet"))]
+    assert shown == [4 * count for count in kept] and min(shown) < max(shown)
+
+
 def test_with_nothing_pruned_it_is_trls_own_run(tmp_path: Path) -> None:
     """The same weights to the last bit: the same rows, in the same order, with the same generators."""
     ours = trainer(tmp_path / "ours", NOTHING, max_steps=4)
@@ -61,9 +72,11 @@ def test_with_nothing_pruned_it_is_trls_own_run(tmp_path: Path) -> None:
     assert torch.equal(_weights(ours), _weights(theirs))
 
 
-def test_rows_that_are_left_are_padded_to_their_like(tmp_path: Path) -> None:
-    """Micro-batches from the shortest to the longest rows, each as wide as its own longest; none of them lost."""
-    made = trainer(tmp_path, max_steps=1)
+@pytest.mark.parametrize("multiple", [None, 4])
+def test_rows_that_are_left_are_padded_to_their_like(multiple: int | None, tmp_path: Path) -> None:
+    """Micro-batches from the shortest to the longest rows, each as wide as its own longest and no wider than
+    `pad_to_multiple_of` asks; none of them lost."""
+    made = trainer(tmp_path, max_steps=1, pad_to_multiple_of=multiple)
     seen: list[dict[str, Any]] = []
     inner = made.compute_loss
 
@@ -75,7 +88,8 @@ def test_rows_that_are_left_are_padded_to_their_like(tmp_path: Path) -> None:
     made.train()
     widths = [batch["completion_ids"].size(1) for batch in seen]
     longest = [int(batch["completion_mask"].sum(1).max()) for batch in seen]
-    assert widths == longest == sorted(widths) and widths[0] < widths[-1]
+    assert widths == [math.ceil(one / (multiple or 1)) * (multiple or 1) for one in longest]
+    assert widths == sorted(widths) and widths[0] < widths[-1]
     assert {batch["prompt_ids"].size(1) for batch in seen} == {4}
 
 
@@ -93,6 +107,16 @@ def test_a_resumed_run_ends_as_one_that_went_through(tmp_path: Path) -> None:
     (middle / STATE).unlink()
     with pytest.raises(UserError, match="is of a run without this pruning"):
         trainer(tmp_path / "third").train(resume_from_checkpoint=str(middle))
+
+
+def test_a_second_run_of_a_trainer_begins_its_own_history(tmp_path: Path) -> None:
+    """Its steps have the numbers, prompts and draws of the first run's, whose outcomes must not steer them."""
+    made = trainer(tmp_path, save_strategy="steps", save_steps=3)
+    made.train()
+    first, visits = made.pruner, made.pruner._prompts.history.arrays["visits"].sum()
+    for resume in (str(tmp_path / "checkpoint-3"), None):
+        made.train(resume_from_checkpoint=resume)
+        assert made.pruner is not first and made.pruner._prompts.history.arrays["visits"].sum() == visits
 
 
 def _on_ranks(ranks: int, folder: Path, what: str) -> None:
@@ -127,6 +151,11 @@ def test_processes_choose_alike_and_share_the_rows(group: int, tmp_path: Path) -
 def test_the_expected_gradient_of_two_processes_is_the_full_one(loss: str, tmp_path: Path) -> None:
     """Groups are split between them, and which rows a process trains on changes from draw to draw."""
     _on_ranks(2, tmp_path, loss)
+
+
+def test_images_of_one_process_are_refused_on_all(tmp_path: Path) -> None:
+    """Tools and prompts may have them where no column says so; TRL's rows have them where a process has one."""
+    _on_ranks(2, tmp_path, "images")
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -21,6 +21,7 @@ from tiny_trl import pruning, trainer
 from trl import GRPOTrainer
 
 from dppo_megatron.adapters.trl import PrunedGRPOMixin
+from dppo_megatron.types import UserError
 
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo"},
@@ -91,6 +92,20 @@ class Pruned(PrunedGRPOMixin, Recorded):
     """The adapter above it."""
 
 
+class WithImages(Recorded):
+    """The last process has an image among its rows."""
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        out = super()._generate_and_score_completions(inputs)
+        if self.accelerator.process_index < self.accelerator.num_processes - 1:
+            return out
+        return out | {"pixel_values": torch.zeros(3, 4), "num_images": [1, *[0] * (len(inputs) - 1)]}
+
+
+class PrunedWithImages(PrunedGRPOMixin, WithImages):
+    """The adapter above it."""
+
+
 @pytest.fixture
 def doubles() -> Iterator[None]:
     """A model in float64."""
@@ -99,9 +114,9 @@ def doubles() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def _trainer(folder: Path, played: Played, loss: dict[str, Any]) -> Any:
+def _trainer(folder: Path, played: Played, loss: dict[str, Any], cls: type = Pruned) -> Any:
     rows = 4 // int(os.environ.get("WORLD_SIZE", "1"))
-    made = trainer(folder, pruning(), Pruned, per_device_train_batch_size=rows, gradient_accumulation_steps=2, **loss)
+    made = trainer(folder, pruning(), cls, per_device_train_batch_size=rows, gradient_accumulation_steps=2, **loss)
     made.state.max_steps, made.current_gradient_accumulation_steps = 10, 2
     made.model.train()
     made.pruner._prompts = made.pruner._completions = played
@@ -147,6 +162,12 @@ def check_expectation(name: str, folder: Path) -> None:
     assert total == pytest.approx(1.0)
     assert _off(mean, factor * full) < 1e-6  # advantages are float32, and 3e-8 is what is seen
     assert (factor != 1.0) == any(row.label == "ratio" for row in made.ledger)
+
+
+def check_images_are_refused(folder: Path) -> None:
+    """By every process, whichever has them."""
+    with pytest.raises(UserError, match="rows with images cannot be dropped"):
+        _gradient(_trainer(folder, Played(), LOSSES["grpo"], PrunedWithImages))
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -5,6 +5,7 @@ verl's queue is a dictionary here; dropping, the advantages and weighing are the
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("verl", reason="`make test-adapters` runs it")
+import hydra
 import torch
+import verl
 from enumeration import GROUP, PROMPTS, Played
 from omegaconf import OmegaConf
 from tensordict import TensorDict
@@ -280,3 +283,15 @@ def test_what_would_be_biased_is_refused_by_name(key: str, value: Any, said: str
 
 def test_verl_finds_the_trainer_by_its_name() -> None:
     assert get_trainer_cls("dppo") is adapter.PrunedPPOTrainer
+
+
+def test_the_command_of_the_page_tells_every_process_where_the_trainer_is() -> None:
+    """Workers of a Ray cluster that runs already have its environment and not the shell's, and verl passes no variable
+    on by itself; the rest of the command is what verl's settings take and nothing here refuses."""
+    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text(encoding="utf-8")
+    command = page.partition("\npython -m verl.trainer.main_ppo")[2].partition("```")[0].replace("\\\n", " ")
+    with hydra.initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        config = hydra.compose("ppo_trainer", command.split())
+    assert verl_refusals(config) == []
+    assert config.trainer.v1.trainer_mode == "dppo"
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars == {"VERL_USE_EXTERNAL_MODULES": adapter.__name__}

@@ -1,5 +1,5 @@
 """One rank of a TRL run, `python two_ranks.py FOLDER RANK RANKS PORT GROUP`: writes what it was left with, and resumes
-from its middle; or with the name of a loss in place of GROUP, the check of the expected gradient over all ranks."""
+from its middle; or with the name of a loss, or `images`, in place of GROUP, that check over all ranks."""
 
 from __future__ import annotations
 
@@ -42,9 +42,12 @@ if what.isdecimal():
     found["resumed"] = train(folder / "again", folder / "checkpoint-3")["weights"]
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
 else:
-    from test_trl_exact import check_expectation
+    from test_trl_exact import check_expectation, check_images_are_refused
 
     torch.set_default_dtype(torch.float64)
-    check_expectation(what, folder)
+    if what == "images":
+        check_images_are_refused(folder)
+    else:
+        check_expectation(what, folder)
 # a gloo thread that still drops a collective's tensors when the interpreter ends aborts the process
 torch.distributed.destroy_process_group()

@@ -352,8 +352,9 @@ def test_balanced_groups_show_no_imbalance():
 
 
 def test_the_library_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """examples/pruning_library.py works as it stands, prunes at both levels, and says so."""
+    """examples/pruning_library.py works as it stands, prunes at both levels, says so, and measures what that does."""
     example = Path(__file__).parents[2] / "examples" / "pruning_library.py"
-    runpy.run_path(str(example))
+    monitor = runpy.run_path(str(example))["prompts"].monitor
     said = capsys.readouterr().out
     assert "prompt/dppo: unbiased" in said and "completion/dppo: unbiased" in said
+    assert monitor.effect() is not None
