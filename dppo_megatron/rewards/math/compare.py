@@ -152,6 +152,9 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         rules = rules.exact()
     if kinds == {"tuple", "set"} or ("tuple" in kinds and (gold.signs or other.signs)):
         return False  # the point (3, -3) for plus-minus 3
+    names = [{item.name[:1] for item in row.items if isinstance(item, Named)} for row in (gold, other)]
+    if (gold.signs or other.signs) and max(map(len, names)) > 1 and min(map(len, names)) < 1:
+        return False  # x = 2 or y = 3 for 2, 3
     items, others = _without_indices(gold.items, other.items)
     others = _as_named(others, items)
     labels, other_labels = _labels(items), _labels(others)

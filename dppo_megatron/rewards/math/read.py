@@ -112,7 +112,7 @@ def _read_list(text: str, depth: int) -> Answer | None:
         if both is not None and (both.pieces or _ANY_AND.search(text)):  # x > 1 and x < 5
             return both
     items = _flat(read)
-    return AnswerList("list", tuple(items)) if len(items) > 1 else items[0]
+    return AnswerList("list", tuple(items), bool(_ANY_OR.search(text))) if len(items) > 1 else items[0]
 
 
 def _flat(items: Sequence[Answer]) -> list[Answer]:

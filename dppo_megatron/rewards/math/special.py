@@ -169,13 +169,14 @@ def _says_no_less(clause: str, stated: set[str] | None) -> bool:
         return True
     words = _domain(clause)
     kinds, restricted = words & _KINDS, words - _KINDS - _NEUTRAL
+    letters = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", clause)) - set("aCNQRZ")
+    if "some" in words - stated and letters & set("tuvwxyz"):
+        return False
     if stated:
         return restricted <= stated and (not kinds or not stated & _KINDS or kinds == stated & _KINDS)
     if words & _EVERY:
         return restricted <= {"positive", "nonnegative"}
-    letters = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", clause)) - set("aCNQRZ")
-    is_restricted = letters & set("tuvwxyz") and "some" in words
-    return not restricted and not is_restricted and (letters <= _WHOLE or not kinds & {"integer", "rational"})
+    return not restricted and (letters <= _WHOLE or not kinds & {"integer", "rational"})
 
 
 def _domain(clause: str) -> set[str]:
