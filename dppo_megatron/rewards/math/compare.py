@@ -14,7 +14,7 @@ from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
 from dppo_megatron.rewards.math.number_sets import as_spans, normal
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
-from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_values
+from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_together, equal_values
 
 _ARTICLES = {"the", "a", "an"}
 _EACH = 6
@@ -152,7 +152,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         rules = rules.exact()
     if kinds == {"tuple", "set"} or ("tuple" in kinds and (gold.signs or other.signs)):
         return False  # the point (3, -3) for plus-minus 3
-    names = [{item.name[:1] for item in row.items if isinstance(item, Named)} for row in (gold, other)]
+    names = [{item.name.partition("_")[0] for item in row.items if isinstance(item, Named)} for row in (gold, other)]
     if (gold.signs or other.signs) and max(map(len, names)) > 1 and min(map(len, names)) < 1:
         return False  # x = 2 or y = 3 for 2, 3
     items, others = _without_indices(gold.items, other.items)
@@ -164,8 +164,12 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     elif not isinstance(items[0], Named):
         is_labelled = False
     if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
-        pairs = enumerate(zip(items, others, strict=False))
-        return len(items) == len(others) and all(equal(a, b, rules.item(index)) for index, (a, b) in pairs)
+        if len(items) != len(others):
+            return False
+        ours, theirs = ([item.node for item in side if isinstance(item, Value)] for side in (items, others))
+        if len(ours) == len(theirs) == len(items) and any(map(symbols, ours)):
+            return equal_together(ours, theirs, rules)
+        return all(equal(a, b, rules.item(index)) for index, (a, b) in enumerate(zip(items, others, strict=True)))
     # a solution listed twice is still one solution
     if "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items)):
         return _covered(items, others, rules) and _covered(others, items, rules)
@@ -247,7 +251,7 @@ def _pieces(gold: Answer, other: Answer, rules: Rules) -> bool:
     assert isinstance(gold, answers.Piece) and isinstance(other, answers.Piece)
     if (gold.low_closed, gold.high_closed) != (other.low_closed, other.high_closed):
         return False
-    return equal_nodes(gold.low, other.low, rules) and equal_nodes(gold.high, other.high, rules)
+    return equal_together((gold.low, gold.high), (other.low, other.high), rules)
 
 
 def _as_grid(answer: Answer, like: AnswerList) -> Answer:

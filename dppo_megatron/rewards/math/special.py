@@ -52,10 +52,10 @@ _FILLING = regex(r"\Athe set of (?=all)|(?<=solution)s\Z")
 _IS_OF_A_SET = r"[a-zA-Z]\s*\\in\s*\\mathbb\{\s*[ZNRQ]\s*\}\s*(?:[\^_]\s*\{?\s*[*+]\s*\}?\s*)?"
 # what stands behind an answer and says only what its letters are; up to the next answer of a list
 _CLAUSE = regex(
-    r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some)\b|\\forall(?![A-Za-z])"
+    r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some|integers?)\b|\\forall(?![A-Za-z])"
     r"|\b(?:where|with|for)\b(?=[\s}$]*[A-Za-z](?:,\s*[A-Za-z])*[\s$]*"
     r"(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?(?:is an?|is any|are) ))"
-    rf"|(?<=,)\s*{_IS_OF_A_SET}(?=\)|\Z))"
+    rf"|(?<=,)\s*{_IS_OF_A_SET}(?=\)|\\\}}|\Z))"
     r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;|,\s*-?[\d.]+\s*\Z).)*"
     rf"|\(\s*{_IS_OF_A_SET}\)(?!\s*[=<>])",
     re.DOTALL,
@@ -167,9 +167,8 @@ def without_clauses(text: str, gold: str | None = None) -> str:
 def _says_no_less(clause: str, stated: set[str] | None) -> bool:
     if stated is None:
         return True
-    words = _domain(clause)
+    words, letters = _domain(clause), _letters(clause)
     kinds, restricted = words & _KINDS, words - _KINDS - _NEUTRAL
-    letters = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", clause)) - set("aCNQRZ")
     if "some" in words - stated and letters & set("tuvwxyz"):
         return False
     if stated:
@@ -177,6 +176,16 @@ def _says_no_less(clause: str, stated: set[str] | None) -> bool:
     if words & _EVERY:
         return restricted <= {"positive", "nonnegative"}
     return not restricted and (letters <= _WHOLE or not kinds & {"integer", "rational"})
+
+
+def whole_letters(text: str) -> frozenset[str]:
+    """Which letters a clause says to be any integer."""
+    clauses = (found[0] for found in _CLAUSE.finditer(text))
+    return frozenset[str]().union(*(_letters(clause) for clause in clauses if _domain(clause) - _NEUTRAL == {"integer"}))
+
+
+def _letters(clause: str) -> set[str]:
+    return set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", clause)) - set("aCNQRZ")
 
 
 def _domain(clause: str) -> set[str]:
