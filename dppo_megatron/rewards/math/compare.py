@@ -172,7 +172,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         return all(equal(a, b, rules.item(index)) for index, (a, b) in enumerate(zip(items, others, strict=True)))
     # a solution listed twice is still one solution
     if "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items)):
-        return _covered(items, others, rules) and _covered(others, items, rules)
+        return _covered(items, others, rules)
     return _one_to_one(items, others, rules)
 
 
@@ -224,15 +224,15 @@ def _one_to_one(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -
 
 
 def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> bool:
-    return all(
-        # {2} is no member of {2}
-        item in other or any(_is_set(one) == _is_set(item) and equal(item, one, rules) for one in other)
-        for item in gold
-    )
+    """Whether each has its like on the other side; {2} is no member of {2}."""
 
 
-def _is_set(answer: Answer) -> bool:
-    return isinstance(answer, AnswerList) and answer.kind == "set"
+    def alike(item: Answer, one: Answer) -> bool:
+        are_sets = {isinstance(side, AnswerList) and side.kind == "set" for side in (item, one)}
+        return len(are_sets) == 1 and equal(item, one, rules)
+
+    has_all = all(item in other or any(alike(item, one) for one in other) for item in gold)
+    return has_all and all(one in gold or any(alike(item, one) for item in gold) for one in other)
 
 
 def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:

@@ -36,10 +36,25 @@ _SENTENCE = regex(
     r"(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
 _HALF_LINE = regex(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
+_RESIDUE = r"(?:-|\\pm(?![a-z]))?\s*\d{1,9}"
 _CONGRUENCE = regex(
-    r"(?:[a-zA-Z]\s*(?:\\equiv|=)\s*)?(-?\s*\d{1,9})\s*"
-    r"(?:\\pmod\s*\{?\s*(\d{1,9})\s*\}?|\(?\s*\\?(?:text\{\s*)?b?mod\s*\}?\s*\{?\s*(\d{1,9})\s*\}?\s*\)?)"
+    rf"(?:[a-zA-Z]\s*(?P<not>\\not)?\s*(?:\\equiv|=)\s*)?(?P<residues>{_RESIDUE}"
+    rf"(?:\s*(?:,|(?:,\s*)?(?:\\text\{{\s*)?(?:and|or)\s*\}}?)\s*{_RESIDUE})*)\s*"
+    r"(?:\\pmod|\(?\s*\\?(?:text\{\s*)?b?mod(?![a-z]))\s*\}?\s*\{?\s*(?P<modulus>\d{1,9})\s*\}?\s*\)?"
 )
+_MAX_MODULUS = 60
+"""Of a congruence whose other residues are listed."""
+# what is said in words or another sign, and how it is spelled here
+_SPELLED = {
+    regex(r"(?:all |if )?(odd|even) ([i-q])"): r"\2 is \1",
+    regex(r"([a-z]) is (?:divisible by|a multiple of) (\d{1,9})"): r"\2|\1",
+    regex(r"(\d{1,9}) ?\| ?([a-z])"): r"\2\\equiv 0\\pmod{\1}",
+    regex(r"(\d{1,9}) ?\\nmid ?([a-z])"): r"\2\\not\\equiv 0\\pmod{\1}",
+}
+for _index, _word in enumerate("even odd".split()):
+    _SPELLED[regex(rf"(?:if )?([i-q]) (?:is )?(?:an )?{_word}(?: integer)?")] = rf"\1\\equiv {_index}\\pmod{{2}}"
+for _sign, _word in zip(r"> < \\ge \\le".split(), "positive negative non-?negative non-?positive".split(), strict=True):
+    _SPELLED[regex(rf"(?:all )?(?:the )?{_word} (?:real number|real)s|[a-z] is {_word}")] = rf"\\mathbb{{R}}_{{{_sign}0}}"
 EVERY_REAL = (answers.Piece(("-", answers.INFINITY), False, answers.INFINITY, False),)
 _NAMED: dict[Answer, str] = {
     answers.Intervals(()): r"\emptyset|\{ \}|\{\}|empty set|the empty set|no solution|no real solution",
@@ -54,10 +69,9 @@ _IS_OF_A_SET = r"[a-zA-Z]\s*\\in\s*\\mathbb\{\s*[ZNRQ]\s*\}\s*(?:[\^_]\s*\{?\s*[
 _CLAUSE = regex(
     r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some|integers?)\b|\\forall(?![A-Za-z])"
     r"|\b(?:where|with|for)\b(?=[\s}$]*[A-Za-z](?:,\s*[A-Za-z])*[\s$]*"
-    r"(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?(?:is an?|is any|are) ))"
-    rf"|(?<=,)\s*{_IS_OF_A_SET}(?=\)|\\\}}|\Z))"
+    r"(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?(?:is an?|is any|are) )))"
     r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;|,\s*-?[\d.]+\s*\Z).)*"
-    rf"|\(\s*{_IS_OF_A_SET}\)(?!\s*[=<>])",
+    rf"|,\s*{_IS_OF_A_SET}(?=\)|\\\}}|\Z)|\(\s*{_IS_OF_A_SET}\)(?!\s*[=<>])",
     re.DOTALL,
 )
 _SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
@@ -74,6 +88,9 @@ _NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
 def read_special(text: str, depth: int) -> Answer | None:
     """The answer, if it has a form of its own; None if not."""
     plain = plain_words(text)
+    for pattern, spelled in _SPELLED.items():
+        if found := pattern.fullmatch(plain):
+            text = plain = found.expand(spelled)
     if named := _BY_NAME.get(text.lower()) or _BY_NAME.get(_FILLING.sub("", plain)):
         return named
     if match := _HALF_LINE.fullmatch(text):
@@ -86,11 +103,21 @@ def read_special(text: str, depth: int) -> Answer | None:
     if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and depth == 0:
         return read_clock(match)
     if match := _CONGRUENCE.fullmatch(text):
-        modulus, remainder = Fraction(int(match[2] or match[3])), Fraction(int(match[1].replace(" ", "")))
-        return Value(("+", ("*", ("n", modulus), answers.ANY_WHOLE), ("n", remainder % modulus))) if modulus else None
+        return _residues(match["residues"], int(match["modulus"]), bool(match["not"]))
     if match := _ENVIRONMENT.fullmatch(text.strip("[]() ") if text[:1] in "[(" and "\\begin" in text else text):
         return read_grid(match[2])
     return None
+
+
+def _residues(text: str, modulus: int, are_left_out: bool) -> Answer | None:
+    """What is congruent to one of them, or to none."""
+    numbers = re.findall(_RESIDUE, re.sub(r"\\pm\s*(\d+)", r"\1, -\1", text).replace(" ", ""))
+    left = {int(number) % modulus for number in numbers} if modulus else set()
+    if are_left_out:
+        left = set(range(modulus)) - left if modulus <= _MAX_MODULUS else set()
+    period = ("*", ("n", Fraction(modulus)), answers.ANY_WHOLE)
+    found = tuple(Value(("+", period, ("n", Fraction(residue)))) for residue in sorted(left))
+    return AnswerList("set", found) if len(found) > 1 else found[0] if found else None
 
 
 def without_sentence(text: str) -> str:
