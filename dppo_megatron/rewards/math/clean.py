@@ -66,8 +66,10 @@ _SPELLINGS = {
     "\\degree ": "degrees textcirc textdegree",
     "\\mapsto ": "longmapsto",
     "\\mathbb{R}": "R reals",
-    "\\overline ": "vec hat widehat tilde bar overrightarrow overleftarrow",
+    "\\vec ": "hat widehat overrightarrow",
+    "\\overline ": "tilde bar overleftarrow",
     " i": "imath",
+    " j": "jmath",
     " T": "top",
 }
 _MACROS = {name: spelling for spelling, names in _SPELLINGS.items() for name in names.split()}
@@ -100,6 +102,9 @@ _RULES = {
     r"(?<![\w\\}])(\d+|[a-z])\s*(?:\\text\{\s*choose\s*\}|choose)\s*(\d+|[a-z])(?![\w{])": r"\\binom{\1}{\2}",
     r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)": "",
     r"\+\s*(?:\\text\{\s*)?const(?:ant|\.)?\s*\}?\s*\Z": "+C",
+    r"\\(begin|end)\s*\{(?:align(?:ed)?|split|gathered)\*?\}": r"\\\1{cases}",
+    r"\\\{\s*(?=\\begin\{cases\})": "",
+    r"&\s*(?=[=<>]|\\(?:le|ge|ne)(?![a-z]))": "",  # where lines are aligned, not before a condition
     # an opening brace before rows, without a closing one
     r"(?s)\\\{\s*\\begin\s*\{(array|matrix)\}(?!.*\\\})\s*"
     r"(?:\{(?:[lcr| ]|\*\{\d+\}\{[lcr]\})*\})?(.*?)\\end\s*\{\1\}": r"\\begin{cases}\2\\end{cases}",
@@ -122,6 +127,9 @@ _RULES = {
     # fonts: a unit behind a number, a letter, a function, else text
     r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}": r"\\text{ \1}",
     rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}": r" \1",
+    # vectors are letters: \vec a and a bold one; \overrightarrow{AB} has an order
+    r"\\vec\s*(?:\{\s*(\\?[A-Za-z0]|\\[a-z]{2,7})\s*\}|([A-Za-z]|\\[a-z]{2,7})(?![A-Za-z]))": r" \1\2 ",
+    r"\\vec(?![A-Za-z])": r"\\overline ",
     r"(?<![A-Za-z\\])([a-z]\s*\\in\s*)([ZNRQ])(?![A-Za-z])": r"\1\\mathbb{\2}",
     r"(?<![\w\\])C\s*\(([^(),]{1,60}),([^(),]{1,60})\)": r"\\binom{\1}{\2}",
     rf"(?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*(?:\{{\s*(\d+)\s*\}}|(\d))": r"\\binom{\1\2}{\3\4}",
@@ -138,6 +146,7 @@ _RULES = {
     r"\\text\{([^{},;]+?)\s+(and|or)\s*\}": r"\\text{\1} \\text{ \2 }",
     r"\.(?=\s*[\])]\s*$)": "",
     r"\A(\(.*\))\s*\^\s*\{?\s*T\s*\}?\Z": r"\1",  # a column
+    r"\\end\{cases\}\s*(?=\\begin\{cases\})": r"\\end{cases}, ",
     r"(?s)\A(?:[A-Za-z]\s*:\s*)?(?:[^:\n]{1,80}?\\(?:to|rightarrow)(?![A-Za-z])[^:\n]{1,80}?[,;:]?\s*)?"
     r"([a-z])\s*\\mapsto(?![A-Za-z])(.+)\Z": r"f(\1)=\2",
 }

@@ -8,10 +8,10 @@ from dataclasses import replace
 from fractions import Fraction
 
 from dppo_megatron.rewards.math import answers
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, symbols
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, substituted, symbols
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
-from dppo_megatron.rewards.math.number_sets import as_spans, normal
+from dppo_megatron.rewards.math.number_sets import MINUS_INFINITY, as_spans, normal
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
 from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_together, equal_values
@@ -48,9 +48,7 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
     """x = 5 and 5 are the same; x = 5 and y = 5 are not; f(x) = 2x and y = 2x are; y = 2x + 3 is y - 2x = 3."""
     if isinstance(gold, Named) and isinstance(other, Named):
         other = _with_variables(other, gold)
-        if _differ(gold.name, other.name):
-            return False
-        if equal(gold.value, other.value, rules):
+        if not _differ(gold.name, other.name) and equal(gold.value, other.value, rules):
             return True
     elif not (isinstance(gold, answers.Relation) or isinstance(other, answers.Relation)):
         ours, theirs = (side.value if isinstance(side, Named) else side for side in (gold, other))
@@ -73,7 +71,8 @@ def _differ(gold: str, other: str) -> bool:
     if (left := _FIGURE.fullmatch(gold)) and (right := _FIGURE.fullmatch(other)):
         return sorted(left[1]) != sorted(right[1]) or (len(left[1]) == 3 and left[1][1] != right[1][1])
     if (left := _LABEL.fullmatch(gold)) and (right := _LABEL.fullmatch(other)):
-        return left[1] not in right[1] and right[1] not in left[1]
+        ours, theirs = left[1].lower(), right[1].lower()
+        return ours not in theirs and theirs not in ours
     is_product = gold.isalpha() and sorted(gold) == sorted(other)
     return not is_product and all(map(_SYMBOL.fullmatch, (gold, other)))
 
@@ -95,6 +94,12 @@ def _relation(answer: Answer) -> answers.Relation | None:
         return answer
     if isinstance(answer, Named) and answer.left is not None and isinstance(answer.value, Value):
         return answers.Relation((answer.left, answer.value.node), ("=",))
+    if isinstance(answer, answers.Intervals) and answer.name and len(answer.pieces) == 1:
+        (piece,), name = answer.pieces, ("s", answer.name)
+        if piece.low == MINUS_INFINITY:
+            return answers.Relation((name, piece.high), ("\\le" if piece.high_closed else "<",))
+        if piece.high == answers.INFINITY:
+            return answers.Relation((piece.low, name), ("\\le" if piece.low_closed else "<",))
     return None
 
 
@@ -126,11 +131,20 @@ def _same_solutions(gold: answers.Relation, other: answers.Relation, work: WorkL
     if other.ops[0] != op or names != symbols(right):
         return False
     point = {name: Fraction(p, 7) for name, p in zip(sorted(names), (11, 17, 5, 23, 29, 3), strict=False)}
-    above, below = rational(left, point, work), rational(right, point, work)
-    if not above or not below:
-        return bool(same(left, right, work))
-    ratio = above / below
-    return (ratio > 0 or op in ("=", "\\ne")) and bool(same(left, ("*", ("n", ratio), right), work))
+
+    def is_multiple(one: Node, two: Node) -> bool:
+        above, below = rational(one, point, work), rational(two, point, work)
+        ratio = above / below if above and below else Fraction(1)
+        return (ratio > 0 or op in ("=", "\\ne")) and bool(same(one, ("*", ("n", ratio), two), work))
+
+    def is_cleared(name: str, one: Node, two: Node) -> bool:
+        """y - 1/x = 0 as xy - 1 = 0, which has a value where x is 0, and no solution."""
+        left_over = rational(two, {**point, name: Fraction(0)}, work)
+        has_none = left_over and same(substituted(two, {name: ("n", Fraction(0))}), ("n", left_over), work)
+        return bool(has_none) and is_multiple(("*", ("s", name), one), two)
+
+    orders = ((name, *order) for name in names for order in ((left, right), (right, left))) if op == "=" else ()
+    return is_multiple(left, right) or any(is_cleared(*order) for order in orders)
 
 
 def _only_names(node: Node, operations: str) -> bool:
@@ -236,6 +250,9 @@ def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> b
 
 
 def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
+    if isinstance(gold, answers.Relation) or isinstance(other, answers.Relation):  # 2y < 2x for y < x
+        one, two = _relation(gold), _relation(other)
+        return one is not None and two is not None and _relations(one, two, rules)
     left, right = as_spans(gold), as_spans(other)
     if left is None or right is None or isinstance(gold, Value) or isinstance(other, Value):
         return False

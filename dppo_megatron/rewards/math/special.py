@@ -10,10 +10,10 @@ import re
 from fractions import Fraction
 
 from dppo_megatron.rewards.math import answers
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Unreadable, Value
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value
 from dppo_megatron.rewards.math.number_sets import half_line
 from dppo_megatron.rewards.math.numbers import read_number_words
-from dppo_megatron.rewards.math.parse import parse
+from dppo_megatron.rewards.math.parse import ONE, parse
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS
 
@@ -25,7 +25,11 @@ _BASED = regex(
     r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
 )
 _BASED_WORDS = regex(r"([0-9A-Fa-f]+)\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\}?\s*(\d+|[a-z]+)\)?\}?")
-_ENVIRONMENT = regex(r"\\begin\s*\{([pbB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL)
+_ENVIRONMENT = regex(
+    r"(?P<scale>[^&=,;]*?)\s*[(\[]?\s*\\begin\s*\{(?P<kind>[pbB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?"
+    r"(?P<rows>(?:(?!\\begin).)*)\\end\s*\{(?P=kind)\}\s*[\])]?(?P<turned>\s*\^\s*\{?\s*T\s*\}?)?",
+    re.DOTALL,
+)
 _LEAD = regex(
     r"(?:so|thus|hence|therefore)?,?\s*(?:the\s+)?(?:final\s+)?(?:correct\s+)?(?:answer|solution|result)s?(?![A-Za-z])"
     r"(?:\s+set)?\s*(?:is|are|:|=)?\s*:?\s*",
@@ -104,8 +108,9 @@ def read_special(text: str, depth: int) -> Answer | None:
         return read_clock(match)
     if match := _CONGRUENCE.fullmatch(text):
         return _residues(match["residues"], int(match["modulus"]), bool(match["not"]))
-    if match := _ENVIRONMENT.fullmatch(text.strip("[]() ") if text[:1] in "[(" and "\\begin" in text else text):
-        return read_grid(match[2])
+    if "\\begin" in text and (match := _ENVIRONMENT.fullmatch(text)):
+        scale = match["scale"].strip(" *")
+        return read_grid(match["rows"], parse(f"{scale}1" if scale in ("", "-") else scale), bool(match["turned"]))
     return None
 
 
@@ -170,11 +175,13 @@ def read_clock(match: re.Match[str]) -> answers.Clock | None:
     return answers.Clock((hour % 12 + 12 * (half == "p") if half else hour) * 60 + minute, bool(half))
 
 
-def read_grid(body: str) -> AnswerList:
-    """The rows of a matrix as LaTeX has them, or of 1, 2], [3, 4 and 1, 2; 3, 4."""
+def read_grid(body: str, scale: Node = ONE, is_turned: bool = False) -> AnswerList:
+    """The rows of a matrix as LaTeX has them, or of 1, 2], [3, 4 and 1, 2; 3, 4; times a number, transposed."""
     sign = "&" if "&" in body or "\\\\" in body else ","
-    rows = (row.split(sign) for row in re.split(r"\\\\(?:\[[^\]]*\])?|\]\s*,\s*\[|;", body) if row.strip())
-    return AnswerList("grid", tuple(AnswerList("tuple", tuple(Value(parse(cell)) for cell in row)) for row in rows))
+    lines = (row.split(sign) for row in re.split(r"\\\\(?:\[[^\]]*\])?|\]\s*,\s*\[|;", body) if row.strip())
+    rows = [tuple(Value(parse(cell) if scale == ONE else ("*", scale, parse(cell))) for cell in row) for row in lines]
+    turned = zip(*rows, strict=True) if is_turned else rows
+    return AnswerList("grid", tuple(AnswerList("tuple", row) for row in turned))
 
 
 def without_clauses(text: str, gold: str | None = None) -> str:
