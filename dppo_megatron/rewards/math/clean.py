@@ -45,6 +45,9 @@ _TEXT = r"(?:text(?:rm|bf|it|normal|sf|tt|up)?|mbox|hbox|emph|underline)"
 _ORDINAL = "(?:st|nd|rd|th)"
 _TOTAL = r"(?:\{\s*(\d{2,4}|[3-9])\s*\}|([3-9]))"  # C_1 and C_2 are constants
 _INDEX = r"(?:\{\s*(\w+)\s*\}|(\w))"
+# words before an answer that carry no value
+_FILLER = r"(?:exactly|only|just|precisely|[Tt]he|(?:[Tt]here|[Tt]hey|[Ww]e) (?:are|have|get)|[Dd]iverges to|all(?= \}\s*[a-z]\s*\\[lg]e))"
+_NOUN = "(?:point|line|circle|ellipse|parabola|hyperbola|curve|graph|equation|vector|interval|set|prime|number|value)s?"
 # how a command is spelled here: its other names; what only sets type is nothing
 _SPELLINGS = {
     " ": "displaystyle textstyle scriptstyle limits nolimits mathop large Large LARGE huge Huge small checkmark"
@@ -95,7 +98,8 @@ _RULES = {
     r"(?:\{|\A)([^{}]*)\\choose(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\binom{\1}{\2}",
     r"\A\s*\*\*([^*]+)\*\*\s*\Z": r"\1",  # bold in Markdown
     r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])": "-",
-    r"\\text\{\s*infinity\s*\}": r"\\infty ",
+    r"\\text\{\s*(?:plus |positive )?infinity\s*\}": r"\\infty ",
+    r"\\text\{\s*(?:minus|negative) infinity\s*\}": r"-\\infty ",
     # {}_{5}C_{2}, ^{5}C_{2}, 5C2, C(5,2), C_5^2 and 5 choose 2
     r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])": r"\\binom{\1}{\2}",
     rf"(?:\{{\}}\s*|(?<![\w)}}\]\s]))[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}": r"\\binom{\1\2}{\3\4}",
@@ -141,9 +145,18 @@ _RULES = {
     r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}": r"\\text{\1}/\\text{\2}",
     r"(\\mathbb\{R\}|\\\})\s*[-/]\s*(?=\\\{)": r"\1\\setminus ",
     r"\\text\{\s*([,;])\s*\}": r"\1 ",
+    r"\\mu\s*\\text\{\s*(?=[A-Zmsgl])": r"\\text{u",
+    r"(?<=[\d}])\s*(?:\\text\{\s*([kMmu])\s*\} ?|([kM]) ?)?\\Omega\Z": r"\\text{ \1\2ohm}",
+    r"(?<=\d)\s*\\text\{\s*[Rr](?:emainder)?\s*\}\s*(?=\d)": r" \\text{ remainder } ",
+    r"(?:\b12(?::00)?\s*)?\\text\{\s*noon\s*\}": "12:00 p.m.",
+    r"\A\\text\{\s*all real numbers except\s*\}\s*([^,;]+)\Z": r"\\mathbb{R}\\setminus\\{\1\\}",
+    r"\A(?:l|\\ell)\s*:\s*(?=[^:]*=)": "",  # the name of a line
     r"\A\s*(?:\\text\{\s*)?(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\)?\s*\}?\s*\Z": r"\1",
     rf"(?<=\d) ?\^? ?(?:\{{ ?\\text\{{ ?{_ORDINAL} ?\}} ?\}}|(?:\\text)?\{{ ?{_ORDINAL} ?\}}|{_ORDINAL}\b)": "",
     r"\\text\{([^{},;]+?)\s+(and|or)\s*\}": r"\\text{\1} \\text{ \2 }",
+    rf"\A\\text\{{\s*(?:(?:{_FILLER}|an?)\s+)*(?:{_FILLER}|an?(?=\s)|{_NOUN})\s*\}}\s*(?=[^\s.,;:=<>])": "",
+    rf"\A(\\text\{{\s*)?(?:{_FILLER}\s+)+(?:{_NOUN}\s+)?(?=[-\d\\(]|[a-z]\s*=)": r"\1",
+    r",? ?\\text\{\s*only\s*\}\Z|(?<=[\d)}]) only\Z": "",
     r"\.(?=\s*[\])]\s*$)": "",
     r"\A(\(.*\))\s*\^\s*\{?\s*T\s*\}?\Z": r"\1",  # a column
     r"\\end\{cases\}\s*(?=\\begin\{cases\})": r"\\end{cases}, ",

@@ -25,6 +25,7 @@ _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
 _COUNTED = regex(r"(x|y|z|t|\\lambda)_\d+")
 _LABEL = regex(r"([A-Za-z]{3,}):?")
 _SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:")
+_VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
 
 
@@ -301,13 +302,13 @@ def _folded(text: str) -> str:
 def _answers(gold: str, other: str) -> bool:
     """Whether a sentence states a short reference: yes or no as its first word, or what something is."""
     first, *words = other.split()
-    is_doubted = not DOUBTS.isdisjoint(words)
     if gold in ("yes", "true", "no", "false"):  # `no solution` and `no more than 5` are not no
+        is_doubted = not DOUBTS.isdisjoint(words)
         return first == gold and is_doubted == (gold in ("no", "false")) and _CONDITIONS.isdisjoint(words)
-    if len(gold.split()) > 3 or is_doubted:
-        return False
-    _, found, said = f" {' '.join(words)}".partition(" is ")
-    return bool(found) and first in ("the", "this", "it", "that") and _folded(said) == _folded(gold)
+    subject = re.sub(r" (?:the|an?) \Z", " ", other.removesuffix(gold)).split()
+    ends = ("is", "are") if gold.split()[0] not in _VERBS else tuple(subject[1:2])
+    is_said = first in ("the", "this", "it", "that", "they") and subject[-1:] and subject[-1] in ends
+    return bool(is_said) and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
 
 
 def _clocks(gold: Answer, other: Answer, rules: Rules) -> bool:

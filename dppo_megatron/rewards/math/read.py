@@ -14,6 +14,7 @@ from dppo_megatron.rewards.math import answers
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, substituted, symbols, walk
 from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.equality import same
+from dppo_megatron.rewards.math.evaluate import WorkLimit
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
 from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
 from dppo_megatron.rewards.math.parse import DEGREE, ONE, parse, parse_signs
@@ -65,6 +66,8 @@ _NAME = regex(
 )
 _OVER = regex(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
+_OPERATIONS = 200
+"""Of one vector: a list may have a hundred of them."""
 _TERM = regex(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
 
 
@@ -343,7 +346,7 @@ def _components(node: Node) -> Answer | None:
     rest = first
     for name, part in zip(letters, parts, strict=True):
         rest = ("+", rest, ("*", ("s", name), part))
-    if not same(node, rest):
+    if not same(node, rest, WorkLimit(_OPERATIONS)):
         return None
     return AnswerList("tuple", tuple(Value(part) for part in (("/", first, ("c", "i")), *parts)))
 

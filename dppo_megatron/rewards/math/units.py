@@ -77,7 +77,7 @@ _NUMBERS = NUMBER_WORDS.union("lakh crore score gross myriad".split(), _PREFIXES
 _EXPONENT = r"(?:\s*\^\s*-?\s*\d(?!\d))?"
 _WORDS = regex(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
 _NEAR = (
-    "of per long wide high tall deep thick away apart old older younger later each total altogether apiece left"
+    "of them per long wide high tall deep thick away apart old older younger later each total altogether apiece left"
     " increase profit celsius fahrenheit kelvin newton hertz ohm volt pascal mole degree"
 )
 _BESIDE = frozenset(_NEAR.split())
@@ -139,6 +139,7 @@ def read_unit(words: str) -> Unit | None:
         ('length^2', None, None)
     """
     words = _IN_ALL.sub("", re.sub(r"[{}\\~]", " ", words)).strip(" .,;()")
+    words = re.sub(r"(?<=%)\s*(?:increase|decrease|discount|profit|loss)\Z|\A(?:profit|increase)\Z", "", words)
     dimension, factor = _known(words)
     words = re.sub(r"\s*/\s*", " per ", words.lower()).strip()
     if dimension or not words:
