@@ -40,11 +40,11 @@ _SENTENCE = regex(
     r"(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
 _HALF_LINE = regex(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
-_RESIDUE = r"(?:-|\\pm(?![a-z]))?\s*\d{1,9}"
+_RESIDUE = r"(?:-|\\pm(?![a-z]))?\s*+\d{1,9}"
 _CONGRUENCE = regex(
-    rf"(?:[a-zA-Z]\s*(?P<not>\\not)?\s*(?:\\equiv|=)\s*)?(?P<residues>{_RESIDUE}"
-    rf"(?:\s*(?:,|(?:,\s*)?(?:\\text\{{\s*)?(?:and|or)\s*\}}?)\s*{_RESIDUE})*)\s*"
-    r"(?:\\pmod|\(?\s*\\?(?:text\{\s*)?b?mod(?![a-z]))\s*\}?\s*\{?\s*(?P<modulus>\d{1,9})\s*\}?\s*\)?"
+    rf"(?:[a-zA-Z]\s*+(?P<not>\\not)?\s*+(?:\\equiv|=)\s*+)?(?P<residues>{_RESIDUE}"
+    rf"(?:\s*+(?:(?:,\s*+)?(?:\\text\{{\s*+)?(?:and|or)\s*+\}}?\s*+|,\s*+){_RESIDUE})*+)\s*+"
+    r"(?:\\pmod|\(?\s*+\\?(?:text\{\s*+)?b?mod(?![a-z]))\s*+\}?\s*+\{?\s*+(?P<modulus>\d{1,9})\s*+\}?\s*+\)?"
 )
 _MAX_MODULUS = 60
 """Of a congruence whose other residues are listed."""
