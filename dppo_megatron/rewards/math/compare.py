@@ -241,7 +241,6 @@ def _one_to_one(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -
 def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> bool:
     """Whether each has its like on the other side; {2} is no member of {2}."""
 
-
     def alike(item: Answer, one: Answer) -> bool:
         are_sets = {isinstance(side, AnswerList) and side.kind == "set" for side in (item, one)}
         return len(are_sets) == 1 and equal(item, one, rules)

@@ -202,7 +202,8 @@ def _read_relation(text: str, depth: int) -> Answer | None:
         sides, ops = sides[: first + 1], ops[:first]
     if not ops or (not sides[0] and ops in (["="], ["\\approx"])):
         return read_answer(sides[-1], depth + 1)
-    if ops == ["\\equiv"] and ("(" in sides[0] or sides[0] in "fgh") and _NAME.fullmatch(sides[0]):  # f(x) is 0 everywhere
+    is_function = "(" in sides[0] or sides[0] in "fgh"
+    if ops == ["\\equiv"] and is_function and _NAME.fullmatch(sides[0]):  # f(x) is 0 everywhere
         ops = ["="]
     if any(op not in ("=", "<", ">", "\\le", "\\ge", "\\ne") for op in ops):
         raise Unreadable("a relation that is not known here")

@@ -55,10 +55,10 @@ _SPELLED = {
     regex(r"(\d{1,9}) ?\| ?([a-z])"): r"\2\\equiv 0\\pmod{\1}",
     regex(r"(\d{1,9}) ?\\nmid ?([a-z])"): r"\2\\not\\equiv 0\\pmod{\1}",
 }
-for _index, _word in enumerate("even odd".split()):
+for _index, _word in enumerate(["even", "odd"]):
     _SPELLED[regex(rf"(?:if )?([i-q]) (?:is )?(?:an )?{_word}(?: integer)?")] = rf"\1\\equiv {_index}\\pmod{{2}}"
-for _sign, _word in zip(r"> < \\ge \\le".split(), "positive negative non-?negative non-?positive".split(), strict=True):
-    _SPELLED[regex(rf"(?:all )?(?:the )?{_word} (?:real number|real)s|[a-z] is {_word}")] = rf"\\mathbb{{R}}_{{{_sign}0}}"
+for _sign, _word in {">": "positive", "<": "negative", r"\\ge": "non-?negative", r"\\le": "non-?positive"}.items():
+    _SPELLED[regex(rf"(?:all )?(?:the )?{_word} (?:real |number)+s|[a-z] is {_word}")] = rf"\\mathbb{{R}}_{{{_sign}0}}"
 EVERY_REAL = (answers.Piece(("-", answers.INFINITY), False, answers.INFINITY, False),)
 _NAMED: dict[Answer, str] = {
     answers.Intervals(()): r"\emptyset|\{ \}|\{\}|empty set|the empty set|no solution|no real solution",
@@ -214,8 +214,8 @@ def _says_no_less(clause: str, stated: set[str] | None) -> bool:
 
 def whole_letters(text: str) -> frozenset[str]:
     """Which letters a clause says to be any integer."""
-    clauses = (found[0] for found in _CLAUSE.finditer(text))
-    return frozenset[str]().union(*(_letters(clause) for clause in clauses if _domain(clause) - _NEUTRAL == {"integer"}))
+    clauses = [found[0] for found in _CLAUSE.finditer(text)]
+    return frozenset().union(*(_letters(part) for part in clauses if _domain(part) - _NEUTRAL == {"integer"}))
 
 
 def _letters(clause: str) -> set[str]:

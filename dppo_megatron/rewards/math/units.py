@@ -73,7 +73,7 @@ _SAID = (
 _MONTHS = "january february march april may june july august september october november december"
 MONTHS = frozenset(_MONTHS.split())
 _CHANGES_MEANING = DOUBTS | MONTHS | frozenset(_SAID.split())
-_NUMBERS = NUMBER_WORDS.union("lakh crore score gross myriad".split(), _PREFIXES.split()[1::3])
+_NUMBERS = NUMBER_WORDS.union(["lakh", "crore", "score", "gross", "myriad"], _PREFIXES.split()[1::3])
 _EXPONENT = r"(?:\s*\^\s*-?\s*\d(?!\d))?"
 _WORDS = regex(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
 _NEAR = (
@@ -85,7 +85,7 @@ _IN_ALL = regex(
     r"\bin (?:total|all|length|width|height|area|volume)\b|\bdegrees? (?=celsius|fahrenheit)", re.IGNORECASE
 )
 _COUNTED = regex(r"[a-z]+[^isu]s|[a-z]{3,}i|(?:wo)?men|(?:grand)?children|people|feet|teeth|mice|fish")
-_COUNTS = frozenset("integers numbers ways values solutions times pairs".split())
+_COUNTS = frozenset(["integers", "numbers", "ways", "values", "solutions", "times", "pairs"])
 _FACTOR = regex(r"[\s*-]*(?P<name>[A-Za-z%]+)\.?(?:\s*\^\s*(?P<power>-?\s*\d))?(?![A-Za-z^])\s*")
 _POWERS = {  # square metres and metres squared are metres^2
     regex(r"\b(?:square|sq\.?)\s+([A-Za-z]+)"): r"\1^2",
