@@ -147,6 +147,8 @@ CASES = [
     ),
     case(r"n=6k+1, k\in\mathbb{N}", [], [r"n=6k-5, k\in\mathbb{N}"]),
     case(r"f(n)=n+1, n\in\mathbb{Z}", [], [r"f(n)=n+2, n\in\mathbb{Z}"]),
+    case(r"f(k)=2k, k\in\mathbb{Z}", [], [r"f(k)=-2k, k\in\mathbb{Z}"]),
+    case(r"2k+1\text{ for all integers }k", [r"2k+1"], [r"2k+3"]),
     case(
         r"(3+5t,2-4t), t\in\mathbb{Z}",
         [r"(x,y)=(3+5k,2-4k), k\in\mathbb{Z}", "(8+5k,-2-4k)", r"x=3+5t, y=2-4t\text{ for integers }t"],

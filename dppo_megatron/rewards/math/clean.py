@@ -46,7 +46,7 @@ _ORDINAL = "(?:st|nd|rd|th)"
 _TOTAL = r"(?:\{\s*(\d{2,4}|[3-9])\s*\}|([3-9]))"  # C_1 and C_2 are constants
 _INDEX = r"(?:\{\s*(\w+)\s*\}|(\w))"
 # words before an answer that carry no value
-_FILLER = r"(?:exactly|only|just|precisely|[Tt]he|[Tt]here are|[Tt]hey are|diverges to|all(?= \}[a-z ]{1,3}\\[lg]e))"
+_FILLER = r"(?i:exactly|only|just|precisely|the|there are|they are|diverges to|all(?= \}[a-z ]{1,3}\\[lg]e))"
 _NOUN = "(?:point|line|circle|ellipse|parabola|hyperbola|curve|graph|equation|vector|interval|set|prime|number|value)s?"
 # how a command is spelled here: its other names; what only sets type is nothing
 _SPELLINGS = {

@@ -46,7 +46,7 @@ _LABEL = regex(
     rf"|\\text\{{\s*((?i:{_PARTS.replace(' ', '|')})[a-z]*)\s*\}}\s*(?=[-\d\\(])(.+)",
     re.DOTALL,
 )
-_NUMBERED = regex(r"\s*(?:\\text\{)?\s*\((\d)\)\s*\}?\s*([^\s}].*)", re.DOTALL)
+_NUMBERED = regex(r"\s*(?:\\text\{)?\s*\((\d\d?)\)\s*\}?\s*([^\s}].*)", re.DOTALL)
 _WORD = regex("[A-Z][a-z]+")
 _FRENCH = regex(  # ]1, 2[ is (1, 2)
     r"(\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)\s*([\[\]])([^\[\]()]{1,200}[,;][^\[\]()]{1,200})([\[\]])"
@@ -156,9 +156,7 @@ def _read_cases(text: str, depth: int) -> Answer | None:
         return None
     rows = [row.strip(" .,;") for row in match["rows"].split("\\\\") if row.strip()]
     if not any(_CONDITION.search(row) for row in rows):
-        system = read_answer(", ".join(rows), depth + 1)
-        is_one = isinstance(system, AnswerList) and system.kind == "list" and depth  # of several in a row
-        return AnswerList("tuple", system.items) if is_one and isinstance(system, AnswerList) else system
+        return read_answer(", ".join(rows), depth + 1)
     read: list[tuple[Answer, Answer]] = []
     for row in rows:
         parts = _CONDITION.split(row, maxsplit=1)

@@ -213,9 +213,10 @@ def _says_no_less(clause: str, stated: set[str] | None) -> bool:
 
 
 def whole_letters(text: str) -> frozenset[str]:
-    """Which letters a clause says to be any integer."""
+    """Which letters a clause says to be some integer; not those of a function or sequence, f(k) = k + 1."""
     clauses = [found[0] for found in _CLAUSE.finditer(text)]
-    return frozenset().union(*(_letters(part) for part in clauses if _domain(part) - _NEUTRAL == {"integer"}))
+    letters = (_letters(part) for part in clauses if _domain(part) - (_NEUTRAL - _EVERY) == {"integer"})
+    return frozenset().union(*letters) - set(re.findall(r"(?:\(|_\{?)([a-z])[)}\s=]", text))
 
 
 def _letters(clause: str) -> set[str]:
