@@ -181,9 +181,9 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
         if len(items) != len(others):
             return False
-        ours, theirs = ([item.node for item in side if isinstance(item, Value)] for side in (items, others))
-        if len(ours) == len(theirs) == len(items) and any(map(symbols, ours)):
-            return equal_together(ours, theirs, rules)
+        one, two = ([item.node for item in side if isinstance(item, Value)] for side in (items, others))
+        if len(one) == len(two) == len(items) and any(map(symbols, one)):
+            return equal_together(one, two, rules)
         return all(equal(a, b, rules.item(index)) for index, (a, b) in enumerate(zip(items, others, strict=True)))
     # a solution listed twice is still one solution
     if "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items)):

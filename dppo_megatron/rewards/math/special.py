@@ -92,7 +92,7 @@ _NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
 def read_special(text: str, depth: int) -> Answer | None:
     """The answer, if it has a form of its own; None if not."""
     plain = plain_words(text)
-    for pattern, spelled in _SPELLED.items():
+    for pattern, spelled in _SPELLED.items() if re.search(r"[ |]|nmid", plain) else ():
         if found := pattern.fullmatch(plain):
             text = plain = found.expand(spelled)
     if named := _BY_NAME.get(text.lower()) or _BY_NAME.get(_FILLING.sub("", plain)):
