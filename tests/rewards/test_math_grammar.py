@@ -134,7 +134,72 @@ CASES = [
     case("ABC", [r"\triangle ABC"], ["ABD"]),
     case(r"\triangle ABC", ["ABC"], ["ABD"]),
     case(r"\text{May 12}", [r"12 \text{ May}", "May 12th", r"\text{12th of May}"], ["May 13"]),
+    # a parameter is one number in a whole tuple or interval; whole numbers where that is said
+    case(
+        r"[2k\pi, 2k\pi+\pi]",
+        [r"[2n\pi-2\pi, 2n\pi-\pi]"],
+        [r"[2k\pi, 2k\pi+3\pi]", r"[2k\pi+2\pi, 2k\pi+\pi]"],
+    ),
+    case(
+        r"n=6k+1, k\in\mathbb{Z}",
+        [r"n\equiv 1\pmod 6", r"n=6m+1\text{ for some integer }m", r"n=6k-5, k\in\mathbb{Z}"],
+        [r"n=6m+2\text{ for some integer }m", r"n=3m+1\text{ for some integer }m"],
+    ),
+    case(r"n=6k+1, k\in\mathbb{N}", [], [r"n=6k-5, k\in\mathbb{N}"]),
+    case(r"f(n)=n+1, n\in\mathbb{Z}", [], [r"f(n)=n+2, n\in\mathbb{Z}"]),
+    case(r"f(k)=2k, k\in\mathbb{Z}", [], [r"f(k)=-2k, k\in\mathbb{Z}"]),
+    case(r"2k+1\text{ for all integers }k", [r"2k+1"], [r"2k+3"]),
+    case(
+        r"(3+5t,2-4t), t\in\mathbb{Z}",
+        [r"(x,y)=(3+5k,2-4k), k\in\mathbb{Z}", "(8+5k,-2-4k)", r"x=3+5t, y=2-4t\text{ for integers }t"],
+        ["(8+5k,2-4k)"],
+    ),
+    case(
+        r"n\equiv\pm1\pmod 6",
+        [r"n\equiv 1, 5\pmod 6", r"n=6k+1\text{ or }n=6k-1", r"n\equiv 5\text{ and }-5\pmod 6"],
+        [r"n\equiv 1\pmod 6", r"n\equiv 1, 4\pmod 6"],
+    ),
+    case(r"3\nmid n", [r"n\not\equiv 0\pmod 3", r"n\equiv 1\text{ or }2\pmod 3"], [r"3\mid n", r"n\equiv 1\pmod 3"]),
+    case(r"n\equiv 1\pmod 2", [r"n\text{ is odd}", r"\text{all odd }n"], [r"n\text{ is even}"]),
+    case(
+        r"f(n)=\begin{cases}0&n\text{ even}\\1&n\text{ odd}\end{cases}",
+        [r"\begin{cases}1&\text{if }n\text{ is odd}\\0&\text{if }n\text{ is even}\end{cases}"],
+        [r"\begin{cases}0&\text{if }n\text{ is odd}\\1&\text{if }n\text{ is even}\end{cases}"],
+    ),
+    case(r"k<0", [r"k\text{ is negative}"], [r"k\text{ is nonpositive}"]),
+    # constants of integration
+    case(r"\sin^2 x+C", [r"-\cos^2 x+C"], [r"\cos^2 x+C", r"-\cos^2 x", r"\sin^2 x+2C"]),
+    case("y=C_1e^{x}+C_2e^{-x}", ["y=Ae^{-x}+Be^{x}"], ["y=Ae^{-x}+Ae^{x}", "y=Ae^{-x}+Be^{2x}"]),
+    case("y=Ce^{-x}", ["y=Ae^{-x}"], ["y=e^{-x}", "y=Axe^{-x}"]),
+    # equations
+    case("xy=1", [r"y=\frac{1}{x}"], [r"y=\frac{2}{x}"]),
+    case("y=x", ["x=y", "2y-2x=0"], ["xy=x^2", "y=2x"]),
+    case("y<x", ["2y<2x", "x-y>0"], ["y>x", "2x<2y", r"y\le x"]),
+    case("y=2x+1", [r"\hat y=2x+1", r"\ell: 2x-y+1=0"], [r"\hat y=2x"]),
+    case("z", [r"\vec z"], [r"\bar z"]),
+    # parts
+    case("(3,4)", [], ["3 or 4", "x=3 or y=4"]),
+    case("(1)\\ 4; (2)\\ 7", [r"\text{(1) }4,\text{ (2) }7", "4, 7"], ["4, 14", "7, 4", "(1) 7; (2) 4"]),
+    case(
+        r"\text{Maximum }5,\text{ minimum }-3",
+        [r"\text{max}=5,\text{min}=-3"],
+        [r"\text{max}=-3,\text{min}=5", r"\text{at most }5, \text{ at least }-3"],
+    ),
+    case(r"\text{center }(1,2),\text{ radius }3", [r"\text{Center: }(1,2),\text{Radius: }3"], [r"\text{Radius: }3"]),
+    case(
+        "(1,2),(2,1)",
+        [
+            r"x=1, y=2 \text{ or } x=2, y=1",
+            r"\begin{cases}x=1\\y=2\end{cases}\begin{cases}x=2\\y=1\end{cases}",
+            r"\left\{\begin{aligned}x&=1\\y&=2\end{aligned}\right.\text{ or }\begin{aligned}x&=2\\y&=1\end{aligned}",
+        ],
+        [r"\begin{cases}x=1\\y=2\end{cases}\begin{cases}x=1\\y=2\end{cases}"],
+    ),
+    case(r"\frac52\text{ hours}", [r"2\text{ hours and }30\text{ minutes}"], [r"2\text{ hours and }3\text{ minutes}"]),
+    case(r"\$18.50", [r"18\text{ dollars and }50\text{ cents}"], [r"18\text{ dollars and }5\text{ cents}"]),
+    case(r"\text{diverges}", [r"\text{The series diverges}"], [r"\text{The series never diverges}"]),
     # a clause that says less than the reference does
+    case(r"f(x)=0\text{ for all }x", [r"f(x)=0\text{ for every }x"], [r"f(x)=0\text{ for some }x"]),
     case(
         "f(x)=2x",
         [r"f(x)=2x \text{ for every real } x", "f(t)=2t", "y=2x", "f=2x"],

@@ -27,6 +27,8 @@ def test_nonsense_is_not_right_by_chance(gold: str, answer: str) -> None:
         "1" * 3900 + "x",
         "{" * 1900 + "}" * 1900,
         ", , \\pm",
+        "1 or " * 700 + "1",
+        "the exactly " * 300 + "1",
         ",;",
     ],
 )

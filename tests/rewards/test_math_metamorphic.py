@@ -43,6 +43,8 @@ THINGS = (
     "square units",
     "years old",
 )
+FILLERS = ("exactly", "only", "Just", "the", "The number", "There are exactly")
+ZEROS = ("\\sin\\pi", "\\cos 90^\\circ", "\\tan(2\\pi)", "\\cos\\frac{3\\pi}{2}")
 ASIDES = ("reversed", "unlikely", "crossed out", "by mistake", "wide of it", "is too big", "as a bound", "unproven")
 DENIED = ("Not", "The value cannot be", "The wrong value is", "Perhaps:", "A bound that fails is")
 CONDITIONS = ("for all $x < 9$", "for all odd $x$", "if $x > 0$", "unless $x = 1$", "for any $x$ but $0$")
@@ -179,6 +181,25 @@ KEEP: dict[str, Rewriting] = {
     ),
     "half": only(POLYNOMIAL, lambda found, _: f"\\frac{{2({found[0]})}}{{2}}" if "+" in found[0] else None),
     "counted": only(NUMBER, lambda found, drawn: f"{found[0]} \\text{{ {drawn.choice(THINGS)} }}"),
+    "filler": only(NUMBER, lambda found, drawn: f"\\text{{{drawn.choice(FILLERS)} }}{found[0]}"),
+    "nothing more": only(LIST, lambda found, _: f"{found[0]} \\text{{ only}}"),
+    "trigonometric zero": only(NUMBER, lambda found, drawn: f"{found[0]} + 3{drawn.choice(ZEROS)}"),
+    "the point": only(POINT, lambda found, _: f"\\text{{The point }}{found[0]}"),
+    "polar": only(POINT, lambda found, _: f"(r, \\theta) = {found[0]}"),
+    "row": only(POINT, lambda found, _: f"\\begin{{pmatrix}} {found[1]} & {found[2]} \\end{{pmatrix}}^T"),
+    "scaled column": only(
+        POINT, lambda found, _: f"\\frac12 \\begin{{pmatrix}} 2({found[1]}) \\\\ 2({found[2]}) \\end{{pmatrix}}"
+    ),
+    "system": only(POINT, lambda found, _: f"\\begin{{aligned}} x &= {found[1]} \\\\ y &= {found[2]} \\end{{aligned}}"),
+    "unit vectors": only(
+        POINT,
+        lambda found, _: (
+            f"({found[1]})\\hat{{\\imath}} + ({found[2]})\\mathbf{{j}}" if not re.search("[a-z]", found[0]) else None
+        ),
+    ),
+    "numbered": only(
+        LIST, lambda found, _: "; ".join(f"({n}) {item}" for n, item in enumerate(found[0].split(","), 1))
+    ),
     "absolute": only(NUMBER, lambda found, _: f"|{-int(found[0])}|" if int(found[0]) > 0 else None),
 }
 CHANGE: dict[str, Rewriting] = {
@@ -244,6 +265,15 @@ CHANGE: dict[str, Rewriting] = {
     ),
     "swapped": only(POINT, lambda found, _: f"({found[2]}, {found[1]})" if found[1] != found[2] else None),
     "as a set": only(POINT, lambda found, _: f"\\{{{found[1]}, {found[2]}\\}}" if found[1] != found[2] else None),
+    "of several names": only(
+        LIST,
+        lambda found, _: " or ".join(
+            f"{name}={item}" for name, item in zip("xyzuvw", found[0].split(","), strict=False)
+        ),
+    ),
+    "multiplied by their numbers": only(
+        LIST, lambda found, _: ", ".join(f"({n}){item}" for n, item in enumerate(found[0].split(","), 2))
+    ),
     "one is missing": only(LIST, lambda found, _: found[0].rsplit(",", 1)[0]),
     "one too many": only(LIST, lambda found, _: f"{found[0]}, {max(map(int, found[0].split(','))) + 7}"),
     "plus one": only(POLYNOMIAL, lambda found, _: f"{found[0]} + 1" if "+" in found[0] else None),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from support.math_cases import Case, case, check
 
@@ -195,7 +197,22 @@ def test_a_number_in_words_or_digits_is_no_unit() -> None:
 
 
 MEASURES = ("m ft mile", "hours days", "kg lb", "L mL", "dollars cents", "J kJ", "W", "m/s mph", "months", "years")
-NO_MEASURES = ["furlongs", "fortnights", "stone", "knots", "cups", "rupees", "dm", "light-years", "apples"]
+NO_MEASURES = ["furlongs", "fortnights", "stone", "knots", "cups", "rupees", "Bq", "mSv", "light-years", "apples"]
+
+
+SYMBOLS = "eV Hz Pa F T H Wb cal bar pc ohm m s g J W V A C N mol L"
+PREFIXES = {"": 0, "k": 3, "M": 6, "G": 9, "m": -3, "u": -6, "n": -9, "p": -12}
+
+
+def test_a_prefix_is_told_from_every_other() -> None:
+    """Of units that are known; the same number of another size is wrong, the same size in another number right."""
+    for unit, (one, power), (two, other) in product(SYMBOLS.split(), PREFIXES.items(), PREFIXES.items()):
+        right = f"5 \\times 10^{{{power - other}}} \\text{{ {two}{unit} }}"
+        if f"{one}{unit}" == "pm":  # a time
+            continue
+        check(case(f"5 \\text{{ {one}{unit} }}", [right], [f"5 \\text{{ {two}{unit} }}"] if one != two else []))
+    check(case(r"4.7\,\mu\text{F}", [r"4.7\times 10^{-6}\text{ F}"], [r"4.7\text{ F}"]))
+    check(case(r"100\,\Omega", [r"0.1\text{ k}\Omega"], [r"100\text{ k}\Omega"]))
 
 
 def test_two_units_measure_the_same_thing_or_are_different() -> None:
@@ -204,5 +221,6 @@ def test_two_units_measure_the_same_thing_or_are_different() -> None:
     wrong = [(one, two) for kind, one in known for other, two in known if kind != other]
     wrong += [pair for _, unit in known for word in NO_MEASURES for pair in ((unit, word), (word, unit))]
     check([(f"5 \\text{{ {one} }}", f"5 \\text{{ {two} }}", 0.0, {}) for one, two in wrong])
+    wrong += [(one, two) for one in NO_MEASURES for two in NO_MEASURES if one != two]
     beside = [r"5 \text{ m long}", r"5 \text{ meters of rope}", r"5 \text{ units}", r"500 \text{ cm}"]
     check(case(r"5 \text{ m}", beside, []) + case(r"5 \text{ dollars}", [r"5 \text{ dollars per ticket}"], []))

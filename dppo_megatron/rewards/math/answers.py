@@ -54,7 +54,7 @@ class AnswerList:
     kind: Literal["list", "tuple", "set", "cases", "ratio", "grid"]
     items: tuple[Answer, ...]
     signs: bool = field(default=False, compare=False)
-    """A list that was written with a plus-minus sign: never a tuple."""
+    """A list that was written with a plus-minus sign or `or`: never a tuple."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,9 @@ _TEXT = r"(?:text(?:rm|bf|it|normal|sf|tt|up)?|mbox|hbox|emph|underline)"
 _ORDINAL = "(?:st|nd|rd|th)"
 _TOTAL = r"(?:\{\s*(\d{2,4}|[3-9])\s*\}|([3-9]))"  # C_1 and C_2 are constants
 _INDEX = r"(?:\{\s*(\w+)\s*\}|(\w))"
+# words before an answer that carry no value
+_FILLER = r"(?i:exactly|only|just|precisely|the|there are|they are|diverges to|all(?= \}[a-z ]{1,3}\\[lg]e))"
+_NOUN = "(?:point|line|circle|ellipse|parabola|hyperbola|curve|graph|equation|vector|interval|set|prime|number|value)s?"
 # how a command is spelled here: its other names; what only sets type is nothing
 _SPELLINGS = {
     " ": "displaystyle textstyle scriptstyle limits nolimits mathop large Large LARGE huge Huge small checkmark"
@@ -66,8 +69,10 @@ _SPELLINGS = {
     "\\degree ": "degrees textcirc textdegree",
     "\\mapsto ": "longmapsto",
     "\\mathbb{R}": "R reals",
-    "\\overline ": "vec hat widehat tilde bar overrightarrow overleftarrow",
+    "\\vec ": "hat widehat overrightarrow",
+    "\\overline ": "tilde bar overleftarrow",
     " i": "imath",
+    " j": "jmath",
     " T": "top",
 }
 _MACROS = {name: spelling for spelling, names in _SPELLINGS.items() for name in names.split()}
@@ -93,13 +98,17 @@ _RULES = {
     r"(?:\{|\A)([^{}]*)\\choose(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\binom{\1}{\2}",
     r"\A\s*\*\*([^*]+)\*\*\s*\Z": r"\1",  # bold in Markdown
     r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])": "-",
-    r"\\text\{\s*infinity\s*\}": r"\\infty ",
+    r"\\text\{\s*(?:plus |positive )?infinity\s*\}": r"\\infty ",
+    r"\\text\{\s*(?:minus|negative) infinity\s*\}": r"-\\infty ",
     # {}_{5}C_{2}, ^{5}C_{2}, 5C2, C(5,2), C_5^2 and 5 choose 2
     r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])": r"\\binom{\1}{\2}",
     rf"(?:\{{\}}\s*|(?<![\w)}}\]\s]))[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}": r"\\binom{\1\2}{\3\4}",
     r"(?<![\w\\}])(\d+|[a-z])\s*(?:\\text\{\s*choose\s*\}|choose)\s*(\d+|[a-z])(?![\w{])": r"\\binom{\1}{\2}",
     r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)": "",
     r"\+\s*(?:\\text\{\s*)?const(?:ant|\.)?\s*\}?\s*\Z": "+C",
+    r"\\(begin|end)\s*\{(?:align(?:ed)?|split|gathered)\*?\}": r"\\\1{cases}",
+    r"\\\{\s*(?=\\begin\{cases\})": "",
+    r"&\s*(?=[=<>]|\\(?:le|ge|ne)(?![a-z]))": "",  # where lines are aligned, not before a condition
     # an opening brace before rows, without a closing one
     r"(?s)\\\{\s*\\begin\s*\{(array|matrix)\}(?!.*\\\})\s*"
     r"(?:\{(?:[lcr| ]|\*\{\d+\}\{[lcr]\})*\})?(.*?)\\end\s*\{\1\}": r"\\begin{cases}\2\\end{cases}",
@@ -122,6 +131,9 @@ _RULES = {
     # fonts: a unit behind a number, a letter, a function, else text
     r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}": r"\\text{ \1}",
     rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}": r" \1",
+    # vectors are letters: \vec a and a bold one; \overrightarrow{AB} has an order
+    r"\\vec\s*(?:\{\s*(\\?[A-Za-z0]|\\[a-z]{2,7})\s*\}|([A-Za-z]|\\[a-z]{2,7})(?![A-Za-z]))": r" \1\2 ",
+    r"\\vec(?![A-Za-z])": r"\\overline ",
     r"(?<![A-Za-z\\])([a-z]\s*\\in\s*)([ZNRQ])(?![A-Za-z])": r"\1\\mathbb{\2}",
     r"(?<![\w\\])C\s*\(([^(),]{1,60}),([^(),]{1,60})\)": r"\\binom{\1}{\2}",
     rf"(?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*(?:\{{\s*(\d+)\s*\}}|(\d))": r"\\binom{\1\2}{\3\4}",
@@ -133,11 +145,21 @@ _RULES = {
     r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}": r"\\text{\1}/\\text{\2}",
     r"(\\mathbb\{R\}|\\\})\s*[-/]\s*(?=\\\{)": r"\1\\setminus ",
     r"\\text\{\s*([,;])\s*\}": r"\1 ",
+    r"\\mu\s*\\text\{\s*(?=[A-Zmsgl])": r"\\text{u",
+    r"(?<=[\d}])\s*(?:\\text\{\s*([kMmu])\s*\} ?|([kM]) ?)?\\Omega\Z": r"\\text{ \1\2ohm}",
+    r"(?<=\d)\s*\\text\{\s*[Rr](?:emainder)?\s*\}\s*(?=\d)": r" \\text{ remainder } ",
+    r"(?:\b12(?::00)?\s*)?\\text\{\s*noon\s*\}": "12:00 p.m.",
+    r"\A\\text\{\s*all real numbers except\s*\}\s*([^,;]+)\Z": r"\\mathbb{R}\\setminus\\{\1\\}",
+    r"\A(?:l|\\ell)\s*:\s*(?=[^:]*=)": "",  # the name of a line
     r"\A\s*(?:\\text\{\s*)?(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\)?\s*\}?\s*\Z": r"\1",
     rf"(?<=\d) ?\^? ?(?:\{{ ?\\text\{{ ?{_ORDINAL} ?\}} ?\}}|(?:\\text)?\{{ ?{_ORDINAL} ?\}}|{_ORDINAL}\b)": "",
     r"\\text\{([^{},;]+?)\s+(and|or)\s*\}": r"\\text{\1} \\text{ \2 }",
+    rf"\A\\text\{{\s*(?:(?:{_FILLER}|an?)\s+)*(?:{_FILLER}|an?(?=\s)|{_NOUN})\s*\}}\s*(?=[^\s.,;:=<>])": "",
+    rf"\A(\\text\{{\s*)?(?:{_FILLER}\s+)+(?:{_NOUN}\s+)?(?=[-\d\\(]|[a-z]\s*=)": r"\1",
+    r",? ?\\text\{\s*only\s*\}\Z|(?<=[\d)}]) only\Z": "",
     r"\.(?=\s*[\])]\s*$)": "",
     r"\A(\(.*\))\s*\^\s*\{?\s*T\s*\}?\Z": r"\1",  # a column
+    r"\\end\{cases\}\s*(?=\\begin\{cases\})": r"\\end{cases}, ",
     r"(?s)\A(?:[A-Za-z]\s*:\s*)?(?:[^:\n]{1,80}?\\(?:to|rightarrow)(?![A-Za-z])[^:\n]{1,80}?[,;:]?\s*)?"
     r"([a-z])\s*\\mapsto(?![A-Za-z])(.+)\Z": r"f(\1)=\2",
 }

@@ -8,13 +8,13 @@ from dataclasses import replace
 from fractions import Fraction
 
 from dppo_megatron.rewards.math import answers
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, symbols
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, substituted, symbols
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
-from dppo_megatron.rewards.math.number_sets import as_spans, normal
+from dppo_megatron.rewards.math.number_sets import MINUS_INFINITY, as_spans, normal
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
-from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_values
+from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_together, equal_values
 
 _ARTICLES = {"the", "a", "an"}
 _EACH = 6
@@ -25,6 +25,7 @@ _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
 _COUNTED = regex(r"(x|y|z|t|\\lambda)_\d+")
 _LABEL = regex(r"([A-Za-z]{3,}):?")
 _SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:")
+_VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
 
 
@@ -48,9 +49,7 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
     """x = 5 and 5 are the same; x = 5 and y = 5 are not; f(x) = 2x and y = 2x are; y = 2x + 3 is y - 2x = 3."""
     if isinstance(gold, Named) and isinstance(other, Named):
         other = _with_variables(other, gold)
-        if _differ(gold.name, other.name):
-            return False
-        if equal(gold.value, other.value, rules):
+        if not _differ(gold.name, other.name) and equal(gold.value, other.value, rules):
             return True
     elif not (isinstance(gold, answers.Relation) or isinstance(other, answers.Relation)):
         ours, theirs = (side.value if isinstance(side, Named) else side for side in (gold, other))
@@ -73,7 +72,8 @@ def _differ(gold: str, other: str) -> bool:
     if (left := _FIGURE.fullmatch(gold)) and (right := _FIGURE.fullmatch(other)):
         return sorted(left[1]) != sorted(right[1]) or (len(left[1]) == 3 and left[1][1] != right[1][1])
     if (left := _LABEL.fullmatch(gold)) and (right := _LABEL.fullmatch(other)):
-        return left[1] not in right[1] and right[1] not in left[1]
+        ours, theirs = left[1].lower(), right[1].lower()
+        return ours not in theirs and theirs not in ours
     is_product = gold.isalpha() and sorted(gold) == sorted(other)
     return not is_product and all(map(_SYMBOL.fullmatch, (gold, other)))
 
@@ -95,6 +95,12 @@ def _relation(answer: Answer) -> answers.Relation | None:
         return answer
     if isinstance(answer, Named) and answer.left is not None and isinstance(answer.value, Value):
         return answers.Relation((answer.left, answer.value.node), ("=",))
+    if isinstance(answer, answers.Intervals) and answer.name and len(answer.pieces) == 1:
+        (piece,), name = answer.pieces, ("s", answer.name)
+        if piece.low == MINUS_INFINITY:
+            return answers.Relation((name, piece.high), ("\\le" if piece.high_closed else "<",))
+        if piece.high == answers.INFINITY:
+            return answers.Relation((piece.low, name), ("\\le" if piece.low_closed else "<",))
     return None
 
 
@@ -126,11 +132,20 @@ def _same_solutions(gold: answers.Relation, other: answers.Relation, work: WorkL
     if other.ops[0] != op or names != symbols(right):
         return False
     point = {name: Fraction(p, 7) for name, p in zip(sorted(names), (11, 17, 5, 23, 29, 3), strict=False)}
-    above, below = rational(left, point, work), rational(right, point, work)
-    if not above or not below:
-        return bool(same(left, right, work))
-    ratio = above / below
-    return (ratio > 0 or op in ("=", "\\ne")) and bool(same(left, ("*", ("n", ratio), right), work))
+
+    def is_multiple(one: Node, two: Node) -> bool:
+        above, below = rational(one, point, work), rational(two, point, work)
+        ratio = above / below if above and below else Fraction(1)
+        return (ratio > 0 or op in ("=", "\\ne")) and bool(same(one, ("*", ("n", ratio), two), work))
+
+    def is_cleared(name: str, one: Node, two: Node) -> bool:
+        """y - 1/x = 0 as xy - 1 = 0, which has a value where x is 0, and no solution."""
+        left_over = rational(two, {**point, name: Fraction(0)}, work)
+        has_none = left_over and same(substituted(two, {name: ("n", Fraction(0))}), ("n", left_over), work)
+        return bool(has_none) and is_multiple(("*", ("s", name), one), two)
+
+    orders = ((name, *order) for name in names for order in ((left, right), (right, left))) if op == "=" else ()
+    return is_multiple(left, right) or any(is_cleared(*order) for order in orders)
 
 
 def _only_names(node: Node, operations: str) -> bool:
@@ -152,6 +167,9 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         rules = rules.exact()
     if kinds == {"tuple", "set"} or ("tuple" in kinds and (gold.signs or other.signs)):
         return False  # the point (3, -3) for plus-minus 3
+    names = [{item.name.partition("_")[0] for item in row.items if isinstance(item, Named)} for row in (gold, other)]
+    if (gold.signs or other.signs) and max(map(len, names)) > 1 and min(map(len, names)) < 1:
+        return False  # x = 2 or y = 3 for 2, 3
     items, others = _without_indices(gold.items, other.items)
     others = _as_named(others, items)
     labels, other_labels = _labels(items), _labels(others)
@@ -161,11 +179,15 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     elif not isinstance(items[0], Named):
         is_labelled = False
     if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
-        pairs = enumerate(zip(items, others, strict=False))
-        return len(items) == len(others) and all(equal(a, b, rules.item(index)) for index, (a, b) in pairs)
+        if len(items) != len(others):
+            return False
+        one, two = ([item.node for item in side if isinstance(item, Value)] for side in (items, others))
+        if len(one) == len(two) == len(items) and any(map(symbols, one)):
+            return equal_together(one, two, rules)
+        return all(equal(a, b, rules.item(index)) for index, (a, b) in enumerate(zip(items, others, strict=True)))
     # a solution listed twice is still one solution
     if "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items)):
-        return _covered(items, others, rules) and _covered(others, items, rules)
+        return _covered(items, others, rules)
     return _one_to_one(items, others, rules)
 
 
@@ -217,18 +239,20 @@ def _one_to_one(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -
 
 
 def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> bool:
-    return all(
-        # {2} is no member of {2}
-        item in other or any(_is_set(one) == _is_set(item) and equal(item, one, rules) for one in other)
-        for item in gold
-    )
+    """Whether each has its like on the other side; {2} is no member of {2}."""
 
+    def alike(item: Answer, one: Answer) -> bool:
+        are_sets = {isinstance(side, AnswerList) and side.kind == "set" for side in (item, one)}
+        return len(are_sets) == 1 and equal(item, one, rules)
 
-def _is_set(answer: Answer) -> bool:
-    return isinstance(answer, AnswerList) and answer.kind == "set"
+    has_all = all(item in other or any(alike(item, one) for one in other) for item in gold)
+    return has_all and all(one in gold or any(alike(item, one) for item in gold) for one in other)
 
 
 def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
+    if isinstance(gold, answers.Relation) or isinstance(other, answers.Relation):  # 2y < 2x for y < x
+        one, two = _relation(gold), _relation(other)
+        return one is not None and two is not None and _relations(one, two, rules)
     left, right = as_spans(gold), as_spans(other)
     if left is None or right is None or isinstance(gold, Value) or isinstance(other, Value):
         return False
@@ -244,7 +268,7 @@ def _pieces(gold: Answer, other: Answer, rules: Rules) -> bool:
     assert isinstance(gold, answers.Piece) and isinstance(other, answers.Piece)
     if (gold.low_closed, gold.high_closed) != (other.low_closed, other.high_closed):
         return False
-    return equal_nodes(gold.low, other.low, rules) and equal_nodes(gold.high, other.high, rules)
+    return equal_together((gold.low, gold.high), (other.low, other.high), rules)
 
 
 def _as_grid(answer: Answer, like: AnswerList) -> Answer:
@@ -277,13 +301,13 @@ def _folded(text: str) -> str:
 def _answers(gold: str, other: str) -> bool:
     """Whether a sentence states a short reference: yes or no as its first word, or what something is."""
     first, *words = other.split()
-    is_doubted = not DOUBTS.isdisjoint(words)
     if gold in ("yes", "true", "no", "false"):  # `no solution` and `no more than 5` are not no
+        is_doubted = not DOUBTS.isdisjoint(words)
         return first == gold and is_doubted == (gold in ("no", "false")) and _CONDITIONS.isdisjoint(words)
-    if len(gold.split()) > 3 or is_doubted:
-        return False
-    _, found, said = f" {' '.join(words)}".partition(" is ")
-    return bool(found) and first in ("the", "this", "it", "that") and _folded(said) == _folded(gold)
+    subject = re.sub(r" (?:the|an?) \Z", " ", other.removesuffix(gold)).split()
+    ends = ("is", "are") if gold.split()[0] not in _VERBS else tuple(subject[1:2])
+    is_said = first in ("the", "this", "it", "that", "they") and subject[-1:] and subject[-1] in ends
+    return bool(is_said) and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
 
 
 def _clocks(gold: Answer, other: Answer, rules: Rules) -> bool:

@@ -246,6 +246,7 @@ class Evaluation:
         if name not in _TRANSCENDENTAL:
             raise Undefined(name)
         self.has_branch |= name in ("arcsin", "arccos") and abs(value) > 1
+        self.largest = max(self.largest, abs(value))  # sin(pi) is as near to 0 as pi is to itself
         if abs(value) > 1e12:
             raise TooBig
         return self._called(name.replace("arc", "a"), value)

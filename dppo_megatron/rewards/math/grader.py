@@ -24,7 +24,7 @@ from dppo_megatron.rewards.math.extract import Extraction, extract
 from dppo_megatron.rewards.math.numbers import stated_digits, with_digits
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.read import read_answer
-from dppo_megatron.rewards.math.special import WRAPPED_TEXT, as_words, without_clauses, without_sentence
+from dppo_megatron.rewards.math.special import WRAPPED_TEXT, as_words, whole_letters, without_clauses, without_sentence
 from dppo_megatron.rewards.math.units import DOUBTS, Unit, read_unit
 from dppo_megatron.rewards.math.values import Rules
 
@@ -287,11 +287,13 @@ def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
     # references of the OCW problems (Minerva) are rounded to the digits that they state
     is_rounded = "ocw" in str(row.get("source", "")).lower()
     (digits, place), (their_digits, their_place) = stated_digits(reference), stated_digits(other)
+    wholes = whole_letters(reference)
     if tolerances or stated is not None or (is_rounded and digits):
-        return Rules(tolerances, stated, place if is_rounded else Fraction(0), is_exact=False, context=context)
+        place = place if is_rounded else Fraction(0)
+        return Rules(tolerances, stated, place, is_exact=False, context=context, wholes=wholes)
     place = place if digits >= 3 else Fraction(0)
     their_place = their_place * 10 ** max(their_digits - 15, 0) if their_digits >= 12 else Fraction(0)
-    return Rules(last_place=place, their_last_place=their_place, context=context)
+    return Rules(last_place=place, their_last_place=their_place, context=context, wholes=wholes)
 
 
 def _tolerances(stated: Any) -> tuple[Fraction, ...]:

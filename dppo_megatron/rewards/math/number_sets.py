@@ -16,7 +16,7 @@ from dppo_megatron.rewards.math.parse import parse
 _MAX_MEMBERS = 50
 _OPERATIONS = 150
 """Of one number at an end, or one line: a list may have hundreds of them."""
-_MINUS_INFINITY: Node = ("-", answers.INFINITY)
+MINUS_INFINITY: Node = ("-", answers.INFINITY)
 _End = tuple[Fraction | float, bool]
 """A number, and True for what lies just above it: an open low end, a closed high one."""
 
@@ -44,7 +44,7 @@ def _solved(left: Node, op: str, right: Node) -> answers.Intervals | None:
         if one[0] == "s" and one[1] not in symbols(two):
             return half_line(one[1], relation, two)
         bound = rational(two) if one[:2] == ("f", "abs") and relation in answers.TURNED else None
-        if bound is not None and bound > 0:
+        if bound is not None and bound >= 0:
             above = _solved(one[2], relation, ("n", bound))
             below = _solved(one[2], answers.TURNED[relation], ("n", -bound))
             if above is None or below is None:
@@ -68,7 +68,7 @@ def _solved(left: Node, op: str, right: Node) -> answers.Intervals | None:
 
 def half_line(name: str, op: str, bound: Node) -> answers.Intervals:
     """The numbers that stand in this relation to `bound`."""
-    below = answers.Piece(_MINUS_INFINITY, False, bound, op == "\\le")
+    below = answers.Piece(MINUS_INFINITY, False, bound, op == "\\le")
     above = answers.Piece(bound, op == "\\ge", answers.INFINITY, False)
     if op == "\\ne":
         return answers.Intervals((below, above), name)
@@ -122,7 +122,7 @@ def complement(spans: answers.Intervals) -> answers.Intervals | None:
     placed = _placed(spans)
     if placed is None:
         return None
-    low, closed, pieces = _MINUS_INFINITY, False, []
+    low, closed, pieces = MINUS_INFINITY, False, []
     reached: _End = (-math.inf, True)
     for start, end, piece in sorted(placed, key=lambda place: place[0]):
         if reached < start < end:
@@ -159,7 +159,7 @@ def _placed(spans: answers.Intervals) -> list[tuple[_End, _End, answers.Piece]] 
 
 
 def _place(node: Node) -> Fraction | float | None:
-    if node in (answers.INFINITY, _MINUS_INFINITY):
+    if node in (answers.INFINITY, MINUS_INFINITY):
         return math.inf if node == answers.INFINITY else -math.inf
     near = approximate(node, None, WorkLimit(_OPERATIONS))
     return None if near is None else round(near, 12)  # two spellings of one number are one place

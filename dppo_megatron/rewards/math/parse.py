@@ -242,7 +242,8 @@ class _Reader:
             parts.append(self.sum())
         if not opening or not self._take(_CLOSING[opening]) or len(parts) > 20:
             raise Unreadable(f"{name} of what?")
-        return ("-", ("f", "max", *(("-", part) for part in parts))) if name == "min" else ("f", name, *parts)
+        parts = [("-", part) for part in parts] if name == "min" else sorted(parts, key=repr)
+        return ("-", ("f", "max", *parts)) if name == "min" else ("f", name, *parts)
 
     def _root(self) -> Node:
         degree: Node = self._bracket() if self._peek() == "[" else ("n", Fraction(2))

@@ -11,11 +11,13 @@ from dataclasses import replace
 from fractions import Fraction
 
 from dppo_megatron.rewards.math import answers
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, symbols
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, substituted, symbols, walk
 from dppo_megatron.rewards.math.clean import closing, split_top
+from dppo_megatron.rewards.math.equality import same
+from dppo_megatron.rewards.math.evaluate import WorkLimit
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
 from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
-from dppo_megatron.rewards.math.parse import DEGREE, parse, parse_signs
+from dppo_megatron.rewards.math.parse import DEGREE, ONE, parse, parse_signs
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_grid, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.units import Unit, is_glued, read_compound, read_unit
@@ -38,7 +40,13 @@ _UNIT_TAIL = regex(
 )
 _WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
 _GLUED_TAIL = regex(r"(?<=[\d}])(?P<unit>[A-Za-z]+(?:\^\s*\{?\s*[23]\s*\}?)?)$")
-_LABEL = regex(r"(?:\\text\{\s*)?([A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)", re.DOTALL)
+_PARTS = "max min cent radius vert foc area peri slope mean median mode quotient length width height domain range ampl"
+_LABEL = regex(
+    r"(?:\\text\{\s*)?([A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)"
+    rf"|\\text\{{\s*((?i:{_PARTS.replace(' ', '|')})[a-z]*)\s*\}}\s*(?=[-\d\\(])(.+)",
+    re.DOTALL,
+)
+_NUMBERED = regex(r"\s*(?:\\text\{)?\s*\((\d\d?)\)\s*\}?\s*([^\s}].*)", re.DOTALL)
 _WORD = regex("[A-Z][a-z]+")
 _FRENCH = regex(  # ]1, 2[ is (1, 2)
     r"(\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)\s*([\[\]])([^\[\]()]{1,200}[,;][^\[\]()]{1,200})([\[\]])"
@@ -48,14 +56,18 @@ _CASES = regex(r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?
 _CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
 _OTHERWISE = answers.Words("otherwise")
 _IF = regex(r"\A[\s&]*(?:\\text\{\s*)?(?:if|for|when|where|\s)*\}?\s*")
+_MEMBER = r"\s*(?:[A-Za-z]|\\(?!pi|inf|text)[a-z]{2,7})(?:_\{?\w\}?)?(?:\([a-z]\))?\s*"
 _NAME = regex(
-    r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\||\([A-Za-z](?:_\{?\w\}?)?(?:\([a-z]\))?(?:\s*,\s*[A-Za-z](?:_\{?\w\}?)?(?:\([a-z]\))?)*\)"
+    r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\|"
+    rf"|\({_MEMBER}(?:,{_MEMBER})*\)"
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
     r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
     r"|(?:\\overline\{)?[A-Z]{2,4}\}?|\\overline\s*\{?\s*[a-z]\s*\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
 )
 _OVER = regex(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
+_OPERATIONS = 200
+"""Of one vector: a list may have a hundred of them."""
 _TERM = regex(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
 
 
@@ -66,7 +78,7 @@ def read_answer(text: str, depth: int = 0) -> Answer:
     if depth > 6 or not text:
         raise Unreadable("nested too deeply" if text else "empty")
     if depth and (label := _LABEL.fullmatch(text)):
-        return answers.Named(label[1] + ":", read_answer(label[2], depth + 1))
+        return answers.Named((label[1] or label[3]).lower() + ":", read_answer(label[2] or label[4], depth + 1))
     if (depth == 0 and text[0].isalpha()) or text.startswith("\\text"):
         text = without_sentence(text)
     if (depth == 0 or "," not in text) and (value := read_number(text)) is not None:
@@ -84,7 +96,10 @@ def read_answer(text: str, depth: int = 0) -> Answer:
 
 
 def _read_text(text: str, depth: int) -> Answer | None:
-    """What \\text{...} holds: words, or an answer that was written as text; capital letters, whose order counts."""
+    """What \\text{...} holds: words, or an answer that was written as text; capital letters, whose order counts; and a
+    measure of several parts, no list."""
+    if compound := read_compound(text):
+        return Value(("n", compound[0]), compound[1])
     if re.fullmatch("[A-Z]{3,}", text):
         return answers.Words(text.lower())
     match = WRAPPED_TEXT.fullmatch(text)
@@ -101,6 +116,10 @@ def _read_list(text: str, depth: int) -> Answer | None:
     parts = split_top(text, _SEPARATOR)
     if len(parts) == 1:
         return None
+    numbered = [match for match in map(_NUMBERED.fullmatch, parts) if match]
+    if [match[1] for match in numbered] == [f"{index}" for index in range(1, len(parts) + 1)]:  # (1) 4; (2) 7
+        named = (answers.Named(f"{match[1]}:", read_answer(match[2], depth + 1)) for match in numbered)
+        return AnswerList("list", tuple(named))
     read = [read_answer(part, depth + 1) for part in parts if part.strip()]
     if not read:
         raise Unreadable("separators without items")
@@ -111,8 +130,8 @@ def _read_list(text: str, depth: int) -> Answer | None:
         both = intersection(spans[0], spans[1])
         if both is not None and (both.pieces or _ANY_AND.search(text)):  # x > 1 and x < 5
             return both
-    items = _flat(read)
-    return AnswerList("list", tuple(items)) if len(items) > 1 else items[0]
+    items = _systems(_flat(read))
+    return AnswerList("list", tuple(items), bool(_ANY_OR.search(text))) if len(items) > 1 else items[0]
 
 
 def _flat(items: Sequence[Answer]) -> list[Answer]:
@@ -121,10 +140,19 @@ def _flat(items: Sequence[Answer]) -> list[Answer]:
     return [item for inner in lists for item in inner]
 
 
+def _systems(items: list[Answer]) -> list[Answer]:
+    """x = 1, y = 2, x = 2, y = 1 are two points."""
+    names = [item.name if isinstance(item, answers.Named) else "" for item in items]
+    size = len(set(names))
+    if not 1 < size < len(names) or "" in names or names != names[:size] * (len(names) // size):
+        return items
+    return [AnswerList("tuple", tuple(items[start : start + size])) for start in range(0, len(items), size)]
+
+
 def _read_cases(text: str, depth: int) -> Answer | None:
     """Pieces of a function with their conditions; of equations without conditions a list."""
     match = _CASES.fullmatch(text)
-    if match is None:
+    if match is None or "\\begin" in match["rows"]:
         return None
     rows = [row.strip(" .,;") for row in match["rows"].split("\\\\") if row.strip()]
     if not any(_CONDITION.search(row) for row in rows):
@@ -172,7 +200,8 @@ def _read_relation(text: str, depth: int) -> Answer | None:
         sides, ops = sides[: first + 1], ops[:first]
     if not ops or (not sides[0] and ops in (["="], ["\\approx"])):
         return read_answer(sides[-1], depth + 1)
-    if ops == ["\\equiv"] and "(" in sides[0] and _NAME.fullmatch(sides[0]):  # f(x) is 0 everywhere
+    is_function = "(" in sides[0] or sides[0] in "fgh"
+    if ops == ["\\equiv"] and is_function and _NAME.fullmatch(sides[0]):  # f(x) is 0 everywhere
         ops = ["="]
     if any(op not in ("=", "<", ">", "\\le", "\\ge", "\\ne") for op in ops):
         raise Unreadable("a relation that is not known here")
@@ -265,8 +294,6 @@ def _union(parts: Sequence[Answer]) -> answers.Intervals:
 
 def _read_value(text: str, depth: int) -> Answer | None:
     """An expression with or without a unit; several where it has plus-minus signs."""
-    if compound := read_compound(text):
-        return Value(("n", compound[0]), compound[1])
     word, letters = _WORD_TAIL.search(text), _GLUED_TAIL.search(text)
     glued = (word or letters or {"unit": ""})["unit"]
     if text[-1] != "%" and not (len(glued) > 1 and is_glued(glued)):  # 25 mph is not 25 m p h
@@ -300,9 +327,27 @@ def _spread(nodes: list[Node], unit: Unit | None) -> Answer:
     if len(nodes) > 1:
         return AnswerList("list", tuple(Value(node, unit) for node in nodes), signs=True)
     (node,) = nodes
+    if vector := _components(node):
+        return vector
     if node[0] == "-" and node[1][0] == "*" and node[1][2] == DEGREE:
         node = ("*", ("-", node[1][1]), DEGREE)
     return Value(node[1], read_unit("degrees")) if node[0] == "*" and node[2] == DEGREE else Value(node, unit)
+
+
+def _components(node: Node) -> Answer | None:
+    """2 i - 3 j as a tuple: of what has both letters, and is linear in j and k."""
+    if "j" not in symbols(node) or ("c", "i") not in walk(node):
+        return None
+    letters = "jk" if "k" in symbols(node) else "j"
+    nothing: dict[str, Node] = dict.fromkeys(letters, ("n", Fraction(0)))
+    first = substituted(node, nothing)
+    parts = [("+", substituted(node, {**nothing, name: ONE}), ("-", first)) for name in letters]
+    rest = first
+    for name, part in zip(letters, parts, strict=True):
+        rest = ("+", rest, ("*", ("s", name), part))
+    if not same(node, rest, WorkLimit(_OPERATIONS)):
+        return None
+    return AnswerList("tuple", tuple(Value(part) for part in (("/", first, ("c", "i")), *parts)))
 
 
 _READERS = (_read_cases, read_special, _read_text, _read_list, _read_sets, _read_relation, _read_bracketed, _read_value)

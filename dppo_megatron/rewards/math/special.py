@@ -10,10 +10,10 @@ import re
 from fractions import Fraction
 
 from dppo_megatron.rewards.math import answers
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Unreadable, Value
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value
 from dppo_megatron.rewards.math.number_sets import half_line
 from dppo_megatron.rewards.math.numbers import read_number_words
-from dppo_megatron.rewards.math.parse import parse
+from dppo_megatron.rewards.math.parse import ONE, parse
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS
 
@@ -25,9 +25,13 @@ _BASED = regex(
     r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
 )
 _BASED_WORDS = regex(r"([0-9A-Fa-f]+)\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\}?\s*(\d+|[a-z]+)\)?\}?")
-_ENVIRONMENT = regex(r"\\begin\s*\{([pbB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL)
+_ENVIRONMENT = regex(
+    r"(?P<scale>[^&=,;]*?)\s*[(\[]?\s*\\begin\s*\{(?P<kind>[pbB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?"
+    r"(?P<rows>(?:(?!\\begin).)*)\\end\s*\{(?P=kind)\}\s*[\])]?(?P<turned>\s*\^\s*\{?\s*T\s*\}?)?",
+    re.DOTALL,
+)
 _LEAD = regex(
-    r"(?:so|thus|hence|therefore)?,?\s*(?:the\s+)?(?:final\s+)?(?:correct\s+)?(?:answer|solution|result)s?(?![A-Za-z])"
+    r"(?:so|thus|hence|therefore)?,?\s*(?:the\s+)?(?:final\s+)?(?:correct\s+)?(?:answer|solution|result|option|choice)s?(?![A-Za-z])"
     r"(?:\s+set)?\s*(?:is|are|:|=)?\s*:?\s*",
     re.IGNORECASE,
 )
@@ -36,10 +40,25 @@ _SENTENCE = regex(
     r"(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
 _HALF_LINE = regex(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
+_RESIDUE = r"(?:-|\\pm(?![a-z]))?\s*+\d{1,9}"
 _CONGRUENCE = regex(
-    r"(?:[a-zA-Z]\s*(?:\\equiv|=)\s*)?(-?\s*\d{1,9})\s*"
-    r"(?:\\pmod\s*\{?\s*(\d{1,9})\s*\}?|\(?\s*\\?(?:text\{\s*)?b?mod\s*\}?\s*\{?\s*(\d{1,9})\s*\}?\s*\)?)"
+    rf"(?:[a-zA-Z]\s*+(?P<not>\\not)?\s*+(?:\\equiv|=)\s*+)?(?P<residues>{_RESIDUE}"
+    rf"(?:\s*+(?:(?:,\s*+)?(?:\\text\{{\s*+)?(?:and|or)\s*+\}}?\s*+|,\s*+){_RESIDUE})*+)\s*+"
+    r"(?:\\pmod|\(?\s*+\\?(?:text\{\s*+)?b?mod(?![a-z]))\s*+\}?\s*+\{?\s*+(?P<modulus>\d{1,9})\s*+\}?\s*+\)?"
 )
+_MAX_MODULUS = 60
+"""Of a congruence whose other residues are listed."""
+# what is said in words or another sign, and how it is spelled here
+_SPELLED = {
+    regex(r"(?:all |if )?(odd|even) ([i-q])"): r"\2 is \1",
+    regex(r"([a-z]) is (?:divisible by|a multiple of) (\d{1,9})"): r"\2|\1",
+    regex(r"(\d{1,9}) ?\| ?([a-z])"): r"\2\\equiv 0\\pmod{\1}",
+    regex(r"(\d{1,9}) ?\\nmid ?([a-z])"): r"\2\\not\\equiv 0\\pmod{\1}",
+}
+for _index, _word in enumerate(["even", "odd"]):
+    _SPELLED[regex(rf"(?:if )?([i-q]) (?:is )?(?:an )?{_word}(?: integer)?")] = rf"\1\\equiv {_index}\\pmod{{2}}"
+for _sign, _word in {">": "positive", "<": "negative", r"\\ge": "non-?negative", r"\\le": "non-?positive"}.items():
+    _SPELLED[regex(rf"(?:all )?(?:the )?{_word} (?:real |number)+s|[a-z] is {_word}")] = rf"\\mathbb{{R}}_{{{_sign}0}}"
 EVERY_REAL = (answers.Piece(("-", answers.INFINITY), False, answers.INFINITY, False),)
 _NAMED: dict[Answer, str] = {
     answers.Intervals(()): r"\emptyset|\{ \}|\{\}|empty set|the empty set|no solution|no real solution",
@@ -52,12 +71,11 @@ _FILLING = regex(r"\Athe set of (?=all)|(?<=solution)s\Z")
 _IS_OF_A_SET = r"[a-zA-Z]\s*\\in\s*\\mathbb\{\s*[ZNRQ]\s*\}\s*(?:[\^_]\s*\{?\s*[*+]\s*\}?\s*)?"
 # what stands behind an answer and says only what its letters are; up to the next answer of a list
 _CLAUSE = regex(
-    r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some)\b|\\forall(?![A-Za-z])"
+    r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some|integers?)\b|\\forall(?![A-Za-z])"
     r"|\b(?:where|with|for)\b(?=[\s}$]*[A-Za-z](?:,\s*[A-Za-z])*[\s$]*"
-    r"(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?(?:is an?|is any|are) ))"
-    rf"|(?<=,)\s*{_IS_OF_A_SET}(?=\)|\Z))"
+    r"(?:\\in(?![A-Za-z])|(?:\\text\{\s*)?(?:is an?|is any|are) )))"
     r"(?:(?!,?\s*(?:\\text\{\s*,?\s*)?(?:and|or)\b|;|,\s*-?[\d.]+\s*\Z).)*"
-    rf"|\(\s*{_IS_OF_A_SET}\)(?!\s*[=<>])",
+    rf"|,\s*{_IS_OF_A_SET}(?=\)|\\\}}|\Z)|\(\s*{_IS_OF_A_SET}\)(?!\s*[=<>])",
     re.DOTALL,
 )
 _SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
@@ -74,6 +92,9 @@ _NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
 def read_special(text: str, depth: int) -> Answer | None:
     """The answer, if it has a form of its own; None if not."""
     plain = plain_words(text)
+    for pattern, spelled in _SPELLED.items() if re.search(r"[ |]|nmid", plain) else ():
+        if found := pattern.fullmatch(plain):
+            text = plain = found.expand(spelled)
     if named := _BY_NAME.get(text.lower()) or _BY_NAME.get(_FILLING.sub("", plain)):
         return named
     if match := _HALF_LINE.fullmatch(text):
@@ -86,11 +107,22 @@ def read_special(text: str, depth: int) -> Answer | None:
     if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and depth == 0:
         return read_clock(match)
     if match := _CONGRUENCE.fullmatch(text):
-        modulus, remainder = Fraction(int(match[2] or match[3])), Fraction(int(match[1].replace(" ", "")))
-        return Value(("+", ("*", ("n", modulus), answers.ANY_WHOLE), ("n", remainder % modulus))) if modulus else None
-    if match := _ENVIRONMENT.fullmatch(text.strip("[]() ") if text[:1] in "[(" and "\\begin" in text else text):
-        return read_grid(match[2])
+        return _residues(match["residues"], int(match["modulus"]), bool(match["not"]))
+    if "\\begin" in text and (match := _ENVIRONMENT.fullmatch(text)):
+        scale = match["scale"].strip(" *")
+        return read_grid(match["rows"], parse(f"{scale}1" if scale in ("", "-") else scale), bool(match["turned"]))
     return None
+
+
+def _residues(text: str, modulus: int, are_left_out: bool) -> Answer | None:
+    """What is congruent to one of them, or to none."""
+    numbers = re.findall(_RESIDUE, re.sub(r"\\pm\s*(\d+)", r"\1, -\1", text).replace(" ", ""))
+    left = {int(number) % modulus for number in numbers} if modulus else set()
+    if are_left_out:
+        left = set(range(modulus)) - left if modulus <= _MAX_MODULUS else set()
+    period = ("*", ("n", Fraction(modulus)), answers.ANY_WHOLE)
+    found = tuple(Value(("+", period, ("n", Fraction(residue)))) for residue in sorted(left))
+    return AnswerList("set", found) if len(found) > 1 else found[0] if found else None
 
 
 def without_sentence(text: str) -> str:
@@ -143,11 +175,13 @@ def read_clock(match: re.Match[str]) -> answers.Clock | None:
     return answers.Clock((hour % 12 + 12 * (half == "p") if half else hour) * 60 + minute, bool(half))
 
 
-def read_grid(body: str) -> AnswerList:
-    """The rows of a matrix as LaTeX has them, or of 1, 2], [3, 4 and 1, 2; 3, 4."""
+def read_grid(body: str, scale: Node = ONE, is_turned: bool = False) -> AnswerList:
+    """The rows of a matrix as LaTeX has them, or of 1, 2], [3, 4 and 1, 2; 3, 4; times a number, transposed."""
     sign = "&" if "&" in body or "\\\\" in body else ","
-    rows = (row.split(sign) for row in re.split(r"\\\\(?:\[[^\]]*\])?|\]\s*,\s*\[|;", body) if row.strip())
-    return AnswerList("grid", tuple(AnswerList("tuple", tuple(Value(parse(cell)) for cell in row)) for row in rows))
+    lines = (row.split(sign) for row in re.split(r"\\\\(?:\[[^\]]*\])?|\]\s*,\s*\[|;", body) if row.strip())
+    rows = [tuple(Value(parse(cell) if scale == ONE else ("*", scale, parse(cell))) for cell in row) for row in lines]
+    turned = zip(*rows, strict=True) if is_turned else rows
+    return AnswerList("grid", tuple(AnswerList("tuple", row) for row in turned))
 
 
 def without_clauses(text: str, gold: str | None = None) -> str:
@@ -167,15 +201,26 @@ def without_clauses(text: str, gold: str | None = None) -> str:
 def _says_no_less(clause: str, stated: set[str] | None) -> bool:
     if stated is None:
         return True
-    words = _domain(clause)
+    words, letters = _domain(clause), _letters(clause)
     kinds, restricted = words & _KINDS, words - _KINDS - _NEUTRAL
+    if "some" in words - stated and letters & set("tuvwxyz"):
+        return False
     if stated:
         return restricted <= stated and (not kinds or not stated & _KINDS or kinds == stated & _KINDS)
     if words & _EVERY:
         return restricted <= {"positive", "nonnegative"}
-    letters = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", clause)) - set("aCNQRZ")
-    is_restricted = letters & set("tuvwxyz") and "some" in words
-    return not restricted and not is_restricted and (letters <= _WHOLE or not kinds & {"integer", "rational"})
+    return not restricted and (letters <= _WHOLE or not kinds & {"integer", "rational"})
+
+
+def whole_letters(text: str) -> frozenset[str]:
+    """Which letters a clause says to be some integer; not those of a function or sequence, f(k) = k + 1."""
+    clauses = [found[0] for found in _CLAUSE.finditer(text)]
+    letters = (_letters(part) for part in clauses if _domain(part) - (_NEUTRAL - _EVERY) == {"integer"})
+    return frozenset().union(*letters) - set(re.findall(r"(?:\(|_\{?)([a-z])[)}\s=]", text))
+
+
+def _letters(clause: str) -> set[str]:
+    return set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", clause)) - set("aCNQRZ")
 
 
 def _domain(clause: str) -> set[str]:

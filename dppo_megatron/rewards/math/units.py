@@ -16,39 +16,44 @@ from dppo_megatron.rewards.math.numbers import NUMBER_WORDS
 from dppo_megatron.rewards.math.patterns import regex
 
 # what is measured; then, behind the factor to its base unit, names: those of four letters or more also with an s, those
-# with a star also with prefixes
+# with a star also with prefixes; capital letters are told from small ones where both are units (MHz, mHz)
 _TABLE = """
 unit: 1 unit un u
 length: 1 m* meter* metre* 381/1250 ft foot feet 127/5000 in inch inches 1143/1250 yd yard 201168/125 mi mile
+length: 1/10000000000 angstrom 149597870700 au 9460730472580800 ly
+parsecs: 1 pc* parsec*
 time: 1 s* sec secs second* 60 min mins minute 3600 h hr hrs hour 86400 day days 604800 week
 months: 1 month
-years: 1 yr year
-mass: 1 g* gm gram* 45359237/100000 lb lbs pound 45359237/1600000 oz ounce
-length^3: 1/1000 l* liter* litre* 473176473/125000000000 gal gallon
+years: 1 yr* year
+mass: 1 g* gm gram* 45359237/100000 lb lbs pound 45359237/1600000 oz ounce 1000000 tonne
+length^3: 1/1000 l* L* liter* litre* 473176473/125000000000 gal gallon
 length^3: 473176473/500000000000 qt quart 473176473/1000000000000 pt pint
-mass,length,time^-2: 1000 newton* 1000000 kn
-mass,length^-1,time^-2: 1000 pa* pascal*
-mass,length^2,time^-2: 1000 j* joule* 3600000 wh*
-mass,length^2,time^-3: 1000 w* watt*
-time^-1: 1 hz* hertz*
+mass,length,time^-2: 1000 N* newton* 1000000 kn 1/100 dyn dyne
+mass,length^-1,time^-2: 1000 Pa* pascal* 100000000 bar* 101325000 atm atmosphere
+mass,length^2,time^-2: 1000 J* j joule* 3600000 Wh* 4184 cal* calorie* 1/10000 erg 1.602176634e-16 eV*
+mass,length^2,time^-3: 1000 W* w watt*
+time^-1: 1 Hz* hertz*
 amount: 1 mol* mole*
 resistance: 1 ohm*
-V: 1 volt*
-A: 1 amp* ampere*
-K: 1 kelvin
-C: 1 celsius coulomb
-F: 1 fahrenheit farad
+V: 1 V* volt*
+A: 1 A* amp* ampere*
+K: 1 K* kelvin
+C: 1 C* celsius coulomb*
+F: 1 F* fahrenheit farad*
+H: 1 H* henry*
+T: 1 T* tesla* 1/10000 gauss
+Wb: 1 Wb* weber*
+bytes: 1 byte* 1000 kB KB 1000000 MB 1000000000 GB 1000000000000 TB
 money: 1 usd buck dollar 1/100 cent 1/20 nickel 1/10 dime
 euros: 1 eur euro
 sterling: 1 gbp quid 1/100 pence
 yen: 1 jpy yen
+yuan: 1 cny rmb yuan
 percent: 1 % pct percent
 angle: 1 deg degree
 radians: 1 rad radian
 """
-_PREFIXES = {"k": "1000", "c": "1/100", "m": "1/1000", "n": "1/1000000000"}
-_PREFIXES |= {"kilo": "1000", "centi": "1/100", "milli": "1/1000", "nano": "1/1000000000"}
-_CAPITALS = {"N": "newton", "V": "volt", "A": "amp", "K": "kelvin", "C": "celsius", "F": "fahrenheit"}
+_PREFIXES = "k kilo 3 c centi -2 m milli -3 d deci -1 u micro -6 n nano -9 p pico -12 M mega 6 G giga 9 T tera 12"
 
 _DOUBTFUL = (
     "not no non nor never neither none nope cannot wrong incorrect error false invalid fails failing excluded excluding"
@@ -68,12 +73,11 @@ _SAID = (
 _MONTHS = "january february march april may june july august september october november december"
 MONTHS = frozenset(_MONTHS.split())
 _CHANGES_MEANING = DOUBTS | MONTHS | frozenset(_SAID.split())
-_SIZES = "lakh crore score gross myriad kilo mega giga milli micro nano"
-_NUMBERS = NUMBER_WORDS | frozenset(_SIZES.split())
+_NUMBERS = NUMBER_WORDS.union(["lakh", "crore", "score", "gross", "myriad"], _PREFIXES.split()[1::3])
 _EXPONENT = r"(?:\s*\^\s*-?\s*\d(?!\d))?"
 _WORDS = regex(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
 _NEAR = (
-    "of per long wide high tall deep thick away apart old older younger later each total altogether apiece left"
+    "of them per long wide high tall deep thick away apart old older younger later each total altogether apiece left"
     " increase profit celsius fahrenheit kelvin newton hertz ohm volt pascal mole degree"
 )
 _BESIDE = frozenset(_NEAR.split())
@@ -81,10 +85,11 @@ _IN_ALL = regex(
     r"\bin (?:total|all|length|width|height|area|volume)\b|\bdegrees? (?=celsius|fahrenheit)", re.IGNORECASE
 )
 _COUNTED = regex(r"[a-z]+[^isu]s|[a-z]{3,}i|(?:wo)?men|(?:grand)?children|people|feet|teeth|mice|fish")
-_FACTOR = regex(r"[\s*-]*(?P<name>[a-z%]+)\.?(?:\s*\^\s*(?P<power>-?\s*\d))?(?![a-z^])\s*")
+_COUNTS = frozenset(["integers", "numbers", "ways", "values", "solutions", "times", "pairs"])
+_FACTOR = regex(r"[\s*-]*(?P<name>[A-Za-z%]+)\.?(?:\s*\^\s*(?P<power>-?\s*\d))?(?![A-Za-z^])\s*")
 _POWERS = {  # square metres and metres squared are metres^2
-    regex(r"\b(?:square|sq\.?)\s+([a-z]+)"): r"\1^2",
-    regex(r"\b(?:cubic|cu\.?)\s+([a-z]+)"): r"\1^3",
+    regex(r"\b(?:square|sq\.?)\s+([A-Za-z]+)"): r"\1^2",
+    regex(r"\b(?:cubic|cu\.?)\s+([A-Za-z]+)"): r"\1^3",
     regex(r"\s*\bsquared\b"): "^2",
     regex(r"\s*\bcubed\b"): "^3",
 }
@@ -92,6 +97,7 @@ _PER = regex(r"\s+(?:per|an?)\s+|\s*/\s*")
 _PART = (
     r"(\d+(?:\.\d+)?)\s*(?:\\text\{)?\s*([A-Za-z]+)\.?\s*(?:,|and)?\s*\}?\s*(?:,|\\text\{\s*and\s*\}|and(?![a-z]))?\s*"
 )
+_PRODUCT = regex("[dupMGT][A-Za-z]|[A-Za-z][ABCFHKTV]|[a-z]?pc|au|ly|bar")  # 2kT and 3au are no units
 _COMPOUND = regex(rf"(?:{_PART}){{2,4}}", re.ASCII)
 
 
@@ -106,9 +112,11 @@ def _table() -> dict[str, tuple[dict[str, int], Fraction]]:
                 continue
             bare = name.rstrip("*")
             known[bare] = powers, factor
-            for prefix, size in _PREFIXES.items() if name != bare else ():
-                if (len(prefix) == 1) == (len(bare) < 4):
-                    known.setdefault(prefix + bare, (powers, factor * Fraction(size)))
+            prefixes = ["", *_PREFIXES.split()[len(bare) > 3 :: 3]] if name != bare else []
+            for prefix, power in zip(prefixes, ["0", *_PREFIXES.split()[2::3]], strict=False):
+                unit = known.setdefault(prefix + bare, (powers, factor * Fraction(10) ** int(power)))
+                if len(bare) == 2 and prefix not in "mM":  # khz; mhz may be either
+                    known.setdefault((prefix + bare).lower(), unit)
     return {f"{name}s": unit for name, unit in known.items() if len(name) > 3} | known
 
 
@@ -131,15 +139,10 @@ def read_unit(words: str) -> Unit | None:
         ('length^2', None, None)
     """
     words = _IN_ALL.sub("", re.sub(r"[{}\\~]", " ", words)).strip(" .,;()")
-    if len(words) == 1 and words.isupper() and words not in "LJW":  # 5 M are five million
-        words = _CAPITALS.get(words, words if words in "TH" else "")
-        if len(words) < 2:
-            return Unit(words) if words else None
-    words = re.sub(r"\s*/\s*", " per ", re.sub(r"\bper cent\b", "percent", words.lower())).strip()
-    if not words:
-        return Unit("")
+    words = re.sub(r"(?<=%)\s*(?:increase|decrease|discount|profit|loss)\Z|\A(?:profit|increase)\Z", "", words)
     dimension, factor = _known(words)
-    if dimension:
+    words = re.sub(r"\s*/\s*", " per ", words.lower()).strip()
+    if dimension or not words:
         return Unit(words, dimension, factor)
     found = re.findall("[a-z]+", words)
     if not _WORDS.fullmatch(words) or not len(words) > 1 or len(found) > 6 or any(map(_changes, found)):
@@ -169,12 +172,21 @@ def compatible(gold: Unit, other: Unit) -> bool:
     for generic, known in ((one, two), (two, one)):
         if generic.startswith("unit"):
             return known in ("", generic, generic.replace("unit", "length"))
-    return one == two
+    return one == two and (bool(one) or gold.words == other.words or not _things(gold).isdisjoint(_things(other)))
+
+
+def _things(unit: Unit) -> set[str]:
+    """What is counted, red marbles and marbles alike; numbers and ways are all one."""
+    if re.search(r" per |\^|square|cubic", unit.words):
+        return {unit.words}
+    return {"" if word in _COUNTS else word.removesuffix("s") for word in re.findall("[a-z]{4,}", unit.words)}
 
 
 def _known(words: str) -> tuple[str, Fraction]:
     """What is measured, and the factor: of products and quotients of powers of units; nothing if one is not known."""
-    words = {"mph": "mi per h", "kph": "km per h"}.get(words.strip(), words)
+    if len(words) > 1 or not words.isupper():  # 5 M are five million
+        words = re.sub("[A-Za-z]+", lambda word: word[0] if word[0] in _table() else word[0].lower(), words)
+    words = {"mph": "mi per h", "kph": "km per h", "per cent": "percent"}.get(words.strip(), words)
     for pattern, spelling in _POWERS.items():
         words = pattern.sub(spelling, words)
     powers: dict[str, int] = {}
@@ -209,4 +221,4 @@ def read_compound(text: str) -> tuple[Fraction, Unit] | None:
 
 def is_glued(word: str) -> bool:
     """Whether the letters may stand behind a number without a space: 5cm."""
-    return bool(_known(re.sub("[{}]", "", word.lower()))[0])
+    return not _PRODUCT.fullmatch(word) and bool(_known(re.sub("[{}]", "", word))[0])

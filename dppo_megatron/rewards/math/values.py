@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import permutations
 from typing import Any
 
-from dppo_megatron.rewards.math.answers import ANY_WHOLE, INFINITY, PI, Node, Value, substituted, symbols, walk
+from dppo_megatron.rewards.math.answers import INFINITY, PI, Node, Value, substituted, symbols, walk
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
 from dppo_megatron.rewards.math.parse import DEGREE
@@ -16,8 +18,8 @@ from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import Unit, compatible, read_unit
 
 _NO_UNIT = Unit("")
-_CONSTANTS = frozenset(["K", "k", "C_1", "c_1", "C_0"])
 _CONSTANT = regex(r"[Cc](?:_\d)?")
+_FREE = regex(r"[ABCDKkc]|[Cc]_\d")
 _VARIABLES = frozenset("xyztuvw")
 
 
@@ -37,6 +39,8 @@ class Rules:
     """Of an answer that is a decimal of twelve digits or more; of more than fifteen, in the fifteenth."""
     context: str = ""
     """Of the problem and its reference, in lower case: what words may be units."""
+    wholes: frozenset[str] = frozenset()
+    """Letters of the reference that it says to be any whole number."""
     work: WorkLimit = field(default_factory=WorkLimit, compare=False)
     """Operations that are left for all of the grading's comparisons."""
 
@@ -48,7 +52,7 @@ class Rules:
 
     def exact(self) -> Rules:
         """For what has to be equal whatever the row says: ends of intervals, cells of matrices."""
-        return Rules(context=self.context, work=self.work)
+        return Rules(context=self.context, wholes=self.wholes, work=self.work)
 
 
 def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
@@ -111,20 +115,34 @@ def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rule
 
 def equal_nodes(gold: Node, other: Node, rules: Rules) -> bool:
     """Whether two parsed expressions have the same value."""
-    if gold == other:
-        return True
-    if INFINITY in (gold, other, gold[1], other[1]):
-        return False
-    verdict, names = same(gold, other, rules.work), symbols(gold) | symbols(other)
-    if verdict is not False or not names:
-        return bool(verdict) or (not names and _near(gold, other, rules))
-    if ANY_WHOLE in walk(other) and not symbols(gold):  # 3 modulo 5, where that is asked for
-        return bool(same(gold, substituted(other, {"_": ("n", Fraction(0))}), rules.work))
-    if (PI in walk(gold) and names <= {"k", "m", "n"}) or ANY_WHOLE in walk(gold):
-        turned = parameter_turned(gold, other, rules.work)
-    else:
-        turned = _with_constant(gold, other, rules.work)
-    return turned is not None and bool(same(gold, turned, rules.work))
+    return equal_together((gold,), (other,), rules)
+
+
+def equal_together(golds: Sequence[Node], others: Sequence[Node], rules: Rules) -> bool:
+    """Whether expressions have the same values pair by pair, a parameter's letter standing for one number in all."""
+    pairs = list(zip(golds, others, strict=True))
+    left = [pair for pair in pairs if not _equal(*pair, rules)]
+    if not left or any(INFINITY in walk(side) for pair in left for side in pair):
+        return not left
+    renamings = _renamings(*left[0], rules) if all(symbols(one) | symbols(two) for one, two in left) else ()
+    return any(all(same(one, substituted(two, by), rules.work) for one, two in pairs) for by in renamings)
+
+
+def _equal(gold: Node, other: Node, rules: Rules) -> bool:
+    if gold == other or INFINITY in (gold, other, gold[1], other[1]):
+        return gold == other
+    return bool(same(gold, other, rules.work)) or (not symbols(gold) | symbols(other) and _near(gold, other, rules))
+
+
+def _renamings(gold: Node, other: Node, rules: Rules) -> Iterator[Mapping[str, Node]]:
+    """What the letters of `other` may stand for, so that it may be `gold`: a parameter or constants by other names."""
+    ours, theirs = symbols(gold), symbols(other)
+    if "_" in theirs and not ours:  # 3 modulo 5, where that is asked for
+        yield {"_": ("n", Fraction(0))}
+    elif (PI in walk(gold) and ours | theirs <= {"k", "m", "n"}) or ours <= rules.wholes | {"_"}:
+        yield from _shifted(gold, other, rules.work)
+    elif ours & _VARIABLES:
+        yield from _with_constants(gold, other, rules.work)
 
 
 def _near(gold: Node, other: Node, rules: Rules) -> bool:
@@ -151,42 +169,48 @@ def _is_endless(value: Fraction) -> bool:
     return rest & (rest - 1) != 0 or rest >= 2**30
 
 
-def parameter_turned(gold: Node, other: Node, work: WorkLimit) -> Node | None:
-    """`other` with its one parameter replaced so that it may be `gold`, both linear in theirs: by another name, a whole
-    number further, or backwards, since n pi, k pi and (1 - k) pi are the same numbers for whole k.
+def _shifted(gold: Node, other: Node, work: WorkLimit) -> Iterator[Mapping[str, Node]]:
+    """The one parameter of `other`, both linear in theirs: by another name, a whole number further, or backwards, since
+    n pi, k pi and (1 - k) pi are the same numbers for whole k.
 
-    None for the same name, if it need not be a parameter's: where (n - 2) pi is the sum of a polygon's angles,
+    Nothing for the same name, if it need not be a parameter's: where (n - 2) pi is the sum of a polygon's angles,
     (n - 1) pi is another number.
     """
     ours, theirs = symbols(gold), symbols(other)
     if not len(ours) == len(theirs) == 1 or (ours == theirs and ours != {"k"}):
-        return None
+        return
     (mine,), (name,) = ours, theirs
     pairs = ((node, letter, at) for node, letter in ((gold, mine), (other, name)) for at in (0, 1))
     ends: list[Any] = [approximate(node, {letter: Fraction(at)}, work) for node, letter, at in pairs]
     start, end, other_start, other_end = (math.nan if value is None else value for value in ends)
     step = end - start
     if math.isnan(step + other_end - other_start):
-        return None
+        return
     back = -1 if step * (other_end - other_start) < 0 else 1
     shift = back * round((start - other_start) / step) if step else 0
-    if shift and mine != "k" and abs(start) >= abs(step):
-        return None
-    return substituted(other, {name: ("+", ("*", ("n", Fraction(back)), ("s", mine)), ("n", Fraction(shift)))})
+    if not shift or mine in "k_" or abs(start) < abs(step):
+        yield {name: ("+", ("*", ("n", Fraction(back)), ("s", mine)), ("n", Fraction(shift)))}
 
 
-def _with_constant(gold: Node, other: Node, work: WorkLimit) -> Node | None:
-    """x^2 + k as the reference x^2 + C has it, 2cx as 2Cx, and c_1, c_2 as C_1, C_2; None where no constant of
-    integration, which is added to a function of a variable, has another letter."""
+def _with_constants(gold: Node, other: Node, work: WorkLimit) -> Iterator[Mapping[str, Node]]:
+    """Constants of integration: x^2 + k as the reference x^2 + C has it, or (x + 1)^2 + C for x^2 + 2x + C, A e^x for
+    C e^x, and A, B or c_1, c_2 for C_1, C_2. A letter that only some values of may be meant is none: C x + 1."""
     ours, theirs = symbols(gold), symbols(other)
     missing, added = ours - theirs, theirs - ours
-    if not missing or not ours & _VARIABLES:
-        return None
     is_swapped = missing == {name.swapcase() for name in added} and all(map(_CONSTANT.fullmatch, added))
-    if is_swapped and (missing != {"c"} or len(ours) == 2):  # ax^2 + bx + c has no constant of integration
-        return substituted(other, {name: ("s", name.swapcase()) for name in added})
-    one, constant = ("n", Fraction(1)), ("s", "C")
-    if missing != {"C"} or len(added) != 1 or not added <= _CONSTANTS:
-        return None
-    is_added = same(("+", gold, one), substituted(gold, {"C": ("+", constant, one)}), work)
-    return substituted(other, dict.fromkeys(added, constant)) if is_added else None
+    if missing and is_swapped and (missing != {"c"} or len(ours) == 2):  # ax^2 + bx + c has no constant of integration
+        yield {name: ("s", name.swapcase()) for name in added}
+    if len(missing) != len(added) or len(added) > 3 or not all(map(_FREE.fullmatch, added)):
+        return
+    if len(missing) > 1 and any(all(map(_CONSTANT.fullmatch, names)) for names in (missing, added)):
+        yield from (dict(zip(added, (("s", name) for name in order), strict=True)) for order in permutations(missing))
+    elif "C" in ours and missing <= {"C"}:
+        (name,) = added or {"C"}
+        none, constant = ("n", Fraction(0)), ("s", "C")
+        start, other_start = substituted(gold, {"C": none}), substituted(other, {name: none})
+        apart: Node = ("+", start, ("-", other_start))
+        elsewhere = substituted(apart, {variable: ("s", f"{variable}'") for variable in _VARIABLES})
+        if same(start, none, work):
+            yield {name: constant}
+        elif same(gold, ("+", start, constant), work) and same(apart, elsewhere, work):
+            yield {name: ("+", constant, apart)}
