@@ -101,7 +101,7 @@ def said_by_each_rank() -> Iterator[None]:
         if launched_rank():
             kind = "error" if isinstance(error, UserError) else "stopped"
             show(f"{kind}: rank {launched_rank()}: {error}", file=sys.stderr)
-            error.is_said = True  # type: ignore[attr-defined]
+            error.is_said = True  # type: ignore[union-attr]
         raise
 
 
