@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from dppo_megatron.launcher_env import is_on_one_machine, launched_rank
 from dppo_megatron.texts import show
-from dppo_megatron.types import SAID, RunAborted, UserError
+from dppo_megatron.types import RunAborted, UserError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -101,7 +101,7 @@ def said_by_each_rank() -> Iterator[None]:
         if launched_rank():
             kind = "error" if isinstance(error, UserError) else "stopped"
             show(f"{kind}: rank {launched_rank()}: {error}", file=sys.stderr)
-            error.add_note(SAID)
+            error.is_said = True  # type: ignore[union-attr]
         raise
 
 
@@ -181,8 +181,8 @@ def from_rank_zero(decide: Callable[[], T]) -> T:
 
 
 def on_every_rank(error: E) -> E:
-    """An exception that rank 0 raises too: the command line prints it there alone."""
-    error.add_note(SAID)
+    """An exception that rank 0 raises too: the command line prints it there alone. No note, which tracebacks show."""
+    error.is_said = True  # type: ignore[attr-defined]
     return error
 
 

@@ -29,7 +29,7 @@ from dppo_megatron.config.paths import with_paths
 from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.data.summary import check_data, write_first_prompts
-from dppo_megatron.distributed import from_rank_zero
+from dppo_megatron.distributed import from_rank_zero, on_every_rank
 from dppo_megatron.evaluation.eval_scores import EvalScores
 from dppo_megatron.job import Job
 from dppo_megatron.launcher_env import launched_here, launched_rank
@@ -425,9 +425,11 @@ class Run:
         if skipped:
             log(f"warning: step {step}: update skipped, not finite; samples {samples}")
         if skipped and skipped >= self._config.guard.max_skipped_updates:
-            raise RunAborted(
-                f"step {step}: {skipped} updates in a row had a loss or gradient that is not finite; samples of the"
-                f" last (prompt:completion): {samples}. {self._how_to_go_on()}"
+            raise on_every_rank(
+                RunAborted(
+                    f"step {step}: {skipped} updates in a row had a loss or gradient that is not finite; samples of the"
+                    f" last (prompt:completion): {samples}. {self._how_to_go_on()}"
+                )
             )
 
     def _stop_if_asked(self, step: int) -> None:
@@ -438,7 +440,8 @@ class Run:
             saved = self._save(step) and self._finalize(blocking=True)
             name = self._stop_requests.received or "another rank got a signal"
             if not saved:
-                raise RunAborted(f"stopped after step {step} ({name}), but no checkpoint could be written")
+                why = f"stopped after step {step} ({name}), but no checkpoint could be written"
+                raise on_every_rank(RunAborted(why))
             raise Stopped(f"stopped after step {step} ({name}). {self._how_to_go_on()}")
 
     def _how_to_go_on(self) -> str:

@@ -48,10 +48,6 @@ class RunAborted(Exception):
     """The run cannot continue, through no mistake of the user's: it is checkpointed and ends with exit code 3."""
 
 
-SAID = "(printed elsewhere too)"
-"""A note on an exception that the command line need not print on other ranks than rank 0."""
-
-
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem of a prompt set."""

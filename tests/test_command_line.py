@@ -17,8 +17,10 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from support.job import REPOSITORY
 from support.launch import run_ranks
@@ -26,6 +28,8 @@ from support.launch import run_ranks
 from dppo_megatron.config import paths
 from dppo_megatron.config.reference import page_for
 from dppo_megatron.distributed import from_rank_zero, on_every_rank, rank, said_by_each_rank
+from dppo_megatron.rollout.sync.receipts import canary_difference
+from dppo_megatron.run import Run
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.accept.record import Record
 from dppo_megatron.workbench.cli import PAGES, explained, main, program
@@ -174,6 +178,13 @@ def _stops(where: str) -> tuple[int, str]:
             from_rank_zero(stop)
         elif where == "gathered":
             raise on_every_rank(UserError("a tensor is not there"))
+        elif where == "canary":
+            canary_difference(["a"], [np.zeros(2)], [np.ones(2)], 0.5)
+        elif where == "updates":
+            counts = SimpleNamespace(skipped_in_a_row=2, skipped_samples="3:1")
+            guard = SimpleNamespace(max_skipped_updates=2)
+            run = SimpleNamespace(loop=counts, _config=SimpleNamespace(guard=guard), _how_to_go_on=str)
+            Run._check_guard(cast(Run, run), 7)
         elif rank() == 1:
             find_no_gpu()
         return 0
@@ -181,6 +192,15 @@ def _stops(where: str) -> tuple[int, str]:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as said:
         patch.setattr(config_command, "execute", execute)
         return main(["config", "seed"]), said.getvalue()
+
+
+def _fault() -> tuple[bool, list[str]]:
+    """On a rank: whether a fault of rank 0 has the command line's mark, and the notes that its traceback shows."""
+    try:
+        from_rank_zero(lambda: [][0])
+    except IndexError as error:
+        return getattr(error, "is_said", False), getattr(error, "__notes__", [])
+    return False, []
 
 
 def test_what_stops_a_machine_alone_is_said_there(
@@ -200,6 +220,10 @@ def test_what_stops_a_machine_alone_is_said_there(
     assert run_ranks(_stops, 2, "rank 0") == [(3, "stopped: no server answers\n"), (3, "")]
     (_, first), second = run_ranks(_stops, 2, "gathered")
     assert first.startswith("error: a tensor is not there (see") and second == (2, "")
+    for guard, began in (("canary", "stopped: a scores a canary"), ("updates", "stopped: step 7: 2 updates in a row")):
+        (_, first), second = run_ranks(_stops, 2, guard)
+        assert began in first and second == (3, "")
+    assert run_ranks(_fault, 2) == [(True, [])] * 2
     assert run_ranks(_stops, 2, "rank 1") == [(0, ""), (2, "error: rank 1: no GPU\n")]
 
 

@@ -101,14 +101,16 @@ def test_the_guard_stops_with_a_checkpoint_and_the_samples(
 def test_an_sft_that_diverges_is_a_stop_and_no_crash(
     files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 3 on both ranks with the setting to lower, and nobody looks for a rank that has died."""
+    """Exit code 3 on both ranks, of two machines, and once the setting to lower; nobody looks for one that has died."""
     with pytest.MonkeyPatch.context() as patched:  # the ranks are forked
         loss = make_objective(ObjectiveConfig(), nan_loss)
         patched.setattr("dppo_megatron.steps.loop.supervised", lambda: loss)
         patched.setattr(Watchdog, "wait_for_silence", lambda _: ["somebody"])
-        assert run_ranks(_command_line, 2, files, tmp_path / "run", SHORT | {"sft__learning_rate": 0.5}) == [3, 3]
+        extra = SHORT | {"sft__learning_rate": 0.5}
+        assert run_ranks(_command_line_on_its_machine, 2, files, tmp_path / "run", extra) == [3, 3]
     said = capfd.readouterr()
     assert "stopped: SFT, step 1: loss or gradient is not finite; lower sft.learning_rate = 0.5" in said.err
+    assert said.err.count("stopped: ") == 1
     assert "has died" not in said.out + said.err and "Traceback" not in said.err
 
 
@@ -174,6 +176,11 @@ def _command_line(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:
     from dppo_megatron.workbench.cli import main
 
     return main(["train", str(REPOSITORY / "configs" / "quickstart.yaml"), *settings(files, run_dir, **extra)])
+
+
+def _command_line_on_its_machine(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return _command_line(files, run_dir, extra)
 
 
 # ------------------------------------------------------------------------------------------------------- graders
@@ -345,7 +352,7 @@ def _stop_and_fail_to_save(files: Path, run_dir: Path, name: str, error: BaseExc
             run._stop_requests.received = "SIGUSR1"
             train(run)
     except Exception as ended:
-        return f"{type(ended).__name__}: {ended}"
+        return f"{type(ended).__name__}: {ended}{', on every rank' * getattr(ended, 'is_said', False)}"
     return "trained"
 
 
@@ -356,7 +363,7 @@ def _stop_and_fail_to_save(files: Path, run_dir: Path, name: str, error: BaseExc
         (
             "finalize",
             OSError("No space left on device"),
-            "RunAborted: stopped after step 0 (SIGUSR1), but no checkpoint could be written",
+            "RunAborted: stopped after step 0 (SIGUSR1), but no checkpoint could be written, on every rank",
         ),
     ],
 )

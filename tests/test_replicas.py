@@ -30,6 +30,8 @@ from torch.multiprocessing import reductions
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation import standalone
 from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout import job_nodes
+from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.connect import ConnectedServers, Launched, connect
 from dppo_megatron.rollout.servers.device_map import RankDevice
 from dppo_megatron.rollout.servers.dialects import SGLangDialect
@@ -227,6 +229,24 @@ def test_weights_from_files_do_not_go_over_nccl(
     assert made == [{"has_actor": False}]
 
 
+def test_servers_of_an_evaluation_get_the_places_that_are_named(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is a rank's there: taken for CUDA's own numbers they would be GPUs of another job. The same places in a
+    training run are refused, since one is its rank's."""
+    of_servers = {"engine": "vllm", "servers__launch": "local", "servers__count": 2, "servers__gpus": "['0', '1']"}
+    config = job_config(files, files / "run", **{f"rollout__{key}": value for key, value in of_servers.items()})
+    job = prepare_job(config, 1)
+
+    def would_start(*given: Any, **options: Any) -> Any:
+        raise UserError(",".join(str(server.visible_devices) for server in make_servers(*given, **options)))
+
+    monkeypatch.setattr(job_nodes, "make_servers", would_start)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    with pytest.raises(UserError, match=r"^2,3$"):
+        standalone._engine(job)
+    with pytest.raises(UserError, match=r"place 0 in CUDA_VISIBLE_DEVICES = 2,3 is a rank's \(1 train on"):
+        ServerEngine(config, job.architecture, job.tokenizer)
+
+
 def _connected(fake: FakeVLLM, files: Path, channel: str, device: str = "cpu") -> ConnectedServers:
     """By a trainer on a machine with GPUs whose weights are on `device`."""
     config: Config = job_config(
@@ -246,7 +266,7 @@ def _connected(fake: FakeVLLM, files: Path, channel: str, device: str = "cpu") -
 def test_a_colocated_server_on_a_gpu_of_no_rank_is_refused(
     fake: FakeVLLM, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be another job's; over disk it would train on. Both are named. Numbers count as the ranks' do."""
+    """It may be another job's; over disk it would train on. It is named, and the ranks' are. Numbers count as those."""
     of_servers = {"rollout__engine": "vllm", "rollout__servers__launch": "local", "rollout__servers__gpus": "['1']"}
     config = job_config(files, files / "run", **of_servers, rollout__servers__colocate=True)
     job = prepare_job(config, 1)
@@ -256,7 +276,7 @@ def test_a_colocated_server_on_a_gpu_of_no_rank_is_refused(
     ranks = [RankDevice(0, frozenset((str(place), f"GPU-{place}"))) for place in range(4)]
     found = connect(config, job.architecture, ranks, launched)
     assert (found.channel, found.device_map) == ("ipc", {fake.url: (0, 1, 2, 3)})
-    said = r"workers on GPU-0, GPU-1, GPU-2, GPU-3 \(CUDA_VISIBLE_DEVICES=4,5,6,7\), .* are on 0/GPU-0, 1/GPU-1\."
+    said = r"workers on GPU-2, GPU-3 without a rank \(CUDA_VISIBLE_DEVICES=4,5,6,7\): .* are on 0/GPU-0, 1/GPU-1\."
     with pytest.raises(UserError, match=said):
         connect(config, job.architecture, ranks[:2], launched)
 

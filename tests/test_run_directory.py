@@ -27,7 +27,7 @@ import torch
 from support.cases import Choose
 from support.disk_faults import Killed, disk_fault
 from support.launch import run_ranks
-from support.processes import in_child, kill
+from support.processes import holding, in_child, kill
 from support.said import heard
 from support.tiny import Parallel, build_actor, write_model
 
@@ -127,6 +127,37 @@ def test_a_file_server_keeps_the_lock_of_a_machine_that_has_vanished(
         lock.release()
         assert not path.exists()
     former.release()
+
+
+@pytest.mark.parametrize(("silent_s", "written_s"), [(0.15, 61.0), (3600.0, 1.0)])
+def test_two_that_find_a_dead_trainer_do_not_both_get_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_s: float, written_s: float
+) -> None:
+    """The first of them, on another host, has the kernel's lock. It writes its own name `written_s` later, when it too
+    has waited for a sign of life of the trainer that has died; until then the file shows that one's."""
+    path = tmp_path / "lock.json"
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "since": "yesterday", "boot": "x"}))
+    os.utime(path, (time.time() - silent_s,) * 2)
+    inode, clock = path.stat().st_ino, [0.0]
+
+    def sleep(seconds: float) -> None:
+        if clock[0] < written_s <= clock[0] + seconds:
+            path.write_text(json.dumps({"host": "third", "pid": 2, "since": "now", "boot": "y"}))
+        clock[0] += seconds
+
+    with holding(lambda: _with_kernel_lock(path)):
+        monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+        monkeypatch.setattr(time, "sleep", sleep)
+        with pytest.raises(UserError, match="being written by another trainer: host third, process 2"):
+            RunLock(tmp_path)
+        monkeypatch.undo()
+    assert path.stat().st_ino == inode
+
+
+def _with_kernel_lock(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR)
+    fcntl.lockf(descriptor, fcntl.LOCK_EX)
+    return descriptor
 
 
 @pytest.mark.parametrize("content", [b"", b"5", b"[" * 100_000, b"\xff", b"{}", b'{"host": 3, "pid": [1]}'])

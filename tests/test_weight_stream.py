@@ -51,8 +51,7 @@ def _streams(model_path: Path, parallel: Parallel, nodes: Sequence[int]) -> dict
     world = parallel.world_size
     exchanges, messages = _count(dist.batch_isend_irecv)
     dist.batch_isend_irecv = exchanges
-    stream = actor._stream
-    given: dict[str, Any] = {"buckets": len(stream._catalogue.buckets(SMALL // stream._dtype.itemsize))}
+    given: dict[str, Any] = {"buckets": actor._stream.num_buckets(SMALL)}
     for name, to in (("all", None), ("first", [0]), ("last", list(range(world))[-2:])):
         messages.clear()
         given[name] = {key: tensor.numpy().copy() for key, tensor in actor.weights(to, SMALL)}

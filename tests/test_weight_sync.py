@@ -43,7 +43,7 @@ from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel, vllm_offer
 from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Digests
 from dppo_megatron.rollout.sync.server_side import ServerSide
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.types import RunAborted
+from dppo_megatron.types import RunAborted, UserError
 
 BUCKET = 5 << 20
 SHAPES = [(640, 1024)] * 6 + [(7,), (3, 5), (2000, 1024), (11,)]
@@ -510,6 +510,10 @@ def test_ranks_are_found_by_their_devices() -> None:
     assert servers_devices(["2", "3"], "4,5,6,7", 2) == ["6", "7"], "beside two ranks"
     for gpus, inherited, training in ((["0,2"], "2,3", 0), (["0"], "4,5", 1), (["GPU-a"], "4,5", 0), (["1"], "", 0)):
         assert servers_devices(gpus, inherited, training) == gpus, "CUDA's own"
+    assert servers_devices(["1", "2"], "0,1,2", 2) == ["1", "2"], "either way"
+    said = r"place 1 in CUDA_VISIBLE_DEVICES = 4,5,6,7 is a rank's \(2 train .* and 2 is none's: name places from 2 on"
+    with pytest.raises(UserError, match=said):
+        servers_devices(["1", "2"], "4,5,6,7", 2)
     two_nodes = [RankDevice(node, frozenset((name,))) for node in (0, 1) for name in ("0", "1")]
     assert ranks_of_workers(two_nodes, ("1", "0"), 0, node=1) == (3, 2), "GPUs of two machines may have one number"
 

@@ -4,7 +4,8 @@ Whether the holder still runs is decided by two signs, since neither is enough a
 ends with the process and works over NFS and Lustre where their lock managers run. Without it, and on another host, the
 holder is known by its heartbeat: it touches the file every few seconds, and if the file has not changed for a minute of
 the file system's own clock, the holder is gone. A file server may keep the lock of a machine that has vanished (NFSv3
-until that is back, NFSv4 for a lease of some 90 s): then lock.json is made anew.
+until that is back, NFSv4 for a lease of some 90 s): then lock.json is made anew, half a minute later than without that
+lock, which may be that of another trainer that waits too.
 
 POSIX record locks end as soon as the process closes any descriptor of the file, so this process never opens lock.json
 a second time and reads it through the one descriptor.
@@ -55,7 +56,7 @@ class RunLock:
         try:
             before = _parse(os.pread(self._descriptor, 65536, 0))
             if before and self._lives(self._descriptor, before, kernel_locks):
-                raise UserError(self._refusal(before))
+                raise UserError(self._refusal(self._descriptor))
             self.took_over = _name(before) if before else self.took_over
             self._mine = json.dumps(_describe_self()).encode()
             os.ftruncate(self._descriptor, 0)
@@ -120,20 +121,23 @@ class RunLock:
         """Remove the file that another process has locked, if that is of another machine and shows no sign of life.
         Raises UserError if it may be running."""
         holder = _parse(os.pread(descriptor, 65536, 0))
-        if not holder or holder.get("boot") == _boot_id() or self._lives(descriptor, holder, kernel_locks=False):
-            raise UserError(self._refusal(holder)) from None
+        # The lock may be that of a trainer which found the same holder and writes as soon as it has waited for it.
+        is_ours = holder.get("boot") == _boot_id()
+        if not holder or is_ours or self._lives(descriptor, holder, kernel_locks=False, longer_s=self._stale_s / 2):
+            raise UserError(self._refusal(descriptor)) from None
         self.took_over = _name(holder)
         if os.stat(self._path).st_ino == os.fstat(descriptor).st_ino:  # else another trainer was faster
             self._path.unlink()
 
-    def _lives(self, descriptor: int, holder: dict[str, Any], kernel_locks: bool) -> bool:
-        """Whether the process that `holder` describes still runs, as far as can be known here."""
+    def _lives(self, descriptor: int, holder: dict[str, Any], kernel_locks: bool, longer_s: float = 0.0) -> bool:
+        """Whether the process that `holder` describes still runs, as far as can be known here; waits `longer_s` more
+        for a sign of it than a heartbeat's age would have it."""
         if kernel_locks and holder.get("host") == socket.gethostname() and holder.get("boot") == _boot_id():
             return False  # we hold it, so no other process of this machine can
         last_beat = os.fstat(descriptor).st_mtime_ns
         with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=f".{FILE}.") as probe:
             age_s = (os.fstat(probe.fileno()).st_mtime_ns - last_beat) / 1e9  # by the file system's clock, as the beats
-        left_s = self._stale_s - max(0.0, age_s)  # a time in the future counts as now
+        left_s = max(0.0, self._stale_s - max(0.0, age_s)) + longer_s  # a time in the future counts as now
         if left_s > 0:
             log(f"{self._path}: waiting up to {left_s:.2g} s for a sign of life of {_name(holder)}")
         deadline = time.monotonic() + left_s
@@ -148,7 +152,8 @@ class RunLock:
             with contextlib.suppress(OSError):
                 os.utime(self._descriptor)
 
-    def _refusal(self, holder: dict[str, Any]) -> str:
+    def _refusal(self, descriptor: int) -> str:
+        holder = _parse(os.pread(descriptor, 65536, 0))  # it may have changed while this trainer waited
         return (
             f"run_dir = '{self._path.parent}' is being written by another trainer: {_name(holder)}."
             f" Wait for it or stop it, or choose another run_dir; if it is certain that it no longer runs, remove"

@@ -32,10 +32,10 @@ _READY_S = 5.0
 
 
 class JobServers:
-    """The servers of a job that starts them."""
+    """The servers of a job that starts them; without `has_actor` its ranks have no GPUs."""
 
-    def __init__(self, config: Config, nodes: Nodes) -> None:
-        self._config, self._nodes = config, nodes
+    def __init__(self, config: Config, nodes: Nodes, *, has_actor: bool = True) -> None:
+        self._config, self._nodes, self._has_actor = config, nodes, has_actor
         self.here: list[LaunchedServer] = []
         """Those that this rank has started."""
 
@@ -89,8 +89,8 @@ class JobServers:
         stop_all(self.here)
 
     def _start(self, hosts: Sequence[str]) -> None:
-        node = self._nodes.node
-        self.here = make_servers(self._config, hosts[node], node, f"node{node}_" if node else "")
+        node, name = self._nodes.node, f"node{self._nodes.node}_" if self._nodes.node else ""
+        self.here = make_servers(self._config, hosts[node], node, name, has_actor=self._has_actor)
         for server in self.here:
             server.start()
 

@@ -59,7 +59,7 @@ def serve(config: Config, host: str) -> None:
     name = f"{host}-{os.getpid()}-"
     with ExitStack() as undo:
         asked_to_end = _listen(undo)
-        servers = make_servers(config, address, name=name)
+        servers = make_servers(config, address, name=name, has_actor=False)
         undo.callback(stop_all, servers)
         for server in servers:
             server.start()

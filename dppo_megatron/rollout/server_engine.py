@@ -63,7 +63,8 @@ class ServerEngine(Engine):
     """vLLM or SGLang servers as configured in `rollout`. Collective, like every `Engine`.
 
     Args:
-        has_actor: False where weights come from files, so not from a GPU: over NCCL none could be sent.
+        has_actor: False where weights come from files, so not from a GPU: over NCCL none could be sent, and no place
+            of CUDA_VISIBLE_DEVICES is a rank's.
         client_hook: given how many rollout clients there are, says what each is to make for grading its completions;
             what it returns is pickled.
 
@@ -106,7 +107,7 @@ class ServerEngine(Engine):
             device = this_device(self._nodes.node, on_gpu=has_actor and torch.cuda.is_available())
             devices, hosts = gather_all([device]), listening_addresses(self._nodes)
             if config.rollout.servers.launch == "local":
-                self._own = JobServers(config, self._nodes)
+                self._own = JobServers(config, self._nodes, has_actor=has_actor)
                 launched = self._own.start()
 
             def connected() -> tuple[ClientRendezvous, list[int], str, ChannelName, DeviceMap]:

@@ -33,7 +33,7 @@ from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.order import whole_epochs
-from dppo_megatron.distributed import from_rank_zero, gather_all, to_rank_zero
+from dppo_megatron.distributed import from_rank_zero, gather_all, on_every_rank, to_rank_zero
 from dppo_megatron.evaluation.eval_scores import EvalScores
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import Job
@@ -129,9 +129,11 @@ class Loop:
                 num_tokens = float(sum(examples[i].num_completion_tokens for i in chosen))
                 batch = [replace(examples[i], denominator=num_tokens) for i in chosen]
                 if self.actor.update(batch, self.pack(batch), supervised()).is_skipped:
-                    raise RunAborted(
-                        f"SFT, step {done}: loss or gradient is not finite; lower sft.learning_rate ="
-                        f" {warm.learning_rate:g}, or mend the examples"
+                    raise on_every_rank(
+                        RunAborted(
+                            f"SFT, step {done}: loss or gradient is not finite; lower sft.learning_rate ="
+                            f" {warm.learning_rate:g}, or mend the examples"
+                        )
                     )
                 advance(done)
 

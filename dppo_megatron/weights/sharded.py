@@ -178,6 +178,10 @@ class WeightStream:
         for name, tensor in biases if self._me in receivers else ():
             yield name, tensor.to(self._device, copy=True)
 
+    def num_buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> int:
+        """Exchanges of one pass."""
+        return len(self._catalogue.buckets(bucket_bytes // self._dtype.itemsize))
+
     def _correction_biases(self) -> list[tuple[str, Tensor]]:
         """All of the model's, under their Hugging Face names. They never change, and are too small to be shared out."""
         if self._fixed is None:

@@ -145,9 +145,8 @@ def test_split(cluster: Cluster, tmp_path: Path) -> None:
     """One node generates and one trains; the server is killed in the middle: started again by its node, it is synced
     and asked again, and the run ends as if nothing had been."""
     job = Job(cluster, tmp_path, steps=8, rollout__sync__channel="disk")  # the fake joins no broadcast group
-    script = tmp_path / "split.sbatch"  # both nodes are this machine, and `serve` refuses names of loopback
-    script.write_text((SCRIPTS / script.name).read_text().replace('"$SLURMD_NODENAME"', "127.0.0.1"))
-    job.submit(str(script), INFERENCE_NODES="1")
+    # both nodes are this machine, and `serve` refuses names of loopback
+    job.submit("split.sbatch", INFERENCE_NODES="1", SERVE_HOST="127.0.0.1")
     job.until_rows(3)
     [server] = job.servers()
     os.kill(server, signal.SIGKILL)

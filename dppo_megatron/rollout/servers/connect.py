@@ -222,10 +222,11 @@ def _check_shared(
     for server, info in zip(launched, infos, strict=True):
         if found[server.url] is None:
             here = ["/".join(sorted(one.names, key=len)[:2]) for one in devices if one.node == server.node]
+            alone = [name for name in info.devices if not ranks_of_workers(devices, [name], 0, server.node)]
             raise UserError(
-                f"rollout.servers.colocate: {server.url} has workers on {', '.join(info.devices) or 'GPUs'}"
-                f" (CUDA_VISIBLE_DEVICES={server.visible_devices or ''}), one at least without a rank: the ranks of its"
-                f" machine are on {', '.join(here)}. rollout.servers.gpus says where it starts"
+                f"rollout.servers.colocate: {server.url} has workers on {', '.join(alone) or 'GPUs'} without a rank"
+                f" (CUDA_VISIBLE_DEVICES={server.visible_devices or ''}): the ranks of its machine are on"
+                f" {', '.join(here)}. rollout.servers.gpus says where it starts"
             )
 
 

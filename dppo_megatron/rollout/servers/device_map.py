@@ -14,6 +14,8 @@ from typing import TypeAlias
 
 import torch
 
+from dppo_megatron.types import UserError
+
 CPU = "cpu"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 DeviceMap: TypeAlias = dict[str, tuple[int, ...]]
@@ -52,15 +54,26 @@ def servers_devices(gpus: Sequence[str], inherited: str, ranks: int) -> list[str
     """The CUDA_VISIBLE_DEVICES of each server, of `rollout.servers.gpus`: its numbers are places in the `inherited`
     one, as a rank's is, where that has all of them and they are not among the first `ranks`, which train; else CUDA's.
 
+    Raises:
+        UserError: some are among those and some are not, so that it is not clear which GPUs are meant.
+
     Example:
         servers_devices(["0", "1"], "6,7", 0) == ["6", "7"]
         servers_devices(["0", "1"], "6,7", 2) == servers_devices(["0", "1"], "", 2) == ["0", "1"]
     """
     visible = visible_devices(inherited) if inherited else []
     named = [[one.strip() for one in entry.split(",")] for entry in gpus]
-    if not all(one.isdecimal() and ranks <= int(one) < len(visible) for entry in named for one in entry):
+    numbers = [one for entry in named for one in entry]
+    if not all(one.isdecimal() and int(one) < len(visible) for one in numbers):
         return list(gpus)
-    return [",".join(visible[int(one)] for one in entry) for entry in named]
+    taken = [one for one in numbers if int(one) < ranks]
+    # as places these would be GPUs of ranks; all of them so are more likely to be CUDA's own numbers
+    if 0 < len(taken) < len(numbers) and any(visible[int(one)] != one for one in numbers):
+        raise UserError(
+            f"rollout.servers.gpus: place {taken[0]} in CUDA_VISIBLE_DEVICES = {inherited} is a rank's ({ranks} train"
+            f" on this machine) and {max(numbers, key=int)} is none's: name places from {ranks} on"
+        )
+    return list(gpus) if taken else [",".join(visible[int(one)] for one in entry) for entry in named]
 
 
 def ranks_of_workers(

@@ -166,7 +166,9 @@ class LaunchedServer:
         return f"the rollout server at {self.url} {problem}; {self.log} ends with:\n{tail}"
 
 
-def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: str = "") -> list[LaunchedServer]:
+def make_servers(
+    config: Config, host: str = "127.0.0.1", node: int = 0, name: str = "", *, has_actor: bool = True
+) -> list[LaunchedServer]:
     """`rollout.servers.count` servers for this machine, not started yet.
 
     Each gets its key through its environment, and asks for it at every endpoint (`in_engine`): other users can reach
@@ -176,6 +178,7 @@ def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: s
         host: address that they listen on.
         node: this machine's number in the job.
         name: begins the names of their logs.
+        has_actor: whether this machine's ranks train, so that their GPUs are taken.
     """
     rollout = config.rollout
     key = configured_key(rollout)
@@ -212,7 +215,7 @@ def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: s
         )
     variables = vllm_environment(cpu, rollout.servers.count) if vllm else sglang_environment(cpu)
     variables |= quantized_variables(rollout) if vllm else draft_ladder(rollout)
-    ranks = launched_here() if rollout.servers.launch == "local" and not rollout.servers.colocate else 0
+    ranks = launched_here() if has_actor and not rollout.servers.colocate else 0
     devices = servers_devices(rollout.servers.gpus, os.environ.get("CUDA_VISIBLE_DEVICES", ""), ranks)
     servers = []
     for index in range(rollout.servers.count):

@@ -151,7 +151,7 @@ class DiskChannel(Channel):
         super().__init__(fleet, bucket_bytes, timeout_s)
         self._directory, self._hf_path = directory.absolute(), hf_path
         self._last: Path | None = None
-        if fleet is not None:  # rank 0's, which has the run's lock: a run that was killed has left a whole model
+        if fleet is not None:  # rank 0's: a run or evaluation of this directory that was killed has left a whole model
             for left in self._directory.glob("weights_*"):
                 remove_tree(left)
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.distributed import on_every_rank
 from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.rollout.fp8_weights import SCALE, multiplied_out
 from dppo_megatron.rollout.servers.fleet import Fleet
@@ -75,9 +76,11 @@ class Receipt:
             return
         self._missed += 1
         if self._missed >= MOST_MISSED:
-            raise RunAborted(
-                f"no rollout server has answered for its {self._name} after {self._missed} weight syncs in a row:"
-                " nothing shows that they generate with the actor's weights"
+            raise on_every_rank(  # a canary's on each, checksums' on rank 0, which the others are told
+                RunAborted(
+                    f"no rollout server has answered for its {self._name} after {self._missed} weight syncs in a row:"
+                    " nothing shows that they generate with the actor's weights"
+                )
             )
         log(
             f"rollout: receipt not taken: none of {asked} servers answered for its {self._name};"
@@ -291,11 +294,13 @@ def canary_difference(
         ]
         mean = float(np.concatenate(differences).mean())
         if not mean <= bound:
-            raise RunAborted(
-                f"{server} scores a canary completion {mean:.3g} a token away from the actor, more than"
-                f" rollout.sync.max_canary_logprob_diff = {bound:g}: it computes with other weights or another model,"
-                " or rounds them (rollout.quantization) by more than the bound allows."
-                " vLLM on a CPU with tied embeddings needs this project's worker extension (docs/engines.md)"
+            raise on_every_rank(
+                RunAborted(
+                    f"{server} scores a canary completion {mean:.3g} a token away from the actor, more than"
+                    f" rollout.sync.max_canary_logprob_diff = {bound:g}: it computes with other weights or another"
+                    " model, or rounds them (rollout.quantization) by more than the bound allows."
+                    " vLLM on a CPU with tied embeddings needs this project's worker extension (docs/engines.md)"
+                )
             )
         worst = max(worst, mean)
     return worst

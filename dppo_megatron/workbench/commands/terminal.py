@@ -1,4 +1,5 @@
-"""What commands print, and what libraries must not: rank 0 prints, the others are silent unless they stop alone."""
+"""What commands print, and what libraries must not: rank 0 prints, and of each other machine its first rank what ends
+the command there."""
 
 from __future__ import annotations
 
@@ -14,14 +15,15 @@ from typing import TextIO
 from dppo_megatron.launcher_env import check_launcher_env, launched_local_rank, launched_rank
 from dppo_megatron.progress import Advance, progress, unshown
 from dppo_megatron.texts import show
-from dppo_megatron.types import SAID, UserError
+from dppo_megatron.types import UserError
 
 
 def say(line: str, why: Exception | None = None) -> None:
-    """Print a line to stderr: on rank 0, or everywhere if the environment does not tell which that is. `why` a command
-    ends the first rank of every machine says, unless rank 0 raised it too: those beside it have the same files."""
+    """Print a line to stderr: on rank 0, or everywhere if the environment does not tell which that is. With `why`, the
+    error that ends a command, the first rank of each other machine prints it too, unless rank 0 does (`is_said`): those
+    beside it have the same files."""
     if not _speaks():
-        if why is None or launched_local_rank() or SAID in getattr(why, "__notes__", ()):
+        if why is None or launched_local_rank() or getattr(why, "is_said", False):
             return
         kind, _, text = line.partition(": ")
         line = f"{kind}: rank {launched_rank()} ({socket.gethostname()}): {text}"
