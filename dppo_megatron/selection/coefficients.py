@@ -75,7 +75,7 @@ class Coefficients:
             lengths=rollouts.lengths,
             prior=prior,
             stands_for=rollouts.stands_for,
-            penalty=self._penalty(rollouts),
+            penalty=self._penalty(rollouts) if self._settings.objective.overlong.buffer_tokens else None,
         )
         if rollouts.stands_for is not None:  # the others' mean: a mean with itself in it has 1 / G less of each
             return advantages * (1.0 - 1.0 / self._size if self._settings.objective.advantage == "group_mean" else 1.0)

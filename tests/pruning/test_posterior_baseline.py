@@ -18,7 +18,7 @@ import torch
 from dppo_megatron.algorithms.advantages import denominators, make_advantages, posterior_advantages
 from dppo_megatron.algorithms.objectives import make_objective
 from dppo_megatron.algorithms.tokens import TokenBatch
-from dppo_megatron.config.objective import CorrectionConfig, ObjectiveConfig
+from dppo_megatron.config.objective import CorrectionConfig, ObjectiveConfig, OverlongConfig
 from dppo_megatron.config.pruning import EarlyStopConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
@@ -241,6 +241,16 @@ def _label(age: int = 0, early_stop: int = 0, row: str = "advantage/posterior_lo
     ends = np.ones(shape) if early_stop else None
     table = Rollouts(np.eye(4)[:, :3], np.full(shape, 5), np.ones(shape), stands_for=ends)
     return next(one.label for one in selector.finish(table, 1).ledger if one.name == row)
+
+
+def test_without_a_penalty_nothing_is_added_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`overlong.buffer_tokens` 0 is the default: a second pass over all groups would add zeros."""
+    monkeypatch.setattr(
+        "dppo_megatron.algorithms.advantages.early_stop_advantages", lambda *_: pytest.fail("of a penalty of 0")
+    )
+    assert _label() == "unbiased"
+    with pytest.raises(pytest.fail.Exception, match="of a penalty of 0"):
+        _label(overlong=OverlongConfig(buffer_tokens=4))
 
 
 def test_labels_say_where_it_holds() -> None:
