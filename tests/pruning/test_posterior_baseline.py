@@ -155,6 +155,9 @@ CUT, MASK = CorrectionConfig("token", max_ratio=1.1), CorrectionConfig("token", 
         ("rloo", "sequence_mean", {"loss": "cispo"}),
         ("group_mean", "sequence_mean", {"correction": CUT}),
         ("posterior_loo", "sequence_mean", {"correction": CUT}),
+        ("posterior_loo", "constant", {"correction": CUT}),
+        ("posterior_loo", "constant", {"loss": "cispo"}),
+        ("posterior_loo", "constant", {"clip_low": 0.0, "clip_high": 0.0}),
         ("rloo", "constant", {"clip_low": 0.0, "clip_high": 0.0}),
     ],
 )
@@ -163,7 +166,7 @@ def test_stopping_early_keeps_the_expected_gradient(
 ) -> None:
     """Over all groups, and all ways in which their completions of two and three tokens are stopped early or not; and
     mates that came to their end, which are short ones, are no fair mean. Of older weights too, whatever a correction or
-    CISPO cuts; not where a clip goes by the sign, or the mates' lengths shift the baseline's mean."""
+    CISPO cuts; not where a clip goes by the sign, or the mates' lengths, which divide, shift the baseline's mean."""
     config = ObjectiveConfig(advantage=advantage, normalization=normalization, **changes)  # type: ignore[arg-type]
     policy = LATER if changes else BEHAVIOUR
     rewards, lengths = REWARDS[GROUPS], LENGTHS[GROUPS]
