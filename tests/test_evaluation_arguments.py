@@ -220,14 +220,20 @@ def test_sets_are_in_place_of_those_of_a_config_or_run(files: Path, tmp_path: Pa
         found = eval_set_configs(prepare(EvalArguments(model, sets=[f"mine={path}", f"paths={path}"]))[0])
         assert [(name, of.path, of.samples) for name, of in found.items()] == [("mine", path, 1), ("paths", path, 1)]
         assert found["mine"].template == found["paths"].template
+        # a path stays one: an evaluation that an older version began names it so
+        assert eval_set_configs(prepare(EvalArguments(model))[0])["paths"].key == "data.eval_paths.paths"
+        limited = eval_set_configs(prepare(EvalArguments(model, limit=3))[0])
+        assert {of.limit for of in limited.values()} == {3} and limited.keys() == {"paths", "mine", "other"}
 
 
 def test_a_file_of_sets_and_the_same_as_a_config_are_the_same_prompts(files: Path, tmp_path: Path) -> None:
-    """A set's `template` goes before what the file says of one for all sets, and null is what is left out."""
+    """A set's `template` goes before what the file says of one for all sets, and null is what is left out. But in
+    a config `data.overlong` is of its training sets; a file of sets has none."""
     path = str(files / "heldout.jsonl")
     for_all = {"template": "plain_boxed", "prompt_template": "all: {problem}", "max_prompt_tokens": 50}
+    for_all["overlong"] = "filter"
     sets = {
-        "named": {"path": path, "template": "r1", "max_prompt_tokens": None},
+        "named": {"path": path, "template": "r1", "max_prompt_tokens": None, "overlong": "error"},
         "both": {"path": path, "template": "plain_boxed", "prompt_template": "own: {problem}"},
         "own": {"path": path, "prompt_template": "own: {problem}"},
         "none": {"path": path},
@@ -240,6 +246,8 @@ def test_a_file_of_sets_and_the_same_as_a_config_are_the_same_prompts(files: Pat
     as_config, as_sets = (eval_set_configs(prepare(one)[0]) for one in asked)
     assert [one.template for one in as_sets.values()] == [one.template for one in as_config.values()]
     assert {one.max_prompt_tokens for one in as_sets.values()} == {50}
+    assert {one.overlong for one in as_config.values()} == {"error"}
+    assert {name for name, one in as_sets.items() if one.overlong == "filter"} == {"both", "own", "none"}
     assert as_sets["named"].template == TEMPLATES["r1"] and {one.samples for one in as_sets.values()} == {3}
 
 

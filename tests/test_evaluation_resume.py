@@ -158,6 +158,27 @@ def test_damaged_lines_are_made_again(tmp_path: Path) -> None:
     assert len((tmp_path / UNFINISHED).read_text().splitlines()) == len(lines)  # nothing was thrown away
 
 
+def test_a_set_by_another_setting_is_the_same_set(tmp_path: Path) -> None:
+    """An older version named a set of `data.eval_paths` otherwise, which decides nothing: it is gone on with. A setting
+    of the set that has such a name is none of these."""
+    names = {"key": "data.eval_paths.x.y", "max_prompt_tokens_key": "data.max_prompt_tokens"}
+    about: dict[str, Any] = {
+        "seed": 1,
+        "sets": {"x.y": {"path": "p", "template": {"chat_template_kwargs": {"key": 1}}} | names},
+    }
+    kept = UnfinishedSamples(tmp_path, about)
+    kept.add(_sample(0))
+    kept.close()
+    for changed in ({"key": "data.eval_sets.x.y"}, {"max_prompt_tokens_key": "data.eval_sets.x.y.max_prompt_tokens"}):
+        now = about | {"sets": {"x.y": about["sets"]["x.y"] | changed}}
+        again = UnfinishedSamples(tmp_path, now)
+        assert len(again.samples) == 1
+        again.close()
+    about["sets"]["x.y"]["template"]["chat_template_kwargs"]["key"] = 2
+    with pytest.raises(UserError, match=r"sets.x.y.template.chat_template_kwargs.key: 1, now 2\)"):
+        UnfinishedSamples(tmp_path, about)
+
+
 def test_verdicts_of_an_edited_grader_are_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The samples are kept; those of its verdicts that were given since are, too. Without samples there is no score."""
     samples = [_sample(index) for index in range(2)]

@@ -2,8 +2,8 @@
 
 As Python objects a prompt takes 4 KiB, in every rank. In this file of Arrow's it takes as much as its texts and tokens,
 in pages that all ranks share, and a `Prompt` is made of it when one is asked for. The file counts only as long as
-nothing has changed that prompts depend on: the files they were read from, settings, tokenizer, evaluation problems that
-were looked for, libraries, and the code that reads them.
+nothing has changed that prompts depend on: the content of the files they were read from, settings, tokenizer,
+evaluation problems that were looked for, libraries, and the code that reads them.
 
 Who waits for whom: a rank that finds no such file reads the set and writes one, under a lock. The others of the machine
 (of the file system, if it is shared and has locks) wait for that, and read the set themselves only if there is no file
@@ -26,7 +26,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from itertools import accumulate, count
 from pathlib import Path
 from typing import IO, Any
@@ -45,9 +45,14 @@ from dppo_megatron.types import Prompt, PromptFeatures
 
 _LEAST_BYTES = 2**20
 """Size of the smallest source that is worth a file: 3,000 problems, read in two seconds."""
+_MOST_BYTES = 2**32
+"""Of a source that is known by its content, whenever it was copied: hashing takes every rank 0.6 s a GiB. A larger one,
+a whole set of the hub perhaps of which little is read, is known by its files' times."""
 _AT_ONCE = 4096
 _UNUSED_S = 30 * 86_400
 """After which a file of the set as it was goes, once another is written: a run that maps one may last weeks."""
+_LEFT_S = 86_400
+"""After which a file that was never ended is a killed process's: another machine may not see our lock, and be at it."""
 _CHECKSUM_BYTES = 4
 
 
@@ -135,18 +140,21 @@ class PromptCache:
             looked_for: digest of the evaluation problems, and what becomes of training problems among them.
         """
         files = _files_of(settings.path)
+        size = sum(int(one[1]) for one in files)
         template = chat_template_of(tokenizer) if settings.template.apply_chat_template else ""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         folder = os.path.expanduser(folder)
-        if not folder or folder.startswith("~") or sum(int(one[1]) for one in files) < _LEAST_BYTES:
+        if not folder or folder.startswith("~") or size < _LEAST_BYTES:
             return None
         if varies(template or "") or not isinstance(backend, tokenizers.Tokenizer):
             return None
         read = [getattr(settings, one.name) for one in fields(ResolvedSet)]
         special = (type(tokenizer).__qualname__, tokenizer.special_tokens_map, tokenizer.chat_template)
         name = _digest(os.path.abspath(settings.path), read, backend.to_str(), special, looked_for)
-        key = _digest(name, files, _versions())
-        # also where several machines share the folder and each has a copy of the source, with other times
+        try:
+            key = _digest(name, files if size > _MOST_BYTES else _contents(files), _versions())
+        except OSError:  # which reading it says better
+            return None
         return cls(Path(folder) / f"{name[:32]}.{key[:32]}.arrow", key, settings.path, files)
 
     @contextmanager
@@ -223,7 +231,8 @@ class PromptCache:
         to be written, on other machines."""
         for left in self.path.parent.glob(f"*{self.path.name[:32]}*"):
             with suppress(OSError):
-                if left.stem != self.path.stem and time.time() - left.stat().st_mtime > _UNUSED_S:
+                most = _LEFT_S if left.suffix == ".new" else _UNUSED_S
+                if left.stem != self.path.stem and time.time() - left.stat().st_mtime > most:
                     left.unlink()
 
 
@@ -244,6 +253,15 @@ def _files_of(path: str) -> tuple[tuple[str | int, ...], ...]:
     except OSError:
         return ()
     return tuple((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for name, status in named)
+
+
+def _contents(files: tuple[tuple[str | int, ...], ...]) -> list[tuple[str | int, str]]:
+    """Name and digest of each file. Raises OSError. What changes on the way, `write` tells by the times before."""
+    found = []
+    for name, *_ in files:
+        with open(name, "rb") as file:
+            found.append((name, file_digest(file, "sha256").hexdigest()))
+    return found
 
 
 def _versions() -> list[Any]:

@@ -28,7 +28,7 @@ _SERVER_KEYS = ("endpoints", "launch", "registry_dir", "colocate", "allow_remote
 
 _COMMON = {item.name for item in fields(EvalSetConfig)} - {"where", "overlong"}
 """What a set that leaves it out has from `data` or `eval`; rows are left out of an evaluation by its own entry only, or
-by an `overlong` of the command line."""
+by an `overlong` of the command line or of a file of sets."""
 _TEMPLATE = {"template", *(item.name for item in fields(Template))}
 
 
@@ -87,8 +87,9 @@ def prepare(given: EvalArguments) -> tuple[Config, Path, tuple[str, ...]]:
     data.train_sets = {name: TrainSetConfig(**asdict(of.template)) for name, of in trained.items()}
     config.rollout.servers.colocate = False  # there is no actor whose GPUs the servers could share
     overlong = data.overlong if any(item.startswith("data.overlong=") for item in given.settings) else None
-    as_sets = {name: EvalSetConfig(path=path, overlong=overlong) for name, path in data.eval_paths.items()}
-    data.eval_sets, data.eval_paths = as_sets | data.eval_sets, {}
+    if given.limit or overlong:  # which a path alone cannot have
+        as_sets = {name: EvalSetConfig(path=path, overlong=overlong) for name, path in data.eval_paths.items()}
+        data.eval_sets, data.eval_paths = as_sets | data.eval_sets, {}
     if given.limit:
         for of in data.eval_sets.values():
             of.limit = min(given.limit, of.limit or given.limit)
@@ -181,7 +182,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         data, sampling = dict(raw.pop("data", None) or {}), dict(raw.pop("eval", None) or {})
         sets = {name: {"path": where} for name, where in (data.pop("eval_paths", None) or {}).items()}
         sets |= data.pop("eval_sets", None) or {}
-        general = {key: value for key, value in (data | sampling).items() if key in _COMMON}
+        general = {key: value for key, value in (data | sampling).items() if key in {*_COMMON, "overlong"}}
         found = {str(name): _over(general, values) for name, values in sets.items()}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--sets {path}: cannot be read: {error}") from None

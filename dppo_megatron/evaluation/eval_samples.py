@@ -333,7 +333,16 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
 
 def difference(head: Mapping[str, Any], about: Mapping[str, Any]) -> str:
     """What differs, as `reward.function: 'math', now 'my:grade'`; empty: nothing."""
-    before, now = flat(head), flat(json.loads(json.dumps(about, default=str)))
+    before, now = (flat(_deciding(one)) for one in (head, json.loads(json.dumps(about, default=str))))
     both = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     texts = [f"{key}: {before.get(key)!r}, now {now.get(key)!r}" for key in both[:3]]
     return "; ".join(texts) + (f" and {len(both) - 3} more" if len(both) > 3 else "")
+
+
+def _deciding(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the names of settings that sets came from, which decide nothing and may be others for the same set."""
+    sets = {
+        name: {key: value for key, value in of.items() if key not in ("key", "max_prompt_tokens_key")}
+        for name, of in about.get("sets", {}).items()
+    }
+    return {**about, "sets": sets}

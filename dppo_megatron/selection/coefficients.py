@@ -75,7 +75,7 @@ class Coefficients:
             lengths=rollouts.lengths,
             prior=prior,
             stands_for=rollouts.stands_for,
-            penalty=self._penalty(rollouts),
+            penalty=self._penalty(rollouts) if self._settings.objective.overlong.buffer_tokens else None,
         )
         if rollouts.stands_for is not None:  # the others' mean: a mean with itself in it has 1 / G less of each
             return advantages * (1.0 - 1.0 / self._size if self._settings.objective.advantage == "group_mean" else 1.0)
@@ -202,16 +202,20 @@ class Coefficients:
             f" {early.min_inclusion_prob:g} at least, by a limit drawn before it was sampled, and weighs the inverse"
         )
         share = 1.0 - float(rollouts.stopped.sum()) / max(int(asked.sum()), 1)
-        return self._of_another_baseline(LedgerRow(EARLY_STOP, share, "unbiased", note))
+        keeps_mean = self._settings.objective.normalization == "constant"
+        return self._of_another_baseline(LedgerRow(EARLY_STOP, share, "unbiased", note), keeps_mean=keeps_mean)
 
-    def _of_another_baseline(self, row: LedgerRow) -> BiasSource:
+    def _of_another_baseline(self, row: LedgerRow, *, keeps_mean: bool = False) -> BiasSource:
         """`row` of what has noisier baselines, or less noisy ones: no matter, unless the loss is not linear in the
-        advantage."""
+        advantage. `keeps_mean`: a posterior's mean stays as it was too."""
         if self._settings.objective.function:
             row = replace(row, label="biased", note=_OWN_LOSS)
             return BiasSource((row,), None, unknown="nothing is known of that loss")
-        if self._baseline_counts:
-            note = "off policy, where ratios are bounded or tokens cut, the expected gradient changes with a baseline"
+        if self._baseline_counts and not (keeps_mean and is_linear_in_advantage(self._settings.objective)):
+            note = (
+                "after a first update, or off policy where ratios are bounded or tokens cut, the expected gradient"
+                " changes with a baseline"
+            )
             row = replace(row, label="biased", note=note)
             return BiasSource((row,), None, unknown="which ratios will be bounded is not known")
         return BiasSource((row,), np.ones((1, 1)))
@@ -230,7 +234,7 @@ class Coefficients:
         distribution without some tokens says nothing of those.
 
         Where the loss is linear in the advantage, only a baseline's mean can matter, and all have that of the rewards
-        but `posterior_loo`'s, which goes by the size of a group and, with stops, by mates' lengths."""
+        but `posterior_loo`'s, which goes by the size of a group and, with stops, by mates' lengths if they divide."""
         settings, objective = self._settings, self._settings.objective
         if is_linear_in_advantage(objective) and objective.advantage != "posterior_loo":
             return False

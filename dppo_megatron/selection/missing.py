@@ -4,8 +4,9 @@ A missing completion costs itself. Of a group of G with m left, G / m times the 
 the mean, if which ones are missing is no matter of what they say: the baseline over the m is a mean over their pairs,
 and all pairs are left equally often. That needs no rate and looks at nothing beyond the group, so it holds whatever is
 pruned. It does not hold for what is no sum over pairs: fewer rewards have a smaller deviation, by how much depends on
-the pass rate; a bounded ratio goes by the sign of what it multiplies. (A group that was asked for in another size,
-`group_sizes`, is of the same kind with nothing missing.) Groups with fewer than two left have no baseline and are lost;
+the pass rate; a clip goes by the sign of what it multiplies; under a bounded ratio the mean of a baseline counts, and
+`posterior_loo`'s goes by how many there are. (A group that was asked for in another size, `group_sizes`, is of the same
+kind with nothing missing.) Groups with fewer than two left have no baseline and are lost;
 the others stand for them by the share of groups that was lost in *earlier* steps, which no draw of this step can move.
 Nothing is sampled again.
 

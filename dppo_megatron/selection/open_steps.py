@@ -18,7 +18,7 @@ class Place(NamedTuple):
 
     position: int
     epochs: dict[int, Any]
-    """Of an order by what changes; else empty."""
+    """Each set's epoch and its order, where no function of the position; else empty."""
 
 
 @dataclass

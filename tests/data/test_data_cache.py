@@ -246,17 +246,19 @@ def test_what_changes_prompts_is_read_again(tmp_path: Path, change: str, monkeyp
 
 
 def test_other_code_reads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout changes without a new version. The file of the older code goes once nobody has read it for a month,
-    and so does what a killed process left of it; another set's stays."""
+    """A checkout changes without a new version. The file of the older code goes once nobody has read it for a month;
+    half a file of a killed process after a day; another set's stays."""
     config, folder = _plain(tmp_path), tmp_path / "cache"
     _load(config, folder)
     first = _file(folder)
     left, others = folder / f".{first.name}.7.new", folder / f"{'0' * 32}.{'0' * 32}.arrow"
+    recent = folder / f".{first.name}.8.new"
     for number, day in enumerate((20, 40, 40)):
         then = time.time() - 86_400 * day
         for path in (first, left, others):
             path.touch()
             os.utime(path, (then, then))
+        recent.touch()
         if number == 1:
             _unread(monkeypatch, config, folder)  # which is a use
         with monkeypatch.context() as context:
@@ -265,17 +267,44 @@ def test_other_code_reads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 _unread(context, config, folder)
             _load(config, folder)
             assert len(list(folder.glob("*.arrow"))) == (3, 4, 4)[number]
-        assert (first.exists(), left.exists(), others.exists()) == (number < 2, number < 1, True)
+        assert (first.exists(), left.exists(), others.exists(), recent.exists()) == (number < 2, False, True, True)
 
 
-def test_machines_with_copies_of_their_own_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has staged the source at another time: neither takes the other's file away, or reads the set again."""
-    config, folder, files_of = _plain(tmp_path), tmp_path / "cache", cache._files_of
-    for number in range(4):
-        monkeypatch.setattr(cache, "_files_of", lambda path, machine=number % 2: (*files_of(path), (machine, 0)))
-        if number < 2:
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_set_that_is_staged_anew_has_one_file(
+    tmp_path: Path, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By six jobs, or machines that share the folder, each at another time: it is read once. Of a source too large to
+    be hashed at every start each time makes another file, which takes no other's away."""
+    config, folder = _plain(tmp_path), tmp_path / "cache"
+    source = tmp_path / "train.jsonl"
+    if is_large:
+        monkeypatch.setattr(cache, "_MOST_BYTES", 1)
+    for number in range(6):
+        content = source.read_bytes()
+        source.unlink()
+        source.write_bytes(content)
+        os.utime(source, (number, number))
+        if is_large or not number:
             _load(config, folder)
         _unread(monkeypatch, config, folder)
+    assert len(list(folder.glob("*.arrow"))) == (6 if is_large else 1)
+
+
+def test_a_set_that_changes_while_it_is_read_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prompts are of neither content; the next start reads it again."""
+    config, folder = _plain(tmp_path), tmp_path / "cache"
+
+    def changed(path: str, *more: str) -> Any:
+        yield from read_rows(path, *more)
+        if path.endswith("train.jsonl"):
+            _edit(config, Path(path))
+
+    with monkeypatch.context() as context:
+        context.setattr(sets, "read_rows", changed)
+        [line] = _load(config, folder)["t"].notes
+    assert "cannot be kept" in line and "the set has changed while it was read" in line
+    assert not list(folder.glob("*.arrow"))
 
 
 def test_what_another_user_could_have_written_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

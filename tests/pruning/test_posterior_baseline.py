@@ -18,7 +18,7 @@ import torch
 from dppo_megatron.algorithms.advantages import denominators, make_advantages, posterior_advantages
 from dppo_megatron.algorithms.objectives import make_objective
 from dppo_megatron.algorithms.tokens import TokenBatch
-from dppo_megatron.config.objective import CorrectionConfig, ObjectiveConfig
+from dppo_megatron.config.objective import CorrectionConfig, ObjectiveConfig, OverlongConfig
 from dppo_megatron.config.pruning import EarlyStopConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
@@ -155,6 +155,9 @@ CUT, MASK = CorrectionConfig("token", max_ratio=1.1), CorrectionConfig("token", 
         ("rloo", "sequence_mean", {"loss": "cispo"}),
         ("group_mean", "sequence_mean", {"correction": CUT}),
         ("posterior_loo", "sequence_mean", {"correction": CUT}),
+        ("posterior_loo", "constant", {"correction": CUT}),
+        ("posterior_loo", "constant", {"loss": "cispo"}),
+        ("posterior_loo", "constant", {"clip_low": 0.0, "clip_high": 0.0}),
         ("rloo", "constant", {"clip_low": 0.0, "clip_high": 0.0}),
     ],
 )
@@ -163,7 +166,7 @@ def test_stopping_early_keeps_the_expected_gradient(
 ) -> None:
     """Over all groups, and all ways in which their completions of two and three tokens are stopped early or not; and
     mates that came to their end, which are short ones, are no fair mean. Of older weights too, whatever a correction or
-    CISPO cuts; not where a clip goes by the sign, or the mates' lengths shift the baseline's mean."""
+    CISPO cuts; not where a clip goes by the sign, or the mates' lengths, which divide, shift the baseline's mean."""
     config = ObjectiveConfig(advantage=advantage, normalization=normalization, **changes)  # type: ignore[arg-type]
     policy = LATER if changes else BEHAVIOUR
     rewards, lengths = REWARDS[GROUPS], LENGTHS[GROUPS]
@@ -241,6 +244,16 @@ def _label(age: int = 0, early_stop: int = 0, row: str = "advantage/posterior_lo
     ends = np.ones(shape) if early_stop else None
     table = Rollouts(np.eye(4)[:, :3], np.full(shape, 5), np.ones(shape), stands_for=ends)
     return next(one.label for one in selector.finish(table, 1).ledger if one.name == row)
+
+
+def test_without_a_penalty_nothing_is_added_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`overlong.buffer_tokens` 0 is the default: a second pass over all groups would add zeros."""
+    monkeypatch.setattr(
+        "dppo_megatron.algorithms.advantages.early_stop_advantages", lambda *_: pytest.fail("of a penalty of 0")
+    )
+    assert _label() == "unbiased"
+    with pytest.raises(pytest.fail.Exception, match="of a penalty of 0"):
+        _label(overlong=OverlongConfig(buffer_tokens=4))
 
 
 def test_labels_say_where_it_holds() -> None:
