@@ -121,7 +121,7 @@ _A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
         (("NVIDIA B300", (10, 3)), False, ["actor.fp8=mxfp8", "model.dtype=bfloat16"], ""),
         (_A100, True, [], ""),
         (_A100, False, [], "planned with actor.layer_spec = local: Transformer Engine has no fused attention"),
-        (_A100, True, ["--gpu", "h100", "actor.fp8=blockwise", "model.dtype=bfloat16"], "a chip of sm_90"),
+        (("NVIDIA H200", (9, 0)), False, ["--gpu", "a100"], "planned with actor.layer_spec = local: Transformer"),
         (_A100, False, ["actor.layer_spec=te", "actor.layout.context_parallel=2"], "; install flash-attn, or set"),
     ],
 )
@@ -134,7 +134,8 @@ def test_a_dry_run_has_the_layers_of_the_machine_that_is_here(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not those of an H100 where the table lacks the chip, nor of one without flash-attn where that is installed."""
+    """Not those of an H100 where the table lacks the chip, nor of one without flash-attn where that is installed;
+    unless another is named."""
     name, chip = device
     monkeypatch.setattr(capabilities, "this_machine", lambda: Machine(chip, "", has_flash_attention=flash))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
