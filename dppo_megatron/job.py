@@ -266,7 +266,7 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     reads = selection.reads_pass_rates
     unread = check_methods(config.pruning, group_size=size, minibatch_size=minibatch, reads_pass_rates=reads)
     try_own(config.pruning, size)
-    _check_actor(config, architecture, world_size, machine)
+    check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)
     notes = _effect_notes(config) + _template_notes(config.data) + _age_note(config)
@@ -327,7 +327,8 @@ def _age_note(config: Config) -> list[str]:
     ]
 
 
-def _check_actor(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> None:
+def check_actor(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> None:
+    """Raise `UserError` for a layout or layers that the model, the ranks or the machine cannot have."""
     check_world_size(config, world_size)
     packs = packing_layout(config.actor, world_size)
     check_longest_trained(longest_trained(config), packs, config.packing.max_tokens_per_microbatch)

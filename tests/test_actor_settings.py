@@ -22,6 +22,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from support.job import REPOSITORY, job_config, write_job_files
+from support.job import settings as job_settings
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 from test_pipeline import SEVEN
@@ -35,6 +36,8 @@ from dppo_megatron.actor.loss import LossHook
 from dppo_megatron.actor.model import check_settings, not_tried, overrides
 from dppo_megatron.actor.overrides import DECIDED, ELSEWHERE, RECIPES, REFUSED, TESTED, Overrides, refusal
 from dppo_megatron.algorithms.objectives import make_objective, supervised
+from dppo_megatron.config import load_config
+from dppo_megatron.config.checks import Purpose
 from dppo_megatron.config.schema import INTERLEAVED_GROUP, UNEVEN_STAGES, ActorConfig, ObjectiveConfig, OptimizerConfig
 from dppo_megatron.steps.build import what_to_offload
 from dppo_megatron.types import UserError
@@ -467,6 +470,37 @@ def test_contradictions_are_said_before_anything_is_built(
         return
     with pytest.raises(UserError, match=re.escape(said)):
         job_config(job_files, tmp_path / "run", **settings)
+
+
+_INTERLEAVED = [
+    "actor.layout={pipeline_parallel: 2, virtual_pipeline: 2}",
+    f"actor.megatron={{{INTERLEAVED_GROUP}: 1}}",
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["actor.optimizer.cpu_offload=0.5"], "use 1, or 0"),
+        (["actor.optimizer={cpu_offload: 1, distributed: false}"], "needs actor.optimizer.distributed"),
+        (["actor.optimizer.cpu_offload=1", "model.dtype=float32"], "needs model.dtype = bfloat16"),
+        (["actor.optimizer.moments_dtype=bfloat16", "model.dtype=float32"], "needs model.dtype = bfloat16"),
+        (["actor.optimizer.min_learning_rate=1"], "is above learning_rate"),
+        (_INTERLEAVED, "= 1: must be a whole number from"),
+    ],
+    ids=str,
+)
+def test_what_updates_nothing_is_not_refused_for_its_optimizer(
+    job_files: Path, tmp_path: Path, given: list[str], said: str
+) -> None:
+    """A run's config evaluated in float32 was, for an optimizer on the host that nobody builds."""
+    line = (str(REPOSITORY / "configs" / "quickstart.yaml"), [*job_settings(job_files, tmp_path / "run"), *given])
+    load_config(*line, purpose="evaluate")
+    load_config(*line, purpose="grade")
+    for_training: tuple[Purpose, ...] = ("train", "plan")
+    for purpose in for_training:
+        with pytest.raises(UserError, match=re.escape(said)):
+            load_config(*line, purpose=purpose)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.doctor import fp8_gate
+from dppo_megatron.workbench.doctor import machine as doctor
 from dppo_megatron.workbench.doctor.fp8_gate import GateResult, run_gate
 from dppo_megatron.workbench.doctor.machine import environment
 
@@ -45,6 +46,26 @@ def test_report_names_versions_and_layers(capsys: pytest.CaptureFixture[str]) ->
         assert lines["log-probabilities"] == "torch (there is no CUDA device)"
         assert lines["environment"] == "nothing to set on a CPU"
         assert lines["fp8"] == "none: there is no CUDA device"  # and no word of a setting that nobody gave
+
+
+@pytest.mark.parametrize(
+    ("machine", "others"),
+    [
+        (Machine((8, 0), ""), "; mixtures: te (slow attention)"),
+        (Machine((7, 5), ""), "; mixtures: te (slow attention)"),
+        (Machine((12, 0), ""), "; mixtures and FP8: te (slow attention)"),
+        (Machine((8, 0), "", has_flash_attention=True), ""),
+        (Machine((8, 0), "it is not installed"), ""),
+    ],
+    ids=str,
+)
+def test_report_names_layers_of_mixtures(machine: Machine, others: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are not those of dense models; FP8 where the chip has it."""
+    monkeypatch.setattr(doctor, "this_machine", lambda: machine)
+    monkeypatch.setattr(doctor, "_device", lambda: "a GPU")
+    layers = dict(doctor.report())["layers"]
+    assert layers == f"{machine.choose_layer_spec('auto', 'off', has_experts=False)[0]} ({layers.partition('(')[2]}"
+    assert layers.endswith(f"){others}") and ("mixtures" in layers) == bool(others)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +107,7 @@ def test_layers_and_recipes_by_machine(
         ((8, 9), False, ("auto", "tensorwise", False), "slow"),
         ((10, 0), False, ("auto", "off", False), "te"),
         ((12, 0), False, ("auto", "off", False), "local"),
+        ((7, 5), True, ("te", "off", False), "slow"),
     ],
 )
 def test_attention_that_is_not_fused(
@@ -95,16 +117,16 @@ def test_attention_that_is_not_fused(
     machine = Machine(chip, "", has_flash_attention=installed)
     wanted, fp8, has_experts = settings
     spec, reason = machine.choose_layer_spec(wanted, fp8, has_experts=has_experts)
-    unfused = "Transformer Engine has no fused attention over packs on sm_{}{} without flash-attn".format(*chip)
+    unfused, advice = "Transformer Engine has no fused attention over packs on sm_{}{}".format(*chip), "set"
+    if chip >= (8, 0):  # flash-attn has nothing for older chips
+        unfused, advice = f"{unfused} without flash-attn", "install flash-attn, or set"
     said = {"local": unfused, "te": "Transformer Engine is installed", "slow": f"slow attention: {unfused}"}
     assert (spec, reason) == ("local" if outcome == "local" else "te", said[outcome])
     machine.check_context_parallel(spec, 1)
     if outcome != "slow":
         machine.check_context_parallel(spec, 2)
         return
-    with pytest.raises(
-        UserError, match=f"context_parallel = 2: {unfused}; install flash-attn, or set actor.layer_spec"
-    ):
+    with pytest.raises(UserError, match=f"context_parallel = 2: {unfused}; {advice} actor.layer_spec"):
         machine.check_context_parallel(spec, 2)
 
 

@@ -9,8 +9,9 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ from support.job import REPOSITORY
 from dppo_megatron.config.schema import Config
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
+from dppo_megatron.platform.capabilities import Machine
+from dppo_megatron.types import UserError
 from dppo_megatron.workbench.accept import speed
 from dppo_megatron.workbench.accept.bars import STEPS
 from dppo_megatron.workbench.accept.record import Ran, Record, read_figures
 from dppo_megatron.workbench.accept.runner import Sheet, measure
 from dppo_megatron.workbench.accept.workload import SHAPES, architecture_of
-from dppo_megatron.workbench.planning.memory import plan_memory
+from dppo_megatron.workbench.planning.memory import MemoryPlan, plan_memory
 from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
 from dppo_megatron.workbench.random_samples import SampleLengths, random_samples
 
@@ -131,7 +134,7 @@ def test_accept_trains_what_an_h100_holds(tmp_path: Path, monkeypatch: pytest.Mo
 
     def rows(sheet: Sheet, command: str, model: str, **_: object) -> dict[str, dict[str, Any]]:
         asked.append(model)
-        planned = {one.name: one.total / GIB for one in speed._planned(model, speed.card_bytes(sheet)).phases}
+        planned = {one.name: one.total / GIB for one in speed._planned(sheet, model).phases}
         planned["step"] = planned["backward"]
         slow = {"mfu_of_bf16_peak": 0.2, "step_s": {"median": 1.0}, "peak_memory_gib": 50.0}
         slow |= {"useful_tflops_per_s": 198.0, "actor": ""}
@@ -148,6 +151,7 @@ def test_accept_trains_what_an_h100_holds(tmp_path: Path, monkeypatch: pytest.Mo
         return {row.what: row.verdict for row in record.rows() if row.step in record.steps}
 
     monkeypatch.setattr(speed, "_rows", rows)
+    monkeypatch.setattr(speed, "this_machine", lambda: Machine((9, 0), ""))
     mfu = "useful FLOPs over the bfloat16 peak"
     assert verdicts("h200")[mfu] == "fail" and asked == ["4b", "4b"]
     small = verdicts("h100")
@@ -157,6 +161,31 @@ def test_accept_trains_what_an_h100_holds(tmp_path: Path, monkeypatch: pytest.Mo
     assert speed.model_that_fits(one, "tensorwise")[1].endswith("the card has 79")
     monkeypatch.setattr(speed, "card_bytes", lambda sheet: H200.gpu_memory)
     assert speed.model_that_fits(one, "tensorwise") == ("4b", "")
+
+
+def test_accept_predicts_the_layers_that_the_chip_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An A100 without flash-attn has Megatron's own, and was held to Transformer Engine's bytes. A step that names its
+    layers gets a model that fits with these."""
+    monkeypatch.setattr(speed, "card_bytes", lambda sheet: H200.gpu_memory)
+    sheet = Sheet(STEPS[0], tmp_path, cuda=True, model="", server_python="")
+
+    def total(chip: tuple[int, int], spec: Literal["auto", "te", "local"] = "auto") -> float:
+        monkeypatch.setattr(speed, "this_machine", lambda: Machine(chip, ""))
+        return speed._planned(sheet, "4b", spec=spec).largest.total
+
+    assert total((8, 0)) == total((8, 0), "local") == total((9, 0), "local")
+    assert total((9, 0)) == total((9, 0), "te") == total((8, 0), "te") != total((8, 0))
+    planned: list[str] = []
+
+    def plan(sheet: Sheet, model: str, fp8: str, spec: str) -> MemoryPlan:
+        planned.append(spec)
+        raise UserError("that is all")
+
+    monkeypatch.setattr(speed, "_planned", plan)
+    for step in (speed.fp8, partial(speed.utilization, spec="local"), speed.memory):
+        with pytest.raises(UserError, match="that is all"):
+            step(sheet)
+    assert planned == ["te", "local", "auto"]
 
 
 @pytest.mark.long

@@ -31,12 +31,12 @@ _RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts", "moe_act", "layernor
 def check_values(config: Config, purpose: Purpose = "train") -> None:
     """Raise `UserError` for the first value that is out of range or contradicts another one."""
     check_ranges(config)
-    _check_optimizer(config.actor.optimizer)
-    _check_host_optimizer(config)
-    _check_fewer_bits(config)
-    _check_actor(config)
-    if purpose != "evaluate":
+    if purpose in ("train", "plan"):  # others build no optimizer and update nothing
+        _check_optimizer(config.actor.optimizer)
+        _check_host_optimizer(config)
+        _check_fewer_bits(config)
         _check_pipeline(config.actor)
+    _check_actor(config)
     _check_lora(config.actor.lora)
     for name in config.actor.recompute_modules:
         check_choice("actor.recompute_modules", name, _RECOMPUTED)

@@ -34,6 +34,7 @@ _ASKED = {
 }
 """Transformer Engine's own answers, which also depend on the CUDA that it was built for."""
 
+_WITHOUT = " without flash-attn"
 _FUSED_WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"
 
 
@@ -68,18 +69,18 @@ class Machine:
             return "local", "as configured"
         if lacks:
             return "local", lacks
-        unfused = self._lacks_fused_attention()
+        unfused = self.lacks_fused_attention()
         if unfused and wanted == "auto" and fp8 == "off" and not has_experts:
             return "local", unfused
         return "te", f"slow attention: {unfused}" if unfused else "Transformer Engine is installed"
 
     def check_context_parallel(self, spec: LayerSpec, context_parallel: int) -> None:
         """Raise `UserError` for sequences that are shared where only unfused attention is left, which cannot."""
-        if spec == "te" and context_parallel > 1 and (unfused := self._lacks_fused_attention()):
-            raise UserError(
-                f"actor.layout.context_parallel = {context_parallel}: {unfused}; install flash-attn, or set"
-                " actor.layer_spec to local"
-            )
+        if spec == "te" and context_parallel > 1 and (unfused := self.lacks_fused_attention()):
+            advice = "set actor.layer_spec to local"
+            if unfused.endswith(_WITHOUT):
+                advice = f"install flash-attn, or {advice}"
+            raise UserError(f"actor.layout.context_parallel = {context_parallel}: {unfused}; {advice}")
 
     def check_experts(self, expert_parallel: int, expert_tensor_parallel: int) -> None:
         """Raise `UserError` for an expert layout whose collectives gloo does not have."""
@@ -147,13 +148,13 @@ class Machine:
             return "there is no CUDA device"
         return self.lacks_transformer_engine
 
-    def _lacks_fused_attention(self) -> str:
+    def lacks_fused_attention(self) -> str:
         """Why Transformer Engine (2.11) would hold whole scores of a pack's sequences; empty where its attention over
         packs is fused: by cuDNN from sm_90 on, but not on sm_120, elsewhere by flash-attn from sm_80 on."""
         chip = self.cuda_capability
         if chip is None or (chip >= (9, 0) and chip != (12, 0)) or (chip >= (8, 0) and self.has_flash_attention):
             return ""
-        without = " without flash-attn" if chip >= (8, 0) else ""
+        without = _WITHOUT if chip >= (8, 0) else ""  # flash-attn has no kernels for older chips
         return "Transformer Engine has no fused attention over packs on sm_{}{}{}".format(*chip, without)
 
     def lacks_for_fp8(self, recipe: str) -> str:

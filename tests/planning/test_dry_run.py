@@ -16,6 +16,8 @@ from support.job import REPOSITORY, write_job_files
 from support.job import settings as job_settings
 
 from dppo_megatron.config.schema import Config
+from dppo_megatron.platform import capabilities
+from dppo_megatron.platform.capabilities import Machine
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.commands import plan as plan_command
@@ -97,7 +99,7 @@ def test_a_dry_run_is_of_the_gpu_that_is_here(
     plan_command.add_options(parser)
     monkeypatch.setattr(plan_command, "load_config", lambda *_, **__: Config())
 
-    def load(config: Config, site: Site, gpu: str) -> list[str]:
+    def load(config: Config, site: Site, gpu: str) -> None:
         sites.append(site)
         raise UserError("that is all")
 
@@ -108,6 +110,43 @@ def test_a_dry_run_is_of_the_gpu_that_is_here(
     with pytest.raises(UserError, match="that is all"):
         plan_command.execute(arguments)
     assert (sites[0].gpu_memory / GIB, sites[0].bandwidth) == (pytest.approx(gib), bandwidth)
+
+
+_A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
+
+
+@pytest.mark.parametrize(
+    ("device", "flash", "options", "said"),
+    [
+        (("NVIDIA B300", (10, 3)), False, ["actor.fp8=mxfp8", "model.dtype=bfloat16"], ""),
+        (_A100, True, [], ""),
+        (_A100, False, [], "planned with actor.layer_spec = local: Transformer Engine has no fused attention"),
+        (("NVIDIA H200", (9, 0)), False, ["--gpu", "a100"], "planned with actor.layer_spec = local: Transformer"),
+        (_A100, False, ["actor.layer_spec=te", "actor.layout.context_parallel=2"], "; install flash-attn, or set"),
+    ],
+)
+def test_a_dry_run_has_the_layers_of_the_machine_that_is_here(
+    tmp_path: Path,
+    device: tuple[str, tuple[int, int]],
+    flash: bool,
+    options: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not those of an H100 where the table lacks the chip, nor of one without flash-attn where that is installed;
+    unless another is named."""
+    name, chip = device
+    monkeypatch.setattr(capabilities, "this_machine", lambda: Machine(chip, "", has_flash_attention=flash))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 139 * GIB))
+    files, config = write_job_files(tmp_path), str(REPOSITORY / "configs" / "quickstart.yaml")
+    capsys.readouterr()  # what writing the model has said
+    line = ["plan", config, *job_settings(files, tmp_path / "run"), "--dry-run", "--gpus", "2", "--methods", "grpo"]
+    code, (out, error) = main([*line, *options]), capsys.readouterr()
+    assert code == (2 if said and "planned" not in said else 0), error
+    assert said in out + error and ("planned with" in out) == ("planned with" in said)
 
 
 def test_dry_run_refuses_what_train_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,12 @@ from support.true_shapes import GLM, LARGEST, LONG, MODELS, write_config, write_
 from dppo_megatron.config import load_config
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
+from dppo_megatron.platform.capabilities import Machine
 from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.pruning.policies import METHODS, with_method
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.weights.architecture import Architecture, read_architecture
+from dppo_megatron.weights.layer_parts import Gemma
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.planning import timing
 from dppo_megatron.workbench.planning.generation import SEQUENCE_S, Lengths, plan_engine
@@ -255,10 +257,6 @@ _TP4 = "rollout.servers.args=[--tensor-parallel-size=4]"
             "in multiples of 1024 tokens and use 5120 of them, but the longest possible sequence takes 6023; set it to",
         ),
         (["actor.fp8=mxfp8"], "actor.fp8 = mxfp8: it needs a chip of sm_100 or newer; this one is sm_90"),
-        (
-            ["--gpu", "a100", "actor.layer_spec=te", _SHARED],
-            "actor.layout.context_parallel = 4: Transformer Engine has no fused attention over packs on sm_80 without",
-        ),
         (["actor.megatron={hidden_size: 8}"], "actor.megatron.hidden_size: is decided by"),
         (["rollout.sampling.max_completion_tokens=100000", "packing.max_tokens_per_microbatch=200000"], "positions of"),
         (["--gpus", "6"], "needs a multiple of 8 processes"),
@@ -327,6 +325,22 @@ def test_layers_are_those_of_the_chip(tmp_path: Path, capsys: pytest.CaptureFixt
     main(["plan", *settings, str(tmp_path / "h100"), "--gpu", "h100", "--gpu-memory", "300"])
     plans["h100"] = json.loads((tmp_path / "h100").read_text(encoding="utf-8"))
     assert plans["auto"]["phases"] == plans["local"]["phases"] != plans["h100"]["phases"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("qwen3_30b_a3b_16gpus_grpo", ["--gpus", "16", "actor.layout.context_parallel=2"]),
+        ("qwen3_32b_8gpus_grpo", ["--gpu-memory", "300", "actor.layer_spec=te", _SHARED]),
+    ],
+)
+def test_a_plan_assumes_flash_attention(recipe: str, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody could plan A100s that have it: of a machine elsewhere it is said, and refused on one without."""
+    said = "assumed: flash-attn is installed; Transformer Engine has no fused attention over packs on sm_80 without"
+    for chip in ("a100", "h100"):
+        assert main(["plan", f"h100/{recipe}", *options, "--gpu", chip, "--methods", "grpo"]) == 0
+        out = capsys.readouterr().out
+        assert (said in out) == (chip == "a100") and "planned with actor.layer_spec" not in out
 
 
 _BESIDE = ["rollout.servers.colocate=false", "rollout.servers.gpus=['4,5,6,7']", _TP4]
@@ -426,7 +440,7 @@ def test_steps_that_stream_share_their_rounds(tmp_path: Path, colocate: bool) ->
         """As planned; and what is said of skipping is right."""
         rollout.async_steps, rollout.sync.in_flight = ahead, in_flight
         site, speeds = replace(SITE, engine_gpus=8), speeds_for(architecture, decode=decode)
-        plan = make_plan(config, architecture, site, speeds, methods=[])
+        plan = make_plan(config, architecture, site, HOPPER, speeds, methods=[])
         (said,) = (line for line in lines(plan, "x") if "of the prompts saves" in line)
         assert said.endswith("waits for its longest") == (in_flight != "continue" and decode is None)
         assert plan.timing is not None
@@ -475,6 +489,7 @@ def test_advice_can_be_followed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "the host's state is float32" in capsys.readouterr().err
 
 
+HOPPER = Machine((9, 0), "")
 SITE = Site(8, 8, 80 * GIB, CHIPS["h100"].peak_flops, 1900 * GIB, bandwidth=CHIPS["h100"].bandwidth)
 
 
@@ -508,6 +523,23 @@ def _recorded(config: Config, method: str) -> Trace:
     return Trace(config, prompts, None, None, steps)
 
 
+def test_nothing_is_advised_that_is_then_refused(tmp_path: Path) -> None:
+    """By the machine, or by the layers that it has for this model: windows over packs that are shared."""
+    config, architecture = _small_job(tmp_path)
+    gemma = replace(architecture, gemma=Gemma(1024, (True, False) * 18, architecture.rope, 1.0))
+    shares, offload = "actor.layout.context_parallel=2", "actor.optimizer.cpu_offload=1"
+    config.actor.layer_spec = "te"
+
+    def advised(shape: Architecture, machine: Machine) -> set[str]:
+        plan = make_plan(config, shape, SITE, machine, speeds_for(shape, decode=300.0), methods=[])
+        return {one.change for one in plan.advice} & {shares, offload}
+
+    assert advised(architecture, HOPPER) == {shares, offload}
+    assert advised(gemma, HOPPER) == advised(architecture, Machine((8, 0), "")) == {offload}
+    config.actor.layer_spec = "local"
+    assert advised(architecture, Machine((9, 0), "it is not installed")) == {shares}
+
+
 def test_a_trace_of_any_method_is_planned_alike(tmp_path: Path) -> None:
     """What a run skipped is missing in its trace: seconds without pruning are GRPO's in the table, and completions as
     long, whichever method was recorded."""
@@ -517,7 +549,7 @@ def test_a_trace_of_any_method_is_planned_alike(tmp_path: Path) -> None:
         trace = _recorded(config, method)
         recorded.append(sum(step.rollouts.lengths.sum() for step in trace.steps))
         speeds = speeds_for(architecture, decode=None if method == "dppo" else 300.0)  # the roofline too
-        plan = make_plan(config, architecture, SITE, speeds, methods=["grpo"], trace=trace)
+        plan = make_plan(config, architecture, SITE, HOPPER, speeds, methods=["grpo"], trace=trace)
         assert plan.timing is not None
         assert plan.predictions[0].step_s == pytest.approx(plan.timing.step_s, rel=0.02), method
         lengths[method] = plan.lengths.completion
@@ -533,6 +565,6 @@ def test_a_trace_is_replayed_under_the_config_s_pruning(tmp_path: Path) -> None:
     speeds = speeds_for(architecture, decode=300.0)
     for rate, factor in ((0.1, 1.0), (0.6, 1.0), (0.6, 2.0)):
         config.pruning.prompt.rate, config.pruning.prompt.group_size_factor = rate, factor
-        plan = make_plan(config, architecture, SITE, speeds, methods=["dppo"], trace=trace)
+        plan = make_plan(config, architecture, SITE, HOPPER, speeds, methods=["dppo"], trace=trace)
         generated.append(plan.predictions[0].completions_generated)
     assert generated[1] < 0.75 * generated[0] and generated[2] == generated[1] and trace.config == before

@@ -16,6 +16,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.layer_parts import Gemma
+from dppo_megatron.workbench.planning import generation
 from dppo_megatron.workbench.planning.generation import (
     BANDWIDTH_SHARE,
     EnginePlan,
@@ -226,6 +227,30 @@ def test_steps_that_stream_take_what_the_benchmark_says(shapes: dict[str, Archit
     found = {ahead: costs[ahead].of(tokens) / full for ahead in (0, 1, 2, 4, 8)}
     assert found == pytest.approx({0: 2.53 - 0.2, 1: 1.86, 2: 1.52, 4: 1.56, 8: 1.05}, rel=0.2)
     assert costs[0].saved(tokens, 0.3) < 0.15 and 0.24 < costs[8].saved(tokens, 0.3) < 0.31
+
+
+def test_a_round_of_many_steps_is_played_as_often_as_needed(
+    shapes: dict[str, Architecture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine steps that stream are one round, which is as much of the population as eight draws of a step: a plan played
+    nine times the completions, and again for each change that it tries."""
+    played: list[int] = []
+
+    def count(engine: EnginePlan, lengths: Groups, prompt_tokens: float, replicas: int) -> float:
+        played.append(lengths.size)
+        return rollout_s(engine, lengths, prompt_tokens, replicas)
+
+    monkeypatch.setattr(generation, "rollout_s", count)
+    config, chip = Config(), CHIPS["h100"]
+    config.model.dtype, config.rollout.engine = "bfloat16", "vllm"
+    config.rollout.servers.args = ["--tensor-parallel-size=2"]
+    site = Site(8, 8, chip.memory_bytes, chip.peak_flops, 1e15, 8, chip.bandwidth)
+    engine, sums = plan_engine(config, shapes["qwen3_8b"], site, 4096 + 150), {}
+    for ahead in (0, 1, 4, 8):
+        played.clear()
+        rollout_cost(engine, Lengths.assumed(150, 2048, 4096, 8), 32, ahead + 1)
+        sums[ahead] = sum(played)
+    assert max(sums.values()) < 3 * sums[0]
 
 
 def test_mean_of_capped_lengths() -> None:

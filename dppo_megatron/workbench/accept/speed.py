@@ -12,7 +12,7 @@ import torch
 
 from dppo_megatron.actor.layout import build_layout, start_process_group
 from dppo_megatron.config.schema import ActorConfig, Config, LayoutConfig
-from dppo_megatron.platform.capabilities import LayerSpec
+from dppo_megatron.platform.capabilities import LayerSpec, this_machine
 from dppo_megatron.workbench.accept.runner import BENCHMARK, Sheet, repository
 from dppo_megatron.workbench.accept.workload import TEN_MILLION, RandomWeights, architecture_of, shape_named
 from dppo_megatron.workbench.doctor.fp8_gate import run_gate
@@ -27,7 +27,7 @@ _CAP = 8192
 def utilization(sheet: Sheet, spec: LayerSpec) -> None:
     """4B at packs of 8,192."""
     sizes = {"sequence-tokens": _CAP, "microbatches": 8, "max-tokens-per-microbatch": _CAP, "layer-spec": spec}
-    model, smaller = model_that_fits(sheet)
+    model, smaller = model_that_fits(sheet, spec=spec)
     row = next(iter(_rows(sheet, "mfu", model, **sizes).values()))
     expected = _note_mfu(sheet, "mfu", row, model, smaller)
     mfu, step_s = row["mfu_of_bf16_peak"], row["step_s"]["median"]
@@ -53,10 +53,12 @@ def _note_mfu(sheet: Sheet, figure: str, row: dict[str, Any], model: str, smalle
     return expected
 
 
-def model_that_fits(sheet: Sheet, fp8: Literal["off", "tensorwise"] = "off") -> tuple[str, str]:
+def model_that_fits(
+    sheet: Sheet, fp8: Literal["off", "tensorwise"] = "off", spec: Literal["auto"] | LayerSpec = "auto"
+) -> tuple[str, str]:
     """4B or the user's model, or a smaller one that the card holds by `plan`, and why: bars of speed are 4B's."""
     card, wanted = card_bytes(sheet), sheet.model or "4b"
-    need = {model: _planned(model, card, fp8).largest.total for model in (wanted, "1.7b", "0.6b")}
+    need = {model: _planned(sheet, model, fp8, spec).largest.total for model in (wanted, "1.7b", "0.6b")}
     model = next((model for model, total in need.items() if total < 0.95 * card), "0.6b")
     why = f"with {model}: {wanted} would take {need[wanted] / GIB:.0f} GiB, the card has {card / GIB:.0f}"
     return model, "" if model == wanted else why
@@ -67,11 +69,21 @@ def card_bytes(sheet: Sheet) -> float:
     return float(torch.cuda.get_device_properties(0).total_memory) if sheet.cuda else CHIPS["h200"].memory_bytes
 
 
-def _planned(model: str, card: float, fp8: Literal["off", "tensorwise"] = "off") -> MemoryPlan:
+def _planned(
+    sheet: Sheet,
+    model: str,
+    fp8: Literal["off", "tensorwise"] = "off",
+    spec: Literal["auto"] | LayerSpec = "auto",
+) -> MemoryPlan:
+    """With the layers that the actor takes here; without CUDA with an H200's."""
     config, architecture = Config(), architecture_of(shape_named(model))
+    config.actor.layer_spec = spec
+    if sheet.cuda:
+        has_experts = architecture.experts is not None
+        config.actor.layer_spec = this_machine().choose_layer_spec(spec, fp8, has_experts=has_experts)[0]
     config.model.dtype, config.packing.max_tokens_per_microbatch, config.actor.fp8 = "bfloat16", _CAP, fp8
     config.rollout.engine, config.rollout.servers.endpoints = "vllm", ["http://elsewhere"]
-    site = Site(1, 8, card, CHIPS["h200"].peak_flops, 1e15)  # host memory without a limit
+    site = Site(1, 8, card_bytes(sheet), CHIPS["h200"].peak_flops, 1e15)  # host memory without a limit
     return plan_memory(config, architecture, site, 1024.0)
 
 
@@ -90,7 +102,7 @@ def memory(sheet: Sheet) -> None:
     sizes = {"sequence-tokens": 1024, "microbatches": 2, "max-tokens-per-microbatch": _CAP}
     model, smaller = model_that_fits(sheet)
     rows = _rows(sheet, "memory", model, **sizes)
-    planned = {one.name: one.total / GIB for one in _planned(model, card_bytes(sheet)).phases}
+    planned = {one.name: one.total / GIB for one in _planned(sheet, model).phases}
     planned["step"] = max(planned["step"], planned["backward"])
     for phase in ("log-probs", "backward", "step"):
         sheet.note(phase, rows[phase]["device_gib"], planned[phase], smaller)
@@ -101,7 +113,7 @@ def fp8(sheet: Sheet) -> None:
     """Seconds at 4B beside bfloat16's on the same layers, and the gate on ten million parameters."""
     recipes: tuple[Literal["tensorwise", "blockwise"], ...] = ("tensorwise", "blockwise")
     sizes = {"samples": 48, "max-tokens": 7900, "max-tokens-per-microbatch": _CAP, "layer-spec": "te"}
-    model, smaller = model_that_fits(sheet, "tensorwise")
+    model, smaller = model_that_fits(sheet, "tensorwise", "te")
     rows = _rows(sheet, "fp8", model, recipes=recipes, **sizes)
     start_process_group()
     layout, tiny, config = build_layout(LayoutConfig(), seed=0), architecture_of(TEN_MILLION), Config()

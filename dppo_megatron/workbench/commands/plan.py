@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from dppo_megatron.config.checks import Purpose
 from dppo_megatron.config.load import load_config, read_config
@@ -21,6 +22,11 @@ from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import add_config, check_actor_settings, check_number, write_json
 from dppo_megatron.workbench.commands.terminal import loading
 from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
+
+if TYPE_CHECKING:
+    from dppo_megatron.platform.capabilities import Machine
+    from dppo_megatron.weights.architecture import Architecture
+    from dppo_megatron.workbench.planning.plan import Plan
 
 DESCRIPTION = """\
 Say what a job needs before anything is started: memory of a GPU and of its host in every phase, seconds of a step, and
@@ -115,33 +121,30 @@ def execute(arguments: argparse.Namespace) -> int:
     purpose: Purpose = "train" if arguments.dry_run else "plan"
     published, settings = _published(arguments)
     config = load_config(arguments.config, settings, purpose=purpose, writes_run=arguments.dry_run)
+    is_named = arguments.gpu is not None
     of_here = _take_gpu_of_here(arguments) if arguments.dry_run else []
     arguments.gpu = arguments.gpu or _GPU
     site = _site(arguments)
-    loaded = _load_job(config, site, arguments.gpu) if arguments.dry_run else []
-    said: list[str] = []
+    machine, loaded = _load_job(config, site, arguments.gpu) if arguments.dry_run else (None, [])
     with loading("libraries"):
         from dppo_megatron.job import check_settings
-        from dppo_megatron.platform.capabilities import Machine
         from dppo_megatron.weights.provider import model_architecture
         from dppo_megatron.workbench.planning.plan import lines, make_plan
         from dppo_megatron.workbench.planning.timing import speeds_for
         from dppo_megatron.workbench.runs.trace import read_trace
     architecture = model_architecture(config.model).with_adapters(config.actor.lora)
-    machine = Machine(CHIPS[arguments.gpu].capability, "")
-    if not loaded:
-        said = check_actor_settings(config, site.gpus, machine, runs_here=False)
+    said = list[str]()
+    if machine is None or is_named:
+        machine, said = _assumed_machine(config, arguments.gpu)
+    if not arguments.dry_run:
+        said += check_actor_settings(config, site.gpus, machine, runs_here=False)
         check_settings(config, architecture, site.gpus, machine)
-    spec, why = machine.choose_layer_spec(
-        config.actor.layer_spec, config.actor.fp8, has_experts=architecture.experts is not None
-    )
-    if spec != config.actor.layer_spec and spec == "local":
-        said.append(f"planned with actor.layer_spec = local: {why}")
-        config = replace(config, actor=replace(config.actor, layer_spec=spec))
+    config, layers = _with_layers_of(machine, config, architecture)
     plan = make_plan(
         config,
         architecture,
         site,
+        machine,
         speeds_for(architecture, **{name: getattr(arguments, name) for name in _SPEEDS}),
         completion_tokens=arguments.completion_tokens,
         prompt_tokens=arguments.prompt_tokens,
@@ -152,13 +155,27 @@ def execute(arguments: argparse.Namespace) -> int:
     assumed = [] if is_told else [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
     if config.pruning.early_stop.after_tokens:
         assumed.append("assumed: every completion comes to its end; what pruning.early_stop saves is not planned")
-    show(*map(with_paths, (*of_here, *assumed, *published, *said, *lines(plan, arguments.config), *loaded)))
+    show(*map(with_paths, (*of_here, *assumed, *published, *said, *layers, *lines(plan, arguments.config), *loaded)))
     if arguments.json is not None:
         write_json(arguments.json, plan.as_json())
+    _check_fits(plan)
+    return 0
+
+
+def _check_fits(plan: Plan) -> None:
     if plan.problems:
         helps = "; ".join(f"{one.change} ({one.total / GIB:.1f} GiB of a GPU)" for one in plan.helps[:3])
         raise UserError(f"the job does not fit: {plan.problems[0]}" + (f". What helps: {helps}" if helps else ""))
-    return 0
+
+
+def _with_layers_of(machine: Machine, config: Config, architecture: Architecture) -> tuple[Config, list[str]]:
+    """`config` with the layers that `machine` has for it; a line where these are not the configured ones."""
+    actor = config.actor
+    spec, why = machine.choose_layer_spec(actor.layer_spec, actor.fp8, has_experts=architecture.experts is not None)
+    if spec == actor.layer_spec or spec == "te":
+        return config, []
+    line = f"planned with actor.layer_spec = local: {why}"
+    return replace(config, actor=replace(actor, layer_spec=spec)), [line]
 
 
 def _published(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -213,15 +230,31 @@ def _site(arguments: argparse.Namespace) -> Site:
     )
 
 
-def _load_job(config: Config, site: Site, gpu: str) -> list[str]:
-    """Do what a run does before it starts; lines that say what was found, the first prompt at the end."""
+def _assumed_machine(config: Config, gpu: str) -> tuple[Machine, list[str]]:
+    """A machine of `gpu`s with Transformer Engine, and with flash-attn where its layers need that for the fused
+    attention which a plan counts; a line that says so."""
+    with loading("libraries"):
+        from dppo_megatron.platform.capabilities import Machine
+        from dppo_megatron.weights.provider import model_architecture
+    machine, actor = Machine(CHIPS[gpu].capability, ""), config.actor
+    has_experts = model_architecture(config.model).experts is not None
+    spec, _ = machine.choose_layer_spec(actor.layer_spec, actor.fp8, has_experts=has_experts)
+    unfused = machine.lacks_fused_attention()
+    if spec == "local" or not unfused:
+        return machine, []
+    return replace(machine, has_flash_attention=True), [f"assumed: flash-attn is installed; {unfused}"]
+
+
+def _load_job(config: Config, site: Site, gpu: str) -> tuple[Machine | None, list[str]]:
+    """Do what a run does before it starts; this machine, None if it has no GPU, and lines that say what was found, the
+    first prompt at the end."""
     with loading("libraries"):
         from dppo_megatron.job import prepare_job
-        from dppo_megatron.platform.capabilities import Machine, this_machine
-    machine, note = this_machine(), []
-    runs_here = machine.cuda_capability is not None
+        from dppo_megatron.platform.capabilities import this_machine
+    here, note = this_machine(), list[str]()
+    runs_here = here.cuda_capability is not None
+    machine = here if runs_here else _assumed_machine(config, gpu)[0]
     if not runs_here:
-        machine = Machine(CHIPS[gpu].capability, "")
         note = [f"no CUDA device here: a machine of {gpu.upper()}s with Transformer Engine is assumed"]
     note += check_actor_settings(config, site.gpus, machine, runs_here=runs_here)
     uncached = replace(config, data=replace(config.data, cache_path=""))  # the prompts of a large set are kept there
@@ -235,4 +268,5 @@ def _load_job(config: Config, site: Site, gpu: str) -> list[str]:
         said = [*note, *job.notes, *job.check_references(), *job.data_report]
     finally:
         job.grade.close()
-    return ["", "dry run: everything that a run loads before it starts has been loaded and checked", *said, "", first]
+    done = "dry run: everything that a run loads before it starts has been loaded and checked"
+    return here if runs_here else None, ["", done, *said, "", first]

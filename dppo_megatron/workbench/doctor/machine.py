@@ -78,11 +78,14 @@ def report() -> list[tuple[str, str]]:
     spec, reason = machine.choose_layer_spec("auto", "off", has_experts=False)
     lacks = {recipe: machine.lacks_for_fp8(recipe) for recipe in _RECIPES}
     available = ", ".join(recipe for recipe in _RECIPES if not lacks[recipe])
+    of_mixtures = machine.choose_layer_spec("auto", "off", has_experts=True)[0]
+    kinds = "mixtures and FP8" if available else "mixtures"
+    others = f"; {kinds}: {of_mixtures} (slow attention)" if of_mixtures != spec else ""
     rows = [
         ("python", python_platform.python_version()),
         *((name, _version(name, purpose)) for name, purpose in _PACKAGES.items()),
         ("device", _device() if device == "cuda" else "CPU: megatron-core runs on gloo, for tests and small models"),
-        ("layers", f"{spec} ({reason})"),
+        ("layers", f"{spec} ({reason}){others}"),
         ("attention", find_kernel(_HEAD_DIM)[1] if spec == "local" else "Transformer Engine's"),
         ("norms", "torch's RMSNorm, one kernel on CUDA" if spec == "local" else "Transformer Engine's"),
         ("optimizer", machine.adam()),

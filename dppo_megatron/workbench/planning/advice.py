@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, TypeAlias
 
-from dppo_megatron.config.checks import check_values, check_world_size
-from dppo_megatron.config.resolved_sets import longest_sequence, longest_trained
+from dppo_megatron.config.checks import check_values
+from dppo_megatron.config.resolved_sets import longest_sequence
 from dppo_megatron.config.schema import Config
+from dppo_megatron.job import check_actor
 from dppo_megatron.packing.alignment import packing_layout
-from dppo_megatron.packing.planner import check_longest_trained
+from dppo_megatron.platform.capabilities import Machine
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.workbench.planning.generation import Lengths
@@ -53,7 +54,13 @@ class SettingAdvice:
 
 
 def advise(
-    config: Config, architecture: Architecture, site: Site, lengths: Lengths, speeds: Speeds, now: Timing | None
+    config: Config,
+    architecture: Architecture,
+    site: Site,
+    machine: Machine,
+    lengths: Lengths,
+    speeds: Speeds,
+    now: Timing | None,
 ) -> tuple[list[SettingAdvice], list[SettingAdvice], list[SettingAdvice]]:
     """Changes that lower the largest phase by half a GiB or more, those with which the job fits and a step is a
     hundredth shorter or more, and those that help a job that does not fit; the best first. `now`: of the job as it is,
@@ -69,12 +76,9 @@ def advise(
         changed = _changed(config, settings)
         try:
             check_values(changed, "plan")
-            architecture.check_layout(changed.actor)
-            check_world_size(changed, there.gpus)
-            layout, most = packing_layout(changed.actor, there.gpus), changed.packing.max_tokens_per_microbatch
-            check_longest_trained(longest_trained(changed), layout, most)
+            check_actor(changed, architecture, there.gpus, machine)
             memory = plan_memory(changed, architecture, there, lengths.sequence)
-        except UserError:  # it contradicts another setting, or there is no such layout of this model on these GPUs
+        except UserError:  # it contradicts another setting, or these GPUs cannot have it with this model
             continue
         if price and total - memory.largest.total >= _LEAST:
             smaller.append(SettingAdvice(change, memory.largest.total, price))

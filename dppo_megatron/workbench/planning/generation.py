@@ -286,6 +286,7 @@ _STEPS = 48
 _ELEMENTS = 8192
 """Sequences that are simulated at most: of a larger rollout as many replicas as hold them, since all are alike."""
 _DRAWS = 8
+"""Parts of the population over which a step is averaged. So many steps that stream are in one round already."""
 _SHARES = (0.1, 0.25, 0.5, 0.7, 1.0, 1.5)
 """Of a whole step's prompts, where the curve of seconds over tokens has its corners."""
 ROOFLINE = (
@@ -348,7 +349,7 @@ def _assigned(lengths: IntArray, replicas: int, room: int) -> FloatArray:
 def rollout_cost(engine: EnginePlan, lengths: Lengths, groups: int, together: int = 1) -> RolloutCost:
     """Seconds that a step of `groups` prompts generates by its tokens, up to one and a half of a whole step. Of so many
     steps `together` that stream into one another: its share of the round in which all of them are generated."""
-    groups *= together
+    groups, draws = groups * together, max(1, _DRAWS // together)
     drawn, replicas = lengths.drawn, engine.replicas
     most = max(1, _ELEMENTS // (drawn.shape[1] * -(-groups // replicas)))
     simulated = min(replicas, most)
@@ -356,12 +357,12 @@ def rollout_cost(engine: EnginePlan, lengths: Lengths, groups: int, together: in
     tokens, seconds = np.zeros(len(_SHARES)), np.zeros(len(_SHARES))
     each = groups / replicas * simulated
     order = random.permutation(len(drawn))
-    for draw in range(_DRAWS):  # each begins elsewhere in one order, so that together they are the whole population
-        places = np.resize(np.roll(order, -draw * len(order) // _DRAWS), int(_SHARES[-1] * each) + 1)
+    for draw in range(draws):  # each begins elsewhere in one order, so that together they are the whole population
+        places = np.resize(np.roll(order, -draw * len(order) // draws), int(_SHARES[-1] * each) + 1)
         for at, share in enumerate(_SHARES):
             chosen = drawn[places[: max(1, round(share * each))]]
-            tokens[at] += float(chosen.sum()) * replicas / simulated / _DRAWS
-            seconds[at] += rollout_s(engine, chosen, lengths.prompt, simulated) / _DRAWS
+            tokens[at] += float(chosen.sum()) * replicas / simulated / draws
+            seconds[at] += rollout_s(engine, chosen, lengths.prompt, simulated) / draws
     rising = np.diff(tokens, prepend=0.0) > 0  # shares of a few groups may be the same groups
     seconds = np.maximum.accumulate(seconds)[rising] / together
     return RolloutCost((0.0, *(tokens[rising] / together).tolist()), (0.0, *seconds.tolist()))

@@ -20,6 +20,7 @@ from dppo_megatron.config.pruning import EarlyStopConfig
 from dppo_megatron.config.resolved_sets import longest_prompt_tokens
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
+from dppo_megatron.platform.capabilities import Machine
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.types import IntArray, UserError
@@ -91,6 +92,7 @@ def make_plan(
     config: Config,
     architecture: Architecture,
     site: Site,
+    machine: Machine,
     speeds: Speeds,
     *,
     completion_tokens: float | None = None,
@@ -101,6 +103,7 @@ def make_plan(
     """Plan a checked config.
 
     Args:
+        machine: of each rank: nothing is advised that it would refuse.
         completion_tokens: mean length; None: half of the longest allowed, or the trace's.
         prompt_tokens: likewise; None: 150, or the longest allowed if that is less.
         methods: pruning methods to compare, the first one the measure; empty: none.
@@ -116,7 +119,7 @@ def make_plan(
     lengths = _lengths(config, completion_tokens, prompt_tokens, recorded)
     memory = plan_memory(config, architecture, site, lengths.sequence)
     timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)
-    smaller, faster, helps = advise(config, architecture, site, lengths, speeds, timing)
+    smaller, faster, helps = advise(config, architecture, site, machine, lengths, speeds, timing)
     predictions = []
     if methods and timing:
         replayed = made_up_trace(config, lengths) if trace is None else trace
