@@ -178,9 +178,11 @@ class Run:
         try:
             self.loop.load_state_dict(state["loop"], state["step"])
         except ValueError as error:
-            raise UserError(
-                f"{self._origin.directory}: was written by another version of dppo_megatron or of your own policy, or"
-                f" with other problems: {error}; resume with those, or start a new run in another run_dir"
+            raise on_every_rank(
+                UserError(
+                    f"{self._origin.directory}: was written by another version of dppo_megatron or of your own policy,"
+                    f" or with other problems: {error}; resume with those, or start a new run in another run_dir"
+                )
             ) from None
         self._load_engine()
         self.summary = Summary(**state["summary"])

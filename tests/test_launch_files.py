@@ -134,17 +134,17 @@ def test_slurm_scripts_render(script: Path, tmp_path: Path) -> None:
 
 
 def test_servers_listen_where_the_node_is_reached(tmp_path: Path) -> None:
-    """Under its name, or at the address that the user gives where `serve` refuses that: it is loopback there."""
+    """Under its name, or at its address on an interface that the user names: where the name is loopback there."""
     steps, said, _ = _render(SCRIPTS[-1], tmp_path)
     [serve] = [step for step in steps if "torchrun" not in step.command]
     program, record = tmp_path / "bin" / "dppo-megatron", tmp_path / "served"
     program.write_text(_RECORDER.format(python=sys.executable))
     program.chmod(stat.S_IRWXU)
     environment = {"PATH": f"{program.parent}:{os.environ['PATH']}", "RECORD": str(record), "SLURMD_NODENAME": "n1"}
-    for variables in ({}, {"SERVE_HOST": "10.0.0.7"}):
+    for variables in ({}, {"SERVE_INTERFACE": "lo"}):
         subprocess.run(serve.command, env=environment | variables, check=True, timeout=60)
     hosts = [json.loads(line)[-2:] for line in record.read_text().splitlines()]
-    assert hosts == [["--host", "n1"], ["--host", "10.0.0.7"]], said
+    assert hosts == [["--host", "n1"], ["--host", "127.0.0.1"]], said
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)

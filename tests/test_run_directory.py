@@ -34,10 +34,11 @@ from support.tiny import Parallel, build_actor, write_model
 from dppo_megatron.actor.layout import start_process_group
 from dppo_megatron.checkpoint.state import read_state, write_state
 from dppo_megatron.config.schema import Config
+from dppo_megatron.distributed import on_every_rank
 from dppo_megatron.observe import json_lines
 from dppo_megatron.observe.json_lines import OLD, JsonLines, rewind
 from dppo_megatron.observe.lock import RunLock
-from dppo_megatron.observe.run_directory import RunDirectory
+from dppo_megatron.observe.run_directory import RunDirectory, said_as_mistake
 from dppo_megatron.types import RunAborted, UserError
 
 # ---------------------------------------------------------------------------------------------------------- the lock
@@ -158,6 +159,12 @@ def _with_kernel_lock(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR)
     fcntl.lockf(descriptor, fcntl.LOCK_EX)
     return descriptor
+
+
+def test_what_rank_0_could_not_write_is_printed_by_it_alone(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="quota") as caught, said_as_mistake(tmp_path):
+        raise on_every_rank(OSError(122, "quota"))
+    assert caught.value.__dict__ == {"is_said": True}
 
 
 @pytest.mark.parametrize("content", [b"", b"5", b"[" * 100_000, b"\xff", b"{}", b'{"host": 3, "pid": [1]}'])

@@ -19,6 +19,7 @@ import fcntl
 import json
 import mmap
 import os
+import re
 import sys
 import time
 import zlib
@@ -50,9 +51,10 @@ _MOST_BYTES = 2**32
 a whole set of the hub perhaps of which little is read, is known by its files' times."""
 _AT_ONCE = 4096
 _UNUSED_S = 30 * 86_400
-"""After which a file of the set as it was goes, once another is written: a run that maps one may last weeks."""
+"""After which a file that nobody has read goes at any start: a run that maps one may last weeks."""
 _LEFT_S = 86_400
 """After which a file that was never ended is a killed process's: another machine may not see our lock, and be at it."""
+_OURS = re.compile(r"\.?[0-9a-f]{32}\.[0-9a-f]{32}\.arrow(\..*\.new)?")
 _CHECKSUM_BYTES = 4
 
 
@@ -188,7 +190,8 @@ class PromptCache:
                 if not is_ours or end <= 0 or _checksum(file, end) != file.read():
                     return None
                 with suppress(OSError):
-                    os.utime(file.fileno())  # it is used: `_remove_unused`
+                    os.utime(file.fileno())  # it is used
+                    self._remove_unused()
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             table = pyarrow.ipc.open_file(pyarrow.py_buffer(mapped).slice(0, end)).read_all()
             if table.schema.metadata[b"key"] != self._key.encode():
@@ -227,12 +230,12 @@ class PromptCache:
             return f"its prompts cannot be kept in {self.path}, so every start reads the set: {reason(error)}"
 
     def _remove_unused(self) -> None:
-        """Files of the set as it was, and what killed processes have left of them. Younger ones may be in use, or about
-        to be written, on other machines."""
-        for left in self.path.parent.glob(f"*{self.path.name[:32]}*"):
+        """Files of any set that nobody reads, and what killed processes have left: a job that stages its data below a
+        path of its own comes back to none of them. Younger ones may be in use, or about to be written, elsewhere."""
+        for left in self.path.parent.iterdir():
             with suppress(OSError):
                 most = _LEFT_S if left.suffix == ".new" else _UNUSED_S
-                if left.stem != self.path.stem and time.time() - left.stat().st_mtime > most:
+                if _OURS.fullmatch(left.name) and left != self.path and time.time() - left.stat().st_mtime > most:
                     left.unlink()
 
 

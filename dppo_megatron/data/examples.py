@@ -39,7 +39,7 @@ def load_examples(
     settings = example_set_config(config)
     check_template(settings, tokenizer)
     looked_for = Contamination(held_out_of(evaluated), config.data.contamination == "drop")
-    if is_over and (looked_for.drops or not evaluated):
+    if is_over and not evaluated:
         return [], []
     samples: list[TrainSample] = []
     shared, start = shared_ids(tokenizer), sequence_start(settings.template, tokenizer)
@@ -68,6 +68,11 @@ def load_examples(
             f"sft.examples_per_step = {config.sft.examples_per_step}, but {settings.path} holds only"
             f" {len(samples)} examples{left_out}"
         )
+    if looked_for.dropped and is_over:
+        return [], [
+            f"{settings.path}: {looked_for.dropped} examples are of problems of evaluation sets; SFT was done without"
+            " those of sets that were evaluated then, and with those of others"
+        ]
     if looked_for.dropped:
         return samples, [f"{settings.path}: {len(samples)} examples are trained on{left_out}"]
     found = trained_on(settings.key, looked_for.counts(), evaluated)

@@ -174,10 +174,12 @@ def said_as_mistake(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
-        raise UserError(
+        mistake = UserError(
             f"run_dir = '{path}' cannot be written: {error.strerror or error}{where}; choose another run_dir, or make"
             " room or give permission there"
-        ) from None
+        )
+        mistake.__dict__.update(error.__dict__)  # whether rank 0 prints it for all
+        raise mistake from None
 
 
 def read_identity(path: Path) -> str:

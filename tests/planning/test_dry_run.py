@@ -99,7 +99,7 @@ def test_a_dry_run_is_of_the_gpu_that_is_here(
     plan_command.add_options(parser)
     monkeypatch.setattr(plan_command, "load_config", lambda *_, **__: Config())
 
-    def load(config: Config, site: Site, gpu: str) -> None:
+    def load(config: Config, site: Site, gpu: str, is_named: bool) -> None:
         sites.append(site)
         raise UserError("that is all")
 
@@ -122,6 +122,7 @@ _A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
         (_A100, True, [], ""),
         (_A100, False, [], "planned with actor.layer_spec = local: Transformer Engine has no fused attention"),
         (("NVIDIA H200", (9, 0)), False, ["--gpu", "a100"], "planned with actor.layer_spec = local: Transformer"),
+        (_A100, False, ["--gpu", "b200", "actor.fp8=mxfp8", "model.dtype=bfloat16"], ""),
         (_A100, False, ["actor.layer_spec=te", "actor.layout.context_parallel=2"], "; install flash-attn, or set"),
     ],
 )

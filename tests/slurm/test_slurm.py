@@ -146,7 +146,7 @@ def test_split(cluster: Cluster, tmp_path: Path) -> None:
     and asked again, and the run ends as if nothing had been."""
     job = Job(cluster, tmp_path, steps=8, rollout__sync__channel="disk")  # the fake joins no broadcast group
     # both nodes are this machine, and `serve` refuses names of loopback
-    job.submit("split.sbatch", INFERENCE_NODES="1", SERVE_HOST="127.0.0.1")
+    job.submit("split.sbatch", INFERENCE_NODES="1", SERVE_INTERFACE="lo")
     job.until_rows(3)
     [server] = job.servers()
     os.kill(server, signal.SIGKILL)

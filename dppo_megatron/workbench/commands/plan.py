@@ -125,7 +125,7 @@ def execute(arguments: argparse.Namespace) -> int:
     of_here = _take_gpu_of_here(arguments) if arguments.dry_run else []
     arguments.gpu = arguments.gpu or _GPU
     site = _site(arguments)
-    machine, loaded = _load_job(config, site, arguments.gpu) if arguments.dry_run else (None, [])
+    machine, loaded = _load_job(config, site, arguments.gpu, is_named) if arguments.dry_run else (None, [])
     with loading("libraries"):
         from dppo_megatron.job import check_settings
         from dppo_megatron.weights.provider import model_architecture
@@ -134,7 +134,7 @@ def execute(arguments: argparse.Namespace) -> int:
         from dppo_megatron.workbench.runs.trace import read_trace
     architecture = model_architecture(config.model).with_adapters(config.actor.lora)
     said = list[str]()
-    if machine is None or is_named:
+    if machine is None:
         machine, said = _assumed_machine(config, arguments.gpu)
     if not arguments.dry_run:
         said += check_actor_settings(config, site.gpus, machine, runs_here=False)
@@ -245,16 +245,16 @@ def _assumed_machine(config: Config, gpu: str) -> tuple[Machine, list[str]]:
     return replace(machine, has_flash_attention=True), [f"assumed: flash-attn is installed; {unfused}"]
 
 
-def _load_job(config: Config, site: Site, gpu: str) -> tuple[Machine | None, list[str]]:
-    """Do what a run does before it starts; this machine, None if it has no GPU, and lines that say what was found, the
-    first prompt at the end."""
+def _load_job(config: Config, site: Site, gpu: str, is_named: bool) -> tuple[Machine | None, list[str]]:
+    """Do what a run does before it starts; this machine, None if it has no GPU or another is named, and lines that say
+    what was found, the first prompt at the end."""
     with loading("libraries"):
         from dppo_megatron.job import prepare_job
         from dppo_megatron.platform.capabilities import this_machine
     here, note = this_machine(), list[str]()
-    runs_here = here.cuda_capability is not None
+    runs_here = here.cuda_capability is not None and not is_named
     machine = here if runs_here else _assumed_machine(config, gpu)[0]
-    if not runs_here:
+    if here.cuda_capability is None:
         note = [f"no CUDA device here: a machine of {gpu.upper()}s with Transformer Engine is assumed"]
     note += check_actor_settings(config, site.gpus, machine, runs_here=runs_here)
     uncached = replace(config, data=replace(config.data, cache_path=""))  # the prompts of a large set are kept there
