@@ -412,12 +412,12 @@ def _lose_a_client(config: Config) -> str:
     engine = ServerEngine(config, job.architecture, job.tokenizer)
     take_share = engine._take
 
-    def end_and_take(work: Work, places: list[list[int]]) -> dict[int, Completion]:
+    def end_and_take(work: Work) -> dict[int, Completion]:
         if engine._nodes.node:
             assert engine._client is not None
             engine._client.process.kill()
             engine._client.process.wait()
-        return take_share(work, places)
+        return take_share(work)
 
     engine._take = end_and_take  # type: ignore[method-assign]
     try:
