@@ -47,6 +47,8 @@ def equal(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
     """x = 5 and 5 are the same; x = 5 and y = 5 are not; f(x) = 2x and y = 2x are; y = 2x + 3 is y - 2x = 3."""
+    if isinstance(other, Named) and "_" in _letters(other.value) and not _letters(gold):
+        return False  # n = 0 for n is even
     if isinstance(gold, Named) and isinstance(other, Named):
         other = _with_variables(other, gold)
         if not _differ(gold.name, other.name) and equal(gold.value, other.value, rules):
@@ -56,6 +58,15 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
         return equal(ours, theirs, rules)
     left, right = _relation(gold), _relation(other)
     return left is not None and right is not None and _relations(left, right, rules)
+
+
+def _letters(answer: Answer) -> frozenset[str]:
+    """Those of its values; "_" of a class of residues."""
+    if isinstance(answer, Named):
+        return _letters(answer.value)
+    if isinstance(answer, AnswerList):
+        return frozenset().union(*map(_letters, answer.items))
+    return frozenset(symbols(answer.node)) if isinstance(answer, Value) else frozenset()
 
 
 def _differ(gold: str, other: str) -> bool:
@@ -178,17 +189,29 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         others = tuple(others[other_labels.index(label)] for label in labels)
     elif not isinstance(items[0], Named):
         is_labelled = False
+    by_name = {item.name: item for item in others if isinstance(item, Named)}
+    names = [item.name for item in items if isinstance(item, Named)]
+    if kinds == {"list"} and len(names) == len(items) == len(by_name) == len(others) and set(names) == set(by_name):
+        others, is_labelled = tuple(by_name[name] for name in names), True
     if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
-        if len(items) != len(others):
-            return False
-        one, two = ([item.node for item in side if isinstance(item, Value)] for side in (items, others))
-        if len(one) == len(two) == len(items) and any(map(symbols, one)):
-            return equal_together(one, two, rules)
-        return all(equal(a, b, rules.item(index)) for index, (a, b) in enumerate(zip(items, others, strict=True)))
+        return len(items) == len(others) and _in_order(items, others, rules)
     # a solution listed twice is still one solution
     if "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items)):
         return _covered(items, others, rules)
     return _one_to_one(items, others, rules)
+
+
+def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -> bool:
+    """Pair by pair; a parameter is one number in all of them, where they have no names but it is any whole number."""
+    pairs = list(zip(items, others, strict=True))
+    if any(_differ(a.name, b.name) for a, b in pairs if isinstance(a, Named) and isinstance(b, Named)):
+        return False
+    bare = [[item.value if isinstance(item, Named) else item for item in side] for side in (items, others)]
+    one, two = ([item.node for item in side if isinstance(item, Value) and not item.unit] for side in bare)
+    is_joint = [*items] == bare[0] or any(symbols(node) & rules.wholes for node in one)
+    if is_joint and len(one) == len(two) == len(items) and any(map(symbols, one)):
+        return equal_together(one, two, rules)
+    return all(equal(a, b, rules.item(index)) for index, (a, b) in enumerate(pairs))
 
 
 def _without_indices(items: Sequence[Answer], others: Sequence[Answer]) -> list[tuple[Answer, ...]]:
@@ -306,8 +329,9 @@ def _answers(gold: str, other: str) -> bool:
         return first == gold and is_doubted == (gold in ("no", "false")) and _CONDITIONS.isdisjoint(words)
     subject = re.sub(r" (?:the|an?) \Z", " ", other.removesuffix(gold)).split()
     ends = ("is", "are") if gold.split()[0] not in _VERBS else tuple(subject[1:2])
-    is_said = first in ("the", "this", "it", "that", "they") and subject[-1:] and subject[-1] in ends
-    return bool(is_said) and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
+    said = [word for word in subject if word in ends]  # it is A or it is B
+    is_said = first in ("the", "this", "it", "that", "they") and len(said) == 1 and said == subject[-1:]
+    return is_said and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
 
 
 def _clocks(gold: Answer, other: Answer, rules: Rules) -> bool:

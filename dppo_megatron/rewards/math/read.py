@@ -40,7 +40,10 @@ _UNIT_TAIL = regex(
 )
 _WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
 _GLUED_TAIL = regex(r"(?<=[\d}])(?P<unit>[A-Za-z]+(?:\^\s*\{?\s*[23]\s*\}?)?)$")
-_PARTS = "max min cent radius vert foc area peri slope mean median mode quotient length width height domain range ampl"
+_PARTS = (
+    "max min(?!u) cent(?!s) radius vert foc area peri slope mean median mode quotient length width height domain range"
+    " ampl"
+)
 _LABEL = regex(
     r"(?:\\text\{\s*)?([A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)"
     rf"|\\text\{{\s*((?i:{_PARTS.replace(' ', '|')})[a-z]*)\s*\}}\s*(?=[-\d\\(])(.+)",

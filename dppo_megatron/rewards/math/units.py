@@ -8,6 +8,7 @@ change the number (`3 million`, `3 at most`). Digits stand in units as exponents
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -95,9 +96,10 @@ _POWERS = {  # square metres and metres squared are metres^2
 }
 _PER = regex(r"\s+(?:per|an?)\s+|\s*/\s*")
 _PART = (
-    r"(\d+(?:\.\d+)?)\s*(?:\\text\{)?\s*([A-Za-z]+)\.?\s*(?:,|and)?\s*\}?\s*(?:,|\\text\{\s*and\s*\}|and(?![a-z]))?\s*"
+    r"(\d+(?:\.\d+)?)\s*+(?:\\text\{)?\s*+([A-Za-z]++)\.?\s*+(?:,|and)?\s*+\}?\s*+"
+    r"(?:,|\\text\{\s*and\s*\}|and(?![a-z]))?\s*+"
 )
-_PRODUCT = regex("[dupMGT][A-Za-z]|[A-Za-z][ABCFHKTV]|[a-z]?pc|au|ly|bar")  # 2kT and 3au are no units
+_PRODUCT = regex("[dupMGT][A-Za-z]|[cmn]N|cal|[A-Za-z][ABCFHKTV]|[a-z]?pc|au|ly|bar")  # 2kT and 3au are no units
 _COMPOUND = regex(rf"(?:{_PART}){{2,4}}", re.ASCII)
 
 
@@ -139,7 +141,7 @@ def read_unit(words: str) -> Unit | None:
         ('length^2', None, None)
     """
     words = _IN_ALL.sub("", re.sub(r"[{}\\~]", " ", words)).strip(" .,;()")
-    words = re.sub(r"(?<=%)\s*(?:increase|decrease|discount|profit|loss)\Z|\A(?:profit|increase)\Z", "", words)
+    words = re.sub(r"(?<=%)\s*(?:increase|profit)\Z|\A(?:profit|increase)\Z", "", words)
     dimension, factor = _known(words)
     words = re.sub(r"\s*/\s*", " per ", words.lower()).strip()
     if dimension or not words:
@@ -213,10 +215,11 @@ def read_compound(text: str) -> tuple[Fraction, Unit] | None:
         return None
     parts = [(Fraction(number), read_unit(words)) for number, words in re.findall(_PART, text)]
     known = [(number, unit) for number, unit in parts if unit is not None and unit.dimension]
-    factors = [unit.factor for _, unit in known]
-    if len(known) < len(parts) or len({unit.dimension for _, unit in known}) > 1 or factors != sorted(factors)[::-1]:
+    sizes = [(number * unit.factor, unit.factor) for number, unit in known]
+    are_parts = all(part < above for (_, above), (part, _) in itertools.pairwise(sizes))  # 3 m and 5 m are two lengths
+    if len(known) < len(parts) or len({unit.dimension for _, unit in known}) > 1 or not are_parts:
         return None
-    return sum((number * unit.factor for number, unit in known), Fraction(0)) / factors[-1], known[-1][1]
+    return sum((number * unit.factor for number, unit in known), Fraction(0)) / sizes[-1][1], known[-1][1]
 
 
 def is_glued(word: str) -> bool:

@@ -20,6 +20,7 @@ from dppo_megatron.rewards.math.units import Unit, compatible, read_unit
 _NO_UNIT = Unit("")
 _CONSTANT = regex(r"[Cc](?:_\d)?")
 _FREE = regex(r"[ABCDKkc]|[Cc]_\d")
+_GIVEN = frozenset("abcdgkmnC")
 _VARIABLES = frozenset("xyztuvw")
 
 
@@ -204,12 +205,12 @@ def _with_constants(gold: Node, other: Node, work: WorkLimit) -> Iterator[Mappin
         return
     if len(missing) > 1 and any(all(map(_CONSTANT.fullmatch, names)) for names in (missing, added)):
         yield from (dict(zip(added, (("s", name) for name in order), strict=True)) for order in permutations(missing))
-    elif "C" in ours and missing <= {"C"}:
+    elif "C" in ours and missing <= {"C"} and not {"A", "B"} & ours:
         (name,) = added or {"C"}
         none, constant = ("n", Fraction(0)), ("s", "C")
         start, other_start = substituted(gold, {"C": none}), substituted(other, {name: none})
         apart: Node = ("+", start, ("-", other_start))
-        elsewhere = substituted(apart, {variable: ("s", f"{variable}'") for variable in _VARIABLES})
+        elsewhere = substituted(apart, {name: ("s", f"{name}'") for name in symbols(apart) - _GIVEN})
         if same(start, none, work):
             yield {name: constant}
         elif same(gold, ("+", start, constant), work) and same(apart, elsewhere, work):
