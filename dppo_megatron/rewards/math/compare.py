@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -49,6 +50,8 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
     """x = 5 and 5 are the same; x = 5 and y = 5 are not; f(x) = 2x and y = 2x are; y = 2x + 3 is y - 2x = 3."""
     if isinstance(other, Named) and "_" in _letters(other.value) and not _letters(gold):
         return False  # n = 0 for n is even
+    if isinstance(gold, Named) and "_" in _letters(gold.value) and gold.name in _letters(other):
+        return False  # 2n for n is even
     if isinstance(gold, Named) and isinstance(other, Named):
         other = _with_variables(other, gold)
         if not _differ(gold.name, other.name) and equal(gold.value, other.value, rules):
@@ -155,7 +158,8 @@ def _same_solutions(gold: answers.Relation, other: answers.Relation, work: WorkL
         has_none = left_over and same(substituted(two, {name: ("n", Fraction(0))}), ("n", left_over), work)
         return bool(has_none) and is_multiple(("*", ("s", name), one), two)
 
-    orders = ((name, *order) for name in names for order in ((left, right), (right, left))) if op == "=" else ()
+    orders = ((name, *order) for name in names for order in ((left, right), (right, left)))
+    orders = orders if op == "=" and names.isdisjoint("fgh") else iter(())  # f(x) = 1/x is no product
     return is_multiple(left, right) or any(is_cleared(*order) for order in orders)
 
 
@@ -203,6 +207,10 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -> bool:
     """Pair by pair; a parameter is one number in all of them, where they have no names but it is any whole number."""
+    rows = [[row for row in side if isinstance(row, AnswerList) and row.kind == "tuple"] for side in (items, others)]
+    ours, theirs = ([row.items for row in side] for side in rows)
+    if len(ours) == len(items) and [*map(len, ours)] == [*map(len, theirs)]:  # all cells of a matrix
+        return _in_order([*itertools.chain(*ours)], [*itertools.chain(*theirs)], rules)
     pairs = list(zip(items, others, strict=True))
     if any(_differ(a.name, b.name) for a, b in pairs if isinstance(a, Named) and isinstance(b, Named)):
         return False

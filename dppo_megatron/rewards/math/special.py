@@ -78,6 +78,7 @@ _CLAUSE = regex(
     rf"|,\s*{_IS_OF_A_SET}(?=\)|\\\}}|\Z)|\(\s*{_IS_OF_A_SET}\)(?!\s*[=<>])",
     re.DOTALL,
 )
+_OF_RESIDUES = regex(r"mod(?![a-z])|\\n?mid(?![a-z])|\b(?:odd|even)\b")
 _ARGUMENTS = regex(r"(?:(?<![A-Za-z\\])[A-Za-z]\(|_\{?)((?<=[({])[^(){}]*|[a-z])")
 _SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
 _SET = regex(r"\\mathbb\{(?:N\}\s*[\^_]\s*\{?\s*\*\s*\}?|([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?)|natural")
@@ -95,7 +96,7 @@ def read_special(text: str, depth: int) -> Answer | None:
     plain = plain_words(text)
     if (said := re.fullmatch(r"([a-z]) (is .*)", plain)) and (found := read_special(said[2], depth)):
         return answers.Intervals(found.pieces, said[1]) if isinstance(found, answers.Intervals) else found
-    for pattern, spelled in _SPELLED.items() if re.search(r"[ |]|nmid", plain) else ():
+    for pattern, spelled in _SPELLED.items() if "!" not in text and re.search(r"[ |]|nmid", plain) else ():
         if found := pattern.fullmatch(plain):
             text = plain = found.expand(spelled)
     if named := _BY_NAME.get(text.lower()) or _BY_NAME.get(_FILLING.sub("", plain)):
@@ -199,6 +200,8 @@ def without_clauses(text: str, gold: str | None = None) -> str:
     if not ("for" in text or "\\in" in text or "wh" in text or "with" in text) or "\\begin{cases}" in text:
         return text
     stated = None if gold is None else set().union(*(_domain(found[0]) for found in _CLAUSE.finditer(gold)))
+    if stated is not None and _OF_RESIDUES.search(gold or ""):
+        stated.add("integer")
     return _CLAUSE.sub(lambda found: "" if _says_no_less(found[0], stated) else found[0], text).strip() or text
 
 

@@ -140,8 +140,8 @@ def _renamings(gold: Node, other: Node, rules: Rules) -> Iterator[Mapping[str, N
     ours, theirs = symbols(gold), symbols(other)
     if "_" in theirs and not ours:  # 3 modulo 5, where that is asked for
         yield {"_": ("n", Fraction(0))}
-    elif (PI in walk(gold) and ours | theirs <= {"k", "m", "n"}) or ours <= rules.wholes | {"_"}:
-        yield from _shifted(gold, other, rules.work)
+    elif ours <= rules.wholes | {"_"} or (PI in walk(gold) and ours | theirs <= {"k", "m", "n"}):
+        yield from () if theirs & {"x", "y", "z"} else _shifted(gold, other, rules.work)
     elif ours & _VARIABLES:
         yield from _with_constants(gold, other, rules.work)
 
@@ -212,6 +212,7 @@ def _with_constants(gold: Node, other: Node, work: WorkLimit) -> Iterator[Mappin
         apart: Node = ("+", start, ("-", other_start))
         elsewhere = substituted(apart, {name: ("s", f"{name}'") for name in symbols(apart) - _GIVEN})
         if same(start, none, work):
-            yield {name: constant}
+            if any(part[0] == "^" and symbols(part[2]) for part in walk(gold)):  # C x and k x may be of given numbers
+                yield {name: constant}
         elif same(gold, ("+", start, constant), work) and same(apart, elsewhere, work):
             yield {name: ("+", constant, apart)}
