@@ -158,8 +158,8 @@ def _same_solutions(gold: answers.Relation, other: answers.Relation, work: WorkL
         has_none = left_over and same(substituted(two, {name: ("n", Fraction(0))}), ("n", left_over), work)
         return bool(has_none) and is_multiple(("*", ("s", name), one), two)
 
-    orders = ((name, *order) for name in names for order in ((left, right), (right, left)))
-    orders = orders if op == "=" and names.isdisjoint("fgh") else iter(())  # f(x) = 1/x is no product
+    may_be = names if op == "=" and names.isdisjoint("fgh") else ()  # f(x) = 1/x is no product
+    orders = ((name, *order) for name in may_be for order in ((left, right), (right, left)))
     return is_multiple(left, right) or any(is_cleared(*order) for order in orders)
 
 
@@ -193,10 +193,9 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         others = tuple(others[other_labels.index(label)] for label in labels)
     elif not isinstance(items[0], Named):
         is_labelled = False
-    by_name = {item.name: item for item in others if isinstance(item, Named)}
-    names = [item.name for item in items if isinstance(item, Named)]
-    if kinds == {"list"} and len(names) == len(items) == len(by_name) == len(others) and set(names) == set(by_name):
-        others, is_labelled = tuple(by_name[name] for name in names), True
+    called, by_name = ({item.name: item for item in side if isinstance(item, Named)} for side in (items, others))
+    if kinds == {"list"} and len(items) == len(others) == len(called) and called.keys() == by_name.keys():
+        others, is_labelled = tuple(by_name[name] for name in called), True
     if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
         return len(items) == len(others) and _in_order(items, others, rules)
     # a solution listed twice is still one solution

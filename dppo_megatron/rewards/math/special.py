@@ -94,8 +94,8 @@ _NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
 def read_special(text: str, depth: int) -> Answer | None:
     """The answer, if it has a form of its own; None if not."""
     plain = plain_words(text)
-    if (said := re.fullmatch(r"([a-z]) (is .*)", plain)) and (found := read_special(said[2], depth)):
-        return answers.Intervals(found.pieces, said[1]) if isinstance(found, answers.Intervals) else found
+    if (said := re.fullmatch(r"([a-z]) (is .*)", plain)) and (half := read_special(said[2], depth)):
+        return answers.Intervals(half.pieces, said[1]) if isinstance(half, answers.Intervals) else half
     for pattern, spelled in _SPELLED.items() if "!" not in text and re.search(r"[ |]|nmid", plain) else ():
         if found := pattern.fullmatch(plain):
             text = plain = found.expand(spelled)
