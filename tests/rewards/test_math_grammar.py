@@ -193,11 +193,11 @@ CASES = [
     case("Ax+By+C", [], ["Ax+By+D", "Ax+By+C+1"]),
     case(r"\sin\theta+C", [r"C+\sin\theta"], [r"\sin\theta+\theta+C"]),
     # equations
-    case("xy=1", [r"y=\frac{1}{x}"], [r"y=\frac{2}{x}"]),
+    case("xy=1", ["2yx=2"], [r"y=\frac{2}{x}"]),
     case("y=x", ["x=y", "2y-2x=0"], ["xy=x^2", "y=2x"]),
     case("y<x", ["2y<2x", "x-y>0"], ["y>x", "2x<2y", r"y\le x"]),
     case("y=2x+1", [r"\ell: 2x-y+1=0"], [r"\hat y=2x+1", r"\text{a circle }y=2x+1"]),
-    case(r"f(x)=\frac1x", [r"f(x)=x^{-1}"], ["f(x^2)=1", "xf=1"]),
+    *(case(rf"{f}(x)=\frac1x", [rf"{f}(x)=x^{{-1}}"], [f"{f}(x^2)=1", f"{f}(1)=x"]) for f in "fgPuy"),
     # a hat or an arrow is another thing, but for unit vectors, which are components in a sum of multiples alone
     case("p", [], [r"\hat p", r"\vec p", r"\bar p"]),
     case("ab", ["ba"], [r"\vec a\cdot\vec b"]),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from dppo_megatron.rewards.math import answers
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, substituted, symbols
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, symbols
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
 from dppo_megatron.rewards.math.number_sets import MINUS_INFINITY, as_spans, normal
@@ -48,17 +48,16 @@ def equal(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
     """x = 5 and 5 are the same; x = 5 and y = 5 are not; f(x) = 2x and y = 2x are; y = 2x + 3 is y - 2x = 3."""
-    if isinstance(other, Named) and "_" in _letters(other.value) and not _letters(gold):
-        return False  # n = 0 for n is even
-    if isinstance(gold, Named) and "_" in _letters(gold.value) and gold.name in _letters(other):
-        return False  # 2n for n is even
+    mine, theirs = _letters(gold), _letters(other)
+    if "_" in mine | theirs and (not mine or (isinstance(gold, Named) and gold.name in theirs)):
+        return False  # n is even for 0, and 2n for n is even
     if isinstance(gold, Named) and isinstance(other, Named):
         other = _with_variables(other, gold)
         if not _differ(gold.name, other.name) and equal(gold.value, other.value, rules):
             return True
     elif not (isinstance(gold, answers.Relation) or isinstance(other, answers.Relation)):
-        ours, theirs = (side.value if isinstance(side, Named) else side for side in (gold, other))
-        return equal(ours, theirs, rules)
+        one, two = (side.value if isinstance(side, Named) else side for side in (gold, other))
+        return equal(one, two, rules)
     left, right = _relation(gold), _relation(other)
     return left is not None and right is not None and _relations(left, right, rules)
 
@@ -146,21 +145,9 @@ def _same_solutions(gold: answers.Relation, other: answers.Relation, work: WorkL
     if other.ops[0] != op or names != symbols(right):
         return False
     point = {name: Fraction(p, 7) for name, p in zip(sorted(names), (11, 17, 5, 23, 29, 3), strict=False)}
-
-    def is_multiple(one: Node, two: Node) -> bool:
-        above, below = rational(one, point, work), rational(two, point, work)
-        ratio = above / below if above and below else Fraction(1)
-        return (ratio > 0 or op in ("=", "\\ne")) and bool(same(one, ("*", ("n", ratio), two), work))
-
-    def is_cleared(name: str, one: Node, two: Node) -> bool:
-        """y - 1/x = 0 as xy - 1 = 0, which has a value where x is 0, and no solution."""
-        left_over = rational(two, {**point, name: Fraction(0)}, work)
-        has_none = left_over and same(substituted(two, {name: ("n", Fraction(0))}), ("n", left_over), work)
-        return bool(has_none) and is_multiple(("*", ("s", name), one), two)
-
-    may_be = names if op == "=" and names.isdisjoint("fgh") else ()  # f(x) = 1/x is no product
-    orders = ((name, *order) for name in may_be for order in ((left, right), (right, left)))
-    return is_multiple(left, right) or any(is_cleared(*order) for order in orders)
+    above, below = rational(left, point, work), rational(right, point, work)
+    ratio = above / below if above and below else Fraction(1)
+    return (ratio > 0 or op in ("=", "\\ne")) and bool(same(left, ("*", ("n", ratio), right), work))
 
 
 def _only_names(node: Node, operations: str) -> bool:
@@ -188,14 +175,11 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     items, others = _without_indices(gold.items, other.items)
     others = _as_named(others, items)
     labels, other_labels = _labels(items), _labels(others)
-    is_labelled = len(set(labels)) == len(items) and not any(isinstance(item, Named) for item in others)
+    is_labelled = len(set(labels)) == len(items)
     if is_labelled and sorted(labels) == sorted(other_labels):
         others = tuple(others[other_labels.index(label)] for label in labels)
-    elif not isinstance(items[0], Named):
+    elif not isinstance(items[0], Named) or any(isinstance(item, Named) for item in others):
         is_labelled = False
-    called, by_name = ({item.name: item for item in side if isinstance(item, Named)} for side in (items, others))
-    if kinds == {"list"} and len(items) == len(others) == len(called) and called.keys() == by_name.keys():
-        others, is_labelled = tuple(by_name[name] for name in called), True
     if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
         return len(items) == len(others) and _in_order(items, others, rules)
     # a solution listed twice is still one solution

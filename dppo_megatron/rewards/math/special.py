@@ -39,7 +39,7 @@ _SENTENCE = regex(
     r"(?:\\text\{)?[A-Z][A-Za-z ,'()-]+(?:\b(?:is|are|equals)|:)"
     r"(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
-_HALF_LINE = regex(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
+_HALF_LINE = regex(r"([a-z]?)\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
 _RESIDUE = r"(?:-|\\pm(?![a-z]))?\s*+\d{1,9}"
 _CONGRUENCE = regex(
     rf"(?:(?P<name>[a-zA-Z])\s*+(?P<not>\\not)?\s*+(?:\\equiv|=)\s*+)?(?P<residues>{_RESIDUE}"
@@ -58,7 +58,9 @@ _SPELLED = {
 for _index, _word in enumerate(["even", "odd"]):
     _SPELLED[regex(rf"(?:if )?([i-q]) (?:is )?(?:an )?{_word}(?: integer)?")] = rf"\1\\equiv {_index}\\pmod{{2}}"
 for _sign, _word in {">": "positive", "<": "negative", r"\\ge": "non-?negative", r"\\le": "non-?positive"}.items():
-    _SPELLED[regex(rf"(?:all )?(?:the )?{_word} (?:real |number)+s|is {_word}")] = rf"\\mathbb{{R}}_{{{_sign}0}}"
+    _SPELLED[regex(rf"(?:all )?(?:the )?{_word} (?:real |number)+s|([a-z]) is {_word}")] = (
+        rf"\1\\mathbb{{R}}_{{{_sign}0}}"
+    )
 EVERY_REAL = (answers.Piece(("-", answers.INFINITY), False, answers.INFINITY, False),)
 _NAMED: dict[Answer, str] = {
     answers.Intervals(()): r"\emptyset|\{ \}|\{\}|empty set|the empty set|no solution|no real solution",
@@ -94,15 +96,13 @@ _NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
 def read_special(text: str, depth: int) -> Answer | None:
     """The answer, if it has a form of its own; None if not."""
     plain = plain_words(text)
-    if (said := re.fullmatch(r"([a-z]) (is .*)", plain)) and (half := read_special(said[2], depth)):
-        return answers.Intervals(half.pieces, said[1]) if isinstance(half, answers.Intervals) else half
     for pattern, spelled in _SPELLED.items() if "!" not in text and re.search(r"[ |]|nmid", plain) else ():
         if found := pattern.fullmatch(plain):
             text = plain = found.expand(spelled)
     if named := _BY_NAME.get(text.lower()) or _BY_NAME.get(_FILLING.sub("", plain)):
         return named
     if match := _HALF_LINE.fullmatch(text):
-        return half_line("", match[2] or ("<" if match[1] == "-" else ">"), ("n", Fraction(0)))
+        return half_line(match[1], match[3] or ("<" if match[2] == "-" else ">"), ("n", Fraction(0)))
     based = WRAPPED_TEXT.sub(r"\1", text) if "}_" in text else text
     if match := _BASED.fullmatch(based) or _BASED_WORDS.fullmatch(text):
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
