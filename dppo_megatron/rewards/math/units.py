@@ -174,8 +174,8 @@ def compatible(gold: Unit, other: Unit) -> bool:
     for generic, known in ((one, two), (two, one)):
         if generic.startswith("unit"):
             return known in ("", generic, generic.replace("unit", "length"))
-    is_alike = gold.words.rstrip("s") == other.words.rstrip("s") or not _things(gold).isdisjoint(_things(other))
-    return one == two and (bool(one) or is_alike)
+    is_same = gold.words.removesuffix("s") == other.words.removesuffix("s")
+    return one == two and (bool(one) or is_same or not _things(gold).isdisjoint(_things(other)))
 
 
 def _things(unit: Unit) -> set[str]:
