@@ -152,13 +152,31 @@ CASES = [
     case(
         r"(3+5t,2-4t), t\in\mathbb{Z}",
         [r"(x,y)=(3+5k,2-4k), k\in\mathbb{Z}", "(8+5k,-2-4k)", r"x=3+5t, y=2-4t\text{ for integers }t"],
-        ["(8+5k,2-4k)"],
+        ["(8+5k,2-4k)", "x=8+5k, y=2-4k", "x=3-5k, y=2-4k"],
     ),
+    case(
+        r"\begin{pmatrix}k\\2k\end{pmatrix}, k\in\mathbb{Z}",
+        [r"\begin{pmatrix}k+1\\2k+2\end{pmatrix}", r"(m, 2m), m\in\mathbb{Z}"],
+        [r"\begin{pmatrix}k+1\\2k\end{pmatrix}, k\in\mathbb{Z}"],
+    ),
+    case(r"((k,1),(k+1,2)), k\in\mathbb{Z}", [r"((k-1,1),(k,2))"], [r"((k,1),(k,2)), k\in\mathbb{Z}"]),
+    case(r"x=2k+1, y=k, k\in\mathbb{Z}", ["x=2k-1, y=k-1", "y=m, x=2m+1"], ["x=2k+1, y=k+1", "x=2k-1, y=k"]),
+    case(r"f(2k)=k+1, k\in\mathbb{Z}", [], ["f(2k)=k", "f(2k)=k+2", "f(2k)=-k"]),
+    case(r"a_{2k}=2k+1, k\in\mathbb{Z}", [], ["a_{2k}=2k+3"]),
+    case(r"f(k+m)=2m, m\in\mathbb{Z}, k\in\mathbb{Z}", [], ["f(k+m)=2m+2"]),
+    case(r"x=k, k\in\mathbb{Z}", ["x=n", "x=k+5"], ["x=y"]),
+    case(r"(x, 5\text{ m})", [r"(x, 500\text{ cm})"], [r"(x, 5\text{ km})", r"(x, 6\text{ m})"]),
     case(
         r"n\equiv\pm1\pmod 6",
         [r"n\equiv 1, 5\pmod 6", r"n=6k+1\text{ or }n=6k-1", r"n\equiv 5\text{ and }-5\pmod 6"],
         [r"n\equiv 1\pmod 6", r"n\equiv 1, 4\pmod 6"],
     ),
+    case(r"n\equiv 1, 2\pmod 5", [r"n=5k+1\text{ or }n=5k+2"], [r"m\equiv 1, 2\pmod 5", r"n\equiv 1, 3\pmod 5"]),
+    case("0", [], [r"n\text{ is even}", r"n\equiv 0\pmod 2", r"2\mid n"]),
+    case(
+        r"n\text{ is even}", ["n=2k"], ["2n", r"n=2k, k\in\mathbb{R}", r"n=2k\text{ for all positive integers }k", "2x"]
+    ),
+    case(r"3\mid n", [r"n\text{ is divisible by }3"], [r"3!\mid n", r"3\mid m"]),
     case(r"3\nmid n", [r"n\not\equiv 0\pmod 3", r"n\equiv 1\text{ or }2\pmod 3"], [r"3\mid n", r"n\equiv 1\pmod 3"]),
     case(r"n\equiv 1\pmod 2", [r"n\text{ is odd}", r"\text{all odd }n"], [r"n\text{ is even}"]),
     case(
@@ -166,20 +184,43 @@ CASES = [
         [r"\begin{cases}1&\text{if }n\text{ is odd}\\0&\text{if }n\text{ is even}\end{cases}"],
         [r"\begin{cases}0&\text{if }n\text{ is odd}\\1&\text{if }n\text{ is even}\end{cases}"],
     ),
-    case(r"k<0", [r"k\text{ is negative}"], [r"k\text{ is nonpositive}"]),
+    case(r"k<0", [r"k\text{ is negative}"], [r"k\text{ is nonpositive}", r"m\text{ is negative}"]),
     # constants of integration
     case(r"\sin^2 x+C", [r"-\cos^2 x+C"], [r"\cos^2 x+C", r"-\cos^2 x", r"\sin^2 x+2C"]),
     case("y=C_1e^{x}+C_2e^{-x}", ["y=Ae^{-x}+Be^{x}"], ["y=Ae^{-x}+Ae^{x}", "y=Ae^{-x}+Be^{2x}"]),
     case("y=Ce^{-x}", ["y=Ae^{-x}"], ["y=e^{-x}", "y=Axe^{-x}"]),
+    case("y=Cx", ["y=cx"], ["y=kx", "y=Dx", "y=Ax"]),
+    case("Ax+By+C", [], ["Ax+By+D", "Ax+By+C+1"]),
+    case(r"\sin\theta+C", [r"C+\sin\theta"], [r"\sin\theta+\theta+C"]),
     # equations
-    case("xy=1", [r"y=\frac{1}{x}"], [r"y=\frac{2}{x}"]),
+    case("xy=1", ["2yx=2"], [r"y=\frac{2}{x}"]),
     case("y=x", ["x=y", "2y-2x=0"], ["xy=x^2", "y=2x"]),
     case("y<x", ["2y<2x", "x-y>0"], ["y>x", "2x<2y", r"y\le x"]),
-    case("y=2x+1", [r"\hat y=2x+1", r"\ell: 2x-y+1=0"], [r"\hat y=2x"]),
-    case("z", [r"\vec z"], [r"\bar z"]),
+    case("y=2x+1", [r"\ell: 2x-y+1=0"], [r"\hat y=2x+1", r"\text{a circle }y=2x+1"]),
+    *(case(rf"{f}(x)=\frac1x", [rf"{f}(x)=x^{{-1}}"], [f"{f}(x^2)=1", f"{f}(1)=x"]) for f in "fgPuy"),
+    # a hat or an arrow is another thing, but for unit vectors, which are components in a sum of multiples alone
+    case("p", [], [r"\hat p", r"\vec p", r"\bar p"]),
+    case("ab", ["ba"], [r"\vec a\cdot\vec b"]),
+    case(r"2\mathbf{i}-3\mathbf{j}", [r"2\hat{i}-3\hat{j}", "(2,-3)"], [r"2\hat{i}+3\hat{j}", r"2\hat{i}-3\hat{k}"]),
+    case(r"(1,1)", [r"\hat\imath+\hat{\jmath}"], ["i+j", r"\hat i\hat j", r"\hat i+\hat j+1"]),
+    case("-1", ["i^2"], [r"\hat i\cdot\hat i"]),
+    case(
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        [r"\left(\begin{array}{cc}1&2\\3&4\end{array}\right)"],
+        [r"\left(\begin{array}{cc}1&2\\3&4\end{array}\right)^T"],
+    ),
+    # words before an answer that say what it is not
+    case("5", [r"\text{the number }5"], [r"\text{diverges to }5"]),
+    case(r"\infty", [r"\text{diverges to }\infty"], [r"\text{diverges to }-\infty"]),
+    case("(3,4)", [r"\text{the point }(3,4)"], [r"\text{interval }(3,4)", r"\text{circle }(3,4)"]),
+    case("2,3,5", [r"\text{The primes }2, 3, 5"], [r"\text{The non-primes }2, 3, 5"]),
+    case("3, 4", [], [r"\begin{aligned}S&=3\\&=4\end{aligned}", r"3, \text{minus }4", r"3, \text{Not: }4"]),
+    case("3, 5", [], [r"\text{mode }3, 5", r"3, \text{minutes }5", r"3, \text{cents }5"]),
     # parts
     case("(3,4)", [], ["3 or 4", "x=3 or y=4"]),
-    case("(1)\\ 4; (2)\\ 7", [r"\text{(1) }4,\text{ (2) }7", "4, 7"], ["4, 14", "7, 4", "(1) 7; (2) 4"]),
+    case(
+        "(1)\\ 4; (2)\\ 7", [r"\text{(1) }4,\text{ (2) }7", "4, 7", "(2) 7; (1) 4"], ["4, 14", "7, 4", "(1) 7; (2) 4"]
+    ),
     case(
         r"\text{Maximum }5,\text{ minimum }-3",
         [r"\text{max}=5,\text{min}=-3"],
@@ -195,9 +236,17 @@ CASES = [
         ],
         [r"\begin{cases}x=1\\y=2\end{cases}\begin{cases}x=1\\y=2\end{cases}"],
     ),
+    case(r"2\text{ hours}", [r"1\text{ hour and }60\text{ minutes}"], [r"1\text{ hour and }1\text{ hour}"]),
+    *(
+        case(f"{one}, {two}", ["3, 5"] if one[3:] == two[3:] else [], ["8", f"8{one[1:]}", "305", f"305{two[1:]}"])
+        for one in (r"3\text{ m}", r"3\text{ kg}", r"3\text{ dollars}")
+        for two in (r"5\text{ m}", r"5\text{ cm}", r"5\text{ g}", r"5\text{ cents}", r"5\text{ dollars}")
+    ),
     case(r"\frac52\text{ hours}", [r"2\text{ hours and }30\text{ minutes}"], [r"2\text{ hours and }3\text{ minutes}"]),
     case(r"\$18.50", [r"18\text{ dollars and }50\text{ cents}"], [r"18\text{ dollars and }5\text{ cents}"]),
     case(r"\text{diverges}", [r"\text{The series diverges}"], [r"\text{The series never diverges}"]),
+    case(r"\text{ellipse}", [r"\text{It is an ellipse}"], [r"\text{it is a hyperbola or it is an ellipse}"]),
+    case("B", [], [r"\text{It is A or it is B}"]),
     # a clause that says less than the reference does
     case(r"f(x)=0\text{ for all }x", [r"f(x)=0\text{ for every }x"], [r"f(x)=0\text{ for some }x"]),
     case(

@@ -30,6 +30,8 @@ def test_nonsense_is_not_right_by_chance(gold: str, answer: str) -> None:
         "1 or " * 700 + "1",
         "the exactly " * 300 + "1",
         ",;",
+        "1 m , 1 m , 1 m , 4 " + "mand" * 925 + " and 3",
+        "1 m and 1 m and 1 m and 4 " + "mand" * 925 + " and 3",
     ],
 )
 def test_an_answer_that_is_made_to_be_slow_is_not(answer: str) -> None:

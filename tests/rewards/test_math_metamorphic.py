@@ -263,6 +263,24 @@ CHANGE: dict[str, Rewriting] = {
             else None
         ),
     ),
+    "of even numbers": only(NUMBER, lambda found, _: r"n \text{ is even}"),
+    "as two measures": only(
+        NUMBER, lambda found, _: f"{int(found[0]) - 1}\\text{{ m}}, 1\\text{{ m}}" if int(found[0]) > 1 else None
+    ),
+    "an item's sign": only(
+        LIST,
+        lambda found, _: (
+            re.sub(r"(?<=[ ,])([1-9]\d*)\Z", r"\\text{minus }\1", found[0])
+            if re.search(r"[ ,][1-9]\d*\Z", found[0])
+            else None
+        ),
+    ),
+    "with a hat": only(
+        POLYNOMIAL, lambda found, _: re.sub("[a-z]", r"\\hat{\g<0>}", found[0]) if "^" not in found[0] else None
+    ),
+    "of another kind": only(
+        POINT, lambda found, drawn: f"\\text{{The {drawn.choice(('circle', 'interval', 'line'))} }}{found[0]}"
+    ),
     "swapped": only(POINT, lambda found, _: f"({found[2]}, {found[1]})" if found[1] != found[2] else None),
     "as a set": only(POINT, lambda found, _: f"\\{{{found[1]}, {found[2]}\\}}" if found[1] != found[2] else None),
     "of several names": only(

@@ -46,8 +46,11 @@ _ORDINAL = "(?:st|nd|rd|th)"
 _TOTAL = r"(?:\{\s*(\d{2,4}|[3-9])\s*\}|([3-9]))"  # C_1 and C_2 are constants
 _INDEX = r"(?:\{\s*(\w+)\s*\}|(\w))"
 # words before an answer that carry no value
-_FILLER = r"(?i:exactly|only|just|precisely|the|there are|they are|diverges to|all(?= \}[a-z ]{1,3}\\[lg]e))"
-_NOUN = "(?:point|line|circle|ellipse|parabola|hyperbola|curve|graph|equation|vector|interval|set|prime|number|value)s?"
+_FILLER = (
+    r"(?i:exactly|only|just|precisely|the|there are|they are|diverges to(?= ?\}? ?-?\\infty)"
+    r"|all(?= \}[a-z ]{1,3}\\[lg]e))"
+)
+_NOUN = r"(?:(?:point|equation|vector|set|number|value)s?|primes(?= ?\} ?\d))"  # no circle: it may be none
 # how a command is spelled here: its other names; what only sets type is nothing
 _SPELLINGS = {
     " ": "displaystyle textstyle scriptstyle limits nolimits mathop large Large LARGE huge Huge small checkmark"
@@ -69,8 +72,7 @@ _SPELLINGS = {
     "\\degree ": "degrees textcirc textdegree",
     "\\mapsto ": "longmapsto",
     "\\mathbb{R}": "R reals",
-    "\\vec ": "hat widehat overrightarrow",
-    "\\overline ": "tilde bar overleftarrow",
+    "\\overline ": "vec hat widehat tilde bar overrightarrow overleftarrow",
     " i": "imath",
     " j": "jmath",
     " T": "top",
@@ -130,10 +132,8 @@ _RULES = {
     r"\\degree\s*\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}": r"\\text{ \1}",
     # fonts: a unit behind a number, a letter, a function, else text
     r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}": r"\\text{ \1}",
+    r"\\(?:mathbf|boldsymbol|bm|pmb)\s*\{\s*([ijk])\s*\}": r"\\overline{\1}",  # unit vectors
     rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}": r" \1",
-    # vectors are letters: \vec a and a bold one; \overrightarrow{AB} has an order
-    r"\\vec\s*(?:\{\s*(\\?[A-Za-z0]|\\[a-z]{2,7})\s*\}|([A-Za-z]|\\[a-z]{2,7})(?![A-Za-z]))": r" \1\2 ",
-    r"\\vec(?![A-Za-z])": r"\\overline ",
     r"(?<![A-Za-z\\])([a-z]\s*\\in\s*)([ZNRQ])(?![A-Za-z])": r"\1\\mathbb{\2}",
     r"(?<![\w\\])C\s*\(([^(),]{1,60}),([^(),]{1,60})\)": r"\\binom{\1}{\2}",
     rf"(?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*(?:\{{\s*(\d+)\s*\}}|(\d))": r"\\binom{\1\2}{\3\4}",
@@ -158,7 +158,7 @@ _RULES = {
     rf"\A(\\text\{{\s*)?(?:{_FILLER}\s+)+(?:{_NOUN}\s+)?(?=[-\d\\(]|[a-z]\s*=)": r"\1",
     r",? ?\\text\{\s*only\s*\}\Z|(?<=[\d)}]) only\Z": "",
     r"\.(?=\s*[\])]\s*$)": "",
-    r"\A(\(.*\))\s*\^\s*\{?\s*T\s*\}?\Z": r"\1",  # a column
+    r"\A(\((?!\s*\\begin).*\))\s*\^\s*\{?\s*T\s*\}?\Z": r"\1",  # a column
     r"\\end\{cases\}\s*(?=\\begin\{cases\})": r"\\end{cases}, ",
     r"(?s)\A(?:[A-Za-z]\s*:\s*)?(?:[^:\n]{1,80}?\\(?:to|rightarrow)(?![A-Za-z])[^:\n]{1,80}?[,;:]?\s*)?"
     r"([a-z])\s*\\mapsto(?![A-Za-z])(.+)\Z": r"f(\1)=\2",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 from dppo_megatron.rewards.math import answers
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, substituted, symbols
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, symbols
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
 from dppo_megatron.rewards.math.number_sets import MINUS_INFINITY, as_spans, normal
@@ -47,15 +48,27 @@ def equal(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
     """x = 5 and 5 are the same; x = 5 and y = 5 are not; f(x) = 2x and y = 2x are; y = 2x + 3 is y - 2x = 3."""
+    mine, theirs = _letters(gold), _letters(other)
+    if "_" in mine | theirs and (not mine or (isinstance(gold, Named) and gold.name in theirs)):
+        return False  # n is even for 0, and 2n for n is even
     if isinstance(gold, Named) and isinstance(other, Named):
         other = _with_variables(other, gold)
         if not _differ(gold.name, other.name) and equal(gold.value, other.value, rules):
             return True
     elif not (isinstance(gold, answers.Relation) or isinstance(other, answers.Relation)):
-        ours, theirs = (side.value if isinstance(side, Named) else side for side in (gold, other))
-        return equal(ours, theirs, rules)
+        one, two = (side.value if isinstance(side, Named) else side for side in (gold, other))
+        return equal(one, two, rules)
     left, right = _relation(gold), _relation(other)
     return left is not None and right is not None and _relations(left, right, rules)
+
+
+def _letters(answer: Answer) -> frozenset[str]:
+    """Those of its values; "_" of a class of residues."""
+    if isinstance(answer, Named):
+        return _letters(answer.value)
+    if isinstance(answer, AnswerList):
+        return frozenset().union(*map(_letters, answer.items))
+    return frozenset(symbols(answer.node)) if isinstance(answer, Value) else frozenset()
 
 
 def _differ(gold: str, other: str) -> bool:
@@ -132,20 +145,9 @@ def _same_solutions(gold: answers.Relation, other: answers.Relation, work: WorkL
     if other.ops[0] != op or names != symbols(right):
         return False
     point = {name: Fraction(p, 7) for name, p in zip(sorted(names), (11, 17, 5, 23, 29, 3), strict=False)}
-
-    def is_multiple(one: Node, two: Node) -> bool:
-        above, below = rational(one, point, work), rational(two, point, work)
-        ratio = above / below if above and below else Fraction(1)
-        return (ratio > 0 or op in ("=", "\\ne")) and bool(same(one, ("*", ("n", ratio), two), work))
-
-    def is_cleared(name: str, one: Node, two: Node) -> bool:
-        """y - 1/x = 0 as xy - 1 = 0, which has a value where x is 0, and no solution."""
-        left_over = rational(two, {**point, name: Fraction(0)}, work)
-        has_none = left_over and same(substituted(two, {name: ("n", Fraction(0))}), ("n", left_over), work)
-        return bool(has_none) and is_multiple(("*", ("s", name), one), two)
-
-    orders = ((name, *order) for name in names for order in ((left, right), (right, left))) if op == "=" else ()
-    return is_multiple(left, right) or any(is_cleared(*order) for order in orders)
+    above, below = rational(left, point, work), rational(right, point, work)
+    ratio = above / below if above and below else Fraction(1)
+    return (ratio > 0 or op in ("=", "\\ne")) and bool(same(left, ("*", ("n", ratio), right), work))
 
 
 def _only_names(node: Node, operations: str) -> bool:
@@ -173,22 +175,34 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     items, others = _without_indices(gold.items, other.items)
     others = _as_named(others, items)
     labels, other_labels = _labels(items), _labels(others)
-    is_labelled = len(set(labels)) == len(items) and not any(isinstance(item, Named) for item in others)
+    is_labelled = len(set(labels)) == len(items)
     if is_labelled and sorted(labels) == sorted(other_labels):
         others = tuple(others[other_labels.index(label)] for label in labels)
-    elif not isinstance(items[0], Named):
+    elif not isinstance(items[0], Named) or any(isinstance(item, Named) for item in others):
         is_labelled = False
     if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
-        if len(items) != len(others):
-            return False
-        one, two = ([item.node for item in side if isinstance(item, Value)] for side in (items, others))
-        if len(one) == len(two) == len(items) and any(map(symbols, one)):
-            return equal_together(one, two, rules)
-        return all(equal(a, b, rules.item(index)) for index, (a, b) in enumerate(zip(items, others, strict=True)))
+        return len(items) == len(others) and _in_order(items, others, rules)
     # a solution listed twice is still one solution
     if "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items)):
         return _covered(items, others, rules)
     return _one_to_one(items, others, rules)
+
+
+def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -> bool:
+    """Pair by pair; a parameter is one number in all of them, where they have no names but it is any whole number."""
+    rows = [[row for row in side if isinstance(row, AnswerList) and row.kind == "tuple"] for side in (items, others)]
+    ours, theirs = ([row.items for row in side] for side in rows)
+    if len(ours) == len(items) and [*map(len, ours)] == [*map(len, theirs)]:  # all cells of a matrix
+        return _in_order([*itertools.chain(*ours)], [*itertools.chain(*theirs)], rules)
+    pairs = list(zip(items, others, strict=True))
+    if any(_differ(a.name, b.name) for a, b in pairs if isinstance(a, Named) and isinstance(b, Named)):
+        return False
+    bare = [[item.value if isinstance(item, Named) else item for item in side] for side in (items, others)]
+    one, two = ([item.node for item in side if isinstance(item, Value) and not item.unit] for side in bare)
+    is_joint = [*items] == bare[0] or any(symbols(node) & rules.wholes for node in one)
+    if is_joint and len(one) == len(two) == len(items) and any(map(symbols, one)):
+        return equal_together(one, two, rules)
+    return all(equal(a, b, rules.item(index)) for index, (a, b) in enumerate(pairs))
 
 
 def _without_indices(items: Sequence[Answer], others: Sequence[Answer]) -> list[tuple[Answer, ...]]:
@@ -306,8 +320,9 @@ def _answers(gold: str, other: str) -> bool:
         return first == gold and is_doubted == (gold in ("no", "false")) and _CONDITIONS.isdisjoint(words)
     subject = re.sub(r" (?:the|an?) \Z", " ", other.removesuffix(gold)).split()
     ends = ("is", "are") if gold.split()[0] not in _VERBS else tuple(subject[1:2])
-    is_said = first in ("the", "this", "it", "that", "they") and subject[-1:] and subject[-1] in ends
-    return bool(is_said) and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
+    said = [word for word in subject if word in ends]  # it is A or it is B
+    is_said = first in ("the", "this", "it", "that", "they") and len(said) == 1 and said == subject[-1:]
+    return is_said and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
 
 
 def _clocks(gold: Answer, other: Answer, rules: Rules) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from dppo_megatron.rewards.math import answers
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, substituted, symbols, walk
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, substituted, symbols
 from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit
@@ -40,9 +40,11 @@ _UNIT_TAIL = regex(
 )
 _WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
 _GLUED_TAIL = regex(r"(?<=[\d}])(?P<unit>[A-Za-z]+(?:\^\s*\{?\s*[23]\s*\}?)?)$")
-_PARTS = "max min cent radius vert foc area peri slope mean median mode quotient length width height domain range ampl"
+_PARTS = (
+    "max min(?!u) cent(?!s) radius vert foc area peri slope mean median quotient length width height domain range ampl"
+)
 _LABEL = regex(
-    r"(?:\\text\{\s*)?([A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)"
+    r"(?:\\text\{\s*)?((?!Not|Wrong)[A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)"
     rf"|\\text\{{\s*((?i:{_PARTS.replace(' ', '|')})[a-z]*)\s*\}}\s*(?=[-\d\\(])(.+)",
     re.DOTALL,
 )
@@ -117,7 +119,7 @@ def _read_list(text: str, depth: int) -> Answer | None:
     if len(parts) == 1:
         return None
     numbered = [match for match in map(_NUMBERED.fullmatch, parts) if match]
-    if [match[1] for match in numbered] == [f"{index}" for index in range(1, len(parts) + 1)]:  # (1) 4; (2) 7
+    if sorted(int(match[1]) for match in numbered) == [*range(1, len(parts) + 1)]:  # (1) 4; (2) 7
         named = (answers.Named(f"{match[1]}:", read_answer(match[2], depth + 1)) for match in numbered)
         return AnswerList("list", tuple(named))
     read = [read_answer(part, depth + 1) for part in parts if part.strip()]
@@ -155,6 +157,8 @@ def _read_cases(text: str, depth: int) -> Answer | None:
     if match is None or "\\begin" in match["rows"]:
         return None
     rows = [row.strip(" .,;") for row in match["rows"].split("\\\\") if row.strip()]
+    if any(row.startswith("=") for row in rows):
+        raise Unreadable("an equation over several lines")
     if not any(_CONDITION.search(row) for row in rows):
         return read_answer(", ".join(rows), depth + 1)
     read: list[tuple[Answer, Answer]] = []
@@ -335,19 +339,16 @@ def _spread(nodes: list[Node], unit: Unit | None) -> Answer:
 
 
 def _components(node: Node) -> Answer | None:
-    """2 i - 3 j as a tuple: of what has both letters, and is linear in j and k."""
-    if "j" not in symbols(node) or ("c", "i") not in walk(node):
+    """2 i - 3 j as a tuple: of unit vectors, bold or with hats, and linear in them."""
+    letters = [f"overline:{letter}" for letter in "ijk" if f"overline:{letter}" in symbols(node)]
+    if letters[:2] != ["overline:i", "overline:j"]:
         return None
-    letters = "jk" if "k" in symbols(node) else "j"
     nothing: dict[str, Node] = dict.fromkeys(letters, ("n", Fraction(0)))
-    first = substituted(node, nothing)
-    parts = [("+", substituted(node, {**nothing, name: ONE}), ("-", first)) for name in letters]
-    rest = first
+    parts = [substituted(node, {**nothing, name: ONE}) for name in letters]
+    whole: Node = ("n", Fraction(0))
     for name, part in zip(letters, parts, strict=True):
-        rest = ("+", rest, ("*", ("s", name), part))
-    if not same(node, rest, WorkLimit(_OPERATIONS)):
-        return None
-    return AnswerList("tuple", tuple(Value(part) for part in (("/", first, ("c", "i")), *parts)))
+        whole = ("+", whole, ("*", ("s", name), part))
+    return AnswerList("tuple", tuple(map(Value, parts))) if same(node, whole, WorkLimit(_OPERATIONS)) else None
 
 
 _READERS = (_read_cases, read_special, _read_text, _read_list, _read_sets, _read_relation, _read_bracketed, _read_value)

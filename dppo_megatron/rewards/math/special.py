@@ -39,10 +39,10 @@ _SENTENCE = regex(
     r"(?:\\text\{)?[A-Z][A-Za-z ,'()-]+(?:\b(?:is|are|equals)|:)"
     r"(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
-_HALF_LINE = regex(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
+_HALF_LINE = regex(r"([a-z]?)\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
 _RESIDUE = r"(?:-|\\pm(?![a-z]))?\s*+\d{1,9}"
 _CONGRUENCE = regex(
-    rf"(?:[a-zA-Z]\s*+(?P<not>\\not)?\s*+(?:\\equiv|=)\s*+)?(?P<residues>{_RESIDUE}"
+    rf"(?:(?P<name>[a-zA-Z])\s*+(?P<not>\\not)?\s*+(?:\\equiv|=)\s*+)?(?P<residues>{_RESIDUE}"
     rf"(?:\s*+(?:(?:,\s*+)?(?:\\text\{{\s*+)?(?:and|or)\s*+\}}?\s*+|,\s*+){_RESIDUE})*+)\s*+"
     r"(?:\\pmod|\(?\s*+\\?(?:text\{\s*+)?b?mod(?![a-z]))\s*+\}?\s*+\{?\s*+(?P<modulus>\d{1,9})\s*+\}?\s*+\)?"
 )
@@ -58,7 +58,9 @@ _SPELLED = {
 for _index, _word in enumerate(["even", "odd"]):
     _SPELLED[regex(rf"(?:if )?([i-q]) (?:is )?(?:an )?{_word}(?: integer)?")] = rf"\1\\equiv {_index}\\pmod{{2}}"
 for _sign, _word in {">": "positive", "<": "negative", r"\\ge": "non-?negative", r"\\le": "non-?positive"}.items():
-    _SPELLED[regex(rf"(?:all )?(?:the )?{_word} (?:real |number)+s|[a-z] is {_word}")] = rf"\\mathbb{{R}}_{{{_sign}0}}"
+    _SPELLED[regex(rf"(?:all )?(?:the )?{_word} (?:real |number)+s|([a-z]) is {_word}")] = (
+        rf"\1\\mathbb{{R}}_{{{_sign}0}}"
+    )
 EVERY_REAL = (answers.Piece(("-", answers.INFINITY), False, answers.INFINITY, False),)
 _NAMED: dict[Answer, str] = {
     answers.Intervals(()): r"\emptyset|\{ \}|\{\}|empty set|the empty set|no solution|no real solution",
@@ -78,6 +80,8 @@ _CLAUSE = regex(
     rf"|,\s*{_IS_OF_A_SET}(?=\)|\\\}}|\Z)|\(\s*{_IS_OF_A_SET}\)(?!\s*[=<>])",
     re.DOTALL,
 )
+_OF_RESIDUES = regex(r"mod(?![a-z])|\\n?mid(?![a-z])|\b(?:odd|even)\b")
+_ARGUMENTS = regex(r"(?:(?<![A-Za-z\\])[A-Za-z]\(|_\{?)((?<=[({])[^(){}]*|[a-z])")
 _SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
 _SET = regex(r"\\mathbb\{(?:N\}\s*[\^_]\s*\{?\s*\*\s*\}?|([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?)|natural")
 _POSITIVE = regex(r"(?:>\s*0|\\ge\s*1)(?![\d.])")
@@ -92,13 +96,13 @@ _NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
 def read_special(text: str, depth: int) -> Answer | None:
     """The answer, if it has a form of its own; None if not."""
     plain = plain_words(text)
-    for pattern, spelled in _SPELLED.items() if re.search(r"[ |]|nmid", plain) else ():
+    for pattern, spelled in _SPELLED.items() if "!" not in text and re.search(r"[ |]|nmid", plain) else ():
         if found := pattern.fullmatch(plain):
             text = plain = found.expand(spelled)
     if named := _BY_NAME.get(text.lower()) or _BY_NAME.get(_FILLING.sub("", plain)):
         return named
     if match := _HALF_LINE.fullmatch(text):
-        return half_line("", match[2] or ("<" if match[1] == "-" else ">"), ("n", Fraction(0)))
+        return half_line(match[1], match[3] or ("<" if match[2] == "-" else ">"), ("n", Fraction(0)))
     based = WRAPPED_TEXT.sub(r"\1", text) if "}_" in text else text
     if match := _BASED.fullmatch(based) or _BASED_WORDS.fullmatch(text):
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
@@ -107,7 +111,8 @@ def read_special(text: str, depth: int) -> Answer | None:
     if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and depth == 0:
         return read_clock(match)
     if match := _CONGRUENCE.fullmatch(text):
-        return _residues(match["residues"], int(match["modulus"]), bool(match["not"]))
+        residues = _residues(match["residues"], int(match["modulus"]), bool(match["not"]))
+        return answers.Named(match["name"], residues) if residues and match["name"] else residues
     if "\\begin" in text and (match := _ENVIRONMENT.fullmatch(text)):
         scale = match["scale"].strip(" *")
         return read_grid(match["rows"], parse(f"{scale}1" if scale in ("", "-") else scale), bool(match["turned"]))
@@ -195,6 +200,8 @@ def without_clauses(text: str, gold: str | None = None) -> str:
     if not ("for" in text or "\\in" in text or "wh" in text or "with" in text) or "\\begin{cases}" in text:
         return text
     stated = None if gold is None else set().union(*(_domain(found[0]) for found in _CLAUSE.finditer(gold)))
+    if stated is not None and _OF_RESIDUES.search(gold or ""):
+        stated.add("integer")
     return _CLAUSE.sub(lambda found: "" if _says_no_less(found[0], stated) else found[0], text).strip() or text
 
 
@@ -216,7 +223,7 @@ def whole_letters(text: str) -> frozenset[str]:
     """Which letters a clause says to be some integer; not those of a function or sequence, f(k) = k + 1."""
     clauses = [found[0] for found in _CLAUSE.finditer(text)]
     letters = (_letters(part) for part in clauses if _domain(part) - (_NEUTRAL - _EVERY) == {"integer"})
-    return frozenset().union(*letters) - set(re.findall(r"(?:\(|_\{?)([a-z])[)}\s=]", text))
+    return frozenset().union(*letters) - set("".join(_ARGUMENTS.findall(text)))
 
 
 def _letters(clause: str) -> set[str]:

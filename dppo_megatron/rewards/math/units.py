@@ -8,6 +8,7 @@ change the number (`3 million`, `3 at most`). Digits stand in units as exponents
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,8 +16,8 @@ from fractions import Fraction
 from dppo_megatron.rewards.math.numbers import NUMBER_WORDS
 from dppo_megatron.rewards.math.patterns import regex
 
-# what is measured; then, behind the factor to its base unit, names: those of four letters or more also with an s, those
-# with a star also with prefixes; capital letters are told from small ones where both are units (MHz, mHz)
+# what is measured; then, behind the factor to its base unit, names: those of three letters or more also with an s,
+# those with a star also with prefixes; capital letters are told from small ones where both are units (MHz, mHz)
 _TABLE = """
 unit: 1 unit un u
 length: 1 m* meter* metre* 381/1250 ft foot feet 127/5000 in inch inches 1143/1250 yd yard 201168/125 mi mile
@@ -95,9 +96,10 @@ _POWERS = {  # square metres and metres squared are metres^2
 }
 _PER = regex(r"\s+(?:per|an?)\s+|\s*/\s*")
 _PART = (
-    r"(\d+(?:\.\d+)?)\s*(?:\\text\{)?\s*([A-Za-z]+)\.?\s*(?:,|and)?\s*\}?\s*(?:,|\\text\{\s*and\s*\}|and(?![a-z]))?\s*"
+    r"(\d+(?:\.\d+)?)\s*+(?:\\text\{)?\s*+([A-Za-z]++)\.?\s*+(?:and)?\s*+\}?\s*+"
+    r"(?:\\text\{\s*and\s*\}|and(?![a-z]))?\s*+"
 )
-_PRODUCT = regex("[dupMGT][A-Za-z]|[A-Za-z][ABCFHKTV]|[a-z]?pc|au|ly|bar")  # 2kT and 3au are no units
+_PRODUCT = regex("[dupMGT][A-Za-z]|[cmn]N|[A-Za-z][ABCFHKTV]|[a-z]?pc|au|ly|(?:cal|bar)s?")  # 2kT and 3au are no units
 _COMPOUND = regex(rf"(?:{_PART}){{2,4}}", re.ASCII)
 
 
@@ -117,7 +119,7 @@ def _table() -> dict[str, tuple[dict[str, int], Fraction]]:
                 unit = known.setdefault(prefix + bare, (powers, factor * Fraction(10) ** int(power)))
                 if len(bare) == 2 and prefix not in "mM":  # khz; mhz may be either
                     known.setdefault((prefix + bare).lower(), unit)
-    return {f"{name}s": unit for name, unit in known.items() if len(name) > 3} | known
+    return {f"{name}s": unit for name, unit in known.items() if len(name) > 2} | known
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ def read_unit(words: str) -> Unit | None:
         ('length^2', None, None)
     """
     words = _IN_ALL.sub("", re.sub(r"[{}\\~]", " ", words)).strip(" .,;()")
-    words = re.sub(r"(?<=%)\s*(?:increase|decrease|discount|profit|loss)\Z|\A(?:profit|increase)\Z", "", words)
+    words = re.sub(r"(?<=%)\s*(?:increase|profit)\Z|\A(?:profit|increase)\Z", "", words)
     dimension, factor = _known(words)
     words = re.sub(r"\s*/\s*", " per ", words.lower()).strip()
     if dimension or not words:
@@ -172,7 +174,8 @@ def compatible(gold: Unit, other: Unit) -> bool:
     for generic, known in ((one, two), (two, one)):
         if generic.startswith("unit"):
             return known in ("", generic, generic.replace("unit", "length"))
-    return one == two and (bool(one) or gold.words == other.words or not _things(gold).isdisjoint(_things(other)))
+    is_same = gold.words.removesuffix("s") == other.words.removesuffix("s")
+    return one == two and (bool(one) or is_same or not _things(gold).isdisjoint(_things(other)))
 
 
 def _things(unit: Unit) -> set[str]:
@@ -213,10 +216,12 @@ def read_compound(text: str) -> tuple[Fraction, Unit] | None:
         return None
     parts = [(Fraction(number), read_unit(words)) for number, words in re.findall(_PART, text)]
     known = [(number, unit) for number, unit in parts if unit is not None and unit.dimension]
-    factors = [unit.factor for _, unit in known]
-    if len(known) < len(parts) or len({unit.dimension for _, unit in known}) > 1 or factors != sorted(factors)[::-1]:
+    sizes = [(number * unit.factor, unit.factor) for number, unit in known]
+    # 3 m and 5 m are two lengths
+    are_parts = all(part <= above > unit for (_, above), (part, unit) in itertools.pairwise(sizes))
+    if len(known) < len(parts) or len({unit.dimension for _, unit in known}) > 1 or not are_parts:
         return None
-    return sum((number * unit.factor for number, unit in known), Fraction(0)) / factors[-1], known[-1][1]
+    return sum((number * unit.factor for number, unit in known), Fraction(0)) / sizes[-1][1], known[-1][1]
 
 
 def is_glued(word: str) -> bool:

@@ -20,6 +20,7 @@ from dppo_megatron.rewards.math.units import Unit, compatible, read_unit
 _NO_UNIT = Unit("")
 _CONSTANT = regex(r"[Cc](?:_\d)?")
 _FREE = regex(r"[ABCDKkc]|[Cc]_\d")
+_GIVEN = frozenset("abcdgkmnC")
 _VARIABLES = frozenset("xyztuvw")
 
 
@@ -139,8 +140,8 @@ def _renamings(gold: Node, other: Node, rules: Rules) -> Iterator[Mapping[str, N
     ours, theirs = symbols(gold), symbols(other)
     if "_" in theirs and not ours:  # 3 modulo 5, where that is asked for
         yield {"_": ("n", Fraction(0))}
-    elif (PI in walk(gold) and ours | theirs <= {"k", "m", "n"}) or ours <= rules.wholes | {"_"}:
-        yield from _shifted(gold, other, rules.work)
+    elif ours <= rules.wholes | {"_"} or (PI in walk(gold) and ours | theirs <= {"k", "m", "n"}):
+        yield from () if theirs & {"x", "y", "z"} else _shifted(gold, other, rules.work)
     elif ours & _VARIABLES:
         yield from _with_constants(gold, other, rules.work)
 
@@ -204,13 +205,14 @@ def _with_constants(gold: Node, other: Node, work: WorkLimit) -> Iterator[Mappin
         return
     if len(missing) > 1 and any(all(map(_CONSTANT.fullmatch, names)) for names in (missing, added)):
         yield from (dict(zip(added, (("s", name) for name in order), strict=True)) for order in permutations(missing))
-    elif "C" in ours and missing <= {"C"}:
+    elif "C" in ours and missing <= {"C"} and not {"A", "B"} & ours:
         (name,) = added or {"C"}
         none, constant = ("n", Fraction(0)), ("s", "C")
         start, other_start = substituted(gold, {"C": none}), substituted(other, {name: none})
         apart: Node = ("+", start, ("-", other_start))
-        elsewhere = substituted(apart, {variable: ("s", f"{variable}'") for variable in _VARIABLES})
+        elsewhere = substituted(apart, {name: ("s", f"{name}'") for name in symbols(apart) - _GIVEN})
         if same(start, none, work):
-            yield {name: constant}
+            if any(part[0] == "^" and symbols(part[2]) for part in walk(gold)):  # C x and k x may be of given numbers
+                yield {name: constant}
         elif same(gold, ("+", start, constant), work) and same(apart, elsewhere, work):
             yield {name: ("+", constant, apart)}
