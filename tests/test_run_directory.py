@@ -1,10 +1,8 @@
-"""The run directory before a model is built: who may write to it, and what a full disk or a dead trainer does to it."""
+"""The run directory before a model is built: who may write to it, and what a full disk or a dead process does to it."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import math
 import os
@@ -13,10 +11,7 @@ import random
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +22,7 @@ import torch
 from support.cases import Choose
 from support.disk_faults import Killed, disk_fault
 from support.launch import run_ranks
-from support.processes import holding, in_child, kill
+from support.processes import in_child, kill
 from support.said import heard
 from support.tiny import Parallel, build_actor, write_model
 
@@ -41,137 +36,11 @@ from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.observe.run_directory import RunDirectory, said_as_mistake
 from dppo_megatron.types import RunAborted, UserError
 
-# ---------------------------------------------------------------------------------------------------------- the lock
-
-
-def _no_locks(*_: object) -> None:
-    raise OSError(errno.ENOLCK, "No locks available")
-
-
-@pytest.mark.parametrize("kernel_locks", [True, False], ids=["kernel_locks", "no_locks"])
-def test_a_second_trainer_is_told_who_has_the_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_locks: bool
-) -> None:
-    """While it lives; killed with SIGKILL, it is taken over from, by name. A child of its own does not matter."""
-    if not kernel_locks:
-        monkeypatch.setattr(fcntl, "lockf", _no_locks)
-    child = in_child(lambda: RunLock(tmp_path, heartbeat_s=0.05))
-    try:
-        with pytest.raises(UserError, match=rf"being written by another trainer: host .*, process {child}, since"):
-            RunLock(tmp_path)
-    finally:
-        kill(child)
-    lock = RunLock(tmp_path, stale_s=0.1)
-    assert f"process {child}" in lock.took_over
-    lock.release()
-    assert not (tmp_path / "lock.json").exists()
-    second = RunLock(tmp_path)
-    assert second.took_over == ""
-    second.release()
-
-
-def test_a_trainer_of_another_host_is_known_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernel locks may be local to a host: the file's age decides, by the file system's own clock."""
-    holder = {"host": "elsewhere", "pid": 1, "since": "yesterday", "boot": "x"}
-    holder |= {"slurm_job": "77", "slurm_attempt": "2"}
-    path = tmp_path / "lock.json"
-    path.write_text(json.dumps(holder))
-    os.utime(path, (time.time() - 3600,) * 2)
-    lock = RunLock(tmp_path)
-    assert lock.took_over == "host elsewhere, process 1, Slurm job 77 (attempt 2), since yesterday"
-    lock.release()
-    path.write_text(json.dumps(holder))
-    beating = subprocess.Popen(
-        [sys.executable, "-c", "import os,sys,time\nwhile True: os.utime(sys.argv[1]); time.sleep(0.02)", str(path)]
-    )
-    try:
-        with pytest.raises(UserError, match="host elsewhere, process 1, Slurm job 77"):
-            RunLock(tmp_path, stale_s=30.0)
-    finally:
-        beating.kill()
-        beating.wait()
-    RunLock(tmp_path, stale_s=0.3).release()  # it has stopped
-    path.write_text(json.dumps(holder))
-    os.utime(path, (time.time() + 1e6,) * 2)  # by a clock that was wrong: its age is less than nothing, for days
-    RunLock(tmp_path, stale_s=0.3).release()
-
-
-@pytest.mark.parametrize(("boot", "beats"), [("x", False), ("x", True), ("", False)])
-def test_a_file_server_keeps_the_lock_of_a_machine_that_has_vanished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boot: str, beats: bool
-) -> None:
-    """Without a heartbeat the file is made anew, and a former holder that lives after all ends. Of a process of this
-    machine (`boot` is empty: it has ours) the kernel knows best."""
-    path = tmp_path / "lock.json"
-    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
-    former = RunLock(tmp_path, heartbeat_s=0.02 if beats else 1e9)
-    monkeypatch.undo()
-    path.write_text(json.dumps(json.loads(path.read_text()) | ({"boot": boot} if boot else {})))
-    first, lockf = path.stat().st_ino, fcntl.lockf
-
-    def held(descriptor: int, how: int) -> None:
-        if os.fstat(descriptor).st_ino == first:
-            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-        lockf(descriptor, how)
-
-    monkeypatch.setattr(fcntl, "lockf", held)
-    if beats or not boot:
-        with pytest.raises(UserError, match="being written by another trainer: host elsewhere"):
-            RunLock(tmp_path, stale_s=30.0)
-        assert path.stat().st_ino == first
-    else:
-        lock = RunLock(tmp_path, stale_s=0.2)
-        assert lock.took_over.startswith(f"host elsewhere, process {os.getpid()}, since")
-        with pytest.raises(UserError, match="was replaced while this trainer ran"):
-            former.check()
-        lock.check()
-        lock.release()
-        assert not path.exists()
-    former.release()
-
-
-@pytest.mark.parametrize(("silent_s", "written_s"), [(0.15, 61.0), (3600.0, 1.0)])
-def test_two_that_find_a_dead_trainer_do_not_both_get_its_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_s: float, written_s: float
-) -> None:
-    """The first of them, on another host, has the kernel's lock. It writes its own name `written_s` later, when it too
-    has waited for a sign of life of the trainer that has died; until then the file shows that one's."""
-    path = tmp_path / "lock.json"
-    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "since": "yesterday", "boot": "x"}))
-    os.utime(path, (time.time() - silent_s,) * 2)
-    inode, clock = path.stat().st_ino, [0.0]
-
-    def sleep(seconds: float) -> None:
-        if clock[0] < written_s <= clock[0] + seconds:
-            path.write_text(json.dumps({"host": "third", "pid": 2, "since": "now", "boot": "y"}))
-        clock[0] += seconds
-
-    with holding(lambda: _with_kernel_lock(path)):
-        monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-        monkeypatch.setattr(time, "sleep", sleep)
-        with pytest.raises(UserError, match="being written by another trainer: host third, process 2"):
-            RunLock(tmp_path)
-        monkeypatch.undo()
-    assert path.stat().st_ino == inode
-
-
-def _with_kernel_lock(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR)
-    fcntl.lockf(descriptor, fcntl.LOCK_EX)
-    return descriptor
-
 
 def test_what_rank_0_could_not_write_is_printed_by_it_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="quota") as caught, said_as_mistake(tmp_path):
         raise on_every_rank(OSError(122, "quota"))
     assert caught.value.__dict__ == {"is_said": True}
-
-
-@pytest.mark.parametrize("content", [b"", b"5", b"[" * 100_000, b"\xff", b"{}", b'{"host": 3, "pid": [1]}'])
-def test_a_garbled_lock_stops_nobody(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "lock.json").write_bytes(content)
-    os.utime(tmp_path / "lock.json", (1, 1))
-    RunLock(tmp_path).release()
 
 
 def test_a_requeued_job_is_told_of_its_own_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -602,7 +471,6 @@ def _alone(ports: list[str]) -> str:
 
 def test_a_rank_that_is_alone_ends() -> None:
     """In seconds here, in minutes by default; the group's own patience is days."""
-    import socket
 
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = [str(free.getsockname()[1]) for free in (one, other)]
