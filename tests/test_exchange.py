@@ -73,7 +73,7 @@ OWN = [
 
 def _of_tokens(tokens: OwnTokens, group: Group, place: int, advantage: float) -> tuple[Any, Any]:
     """Advantages and factors on the weight of a completion, in a column's float32."""
-    columns = [one.astype(np.float64) for one in tokens.columns(group, place, advantage)]
+    columns = [one.astype(np.float64) for one in tokens.columns(group, place, advantage).values()]
     if tokens.given == ("weights",):
         return advantage, columns[0]
     return columns[0], columns[1] if len(columns) == 2 else 1.0

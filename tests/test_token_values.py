@@ -110,10 +110,10 @@ def test_drawn_tokens_count_once_in_the_mean() -> None:
     """Another draw in each step, the same again if it is repeated; every token's weight is 1 on average."""
     pi = np.linspace(0.2, 1.0, 9)
     own = OwnTokens(lambda *_: TokenValues(probabilities=pi), "mine", 3, True)
-    drawn = np.stack([replace(own, step=step).columns(_group(), 0, 1.0)[0] for step in range(4000)])
+    drawn = np.stack([replace(own, step=step).columns(_group(), 0, 1.0)["probabilities"] for step in range(4000)])
     assert np.isclose(drawn, 1 / pi).sum() + (drawn == 0).sum() == drawn.size and len(np.unique(drawn, axis=0)) > 100
     np.testing.assert_allclose(drawn.mean(axis=0), 1.0, atol=5 * np.sqrt(4.0 / 4000))
-    np.testing.assert_array_equal(drawn[7], replace(own, step=7).columns(_group(), 0, 1.0)[0])
+    np.testing.assert_array_equal(drawn[7], replace(own, step=7).columns(_group(), 0, 1.0)["probabilities"])
 
 
 def test_the_example() -> None:
@@ -141,18 +141,27 @@ def _values(**wrong: Callable[[int], Any]) -> TokenFunction:
 
 
 WRONG: dict[str, tuple[TokenFunction, str]] = {
-    "a list": (lambda *_: [1.0], "returned list, expected TokenValues"),
-    "nothing": (_values(), "returned nothing; expected advantages, and at most one of weights and probabilities"),
+    "a list": (lambda *_: [1.0], "AttributeError: 'list' object has no attribute 'advantages'; expected TokenValues"),
+    "nothing": (_values(), "returned nothing; expected advantages, weights or probabilities"),
     "both": (_values(weights=np.ones, probabilities=np.ones), "returned weights and probabilities; expected"),
-    "too short": (_values(weights=lambda n: np.ones(n - 1)), r"returned weights float64\[3\], expected .* \[4\]"),
-    "a number": (_values(weights=lambda n: 1.0), r"returned weights float, expected a numpy array \[4\]"),
-    "text": (_values(weights=lambda n: np.array(["a"] * n)), "returned weights <U1"),
-    "NaN": (_values(weights=lambda n: np.where(np.arange(n) == 2, np.nan, 1.0)), "weights of nan at token 2, expected"),
-    "never": (_values(probabilities=np.zeros), r"probabilities of 0.0 at token 0, expected \[1e-09, 1\]"),
-    "raises": (lambda group, *_: TokenValues(group.tokens), "raised AttributeError: 'Group' object has no"),
+    "too short": (
+        _values(weights=lambda n: np.ones(n - 1)),
+        r"returned weights \[3\]; expected \[4\], a number a token",
+    ),
+    "a number": (_values(weights=lambda n: 1.0), r"returned weights \[\]; expected \[4\]"),
+    "text": (
+        _values(weights=lambda n: np.array(["a"] * n)),
+        "could not convert string to float: .*; expected TokenValues",
+    ),
+    "NaN": (
+        _values(weights=lambda n: np.where(np.arange(n) == 2, np.nan, 1.0)),
+        r"gave token 2 weights of nan; expected \[-1e\+09, 1e\+09\]",
+    ),
+    "never": (_values(probabilities=np.zeros), r"gave token 0 probabilities of 0.0; expected \[1e-09, 1\]"),
+    "raises": (lambda group, *_: TokenValues(group.tokens), "of prompt 3: AttributeError: 'Group' object has no"),
     "at 0": (_values(advantages=np.ones), "where the completion's is 0, .* set objective.zero_advantage_slope"),
     "draws": (_drawing(), "answers differently when asked again; return probabilities"),
-    "changes": (_changing, "raised ValueError: assignment destination is read-only"),
+    "changes": (_changing, "ValueError: assignment destination is read-only"),
     "by outcome": (
         lambda group, place, advantage: (ones if advantage > 0 else half)(group, place, advantage),
         "returned probabilities, but weights when it was tried",

@@ -129,6 +129,11 @@ class ObjectiveConfig:
     forward pass of the actor over the kept samples before the step's first update. `auto`: recompute if
     updates_per_step > 1 and the loss reads them; with a correction and one update, from the update's own pass."""
 
+    @property
+    def has_own_code(self) -> bool:
+        """Code of the user's own stands between advantage and loss, which then need not be linear in it."""
+        return bool(self.function or self.token_values)
+
 
 def needs_old_logprobs(config: ObjectiveConfig) -> bool:
     """Whether a step begins with a forward pass of the actor over its kept samples."""
@@ -143,24 +148,19 @@ def old_is_current(config: ObjectiveConfig) -> bool:
     return config.old_logprobs == "auto" and config.updates_per_step == 1 and config.correction.level != "none"
 
 
-def has_own_code(config: ObjectiveConfig) -> bool:
-    """Whether code of the user's own stands between the advantage and the loss."""
-    return bool(config.function or config.token_values)
-
-
 def is_linear_off_policy(config: ObjectiveConfig) -> bool:
     """Whether the first update's loss is linear in the advantage whichever weights completions were sampled under: the
     whole completion's ratio multiplies it, without a bound that acts (ratios end at exp(20))."""
     correction = config.correction
     bounded = correction.max_ratio < 4.9e8 or (correction.mode == "mask" and correction.min_ratio > 0)
-    return correction.level == "sequence" and not (bounded or has_own_code(config) or config.dual_clip)
+    return correction.level == "sequence" and not (bounded or config.has_own_code or config.dual_clip)
 
 
 def is_linear_in_advantage(config: ObjectiveConfig) -> bool:
     """Whether the loss of a step's only update is, whatever completions were sampled from: where old is the actor
     itself, the ratio is 1 and no clip acts, and CISPO's goes by no sign. A correction multiplies, bounded or not."""
     by_no_sign = config.loss == "cispo" or (config.loss != "divergence_tv" and old_is_current(config))
-    return config.updates_per_step == 1 and by_no_sign and not has_own_code(config)
+    return config.updates_per_step == 1 and by_no_sign and not config.has_own_code
 
 
 def is_exact_off_policy(config: ObjectiveConfig) -> bool:
@@ -189,7 +189,7 @@ def check_objective(config: ObjectiveConfig, *, max_completion_tokens: int) -> N
         raise UserError(f"objective.dual_clip = {config.dual_clip} is read by loss=clip only, not loss={config.loss}")
     if config.kl.reference_path and not config.kl.coef:
         raise UserError("objective.kl.reference_path has no effect while objective.kl.coef = 0; set both or neither")
-    if config.zero_advantage_slope and not has_own_code(config):
+    if config.zero_advantage_slope and not config.has_own_code:
         raise UserError(
             f"objective.zero_advantage_slope = {config.zero_advantage_slope} describes a loss or token values of"
             " your own, but objective.function is not set, nor token_values; the KL and entropy terms are known"

@@ -20,12 +20,7 @@ from dppo_megatron.algorithms.advantages import (
     overlong_penalty,
     token_sums,
 )
-from dppo_megatron.config.objective import (
-    has_own_code,
-    is_linear_in_advantage,
-    is_linear_off_policy,
-    zero_advantage_slope,
-)
+from dppo_megatron.config.objective import is_linear_in_advantage, is_linear_off_policy, zero_advantage_slope
 from dppo_megatron.config.selection import SelectionSettings
 from dppo_megatron.pruning import LedgerRow, Selection
 from dppo_megatron.pruning.early_stop import NAME as EARLY_STOP
@@ -214,7 +209,7 @@ class Coefficients:
     def _of_another_baseline(self, row: LedgerRow, *, keeps_mean: bool = False) -> BiasSource:
         """`row` of what has noisier baselines, or less noisy ones: no matter, unless the loss is not linear in the
         advantage. `keeps_mean`: a posterior's mean stays as it was too."""
-        if has_own_code(self._settings.objective):
+        if self._settings.objective.has_own_code:
             row = replace(row, label="biased", note=_OWN_LOSS)
             return BiasSource((row,), None, unknown="nothing is known of that loss")
         if self._baseline_counts and not (keeps_mean and is_linear_in_advantage(self._settings.objective)):
@@ -231,7 +226,7 @@ class Coefficients:
         """A group of any size has the same expected gradient, whatever its prompt's rewards are."""
         objective, early = self._settings.objective, self._settings.pruning.early_stop.after_tokens
         # which of those that were stopped early would have no reward is not known
-        return objective.advantage != "group_std" and not (has_own_code(objective) or self._baseline_counts or early)
+        return objective.advantage != "group_std" and not (objective.has_own_code or self._baseline_counts or early)
 
     @property
     def _baseline_counts(self) -> bool:

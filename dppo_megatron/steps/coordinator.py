@@ -9,13 +9,11 @@ It knows scalars and no tokens: the loop brings outcomes here and sends what is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from dppo_megatron.algorithms.batch_size import BatchAdvisor
-from dppo_megatron.algorithms.token_values import OwnTokens
 from dppo_megatron.config.data import DataConfig
 from dppo_megatron.config.objective import is_exact_off_policy
 from dppo_megatron.config.rollout import RolloutConfig
@@ -30,7 +28,6 @@ from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.rewards.measures import GradeTable, check_failures, grading_metrics, set_metrics
 from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.selection import PromptDraw, Selector, TrainSelection
-from dppo_megatron.selection.coefficients import TOKENS
 from dppo_megatron.steps.rollout_cost import cost_model
 from dppo_megatron.steps.step import RolloutTable, Step, UpdatePlan, sizes_of
 from dppo_megatron.steps.trace import decided, trace_row
@@ -99,7 +96,6 @@ class Coordinator:
         record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob * decision.prompts.size)
         on_servers = server_rows(config.rollout, stats, sizes=decision.prompts.size)
         record_rows = (*off_policy_rows(config), *overlong_row(self._job), *order_row(config.data))
-        record_rows += tokens_row(self._job.token_values)
         record.ledger = (*decision.recorded_ledger, *on_servers, *record_rows)
         if any(row.label in ("ratio", "biased") for row in (*on_servers, *record_rows)):
             record.metrics.pop("prune/bias_estimate", None)  # it is of the selector's rows alone
@@ -176,23 +172,6 @@ def order_row(data: DataConfig) -> tuple[LedgerRow, ...]:
     by = "" if data.order == "file" else f" by {data.order_by}"
     note = f"data.order = {data.order}{by}: an epoch holds every problem once, but a step's are no random draw of all"
     return (LedgerRow("data/order", 1.0, "biased", note).sized(None, "the gradients of the others are not known"),)
-
-
-def tokens_row(tokens: OwnTokens | None) -> tuple[LedgerRow, ...]:
-    """The row for a selection of tokens by a function of the user's own; none where it gives only advantages, which the
-    objective is made of. How many are kept is known after the exchange (`tokens_counted`)."""
-    if tokens is None or tokens.label is None:
-        return ()
-    drawn = "tokens are drawn by the probabilities of {} and weigh the inverse; all are computed"
-    note = drawn if tokens.label == "unbiased" else "tokens have the weights of {}"
-    row = LedgerRow(TOKENS, 1.0, tokens.label, note.format(tokens.path))
-    return (row.sized(None, "nothing says what sums with these weights estimate"),)
-
-
-def tokens_counted(ledger: tuple[LedgerRow, ...], kept: int, offered: int) -> tuple[LedgerRow, ...]:
-    """With the share of tokens whose weight is not 0."""
-    share = kept / offered if offered else 1.0
-    return tuple(replace(row, kept_fraction=share) if row.name == TOKENS else row for row in ledger)
 
 
 OFF_POLICY = ("rollout/stale", "rollout/quantized")

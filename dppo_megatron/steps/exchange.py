@@ -131,10 +131,7 @@ def exchange(
         choices: the completions carry experts of this form; None: they carry none.
         groups: position in the step -> group, those that this rank holds.
         holders: [K] the rank that holds each group.
-        tokens: what the tokens of each completion count, asked by its holder; None: what the completion counts.
-
-    Raises:
-        UserError: `tokens`, on the rank that asked.
+        tokens: what the tokens of each completion count, asked by its holder; None: as the completion does.
     """
     prompt_tokens = np.array([len(item.prompt.token_ids) for item in selected], np.int64)
     width = 2 + (len(tokens.given) if tokens is not None else 0)
@@ -148,7 +145,7 @@ def exchange(
         columns: list[Column] = [completion.token_ids.astype(np.int32).view(np.float32), completion.logprobs]
         if tokens is not None:
             plan = plans[int(parcels.update[index])]
-            columns += tokens.columns(groups[group], place, float(plan.advantages[parcels.place[index]]))
+            columns += tokens.columns(groups[group], place, float(plan.advantages[parcels.place[index]])).values()
         return columns if choices is None else [*columns, _experts_as_words(completion, choices)]
 
     with said_by_each_rank():

@@ -48,7 +48,7 @@ from dppo_megatron.rewards.grading import grade_groups
 from dppo_megatron.rollout.engine import Request
 from dppo_megatron.selection import PromptDraw
 from dppo_megatron.steps.build import make_canary, make_engine, make_sampling, what_to_offload
-from dppo_megatron.steps.coordinator import Coordinator, off_policy_sized, tokens_counted
+from dppo_megatron.steps.coordinator import Coordinator, off_policy_sized
 from dppo_megatron.steps.exchange import Replicas, exchange
 from dppo_megatron.steps.step import RolloutTable, Step, Update, with_early_stop
 from dppo_megatron.texts import log
@@ -255,11 +255,11 @@ class Loop:
             step.samples = [RecordedGroup(k, step.groups[k], *row) for k, row in recorded.items() if k in step.groups]
             step.groups.clear()  # frees the pruned completions
             step.reach("exchanged")
-            if tokens is not None and tokens.label is not None:
+            if tokens is not None and tokens.given != ("advantages",):  # which are the objective, and choose nothing
                 weights = [one.weight for update in step.updates for one in update.samples.values()]
                 mine = sum(map(np.count_nonzero, weights)), sum(map(np.size, weights))
-                counts = gather_all([mine] if self.actor.layout.reports else [])  # one rank of each replica
-                step.record.ledger = tokens_counted(step.record.ledger, *np.sum(counts, axis=0).tolist())
+                one_of_each = gather_all([mine] if self.actor.layout.reports else [])
+                step.record.add_tokens(tokens, *np.sum(one_of_each, axis=0).tolist())
 
     def to_training(self, step: Step) -> None:
         """Put the engine to rest, then compute the log-probabilities that the objective compares with.
