@@ -17,10 +17,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
+from dppo_megatron.algorithms.token_values import OwnTokens, try_token_values
 from dppo_megatron.config.changes import flat
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.data import DataConfig
 from dppo_megatron.config.load import config_values
+from dppo_megatron.config.objective import zero_advantage_slope
 from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.resolved_sets import (
     TEMPLATES,
@@ -73,6 +75,7 @@ class Job:
     grade: Graders
     policy_loss: PolicyLoss | None = None
     """The user's own, of `objective.function`."""
+    token_values: OwnTokens | None = None
     reference: WeightReader | None = None
     """Weights of the KL term's reference; None: the policy's own at the start."""
     notes: list[str] = field(default_factory=list)
@@ -174,6 +177,11 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     if trains and config.objective.function:
         policy_loss = load_function("objective.function", config.objective.function)
         check_policy_loss(policy_loss, config.objective)
+    token_values: OwnTokens | None = None
+    if train_sets and (path := config.objective.token_values):
+        function, carries = load_function("objective.token_values", path), zero_advantage_slope(config.objective) > 0
+        prompt = next(one.prompts[0] for one in train_sets.values())
+        token_values = try_token_values(OwnTokens(function, path, config.seed, carries), prompt)
     graders = _start_graders(config, train_sets, eval_sets, world_size)
     notes = unused_grader(config.reward)
     if trains and config.sft.examples_path and not config.sft.steps:
@@ -196,6 +204,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         sft_examples=examples,
         grade=graders,
         policy_loss=policy_loss,
+        token_values=token_values,
         reference=reference,
         notes=[*lines, *notes],
     )

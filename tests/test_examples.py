@@ -80,6 +80,7 @@ def test_lines_that_the_diffs_build_on_exist() -> None:
 def _train(files: Path, run_dir: Path, engine: bool = False) -> None:
     plugged = {
         "objective__function": "examples.custom_loss:soft_gate",
+        "objective__token_values": "examples.custom_tokens:repeats",
         "reward__functions__right__function": "examples.custom_grader:last_number",
         "reward__functions__short__function": "examples.custom_grader:brevity",
         "reward__functions__short__weight": 0.1,

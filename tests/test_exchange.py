@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support.launch import run_ranks
 
 import dppo_megatron.steps.exchange
+from dppo_megatron.algorithms.token_values import OwnTokens, TokenValues
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.steps.exchange import Replicas, exchange
@@ -57,6 +58,27 @@ def _plans(
     return plans
 
 
+def _own_values(group: Group, place: int, advantage: float, *names: str) -> TokenValues:
+    """Numbers that differ in every token of a step."""
+    ids, index = group.completions[place].token_ids, group.selected.prompt.index
+    found = {"advantages": ids * advantage, "weights": ids - index, "probabilities": 1.0 / (1 + ids % 3)}
+    return TokenValues(**{name: found[name] for name in names})
+
+
+OWN = [
+    OwnTokens(lambda *given, names=names: _own_values(*given, *names), "own", 5, True, names, step=3)
+    for names in (("advantages",), ("weights",), ("advantages", "probabilities"))
+]
+
+
+def _of_tokens(tokens: OwnTokens, group: Group, place: int, advantage: float) -> tuple[Any, Any]:
+    """Advantages and factors on the weight of a completion, in a column's float32."""
+    columns = [one.astype(np.float64) for one in tokens.columns(group, place, advantage).values()]
+    if tokens.given == ("weights",):
+        return advantage, columns[0]
+    return columns[0], columns[1] if len(columns) == 2 else 1.0
+
+
 def _nodes(rng: np.random.Generator, world: int) -> np.ndarray:
     """The first rank on each rank's node, of uneven nodes: from one to as many as ranks."""
     starts = rng.random(world) < rng.choice([0.0, 0.3, 0.6, 1.0])
@@ -81,7 +103,8 @@ def _exchange(tensor_parallel: int, cases: int) -> list[tuple[int, int]]:
         holders = rng.integers(0, world, len(groups)) if case % 3 else np.full(len(groups), case % world)
         held = {k: group for k, group in enumerate(groups) if holders[k] == rank}
         replicas = replace(agreed, node=_nodes(rng, world))
-        updates = exchange(plans, held, holders, selected, size, replicas, choices)
+        tokens = (None, *OWN)[case % 4]
+        updates = exchange(plans, held, holders, selected, size, replicas, choices, tokens)
         assert len(updates) == len(plans)
         for plan, update in zip(plans, updates, strict=True):
             members = {m for pack in plan.pack.microbatches[mine] for m in pack.members}
@@ -99,7 +122,14 @@ def _exchange(tensor_parallel: int, cases: int) -> list[tuple[int, int]]:
                     assert sample.experts is not None and sample.experts.dtype == choices.dtype
                     assert np.array_equal(sample.experts, completion.experts)
                 assert sample.denominator == plan.denominators[place]
-                assert (sample.advantage, sample.weight) == (plan.advantages[place], plan.weights[place])
+                scalar = plan.advantages[place], plan.weights[place]
+                if tokens is None:
+                    assert (sample.advantage, sample.weight) == scalar
+                    continue
+                advantages, factor = _of_tokens(tokens, group, row % size, scalar[0])
+                assert np.array_equal(sample.advantage, advantages) and np.array_equal(
+                    sample.weight, scalar[1] * factor
+                )
             got.append((mine, len(members)))
     return got
 
@@ -143,9 +173,11 @@ def test_a_node_is_sent_a_completion_once(monkeypatch: pytest.MonkeyPatch, seed:
     size = 2
     selected, groups = _step(rng, size)
     plans = _plans(rng, selected, groups, size, int(of_rank.max()) + 1)
+    width = (2, 4)[seed % 2]
     parcels = dppo_megatron.steps.exchange._Parcels.of(
-        plans, rng.integers(0, world, len(groups)), size, np.full(len(groups), 4), None
+        plans, rng.integers(0, world, len(groups)), size, np.full(len(groups), 4), None, width
     )
+    assert parcels.words.tolist() == (width * parcels.length).tolist()  # 8 bytes a token where tokens have no values
     assert sorted(parcels.row.tolist()) == sorted(row for plan in plans for row in plan.rows.tolist())  # none pruned
     hops = [_hops(monkeypatch, parcels, Replicas(of_rank, node, rank)) for rank in range(world)]
     network: Counter[tuple[int, int]] = Counter()

@@ -213,8 +213,9 @@ def test_labels_and_the_account_of_the_variance(monkeypatch: pytest.MonkeyPatch)
         assert {row.name: row.label for row in clipped.ledger}["rollout/group_sizes"] == "biased"
     exact, _ = _finished(_selector(monkeypatch, quantization="fp8", correction=EXACT), {})
     assert {row.name: row.label for row in exact.ledger}["rollout/group_sizes"] == "unbiased"
-    own, _ = _finished(_selector(monkeypatch, function="examples.custom_loss:soft_gate"), {})
-    assert {row.name: row.label for row in own.ledger}["rollout/group_sizes"] == "biased"
+    for code in ({"function": "examples.custom_loss:soft_gate"}, {"token_values": "examples.custom_tokens:repeats"}):
+        own, _ = _finished(_selector(monkeypatch, **code), {})
+        assert {row.name: row.label for row in own.ledger}["rollout/group_sizes"] == "biased"
     ratio, _ = _finished(_selector(monkeypatch, normalization="token_mean"), {})
     assert {row.name: row.label for row in ratio.ledger}["denominator/token_mean"] == "ratio"
     # what both stages leave: W^2 s^2 with the weight that is trained with

@@ -243,8 +243,8 @@ def test_the_row_of_stale_tokens_is_true(advantage: str, normalization: str) -> 
 
 @pytest.mark.parametrize(
     "more",
-    [{"kl": KLConfig(0.3)}, {"entropy_coef": 0.3}, {"function": "examples.custom_loss:soft_gate"}],
-    ids=["kl", "entropy", "function"],
+    [{"kl": KLConfig(0.3)}, {"entropy_coef": 0.3}, {"function": "a:loss"}, {"token_values": "a:function"}],
+    ids=["kl", "entropy", "function", "token values"],
 )
 def test_what_no_ratio_multiplies_makes_stale_tokens_biased(more: dict[str, Any]) -> None:
     """With the whole sequence's ratio, which makes up for them otherwise: KL and entropy terms stand beside the

@@ -206,7 +206,7 @@ GRADERS = {
 
 
 @pytest.mark.parametrize("name", GRADERS)
-@pytest.mark.parametrize("key", ["reward.function", "objective.function"])
+@pytest.mark.parametrize("key", ["reward.function", "objective.function", "objective.token_values"])
 def test_a_module_that_fails_at_import(
     files: Path,
     tmp_path: Path,
@@ -216,7 +216,7 @@ def test_a_module_that_fails_at_import(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever it does, even ending the process."""
-    module = f"fails_{name}_{key.split('.')[0]}"
+    module = f"fails_{name}_{key.replace('.', '_')}"
     (tmp_path / f"{module}.py").write_text(GRADERS[name][0])
     monkeypatch.syspath_prepend(tmp_path)
     said = _fails(["train", CONFIG, *settings(files, tmp_path / "run"), f"{key}={module}:grade"], capsys)

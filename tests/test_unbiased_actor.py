@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
+from transformers import AutoModelForCausalLM
 
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.algorithms.objectives import Objective, make_objective
@@ -127,20 +128,49 @@ def test_weights_are_outside_the_clip(tmp_path: Path) -> None:
     np.testing.assert_allclose(tripled, 3 * plain, rtol=1e-9, atol=1e-12 * np.abs(plain).max())
 
 
-def _tokens_of_their_own(model_path: Path) -> list[np.ndarray]:
-    """Gradients: of all tokens; of the first half of each completion's by weights, and by advantages; of the rest."""
-    actor = build_actor(model_path, Parallel(dtype=torch.float64))
-    batch = _batch("sequence_mean")
-    halves = [np.arange(sample.num_completion_tokens) < sample.num_completion_tokens // 2 for sample in batch]
-    by_weight = [replace(one, weight=half.astype(float)) for one, half in zip(batch, halves, strict=True)]
-    by_advantage = [replace(one, advantage=one.advantage * half) for one, half in zip(batch, halves, strict=True)]
-    rest = [replace(one, weight=(~half).astype(float)) for one, half in zip(batch, halves, strict=True)]
-    return [_gradient(actor, samples, "cispo_corrected")[0] for samples in (batch, by_weight, by_advantage, rest)]
+def _own_tokens() -> list[TrainSample]:
+    """A batch whose samples have an advantage for each token, a weight for each, both, or neither."""
+    rng, batch = np.random.default_rng(7), []
+    for place, sample in enumerate(random_samples(12, 37, seed=3)):
+        count = sample.num_completion_tokens
+        advantages = rng.normal(size=count) if place % 4 in (0, 2) else sample.advantage
+        weights = sample.weight * rng.integers(0, 3, count) if place % 4 in (1, 2) else sample.weight
+        batch.append(replace(sample, advantage=advantages, weight=weights))
+    return batch
 
 
-def test_a_token_may_have_its_own_weight_and_advantage(tmp_path: Path) -> None:
-    """What stopping a completion early needs: prefix and suffix count apart, and add up to the whole."""
-    whole, first, also_first, rest = run_ranks(_tokens_of_their_own, 1, write_model(tmp_path / "model"))[0]
-    scale = np.linalg.norm(whole)
-    assert min(np.linalg.norm(first), np.linalg.norm(rest)) > 0.1 * scale
-    assert np.linalg.norm(first - also_first) < 1e-10 * scale > np.linalg.norm(first + rest - whole)
+def _gradients_of_tokens(model_path: Path, parallel: Parallel) -> dict[str, np.ndarray]:
+    actor, batch = build_actor(model_path, parallel), _own_tokens()
+    plan = plan_for(batch, parallel, cap=CAP)
+    assert any(len(pack.members) > 1 for packs in plan.microbatches for pack in packs), "nothing is packed"
+    actor.accumulate(batch, plan, make_objective(ObjectiveConfig()))
+    return {name: tensor.numpy() for name, tensor in actor.gradients()}
+
+
+def _torchs_gradients(model_path: Path) -> dict[str, np.ndarray]:
+    """Sum of W_t / D times the clipped loss with A_t, by transformers: no packs, no hook."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64)
+    for sample in _own_tokens():
+        ids = torch.from_numpy(sample.token_ids)
+        logprobs = model(ids[None]).logits[0, sample.num_prompt_tokens - 1 : -1].log_softmax(-1)
+        own = logprobs.gather(1, ids[sample.num_prompt_tokens :, None])[:, 0]
+        ratio = (own - torch.from_numpy(sample.behaviour_logprobs)).exp()
+        advantage, weight = (torch.as_tensor(one) for one in (sample.advantage, sample.weight))
+        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        (weight / sample.denominator * loss).sum().backward()
+    return {name: one.grad.numpy() for name, one in model.named_parameters() if one.grad is not None}
+
+
+TOKEN_LAYOUTS = [Parallel(), Parallel(cp=2), Parallel(dp=2), Parallel(tp=2, cp=2), Parallel(pp=2, dp=2)]
+
+
+@pytest.mark.parametrize("parallel", TOKEN_LAYOUTS, ids=str)
+def test_a_token_may_have_its_own_weight_and_advantage(tmp_path: Path, parallel: Parallel) -> None:
+    """The gradient is transformers', to 1e-6 (its rotary angles are float32), wherever a pack's tokens are split."""
+    model_path = write_model(tmp_path / "model", num_hidden_layers=2)
+    parallel = replace(parallel, dtype=torch.float64)
+    found = run_ranks(_gradients_of_tokens, parallel.world_size, model_path, parallel)[0]
+    expected = _torchs_gradients(model_path)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert np.linalg.norm(found[name] - gradient) < 1e-6 * np.linalg.norm(gradient), name

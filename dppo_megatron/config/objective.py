@@ -87,6 +87,9 @@ class ObjectiveConfig:
     function: str = ""
     """A loss of your own as `module:function`, in place of `loss`, with the signature of the built-in ones:
     function(TokenBatch, ObjectiveConfig) -> TokenLoss. See docs/objectives.md."""
+    token_values: str = ""
+    """Advantages and weights of each token by a function of your own, `module:function`, with the signature
+    function(Group, place, advantage) -> TokenValues. See docs/objectives.md."""
     clip_low: float = ranged(0.2, "[0, 1]")
     """The ratio is clipped at 1 - clip_low. loss=clip and gspo: where the advantage is negative. cispo: always; 1 turns
     its lower bound off, as in the paper."""
@@ -112,8 +115,8 @@ class ObjectiveConfig:
     entropy_coef: float = ranged(0.0, "[0, 1e6]")
     """Factor of an entropy bonus: entropy_coef x entropy is subtracted from each token's loss."""
     zero_advantage_slope: float = ranged(0.0, "[0, 1e6]")
-    """Only for `function`: about how steep your loss is in the log-probability where the advantage is 0. Above 0,
-    completions with advantage 0 keep a chance to be trained on, as they do with a KL term."""
+    """Only for `function` and `token_values`: about how steep your loss is in the log-probability where a completion's
+    advantage is 0. Above 0, such completions keep a chance to be trained on, as they do with a KL term."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Rollout/trainer mismatch."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
@@ -125,6 +128,11 @@ class ObjectiveConfig:
     """Where the policy ratio's denominator comes from. `behaviour`: the engine's log-probabilities. `recompute`: a
     forward pass of the actor over the kept samples before the step's first update. `auto`: recompute if
     updates_per_step > 1 and the loss reads them; with a correction and one update, from the update's own pass."""
+
+    @property
+    def has_own_code(self) -> bool:
+        """Code of the user's own stands between advantage and loss, which then need not be linear in it."""
+        return bool(self.function or self.token_values)
 
 
 def needs_old_logprobs(config: ObjectiveConfig) -> bool:
@@ -145,14 +153,14 @@ def is_linear_off_policy(config: ObjectiveConfig) -> bool:
     whole completion's ratio multiplies it, without a bound that acts (ratios end at exp(20))."""
     correction = config.correction
     bounded = correction.max_ratio < 4.9e8 or (correction.mode == "mask" and correction.min_ratio > 0)
-    return correction.level == "sequence" and not (bounded or config.function or config.dual_clip)
+    return correction.level == "sequence" and not (bounded or config.has_own_code or config.dual_clip)
 
 
 def is_linear_in_advantage(config: ObjectiveConfig) -> bool:
     """Whether the loss of a step's only update is, whatever completions were sampled from: where old is the actor
     itself, the ratio is 1 and no clip acts, and CISPO's goes by no sign. A correction multiplies, bounded or not."""
     by_no_sign = config.loss == "cispo" or (config.loss != "divergence_tv" and old_is_current(config))
-    return config.updates_per_step == 1 and by_no_sign and not config.function
+    return config.updates_per_step == 1 and by_no_sign and not config.has_own_code
 
 
 def is_exact_off_policy(config: ObjectiveConfig) -> bool:
@@ -181,10 +189,10 @@ def check_objective(config: ObjectiveConfig, *, max_completion_tokens: int) -> N
         raise UserError(f"objective.dual_clip = {config.dual_clip} is read by loss=clip only, not loss={config.loss}")
     if config.kl.reference_path and not config.kl.coef:
         raise UserError("objective.kl.reference_path has no effect while objective.kl.coef = 0; set both or neither")
-    if config.zero_advantage_slope and not config.function:
+    if config.zero_advantage_slope and not config.has_own_code:
         raise UserError(
-            f"objective.zero_advantage_slope = {config.zero_advantage_slope} describes a loss of your own, but"
-            " objective.function is not set; the KL and entropy terms are known"
+            f"objective.zero_advantage_slope = {config.zero_advantage_slope} describes a loss or token values of"
+            " your own, but objective.function is not set, nor token_values; the KL and entropy terms are known"
         )
     correction = config.correction
     if correction.level != "none":

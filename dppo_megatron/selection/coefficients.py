@@ -31,8 +31,9 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 _LENGTH_DECAY = 0.9
 _FILTER, _POSTERIOR, _SIZES = "completion/overlong_filter", "advantage/posterior_loo", "rollout/group_sizes"
+TOKENS = "completion/token_values"
 _OWN_LOSS = (
-    "a loss of your own need not be linear in the advantage, and then its gradient changes with a baseline's noise"
+    "code of your own need not be linear in the advantage, and then its gradient changes with a baseline's noise"
 )
 
 
@@ -41,7 +42,7 @@ def is_of_method(row: str) -> bool:
     alike where nothing is pruned."""
     if row.startswith(("data/", "rollout/")):
         return row in (_SIZES, EARLY_STOP)
-    return row not in (_FILTER, _POSTERIOR)
+    return row not in (_FILTER, _POSTERIOR, TOKENS)
 
 
 def _mean_lengths(rollouts: Rollouts, prompts: PromptDraw) -> FloatArray:
@@ -208,7 +209,7 @@ class Coefficients:
     def _of_another_baseline(self, row: LedgerRow, *, keeps_mean: bool = False) -> BiasSource:
         """`row` of what has noisier baselines, or less noisy ones: no matter, unless the loss is not linear in the
         advantage. `keeps_mean`: a posterior's mean stays as it was too."""
-        if self._settings.objective.function:
+        if self._settings.objective.has_own_code:
             row = replace(row, label="biased", note=_OWN_LOSS)
             return BiasSource((row,), None, unknown="nothing is known of that loss")
         if self._baseline_counts and not (keeps_mean and is_linear_in_advantage(self._settings.objective)):
@@ -225,7 +226,7 @@ class Coefficients:
         """A group of any size has the same expected gradient, whatever its prompt's rewards are."""
         objective, early = self._settings.objective, self._settings.pruning.early_stop.after_tokens
         # which of those that were stopped early would have no reward is not known
-        return objective.advantage != "group_std" and not (objective.function or self._baseline_counts or early)
+        return objective.advantage != "group_std" and not (objective.has_own_code or self._baseline_counts or early)
 
     @property
     def _baseline_counts(self) -> bool:

@@ -15,13 +15,13 @@ passes on up to as much as it keeps. In a job of one node, or of one rank a node
 Sender and receiver compute the sizes from the plan, so only the data is sent: 8 bytes a token, and nothing for what
 was pruned. Of a step of 67 million tokens on 64 GPUs, 95 % pruned, each rank of a replica of 8 receives 3.4 MB;
 every group to every rank was 5.7 GB a rank. Replayed experts follow, `ExpertChoices.bytes_per_token` for each token
-of prompt and completion.
+of prompt and completion, and 4 bytes a completion token for each field of `objective.token_values`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -29,7 +29,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from dppo_megatron.distributed import gather_all, rank
+from dppo_megatron.algorithms.token_values import OwnTokens
+from dppo_megatron.distributed import gather_all, rank, said_by_each_rank
 from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.steps.step import Update, UpdatePlan, sample_of
 from dppo_megatron.types import Completion, ExpertArray, ExpertChoices, Group, IntArray, RolloutPrompt, TrainSample
@@ -83,7 +84,9 @@ class _Parcels:
     length: IntArray
     """Completion tokens."""
     words: IntArray
-    """Of 4 bytes: token ids, log-probabilities, and the experts of prompt and completion where they are replayed."""
+    """Of 4 bytes: `columns`, and the experts of prompt and completion where they are replayed."""
+    columns: int = field(default=2, kw_only=True)
+    """For each completion token: its id, its log-probability, and what `objective.token_values` gives of it."""
 
     @staticmethod
     def of(
@@ -92,6 +95,7 @@ class _Parcels:
         group_size: int,
         prompt_tokens: IntArray,
         choices: ExpertChoices | None,
+        width: int = 2,
     ) -> _Parcels:
         columns = []
         for index, plan in enumerate(plans):
@@ -100,7 +104,7 @@ class _Parcels:
                 replica[[member for pack in packs for member in pack.members]] = number
             places = np.arange(len(plan.rows))
             update = np.full(len(places), index)
-            group, words = plan.rows // group_size, 2 * plan.lengths
+            group, words = plan.rows // group_size, width * plan.lengths
             if choices is not None:
                 read = prompt_tokens[group] + plan.lengths - 1
                 words += -(-read * choices.bytes_per_token // 4)
@@ -108,7 +112,7 @@ class _Parcels:
         empty = (np.empty(0, np.int64),) * 7
         update, place, row, holder, *rest = (np.concatenate(column) for column in zip(empty, *columns, strict=True))
         order = np.lexsort((place, update, holder))
-        return _Parcels(*(column[order] for column in (update, place, row, holder, *rest)))
+        return _Parcels(*(column[order] for column in (update, place, row, holder, *rest)), columns=width)
 
 
 def exchange(
@@ -119,6 +123,7 @@ def exchange(
     group_size: int,
     replicas: Replicas,
     choices: ExpertChoices | None = None,
+    tokens: OwnTokens | None = None,
 ) -> list[Update]:
     """The updates of a step with the samples of this rank's replica. Collective.
 
@@ -126,9 +131,11 @@ def exchange(
         choices: the completions carry experts of this form; None: they carry none.
         groups: position in the step -> group, those that this rank holds.
         holders: [K] the rank that holds each group.
+        tokens: what the tokens of each completion count, asked by its holder; None: as the completion does.
     """
     prompt_tokens = np.array([len(item.prompt.token_ids) for item in selected], np.int64)
-    parcels = _Parcels.of(plans, holders, group_size, prompt_tokens, choices)
+    width = 2 + (len(tokens.given) if tokens is not None else 0)
+    parcels = _Parcels.of(plans, holders, group_size, prompt_tokens, choices, width)
     mine = np.flatnonzero(parcels.replica == replicas.of_rank[replicas.rank])
 
     def own(index: int) -> list[Column]:
@@ -136,18 +143,24 @@ def exchange(
         group, place = divmod(int(parcels.row[index]), group_size)
         completion = groups[group].completions[place]
         columns: list[Column] = [completion.token_ids.astype(np.int32).view(np.float32), completion.logprobs]
+        if tokens is not None:
+            plan = plans[int(parcels.update[index])]
+            columns += tokens.columns(groups[group], place, float(plan.advantages[parcels.place[index]])).values()
         return columns if choices is None else [*columns, _experts_as_words(completion, choices)]
 
-    here = {index: own(index) for index in np.flatnonzero(parcels.holder == replicas.rank).tolist()}
+    with said_by_each_rank():
+        here = {index: own(index) for index in np.flatnonzero(parcels.holder == replicas.rank).tolist()}
     _by_nodes(parcels, here, replicas)
     samples: list[dict[int, TrainSample]] = [{} for _ in plans]
     for index in mine.tolist():
-        ids, logprobs, *words = here[index]
+        ids, logprobs, *more = here[index]
         update, place = int(parcels.update[index]), int(parcels.place[index])
-        tokens = ids.view(np.int32).astype(np.int64)
-        sample = sample_of(plans[update], place, selected, group_size, tokens, logprobs)
+        token_ids = ids.view(np.int32).astype(np.int64)
+        sample = sample_of(plans[update], place, selected, group_size, token_ids, logprobs)
+        if tokens is not None:
+            sample = tokens.applied(sample, more[: width - 2])
         if choices is not None:
-            sample = replace(sample, experts=_experts_of_words(words[0], sample.num_tokens, choices))
+            sample = replace(sample, experts=_experts_of_words(more[-1], sample.num_tokens, choices))
         samples[update][place] = sample
     return [Update(plan, held) for plan, held in zip(plans, samples, strict=True)]
 
@@ -215,4 +228,4 @@ def _send(
     for indices, buffer in arriving:
         pieces = np.split(buffer.numpy().view(np.float32), np.cumsum(parcels.words[indices]))
         for index, piece in zip(indices.tolist(), pieces, strict=False):
-            here[index] = np.split(piece, [int(parcels.length[index]), 2 * int(parcels.length[index])])
+            here[index] = np.split(piece, int(parcels.length[index]) * np.arange(1, parcels.columns + 1))

@@ -245,14 +245,21 @@ class Loop:
         with step.record.timers.phase("prune"):
             plans, holders, recorded = from_rank_zero(lambda: self._coordinator.decide(step, self._engine.statistics()))
             step.record.metrics |= self._cross_check.metrics()
+        tokens = self.job.token_values
         with step.record.timers.phase("exchange"):
             step.reach("pruned")
             step.updates = exchange(
-                plans, step.groups, holders, step.selected, self._width, self._replicas, self._replayed
+                *(plans, step.groups, holders, step.selected, self._width, self._replicas, self._replayed),
+                tokens and replace(tokens, step=step.number),
             )
             step.samples = [RecordedGroup(k, step.groups[k], *row) for k, row in recorded.items() if k in step.groups]
             step.groups.clear()  # frees the pruned completions
             step.reach("exchanged")
+            if tokens is not None and tokens.given != ("advantages",):  # which are the objective, and choose nothing
+                weights = [one.weight for update in step.updates for one in update.samples.values()]
+                mine = sum(map(np.count_nonzero, weights)), sum(map(np.size, weights))
+                one_of_each = gather_all([mine] if self.actor.layout.reports else [])
+                step.record.add_tokens(tokens, *np.sum(one_of_each, axis=0).tolist())
 
     def to_training(self, step: Step) -> None:
         """Put the engine to rest, then compute the log-probabilities that the objective compares with.

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from dppo_megatron.actor.replay import Recorded
+from dppo_megatron.algorithms.token_values import OwnTokens
 from dppo_megatron.config.pruning import EarlyStopConfig
 from dppo_megatron.observe.metrics import StepTiming, Timers
 from dppo_megatron.observe.samples import RecordedGroup
@@ -26,6 +27,7 @@ from dppo_megatron.pruning import LedgerRow, logit_grad_norm
 from dppo_megatron.pruning.early_stop import end_probability
 from dppo_megatron.rewards.measures import GradeTable
 from dppo_megatron.selection import Rollouts, TrainSelection
+from dppo_megatron.selection.coefficients import TOKENS
 from dppo_megatron.types import (
     FloatArray,
     Group,
@@ -61,6 +63,15 @@ class StepRecord:
     """Of the finished step; until then of an empty one."""
     counts: StepCounts | None = None
     """On rank 0, once it is pruned."""
+
+    def add_tokens(self, tokens: OwnTokens, kept: int, offered: int) -> None:
+        """The ledger's row for a selection of tokens: how many of those of the kept completions have a weight."""
+        row = LedgerRow(TOKENS, kept / offered if offered else 1.0, "unbiased", f"drawn by {tokens.path}")
+        if "weights" in tokens.given:
+            row = replace(row, label="biased", note=f"weights of {tokens.path}")
+            row = row.sized(None, "what sums with them estimate is not known")
+            self.metrics.pop("prune/bias_estimate", None)  # it is of the other rows alone
+        self.ledger += (row,)
 
     def line(self) -> dict[str, Any]:
         """The step's line of metrics.jsonl."""

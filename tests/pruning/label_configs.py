@@ -93,10 +93,11 @@ def make_config(rng: np.random.Generator) -> Config:
     pruning.completion.allocation = one(False, True)
     pruning.early_stop = EarlyStopConfig(int(one(0, 0, 0, 3, 8)), one(0.1, 0.5))
     loss = one("clip", "clip", "gspo", "cispo", "divergence_tv")
-    own = rng.random() < 0.1
+    own = ("function", "token_values")[config.seed % 2] if rng.random() < 0.1 else ""
     config.objective = ObjectiveConfig(
         loss=loss,
-        function="label_configs:a_loss" if own else "",
+        function="label_configs:a_loss" if own == "function" else "",
+        token_values="label_configs:a_loss" if own == "token_values" else "",  # selection reads that there is one
         clip_low=float(one(0.0, 0.2, 0.5)),
         clip_high=float(one(0.0, 0.28, 5.0)),
         dual_clip=float(one(0, 10)) if loss == "clip" else 0.0,

@@ -217,7 +217,7 @@ def _admitted(key: str, kind: Any) -> set[Any]:
         return set(get_args(kind))
     if kind is bool:
         return {False, True}
-    if key == "objective.function":
+    if key in ("objective.function", "objective.token_values"):
         return {"", "label_configs:a_loss"}
     own = {"pruning.prompt.method": OWN_PROMPTS, "pruning.completion.method": OWN_COMPLETIONS}.get(key, ())
     if kind is str:
