@@ -108,9 +108,9 @@ def test_moments_are_those_of_each_token() -> None:
     steps = roulette._steps(trace)
     guesses = roulette._learned(steps[:4], 1000.0)
     one = roulette._Estimator("", posterior=True, guesses=True, probe=1.0, price=1.0, floor=0.3)
-    generated, moment = roulette._moments(one, steps[5], guesses, np.random.default_rng(7))
+    generated, moment, total = roulette._moments(one, steps[5], guesses, np.random.default_rng(7))
     again, alive, stages = roulette._coins(one, steps[5], guesses, np.random.default_rng(7))
-    assert (generated == again).all() and 0 < alive.sum() < len(alive)
+    assert (generated == again).all() and 0 < alive.sum() < len(alive) and total == moment.sum()
     np.testing.assert_allclose(moment, _token_by_token(steps[5], alive, generated, stages), rtol=1e-9)
 
 
@@ -160,7 +160,7 @@ def test_limits_are_those_of_the_trainer(normalization: str) -> None:
     step = roulette._steps(trace_of(decided_by_length, normalization=normalization, steps=5))[4]
     early = EarlyStopConfig(after_tokens=50, min_inclusion_prob=0.2)
     row = roulette._Estimator("", posterior=True, early=early)
-    generated, moment = roulette._moments(row, step, [], np.random.default_rng(3))
+    generated, moment, _ = roulette._moments(row, step, [], np.random.default_rng(3))
     ended = generated == step.lengths
     assert 0 < ended.sum() < len(ended) and (moment[~ended] == 0).all()
     chance = np.maximum(np.minimum(50 / step.lengths, 1.0), 0.2)
@@ -174,6 +174,10 @@ def test_limits_are_those_of_the_trainer(normalization: str) -> None:
             shift *= step.lengths[i] * sum(1 / chance[j] / step.lengths[j] for j in mates if ended[j]) / 7
         wanted = ((step.rewards[i] - mean + shift) * own[i] / chance[i]) ** 2 * step.energy[i] * step.lengths[i]
         assert moment[i] == pytest.approx(wanted, rel=1e-9)
+    draws = [roulette._moments(row, step, [], np.random.default_rng(draw)) for draw in range(2000)]
+    sampled, expected = np.array([(moment.sum(), total) for _, moment, total in draws]).T
+    assert sampled.mean() == pytest.approx(expected.mean(), abs=4 * float((sampled - expected).std()) / 2000**0.5)
+    assert expected.std() < 0.5 * sampled.std(), "seen from before a completion's own coin it scatters less"
 
 
 # -------------------------------------------------------------------------------------------------- its verdict
