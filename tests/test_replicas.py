@@ -25,8 +25,10 @@ from support.engines.stub import StubServers
 from support.fake_fleet import World, groups, work_of
 from support.job import job_config, write_job_files
 from support.settings import rollout_config
+from support.true_shapes import write_config
 from torch.multiprocessing import reductions
 
+from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation import standalone
 from dppo_megatron.job import prepare_job
@@ -39,13 +41,14 @@ from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.server_process import make_servers
-from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_environment
+from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.sync import colocated
 from dppo_megatron.rollout.sync.colocated import SharedBuffer, SharedMemoryChannel, pickled
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.server_side import ServerSide
 from dppo_megatron.types import RunAborted, UserError
+from dppo_megatron.weights.architecture import read_architecture
 
 KEY = "key"
 NCCL = {"version": "2.28.9", "NCCL_CUMEM_ENABLE": "-2", "NCCL_NVLS_ENABLE": "2"}
@@ -173,6 +176,37 @@ def test_a_server_of_replicas_has_room_for_as_many_times_more() -> None:
     assert not list(rollout)
     asked = [ask.server for ask in world.asked]
     assert [asked.count(server) for server in "ab"] == [2, 6]
+
+
+@pytest.mark.parametrize(
+    "spelling", ["--attn-dp-size=8", "--attention-data-parallel-size 8", "--dp 8 --enable-dp-attention"]
+)
+def test_groups_of_attention_are_replicas(tmp_path: Path, spelling: str) -> None:
+    """SGLang reports all spellings as `attn_dp_size`, has an engine for each, and divides --max-running-requests among
+    them. They are inside one tensor group, so that broadcasts and shared memory reach them, and the heads of a model
+    are split within each alone."""
+    with StubServers() as stubs:
+        told = {"version": "0.5.23", "tp_size": 8, "dp_size": 1, "attn_dp_size": 8}
+        stubs.pages["a/server_info"], stubs.pages["a/model_info"] = json.dumps(told), "{}"
+        server = SGLangServer(Http(stubs.url("a")), 19)
+        assert set(server.describe(timeout_s=10).channels) == {"disk", "gloo", "nccl", "ipc"}
+    assert (server.replicas, server.world_size) == (8, 8)
+    settings = {"engine": "sglang", "servers.launch": "local", "servers.gpus": ["0,1,2,3,4,5,6,7"]}
+    settings |= {"servers.args": ["--tp-size", "8", *spelling.split()], "limits.max_concurrent_sequences": 512}
+    config = rollout_config(settings)
+    check_rollout(config)
+    command = sglang_command(config, "python", "model", 64, "bfloat16", cpu=False)
+    assert command[command.index("--max-running-requests") + 1] == "4096"
+    of_28_heads = read_architecture(write_config(tmp_path, "qwen3_8b", num_attention_heads=28, num_key_value_heads=4))
+    of_28_heads.check_servers(config)
+    with pytest.raises(UserError, match="tensor parallel 8: the model's 28 attention heads do not divide by it"):
+        of_28_heads.check_servers(rollout_config(settings | {"servers.args": ["--tp-size", "8"]}))
+    for bad, said in (
+        ("--tp 8 --attn-dp-size 3", "3 must divide tensor parallel 8"),
+        ("--attn-dp-size 0", "at least 1"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check_rollout(rollout_config(settings | {"servers.args": bad.split()}))
 
 
 # ------------------------------------------------------------------------------------------------------------- NCCL

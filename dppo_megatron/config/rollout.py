@@ -25,6 +25,7 @@ from dppo_megatron.config.server_args import (
     check_gpus,
     importing_option,
     named_option,
+    read_split,
 )
 from dppo_megatron.types import UserError
 
@@ -284,7 +285,12 @@ def _check_speculation(config: RolloutConfig) -> None:
             f"{setting}: with drafts SGLang's log-probabilities are those before rollout.sampling.top_p and top_k cut;"
             " leave both at their defaults"
         )
-    reads_all = config.engine == "sglang" and method == "eagle3"
+    reads_all, attention = config.engine == "sglang" and method == "eagle3", read_split(servers.args).attention
+    if reads_all and attention > 1 and len(draft_lengths(config)) > 1:
+        raise UserError(
+            f"{setting}: with attention data parallelism (--attn-dp-size {attention}) SGLang drafts the same number at"
+            " any concurrency; set rollout.speculation.max_drafted=0"
+        )
     if reads_all and config.sync.channel == "disk":
         raise UserError(
             f"{setting} with rollout.sync.channel = disk: SGLang reads the policy's files into the drafter too; leave"
@@ -299,7 +305,7 @@ def _check_speculation(config: RolloutConfig) -> None:
             " rollout.speculation.max_drafted=0",
         ),
         (
-            REPLICA_OPTIONS if reads_all else (),
+            REPLICA_OPTIONS if reads_all and attention == 1 else (),
             "with which SGLang takes weights from disk alone, and into the drafter too: use rollout.servers.count",
         ),
     ):

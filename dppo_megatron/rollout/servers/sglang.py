@@ -18,6 +18,7 @@ from typing import Annotated, ClassVar, TypeAlias
 import msgspec
 
 from dppo_megatron.config.rollout import RolloutConfig, draft_lengths
+from dppo_megatron.config.server_args import read_split
 from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, SGLANG_NCCL_PATH, SGLangDialect
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.in_engine import dppo_arrays, dppo_wire
@@ -86,6 +87,7 @@ class ServerArgs(msgspec.Struct):
     enable_return_routed_experts: bool = False
     tp_size: Workers = 1
     dp_size: Workers = 1
+    attn_dp_size: Workers = 1
     pp_size: Workers = 1
     context_length: Tokens | None = None
     max_req_input_len: Tokens | None = None
@@ -127,10 +129,11 @@ class SGLangServer:
         self._seeded = bool(info.enable_deterministic_inference) and info.speculative_algorithm is None
         self._arrays = self.http.find(SGLANG_ARRAYS_PATH, dict[str, int], timeout_s=timeout_s) == dppo_arrays.FORM
         self._hashes_bytes = info.device == "cpu"
-        self.world_size, self.replicas = info.tp_size, info.dp_size
+        # one engine for each group of attention too, all inside the one tensor group
+        self.world_size, self.replicas = info.tp_size, info.dp_size * info.attn_dp_size
         root = info.model_path or model.model_path  # the latter may be a snapshot of an earlier run's
         architecture, vocab_size = architecture_of(root)
-        single = info.pp_size == self.replicas == 1  # SGLang numbers group members by TP
+        single = info.pp_size == info.dp_size == 1  # SGLang numbers group members by TP
         drafts = info.speculative_algorithm not in (None, "NGRAM")  # with a model; see `_TO_POLICY`
         nccl = self.http.find(SGLANG_NCCL_PATH, Nccl, timeout_s=timeout_s) if self._arrays else None
         return ServerInfo(
@@ -261,10 +264,12 @@ def sglang_command(
     # of a drafter's pass, see `_EAGLES`; its chain and one token more are verified
     drafts = draft_lengths(config)[0][2] + 1 if config.speculation.method == "eagle3" else 0
     context = max_tokens + max(_SPARE, drafts)
+    # which groups of attention share between them, and replicas do not
+    running = config.limits.max_concurrent_sequences * read_split(config.servers.args).attention
     return [
         *(python, str(_IN_ENGINE / "dppo_sglang_server.py"), "--model-path", model, "--served-model-name", "policy"),
         *("--host", host, "--port", "{port}", "--dtype", dtype, "--context-length", str(context)),
-        *("--max-running-requests", str(config.limits.max_concurrent_sequences), "--skip-server-warmup"),
+        *("--max-running-requests", str(running), "--skip-server-warmup"),
         *(["--enable-memory-saver"] if config.servers.colocate and not cpu else []),
         *([*on_cpu, "--disable-overlap-schedule", "--disable-cuda-graph", "--grammar-backend", "none"] if cpu else []),
         "--sleep-on-idle",  # else its scheduler turns in a loop, on a core that the actor could use
