@@ -220,6 +220,9 @@ def test_groups_of_attention_are_replicas(tmp_path: Path, spelling: str) -> None
         ({"NCCL_CUMEM_ENABLE": "0"}, "NCCL_CUMEM_ENABLE is 0 there and -2 in the trainer"),
         ({"NCCL_NVLS_ENABLE": "0"}, "NCCL_NVLS_ENABLE is 0 there and 2 in the trainer"),
         ({"NCCL_CUMEM_ENABLE": "1"}, ""),  # what the default comes to on such a device
+        ({"NCCL_MIN_NCHANNELS": "-2", "NCCL_PROTO": ""}, ""),  # the defaults
+        ({"NCCL_MAX_NCHANNELS": "8"}, "NCCL_MAX_NCHANNELS is 8 there and -2 in the trainer"),
+        ({"NCCL_PROTO": "Simple"}, "NCCL_PROTO is Simple there and not set in the trainer"),
     ],
 )
 def test_both_ends_of_a_communicator_are_compared(
@@ -227,7 +230,7 @@ def test_both_ends_of_a_communicator_are_compared(
 ) -> None:
     """Before the first transfer, through the servers' own report: nccl that was asked for is refused in a sentence, and
     `auto` takes another channel and says why."""
-    for name in dppo_wire.NCCL_DEFAULTS:
+    for name in (*dppo_wire.NCCL_DEFAULTS, *dppo_wire.NCCL_PINNED):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     fake.instead["/dppo_workers"] = {"replicas": [[_worker(p, nccl=NCCL | change) for p in range(4)]]}
@@ -247,7 +250,7 @@ def test_weights_from_files_do_not_go_over_nccl(
 ) -> None:
     """An evaluation on a machine with GPUs has no actor: its weights are in the host's memory, which NCCL cannot send,
     and the servers would wait for them until the request's limit."""
-    for name in dppo_wire.NCCL_DEFAULTS:
+    for name in (*dppo_wire.NCCL_DEFAULTS, *dppo_wire.NCCL_PINNED):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     fake.instead["/dppo_workers"] = {"replicas": [[_worker(p, nccl=NCCL) for p in range(4)]]}
@@ -315,18 +318,28 @@ def test_a_colocated_server_on_a_gpu_of_no_rank_is_refused(
         connect(config, job.architecture, ranks[:2], launched)
 
 
-def test_a_sglang_without_our_file_counts_as_what_it_sets_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It turns cuMem off in itself and does not say so: an error in the first transfer, unless the trainer has too."""
+@pytest.mark.parametrize(("workers", "pinned"), [(1, False), (2, True)])
+def test_a_sglang_without_our_file_counts_as_what_it_sets_itself(
+    monkeypatch: pytest.MonkeyPatch, workers: int, pinned: bool
+) -> None:
+    """It turns cuMem off in itself, and with several workers pins the channels of deterministic sums, and does not say
+    so: an error in the first transfer, unless the trainer has the same."""
+    told = {"version": "0.5.23", "model_path": "/m", "device": "cuda", "tp_size": workers}
     with StubServers() as stubs:
-        stubs.pages["a/server_info"] = json.dumps({"version": "0.5.23", "model_path": "/m", "device": "cuda"})
+        stubs.pages["a/server_info"] = json.dumps(told | {"enable_deterministic_inference": True})
         found = SGLangServer(Http(stubs.url("a")), 19).describe(timeout_s=10).nccl
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    for name in dppo_wire.NCCL_DEFAULTS:
+    for name in (*dppo_wire.NCCL_DEFAULTS, *dppo_wire.NCCL_PINNED):
         monkeypatch.delenv(name, raising=False)
     assert dppo_wire.nccl_difference(found) == "NCCL_CUMEM_ENABLE is 0 there and -2 in the trainer"
     for name in dppo_wire.NCCL_DEFAULTS:
         monkeypatch.setenv(name, "0")
-    assert not dppo_wire.nccl_difference(found)
+    said = "NCCL_MIN_NCHANNELS is 8 there and -2 in the trainer" if pinned else ""
+    assert dppo_wire.nccl_difference(found) == said
+    if pinned:
+        monkeypatch.setenv("NCCL_MIN_NCHANNELS", "8")
+        monkeypatch.setenv("NCCL_MAX_NCHANNELS", "8")
+        assert not dppo_wire.nccl_difference(found)
 
 
 def test_launched_servers_of_sglang_get_the_trainers_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,8 @@ shapes under the same names. /update_weights_from_disk has no such field (0.5.23
 _OWN_NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """What SGLang 0.5.23 sets where the variables are not set (srt/entrypoints/engine.py): assumed of a server that was not
 started with our file, which reports them."""
+_OWN_CHANNELS = {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8"}
+"""The same of a deterministic server of several tensor-parallel workers (srt/arg_groups/attention_hook.py)."""
 
 
 Drafts: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 15)]
@@ -136,6 +138,7 @@ class SGLangServer:
         single = info.pp_size == info.dp_size == 1  # SGLang numbers group members by TP
         drafts = info.speculative_algorithm not in (None, "NGRAM")  # with a model; see `_TO_POLICY`
         nccl = self.http.find(SGLANG_NCCL_PATH, Nccl, timeout_s=timeout_s) if self._arrays else None
+        own = _OWN_NCCL | (_OWN_CHANNELS if info.enable_deterministic_inference and info.tp_size > 1 else {})
         return ServerInfo(
             engine_version=info.version,
             served_model=root,
@@ -148,7 +151,7 @@ class SGLangServer:
             max_top_k=info.sampling_mask_max_tokens or 0,
             top_p_after_top_k=False,
             returns_experts=self._arrays and info.enable_return_routed_experts,
-            nccl=nccl or _OWN_NCCL,
+            nccl=nccl or own,
             quantization=info.quantization or "",
         )
 
