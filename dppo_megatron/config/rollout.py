@@ -182,6 +182,11 @@ class RolloutConfig:
         """Whether it generates while the actor trains."""
         return self.async_steps > 0 and not self.servers.colocate
 
+    @property
+    def pauses_requests(self) -> bool:
+        """Whether servers take weights, or sleep, with requests under way."""
+        return self.async_steps > 0 and self.sync.in_flight == "continue"
+
 
 def check_rollout(config: RolloutConfig) -> None:
     """Raise `UserError` for the first setting of `rollout` that contradicts another."""
@@ -236,6 +241,7 @@ def check_rollout(config: RolloutConfig) -> None:
     if config.engine != "hf":
         check_gpus(servers.gpus, servers.args)
         check_engine_names(config.engine, servers.args)
+        _check_stages(config)
     _check_keys(config)
     _check_quantization(config)
     _check_speculation(config)
@@ -243,6 +249,16 @@ def check_rollout(config: RolloutConfig) -> None:
         check_endpoint(url, config)
     if len(set(servers.endpoints)) < len(servers.endpoints):
         raise UserError("rollout.servers.endpoints names a server twice")
+
+
+def _check_stages(config: RolloutConfig) -> None:
+    stages = read_split(config.servers.args).stages
+    if config.engine == "sglang" and stages > 1 and config.pauses_requests:
+        raise UserError(
+            f"rollout.servers.args: pipeline parallel {stages}: an SGLang of several stages does not pause (0.5.23), as"
+            f" rollout.async_steps = {config.async_steps} with rollout.sync.in_flight = continue needs; split it by"
+            " tensors"
+        )
 
 
 def _check_quantization(config: RolloutConfig) -> None:

@@ -152,6 +152,7 @@ class SGLangServer:
             top_p_after_top_k=False,
             returns_experts=self._arrays and info.enable_return_routed_experts,
             nccl=nccl or own,
+            pauses=info.pp_size == 1,  # its loop for several stages does not look whether it is paused (0.5.23)
             quantization=info.quantization or "",
         )
 
