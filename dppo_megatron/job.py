@@ -104,7 +104,7 @@ class Job:
     @property
     def data_fingerprint(self) -> dict[str, Any]:
         """What a checkpoint stores about the data."""
-        return data_fingerprint(self.train_sets, self.eval_sets)
+        return data_fingerprint(self.train_sets, self.eval_sets, self.stop_token_ids)
 
     @property
     def data_report(self) -> list[str]:

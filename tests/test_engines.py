@@ -22,6 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines.servers import PYTHON, needs, stand_ins
+from support.engines.stub import StubServers
 from support.job import job_config, write_job_files
 from support.processes import until
 from support.settings import rollout_config
@@ -50,6 +51,8 @@ from dppo_megatron.types import Prompt, RunAborted, UserError
 from dppo_megatron.weights.architecture import read_architecture
 
 SERVES = {"engine": "vllm", "servers.endpoints": ["http://127.0.0.1:8000"]}
+STAGES = {"engine": "sglang", "servers.launch": "local", "servers.args": ["--pp-size", "2"]}
+STREAMS = {"async_steps": 2, "sync.in_flight": "continue"}
 
 
 @settings(deadline=None)
@@ -239,6 +242,7 @@ def test_the_canary_names_the_server() -> None:
         ),
         (SERVES | {"async_steps": 9}, "must be at most 8"),
         (SERVES | {"async_steps": 2}, "set rollout.sync.in_flight=continue"),
+        (STAGES | STREAMS, "pipeline parallel 2: an SGLang of several stages does not pause"),
         (SERVES | {"servers.colocate": True}, "needs rollout.servers.launch = local"),
         ({"quantization": "fp8"}, "rollout.quantization = fp8 is for servers"),
         (SERVES | {"servers.args": ["--quantization", "fp8"]}, "--quantization, which rollout.quantization chooses"),
@@ -321,6 +325,25 @@ def test_a_server_does_not_inherit_the_trainers_place_or_cuda_settings(
 def test_old_versions_are_old() -> None:
     assert is_older("0.9.1", "0.32") and is_older("0.31.9+cpu", "0.32")
     assert not is_older("0.32.0", "0.32") and not is_older("1.0rc1", "0.32")
+
+
+def test_an_sglang_that_does_not_pause_gets_no_weights_while_it_generates(tmp_path: Path) -> None:
+    """Over stages its scheduler goes on, refuses weights and would go out; asleep with requests it would end."""
+    for more in (STREAMS | {"engine": "vllm"}, STREAMS | {"servers.args": []}, {}, {"async_steps": 1}):
+        check_rollout(rollout_config(STAGES | more))
+    files = write_job_files(tmp_path)
+    found = []
+    with StubServers() as stubs:
+        for stages in (1, 2):
+            told = {"version": "0.5.23", "pp_size": stages, "context_length": 4096}
+            stubs.pages["a/server_info"], stubs.pages["a/model_info"] = json.dumps(told), "{}"
+            found.append(SGLangServer(Http(stubs.url("a")), 19).describe(timeout_s=10))
+    config, architecture = job_config(files, tmp_path / "run"), read_architecture(files / "model")
+    check_server("http://x", found[1], config, architecture)
+    config.rollout = rollout_config(STREAMS)
+    check_server("http://x", found[0], config, architecture)
+    with pytest.raises(UserError, match=r"^http://x has several pipeline stages, with which SGLang does not pause"):
+        check_server("http://x", found[1], config, architecture)
 
 
 def test_another_model_behind_the_address(tmp_path: Path) -> None:

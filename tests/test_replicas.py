@@ -25,8 +25,10 @@ from support.engines.stub import StubServers
 from support.fake_fleet import World, groups, work_of
 from support.job import job_config, write_job_files
 from support.settings import rollout_config
+from support.true_shapes import write_config
 from torch.multiprocessing import reductions
 
+from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation import standalone
 from dppo_megatron.job import prepare_job
@@ -39,13 +41,14 @@ from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.server_process import make_servers
-from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_environment
+from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.sync import colocated
 from dppo_megatron.rollout.sync.colocated import SharedBuffer, SharedMemoryChannel, pickled
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.server_side import ServerSide
 from dppo_megatron.types import RunAborted, UserError
+from dppo_megatron.weights.architecture import read_architecture
 
 KEY = "key"
 NCCL = {"version": "2.28.9", "NCCL_CUMEM_ENABLE": "-2", "NCCL_NVLS_ENABLE": "2"}
@@ -175,6 +178,37 @@ def test_a_server_of_replicas_has_room_for_as_many_times_more() -> None:
     assert [asked.count(server) for server in "ab"] == [2, 6]
 
 
+@pytest.mark.parametrize(
+    "spelling", ["--attn-dp-size=8", "--attention-data-parallel-size 8", "--dp 8 --enable-dp-attention"]
+)
+def test_groups_of_attention_are_replicas(tmp_path: Path, spelling: str) -> None:
+    """SGLang reports all spellings as `attn_dp_size`, has an engine for each, and divides --max-running-requests among
+    them. They are inside one tensor group, so that broadcasts and shared memory reach them, and the heads of a model
+    are split within each alone."""
+    with StubServers() as stubs:
+        told = {"version": "0.5.23", "tp_size": 8, "dp_size": 1, "attn_dp_size": 8}
+        stubs.pages["a/server_info"], stubs.pages["a/model_info"] = json.dumps(told), "{}"
+        server = SGLangServer(Http(stubs.url("a")), 19)
+        assert set(server.describe(timeout_s=10).channels) == {"disk", "gloo", "nccl", "ipc"}
+    assert (server.replicas, server.world_size) == (8, 8)
+    settings = {"engine": "sglang", "servers.launch": "local", "servers.gpus": ["0,1,2,3,4,5,6,7"]}
+    settings |= {"servers.args": ["--tp-size", "8", *spelling.split()], "limits.max_concurrent_sequences": 512}
+    config = rollout_config(settings)
+    check_rollout(config)
+    command = sglang_command(config, "python", "model", 64, "bfloat16", cpu=False)
+    assert command[command.index("--max-running-requests") + 1] == "4096"
+    of_28_heads = read_architecture(write_config(tmp_path, "qwen3_8b", num_attention_heads=28, num_key_value_heads=4))
+    of_28_heads.check_servers(config)
+    with pytest.raises(UserError, match="tensor parallel 8: the model's 28 attention heads do not divide by it"):
+        of_28_heads.check_servers(rollout_config(settings | {"servers.args": ["--tp-size", "8"]}))
+    for bad, said in (
+        ("--tp 8 --attn-dp-size 3", "3 must divide tensor parallel 8"),
+        ("--attn-dp-size 0", "at least 1"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check_rollout(rollout_config(settings | {"servers.args": bad.split()}))
+
+
 # ------------------------------------------------------------------------------------------------------------- NCCL
 
 
@@ -186,6 +220,9 @@ def test_a_server_of_replicas_has_room_for_as_many_times_more() -> None:
         ({"NCCL_CUMEM_ENABLE": "0"}, "NCCL_CUMEM_ENABLE is 0 there and -2 in the trainer"),
         ({"NCCL_NVLS_ENABLE": "0"}, "NCCL_NVLS_ENABLE is 0 there and 2 in the trainer"),
         ({"NCCL_CUMEM_ENABLE": "1"}, ""),  # what the default comes to on such a device
+        ({"NCCL_MIN_NCHANNELS": "-2", "NCCL_PROTO": ""}, ""),  # the defaults
+        ({"NCCL_MAX_NCHANNELS": "8"}, "NCCL_MAX_NCHANNELS is 8 there and -2 in the trainer"),
+        ({"NCCL_PROTO": "Simple"}, "NCCL_PROTO is Simple there and not set in the trainer"),
     ],
 )
 def test_both_ends_of_a_communicator_are_compared(
@@ -193,7 +230,7 @@ def test_both_ends_of_a_communicator_are_compared(
 ) -> None:
     """Before the first transfer, through the servers' own report: nccl that was asked for is refused in a sentence, and
     `auto` takes another channel and says why."""
-    for name in dppo_wire.NCCL_DEFAULTS:
+    for name in (*dppo_wire.NCCL_DEFAULTS, *dppo_wire.NCCL_PINNED):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     fake.instead["/dppo_workers"] = {"replicas": [[_worker(p, nccl=NCCL | change) for p in range(4)]]}
@@ -213,7 +250,7 @@ def test_weights_from_files_do_not_go_over_nccl(
 ) -> None:
     """An evaluation on a machine with GPUs has no actor: its weights are in the host's memory, which NCCL cannot send,
     and the servers would wait for them until the request's limit."""
-    for name in dppo_wire.NCCL_DEFAULTS:
+    for name in (*dppo_wire.NCCL_DEFAULTS, *dppo_wire.NCCL_PINNED):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     fake.instead["/dppo_workers"] = {"replicas": [[_worker(p, nccl=NCCL) for p in range(4)]]}
@@ -281,18 +318,28 @@ def test_a_colocated_server_on_a_gpu_of_no_rank_is_refused(
         connect(config, job.architecture, ranks[:2], launched)
 
 
-def test_a_sglang_without_our_file_counts_as_what_it_sets_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It turns cuMem off in itself and does not say so: an error in the first transfer, unless the trainer has too."""
+@pytest.mark.parametrize(("workers", "pinned"), [(1, False), (2, True)])
+def test_a_sglang_without_our_file_counts_as_what_it_sets_itself(
+    monkeypatch: pytest.MonkeyPatch, workers: int, pinned: bool
+) -> None:
+    """It turns cuMem off in itself, and with several workers pins the channels of deterministic sums, and does not say
+    so: an error in the first transfer, unless the trainer has the same."""
+    told = {"version": "0.5.23", "model_path": "/m", "device": "cuda", "tp_size": workers}
     with StubServers() as stubs:
-        stubs.pages["a/server_info"] = json.dumps({"version": "0.5.23", "model_path": "/m", "device": "cuda"})
+        stubs.pages["a/server_info"] = json.dumps(told | {"enable_deterministic_inference": True})
         found = SGLangServer(Http(stubs.url("a")), 19).describe(timeout_s=10).nccl
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    for name in dppo_wire.NCCL_DEFAULTS:
+    for name in (*dppo_wire.NCCL_DEFAULTS, *dppo_wire.NCCL_PINNED):
         monkeypatch.delenv(name, raising=False)
     assert dppo_wire.nccl_difference(found) == "NCCL_CUMEM_ENABLE is 0 there and -2 in the trainer"
     for name in dppo_wire.NCCL_DEFAULTS:
         monkeypatch.setenv(name, "0")
-    assert not dppo_wire.nccl_difference(found)
+    said = "NCCL_MIN_NCHANNELS is 8 there and -2 in the trainer" if pinned else ""
+    assert dppo_wire.nccl_difference(found) == said
+    if pinned:
+        monkeypatch.setenv("NCCL_MIN_NCHANNELS", "8")
+        monkeypatch.setenv("NCCL_MAX_NCHANNELS", "8")
+        assert not dppo_wire.nccl_difference(found)
 
 
 def test_launched_servers_of_sglang_get_the_trainers_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from dppo_megatron.rollout.servers.vllm import vllm_command
 from dppo_megatron.types import UserError
 
 LOCAL = {"engine": "vllm", "servers.launch": "local", "speculation.method": "ngram"}
+ATTENTION = ["--tp", "2", "--dp", "2", "--enable-dp-attention"]
 DRAFTER = {"speculation.method": "eagle3", "speculation.draft_path": "/models/drafter"}
 
 
@@ -189,6 +190,7 @@ def test_sglangs_drafter_is_given_no_tensor_of_the_policy(algorithm: str | None,
         (DRAFTER | {"servers.args": ["--sleep-preserve-parameter-names", "x"]}, "has --sleep-preserve-parameter-names"),
         (DRAFTER | {"engine": "sglang", "sync.channel": "disk"}, "into the drafter too; leave it at auto"),
         (DRAFTER | {"engine": "sglang", "servers.args": ["--dp", "2"]}, "has --dp-size, with which SGLang takes"),
+        (DRAFTER | {"engine": "sglang", "servers.args": ATTENTION}, r"size 2\) SGLang drafts the same number"),
     ],
 )  # fmt: skip
 def test_what_an_engine_would_do_otherwise_is_refused(more: dict[str, Any], message: str) -> None:
@@ -204,6 +206,7 @@ def test_what_an_engine_does_is_accepted() -> None:
         {"servers.launch": "none", "servers.registry_dir": "/shared/servers"},
         DRAFTER | {"sync.channel": "disk"},
         DRAFTER | {"engine": "sglang", "servers.colocate": True},
+        DRAFTER | {"engine": "sglang", "servers.args": ATTENTION, "speculation.max_drafted": 0},
     ):
         check_rollout(rollout_config(LOCAL | more))
 

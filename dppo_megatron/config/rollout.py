@@ -25,6 +25,7 @@ from dppo_megatron.config.server_args import (
     check_gpus,
     importing_option,
     named_option,
+    read_split,
 )
 from dppo_megatron.types import UserError
 
@@ -181,6 +182,11 @@ class RolloutConfig:
         """Whether it generates while the actor trains."""
         return self.async_steps > 0 and not self.servers.colocate
 
+    @property
+    def pauses_requests(self) -> bool:
+        """Whether servers take weights, or sleep, with requests under way."""
+        return self.async_steps > 0 and self.sync.in_flight == "continue"
+
 
 def check_rollout(config: RolloutConfig) -> None:
     """Raise `UserError` for the first setting of `rollout` that contradicts another."""
@@ -235,6 +241,7 @@ def check_rollout(config: RolloutConfig) -> None:
     if config.engine != "hf":
         check_gpus(servers.gpus, servers.args)
         check_engine_names(config.engine, servers.args)
+        _check_stages(config)
     _check_keys(config)
     _check_quantization(config)
     _check_speculation(config)
@@ -242,6 +249,16 @@ def check_rollout(config: RolloutConfig) -> None:
         check_endpoint(url, config)
     if len(set(servers.endpoints)) < len(servers.endpoints):
         raise UserError("rollout.servers.endpoints names a server twice")
+
+
+def _check_stages(config: RolloutConfig) -> None:
+    stages = read_split(config.servers.args).stages
+    if config.engine == "sglang" and stages > 1 and config.pauses_requests:
+        raise UserError(
+            f"rollout.servers.args: pipeline parallel {stages}: an SGLang of several stages does not pause (0.5.23), as"
+            f" rollout.async_steps = {config.async_steps} with rollout.sync.in_flight = continue needs; split it by"
+            " tensors"
+        )
 
 
 def _check_quantization(config: RolloutConfig) -> None:
@@ -284,7 +301,12 @@ def _check_speculation(config: RolloutConfig) -> None:
             f"{setting}: with drafts SGLang's log-probabilities are those before rollout.sampling.top_p and top_k cut;"
             " leave both at their defaults"
         )
-    reads_all = config.engine == "sglang" and method == "eagle3"
+    reads_all, attention = config.engine == "sglang" and method == "eagle3", read_split(servers.args).attention
+    if reads_all and attention > 1 and len(draft_lengths(config)) > 1:
+        raise UserError(
+            f"{setting}: with attention data parallelism (--attn-dp-size {attention}) SGLang drafts the same number at"
+            " any concurrency; set rollout.speculation.max_drafted=0"
+        )
     if reads_all and config.sync.channel == "disk":
         raise UserError(
             f"{setting} with rollout.sync.channel = disk: SGLang reads the policy's files into the drafter too; leave"
@@ -299,7 +321,7 @@ def _check_speculation(config: RolloutConfig) -> None:
             " rollout.speculation.max_drafted=0",
         ),
         (
-            REPLICA_OPTIONS if reads_all else (),
+            REPLICA_OPTIONS if reads_all and attention == 1 else (),
             "with which SGLang takes weights from disk alone, and into the drafter too: use rollout.servers.count",
         ),
     ):

@@ -52,9 +52,15 @@ DRAFT_OPTIONS = (
 _TENSOR_OPTIONS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tp")
 REPLICA_OPTIONS = ("--data-parallel-size", "-dp", "--dp-size", "--dp")
 STAGE_OPTIONS = ("--pipeline-parallel-size", "-pp", "--pp-size", "--pp")
-_SIZES = {"tensor": _TENSOR_OPTIONS, "replicas": REPLICA_OPTIONS, "stages": STAGE_OPTIONS}
+_ATTENTION_OPTIONS = ("--attn-dp-size", "--attention-data-parallel-size")
+_SIZES = {
+    "tensor": _TENSOR_OPTIONS,
+    "replicas": REPLICA_OPTIONS,
+    "stages": STAGE_OPTIONS,
+    "attention": _ATTENTION_OPTIONS,
+}
 QUANTIZATION_OPTIONS = ("--quantization", "-q", "--hf-overrides", "--json-model-override-args")
-_OTHER_SPLITS = {"--enable-dp-attention", "--data-parallel-size-local", "--prefill-context-parallel-size", "-pcp"}
+_OTHER_SPLITS = {"--data-parallel-size-local", "--prefill-context-parallel-size", "-pcp"}
 """With these a server's GPUs are not the product of the three sizes."""
 _NOT_SHORT = ("--reasoning-parser", "--tokenizer", "--watermark")
 """Other options, whose names begin as one of those above does."""
@@ -78,6 +84,14 @@ class ServerSplit:
     tensor: int
     replicas: int
     stages: int
+    attention: int
+    """SGLang's attention data parallelism: engines inside the tensor group, each with its own batch and cache, whose
+    tokens meet in the rest of every layer."""
+
+    @property
+    def heads(self) -> int:
+        """Workers over which the attention heads are split."""
+        return self.tensor // self.attention
 
     @property
     def gpus(self) -> int:
@@ -86,8 +100,16 @@ class ServerSplit:
 
 
 def read_split(arguments: Sequence[str]) -> ServerSplit:
-    """Raises UserError for a size that is no number above 0."""
-    return ServerSplit(**read_options(arguments, {name: (flags, int, 1, "[1, 1e6]") for name, flags in _SIZES.items()}))
+    """Raises UserError for a size that is no number above 0, or attention in groups that are not of one size."""
+    sizes = read_options(arguments, {name: (flags, int, 1, "[1, 1e6]") for name, flags in _SIZES.items()})
+    if "--enable-dp-attention" in _names(arguments) and sizes["attention"] == 1:  # SGLang's older spelling
+        sizes |= {"attention": sizes["replicas"], "replicas": 1}
+    if sizes["tensor"] % sizes["attention"]:
+        raise UserError(
+            f"rollout.servers.args: attention data parallel {sizes['attention']} must divide tensor parallel"
+            f" {sizes['tensor']}"
+        )
+    return ServerSplit(**sizes)
 
 
 def read_options(

@@ -27,8 +27,8 @@ from dppo_megatron.data.order import make_order, order_key
 from dppo_megatron.data.rows import Row, read_rows
 from dppo_megatron.data.templates import (
     check_template,
-    generation_config_stops,
     is_beyond,
+    model_ends,
     render,
     sequence_start,
     shared_ids,
@@ -298,12 +298,12 @@ def set_sizes(sets: Mapping[str, ProblemSet]) -> dict[str, int]:
 
 def stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokens that end a completion besides the tokenizer's end of sequence: the settings' tokens, those of the model's
-    generation_config.json, and the end of turn of every chat template in use. Raises UserError: a setting's is none."""
+    files, and the end of turn of every chat template in use. Raises UserError: a setting's is none."""
     for token in config.rollout.sampling.stop_token_ids:
         if token >= len(tokenizer):
             raise UserError(f"rollout.sampling.stop_token_ids: {token} is no token of the model's {len(tokenizer)}")
     sets: Sequence[ResolvedSet] = [*train_set_configs(config).values(), *eval_set_configs(config).values()]
-    found = [*config.rollout.sampling.stop_token_ids, *generation_config_stops(config.model.hf_path, tokenizer)]
+    found = [*config.rollout.sampling.stop_token_ids, *model_ends(config.model.hf_path, tokenizer)]
     for one in sets:
         found += turn_end_tokens(one.template, tokenizer)
     return tuple(dict.fromkeys(found))

@@ -67,9 +67,12 @@ def safe_name(name: str) -> str:
     return f"{plain}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
 
 
-def data_fingerprint(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> dict[str, Any]:
-    """Stored in checkpoints: for `train` and `eval` each set's key, number of problems and hash, in order."""
-    return {
+def data_fingerprint(
+    train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet], stops: tuple[int, ...] = ()
+) -> dict[str, Any]:
+    """Stored in checkpoints: for `train` and `eval` each set's key, number of problems and hash, in order; and where
+    completions end beside the tokenizer's end of sequence."""
+    return {"ends": list(stops)} | {
         part: {name: {"key": s.key, "problems": len(s.prompts), "sha256": s.fingerprint} for name, s in sets.items()}
         for part, sets in (("train", train), ("eval", evaluated))
     }
@@ -78,8 +81,8 @@ def data_fingerprint(train: Mapping[str, ProblemSet], evaluated: Mapping[str, Pr
 def check_data(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Iterable[str], where: str) -> list[str]:
     """Compare the data of a run with the data at its resume; returns a line for each allowed difference.
 
-    Evaluation sets may differ. Training sets may where `checkpoint.may_change` names their setting, and as long as
-    there are as many problems: the pruning history is kept by a problem's number.
+    Evaluation sets and ends of completions may differ. Training sets may where `checkpoint.may_change` names their
+    setting, and as long as there are as many problems: the pruning history is kept by a problem's number.
 
     Args:
         saved, now: as `data_fingerprint` gave them.
@@ -89,6 +92,9 @@ def check_data(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Ite
         UserError: training data that differs and may not.
     """
     lines = [f"evaluation set {line}" for line, _ in _differences(saved["eval"], now["eval"])]
+    if saved.get("ends") != now.get("ends"):
+        were = saved.get("ends", "not noted there")  # by an earlier version, which knew none of config.json's
+        lines.append(f"tokens at which completions also end: {were} -> {now['ends']}")
     changed = _differences(saved["train"], now["train"])
     if list(saved["train"]) != list(now["train"]) and not changed:
         changed = [("order of the training sets", "data.train_sets")]

@@ -13,7 +13,7 @@ from time import thread_time
 from typing import NoReturn
 
 from jinja2 import Environment, TemplateSyntaxError
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from dppo_megatron.config.resolved_sets import ResolvedSet, Template
 from dppo_megatron.data.fields import Messages, section_of
@@ -33,6 +33,8 @@ _DATE = "26 Jul 2024"
 """Llama's own default of `date_string`, without which Llama 3.2's template writes today's into every prompt."""
 _DATE_SWITCH = re.compile(r"\bdate_string\s+(?:is\s|or\s)|\bnot\s+date_string\b|\bdate_string\s*\|\s*d(?:efault)?\b")
 """A template with it writes today's date only where `date_string` is not given."""
+_ENDS_OF_SGLANG = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+"""Added tokens at which SGLang ends a completion, asked or not (0.5.23, `attach_additional_stop_token_ids`)."""
 
 
 def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -146,25 +148,39 @@ def turn_end_tokens(template: Template, tokenizer: PreTrainedTokenizerBase) -> l
     return [ids[0]] if ids and ids[0] in special and ids[0] != tokenizer.eos_token_id else []
 
 
-def generation_config_stops(hf_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ends of sequence that the model's generation_config.json names beside the tokenizer's. Raises UserError: the
-    file is not JSON, is refused by transformers, or names something that is no token."""
-    path = Path(hf_path) / "generation_config.json"
+def model_ends(hf_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ends of sequence that generation_config.json and config.json name beside the tokenizer's, and SGLang's own.
+
+    SGLang ends completions at all of them, vLLM at config.json's where there is no generation_config.json, unasked.
+    Every engine is asked, so that all end alike, and an end of theirs is not taken for a server's fault.
+
+    Raises:
+        UserError: a file is not JSON, is refused by transformers, or names something that is no token.
+    """
+    found = _named_ends(GenerationConfig, Path(hf_path) / "generation_config.json")
+    found += _named_ends(AutoConfig, Path(hf_path) / "config.json")
+    added = tokenizer.get_added_vocab()
+    found += [added[name] for name in _ENDS_OF_SGLANG if name in added]
+    # ids that the tokenizer lacks (the file may belong to another one) can never be generated
+    known = [token for token in dict.fromkeys(found) if token < len(tokenizer)]
+    return [token for token in known if token != tokenizer.eos_token_id]
+
+
+def _named_ends(kind: type[GenerationConfig | AutoConfig], path: Path) -> list[int]:
+    """As transformers reads the file, and so the engines: Llama's class names token 2 where config.json names none."""
     if not path.is_file():
         return []
     try:  # what transformers refuses, an engine or a later load of the trained model would fail on
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            stops = GenerationConfig.from_pretrained(hf_path, trust_remote_code=False).eos_token_id
+            stops = kind.from_pretrained(str(path.parent), trust_remote_code=False).eos_token_id
     except Exception as error:  # its validators raise their own classes, and TypeErrors from deep inside
         raise UserError(f"{path}: transformers refuses it: {reason(error)}") from None
     listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
     for token in listed:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise UserError(f"{path}: eos_token_id names {token!r}, which is no token")
-    # ids that the tokenizer lacks (the file may belong to another one) can never be generated
-    known = [token for token in dict.fromkeys(listed) if token < len(tokenizer)]
-    return [token for token in known if token != tokenizer.eos_token_id]
+    return listed
 
 
 def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:

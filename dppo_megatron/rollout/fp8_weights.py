@@ -142,6 +142,8 @@ def check_split(rollout: RolloutConfig, architecture: Architecture) -> None:
     for name in sorted(rounded_names(architecture)):
         of_experts = ".experts." in name
         ways, least = (spread, 32 if is_vllm else BLOCK) if of_experts else (given.tensor, BLOCK)
+        if ".self_attn." in name:
+            ways = given.heads
         if name.endswith(("k_proj.weight", "v_proj.weight")):
             ways = min(ways, architecture.num_kv_heads)  # heads are copied, not split
         size = shapes[name][1 if name.endswith(_SPLIT_BY_COLUMNS) else 0]

@@ -189,10 +189,11 @@ class Architecture:
     def check_servers(self, rollout: RolloutConfig) -> None:
         """Raise `UserError` unless a server's workers get whole heads; both engines copy key-value heads."""
         split = read_split(rollout.servers.args)
-        if rollout.engine != "hf" and self.num_heads % split.tensor:
+        if rollout.engine != "hf" and self.num_heads % split.heads:
+            groups = f" in {split.attention} groups of attention" if split.attention > 1 else ""
             raise UserError(
-                f"rollout.servers.args: tensor parallel {split.tensor}: the model's {self.num_heads} attention heads do"
-                " not divide by it"
+                f"rollout.servers.args: tensor parallel {split.tensor}{groups}: the model's {self.num_heads} attention"
+                " heads do not divide by it"
             )
 
     def _split_by_tensor_parallelism(self) -> dict[str, int]:

@@ -158,7 +158,8 @@ def _remembered(**sets: tuple[str, int, str]) -> dict[str, Any]:
 
 
 def test_what_may_change() -> None:
-    """By the setting that names the set, a section above it, or one setting of it."""
+    """By the setting that names the set, a section above it, or one setting of it. Where completions end follows from
+    the model's files and this version: what has changed is said."""
     saved = _remembered(a=("data.train_sets.a", 5, "x"), b=("data.train_sets.b", 5, "y"))
     assert check_data(saved, saved, [], "c") == []
     now = _remembered(a=("data.train_sets.a", 5, "z"), b=("data.train_sets.b", 5, "y"))
@@ -167,6 +168,10 @@ def test_what_may_change() -> None:
     for given in ("data.train_sets.b", "data.train_path", "data.train_sets.ab", "seed"):
         with pytest.raises(UserError, match=r"checkpoint.may_change=\[data.train_sets.a\]"):
             check_data(saved, now, [given], "c")
+    said = "tokens at which completions also end: {} -> [3]"
+    assert check_data(saved | {"ends": [3]}, saved | {"ends": [3]}, [], "c") == []
+    assert check_data(saved | {"ends": []}, saved | {"ends": [3]}, [], "c") == [said.format("[]")]
+    assert check_data(saved, saved | {"ends": [3]}, [], "c") == [said.format("not noted there")]
     swapped = {"train": dict(reversed(saved["train"].items())), "eval": {}}
     with pytest.raises(UserError, match="order of the training sets"):
         check_data(saved, swapped, [], "c")

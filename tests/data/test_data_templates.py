@@ -296,7 +296,8 @@ def _stops(
 
 
 def test_stop_tokens_come_from_the_template(tmp_path: Path) -> None:
-    """The end of turn where it is not the end of sequence, what generation_config.json names, and the settings' own."""
+    """The end of turn where it is not the end of sequence, what the model's files name, and the settings' own; and
+    where SGLang ends completions unasked, which would count as its fault elsewhere."""
     base = chat_tokenizer()
     assert _stops(tmp_path, base, chat=True) == ["<|im_end|>"]
     assert _stops(tmp_path, base, chat=False) == []
@@ -314,6 +315,19 @@ def test_stop_tokens_come_from_the_template(tmp_path: Path) -> None:
     for bad in ("2", -1, True, 1.0, [None], {"a": 1}):
         with pytest.raises(UserError, match=r"generation_config.json: eos_token_id names .*which is no token"):
             _stops(tmp_path, base, chat=False, generation={"eos_token_id": bad})
+    (tmp_path / "generation_config.json").unlink()
+    for ends in (end, [eos, end]):  # an SFT checkpoint whose config.json has kept the base model's
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": ends}))
+        assert _stops(tmp_path, base, chat=False) == ["<|im_end|>"]
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # by transformers' class, as the engines read it
+    assert _stops(tmp_path, base, chat=False) == ["<|im_end|>"] == base.convert_ids_to_tokens([2])
+    tool = chat_tokenizer()
+    tool.add_special_tokens({"additional_special_tokens": ["<|eom_id|>"]})
+    assert _stops(tmp_path, tool, chat=False) == ["<|im_end|>", "<|eom_id|>"]
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "eos_token_id": -1}')
+    with pytest.raises(UserError, match=r"/config.json: eos_token_id names -1, which is no token"):
+        _stops(tmp_path, base, chat=False)
+    (tmp_path / "config.json").unlink()
     (tmp_path / "generation_config.json").write_text("{oops")
     with pytest.raises(UserError, match=r"generation_config.json: transformers refuses it: .*not a valid JSON"):
         _stops(tmp_path, base, chat=False)

@@ -25,6 +25,7 @@ from support.tiny import FAMILIES, Parallel, build_actor, hf_logprobs, plan_for,
 from support.transformers_reading import same_as_transformers
 from transformers import (
     CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -34,7 +35,7 @@ from transformers import (
 from dppo_megatron.config.data import TrainSetConfig
 from dppo_megatron.config.resolved_sets import train_set_configs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.templates import check_template, generation_config_stops, render
+from dppo_megatron.data.templates import check_template, model_ends, render
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader
@@ -283,13 +284,14 @@ def _read(directory: Path, where: str) -> tuple[Architecture | None, WeightReade
 
 def _compare_generation(directory: Path, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Ends of sequence, and the prompt that the chat template makes, as transformers has them."""
-    stops = generation_config_stops(str(directory), tokenizer)
-    if (directory / GENERATION).exists():
-        theirs = GenerationConfig.from_pretrained(directory).eos_token_id
-        listed = theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
-        assert stops == [
-            one for one in dict.fromkeys(listed) if one < len(tokenizer) and one != tokenizer.eos_token_id
-        ], where
+    stops = model_ends(str(directory), tokenizer)
+    kinds = [*([GenerationConfig] if (directory / GENERATION).exists() else []), AutoConfig]
+    listed: list[int] = []
+    for theirs in (kind.from_pretrained(directory).eos_token_id for kind in kinds):
+        listed += theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
+    assert stops == [one for one in dict.fromkeys(listed) if one < len(tokenizer) and one != tokenizer.eos_token_id], (
+        where
+    )
     config = Config()
     config.data.train_sets = {"s": TrainSetConfig(path="x", apply_chat_template=True)}
     settings = train_set_configs(config)["s"]

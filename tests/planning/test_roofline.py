@@ -201,6 +201,25 @@ def test_layers_with_a_window_hold_no_more(
     assert (seconds[0] < 0.5 * seconds[1]) == (windowed == 1024)
 
 
+@pytest.mark.parametrize(
+    "spelling", ["--tp 8 --attn-dp-size 8 --max-running-requests=800", "--tp 8 --dp 8 --enable-dp-attention"]
+)
+def test_groups_of_attention_are_planned_as_replicas(shapes: dict[str, Architecture], spelling: str) -> None:
+    """Each keeps its own sequences on its own GPUs, and their tokens meet in the same experts: what vLLM has by
+    replicas of a mixture. SGLang divides --max-running-requests among them."""
+    config, chip = Config(), CHIPS["h100"]
+    site = Site(8, 8, chip.memory_bytes, chip.peak_flops, 1e15, 8, chip.bandwidth)
+    planned = []
+    for engine, arguments in (
+        ("sglang", spelling.split()),
+        ("vllm", ["--data-parallel-size=8", *(["--max-num-seqs=100"] if "=800" in spelling else [])]),
+    ):
+        config.rollout.engine, config.rollout.servers.args = engine, arguments
+        one = plan_engine(config, shapes["qwen3_30b_a3b"], site, 4096)
+        planned.append((one.replicas, one.weights, one.cache_per_token, one.together, one.max_sequences, one.token_s))
+    assert planned[0] == planned[1] and planned[0][0] == 8
+
+
 def test_a_curve_of_seconds() -> None:
     """Lines between the points, the last one continued; a round of nothing takes nothing."""
     cost = RolloutCost((0.0, 10.0, 30.0), (0.0, 4.0, 8.0))

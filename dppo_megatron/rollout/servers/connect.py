@@ -340,6 +340,11 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
             f"{model} with weights quantized as '{info.quantization or 'none'}'; rollout.quantization ="
             f" {rollout.quantization} sends it others (docs/engines.md#weights-in-fp8)"
         )
+    if rollout.pauses_requests and not info.pauses:
+        raise UserError(
+            f"{url} has several pipeline stages, with which SGLang does not pause, as rollout.async_steps ="
+            f" {rollout.async_steps} with rollout.sync.in_flight = continue needs; start it without --pp-size"
+        )
     if config.actor.routing_replay == "engine" and not info.returns_experts:
         raise UserError(
             f"{url} does not return the experts that it sends tokens to, as actor.routing_replay = engine needs: start"

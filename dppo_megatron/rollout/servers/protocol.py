@@ -78,6 +78,8 @@ class ServerInfo:
     """UUID of each worker's GPU, or `cpu`, replica by replica; empty: not reported."""
     nccl: dict[str, str] = field(default_factory=dict)
     """`dppo_wire.nccl_settings()` there; empty: not reported."""
+    pauses: bool = True
+    """`pause` stops requests under way."""
     quantization: str = ""
     """The engine's name of how it holds weights; empty: as the model has them."""
 

@@ -18,6 +18,7 @@ from typing import Annotated, ClassVar, TypeAlias
 import msgspec
 
 from dppo_megatron.config.rollout import RolloutConfig, draft_lengths
+from dppo_megatron.config.server_args import read_split
 from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, SGLANG_NCCL_PATH, SGLangDialect
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.in_engine import dppo_arrays, dppo_wire
@@ -68,6 +69,8 @@ shapes under the same names. /update_weights_from_disk has no such field (0.5.23
 _OWN_NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """What SGLang 0.5.23 sets where the variables are not set (srt/entrypoints/engine.py): assumed of a server that was not
 started with our file, which reports them."""
+_OWN_CHANNELS = {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8"}
+"""The same of a deterministic server of several tensor-parallel workers (srt/arg_groups/attention_hook.py)."""
 
 
 Drafts: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 15)]
@@ -86,6 +89,7 @@ class ServerArgs(msgspec.Struct):
     enable_return_routed_experts: bool = False
     tp_size: Workers = 1
     dp_size: Workers = 1
+    attn_dp_size: Workers = 1
     pp_size: Workers = 1
     context_length: Tokens | None = None
     max_req_input_len: Tokens | None = None
@@ -127,12 +131,14 @@ class SGLangServer:
         self._seeded = bool(info.enable_deterministic_inference) and info.speculative_algorithm is None
         self._arrays = self.http.find(SGLANG_ARRAYS_PATH, dict[str, int], timeout_s=timeout_s) == dppo_arrays.FORM
         self._hashes_bytes = info.device == "cpu"
-        self.world_size, self.replicas = info.tp_size, info.dp_size
+        # one engine for each group of attention too, all inside the one tensor group
+        self.world_size, self.replicas = info.tp_size, info.dp_size * info.attn_dp_size
         root = info.model_path or model.model_path  # the latter may be a snapshot of an earlier run's
         architecture, vocab_size = architecture_of(root)
-        single = info.pp_size == self.replicas == 1  # SGLang numbers group members by TP
+        single = info.pp_size == info.dp_size == 1  # SGLang numbers group members by TP
         drafts = info.speculative_algorithm not in (None, "NGRAM")  # with a model; see `_TO_POLICY`
         nccl = self.http.find(SGLANG_NCCL_PATH, Nccl, timeout_s=timeout_s) if self._arrays else None
+        own = _OWN_NCCL | (_OWN_CHANNELS if info.enable_deterministic_inference and info.tp_size > 1 else {})
         return ServerInfo(
             engine_version=info.version,
             served_model=root,
@@ -145,7 +151,8 @@ class SGLangServer:
             max_top_k=info.sampling_mask_max_tokens or 0,
             top_p_after_top_k=False,
             returns_experts=self._arrays and info.enable_return_routed_experts,
-            nccl=nccl or _OWN_NCCL,
+            nccl=nccl or own,
+            pauses=info.pp_size == 1,  # its loop for several stages does not look whether it is paused (0.5.23)
             quantization=info.quantization or "",
         )
 
@@ -261,10 +268,12 @@ def sglang_command(
     # of a drafter's pass, see `_EAGLES`; its chain and one token more are verified
     drafts = draft_lengths(config)[0][2] + 1 if config.speculation.method == "eagle3" else 0
     context = max_tokens + max(_SPARE, drafts)
+    # which groups of attention share between them, and replicas do not
+    running = config.limits.max_concurrent_sequences * read_split(config.servers.args).attention
     return [
         *(python, str(_IN_ENGINE / "dppo_sglang_server.py"), "--model-path", model, "--served-model-name", "policy"),
         *("--host", host, "--port", "{port}", "--dtype", dtype, "--context-length", str(context)),
-        *("--max-running-requests", str(config.limits.max_concurrent_sequences), "--skip-server-warmup"),
+        *("--max-running-requests", str(running), "--skip-server-warmup"),
         *(["--enable-memory-saver"] if config.servers.colocate and not cpu else []),
         *([*on_cpu, "--disable-overlap-schedule", "--disable-cuda-graph", "--grammar-backend", "none"] if cpu else []),
         "--sleep-on-idle",  # else its scheduler turns in a loop, on a core that the actor could use

@@ -133,11 +133,11 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
     embedded, is_vllm = rollout.engine == "hf", rollout.engine == "vllm"
     arguments = () if embedded else rollout.servers.args
     given, split = read_options(arguments, _OPTIONS), read_split(arguments)
-    tensor, is_fp8 = split.tensor, rollout.quantization != "off"
+    tensor, is_fp8 = split.heads, rollout.quantization != "off"  # a group of attention is an engine of its own
     if is_fp8 and rollout.servers.launch == "local":
         check_split(rollout, architecture)
     each = 2 if config.model.dtype == "bfloat16" else 4
-    together, width = split.replicas if experts and is_vllm else 1, 1 if is_fp8 else each
+    together, width = (split.replicas if is_vllm else split.attention) if experts else 1, 1 if is_fp8 else each
     # quantization leaves embedding and output layer as they are
     rows = architecture.vocab_size * architecture.hidden_size
     ends = rows if architecture.tied_embeddings else 2 * rows
@@ -159,9 +159,10 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
         named = [gpu for group in rollout.servers.gpus for gpu in group.split(",")]
         on_node = len(named) or rollout.servers.count * split.gpus
         gpus = on_node * site.nodes if rollout.servers.launch == "local" else site.engine_gpus
-        limit, budget = min(limit, given["sequences"] or limit), given["share"] * site.gpu_memory
+        given_each = (given["sequences"] or 0) // split.attention
+        limit, budget = min(limit, given_each or limit), given["share"] * site.gpu_memory
         cache = max(0.0, budget - dense - of_experts - ENGINE_WORK_BYTES)
-        fixed_s, sequence_s = ITERATION_S + (2 * layers * ALL_REDUCE_S if tensor > 1 else 0.0), SEQUENCE_S
+        fixed_s, sequence_s = ITERATION_S + (2 * layers * ALL_REDUCE_S if split.tensor > 1 else 0.0), SEQUENCE_S
     # a ring sends (t - 1) / t of the hidden state twice in each of two all-reduces
     sequence_s += 2 * layers * architecture.hidden_size * each * 2 * (tensor - 1) / tensor / (site.link * LINK_SHARE)
     bandwidth, peak = site.bandwidth * BANDWIDTH_SHARE, site.peak_flops * FLOPS_SHARE * (2 if is_fp8 else 1)

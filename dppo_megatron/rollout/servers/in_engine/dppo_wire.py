@@ -224,6 +224,9 @@ def map_memory(memory: dict[str, Any]) -> torch.Tensor:
 
 NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "-2", "NCCL_NVLS_ENABLE": "2"}
 """What NCCL takes where the variable is not set: on, if the device can."""
+NCCL_PINNED = {"NCCL_MIN_NCHANNELS": "-2", "NCCL_MAX_NCHANNELS": "-2", "NCCL_PROTO": ""}
+"""What engines set to sum in one order: SGLang 0.5.23 with --enable-deterministic-inference and --tp-size above 1, vLLM
+0.32.0 with VLLM_BATCH_INVARIANT. Each member of a communicator goes by its own and asks no other; defaults as above."""
 
 
 def nccl_settings() -> dict[str, str]:
@@ -232,12 +235,14 @@ def nccl_settings() -> dict[str, str]:
         version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     except AttributeError:
         return {}
-    return {"version": version} | {name: os.environ.get(name, default) for name, default in NCCL_DEFAULTS.items()}
+    known = NCCL_DEFAULTS | NCCL_PINNED
+    return {"version": version} | {name: os.environ.get(name, default) for name, default in known.items()}
 
 
 def nccl_difference(theirs: dict[str, str]) -> str:
     """Why `theirs` and this process cannot be in one communicator; empty if they can, or if one is empty. NCCL
-    refuses another version when it connects; with cuMem on at one end only it fails in the first transfer."""
+    refuses another version when it connects; with cuMem on at one end only, or other channels, it fails or hangs in
+    the first transfer."""
     own = nccl_settings()
     if not own or not theirs:
         return ""
@@ -246,4 +251,7 @@ def nccl_difference(theirs: dict[str, str]) -> str:
     for name in NCCL_DEFAULTS:
         if name in theirs and (own[name] == "0") != (theirs[name] == "0"):
             return f"{name} is {theirs[name]} there and {own[name]} in the trainer"
+    for name in NCCL_PINNED:
+        if theirs.get(name, own[name]) != own[name]:
+            return f"{name} is {theirs[name] or 'not set'} there and {own[name] or 'not set'} in the trainer"
     return ""
