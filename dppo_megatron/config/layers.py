@@ -40,6 +40,16 @@ _WANTED = {
 
 RETIRED: dict[str, Any] = {
     "rollout.limits.finish_fraction": 1.0,
+    "pruning.prompt.greso.initial_keep_probability": 0.5,
+    "pruning.prompt.greso.keep_floor": 0.01,
+    "pruning.prompt.greso.target_zero_variance": 0.25,
+    "pruning.prompt.greso.adaptation_step": 0.01,
+    "pruning.prompt.greso.smallest_probability": 0.05,
+    "pruning.prompt.greso.largest_probability": 0.95,
+    "pruning.prompt.greso.easy_reward": 0.98,
+    "pruning.prompt.greso.hard_reward": 0.11,
+    "pruning.completion.quadratic_cost_per_token": 0.0,
+    "pruning.completion.kl_slope": 1.0,
 }
 """Settings that are gone, and their default, which the files of older runs hold and which is passed over. Another value
 is an unknown key; docs/other_names.txt says what to do."""

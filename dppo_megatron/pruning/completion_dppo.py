@@ -35,8 +35,6 @@ _READS = (
     "max_weight",
     "warmup_steps",
     "anneal_fraction",
-    "quadratic_cost_per_token",
-    "kl_slope",
     "max_design_effect",
     "fill_slack",
 )
@@ -53,11 +51,6 @@ class DppoCompletionPolicy(CompletionPolicy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.control = MeasuredCost()
-
-    @classmethod
-    def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:
-        """The length of a completion counts where tokens are spent."""
-        return () if config.cost_aware else ("quadratic_cost_per_token",)
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
@@ -144,14 +137,11 @@ class DppoCompletionPolicy(CompletionPolicy):
 
     def _score(self, batch: CompletionBatch) -> FloatArray:
         length = batch.logit_grad_norm if self.config.score == "free_norm" else np.ones(len(batch))
-        slope = self.zero_advantage_slope * self.config.kl_slope
-        return completion_score(
-            batch.advantages, length, batch.denominator, batch.prompt_weight, zero_advantage_slope=slope
-        )
+        norms = batch.advantages, length, batch.denominator, batch.prompt_weight
+        return completion_score(*norms, zero_advantage_slope=self.zero_advantage_slope)
 
     def _cost(self, batch: CompletionBatch) -> FloatArray:
-        tokens = np.maximum(batch.lengths, 1).astype(np.float64)
-        return tokens * (1.0 + self.config.quadratic_cost_per_token * tokens)
+        return np.maximum(batch.lengths, 1).astype(np.float64)
 
     def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
         """Budget: a whole count, or cost with cost_aware. None: no cost is known yet."""
