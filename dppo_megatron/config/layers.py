@@ -50,6 +50,8 @@ RETIRED: dict[str, Any] = {
     "pruning.prompt.greso.hard_reward": 0.11,
     "pruning.completion.quadratic_cost_per_token": 0.0,
     "pruning.completion.kl_slope": 1.0,
+    "observe.samples.fixed_share": 0.0,
+    "observe.tracking.sample_rows": 16,
 }
 """Settings that are gone, and their default, which the files of older runs hold and which is passed over. Another value
 is an unknown key; docs/other_names.txt says what to do."""
