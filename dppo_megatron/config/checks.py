@@ -173,9 +173,8 @@ def _check_actor(config: Config) -> None:
             " the device while servers generate"
         )
     if actor.fp8 == "off":
-        for key in ("fp8_bf16_layers", "fp8_param"):
-            if value := getattr(actor, key):
-                raise UserError(f"actor.{key} = {value} has no effect while actor.fp8 = off")
+        if actor.fp8_bf16_layers:
+            raise UserError(f"actor.fp8_bf16_layers = {actor.fp8_bf16_layers} has no effect while actor.fp8 = off")
         return
     if actor.layer_spec == "local":
         raise UserError(f"actor.fp8 = {actor.fp8} needs Transformer Engine's layers; set actor.layer_spec = auto")
@@ -183,11 +182,6 @@ def _check_actor(config: Config) -> None:
         raise UserError(f"actor.fp8 = {actor.fp8} needs model.dtype = bfloat16, not {config.model.dtype}")
     if actor.fp8 == "delayed" and actor.fp8_bf16_layers:
         raise UserError("actor.fp8_bf16_layers does not work with fp8 = delayed: its scales are kept over all layers")
-    if actor.fp8_param:
-        raise UserError(
-            "actor.fp8_param = true is not offered: Megatron would build its float32 parameters from the random"
-            " initialisation and not from the checkpoint, so the first update would undo the loaded weights"
-        )
 
 
 def _check_pipeline(actor: ActorConfig) -> None:

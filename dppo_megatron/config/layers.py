@@ -50,6 +50,7 @@ RETIRED: dict[str, Any] = {
     "pruning.prompt.greso.hard_reward": 0.11,
     "pruning.completion.quadratic_cost_per_token": 0.0,
     "pruning.completion.kl_slope": 1.0,
+    "actor.fp8_param": False,
     "observe.samples.fixed_share": 0.0,
     "observe.tracking.sample_rows": 16,
 }
