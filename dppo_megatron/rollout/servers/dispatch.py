@@ -128,7 +128,7 @@ class Dispatch:
         """Begin what has been added, and end what is complete or given up. Returns whether anything is left."""
         dropped = [one for one in self._open if one.given_up]
         for work in dropped:
-            tickets = self._tickets(work)
+            tickets = [ticket for ticket, attempt in self._attempts.items() if attempt.work is work]
             self._clients.end(tickets)
             self._cancel(tickets)
         for work in [one for one in list(self._works) if one not in self._open and one.is_wanted]:
@@ -142,9 +142,6 @@ class Dispatch:
         left = [one for one in self._open if not one.finished.done() and one not in dropped]
         self._open = sorted(left, key=lambda work: work.order)
         return bool(self._open)
-
-    def _tickets(self, work: Work) -> list[int]:
-        return [ticket for ticket, attempt in self._attempts.items() if attempt.work is work]
 
     def _cancel(self, tickets: Sequence[int]) -> None:
         self._clients.cancel(tickets)
