@@ -67,7 +67,6 @@ class StepPruner(Stateful):
     group_size: int
     """G, completions of each."""
     total_steps: int
-    """Of the run, for annealing."""
     seed: int
     divides_by_length: bool
     """The loss of a completion is the mean over its tokens, not their sum."""

@@ -207,7 +207,6 @@ def _lay_over(config: DictConfig, layer: Layer) -> None:
 
 
 def _last(layers: Sequence[Layer], key: str) -> Layer:
-    """The layer that gives `key` its value."""
     return next((layer for layer in reversed(layers) if key in layer.at), layers[-1])
 
 

@@ -231,14 +231,14 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
 
 def table(scores: Sequence[EvalScores]) -> list[str]:
     """A table with one row per set, and the mean over sets."""
-    head = "set,problems,samples,pass@1,95 % interval,pass@n,maj@n,truncated,unparsed,failed,tokens".split(",")
-    rows = [head]
+    whole = ["set", "problems", "samples", "pass@1", "95 % interval"]
+    rows = [[*whole, "pass@n", "maj@n", "truncated", "unparsed", "failed", "tokens"]]
     for one in scores:
         majority, tokens = one.maj_at.get(one.samples), one.completion_tokens_mean
         of_many = percent(one.pass_at[one.samples]) if one.samples > 1 else "-", percent(majority) if majority else "-"
         shares = _share(one.truncated_share), _share(one.unparsed_share)
         counts = str(one.failed), "-" if tokens is None else f"{tokens:.0f}"
-        whole = one.name, str(one.problems), str(one.samples), percent(one.avg), _interval(one.avg)
+        whole = [one.name, str(one.problems), str(one.samples), percent(one.avg), _interval(one.avg)]
         rows.append([*whole, *of_many, *shares, *counts])
     average = mean_over_sets(scores)
     if len(scores) > 1 and average.value is not None:
