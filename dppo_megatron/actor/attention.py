@@ -316,7 +316,7 @@ def find_kernel(head_dim: int) -> tuple[VarlenKernel | None, str]:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None, f"padded batches (no flash-attn, and torch {torch.__version__} has no varlen_attn)"
-    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # nor scales and windows, before 2.12
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # before 2.12
         return None, f"padded batches (no flash-attn, and varlen_attn of torch {torch.__version__} has no groups)"
     return from_torch(varlen_attn), "torch's varlen_attn"
 
@@ -342,7 +342,7 @@ def from_flash_attn(function: Callable[..., Tensor]) -> VarlenKernel:
     return kernel
 
 
-def from_torch(function: Callable[..., Tensor]) -> VarlenKernel:
+def from_torch(function: Callable[..., Any]) -> VarlenKernel:
     """torch's `varlen_attn`, as it is since 2.12, as a `VarlenKernel`."""
 
     def kernel(
@@ -357,6 +357,7 @@ def from_torch(function: Callable[..., Tensor]) -> VarlenKernel:
         """Causal by a window: all before or so many, nothing behind."""
         options = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
         grouped = query.size(1) != key.size(1)
-        return function(query, key, value, offsets, offsets, longest, longest, **options, enable_gqa=grouped)
+        out: Tensor = function(query, key, value, offsets, offsets, longest, longest, **options, enable_gqa=grouped)
+        return out
 
     return kernel
