@@ -95,7 +95,7 @@ class StepPruner(Stateful):
         self._completions = make_completion_policy(completion, **of_run)
         for level, ratio in (("prompt", "fixed_cost_ratio"), ("completion", "rollout_cost_ratio")):
             settings = getattr(self.pruning, level)
-            if settings.method == "dppo_auto" and settings.auto_rule == "cost" and not getattr(settings, ratio):
+            if settings.method == "dppo_auto" and not getattr(settings, ratio):
                 raise UserError(f"pruning.{level}.{ratio} = 0: costs are not measured in this trainer; give the ratio")
         if self._prompts.resamples or completion.allocation or early or self.pruning.prompt.group_size_factor > 1:
             raise UserError("pruning: more prompts, groups of several sizes and early stops are not to be had here")

@@ -47,8 +47,8 @@ class PromptPruningConfig:
     method: str = "dppo"
     """A name of docs/pruning.md, or `module:Class` for a policy of your own."""
     rate: float = ranged(0.3, "[0, 1)", why="1 would drop everything; 0 or method=none keeps all")
-    """Share of the already visited prompts of a step that is skipped, in [0, 1). An upper limit under
-    auto_rule=design_effect; under a rule of two classes the chance to skip a prompt of the lower one."""
+    """Share of the already visited prompts of a step that is skipped, in [0, 1). Under a rule of two classes the chance
+    to skip a prompt of the lower one."""
     min_inclusion_prob: float = ranged(0.2, "(0, 1]", why="0 would leave prompts that can never be drawn")
     """Smallest inclusion probability; bounds the weights by 1 / min_inclusion_prob."""
     score: Literal["fit", "beta", "mean_abs", "rms"] = "fit"
@@ -82,14 +82,9 @@ class PromptPruningConfig:
     max_design_effect: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of the growth of the variance, as sum(s^2/pi)/sum(s^2) of the score predicts it and earlier steps have
     measured it; 0 for none. The rate backs off to hold it."""
-    auto_rule: Literal["cost", "design_effect"] = "cost"
-    """cost (keep probability = root of variance share over cost share) or design_effect (the highest rate
-    inside max_design_effect)."""
     fixed_cost_ratio: float = ranged(0.0, "[0, 1e9]")
-    """Under auto_rule=cost: seconds of a step that skipping prompts does not save, over those it does at full batch.
+    """For method=dppo_auto: seconds of a step that skipping prompts does not save, over those it does at full batch.
     0: measured, which makes the draws depend on the clock and a resumed run differ from an uninterrupted one."""
-    revisit_epochs: float = ranged(0.0, "[0, 1e9]")
-    """A prompt unvisited for this many epochs is kept as if unseen; 0: a skipped prompt stays out."""
     greso: GresoConfig = field(default_factory=GresoConfig)
     """How many prompts GRESO refills with. Its other figures are those of the authors' code."""
     refill: RefillConfig = field(default_factory=RefillConfig)
@@ -130,10 +125,8 @@ class CompletionPruningConfig:
     fill_slack: bool = True
     """Keep more than the rate asks for where a step's last round of micro-batches has room: less variance for no
     extra micro-batch, at the cost of the added tokens' time."""
-    auto_rule: Literal["cost", "design_effect"] = "cost"
-    """cost or design_effect, as at prompt level."""
     rollout_cost_ratio: float = ranged(0.0, "[0, 1e9]")
-    """Under auto_rule=cost: seconds of a step outside the update, over those of a full-batch update. 0: measured, which
+    """For method=dppo_auto: seconds of a step outside the update, over those of a full-batch update. 0: measured, which
     makes the draws depend on the clock and a resumed run differ from an uninterrupted one."""
     allocation: bool = False
     """Plan 1/(1-rate) times as many prompts: the kept completions then fill the update."""
@@ -176,15 +169,6 @@ def prompts_multiplier(config: CompletionPruningConfig) -> Fraction:
     """Planned prompts of a step relative to the configured number: 1 / (1 - rate) with `allocation`, else 1."""
     rate = 0.5 if config.rate is None else config.rate  # what null means to the methods that allocate
     return 1 / (1 - exact_rate(rate)) if config.allocation else Fraction(1)
-
-
-def check_auto_rule(prefix: str, config: PromptPruningConfig | CompletionPruningConfig) -> None:
-    """Raise `UserError` for a rule that works towards a bound without one."""
-    if config.auto_rule == "design_effect" and config.max_design_effect == 0:
-        raise UserError(
-            f"{prefix}.max_design_effect = 0: auto_rule=design_effect needs a bound to work towards; 1.1 is a good"
-            " start for completions, 1.3 for prompts"
-        )
 
 
 def check_sizes(prefix: str, config: PromptPruningConfig) -> None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dppo_megatron.config.pruning import CompletionPruningConfig, check_auto_rule, check_floor
+from dppo_megatron.config.pruning import CompletionPruningConfig, check_floor
 from dppo_megatron.pruning.completion_base import CompletionPolicy, Counters
 from dppo_megatron.pruning.designs import WaterFiller, bisect, count_kept, design_effect
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, StepCost, figures, keep_all
@@ -152,23 +152,17 @@ class DppoCompletionPolicy(CompletionPolicy):
 
 
 class AutoCompletionPolicy(DppoCompletionPolicy):
-    """Method `dppo_auto`: the number to keep follows from what the update costs, or from a bound on the variance."""
+    """Method `dppo_auto`: the number to keep follows from what the update costs."""
 
-    reads = ("rate", "auto_rule", "rollout_cost_ratio", *_READS)
-
-    @classmethod
-    def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:
-        """By cost there is no rate, by a bound on the variance no cost."""
-        return ("rate",) if config.auto_rule == "cost" else ("rollout_cost_ratio",)
+    reads = ("rollout_cost_ratio", *_READS)
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
         _check_support(key, config.min_inclusion_prob)
-        check_auto_rule(key, config)
 
     @property
     def _keeps_all(self) -> bool:
-        return self._cost_ratio == 0 if self.config.auto_rule == "cost" else super()._keeps_all
+        return self._cost_ratio == 0
 
     @property
     def _spends_tokens(self) -> bool:
@@ -183,9 +177,7 @@ class AutoCompletionPolicy(DppoCompletionPolicy):
         return self.config.rollout_cost_ratio or self.control.cost_ratio
 
     def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
-        """The count of the rule; None: no cost is known yet."""
-        if self.config.auto_rule != "cost":
-            return super()._target(score, cost, lower)
+        """Where the keep probability is the root of variance share over cost share; None: no cost is known yet."""
         if self._cost_ratio == 0:
             return None
         pi = efficient_probabilities(score, cost, lower, self._cost_ratio * float(cost.sum()))

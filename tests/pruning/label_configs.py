@@ -74,13 +74,13 @@ def make_config(rng: np.random.Generator) -> Config:
         level.anneal_fraction = float(one(*[1] * 8, 0.5, 0.0))
         level.cost_aware = one(False, False, True)
         level.max_design_effect = float(one(0, 0, 0, 0, 1.1, 1.6))
-        level.auto_rule = one("cost", "design_effect")
+        one(0, 1)  # was a setting's that is gone: all other settings of a case stay what they were
     pruning.prompt.score = one("fit", "fit", "beta", "mean_abs", "rms")
     pruning.completion.rate = one(pruning.completion.rate, pruning.completion.rate, pruning.completion.rate, None)
     pruning.prompt.discount, pruning.prompt.prior = one(0.7, 0.7, 0.3, 1.0), one(0.5, 0.5, 2.0)
     pruning.prompt.warmup_epochs = float(one(0, 0, 0, 0, 0.5, 1))
     pruning.prompt.fixed_cost_ratio = float(one(0, 0.01, 0.1, 1))
-    pruning.prompt.revisit_epochs = float(one(0, 1.5))
+    one(0, 1)  # and another's
     pruning.prompt.group_size_factor = one(1.0, 1.0, 2.0)  # `accepted` keeps all sizes alike
     pruning.prompt.refill.enabled = one(True, True, False)
     pruning.prompt.refill.max_rounds = int(one(1, 3))

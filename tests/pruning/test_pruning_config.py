@@ -94,10 +94,6 @@ def test_wrong_values_are_explained(override, message):
 
 
 def test_settings_that_contradict_each_other_are_explained():
-    with pytest.raises(UserError, match="needs a bound to work"):
-        check(
-            load("completion.method=dppo_auto", "completion.auto_rule=design_effect", "completion.max_design_effect=0")
-        )
     with pytest.raises(UserError, match="use estimator=ht"):
         check(load("completion.cost_aware=true", "completion.estimator=fixed_size_ht"))
 
@@ -181,7 +177,7 @@ def test_what_a_class_says_it_reads_are_settings(level):
 @pytest.mark.parametrize(
     ("level", "setting", "readers"),
     [
-        ("prompt", "rate", "dppo, dppo_auto, dppo_paper, infobatch"),
+        ("prompt", "rate", "dppo, dppo_paper, infobatch"),
         ("prompt", "refill", "greso, dynamic_sampling"),
         ("completion", "fill_slack", "dppo, dppo_auto"),
         ("completion", "allocation", "cppo, cppo_trl, cppo_verl"),
