@@ -304,7 +304,6 @@ def _effect_notes(config: Config) -> list[str]:
             ["objective.correction.min_ratio"],
             correction.level != "none" and correction.mode == "truncate",
         ),
-        "rollout.engine = hf, which waits for all": (["rollout.limits.finish_fraction"], rollout.engine == "hf"),
     }
     values, defaults = flat(config_values(config)), flat(config_values(Config()))
     return [

@@ -235,8 +235,8 @@ class Run:
             if scores:
                 line["eval/problems"] = {one.name: one.by_problem for one in scores}
             if self._trackers:
-                every, rows = self._config.observe.tracking.samples_every, self._config.observe.tracking.sample_rows
-                shown = table(samples, rows) if every and step % every == 0 else []
+                every = self._config.observe.tracking.samples_every
+                shown = table(samples) if every and step % every == 0 else []
                 self._trackers.step(StepLine(step, time.time(), numbers(line), COLUMNS if shown else [], shown))
                 line |= {"observe/tracker_failures": self._trackers.failures}
             self._files.write("metrics.jsonl", {"step": step} | line)

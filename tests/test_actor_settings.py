@@ -251,7 +251,7 @@ def test_what_we_set_is_decided_or_said_to_be_free(tmp_path: Path, family: str) 
     """The fields that have a value of ours and may have another."""
     architecture, ours = read_architecture(write_model(tmp_path, family=family)), {}
     for recompute, fp8 in itertools.product(("none", "selective", "full"), ("off", "delayed", "mxfp8")):
-        config = ActorConfig(recompute=recompute, fp8=fp8, fp8_bf16_layers=1, fp8_param=True)  # type: ignore[arg-type]
+        config = ActorConfig(recompute=recompute, fp8=fp8, fp8_bf16_layers=1)  # type: ignore[arg-type]
         for one in overrides(architecture, torch.bfloat16, config, "te"):
             ours |= one.ours
     mixture = {"moe_router_dtype", "moe_grouped_gemm", "moe_router_padding_for_quantization"}
@@ -451,10 +451,6 @@ COLOCATED = {
         ),
         (COLOCATED | {"rollout__quantization": "fp8"}, "set objective.correction.level=token"),
         (COLOCATED | {"actor__optimizer__moments_dtype": "float16"}, "cannot be written from the host"),
-        (
-            {"model__dtype": "bfloat16", "actor__fp8": "tensorwise", "actor__fp8_param": "true"},
-            "actor.fp8_param = true is not offered: Megatron would build its float32 parameters from the random",
-        ),
         (COLOCATED | {"actor__optimizer__main_params_dtype": "float16", "actor__offload": "none"}, ""),
         ({"actor__overlap_param_gather": "true"}, "overlap_param_gather = true needs actor.overlap_grad_reduce"),
         (COLOCATED | {"actor__offload": "optimizer"}, ""),

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from dppo_megatron.config.changes import check_changes
+from dppo_megatron.config.layers import RETIRED
 from dppo_megatron.config.load import config_from_values, config_values, load_config, read_config, save_config
 from dppo_megatron.config.paths import import_as_in
 from dppo_megatron.config.plugins import load_function
@@ -31,6 +32,25 @@ def _read(tmp_path: Path, text: str, *overrides: str) -> Config:
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("key", sorted(RETIRED))
+def test_a_setting_that_is_gone_stands_in_older_runs_files(tmp_path: Path, key: str) -> None:
+    """With its default the run resumes; with another value, or on the command line, a sentence says what to do."""
+    values = config_values(Config())
+    *above, last = key.split(".")
+    section = values
+    for name in above:
+        section = section.setdefault(name, {})
+    assert last not in section
+    section[last] = RETIRED[key]
+    assert check_changes(Config(), values, "old") == []
+    assert _read(tmp_path, yaml.safe_dump(values)) == Config()
+    section[last] = [7]
+    with pytest.raises(UserError, match=rf"old: unknown key '{key}'; no setting here: \w"):
+        check_changes(Config(), values, "old")
+    with pytest.raises(UserError, match=rf"unknown key '{key}'; no setting here: \w"):
+        _read(tmp_path, "", f"{key}=7")
 
 
 class TestParents:
@@ -321,7 +341,7 @@ class TestHints:
             ("rollout.sync.dri=1", r"did you mean 'rollout\.sync\.dir'\?"),
             ("ojective.kl.estimator=k1", r"did you mean 'objective\.kl\.estimator'\?"),
             ("pruning.rat=1", r"did you mean 'pruning\.prompt\.rate' or 'pruning\.completion\.rate'\?"),
-            ("rollout.finish_fraction=1", r"did you mean 'rollout\.limits\.finish_fraction'\?"),
+            ("rollout.engine_wait_s=1", r"did you mean 'rollout\.limits\.engine_wait_s'\?"),
             ("rollout.updates_per_step=2", r"did you mean 'objective\.updates_per_step'\?"),
             ("actor.learning_rat=1", r"did you mean 'actor\.optimizer\.learning_rate'\?"),
             ("roloout.engine=hf", r"did you mean 'rollout\.engine'\?"),

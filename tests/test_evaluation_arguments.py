@@ -103,7 +103,6 @@ SERVED: dict[str, list[Any]] = {
     "rollout.speculation.method": ["none", "ngram", "suffix", "eagle3"],
     "rollout.sync.channel": ["auto", "disk", "gloo", "nccl", "ipc"],
     "rollout.sync.in_flight": ["finish", "abort", "continue"],
-    "rollout.limits.finish_fraction": [1.0, 0.5],
     "rollout.servers.colocate": [False, True],
     "rollout.servers.min_servers": [1, 3],
     "rollout.servers.gpus": [[], ["0", "1"]],

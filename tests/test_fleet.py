@@ -450,28 +450,6 @@ def test_a_server_that_dies_asleep_waits_for_the_sync() -> None:
     assert world.now < 1 and not world.asked
 
 
-def test_stragglers_are_cut_once_enough_have_finished() -> None:
-    """Three of four groups are there: the rest is ended where it is, and counted as cut. An evaluation waits."""
-    for may_lose in (True, False):
-        world = World()
-
-        def reply(ask: Submit, world: World = world) -> Event | None:
-            if ask.index < 3:
-                return answered(ask)
-            if ask.ticket in world.ended:
-                return answered(ask, "abort")
-            return answered(ask) if world.now > 50 else None
-
-        world.reply = reply
-        work = work_of(groups(2, 2, 2, 2), may_lose=may_lose)
-        assert sorted(dispatch(world.fleet(finish_fraction=0.75), work)) == [0, 1, 2, 3]
-        assert (work.stragglers_aborted, bool(world.ended), world.now > 50) == (
-            2 * may_lose,
-            may_lose,
-            not may_lose,
-        )
-
-
 def test_what_is_given_up_ends_at_the_servers() -> None:
     world = World()
     world.reply = lambda ask: None

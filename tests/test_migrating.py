@@ -212,7 +212,7 @@ def test_usual_keys_are_answered(trainer: str) -> None:
         ("top_entropy_quantile", "not supported: this term of the loss: objective.function"),
         ("batch_size", "here it is rollout.prompts_per_step"),
         ("warm_start.steps", "here it is sft"),
-        ("rollout.limits.straggler_share", "here it is rollout.limits.finish_fraction"),
+        ("rollout.limits.straggler_share", "no setting here: ending the last completions favours short ones; rollout."),
         ("data.eval_sets.aime24.grader", "here it is reward.function (in the set's own entry)"),
         ("data.shuffle", "here it is data.order"),
         ("clip_ratio_high", "here it is objective.clip_high"),
@@ -220,10 +220,7 @@ def test_usual_keys_are_answered(trainer: str) -> None:
         ("steps_per_generation", "here it is objective.updates_per_step (= steps_per_generation / gradient_acc"),
         ("algorithm.kl_ctrl.kl_coef", "no setting here: there is no KL in the reward"),
         ("pruning.prompt.p_min", "here it is pruning.prompt.min_inclusion_prob"),
-        (
-            "actor_rollout_ref.rollout.over_sample_rate",
-            "here it is rollout.limits.finish_fraction (= 1 - over_sample_rate)",
-        ),
+        ("actor_rollout_ref.rollout.over_sample_rate", "no setting here: ending the last completions favours short"),
         (
             "actor_rollout_ref.actor.optim.lr_warmup_steps",
             "here it is actor.optimizer.lr_warmup_steps (verl's counts training steps: x objective.updates_per_step)",
@@ -358,13 +355,12 @@ def test_values_in_notes_are_answered_too() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        "actor_rollout_ref.rollout.over_sample_rate=0.1",
         "--update-weight-buffer-size=536870912",
         "--optimizer-cpu-offload=true",
     ],
 )
 def test_a_value_that_means_something_else_here_is_not_carried_over(given: str) -> None:
-    """Pasted, finish_fraction=0.1 would end nine of ten completions, where verl's rate of 0.1 ends one."""
+    """Bytes are no MiB, and what is a switch there is a share here."""
     assert translate(given).startswith(f"# {given}: ")
 
 

@@ -48,16 +48,15 @@ def _decision(
     lost_share: float = 0.0,
     age: int = 0,
     objective: Mapping[str, Any] = MappingProxyType({}),
-    finish_fraction: float = 1.0,
     after_tokens: int = 0,
     **more: np.ndarray,
 ) -> TrainSelection:
     """Of one step; `pruned_by` is the seed with which half of the completions are dropped, `lost_share` the groups that
-    earlier steps have lost by chance, `age` of its weights; the last two are settings of the same names."""
+    earlier steps have lost by chance, `age` of its weights; `after_tokens` is the setting of that name."""
     count, size = rewards.shape
     config = Config(objective=ObjectiveConfig(**objective))
     config.rollout.async_steps, config.rollout.engine = age, "vllm"
-    config.rollout.limits.finish_fraction, config.pruning.early_stop.after_tokens = finish_fraction, after_tokens
+    config.pruning.early_stop.after_tokens = after_tokens
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = count, size
     config.objective.advantage, config.objective.normalization = advantage, "constant"
     config.pruning.prompt.method = config.pruning.completion.method = "none"
@@ -149,11 +148,6 @@ def test_a_loss_that_is_not_linear_sees_how_many_are_left(age: int, objective: M
     missing = np.array([[True, False, False], [False] * 3])
     seen = np.where(missing, np.nan, REWARDS)
     assert _label(_decision(seen, by_chance=missing, age=age, objective=objective)) == label
-
-
-def test_a_setting_that_ends_completions_biases_every_step() -> None:
-    """Those that it does not end as well: whether it ends any follows from the answers."""
-    assert _label(_decision(REWARDS, finish_fraction=0.9)) == "biased"
 
 
 def test_one_lost_among_those_that_may_be_stopped_early_is_biased() -> None:

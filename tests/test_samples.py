@@ -249,15 +249,14 @@ def test_which_groups_are_recorded() -> None:
     count = 2000
     rollouts = Rollouts(np.zeros((count, 2)), np.full((count, 2), 10), np.zeros((count, 2)))
     index = np.arange(count)[::-1]
-    config.observe.samples = SamplesConfig(share=0.2, fixed_share=0.1, max_mb_per_step=100)
+    config.observe.samples = SamplesConfig(share=0.2, max_mb_per_step=100)
     steps = [set(recorded_positions(config, step, index, rollouts).tolist()) for step in range(1, 9)]
-    always = set.intersection(*steps)
-    # 0.1 fixed and 0.2 of the others: 0.28 each step, of which by chance 0.1 + 0.9 * 0.2^8 in all; 5 deviations
-    assert all(abs(len(one) / count - 0.28) < 5 * np.sqrt(0.28 * 0.72 / count) for one in steps)
-    assert abs(len(always) / count - 0.1) < 5 * np.sqrt(0.09 / count)
-    config.observe.samples.max_mb_per_step = len(always) * 0.5 * 16 * 20 / 1e6
+    # 0.2 in each step, of others each time: both of two in 0.04; 5 deviations
+    assert all(abs(len(one) / count - 0.2) < 5 * np.sqrt(0.2 * 0.8 / count) for one in steps)
+    assert abs(len(steps[0] & steps[1]) / count - 0.04) < 5 * np.sqrt(0.04 * 0.96 / count)
+    config.observe.samples.max_mb_per_step = len(steps[0]) * 0.5 * 16 * 20 / 1e6
     small = set(recorded_positions(config, 1, index, rollouts).tolist())
-    assert small < always and len(small) == len(always) // 2
+    assert small < steps[0] and len(small) == len(steps[0]) // 2
     config.observe.samples = SamplesConfig(share=0.0)
     assert len(recorded_positions(config, 1, index, rollouts)) == 0
 

@@ -478,7 +478,6 @@ def test_settings_that_make_no_sense(cold: Path, tmp_path: Path, text: str) -> N
         ("rollout__servers__python=p", "rollout__servers__launch=local"),
         ("rollout__servers__count=2", "rollout__servers__launch=local"),
         ("rollout__servers__gpus=['0']", "rollout__servers__launch=local"),
-        ("rollout__limits__finish_fraction=0.5", "rollout__engine=vllm rollout__servers__launch=local"),
         ("objective__correction__max_ratio=5.0", "objective__correction__level=token"),
         ("objective__correction__mode=mask", "objective__correction__level=token"),
         (

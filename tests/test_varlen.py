@@ -1,14 +1,15 @@
 """The arguments that each package's variable-length attention takes, without a GPU.
 
 A wrong keyword is a TypeError in the first layer of the first step on a GPU, where no test of this suite runs. So each
-signature that torch has shipped stands here as a function that computes what its arguments say, with SDPA, sequence by
-sequence; the adapter must give the same through every one of them.
+signature that is called stands here as a function that computes what its arguments say, with SDPA, sequence by
+sequence; the adapter must give the same through both.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -46,17 +47,6 @@ def _attend(
         one = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scale, enable_gqa=gqa)
         out[start:end] = one[0].transpose(0, 1)
     return out
-
-
-def torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):  # type: ignore[no-untyped-def]
-    return _attend(query, key, value, cu_seq_q, causal=is_causal, scale=None, gqa=False)
-
-
-def torch_2_11(  # type: ignore[no-untyped-def]
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
-):
-    before, behind = window_size
-    return _attend(query, key, value, cu_seq_q, causal=behind == 0, scale=scale, gqa=False, before=before)
 
 
 def torch_2_12(  # type: ignore[no-untyped-def]
@@ -104,14 +94,12 @@ def flash_attn_2(  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("scale", [None, 0.1], ids=["default scale", "own scale"])
 @pytest.mark.parametrize("kv_heads", [6, 3, 1])
-@pytest.mark.parametrize("function", [torch_2_10, torch_2_11, torch_2_12, flash_attn_2], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [torch_2_12, flash_attn_2], ids=lambda f: f.__name__)
 def test_every_signature_computes_causal_grouped_attention(
     function: Callable[..., Tensor], kv_heads: int, scale: float | None, window: int | None
 ) -> None:
     """Value and gradients through every signature equal SDPA over the repeated heads, to float64 rounding; with a
-    window, of 3 tokens with a token's own, where the function has one."""
-    if window and function is torch_2_10:
-        return  # `find_kernel` gives such layers the padded path
+    window, of 3 tokens with a token's own."""
     generator = torch.Generator().manual_seed(0)
 
     def tensor(heads: int) -> Tensor:
@@ -154,8 +142,27 @@ def test_the_installed_torch_takes_the_arguments() -> None:
     from_torch(spy)(query, key, key, OFFSETS, LONGEST, 0.25, None)
     [arguments] = bound
     assert arguments.arguments["max_q"] == arguments.arguments["max_k"] == LONGEST
-    known = {tuple(inspect.signature(f).parameters) for f in (torch_2_10, torch_2_11, torch_2_12)}
-    assert tuple(real.parameters) in known, "torch has a new signature: add it above and look at its meaning"
+    assert tuple(real.parameters) == tuple(inspect.signature(torch_2_12).parameters), (
+        "torch has a new signature: add it above and look at its meaning"
+    )
+
+
+def test_torch_before_2_12_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function takes no grouped queries, 2.10's no scale either: the padded path serves there."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+
+    def torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):  # type: ignore[no-untyped-def]
+        raise AssertionError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert find_kernel(128)[1] == "torch's varlen_attn"
+    monkeypatch.setattr(varlen, "varlen_attn", torch_2_11)
+    assert find_kernel(128) == (
+        None,
+        f"padded batches (no flash-attn, and varlen_attn of torch {torch.__version__} has no groups)",
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has CUDA")

@@ -177,7 +177,7 @@ class UnrotatedAttention(MegatronModule):  # type: ignore[misc]
         self._scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
         sees_all = not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self._window = None if sees_all else config.window_size[0] + 1
-        self._kernel, _ = find_kernel(head_dim, windows=not sees_all)
+        self._kernel, _ = find_kernel(head_dim)
 
     def forward(
         self,
@@ -295,7 +295,7 @@ VarlenKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, 
 [sequences + 1] int32, longest length, scale, window -> [T, H, D]. A token sees `window` tokens, itself included."""
 
 
-def find_kernel(head_dim: int, *, windows: bool = False) -> tuple[VarlenKernel | None, str]:
+def find_kernel(head_dim: int) -> tuple[VarlenKernel | None, str]:
     """The kernel for this machine and head size, and one phrase for the log that says which, or why there is none.
 
     flash-attn's is used if installed: every version has grouped queries, causal masking and a scale. Else torch's.
@@ -316,8 +316,8 @@ def find_kernel(head_dim: int, *, windows: bool = False) -> tuple[VarlenKernel |
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None, f"padded batches (no flash-attn, and torch {torch.__version__} has no varlen_attn)"
-    if windows and "window_size" not in inspect.signature(varlen_attn).parameters:
-        return None, f"padded batches (no flash-attn, and varlen_attn of torch {torch.__version__} has no windows)"
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # before 2.12
+        return None, f"padded batches (no flash-attn, and varlen_attn of torch {torch.__version__} has no groups)"
     return from_torch(varlen_attn), "torch's varlen_attn"
 
 
@@ -342,17 +342,8 @@ def from_flash_attn(function: Callable[..., Tensor]) -> VarlenKernel:
     return kernel
 
 
-def from_torch(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> VarlenKernel:
-    """torch's `varlen_attn` as a `VarlenKernel`. Its signature changed with each release, and a wrong keyword is a
-    TypeError in the first layer of the first step, so the arguments are chosen by the installed function's:
-
-        torch 2.10    is_causal                                 no scale, no window, no grouped queries
-        torch 2.11    scale, window_size                        no grouped queries
-        torch 2.12+   scale, window_size, enable_gqa
-
-    Missing options are emulated outside: the scale is folded into the queries, key and value heads are repeated.
-    """
-    takes = set(inspect.signature(function).parameters)
+def from_torch(function: Callable[..., Any]) -> VarlenKernel:
+    """torch's `varlen_attn`, as it is since 2.12, as a `VarlenKernel`."""
 
     def kernel(
         query: Tensor,
@@ -363,24 +354,10 @@ def from_torch(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Varle
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """By the names that this version of torch has for its options."""
-        options: dict[str, object] = {}
-        if "window_size" in takes:
-            before = -1 if window is None else window - 1
-            options["window_size"] = (before, 0)  # all before or so many, nothing behind: causal
-        else:
-            options["is_causal"] = True
-        if "scale" in takes:
-            options["scale"] = scale
-        else:
-            query = query * (scale * math.sqrt(query.size(-1)))  # the kernel itself divides by sqrt(D)
-        groups = query.size(1) // key.size(1)
-        if groups > 1 and "enable_gqa" in takes:
-            options["enable_gqa"] = True
-        elif groups > 1:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        out = function(query, key, value, offsets, offsets, longest, longest, **options)
-        assert isinstance(out, Tensor)  # a tuple only if the log-sum-exp is requested
+        """Causal by a window: all before or so many, nothing behind."""
+        options = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+        grouped = query.size(1) != key.size(1)
+        out: Tensor = function(query, key, value, offsets, offsets, longest, longest, **options, enable_gqa=grouped)
         return out
 
     return kernel

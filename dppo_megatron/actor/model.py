@@ -103,7 +103,6 @@ def _ddp_settings(config: ActorConfig, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "use_distributed_optimizer": config.optimizer.distributed and dtype != torch.float64,
         "grad_reduce_in_fp32": dtype == torch.bfloat16,
-        "fp8_param_gather": config.fp8_param,
         "overlap_grad_reduce": config.overlap_grad_reduce,
         "overlap_param_gather": config.overlap_param_gather,
     }
@@ -167,7 +166,7 @@ def _fp8_settings(config: ActorConfig) -> dict[str, Any]:
             "num_layers_at_start_in_bf16": config.fp8_bf16_layers,
             "num_layers_at_end_in_bf16": config.fp8_bf16_layers,
         }
-    return settings | {"fp8_param": True} if settings and config.fp8_param else settings
+    return settings
 
 
 def _recomputation(config: ActorConfig) -> dict[str, Any]:

@@ -42,9 +42,8 @@ DECIDED = _by_name(
         " variable_seq_lengths",
         "actor.recompute and recompute_modules": "recompute_granularity recompute_method recompute_num_layers"
         " recompute_modules moe_layer_recompute",
-        "actor.fp8, fp8_bf16_layers and fp8_param": "fp8 fp8_recipe fp8_param first_last_layers_bf16"
-        " num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_amax_history_len fp8_amax_compute_algo"
-        " fp8_param_gather",
+        "actor.fp8 and fp8_bf16_layers": "fp8 fp8_recipe first_last_layers_bf16"
+        " num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_amax_history_len fp8_amax_compute_algo",
         "actor.layer_spec": "transformer_impl",
         "actor.optimizer.distributed": "use_distributed_optimizer",
         "the device that the job runs on": "use_cpu_initialization",
@@ -61,6 +60,10 @@ _TP_OVERLAP = (
 _GROUPS = "its process groups are made where all others are (actor.layout), and not for this"
 _STEP = "the forward step here has no third argument, which Megatron would pass"
 _OFFLOADS = "it fixes number and order of micro-batches in its first pass, and here they differ from step to step"
+_FP8_PARAMETERS = (
+    "Megatron would build its float32 parameters from the random initialisation and not from the checkpoint, so the"
+    " first update would undo the loaded weights"
+)
 _AUX = "losses of the router are off: they would balance kept completions only, and depend on how samples are packed"
 _ROUTING = (
     "it changes which experts a token visits, or their weights, so log-probabilities would not be those of servers"
@@ -134,7 +137,7 @@ REFUSED = _by_name(
         " data_parallel_sharding_strategy gradient_reduce_div_fusion suggested_communication_unit_size"
         " preserve_fp32_weights keep_fp8_transpose_cache outer_dp_sharding_strategy init_model_with_meta_device",
         "a function that Megatron's training program passes would have to start gathers": "align_param_gather",
-        "actor.fp8_param is not offered": "reuse_grad_buf_for_mxfp8_param_ag",
+        _FP8_PARAMETERS: "fp8_param fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag",
     }
 )
 """Why any other than the default value would be without effect, or wrong. A name may be a pattern for many, also of

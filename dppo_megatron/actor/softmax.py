@@ -36,7 +36,6 @@ class Projection(NamedTuple):
     vocab_size: int
     """Columns from here on are padding and have probability 0."""
     temperature: float
-    """The logits are divided by it."""
     chunk_tokens: int
     """Tokens whose logits exist at a time."""
     group: dist.ProcessGroup

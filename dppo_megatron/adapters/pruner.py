@@ -67,7 +67,6 @@ class StepPruner(Stateful):
     group_size: int
     """G, completions of each."""
     total_steps: int
-    """Of the run, for annealing."""
     seed: int
     divides_by_length: bool
     """The loss of a completion is the mean over its tokens, not their sum."""
@@ -96,7 +95,7 @@ class StepPruner(Stateful):
         self._completions = make_completion_policy(completion, **of_run)
         for level, ratio in (("prompt", "fixed_cost_ratio"), ("completion", "rollout_cost_ratio")):
             settings = getattr(self.pruning, level)
-            if settings.method == "dppo_auto" and settings.auto_rule == "cost" and not getattr(settings, ratio):
+            if settings.method == "dppo_auto" and not getattr(settings, ratio):
                 raise UserError(f"pruning.{level}.{ratio} = 0: costs are not measured in this trainer; give the ratio")
         if self._prompts.resamples or completion.allocation or early or self.pruning.prompt.group_size_factor > 1:
             raise UserError("pruning: more prompts, groups of several sizes and early stops are not to be had here")

@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import os
 import pickle
-import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -286,14 +285,9 @@ def _check_tensors(template: dict[str, Any], metadata: Metadata, directory: Path
         if not isinstance(value, (ShardedTensor, ShardedTensorFactory)):
             continue
         if value.key not in metadata.state_dict_metadata:
-            is_stacked = re.sub(r"\.layers\.\d+\.", ".layers.", value.key) in metadata.state_dict_metadata
             raise UserError(
-                f"'{directory}': holds no tensor {value.key}; "
-                + (
-                    "an earlier version stacked a mixture's layers: convert it with that version, start from the result"
-                    if is_stacked
-                    else "the run that wrote it trained another model, or without adapters or a reference policy"
-                )
+                f"'{directory}': holds no tensor {value.key}; the run that wrote it trained another model, or without"
+                " adapters or a reference policy"
             )
         if isinstance(metadata.state_dict_metadata[value.key], BytesStorageMetadata):
             raise UserError(f"'{directory}': the tensor {value.key} is described as bytes, which are not loaded")

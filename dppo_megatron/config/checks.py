@@ -33,8 +33,7 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     check_ranges(config)
     if purpose in ("train", "plan"):  # others build no optimizer and update nothing
         _check_optimizer(config.actor.optimizer)
-        _check_host_optimizer(config)
-        _check_fewer_bits(config)
+        _check_lean_optimizer(config)
         _check_pipeline(config.actor)
     _check_actor(config)
     _check_lora(config.actor.lora)
@@ -103,33 +102,24 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
         )
 
 
-def _check_host_optimizer(config: Config) -> None:
+def _check_lean_optimizer(config: Config) -> None:
     """Megatron cannot build its optimizer for the host over float32 parameters. Divided between host and device it
     hangs in the first save, at parameters that are here on the one and on the next rank on the other, and after a load
-    Transformer Engine's step count stands still."""
-    optimizer = config.actor.optimizer
-    if not optimizer.cpu_offload:
-        return
-    setting = f"actor.optimizer.cpu_offload = {optimizer.cpu_offload}"
-    if optimizer.cpu_offload < 1:
-        raise UserError(f"{setting}: with a part of it on the host a run cannot be saved or resumed; use 1, or 0")
-    if not optimizer.distributed:
-        raise UserError(f"{setting} needs actor.optimizer.distributed = true")
-    if config.model.dtype != "bfloat16":
-        raise UserError(f"{setting} needs model.dtype = bfloat16, not {config.model.dtype}")
-
-
-def _check_fewer_bits(config: Config) -> None:
-    """Megatron's precision-aware optimizer has further conditions, and fails in the middle of building it."""
-    optimizer = config.actor.optimizer
-    for key in ("moments_dtype", "main_params_dtype"):
-        if (kind := getattr(optimizer, key)) == "float32":
+    Transformer Engine's step count stands still. With fewer bits its optimizer has further conditions, and fails in the
+    middle of building it."""
+    optimizer, usual = config.actor.optimizer, OptimizerConfig()
+    for key in ("cpu_offload", "moments_dtype", "main_params_dtype"):
+        if (value := getattr(optimizer, key)) == getattr(usual, key):
             continue
-        setting = f"actor.optimizer.{key} = {kind}"
+        setting = f"actor.optimizer.{key} = {value}"
+        if 0 < optimizer.cpu_offload < 1:
+            raise UserError(f"{setting}: with a part of it on the host a run cannot be saved or resumed; use 1, or 0")
         if not optimizer.distributed:
             raise UserError(f"{setting} needs actor.optimizer.distributed = true")
         if config.model.dtype != "bfloat16":
             raise UserError(f"{setting} needs model.dtype = bfloat16, not {config.model.dtype}")
+        if key == "cpu_offload":
+            continue
         if optimizer.cpu_offload:
             raise UserError(f"{setting}: with actor.optimizer.cpu_offload the host's state is float32")
         if config.actor.offload != "none" and config.rollout.servers.colocate:
@@ -173,9 +163,8 @@ def _check_actor(config: Config) -> None:
             " the device while servers generate"
         )
     if actor.fp8 == "off":
-        for key in ("fp8_bf16_layers", "fp8_param"):
-            if value := getattr(actor, key):
-                raise UserError(f"actor.{key} = {value} has no effect while actor.fp8 = off")
+        if actor.fp8_bf16_layers:
+            raise UserError(f"actor.fp8_bf16_layers = {actor.fp8_bf16_layers} has no effect while actor.fp8 = off")
         return
     if actor.layer_spec == "local":
         raise UserError(f"actor.fp8 = {actor.fp8} needs Transformer Engine's layers; set actor.layer_spec = auto")
@@ -183,11 +172,6 @@ def _check_actor(config: Config) -> None:
         raise UserError(f"actor.fp8 = {actor.fp8} needs model.dtype = bfloat16, not {config.model.dtype}")
     if actor.fp8 == "delayed" and actor.fp8_bf16_layers:
         raise UserError("actor.fp8_bf16_layers does not work with fp8 = delayed: its scales are kept over all layers")
-    if actor.fp8_param:
-        raise UserError(
-            "actor.fp8_param = true is not offered: Megatron would build its float32 parameters from the random"
-            " initialisation and not from the checkpoint, so the first update would undo the loaded weights"
-        )
 
 
 def _check_pipeline(actor: ActorConfig) -> None:

@@ -21,11 +21,8 @@ class SamplesConfig:
 
     share: float = ranged(1.0, "[0, 1]")
     """Share of a step's groups that is written, drawn anew for each step."""
-    fixed_share: float = ranged(0.0, "[0, 1]")
-    """Share of the prompts whose groups are written beside those, whenever they come up: the same ones all the time, so
-    that what becomes of one prompt can be followed."""
     max_mb_per_step: float = ranged(16.0, "(0, 1e6]")
-    """Bound of a step's samples of all ranks together, before compression. Prompts of `fixed_share` come first."""
+    """Bound of a step's samples of all ranks together, before compression."""
     max_gb: float = ranged(2.0, "(0, 1e9]")
     """Bound of `samples/` on the disk. The oldest steps go first; each rank has an equal part of it."""
 
@@ -44,9 +41,7 @@ class TrackingConfig:
     """Nothing leaves the machine: wandb and mlflow write to the run directory, for `wandb sync` or a later import.
     tensorboard always does, trackio unless its environment names a server."""
     samples_every: int = ranged(10, COUNT)
-    """Send a table of samples at every so many-th step; 0: never."""
-    sample_rows: int = ranged(16, "[1, 10000]")
-    """Completions in such a table, whole groups first."""
+    """Send a table of 16 samples at every so many-th step; 0: never."""
     drain_s: float = ranged(60.0, SECONDS)
     """How long the end of a run waits for a tracker that is behind."""
 

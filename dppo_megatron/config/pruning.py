@@ -22,23 +22,6 @@ from dppo_megatron.types import UserError
 class GresoConfig:
     """GRESO (arXiv 2506.02177)."""
 
-    initial_keep_probability: float = ranged(0.5, "(0, 1]")
-    """Start value of both exploration probabilities: the chance to roll out a prompt after one zero-variance visit."""
-    keep_floor: float = ranged(0.01, "(0, 1]")
-    """Smallest inclusion probability, however long the run of zero-variance visits. The weighted form uses
-    `pruning.prompt.min_inclusion_prob` instead, because 1/0.01 is too large a weight."""
-    target_zero_variance: float = ranged(0.25, "(0, 1)")
-    """Wanted share of zero-variance groups; a third of it for easy prompts, two thirds for hard ones."""
-    adaptation_step: float = ranged(0.01, "[0, 1)")
-    """Change of an exploration probability at each adaptation."""
-    smallest_probability: float = ranged(0.05, "(0, 1]")
-    """Lower clamp of the exploration probabilities."""
-    largest_probability: float = ranged(0.95, "(0, 1]")
-    """Upper clamp of the exploration probabilities."""
-    easy_reward: float = ranged(0.98, "[-1e9, 1e9]")
-    """A visit is easy when the mean reward of its group is at least this."""
-    hard_reward: float = ranged(0.11, "[-1e9, 1e9]")
-    """A visit is hard when the mean reward of its group is at most this (0.1 is the official format reward)."""
     smallest_refill_prompts: int = ranged(64, "[1, 1000000]")
     """Fewest prompts asked for in a refill round."""
     largest_refill_prompts: int = ranged(384, "[1, 1000000]")
@@ -64,8 +47,8 @@ class PromptPruningConfig:
     method: str = "dppo"
     """A name of docs/pruning.md, or `module:Class` for a policy of your own."""
     rate: float = ranged(0.3, "[0, 1)", why="1 would drop everything; 0 or method=none keeps all")
-    """Share of the already visited prompts of a step that is skipped, in [0, 1). An upper limit under
-    auto_rule=design_effect; under a rule of two classes the chance to skip a prompt of the lower one."""
+    """Share of the already visited prompts of a step that is skipped, in [0, 1). Under a rule of two classes the chance
+    to skip a prompt of the lower one."""
     min_inclusion_prob: float = ranged(0.2, "(0, 1]", why="0 would leave prompts that can never be drawn")
     """Smallest inclusion probability; bounds the weights by 1 / min_inclusion_prob."""
     score: Literal["fit", "beta", "mean_abs", "rms"] = "fit"
@@ -99,16 +82,11 @@ class PromptPruningConfig:
     max_design_effect: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of the growth of the variance, as sum(s^2/pi)/sum(s^2) of the score predicts it and earlier steps have
     measured it; 0 for none. The rate backs off to hold it."""
-    auto_rule: Literal["cost", "design_effect"] = "cost"
-    """cost (keep probability = root of variance share over cost share) or design_effect (the highest rate
-    inside max_design_effect)."""
     fixed_cost_ratio: float = ranged(0.0, "[0, 1e9]")
-    """Under auto_rule=cost: seconds of a step that skipping prompts does not save, over those it does at full batch.
+    """For method=dppo_auto: seconds of a step that skipping prompts does not save, over those it does at full batch.
     0: measured, which makes the draws depend on the clock and a resumed run differ from an uninterrupted one."""
-    revisit_epochs: float = ranged(0.0, "[0, 1e9]")
-    """A prompt unvisited for this many epochs is kept as if unseen; 0: a skipped prompt stays out."""
     greso: GresoConfig = field(default_factory=GresoConfig)
-    """Settings of GRESO."""
+    """How many prompts GRESO refills with. Its other figures are those of the authors' code."""
     refill: RefillConfig = field(default_factory=RefillConfig)
     """Settings of resampling."""
 
@@ -141,20 +119,14 @@ class CompletionPruningConfig:
     """Nothing is pruned after this fraction of the run; 1: pruned to the end."""
     cost_aware: bool = False
     """Spend a token budget instead of a count, with probabilities proportional to score / sqrt(cost)."""
-    quadratic_cost_per_token: float = ranged(0.0, "[0, 1e9]")
-    """Update cost of a completion is len * (1 + this * len); 1/24576 is about right for a 7B model."""
-    kl_slope: float = ranged(1.0, "[0, 1e9]")
-    """Typical slope of a token's KL term in its log-probability; read only with a KL term in the loss."""
     max_design_effect: float = ranged(1.1, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of sum(s^2/pi)/sum(s^2); 0 for none. The rate backs off to hold it. On the quickstart's task 1.1 trains
     on 16 % of the tokens (docs/pruning.md)."""
     fill_slack: bool = True
     """Keep more than the rate asks for where a step's last round of micro-batches has room: less variance for no
     extra micro-batch, at the cost of the added tokens' time."""
-    auto_rule: Literal["cost", "design_effect"] = "cost"
-    """cost or design_effect, as at prompt level."""
     rollout_cost_ratio: float = ranged(0.0, "[0, 1e9]")
-    """Under auto_rule=cost: seconds of a step outside the update, over those of a full-batch update. 0: measured, which
+    """For method=dppo_auto: seconds of a step outside the update, over those of a full-batch update. 0: measured, which
     makes the draws depend on the clock and a resumed run differ from an uninterrupted one."""
     allocation: bool = False
     """Plan 1/(1-rate) times as many prompts: the kept completions then fill the update."""
@@ -199,15 +171,6 @@ def prompts_multiplier(config: CompletionPruningConfig) -> Fraction:
     return 1 / (1 - exact_rate(rate)) if config.allocation else Fraction(1)
 
 
-def check_auto_rule(prefix: str, config: PromptPruningConfig | CompletionPruningConfig) -> None:
-    """Raise `UserError` for a rule that works towards a bound without one."""
-    if config.auto_rule == "design_effect" and config.max_design_effect == 0:
-        raise UserError(
-            f"{prefix}.max_design_effect = 0: auto_rule=design_effect needs a bound to work towards; 1.1 is a good"
-            " start for completions, 1.3 for prompts"
-        )
-
-
 def check_sizes(prefix: str, config: PromptPruningConfig) -> None:
     """Raise `UserError` for sizes of groups by a score that does not know what a completion is worth."""
     if config.group_size_factor > 1 and config.score != "fit":
@@ -225,9 +188,3 @@ def check_floor(prefix: str, min_inclusion_prob: float, rate: float) -> None:
             " or the floor alone keeps more than"
             " the rate allows; lower min_inclusion_prob or rate"
         )
-
-
-def check_between(key: str, value: float, least: float, most: float) -> None:
-    """Raise `UserError` unless least <= value <= most."""
-    if not least <= value <= most:
-        raise UserError(f"{key} = {value}: must be in [{least:g}, {most:g}]")

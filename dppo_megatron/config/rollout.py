@@ -142,9 +142,6 @@ class LimitsConfig:
     """Interval between health probes of each server."""
     probe_timeout_s: float = ranged(20.0, SECONDS, free_at_resume=True)
     """A server that does not answer a health probe in this time is marked out and its requests go elsewhere."""
-    finish_fraction: float = ranged(1.0, "(0, 1]")
-    """Below 1: once this share of a step's completions has finished, the rest is ended and missing from the step. A
-    selection by length, so the step's bias ledger shows it. 1: wait for all."""
     logprob_diff_warning: float = ranged(0.5, "(0, 1e6]", free_at_resume=True)
     """A warning is printed when a step's mean |log-probability difference| between engine and actor is above this."""
 

@@ -201,8 +201,6 @@ class ActorConfig:
     ddp: dict[str, Any] = field(default_factory=dict)
     """Fields of Megatron's DistributedDataParallelConfig, such as {overlap_grad_reduce: true, bucket_size: 40000000,
     grad_reduce_in_fp32: false}, checked likewise."""
-    fp8_param: bool = False
-    """Keep parameters in FP8 too. Refused until a GPU test covers loading, a step and streaming (docs/actor.md)."""
 
 
 @dataclass

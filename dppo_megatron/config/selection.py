@@ -64,9 +64,6 @@ class SelectionSettings:
     """Both levels."""
     set_weights: Mapping[str, float] | None = None
     """Share of a step of each training set, by name; None: all prompts are shuffled together."""
-    may_end_early: bool = False
-    """The trainer may end completions before they are through (`rollout.limits.finish_fraction`): by their length,
-    which no weight makes up for."""
     order: OrderName = "shuffled"
     """Of the prompts of an epoch; all but `shuffled` are a row of the ledger."""
     order_by: OrderBy = "level"
@@ -180,7 +177,6 @@ def selection_settings(config: Config) -> SelectionSettings:
         objective=config.objective,
         pruning=config.pruning,
         set_weights=train_set_weights(config),
-        may_end_early=config.rollout.engine != "hf" and config.rollout.limits.finish_fraction < 1,
         order=config.data.order,
         order_by=config.data.order_by,
     )

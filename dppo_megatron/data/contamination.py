@@ -56,7 +56,6 @@ class HeldOut:
     _by_run: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
     _num_runs: dict[tuple[str, int], int] = field(default_factory=dict)
     digest: str = ""
-    """Of all that was added."""
 
     def __bool__(self) -> bool:
         return bool(self._whole)

@@ -36,7 +36,6 @@ _TEMPLATE = {"template", *(item.name for item in fields(Template))}
 class EvalArguments:
     model: str
     settings: Sequence[str] = ()
-    """`key=value`"""
     sets: Sequence[str] = ()
     step: int | None = None
     data: Path | None = None

@@ -58,7 +58,6 @@ class EvalScores:
     name: str
     problems: int
     samples: int
-    """Samples requested for every problem."""
     avg: Estimate
     """Share of correct samples: avg@samples, and pass@1."""
     pass_at: Mapping[int, Estimate]

@@ -41,7 +41,6 @@ class EvalSet:
     prompts: Sequence[Prompt]
     ids: Sequence[str]
     samples: int
-    """Completions of every problem."""
     sampling: Sampling
 
     def request(self, problem: int, sample: int) -> Request:

@@ -45,7 +45,7 @@ from dppo_megatron.rewards.start_checks import check_grader, unused_grader
 from dppo_megatron.rollout.engine import Engine
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.texts import show
+from dppo_megatron.texts import aligned, show
 from dppo_megatron.types import Prompt, UserError
 
 _GRADERS_MEANS = [item.name for item in fields(RewardConfig) if item.metadata.get("free_at_resume")]
@@ -231,24 +231,19 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
 
 def table(scores: Sequence[EvalScores]) -> list[str]:
     """A table with one row per set, and the mean over sets."""
-    width = max(4, *(len(one.name) for one in scores))
-    lines = [
-        f"{'set':<{width}} {'problems':>8} {'samples':>7}  {'pass@1':<14} {'95 % interval':<13} {'pass@n':<14}"
-        f" {'maj@n':<14} {'truncated':>9} {'unparsed':>8} {'failed':>6} {'tokens':>7}"
-    ]
+    whole = ["set", "problems", "samples", "pass@1", "95 % interval"]
+    rows = [[*whole, "pass@n", "maj@n", "truncated", "unparsed", "failed", "tokens"]]
     for one in scores:
-        many = one.samples > 1
-        majority = one.maj_at.get(one.samples)
-        lines.append(
-            f"{one.name:<{width}} {one.problems:>8} {one.samples:>7}  {percent(one.avg):<14} {_interval(one.avg):<13}"
-            f" {percent(one.pass_at[one.samples]) if many else '-':<14} {percent(majority) if majority else '-':<14}"
-            f" {_share(one.truncated_share):>9} {_share(one.unparsed_share):>8} {one.failed:>6}"
-            f" {'-' if one.completion_tokens_mean is None else f'{one.completion_tokens_mean:.0f}':>7}"
-        )
+        majority, tokens = one.maj_at.get(one.samples), one.completion_tokens_mean
+        of_many = percent(one.pass_at[one.samples]) if one.samples > 1 else "-", percent(majority) if majority else "-"
+        shares = _share(one.truncated_share), _share(one.unparsed_share)
+        counts = str(one.failed), "-" if tokens is None else f"{tokens:.0f}"
+        whole = [one.name, str(one.problems), str(one.samples), percent(one.avg), _interval(one.avg)]
+        rows.append([*whole, *of_many, *shares, *counts])
     average = mean_over_sets(scores)
     if len(scores) > 1 and average.value is not None:
-        lines.append(f"{'mean':<{width}} {'':>8} {'':>7}  {percent(average)}")
-    return lines
+        rows.append(["mean", "", "", percent(average), *[""] * 7])
+    return aligned(rows)
 
 
 def mean_over_sets(scores: Sequence[EvalScores]) -> Estimate:

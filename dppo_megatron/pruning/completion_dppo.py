@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dppo_megatron.config.pruning import CompletionPruningConfig, check_auto_rule, check_floor
+from dppo_megatron.config.pruning import CompletionPruningConfig, check_floor
 from dppo_megatron.pruning.completion_base import CompletionPolicy, Counters
 from dppo_megatron.pruning.designs import WaterFiller, bisect, count_kept, design_effect
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, StepCost, figures, keep_all
@@ -35,8 +35,6 @@ _READS = (
     "max_weight",
     "warmup_steps",
     "anneal_fraction",
-    "quadratic_cost_per_token",
-    "kl_slope",
     "max_design_effect",
     "fill_slack",
 )
@@ -53,11 +51,6 @@ class DppoCompletionPolicy(CompletionPolicy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.control = MeasuredCost()
-
-    @classmethod
-    def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:
-        """The length of a completion counts where tokens are spent."""
-        return () if config.cost_aware else ("quadratic_cost_per_token",)
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
@@ -144,14 +137,11 @@ class DppoCompletionPolicy(CompletionPolicy):
 
     def _score(self, batch: CompletionBatch) -> FloatArray:
         length = batch.logit_grad_norm if self.config.score == "free_norm" else np.ones(len(batch))
-        slope = self.zero_advantage_slope * self.config.kl_slope
-        return completion_score(
-            batch.advantages, length, batch.denominator, batch.prompt_weight, zero_advantage_slope=slope
-        )
+        norms = batch.advantages, length, batch.denominator, batch.prompt_weight
+        return completion_score(*norms, zero_advantage_slope=self.zero_advantage_slope)
 
     def _cost(self, batch: CompletionBatch) -> FloatArray:
-        tokens = np.maximum(batch.lengths, 1).astype(np.float64)
-        return tokens * (1.0 + self.config.quadratic_cost_per_token * tokens)
+        return np.maximum(batch.lengths, 1).astype(np.float64)
 
     def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
         """Budget: a whole count, or cost with cost_aware. None: no cost is known yet."""
@@ -162,23 +152,17 @@ class DppoCompletionPolicy(CompletionPolicy):
 
 
 class AutoCompletionPolicy(DppoCompletionPolicy):
-    """Method `dppo_auto`: the number to keep follows from what the update costs, or from a bound on the variance."""
+    """Method `dppo_auto`: the number to keep follows from what the update costs."""
 
-    reads = ("rate", "auto_rule", "rollout_cost_ratio", *_READS)
-
-    @classmethod
-    def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:
-        """By cost there is no rate, by a bound on the variance no cost."""
-        return ("rate",) if config.auto_rule == "cost" else ("rollout_cost_ratio",)
+    reads = ("rollout_cost_ratio", *_READS)
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
         _check_support(key, config.min_inclusion_prob)
-        check_auto_rule(key, config)
 
     @property
     def _keeps_all(self) -> bool:
-        return self._cost_ratio == 0 if self.config.auto_rule == "cost" else super()._keeps_all
+        return self._cost_ratio == 0
 
     @property
     def _spends_tokens(self) -> bool:
@@ -193,9 +177,7 @@ class AutoCompletionPolicy(DppoCompletionPolicy):
         return self.config.rollout_cost_ratio or self.control.cost_ratio
 
     def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
-        """The count of the rule; None: no cost is known yet."""
-        if self.config.auto_rule != "cost":
-            return super()._target(score, cost, lower)
+        """Where the keep probability is the root of variance share over cost share; None: no cost is known yet."""
         if self._cost_ratio == 0:
             return None
         pi = efficient_probabilities(score, cost, lower, self._cost_ratio * float(cost.sum()))

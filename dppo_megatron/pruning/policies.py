@@ -65,7 +65,6 @@ COMPLETION_POLICIES: dict[str, type[CompletionPolicy]] = {
     "infobatch": baselines.InfoBatchCompletionPolicy,
     "max_variance": baselines.MaxVariancePolicy,
 }
-"""As `PROMPT_POLICIES`."""
 PASS_RATES = ("discount", "prior")
 """Settings that pass rates depend on."""
 METHODS: dict[str, tuple[str, str]] = {

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from dppo_megatron.config.pruning import PromptPruningConfig, check_between
+from dppo_megatron.config.pruning import PromptPruningConfig
 from dppo_megatron.pruning.designs import Draw
 from dppo_megatron.pruning.interface import Selection, figures
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
@@ -30,6 +30,15 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
 
 _SURPLUS = 1.25
 """GRESO asks for a quarter more prompts than its estimate."""
+_START, _STEP, _LEAST, _MOST = 0.5, 0.01, 0.05, 0.95
+"""Its exploration probabilities, the chance to roll out a prompt after one flat visit: where they begin, how they move,
+and between which ends. They are the authors', as are those below."""
+_FLOOR = 0.01
+"""Smallest inclusion probability of `greso`, however long the run of flat visits; 1 / 0.01 is too large a weight."""
+_FLAT = 0.25
+"""Wanted share of groups without variance; a third of it for easy prompts, two thirds for hard ones."""
+_EASY, _HARD = 0.98, 0.11
+"""Mean reward of an easy group, at least, and of a hard one, at most: 0.1 is their reward of the form."""
 _NOTHING_COUNTED = {"step": -1, "easy": 0, "hard": 0, "total": 0}
 _SMALLEST_KEEP = 0.1
 """The authors' floor: keep ratio = min(1, max(0.1, 1 - r))."""
@@ -70,31 +79,15 @@ class WeightedGresoPolicy(PromptPolicy):
     self-adjusting p for easy and one for hard prompts.
     """
 
-    reads: ClassVar[tuple[str, ...]] = ("greso", "min_inclusion_prob", "estimator", "max_weight")
+    reads: ClassVar[tuple[str, ...]] = ("min_inclusion_prob", "estimator", "max_weight")
     _state_names = ("p_easy", "p_hard", "_counted")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        start = self.config.greso.initial_keep_probability
-        self.p_easy, self.p_hard = start, start
+        self.p_easy, self.p_hard = _START, _START
         for kind in ("easy_run", "hard_run"):  # visits in a row that were all right, or all wrong
             self.history.arrays[kind] = np.zeros(len(self.history), dtype=np.int32)
         self._counted = dict(_NOTHING_COUNTED)
-
-    @classmethod
-    def check(cls, config: PromptPruningConfig, key: str) -> None:
-        """Raise UserError for bounds that contradict each other."""
-        greso, key = config.greso, f"{key}.greso"
-        smallest, largest = greso.smallest_probability, greso.largest_probability
-        check_between(f"{key}.largest_probability", largest, smallest, 1.0)
-        check_between(f"{key}.initial_keep_probability", greso.initial_keep_probability, smallest, largest)
-        if greso.easy_reward <= greso.hard_reward:
-            raise UserError(f"{key}.easy_reward = {greso.easy_reward}: must be above hard_reward = {greso.hard_reward}")
-        if greso.largest_refill_prompts < greso.smallest_refill_prompts:
-            raise UserError(
-                f"{key}.largest_refill_prompts = {greso.largest_refill_prompts}: must be at least"
-                f" smallest_refill_prompts = {greso.smallest_refill_prompts}"
-            )
 
     def _floor(self) -> float:
         return self.config.min_inclusion_prob
@@ -119,12 +112,12 @@ class WeightedGresoPolicy(PromptPolicy):
         if self._is_over(step):
             self.p_easy, self.p_hard = self._adapted(step)
             self._counted = dict(_NOTHING_COUNTED)
-        greso, arrays = self.config.greso, self.history.arrays
+        arrays = self.history.arrays
         graded = ~np.isnan(visits.rewards)
         visited = graded.any(axis=1)
         ids, rewards, graded = visits.ids[visited], visits.rewards[visited], graded[visited]
         mean = np.where(graded, rewards, 0.0).sum(axis=1) / graded.sum(axis=1)
-        easy, hard = mean >= greso.easy_reward, mean <= greso.hard_reward
+        easy, hard = mean >= _EASY, mean <= _HARD
         for row, prompt in enumerate(ids):
             arrays["easy_run"][prompt] = arrays["easy_run"][prompt] + 1 if easy[row] else 0
             arrays["hard_run"][prompt] = arrays["hard_run"][prompt] + 1 if hard[row] else 0
@@ -144,16 +137,12 @@ class WeightedGresoPolicy(PromptPolicy):
         counted = self._counted
         if not self._is_over(step) or counted["step"] < self.history.steps_per_epoch:
             return self.p_easy, self.p_hard
-        target = self.config.greso.target_zero_variance
-        too_easy = counted["easy"] / counted["total"] >= target / 3
-        too_hard = counted["hard"] / counted["total"] >= target * 2 / 3
+        too_easy = counted["easy"] / counted["total"] >= _FLAT / 3
+        too_hard = counted["hard"] / counted["total"] >= _FLAT * 2 / 3
         return self._moved(self.p_easy, too_easy), self._moved(self.p_hard, too_hard)
 
     def _moved(self, probability: float, too_many: bool) -> float:
-        greso = self.config.greso
-        if too_many:
-            return max(probability - greso.adaptation_step, greso.smallest_probability)
-        return min(probability + greso.adaptation_step, greso.largest_probability)
+        return max(probability - _STEP, _LEAST) if too_many else min(probability + _STEP, _MOST)
 
     def _resting(self, step: int) -> str:
         # GRESO has neither warm-up nor annealing: prompts without a flat run are never skipped.
@@ -164,13 +153,23 @@ class GresoPolicy(WeightedGresoPolicy):
     """Method `greso` (arXiv 2506.02177): without weights, and with refills until enough groups have variance.
 
     Given the same uniform numbers the decisions are those of the authors' code (Infini-AI-Lab/GRESO, b277843), but for:
-    hard groups are all groups with equal rewards at or below `hard_reward`, where theirs counts rewards of exactly 0.1;
+    hard groups are all groups with equal rewards at or below `_HARD`, where theirs counts rewards of exactly 0.1;
     the group size is free, where theirs is 8; a round without any variance asks for the largest refill, where theirs
     divides by zero; draws are counter-based.
     """
 
     reads = ("greso", "refill")
     resamples = True
+
+    @classmethod
+    def check(cls, config: PromptPruningConfig, key: str) -> None:
+        """Raise UserError for bounds that contradict each other."""
+        least, most = config.greso.smallest_refill_prompts, config.greso.largest_refill_prompts
+        if most < least:
+            key = f"{key}.greso"
+            raise UserError(
+                f"{key}.largest_refill_prompts = {most}: must be at least smallest_refill_prompts = {least}"
+            )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -197,7 +196,7 @@ class GresoPolicy(WeightedGresoPolicy):
         return keep_informative(has_variance(rewards), self.prompts_per_step, f"{self.name}/groups")
 
     def _floor(self) -> float:
-        return self.config.greso.keep_floor
+        return _FLOOR
 
     def _weighed(self, drawn: Draw) -> Selection:
         pi = drawn.inclusion_prob

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dppo_megatron.config.pruning import PromptPruningConfig, check_auto_rule, check_floor, check_sizes
+from dppo_megatron.config.pruning import PromptPruningConfig, check_floor, check_sizes
 from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect, deterministic
 from dppo_megatron.pruning.interface import Selection, StepCost, figures, keep_all
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
@@ -208,19 +208,12 @@ class DppoPromptPolicy(PromptPolicy):
 
 
 class AutoPromptPolicy(DppoPromptPolicy):
-    """Method `dppo_auto`: the number to keep follows from what a prompt costs, or from a bound on the variance."""
+    """Method `dppo_auto`: the number to keep follows from what a prompt costs."""
 
-    reads = ("rate", "auto_rule", "fixed_cost_ratio", *_READS)
-
-    @classmethod
-    def unread(cls, config: PromptPruningConfig) -> tuple[str, ...]:
-        """By cost there is no rate, by a bound on the variance no cost."""
-        by_rule = ("rate",) if config.auto_rule == "cost" else ("fixed_cost_ratio",)
-        return (*super().unread(config), *by_rule)
+    reads = ("fixed_cost_ratio", *_READS)
 
     @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
-        check_auto_rule(key, config)
         check_sizes(key, config)
 
     @property
@@ -228,11 +221,8 @@ class AutoPromptPolicy(DppoPromptPolicy):
         return True
 
     def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
-        """The count of the rule; None: no cost is known yet."""
-        config = self.config
-        if config.auto_rule != "cost":
-            return super()._target(score, cost, lower)
-        ratio = config.fixed_cost_ratio or self.control.cost_ratio
+        """Where the keep probability is the root of variance share over cost share; None: no cost is known yet."""
+        ratio = self.config.fixed_cost_ratio or self.control.cost_ratio
         if ratio == 0:
             return None
         pi = efficient_probabilities(score, cost, lower, ratio * float(cost.sum()), self._inflation())
@@ -244,10 +234,10 @@ class PaperPromptPolicy(PromptPolicy):
 
     Drops floor(rate N) prompts with the lowest mean |advantage| of their last visit and multiplies the rest by
     C/(1-P) with a mean over the kept, which is 1/(1-rate) on nominal denominators. Unvisited prompts rank highest.
-    A skipped prompt's score never changes, so it stays out unless `revisit_epochs` is set.
+    A skipped prompt's score never changes, so it stays out.
     """
 
-    reads = ("rate", "warmup_epochs", "anneal_fraction", "revisit_epochs")
+    reads = ("rate", "warmup_epochs", "anneal_fraction")
 
     @property
     def has_support(self) -> bool:
@@ -256,8 +246,6 @@ class PaperPromptPolicy(PromptPolicy):
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         config = self.config
         fresh = ~self.history.seen(ids)
-        if config.revisit_epochs > 0:
-            fresh |= self.history.age_epochs(ids, step) >= config.revisit_epochs
         score = np.where(fresh, np.inf, self.history.arrays["mean_abs"][ids].astype(np.float64))
         drawn = deterministic(score, count_kept(len(ids), config.rate), uniform=self._ties(ids, step, minibatch))
         selection = weigh_biased(

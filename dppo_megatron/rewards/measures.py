@@ -103,21 +103,18 @@ def set_metrics(table: GradeTable, parts: Sequence[str], name: str) -> dict[str,
     return {key.replace("reward/", f"reward/{name}/", 1): value for key, value in found.items()}
 
 
-def check_failures(
-    table: GradeTable, reward: RewardConfig, step: int, key: str = "reward", ended_share: float = 0.0
-) -> None:
+def check_failures(table: GradeTable, reward: RewardConfig, step: int, key: str = "reward") -> None:
     """Look at the gradings of `step` so far, those by the settings `reward` of the section `key`.
 
     Too many failed ones are more than `reward.max_failed_share` of them, but never a single one, unless the share is 0:
     in a step of four completions one failure is 25 %, and no sign of a broken grader. Completions that were not sampled
-    to their end are among them; `ended_share` of all may be, by a setting.
+    to their end are among them.
 
     Raises:
         RunAborted: too many have failed; it says how and how many.
     """
     total, failed, share = len(table.weight), sum(table.failures.values()), reward.max_failed_share
-    allowed = max(share * total, 1.0) if share else 0.0
-    if failed > allowed + ended_share * total:
+    if failed > (max(share * total, 1.0) if share else 0):
         common = collections.Counter(table.failures).most_common(3)
         reasons = "; ".join(f"{count} x {failure}" for failure, count in common)
         raise RunAborted(

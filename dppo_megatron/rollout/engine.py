@@ -96,8 +96,6 @@ class RolloutStats:
 
     retries: int | None = None
     """Groups that were asked for again."""
-    stragglers_aborted: int | None = None
-    """Completions that were aborted under `limits.finish_fraction`."""
     groups_aborted: int | None = None
     """Training groups that a weight sync, or a server unasked, has ended at least once."""
     completions_aborted: int | None = None

@@ -86,7 +86,7 @@ class RankZero:
         rollout = self._config.rollout
         if rollout.async_steps and work.may_lose:
             stats.add(tokens_read_again=sum(landed.read_again for landed in work.done.values()))
-        stats.add(retries=work.retries, stragglers_aborted=work.stragglers_aborted)
+        stats.add(retries=work.retries)
         if work.may_lose:
             stats.add_ages((version - of, n) for landed in work.done.values() for of, n in landed.spans)
             whole = {work.part_of(index)[0] for index in work.aborts}

@@ -250,7 +250,7 @@ class Coefficients:
     @property
     def slope(self) -> float:
         """Typical slope of the terms of the loss that do not depend on the advantage."""
-        return zero_advantage_slope(self._settings.objective) * self._settings.pruning.completion.kl_slope
+        return zero_advantage_slope(self._settings.objective)
 
     def learn_length(self, rollouts: Rollouts, prompts: PromptDraw) -> None:
         """From a step that is done."""

@@ -113,7 +113,6 @@ def missing_of(
     *,
     same_at_any_size: bool,
     stands_for_lost: bool,
-    may_end_early: bool,
     refuted: str,
 ) -> Missing:
     """Of a step's rollouts, `with_lengths`.
@@ -126,7 +125,6 @@ def missing_of(
             though it is missing by chance.
         stands_for_lost: groups without a baseline are made up for here; not where groups are asked for until there are
             enough.
-        may_end_early: a setting ends completions by how long they take, which biases every step.
         refuted: why earlier steps' by chance is not believed; empty if it is.
     """
     graded, asked = ~np.isnan(rollouts.rewards), prompts.size
@@ -154,7 +152,7 @@ def missing_of(
     uneven = mixed and stands_for_lost and max(past.lost_share) > 0
     least: Known = "ratio" if same_at_any_size else "biased"
     seen: Known = max(past.known, least, key=KNOWN.index) if past.known else ""
-    known: Known = "biased" if may_end_early or refuted or capped or uneven else seen
+    known: Known = "biased" if refuted or capped or uneven else seen
     now: Known = "biased" if chosen.any() or (mixed and not usable.all()) else least if lost.any() else ""
     label = max(known, now, key=KNOWN.index)
     source = BiasSource(())

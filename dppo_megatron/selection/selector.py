@@ -131,7 +131,6 @@ class Selector:
         """Without the refills of a step that is not done."""
         self._replayed: deque[Place] = deque()
         """At which the next steps begin: they were open in the state that was loaded."""
-        self._may_end_early = settings.may_end_early
         self._reads_prior, self._early_stop = settings.reads_prior, settings.pruning.early_stop
         self._in_unit = settings.baseline_of_passes
         self._seed, self._longest, self._width = settings.seed, settings.max_completion_tokens, settings.widest_group
@@ -291,7 +290,6 @@ class Selector:
             self._group,
             same_at_any_size=self._coefficients.same_at_any_size,
             stands_for_lost=not self._prompt_policy.resamples,
-            may_end_early=self._may_end_early,
             refuted=self._declared[2].refuted,
         )
 

@@ -66,9 +66,8 @@ class Coordinator:
     def take(self, outcomes: Sequence[RolloutTable], number: int) -> None:
         """Add the outcomes of a round, one from each rank. Raises RunAborted if too many gradings failed."""
         self._outcomes += outcomes
-        ended_share = 1.0 - self._job.config.rollout.limits.finish_fraction
         for key, table in RolloutTable.join(self._outcomes).grades.items():
-            check_failures(table, self._job.grade.rewards[key], number, key, ended_share)
+            check_failures(table, self._job.grade.rewards[key], number, key)
 
     def refill(self, number: int) -> PromptDraw | None:
         """More prompts, for methods that ask until enough groups have variance; None: enough."""

@@ -154,7 +154,6 @@ def _parts(layer: nn.Module) -> Iterator[str]:
 
 
 def _shallow(config: Any, depth: int) -> Any:
-    """The same model with fewer layers and tokens."""
     shallow = copy.deepcopy(config)
     for key, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:

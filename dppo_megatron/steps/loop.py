@@ -444,7 +444,6 @@ class Loop:
         ]
 
     def _sizes(self, selected: Sequence[RolloutPrompt]) -> list[int]:
-        """Completions to sample of each."""
         return [item.completions or self.job.config.rollout.completions_per_prompt for item in selected]
 
 

@@ -97,8 +97,7 @@ def decided(config: Config, step: int, decision: TrainSelection, rollouts: Rollo
 
 
 def recorded_positions(config: Config, step: int, prompt_index: IntArray, rollouts: Rollouts) -> IntArray:
-    """[R] sorted positions of the recorded groups. Fixed prompts go first, then the others in the order of their draws,
-    until the step's size limit is reached.
+    """[R] sorted positions of the recorded groups, in the order of their draws, until the step's size limit is reached.
 
     Args:
         prompt_index: [K].
@@ -106,10 +105,9 @@ def recorded_positions(config: Config, step: int, prompt_index: IntArray, rollou
     Example: share 0.5, prompts [7, 9, 4], their draws [0.8, 0.1, 0.3] -> positions [1, 2]; with room for one -> [1].
     """
     settings = config.observe.samples
-    fixed = uniforms(config.seed, "samples/fixed", prompt_index) < settings.fixed_share
     drawn = uniforms(config.seed, "samples", prompt_index, step)
-    order = np.lexsort((drawn, ~fixed))
-    order = order[(fixed | (drawn < settings.share))[order]]
+    order = np.argsort(drawn)
+    order = order[drawn[order] < settings.share]
     sizes = _BYTES_A_TOKEN * rollouts.lengths.sum(axis=1)
     if rollouts.prompt_tokens is not None:
         sizes = sizes + _BYTES_A_TOKEN * rollouts.prompt_tokens

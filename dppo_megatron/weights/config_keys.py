@@ -147,7 +147,6 @@ _YES = _one_of(True)
 _NONE = _one_of(None)
 _ONE = _one_of(1)
 _OFF = _one_of(None, False, 0, "", [], {})
-"""Values that switch a feature off."""
 FIXED = (
     Key(("hidden_act",), _one_of("silu"), "the activation", _ALL - _GEMMA),
     Key(("hidden_activation", "hidden_act"), _one_of("gelu_pytorch_tanh"), "the activation", _GEMMA),

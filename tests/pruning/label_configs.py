@@ -29,6 +29,7 @@ from dppo_megatron.pruning import (
     CustomCompletionPolicy,
     CustomPromptPolicy,
     interface,
+    prompt_baselines,
 )
 from dppo_megatron.pruning.custom import Choice
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
@@ -36,6 +37,18 @@ from dppo_megatron.selection import Rollouts
 from dppo_megatron.types import IntArray, PromptFeatures
 
 LIMIT = 12
+GRESO: dict[str, tuple[float, ...]] = {
+    "_START": (0.5, 0.3),
+    "_FLOOR": (0.01, 0.2),
+    "_FLAT": (0.25, 0.5),
+    "_STEP": (0.0, 0.01, 0.3),
+    "_LEAST": (0.05, 0.2),
+    "_MOST": (0.95, 1.0),
+    "_EASY": (0.98, 0.5),
+    "_HARD": (0.11, 0.4),
+}
+"""No settings, but a label must not hang on them: values for the constants of `prompt_baselines`, the first its own.
+Those of the latest configuration hold until the next one is made or the test ends (conftest.py)."""
 
 
 def make_config(rng: np.random.Generator) -> Config:
@@ -61,34 +74,23 @@ def make_config(rng: np.random.Generator) -> Config:
         level.anneal_fraction = float(one(*[1] * 8, 0.5, 0.0))
         level.cost_aware = one(False, False, True)
         level.max_design_effect = float(one(0, 0, 0, 0, 1.1, 1.6))
-        level.auto_rule = one("cost", "design_effect")
+        one(0, 1)  # was a setting's that is gone: all other settings of a case stay what they were
     pruning.prompt.score = one("fit", "fit", "beta", "mean_abs", "rms")
     pruning.completion.rate = one(pruning.completion.rate, pruning.completion.rate, pruning.completion.rate, None)
     pruning.prompt.discount, pruning.prompt.prior = one(0.7, 0.7, 0.3, 1.0), one(0.5, 0.5, 2.0)
     pruning.prompt.warmup_epochs = float(one(0, 0, 0, 0, 0.5, 1))
     pruning.prompt.fixed_cost_ratio = float(one(0, 0.01, 0.1, 1))
-    pruning.prompt.revisit_epochs = float(one(0, 1.5))
+    one(0, 1)  # and another's
     pruning.prompt.group_size_factor = one(1.0, 1.0, 2.0)  # `accepted` keeps all sizes alike
     pruning.prompt.refill.enabled = one(True, True, False)
     pruning.prompt.refill.max_rounds = int(one(1, 3))
     pruning.prompt.refill.prompts_per_round = int(one(0, 1))
-    pruning.prompt.greso = GresoConfig(
-        initial_keep_probability=one(0.5, 0.3),
-        keep_floor=one(0.01, 0.2),
-        target_zero_variance=one(0.25, 0.5),
-        adaptation_step=one(0.0, 0.01, 0.3),
-        smallest_probability=one(0.05, 0.2),
-        largest_probability=one(0.95, 1.0),
-        easy_reward=one(0.98, 0.5),
-        hard_reward=one(0.11, 0.4),
-        smallest_refill_prompts=int(one(1, 2)),
-        largest_refill_prompts=int(one(384, 3)),
-    )
+    for name, values in GRESO.items():
+        setattr(prompt_baselines, name, one(*values))
+    pruning.prompt.greso = GresoConfig(int(one(1, 2)), int(one(384, 3)))
     pruning.completion.score = one("free_norm", "abs_advantage")
     pruning.completion.warmup_steps = int(one(*[0] * 7, 2))
     pruning.completion.rollout_cost_ratio = float(one(0, 0.01, 0.1, 1))
-    pruning.completion.kl_slope = float(one(0, 1, 1))
-    pruning.completion.quadratic_cost_per_token = one(0.0, 0.0, 0.05)
     pruning.completion.fill_slack = one(True, False)
     pruning.completion.allocation = one(False, True)
     pruning.early_stop = EarlyStopConfig(int(one(0, 0, 0, 3, 8)), one(0.1, 0.5))

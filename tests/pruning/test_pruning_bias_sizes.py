@@ -44,7 +44,7 @@ def true_bias(case: Case, expected: Sequence[Expected]) -> float | None:
     """Of the mean over tie-breaks; without the chance that is left in it. None: no gradient."""
     nominal = expected[0].decisions[0].offered[: planned_prompts(case.config)]
     full = full_coefficients(case, nominal)
-    slope = zero_advantage_slope(case.config.objective) * case.config.pruning.completion.kl_slope
+    slope = zero_advantage_slope(case.config.objective)
     squared = {key: case.outcomes.logit_grad_norm[key] ** 2 for key in full[0]}
     off = total = 0.0
     for which, scale in ((0, 1.0), (1, slope**2)):

@@ -206,7 +206,7 @@ def test_auto_follows_the_cost_of_rollouts():
     assert kept[0] < kept[1] < kept[2]
     policy.feedback(StepCost(1, rollout_s=10.0, update_s=1.0, other_s=0.0))
     assert policy.prune(batch, step=1).kept.sum() == kept[2]
-    bounded = make("dppo_auto", auto_rule="design_effect", max_design_effect=1.1, rate=0.95).prune(batch, step=0)
+    bounded = make("dppo_auto", max_design_effect=1.1, rollout_cost_ratio=0.1).prune(batch, step=0)
     assert 1.0 < bounded.growth <= 1.1
     assert "max_design_effect 1.1 lowers the rate" in bounded.ledger[0].note
 

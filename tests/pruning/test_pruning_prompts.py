@@ -302,9 +302,6 @@ def test_the_paper_prunes_a_fixed_fraction_and_leaves_prompts_behind():
     play(policy, 40, 80)
     still = policy.history.age_epochs(np.arange(NUM_PROMPTS), 80)
     assert ((stuck > 3) & (still > 13)).sum() > 40
-    revisiting = make("dppo_paper", rate=0.3, revisit_epochs=3.0)
-    play(revisiting, 0, 80)
-    assert revisiting.history.age_epochs(np.arange(NUM_PROMPTS), 80).max() < 10
 
 
 def test_infobatch_keeps_the_upper_class_and_weights_the_lower_one():

@@ -19,8 +19,6 @@ import numpy as np
 import pytest
 import torch
 from support.engines.servers import API_KEY, Reference
-from support.job import QUICK, read_metrics
-from support.launch import run_ranks
 from support.listening import beyond_loopback
 from support.served import (
     LONG,
@@ -30,7 +28,6 @@ from support.served import (
     prompts_of,
     rank_zero,
     requests_for,
-    train_on_this_rank,
 )
 from support.settings import rollout_config
 
@@ -301,14 +298,11 @@ def test_a_group_has_one_prefill(served: Served, tmp_path: Path) -> None:
     assert [one["meta_info"]["cached_tokens"] for one in json.loads(answers[-1])] == [39] * 8
 
 
-def test_stragglers_are_cut_and_entered_in_the_ledger(served: Served, tmp_path: Path) -> None:
-    """With 23 of 24 groups done, the last is ended where it is: shorter, right as far as it goes, counted.
-
-    The 23 have one token to give and the last one 960, of a model that hardly ever ends by itself: what the trainer has
-    to do meanwhile is the work of a few tokens, on any machine. A server that stalls before it answers, as it may when
-    it is asked for the first time on a busy one, is asked again.
-    """
-    config = served.config(tmp_path / "run", 1, steps=2, rollout__limits__finish_fraction=0.95, **ROOM, **QUICK)
+def test_what_is_late_is_ended_where_it_is(served: Served, tmp_path: Path) -> None:
+    """Shorter, right as far as it goes: 960 tokens of a model that hardly ever ends by itself take longer than the
+    limit, one token does not. A server that stalls before it answers, as it may when it is asked for the first time on
+    a busy machine, is asked again."""
+    config = served.config(tmp_path / "run", 1, rollout__limits__request_timeout_s=1.5, **ROOM)
     engine, reference = served.engine(config), Reference(served.files / "model", 11)
     job = prepare_job(config, 1)
     with torch.no_grad():
@@ -319,17 +313,12 @@ def test_stragglers_are_cut_and_entered_in_the_ledger(served: Served, tmp_path: 
         long = [replace(one, sampling=Sampling(LONGEST, 0.15, 0)) for one in long]
         completions = engine.generate([*short, *long], Sampling(1, 1.0, 0))
         first, last = completions[: len(short)], completions[len(short) :]
-        cut = [one for one in last if one.finish_reason == "abort"]
-        assert engine.statistics().stragglers_aborted == len(cut)
-        if cut:
+        if any(len(one.token_ids) for one in last if one.finish_reason == "abort"):
             break
+    cut = [one for one in last if one.finish_reason == "abort"]
     assert cut and len(last) == len(long) and [len(one.token_ids) for one in first] == [1] * len(short)
     assert reference.difference(short, first).max() < 1e-3
     assert reference.difference(long, last, temperature=0.15).max() < 1e-3 / 0.15, "which divides differences of logits"
-    run_ranks(train_on_this_rank, 1, config, 1, timeout_s=300)
-    rows = read_metrics(tmp_path / "run")[1:]
-    entries = [entry for row in rows for entry in row["prune/ledger"] if entry["name"] == "rollout/missing"]
-    assert entries and all(entry["label"] == "biased" for entry in entries)
 
 
 def test_what_was_begun_can_be_given_up(served: Served, tmp_path: Path) -> None:

@@ -44,7 +44,6 @@ Cell = str | float | int | bool | None
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
     run: str
-    """Id of the run directory."""
     directory: str
     """`trackers/` in it, absolute."""
     project: str

@@ -43,6 +43,7 @@ _NO_STATISTICS = {
 }
 """The tools' reports of their own use to their makers, also offline; a variable that is set keeps its value."""
 COLUMNS = ["group", "completion", "prompt", "text", "reference", "extracted", "reward", "advantage", "weight", "why"]
+_ROWS = 16
 _LONGEST_TEXT = 4000
 
 
@@ -196,10 +197,10 @@ def settings(values: Mapping[str, Any]) -> dict[str, Cell]:
     return {key: value if isinstance(value, Cell) else str(value) for key, value in flat(values).items()}
 
 
-def table(groups: Sequence[RecordedGroup], rows: int) -> list[list[Cell]]:
-    """The first `rows` completions of a step's recorded groups, in the order of `COLUMNS`."""
-    first = sorted(groups, key=lambda group: group.position)[:rows]
-    shown = to_table(0, first).select(COLUMNS).slice(0, rows).to_pylist()
+def table(groups: Sequence[RecordedGroup]) -> list[list[Cell]]:
+    """The first 16 completions of a step's recorded groups, in the order of `COLUMNS`."""
+    first = sorted(groups, key=lambda group: group.position)[:_ROWS]
+    shown = to_table(0, first).select(COLUMNS).slice(0, _ROWS).to_pylist()
     return [[_truncated(cell) for cell in row.values()] for row in shown]
 
 

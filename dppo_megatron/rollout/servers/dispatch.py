@@ -119,8 +119,6 @@ class Dispatch:
                     if (landed := self._settle(event)) is not None:
                         yield landed
                 self._drop_the_lost()
-                for work in self._open:
-                    self._abort_stragglers(work)
                 if self._check_deadlines():
                     self._fleet.probe_all()
         finally:
@@ -130,7 +128,7 @@ class Dispatch:
         """Begin what has been added, and end what is complete or given up. Returns whether anything is left."""
         dropped = [one for one in self._open if one.given_up]
         for work in dropped:
-            tickets = self._tickets(work)
+            tickets = [ticket for ticket, attempt in self._attempts.items() if attempt.work is work]
             self._clients.end(tickets)
             self._cancel(tickets)
         for work in [one for one in list(self._works) if one not in self._open and one.is_wanted]:
@@ -144,9 +142,6 @@ class Dispatch:
         left = [one for one in self._open if not one.finished.done() and one not in dropped]
         self._open = sorted(left, key=lambda work: work.order)
         return bool(self._open)
-
-    def _tickets(self, work: Work) -> list[int]:
-        return [ticket for ticket, attempt in self._attempts.items() if attempt.work is work]
 
     def _cancel(self, tickets: Sequence[int]) -> None:
         self._clients.cancel(tickets)
@@ -253,15 +248,11 @@ class Dispatch:
         if isinstance(event, AttemptFailed):
             self._failed(attempt, event)
             return None
-        aborted = event.reasons.count("abort")
-        if aborted and not (work.stragglers_ended or attempt.index in work.ended):
-            if not self._aborted(attempt, event):
-                return None
-            aborted = 0
+        if "abort" in event.reasons and attempt.index not in work.ended and not self._aborted(attempt, event):
+            return None
         lost_under = work.sampled_under.get(attempt.index)
         if lost_under is not None and any(of != version_number(lost_under) for of, _ in event.spans):
             work.resent.add(work.part_of(attempt.index)[0])  # a sync has come since it was asked for again
-        work.stragglers_aborted += aborted * work.stragglers_ended
         work.done[attempt.index] = event
         work.landed[event.ticket] = attempt.index
         self._count_near(work, attempt.index, attempt.member, 1)
@@ -370,18 +361,6 @@ class Dispatch:
         self._clients.cancel(lost)
         for ticket in reversed(lost):
             self._again(self._forget(ticket))
-
-    def _abort_stragglers(self, work: Work) -> None:
-        share = self._limits.finish_fraction
-        if share == 1 or not work.may_lose or work.stragglers_ended or work.pending:
-            return
-        # what was aborted and asked for again counts as what came of that
-        again = sum(one.reasons.count("abort") for index, one in work.done.items() if index not in work.ended)
-        total = sum(group.count for group in work.groups) - again
-        tickets = self._tickets(work)
-        if tickets and sum(work.groups[index].count for index in work.done) - again >= share * total:
-            work.stragglers_ended = True
-            self._clients.end(tickets)
 
     def _check_deadlines(self) -> bool:
         now, limit_s = self._clock(), self._limits.request_timeout_s

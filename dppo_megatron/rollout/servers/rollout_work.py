@@ -91,8 +91,8 @@ class Work:
     places: Sequence[Sequence[int]] = ()
     """By group, the places of its completions among all requests of the rollout."""
     may_lose: bool = False
-    """Completions may be missing: those of a request that fails for good or is late, and stragglers under
-    `rollout.limits.finish_fraction`. Not of an evaluation, where they would count as wrong."""
+    """Completions may be missing: those of a request that fails for good or is late. Not of an evaluation, where they
+    would count as wrong."""
     order: int = 0
     """The lowest comes first: a training step's number."""
     number: int = 0
@@ -131,9 +131,6 @@ class Work:
     retries: int = 0
     given_up: bool = False
     """The rest is not wanted any more: `dispatch` ends its requests."""
-    stragglers_ended: bool = False
-    """The straggler rule has aborted the rest."""
-    stragglers_aborted: int = 0
 
     def spread(self, servers: int, most: int) -> None:
         """Have each group asked for in equal parts, one for each of `servers`, or fewer: see `_TOKENS_PER_READ`. More

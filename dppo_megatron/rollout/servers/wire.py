@@ -296,7 +296,6 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     index: int
     """Of the group in its rollout."""
     server: str
-    """Its address."""
     group: GenerateRequest
     expected: Expected
     timeout_s: float
@@ -304,7 +303,6 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     prompt: bytes = b""
     """What the grading hook is given with the texts (a pickled `Prompt`); empty: not graded there."""
     rollout: int = 0
-    """Which rollout it is part of."""
     first: int = 0
     """Position in its group of the first completion asked for: what was aborted of a group is asked for alone."""
 

@@ -38,7 +38,6 @@ class Step:
     needs: tuple[Need, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     given: tuple[Any, ...] = ()
-    """What the function is called with."""
     ranks: int = 1
 
 

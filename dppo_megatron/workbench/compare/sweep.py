@@ -38,7 +38,6 @@ _RATE_FACTORS = (0.5, 0.7, 1, 1.4)
 _VALUE = re.compile(r"[\w.+-]+")
 """It becomes part of a directory's name."""
 Grid = Mapping[str, Sequence[str]]
-"""Setting to its values."""
 
 
 @dataclass(frozen=True, slots=True)

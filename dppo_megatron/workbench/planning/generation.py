@@ -76,7 +76,6 @@ class EnginePlan:
     """Share of the layers that keep and read a sequence's last `window` tokens only."""
     window: int
     longest: int
-    """Tokens of the longest sequence."""
     max_sequences: int
     """Completions that a replica is given at a time."""
     behind_one: int
