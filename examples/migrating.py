@@ -4,9 +4,9 @@
     rollout.prompts_per_step=128
     rollout.completions_per_prompt=8
 
-A file is read whole: a YAML file, or a launch script with its key=value words and --flags. Values are carried over as
-they stand, and a line without `#` is one that the trainer takes; where a name is not enough, a comment says what to
-look at. A YAML file's own `defaults` are not followed.
+A file is read whole: .yaml, or a launch script (.sh, .sbatch) with its key=value words and --flags. Values are carried
+over as they stand, and a line without `#` is one that the trainer takes; where a name is not enough, a comment says
+what to look at. A YAML file's own `defaults` are not followed.
 """
 
 import re
@@ -42,15 +42,15 @@ def translate(given: str) -> str:
     key, _, note = ours.partition(" ")
     if value == "-1" and key.endswith(".every_steps"):
         return f"# {given}: {ours}, where never is 0"
-    if note or ("=" in ours and value.lower() != "true"):
+    if note or ("=" in ours and value.lower() not in ("true", "false")):
         return f"# {given}: {ours}"
     if "=" in ours:
         return checked(given, ours)
     word = other_names().get(f"{key}={value.replace('-', '_').lower()}", "")
-    if word and not word.startswith(f"{FOUND}{key}="):
+    if word and (" (" in word or not word.startswith(f"{FOUND}{key}=")):
         return f"# {given}: {word.removeprefix(FOUND)}"
     value = word.removeprefix(f"{FOUND}{key}=") or value
-    return checked(given, f"{key}.val={value}" if KINDS[key].startswith("mapping") else f"{key}={value}")
+    return checked(given, f"{key}.val={value}" if key == "data.eval_paths" else f"{key}={value}")
 
 
 def checked(given: str, line: str) -> str:
@@ -68,8 +68,9 @@ def checked(given: str, line: str) -> str:
 
 def translated(given: Iterable[str]) -> Iterator[str]:
     """All of a job: what stands in a section that is off, or says another thing of a setting again, is a comment."""
-    given, taken = list(given), dict[str, str]()
+    given = list(given)
     off = re.findall(r"^[+]*(.+)\.enabled?=(?:false|False)$", "\n".join(given), re.MULTILINE)
+    taken: dict[str, str] = {}
     for one in given:
         line = translate(one)
         key, _, value = line.partition("=")
@@ -94,7 +95,8 @@ def of_yaml(values: object, above: str = "") -> Iterator[str]:
 
 
 def of_script(text: str) -> Iterator[str]:
-    """The dotted key=value words and the --flags of a script, with what it assigns to variables put in."""
+    """The dotted key=value words and the --flags of a script, in all of its branches, with the variables put in that
+    it gives one value."""
     variables: dict[str, str] = {}
     for line in text.replace("\\\n", " ").splitlines():
         line = re.sub(r"\$\{(\w+):-([^${}]*)\}", r"\2", line)
@@ -107,9 +109,12 @@ def of_script(text: str) -> Iterator[str]:
             if name and value.startswith("("):  # an array: its words follow
                 words[0] = value[1:]
                 break
-            if name and "$" not in (value := Template(value).safe_substitute(variables)):
-                variables[name] = value
+            if name:
+                value = Template(value).safe_substitute(variables)
+                is_sure = "$" not in value and variables.get(name, value) == value  # branches may differ
+                variables[name] = value if is_sure else f"${{{name}}}"
             del words[0]
+        words = [word.removesuffix(")") if word.count(")") > word.count("(") else word for word in words]
         yield from of_words([Template(word).safe_substitute(variables) for word in words])
 
 
@@ -126,17 +131,17 @@ def of_words(words: list[str]) -> Iterator[str]:
             yield word
         elif re.fullmatch(r"--[A-Za-z][\w.-]*", word):
             flag, values = word, []
-        elif "[@]" not in word and word != ")":
+        elif word and "[@]" not in word:
             values.append(word)
 
 
 def read(argument: str) -> Iterator[str]:
     """What a file, or one word of the command line, sets."""
     path = Path(argument)
-    if path.suffix in (".yaml", ".yml"):
-        yield from of_yaml(yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader))  # noqa: S506 - texts only
-    elif path.is_file():
-        yield from of_script(path.read_text(encoding="utf-8"))
+    if path.suffix in (".yaml", ".yml", ".sh", ".sbatch") and "=" not in argument:
+        text = path.read_text(encoding="utf-8")
+        is_yaml = path.suffix in (".yaml", ".yml")
+        yield from of_yaml(yaml.load(text, yaml.BaseLoader)) if is_yaml else of_script(text)  # all as texts
     else:
         yield argument if "=" in argument else f"{argument}=true"
 

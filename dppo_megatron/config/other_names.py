@@ -21,8 +21,8 @@ _ROW = re.compile(r"^\| (`.+?`) \| (?:`(.+?)`|(none)|\[not supported\]\(scope\.m
 @cache
 def other_names() -> dict[str, str]:
     """Keys of verl's and NeMo-RL's (dotted), TRL's, slime's and OpenRLHF's, patterns of them with `*`, and values as
-    `setting=value`, among these -> what to say: our setting and what else to know, or that there is none and why. `name=false` is a
-    switch of theirs where leaving it out is not off. In the order of the files."""
+    `setting=value`, among these -> what to say: our setting and what else to know, or that there is none and why. In
+    the order of the files. `name=false` is a switch of theirs that is not off by leaving ours out."""
     files = [shipped("docs", name) for name in ("migrating.md", "other_names.txt")]
     found: dict[str, str] = {}
     for theirs, ours, none, note in _ROW.findall("".join(one.read_text("utf-8") for one in files if one.is_file())):
