@@ -83,6 +83,7 @@ def test_settings_before_and_after_options(arguments: list[str], capsys: pytest.
         (["train", CONFIG, "--steps", "3"], "arguments: --steps 3; a setting is given without dashes: steps=3"),
         (["train", CONFIG, "--actor.layout.tensor_parallel=2"], "without dashes: actor.layout.tensor_parallel=2"),
         (["train", CONFIG, "--lora-rank=32"], "arguments: --lora-rank=32; here it is actor.lora.rank"),
+        (["train", CONFIG, "--use-tis=False"], "arguments: --use-tis=False; off there: leave it out"),
         (["plan", "--model", "qwen3-8b"], "arguments are required: CONFIG, a YAML file or a shipped one's name"),
         (["report", "x", "--otu", "y"], "unrecognized arguments: --otu y; did you mean --out?"),
         (["report", "x", "--zzz"], "--zzz; the options here are --help, "),

@@ -12,7 +12,7 @@ from dppo_megatron.config.other_names import other_name, other_names
 from dppo_megatron.config.reference import all_keys
 from dppo_megatron.pruning.policies import prompt_policy_class
 from dppo_megatron.types import UserError
-from examples.migrating import translate
+from examples.migrating import translate  # whole files: test_migrating_jobs.py
 
 USUAL = {
     "verl": """
@@ -299,6 +299,15 @@ def test_what_others_have_has_an_answer(key: str, said: str) -> None:
         ("objective.loss=dppo_tv", "; here it is objective.loss=divergence_tv"),
         ("objective.loss=sapo", "; here it is objective.function (soft_gate of examples/custom_loss.py)"),
         ("objective.loss=gpg", "; not supported: this loss: objective.function takes one of your own (docs/scope.md)"),
+        (
+            "objective.normalization=bnpo",
+            "; not supported: this loss: objective.function takes one of your own (docs/scope.md)",
+        ),
+        (
+            "objective.kl.estimator=k3+",
+            "; here it is objective.kl.estimator=k2 (verl's + keeps the value and takes k2's gradient; off-policy"
+            " k3_unbiased)",
+        ),
         ("objective.normalization=seq-mean-token-mean", "; here it is objective.normalization=sequence_mean"),
         ("objective.normalization=token-mean", "; did you mean 'token_mean'?"),
         ("objective.normalization=seq-mean-token-sum-norm", "; here it is objective.normalization=constant"),

@@ -97,7 +97,8 @@ class Layer:
             for name, (_, node, _) in self.at.items()
             if name.startswith(f"{key}.") and not isinstance(node, MappingNode)
         ]
-        return unknown_key(self.where(key), key, under[:20], section)
+        texts = {name: str(node.value) for name, (_, node, _) in self.at.items() if isinstance(node, ScalarNode)}
+        return unknown_key(self.where(key), key, under[:20], section, texts)
 
     def refuse(self, key: str, wanted: str = "", more: str = "") -> UserError:
         """The error for the value of `key`, which is not of its type unless `wanted` has another reason."""

@@ -14,6 +14,7 @@ from functools import cache
 
 from dppo_megatron.config.paths import shipped
 
+_OFF = ("false", "off", "no")
 _ROW = re.compile(r"^\| (`.+?`) \| (?:`(.+?)`|(none)|\[not supported\]\(scope\.md\)) \| (.*?) ?\|$", re.MULTILINE)
 
 
@@ -21,7 +22,7 @@ _ROW = re.compile(r"^\| (`.+?`) \| (?:`(.+?)`|(none)|\[not supported\]\(scope\.m
 def other_names() -> dict[str, str]:
     """Keys of verl's and NeMo-RL's (dotted), TRL's, slime's and OpenRLHF's, patterns of them with `*`, and values as
     `setting=value`, among these -> what to say: our setting and what else to know, or that there is none and why. In
-    the order of the files."""
+    the order of the files. `name=false` is a switch of theirs that is not off by leaving ours out."""
     files = [shipped("docs", name) for name in ("migrating.md", "other_names.txt")]
     found: dict[str, str] = {}
     for theirs, ours, none, note in _ROW.findall("".join(one.read_text("utf-8") for one in files if one.is_file())):
@@ -33,16 +34,26 @@ def other_names() -> dict[str, str]:
     return found
 
 
-def other_name(key: str) -> str:
+def other_name(key: str, value: str = "") -> str:
     """What `other_names` has to say about a key as it is given there; empty: nothing. A whole name goes before a
     pattern, an earlier pattern before a later one; a last part alone (clip_ratio_high) is enough
-    where it means one thing."""
+    where it means one thing. A switch that `value` turns off is not answered with what turns it on."""
     names, plain = other_names(), key.lstrip("+~-").replace("-", "_").lower()
+    if value.lower() in _OFF and (said := names.get(f"{plain}=false") or _off(other_name(key))):
+        return said
     found = names.get(plain) or next((said for name, said in names.items() if "*" in name and fnmatch(plain, name)), "")
     if found or "_" not in plain or "." in plain:
         return found
     ending = {said for name, said in names.items() if name.endswith(f".{plain}") and "*" not in name}
     return ending.pop() if len(ending) == 1 else ""
+
+
+def _off(on: str) -> str:
+    """What to say of a switch that is off, where `on` is the answer to its name; empty: `on` is about false too."""
+    ours = on.removeprefix("here it is ")
+    if ours != on and "=" in ours.partition(" ")[0]:
+        return f"off there: leave it out (on, it is {ours})"
+    return f"off there: leave it out (on, it is {on})" if on.startswith("not supported") else ""
 
 
 def meant(key: str, value: str, known: Iterable[str]) -> str:

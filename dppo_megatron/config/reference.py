@@ -16,11 +16,11 @@ import difflib
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
@@ -203,12 +203,15 @@ def _allowed(item: Field[Any], hint: Any) -> str:
     return f"one of {', '.join(map(str, get_args(choices[0])))}" if choices else ""
 
 
-def unknown_key(where: str, key: str, under: list[str], section: type) -> UserError:
+def unknown_key(
+    where: str, key: str, under: list[str], section: type, values: Mapping[str, str] = MappingProxyType({})
+) -> UserError:
     """The error for `key`, which is no setting.
 
     Args:
         under: what was given under it, each with its leading dot, or an empty text for the key itself.
         section: the class of the section that should have had it.
+        values: the texts of what was given, by whole name.
     """
     key, under = key[:200], [more[:200] for more in under]  # a name in damaged text may have any length
     asked = [f"{key}{more}" for more in under] or [key]
@@ -218,13 +221,13 @@ def unknown_key(where: str, key: str, under: list[str], section: type) -> UserEr
     if last in names and not (is_top and parent):
         return _did_you_mean(where, key, [f"{parent}.{last}".lstrip(".")])
     for name in asked:
-        if said := other_name(name):
+        if said := other_name(name, values.get(name, "")):
             return UserError(f"{where}: unknown key '{name}'; {said}")
     own = [] if is_top else _own(parent, last, names, known)
     if own:
         return _did_you_mean(where, key, own)
     same = [name for name in known if name.endswith(f".{last}")]
-    said = "" if is_top or key.startswith(_REPEATING) or asked != [key] else other_name(last)
+    said = "" if is_top or key.startswith(_REPEATING) or asked != [key] else other_name(last, values.get(key, ""))
     if said and all(name in said for name in same):  # `normalization` is a layer's to others, an objective's here
         return UserError(f"{where}: unknown key '{key}'; {said}")
     close = "" if is_top else closest(last, names, 0.75)

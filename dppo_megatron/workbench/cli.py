@@ -194,7 +194,7 @@ def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> str:
     takes_settings = any(action.dest == "overrides" for action in parser._actions)
     if takes_settings and name in {one.key for one in reference.all_settings()}:
         return f"a setting is given without dashes: {name}={value if given else (unknown[1:] or ['...'])[0]}"
-    if takes_settings and (said := other_names.other_name(name)):
+    if takes_settings and (said := other_names.other_name(name, value)):
         return said
     if unknown[0].startswith("-") and (close := difflib.get_close_matches(f"--{name}", options, 1, 0.7)):
         return f"did you mean {close[0]}?"
