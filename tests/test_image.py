@@ -96,7 +96,8 @@ def test_lists_agree() -> None:
     needed = {
         canonicalize_name(Requirement(line).name)
         for line in metadata.requires("dppo-megatron") or ()
-        if "extra ==" not in line or line.endswith(tuple(f'extra == "{extra}"' for extra in ("train", "data", "trackers")))
+        if "extra ==" not in line
+        or line.endswith(tuple(f'extra == "{extra}"' for extra in ("train", "data", "trackers")))
     }
     assert {"torch", "numpy", "datasets", "wandb"} <= needed <= set(trainer)
 
