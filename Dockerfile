@@ -22,10 +22,13 @@ ARG TRANSFORMER_ENGINE=2.11.0
 ARG PIP_EXTRA_INDEX_URL=
 ARG PIP_CACHE_DIR=/var/cache/pip
 
-# g++ and Python's headers: Triton and torch.compile build their kernels at run time. libnuma1: vLLM's CPU build
+# g++ and Python's headers: Triton and torch.compile build their kernels at run time. libnuma1: vLLM's CPU build.
+# libibverbs1 and ibverbs-providers: NCCL loads them for InfiniBand and RoCE, and without them takes TCP in silence; CUDA's
+# images lack them. numactl and iproute2: NUMA_BINDING and SERVE_INTERFACE of examples/slurm
 RUN apt="apt-get -o APT::Snapshot=${APT_SNAPSHOT}" \
  && $apt update \
  && $apt install --yes --no-install-recommends python3 python3-venv python3-dev g++ libnuma1 ca-certificates \
+    libibverbs1 ibverbs-providers numactl iproute2 \
  && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/dppo_megatron
@@ -61,7 +64,7 @@ COPY examples examples
 COPY benchmarks benchmarks
 COPY docs docs
 RUN --mount=type=cache,target=/var/cache/pip \
-    /opt/trainer/bin/pip install --no-build-isolation --constraint constraints.txt ".[train,data]" \
+    /opt/trainer/bin/pip install --no-build-isolation --constraint constraints.txt ".[train,data,trackers]" \
  && /opt/trainer/bin/pip check \
  && mkdir /opt/versions && dpkg-query --show > /opt/versions/apt.txt \
  && for name in trainer engine; do /opt/$name/bin/pip freeze > /opt/versions/$name.txt; done

@@ -64,7 +64,7 @@ def test_every_install_is_from_a_list() -> None:
             assert "--no-deps" in words, install
         elif "--constraint" in words:
             assert words[words.index("--constraint") + 1] == "constraints.txt"
-            named = {word for word in words[words.index("--constraint") + 2 :] if word != '".[train,data]"'}
+            named = {word for word in words[words.index("--constraint") + 2 :] if word != '".[train,data,trackers]"'}
             assert named <= set(_pins("constraints.txt")), install
         else:
             assert words[-1] == "transformer-engine-torch==${TRANSFORMER_ENGINE}" and "--no-deps" in words
@@ -75,7 +75,7 @@ def test_the_cpu_image_is_pinned_to_the_last_package() -> None:
     constraints that the image's pip is given."""
     seen: set[str] = set()
     for package in ("dppo-megatron", "torch"):
-        _needed(package, frozenset({"train", "data"}), seen)
+        _needed(package, frozenset({"train", "data", "trackers"}), seen)
     seen -= {"dppo-megatron"}
     pins = _pins("constraints.txt")
     ours = {name for name in seen if not name.startswith(("nvidia-", "cuda-", "triton"))}  # torch's, if it has CUDA
@@ -96,9 +96,10 @@ def test_lists_agree() -> None:
     needed = {
         canonicalize_name(Requirement(line).name)
         for line in metadata.requires("dppo-megatron") or ()
-        if "extra ==" not in line or line.endswith(('extra == "train"', 'extra == "data"'))
+        if "extra ==" not in line
+        or line.endswith(tuple(f'extra == "{extra}"' for extra in ("train", "data", "trackers")))
     }
-    assert {"torch", "numpy", "datasets"} <= needed <= set(trainer)
+    assert {"torch", "numpy", "datasets", "wandb"} <= needed <= set(trainer)
 
 
 def _copied() -> set[str]:
@@ -115,6 +116,12 @@ def test_the_image_has_the_pages_that_messages_name() -> None:
         name = path.relative_to(REPOSITORY)
         assert any(name.match(pattern) or Path(pattern) in name.parents for pattern in kept), name
         assert {str(name), *map(str, name.parents)} & _copied(), name
+
+
+def test_the_image_has_what_launch_scripts_and_nccl_look_for() -> None:
+    """NCCL would fall back to TCP without a word; torchrun and split.sbatch would fail in the container alone."""
+    [packages] = re.findall(r"install --yes --no-install-recommends ([^&]+)", _steps())
+    assert {"libibverbs1", "ibverbs-providers", "numactl", "iproute2"} <= set(packages.split())
 
 
 def test_base_and_archive_are_named() -> None:

@@ -133,6 +133,17 @@ def test_slurm_scripts_render(script: Path, tmp_path: Path) -> None:
     assert ports[0] != ports[1] and ports[0] == ports[2]
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_a_job_has_its_nodes_memory_and_the_users_time_to_save(script: Path) -> None:
+    """`--exclusive` alone brings the partition's default memory; who is preempted may give ranks longer than 20 s."""
+    text = script.read_text()
+    assert {"--exclusive", "--mem=0"} <= set(re.findall(r"^#SBATCH (\S+)", text, re.MULTILINE))
+    [line] = re.findall(r"^export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=.*$", text, re.MULTILINE)
+    show = ["bash", "-c", f"{line}; echo $TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    for given, kept in ({}, "20"), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240"}, "240"):
+        assert subprocess.run(show, env=given, capture_output=True, text=True, check=True).stdout.strip() == kept
+
+
 def test_servers_listen_where_the_node_is_reached(tmp_path: Path) -> None:
     """Under its name, or at its address on an interface that the user names: where the name is loopback there."""
     steps, said, _ = _render(SCRIPTS[-1], tmp_path)

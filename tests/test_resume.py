@@ -309,8 +309,16 @@ def test_changed_settings(files: Path, tmp_path: Path) -> None:
     added = job_config(files, tmp_path / "run", **{"data__eval_sets.new.path": files / "heldout.jsonl"})
     assert check_changes(added, before, "x") == ["data.eval_sets.new: added"]
     assert check_changes(config, config_values(added), "x") == ["data.eval_sets.new: removed"]
+    assert "see docs/checkpoints.md" in said and "only" not in said
     permitted = job_config(files, tmp_path / "run", checkpoint__may_change="[seed,actor.optimizer]", **forbidden)
     assert len(check_changes(permitted, before, "x")) == 2
+    write_tiny_qwen3(tmp_path / "another", seed=1)
+    another = {"model__hf_path": tmp_path / "another", "data__train_path": files / "heldout.jsonl"}
+    with pytest.raises(UserError) as refused:
+        check_changes(job_config(files, tmp_path / "run", **another), before, "x")
+    assert (said := str(refused.value)).count("only for") == 2 and "weights come from the checkpoint" in said
+    permitted = job_config(files, tmp_path / "run", checkpoint__may_change="[model,data]", **another)
+    assert check_changes(permitted, before, "x")[1].endswith("another'; the weights stay the checkpoint's")
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_a_tracker_of_a_resumed_run_has_its_metrics(run_dir: Path) -> None:
     assert list(rows) == [0, 1, 2, 3, 4]
     tags = set(read.Tags()["scalars"])
     assert {"train/loss", "eval/heldout/pass@1", "reward/mean"} <= tags
-    for tag in tags - {tag for tag in tags if tag.startswith(("time/", "ledger/"))}:
+    for tag in tags - {tag for tag in tags if tag.startswith(("time/", "perf/", "ledger/"))}:
         expected = {step: row[tag] for step, row in rows.items() if row.get(tag) is not None}
         assert {event.step: event.value for event in read.Scalars(tag)} == pytest.approx(expected, rel=1e-6), tag
     assert [event.step for event in read.Tensors("samples/text_summary")] == [2, 4]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +13,23 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from support.job import job_config, nearly, read_metrics, write_warm_job_files
+from support.job import REPOSITORY, job_config, nearly, read_metrics, write_warm_job_files
 from support.launch import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dppo_megatron.algorithms.correction import Mismatch
+from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.distributed import gather_all
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.run import Run
+from dppo_megatron.steps import performance as performance_module
 from dppo_megatron.steps.freed_memory import EVERY_S, FreedMemory
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.train import train
-from dppo_megatron.types import Group, TrainSample
+from dppo_megatron.types import Group, StepCounts, TrainSample
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
 
@@ -306,6 +311,10 @@ def test_run_directory(files: Path, finished: Path) -> None:
         assert {key for key, value in row.items() if value is None} == facts
         assert all(np.isfinite(value) for key, value in row.items() if key not in facts | LISTS)
         assert {entry["label"] for entry in row["prune/ledger"]} <= {"exact", "unbiased"}
+        for name, seconds in (("generated", "time/rollout_s"), ("trained", "time/update_s")):
+            speed = row[f"perf/{name}_tokens_per_s_per_gpu"]
+            assert speed == pytest.approx(row[f"tokens/{name}"] / row[seconds])
+        assert not any("memory" in key for key in row), "of a device, and there is none"
     assert "eval/heldout/pass@1" in rows[4] and "eval/heldout/pass@1" not in rows[3]
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["steps"] == 4
@@ -337,6 +346,64 @@ def test_trained_checkpoint_loads_in_transformers(files: Path, finished: Path, t
         ids = torch.tensor([prompt.token_ids])
         theirs = model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.size(1) :]
         assert theirs[: len(completion.token_ids)].tolist() == completion.token_ids.tolist()
+
+
+def _documented() -> re.Pattern[str]:
+    """What the pages on metrics name: `eval/<set>/avg@n`, `prune/*_kept_cost`, and names that continue one of a line
+    (`time/select_s`, `rollout_s`)."""
+    found = []
+    for page in ("run_directory", "pruning", "objectives"):
+        for line in (REPOSITORY / "docs" / f"{page}.md").read_text(encoding="utf-8").splitlines():
+            section = ""
+            for name in re.findall(r"`([^`\s]+)`", line):
+                section = name.rpartition("/")[0] if re.match("[a-z]+/", name) else section
+                whole = name if "/" in name else f"{section}/{name}"
+                if section and not whole.endswith(("/*", "...")):
+                    found.append(re.sub(r"\\\*|<[a-z]+>|\\\.\\\.\\\.|(?<=@)[nk]", ".+", re.escape(whole)))
+    return re.compile("|".join(found))
+
+
+def test_every_metric_is_in_the_docs(finished: Path, unpruned: list[dict[str, Any]]) -> None:
+    """Of these runs, of a skipping rule's, and of servers."""
+    stats = {one.name: 1 for one in fields(RolloutStats)}
+    keys = {key for row in [*read_metrics(finished, with_time=True), *unpruned] for key in row if "/" in key}
+    keys |= set(RolloutStats(**stats).metrics()) | {"prune/prompt_p_easy", "rollout/canary_logprob_diff"}
+    keys |= {f"perf/max_memory_{name}_gib" for name in ("allocated", "reserved")}
+    documented = _documented()
+    assert len(keys) > 80 and not documented.fullmatch("prune/no_such_figure")
+    named = {key for key in keys if documented.fullmatch(key) or documented.fullmatch(key.removeprefix("kept/"))}
+    assert keys - named == set()
+
+
+def test_speed_and_memory_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all ranks; the rollout's seconds are a wait where servers generate beside the step. The fullest card counts,
+    since the last step."""
+    counts = StepCounts(4, 4, 8, 8, tokens_generated=1200, tokens_trained=600)
+    metrics = {"time/step_s": 10.0, "time/rollout_s": 2.0, "time/update_s": 3.0}
+    peaks = [(5 << 30, 7 << 30), (6 << 30, 6 << 30)]
+    cleared: list[torch.device] = []
+    monkeypatch.setattr(performance_module, "world_size", lambda: 2)
+    monkeypatch.setattr(performance_module, "to_rank_zero", lambda mine: [*peaks, mine])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1 << 30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 << 30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", cleared.append)
+    rollout, card = RolloutConfig(), torch.device("cuda", 0)
+    found = performance_module.performance(counts, metrics, rollout, card)
+    assert found == {
+        "perf/generated_tokens_per_s_per_gpu": 300.0,
+        "perf/trained_tokens_per_s_per_gpu": 100.0,
+        "perf/max_memory_allocated_gib": 6.0,
+        "perf/max_memory_reserved_gib": 7.0,
+    }
+    assert cleared == [card]
+    rollout.async_steps = 1
+    beside = performance_module.performance(counts, metrics, rollout, torch.device("cpu"))
+    assert beside == {"perf/generated_tokens_per_s_per_gpu": 60.0, "perf/trained_tokens_per_s_per_gpu": 100.0}
+    rollout.servers.colocate = True
+    [sharing, _] = performance_module.performance(counts, metrics, rollout, torch.device("cpu")).values()
+    assert sharing == 300.0
+    monkeypatch.setattr(performance_module, "to_rank_zero", lambda mine: [])
+    assert performance_module.performance(None, metrics, rollout, card) == {}, "another rank than 0"
 
 
 def test_holes_in_the_heap_are_returned_once_a_minute() -> None:

@@ -41,6 +41,11 @@ other `steps` move what is scheduled over the whole run (decaying learning rates
 
 _METHODS = ("pruning.prompt.method", "pruning.completion.method")
 """May never differ: the checkpoint holds the state of this very policy."""
+_ONLY_IF = {
+    "model.hf_path": "model.hf_path only for a copy of the same model: weights come from the checkpoint",
+    "data.train_": "data.train_* only for as many problems",
+}
+"""What a permission of such a setting does not bring."""
 
 
 def check_changes(config: Config, before: dict[str, Any], where: str) -> list[str]:
@@ -66,7 +71,8 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
         (allowed if may else refused).append((key, line))
     if refused:
         keys = ",".join(key for key, _ in refused)
-        how = f"choose another run_dir, or permit it with checkpoint.may_change=[{keys}]"
+        only = "; ".join(what for start, what in _ONLY_IF.items() if any(key.startswith(start) for key, _ in refused))
+        how = f"choose another run_dir, or permit it with checkpoint.may_change=[{keys}]{f' ({only})' if only else ''}"
         if of_methods := [key for key, _ in refused if key in never]:
             how = (
                 "or begin a new run_dir (model.hf_path may be the old run's hf/): what was learned under another"
@@ -74,9 +80,10 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
             )
         raise UserError(
             f"the run of {where} cannot be resumed with other settings: {'; '.join(line for _, line in refused)}."
-            f" Set them back, {how}"
+            f" Set them back, {how} (see docs/checkpoints.md)"
         )
-    return [line for key, line in allowed if not _under(key, ("checkpoint", "run_dir"))]
+    unread = {"model.hf_path": "; the weights stay the checkpoint's"}
+    return [line + unread.get(key, "") for key, line in allowed if not _under(key, ("checkpoint", "run_dir"))]
 
 
 def saved_values(path: Path) -> dict[str, Any]:

@@ -98,19 +98,21 @@ def check_data(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Ite
     changed = _differences(saved["train"], now["train"])
     if list(saved["train"]) != list(now["train"]) and not changed:
         changed = [("order of the training sets", "data.train_sets")]
+    differs = "; ".join(line for line, _ in changed)
+    before, after = (sum(one["problems"] for one in part["train"].values()) for part in (saved, now))
+    if before != after:  # first: no permission mends it
+        raise UserError(
+            f"the run of {where} was trained on {before} problems and there are {after} now ({differs}): what is known"
+            " of each problem goes by its number, so put them back, or this must be a new run_dir (model.hf_path may be"
+            " the old run's hf/; see docs/checkpoints.md)"
+        )
     permitted = tuple(may_change)
     refused = [(line, key) for line, key in changed if not _permitted(key, permitted)]
     if refused:
         keys, what = ", ".join(dict.fromkeys(key for _, key in refused)), "; ".join(line for line, _ in refused)
         raise UserError(
-            f"the training data is not what the run of {where} was trained on: {what}."
-            f" Put it back, choose another run_dir, or permit it with checkpoint.may_change=[{keys}]"
-        )
-    before, after = (sum(one["problems"] for one in part["train"].values()) for part in (saved, now))
-    if before != after:
-        raise UserError(
-            f"the run of {where} was trained on {before} problems and there are {after} now: what is known of each"
-            " problem goes by its number, so this must be a new run_dir (model.hf_path may be the old run's hf/)"
+            f"the training data is not what the run of {where} was trained on: {what}. Put it back, choose another"
+            f" run_dir, or permit it with checkpoint.may_change=[{keys}] (see docs/checkpoints.md)"
         )
     return lines + [f"training set {line}" for line, _ in changed]
 

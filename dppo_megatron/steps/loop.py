@@ -50,6 +50,7 @@ from dppo_megatron.selection import PromptDraw
 from dppo_megatron.steps.build import make_canary, make_engine, make_sampling, what_to_offload
 from dppo_megatron.steps.coordinator import Coordinator, off_policy_sized
 from dppo_megatron.steps.exchange import Replicas, exchange
+from dppo_megatron.steps.performance import performance
 from dppo_megatron.steps.step import RolloutTable, Step, Update, with_early_stop
 from dppo_megatron.texts import log
 from dppo_megatron.types import Completion, FloatArray, PackPlan, Prompt, RolloutPrompt, RunAborted, TrainSample
@@ -337,6 +338,8 @@ class Loop:
         record = step.record
         record.timing = record.timers.timing()
         record.metrics |= self._receipts | self._engine.statistics().metrics() | record.timers.drain()
+        rollout, device = self.job.config.rollout, self.actor.layout.device
+        record.metrics |= performance(record.counts, record.metrics, rollout, device)
         self._receipts = {}
         said = from_rank_zero(lambda: self._coordinator.learn(step))
         step.reached = "finished"  # also from `updated`, when a failed sync ends the run

@@ -137,8 +137,11 @@ def test_edited_data_at_a_resume(files: Path, finished: Path, capfd: pytest.Capt
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
     permitted = [*resumed, "checkpoint.may_change=[data.train_sets]"]
     _write_second(files / "second.csv", edited[:place] + edited[place + 1 :])
-    assert run_ranks(main, 1, permitted) == [2]
-    assert "so this must be a new run_dir" in capfd.readouterr().err
+    for arguments in (resumed, permitted):  # what no permission mends is not advised either
+        assert run_ranks(main, 1, arguments) == [2]
+        said = capfd.readouterr().err
+        assert "or this must be a new run_dir" in said and "may_change" not in said
+        assert "'second/b': " in said and "see docs/checkpoints.md" in said
     _write_second(files / "second.csv", edited)
     lines = (files / "heldout.jsonl").read_text().splitlines(keepends=True)
     (files / "heldout.jsonl").write_text("".join(lines[1:]))

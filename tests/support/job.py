@@ -112,4 +112,4 @@ def read_metrics(run_dir: Path, *, with_time: bool = False) -> list[dict[str, An
     """metrics.jsonl, without the clock. A record without a line fails: what holds of each of its rows says nothing."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert rows, f"{run_dir}: nothing was recorded"
-    return [{k: v for k, v in row.items() if with_time or not k.startswith("time/")} for row in rows]
+    return [{k: v for k, v in row.items() if with_time or not k.startswith(("time/", "perf/"))} for row in rows]
