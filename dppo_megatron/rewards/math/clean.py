@@ -22,6 +22,7 @@ _SIGNS = r"""
 √ \sqrt ∛ \sqrt[3] ∜ \sqrt[4] π \pi ∞ \infty ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ≈ \approx ∪ \cup ∩ \cap ∈ \in ± \pm ∓ \mp
 ∅ \emptyset ℝ \mathbb{R} ℤ \mathbb{Z} ° ^\degree º ^\degree ∠ \angle ∖ \setminus … \ldots ∀ \forall
 ∑ \sum ∏ \prod ∫ \int ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil ≡ \equiv △ \triangle ⟨ ( ⟩ ) ″ ''
+€ \euros £ \gbp ¥ \yen
 """.split()  # noqa: SIM905
 _SPELLED = {
     **dict.fromkeys("\u2212\u2013\u2014\u2012\ufe63\u2010\u2011", "-"),
@@ -55,7 +56,9 @@ _NOUN = r"(?:(?:point|equation|vector|set|number|value)s?|primes(?= ?\} ?\d))"  
 _SPELLINGS = {
     " ": "displaystyle textstyle scriptstyle limits nolimits mathop large Large LARGE huge Huge small checkmark"
     " blacksquare square qed Box quad qquad thinspace enspace medspace",
-    "": "textdollar dollar pounds euro",
+    "\\dollars ": "textdollar dollar",
+    "\\gbp ": "pounds",
+    "\\euros ": "euro",
     "\\frac": "dfrac tfrac cfrac sfrac nicefrac",
     "\\binom": "dbinom tbinom",
     "\\le ": "leqslant leqq leq",
@@ -93,7 +96,8 @@ _WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \
 _RULES = {
     r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*": "",
     r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}": " ",
-    r"(?:(?<![A-Za-z])US)?\\\$|[€£¥]|(?<![A-Za-z])(?:USD|EUR|GBP|JPY)(?![A-Za-z])": "",
+    r"(?:(?<![A-Za-z])US)?\\\$|\A\$(?=[\d.,]+\Z)|(?<![A-Za-z])USD(?=\s*\d)": r"\\dollars ",  # $75 is no formula
+    r"\\text\{\s*(\\(?:dollars|euros|gbp|yen) )\s*([\d.,]*)\s*\}": r"\1\2",
     # {\rm cm} and {5 \over 6}, as TeX had them before LaTeX
     r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}": r"\\text{ \1}",
     r"(?:\{|\A)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\frac{\1}{\2}",

@@ -36,6 +36,7 @@ _PRIMES = regex(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z]
 _BRACKETED = regex(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a bracket has closed, and it is no choice letter's; 2!3!, 2^{3}3
 # n(-1)^n is n times a power, v(0)^2 the square of a value
 _AT_A_NUMBER = regex(r"(?:(?<=[fghFGHPQ])|(?!\(-?\d+\)\s*\^\s*(?:[a-z]|\{[^{}]*[a-z])))\((-?\d+)\)")
+CURRENCIES = ("dollars", "euros", "gbp", "yen")
 _SEVERAL = frozenset(["max", "min", "gcd", "lcm"])
 ONE: Node = ("n", Fraction(1))
 DEGREE: Node = ("/", PI, ("n", Fraction(180)))
@@ -201,6 +202,8 @@ class _Reader:
             return self._sum_or_product(name)
         if name in ("lfloor", "lceil"):
             return _applied(name[1:], self._until("\\r" + name[1:]), None)
+        if name in CURRENCIES:  # it is in front of a term, as in $5 + $3
+            return self._primary()
         if name in _WORD_CONSTANTS:
             return ("c", _WORD_CONSTANTS[name])
         if name == "sqrt":

@@ -17,7 +17,7 @@ from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
 from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
-from dppo_megatron.rewards.math.parse import DEGREE, ONE, parse, parse_signs
+from dppo_megatron.rewards.math.parse import CURRENCIES, DEGREE, ONE, parse, parse_signs
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_grid, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.units import Unit, is_glued, read_compound, read_unit
@@ -40,6 +40,9 @@ _UNIT_TAIL = regex(
 )
 _WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
 _GLUED_TAIL = regex(r"(?<=[\d}])(?P<unit>[A-Za-z]+(?:\^\s*\{?\s*[23]\s*\}?)?)$")
+_MONEY = regex(
+    rf"(-?)\s*\\(?P<sign>{'|'.join(CURRENCIES)})(?![a-z])\s*(?P<behind>.+)|(?P<before>.+?)\s*\\(?P<currency>{'|'.join(CURRENCIES)})"
+)
 _PARTS = (
     "max min(?!u) cent(?!s) radius vert foc area peri slope mean median quotient length width height domain range ampl"
 )
@@ -298,6 +301,10 @@ def _union(parts: Sequence[Answer]) -> answers.Intervals:
 
 def _read_value(text: str, depth: int) -> Answer | None:
     """An expression with or without a unit; several where it has plus-minus signs."""
+    if money := _MONEY.fullmatch(text):
+        amount = _read_value((money[1] or "") + (money["behind"] or money["before"]), depth)
+        has_unit = not isinstance(amount, Value) or (amount.unit and amount.unit.words)
+        return amount if has_unit else replace(amount, unit=read_unit(money["sign"] or money["currency"]))
     word, letters = _WORD_TAIL.search(text), _GLUED_TAIL.search(text)
     glued = (word or letters or {"unit": ""})["unit"]
     if text[-1] != "%" and not (len(glued) > 1 and is_glued(glued)):  # 25 mph is not 25 m p h
