@@ -218,6 +218,7 @@ CASES = [
     case("3, 5", [], [r"\text{mode }3, 5", r"3, \text{minutes }5", r"3, \text{cents }5"]),
     # parts
     case("(3,4)", [], ["3 or 4", "x=3 or y=4"]),
+    case(r"(x, \$5)", ["(x, 5)", r"(x, 500\text{ cents})"], [r"(x, 5\text{ cents})", "(x, €5)"]),
     case(
         "(1)\\ 4; (2)\\ 7", [r"\text{(1) }4,\text{ (2) }7", "4, 7", "(2) 7; (1) 4"], ["4, 14", "7, 4", "(1) 7; (2) 4"]
     ),
@@ -302,7 +303,7 @@ CASES = [
     case(r"5 \text{ square units}", [r"5 \text{ cm}^2", r"5 \text{ units}^2"], [r"5 \text{ miles}", r"\$5"]),
     case(r"5 \text{ ways}", ["5"], [r"5\%"]),
     case(r"5\%", [r"0.05"], [r"5 \text{ ways}", r"5 \text{ units}"]),
-    case(r"9 \text{ p.m.}", ["9"], [r"9 \text{ hours}", r"9\%"]),
+    case(r"9 \text{ p.m.}", ["21:00"], [r"9 \text{ hours}", r"9\%"]),
     # an answer in a sentence
     case(
         "yes",

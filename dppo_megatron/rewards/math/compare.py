@@ -325,26 +325,11 @@ def _answers(gold: str, other: str) -> bool:
     return is_said and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
 
 
-def _clocks(gold: Answer, other: Answer, rules: Rules) -> bool:
-    if isinstance(gold, answers.Clock) and isinstance(other, answers.Clock):
-        bare = [clock for clock in (gold, other) if not clock.has_half]  # 4:30 and 16:30 are 4:30 p.m., not each other
-        is_half_open = len(bare) == 1 and 60 <= bare[0].minutes < 780
-        return (gold.minutes - other.minutes) % (720 if is_half_open else 1440) == 0
-    clock, plain = (gold, other) if isinstance(gold, answers.Clock) else (other, gold)
-    assert isinstance(clock, answers.Clock)
-    hour, minute = (Fraction(part) for part in divmod(clock.minutes, 60))
-    if isinstance(plain, Value) and plain.unit is None and clock is gold and clock.has_half and not minute:
-        return bool(same(("n", (hour - 1) % 12 + 1), plain.node, rules.work))  # 9 for 9 p.m.
-    ratio = Value(("/", ("n", hour), ("n", minute)))
-    return not clock.has_half and minute > 0 and equal(ratio, plain, rules)
-
-
 _BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], bool]], ...] = (
     (answers.Piece, _pieces),
     (Named, _named),
     (answers.Intervals, _spans),
     (AnswerList, _rows),
     (answers.Words, _words),
-    (answers.Clock, _clocks),
     (answers.Relation, _relations),
 )

@@ -33,18 +33,16 @@ _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _SMALL = {word: value for value, word in enumerate(_UP_TO_NINETEEN.split())}
 _SMALL |= {word: value for value, word in zip(range(20, 100, 10), _TENS.split(), strict=True)}
 _SCALES = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_PARTS = "half third quarter fourth fifth sixth seventh eighth ninth tenth"
-_DENOMINATORS = dict(zip(_PARTS.split(), (2, 3, 4, 4, 5, 6, 7, 8, 9, 10), strict=True)) | {"halve": 2}
+_PARTS = "half halve third quarter fourth fifth sixth seventh eighth ninth tenth"
 MULTIPLIERS = {"hundred": 100, **_SCALES}
-NUMBER_WORDS = frozenset({*_SMALL, *MULTIPLIERS, *_DENOMINATORS})
-_SIGNS = ("minus", "negative")
+NUMBER_WORDS = frozenset({*_SMALL, *MULTIPLIERS, *_PARTS.split()})
 
-_WORD = "|".join(sorted({*_SMALL, *_SCALES, "hundred", "and", "an", "a", *(f"{p}s?" for p in _DENOMINATORS)}, key=len))
+_WORD = "|".join(sorted({*_SMALL, *MULTIPLIERS, "and", "an", "a"}, key=len))
 _RUN = regex(
-    rf"(?<![\w\\-])(?:(?:{'|'.join(_SIGNS)})[ ]+)?(?:{_WORD})(?:(?:-|[ ]+)(?:{_WORD}))*(?![\w-])", re.IGNORECASE
+    rf"(?<![\w\\-])(?:(?:minus|negative)[ ]+)?(?:{_WORD})(?:(?:-|[ ]+)(?:{_WORD}))*(?![\w-])", re.IGNORECASE
 )
 _GOES_ON = regex(r"\s*[\[(\\^_\d]|\s+(?:first|second)\b", re.IGNORECASE)
-_ANY = regex("|".join((*_SMALL, "half", "hundred", "thousand", "million", "dozen", "quarter")), re.IGNORECASE)
+_ANY = regex("|".join((*_SMALL, *MULTIPLIERS)), re.IGNORECASE)
 
 
 def read_number(text: str) -> Fraction | None:
@@ -75,30 +73,18 @@ def stated_digits(text: str) -> tuple[int, Fraction]:
     return len(digits), Fraction(10) ** (int(exponent or 0) - len(places or ""))
 
 
-def read_number_words(text: str) -> Fraction | None:
+def read_number_words(text: str) -> int | None:
     """The number that the words are, all of them.
 
     Example:
         >>> read_number_words("One hundred twenty-five"), read_number_words("two and two thirds")
-        (Fraction(125, 1), Fraction(8, 3))
+        (125, None)
     """
     words = text.lower().replace("-", " ").split()
-    if not words or len(words) > 30:
-        return None
-    if words[0] in _SIGNS:
-        value = read_number_words(" ".join(words[1:]))
+    if words[:1] in (["minus"], ["negative"]):
+        value = _whole(words[1:])
         return None if value is None else -value
-    below = _DENOMINATORS.get(words[-1].removesuffix("s"))
-    if below is None:
-        whole = _whole(words)
-        return None if whole is None else Fraction(whole)
-    before, _, above = " ".join(words[:-1]).rpartition("and ")
-    parts = 1 if above in ("a", "an") or words == ["half"] else _whole(above.split())
-    rest = _whole(before.split()) if before else 0
-    # one third and two thirds, not twenty fourth: an ordinal behind tens is a date or a place
-    if parts is None or rest is None or (rest and parts >= below) or (parts > 1) != words[-1].endswith("s"):
-        return None
-    return rest + Fraction(parts, below)
+    return _whole(words) if len(words) <= 30 else None
 
 
 def with_digits(text: str) -> str:

@@ -18,9 +18,7 @@ from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS
 
 WRAPPED_TEXT = regex(r"\\text\{([^{}]*)\}")
-_CLOCK = regex(
-    r"(\d{1,2})(?::(\d\d))?\s*(?:\\text\{)?\s*([AaPp])\.?\s*[Mm]\.?\s*\}?|(\d{1,2}):(\d\d)|(\d{1,2}) +o'?clock"
-)
+_CLOCK = regex(r"(1?\d)(?::([0-5]\d))?\s*([AaPp])\.?\s*[Mm]\.?")
 _BASED = regex(
     r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
 )
@@ -108,8 +106,8 @@ def read_special(text: str, depth: int) -> Answer | None:
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
         if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
             return _based(match[1].upper(), base)
-    if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and depth == 0:
-        return read_clock(match)
+    if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and int(match[1]) <= 12:
+        return answers.Words(f"{int(match[1]) % 12 + 12 * (match[3] in 'pP')} {match[2] or '00'}")
     if match := _CONGRUENCE.fullmatch(text):
         residues = _residues(match["residues"], int(match["modulus"]), bool(match["not"]))
         return answers.Named(match["name"], residues) if residues and match["name"] else residues
@@ -170,14 +168,6 @@ def _based(digits: str, base: int) -> Answer:
         return Value(("n", Fraction(digits)))
     whole, point, rest = digits.lstrip("-").lstrip("0").partition(".")
     return answers.Words(f"{'-' * digits.startswith('-')}{whole}{(point + rest).rstrip('0').rstrip('.')}_{base}")
-
-
-def read_clock(match: re.Match[str]) -> answers.Clock | None:
-    """A time of day; None for what no clock shows, such as 25:00."""
-    hour, minute, half = int(match[1] or match[4] or match[6]), int(match[2] or match[5] or 0), (match[3] or "").lower()
-    if hour > 24 or minute > 59 or (half and hour > 12):
-        return None
-    return answers.Clock((hour % 12 + 12 * (half == "p") if half else hour) * 60 + minute, bool(half))
 
 
 def read_grid(body: str, scale: Node = ONE, is_turned: bool = False) -> AnswerList:
