@@ -16,7 +16,7 @@ CASES = [
     case(r"(0,\infty)", [r"\mathbb R^+", r"\mathbb{R}_{>0}", r"x>0"], [r"\mathbb R", r"[0,\infty)"]),
     case(
         r"\{1,2,3\}",
-        [r"\{x\in\mathbb Z: 1\le x\le3\}", r"\{x \in \mathbb{Z} \mid 0<x<4\}"],
+        [r"1, 2 \text{ and } 3"],
         [r"\{x\in\mathbb Z: 1\le x<3\}", r"[1,3]"],
     ),
     case(
@@ -296,7 +296,12 @@ CASES = [
             r"5.\overline{0}1",
         ],
     ),
-    case("5", [r"5 \text{ sheep}"], [], {"problem": "How many sheep does she own?"}),
+    case("5", [r"5 \text{ sheep}"], [r"5 \text{ halved}", r"5 \text{ sheepish}"]),
+    case("1", [r"1 \text{ apple}"], [r"1 \text{ halved}", r"1 \text{ possible}"]),
+    # letters that may be quantities are no unit: the reference is a product
+    case(r"\frac13mL^2", [r"\frac{mL^2}{3}"], [r"\frac13", "1/3"]),
+    case("3nL", ["3Ln"], ["3"]),
+    case("5", ["5cm", "5kg", "5 mph"], ["5mL", "5kN"]),
     case(
         r"5 \text{ units}", [r"5 \text{ cm}", "5"], [r"5\%", r"5^\circ", r"5 \text{ days}", r"5 \text{ square units}"]
     ),

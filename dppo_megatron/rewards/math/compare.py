@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from dppo_megatron.rewards.math import answers
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, symbols
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
-from dppo_megatron.rewards.math.number_sets import MINUS_INFINITY, as_spans, normal
+from dppo_megatron.rewards.math.number_sets import as_spans, normal
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
 from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_together, equal_values
@@ -108,12 +109,6 @@ def _relation(answer: Answer) -> answers.Relation | None:
         return answer
     if isinstance(answer, Named) and answer.left is not None and isinstance(answer.value, Value):
         return answers.Relation((answer.left, answer.value.node), ("=",))
-    if isinstance(answer, answers.Intervals) and answer.name and len(answer.pieces) == 1:
-        (piece,), name = answer.pieces, ("s", answer.name)
-        if piece.low == MINUS_INFINITY:
-            return answers.Relation((name, piece.high), ("\\le" if piece.high_closed else "<",))
-        if piece.high == answers.INFINITY:
-            return answers.Relation((piece.low, name), ("\\le" if piece.low_closed else "<",))
     return None
 
 
@@ -157,6 +152,9 @@ def _only_names(node: Node, operations: str) -> bool:
 def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     """Order matters in tuples only; how often something is listed matters in lists only."""
     if not isinstance(gold, AnswerList) or not isinstance(other, AnswerList):
+        for row, plain in ((gold, other), (other, gold)):
+            if isinstance(row, AnswerList) and row.kind == "tuple" and isinstance(plain, Value):
+                return _is_sum_of(row, plain, rules)
         ours, theirs = (
             row.items[0] if isinstance(row, AnswerList) and row.kind == "set" and len(row.items) == 1 else row
             for row in (gold, other)
@@ -186,6 +184,16 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     if "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items)):
         return _covered(items, others, rules)
     return _one_to_one(items, others, rules)
+
+
+def _is_sum_of(point: AnswerList, value: Value, rules: Rules) -> bool:
+    """2 i - 3 j, of unit vectors, and (2, -3)."""
+    letters = tuple(f"overline:{letter}" for letter in "ijk")
+    sides = [item.node for item in point.items if isinstance(item, Value)]
+    if len(sides) < len(point.items) or symbols(value.node) & set(letters) != set(letters[: len(sides)]):
+        return False
+    parts: list[Node] = [("*", ("s", letter), side) for letter, side in zip(letters, sides, strict=False)]
+    return equal_nodes(functools.reduce(lambda one, two: ("+", one, two), parts), value.node, rules)
 
 
 def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -> bool:
@@ -264,9 +272,6 @@ def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> b
 
 
 def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
-    if isinstance(gold, answers.Relation) or isinstance(other, answers.Relation):  # 2y < 2x for y < x
-        one, two = _relation(gold), _relation(other)
-        return one is not None and two is not None and _relations(one, two, rules)
     left, right = as_spans(gold), as_spans(other)
     if left is None or right is None or isinstance(gold, Value) or isinstance(other, Value):
         return False
@@ -287,10 +292,6 @@ def _pieces(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 def _as_grid(answer: Answer, like: AnswerList) -> Answer:
     """A tuple, or [1, 2], as the one row or column that the other answer is."""
-    if isinstance(answer, answers.Intervals) and len(answer.pieces) == 1:
-        (piece,) = answer.pieces
-        if piece.low_closed and piece.high_closed:
-            answer = AnswerList("tuple", (Value(piece.low), Value(piece.high)))
     if not isinstance(answer, AnswerList) or answer.kind != "tuple":
         return answer
     rows = (answer.items,) if len(like.items) == 1 else tuple((item,) for item in answer.items)

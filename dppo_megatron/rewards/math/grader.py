@@ -257,7 +257,6 @@ def _read(text: str) -> tuple[Answer | None, str]:
 
 def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
     """What the row says; where that is nothing, what the digits of both sides say."""
-    context = f"{row.get('problem', '')} {reference}".lower()
     # `precision` is OlympiadBench's name for it; a plain number under that name may be a count of digits
     precision = row.get("precision")
     tolerances = _tolerances(row.get("tolerance")) or _tolerances(precision if isinstance(precision, list) else None)
@@ -269,10 +268,10 @@ def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
     wholes = whole_letters(reference)
     if tolerances or stated is not None or (is_rounded and digits):
         place = place if is_rounded else Fraction(0)
-        return Rules(tolerances, stated, place, is_exact=False, context=context, wholes=wholes)
+        return Rules(tolerances, stated, place, is_exact=False, wholes=wholes)
     place = place if digits >= 3 else Fraction(0)
     their_place = their_place * 10 ** max(their_digits - 15, 0) if their_digits >= 12 else Fraction(0)
-    return Rules(last_place=place, their_last_place=their_place, context=context, wholes=wholes)
+    return Rules(last_place=place, their_last_place=their_place, wholes=wholes)
 
 
 def _tolerances(stated: Any) -> tuple[Fraction, ...]:

@@ -19,7 +19,8 @@ MAX_EXPONENT = 5000
 
 _PLAIN = regex(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|[+-]?\.\d+", re.ASCII)
 _DECIMAL = regex(
-    r"[+-]?(?:\\[a-z]+ )?([\d,]*)(?:\.(\d*))?(?:[eE]([+-]?\d+)|\s*\*\s*10\s*\^\s*\{?\s*([+-]?\d+)\s*\}?)?(?:\s*[%\\A-Za-z].*)?",
+    r"[+-]?(?:\\[a-z]+ )?([\d,]*)(?:\.(\d*))?"
+    r"(?:[eE]([+-]?\d+)|\s*\*\s*10\s*\^\s*\{?\s*([+-]?\d+)\s*\}?)?(?:\s*[%\\A-Za-z].*)?",
     re.ASCII,
 )
 _SPACED = regex(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
@@ -38,9 +39,7 @@ MULTIPLIERS = {"hundred": 100, **_SCALES}
 NUMBER_WORDS = frozenset({*_SMALL, *MULTIPLIERS, *_PARTS.split()})
 
 _WORD = "|".join(sorted({*_SMALL, *MULTIPLIERS, "and", "an", "a"}, key=len))
-_RUN = regex(
-    rf"(?<![\w\\-])(?:(?:minus|negative)[ ]+)?(?:{_WORD})(?:(?:-|[ ]+)(?:{_WORD}))*(?![\w-])", re.IGNORECASE
-)
+_RUN = regex(rf"(?<![\w\\-])(?:(?:minus|negative)[ ]+)?(?:{_WORD})(?:(?:-|[ ]+)(?:{_WORD}))*(?![\w-])", re.IGNORECASE)
 _GOES_ON = regex(r"\s*[\[(\\^_\d]|\s+(?:first|second)\b", re.IGNORECASE)
 _ANY = regex("|".join((*_SMALL, *MULTIPLIERS)), re.IGNORECASE)
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 from dppo_megatron.rewards.math import answers
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, substituted, symbols
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, symbols
 from dppo_megatron.rewards.math.clean import closing, split_top
-from dppo_megatron.rewards.math.equality import same
-from dppo_megatron.rewards.math.evaluate import WorkLimit
-from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
+from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality
 from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
-from dppo_megatron.rewards.math.parse import CURRENCIES, DEGREE, ONE, parse, parse_signs
+from dppo_megatron.rewards.math.parse import CURRENCIES, DEGREE, parse, parse_signs
 from dppo_megatron.rewards.math.patterns import regex
-from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_grid, read_special, read_words, without_sentence
-from dppo_megatron.rewards.math.units import Unit, is_glued, read_compound, read_unit
+from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_special, read_words, without_sentence
+from dppo_megatron.rewards.math.units import Unit, read_compound, read_unit
 
 _SEPARATOR = regex(
     r"\s*[,;]\s*(?:\\text\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))?|\s+(?:and|or)\s+|(?<=[)\]])(?:and|or)(?=[(\[])"
@@ -33,13 +30,14 @@ _IN = regex(r"\\in(?![A-Za-z])")
 _UNION = regex(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*U\s*(?=[(\[])")
 _WITHOUT = regex(r"\\setminus(?![A-Za-z])")
 _COMMA = regex(r"[,;]")
-_ROWS = regex(r"\[\s*\[|\[[^\[\]();]*,[^\[\]();]*;[^\[\]()]*\]\Z")
 _BAR = regex(r"\||:")
 _UNIT_TAIL = regex(
     r"(?<![\s{(^_])\s*(?P<unit>(?:\\text\{[^{}]*\}|[/%])(?:\\text\{[^{}]*\}|[\s/*]|/\s*[a-z](?![A-Za-z])|\^\s*\{?\s*-?\d\s*\}?)*)$"
 )
 _WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
-_GLUED_TAIL = regex(r"(?<=[\d}])(?P<unit>[A-Za-z]+(?:\^\s*\{?\s*[23]\s*\}?)?)$")
+_GLUED_TAIL = regex(  # 5cm; but 3mL may be a product of letters
+    r"(?<=[\d}])(?P<unit>(?:[ckm]m|kg|mph|ft|lbs?|oz|hrs?|mins?|secs?|[a-z]{5,})(?:\^\s*\{?\s*[23]\s*\}?)?)$"
+)
 _MONEY = regex(
     rf"(-?)\s*\\(?P<sign>{'|'.join(CURRENCIES)})(?![a-z])\s*(?P<behind>.+)|(?P<before>.+?)\s*\\(?P<currency>{'|'.join(CURRENCIES)})"
 )
@@ -71,8 +69,6 @@ _NAME = regex(
 )
 _OVER = regex(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
-_OPERATIONS = 200
-"""Of one vector: a list may have a hundred of them."""
 _TERM = regex(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
 
 
@@ -257,10 +253,6 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
     if text[0] not in "([" or closing(text) < len(text) - 1:
         return None
     items = split_top(text[1:-1], _COMMA)
-    if _ROWS.match(text):
-        grid = read_grid(text.strip("[] "))
-        if len(grid.items) > 1 and len({len(row.items) for row in grid.items if isinstance(row, AnswerList)}) == 1:
-            return grid
     if len(items) == 1:
         inner = text[1:-1].strip()
         is_answer = text[0] == "(" and text[-1] == ")" and ("(" in inner[:1] or "=" in inner)
@@ -281,9 +273,9 @@ def _set(inner: str, depth: int) -> Answer:
     conditions = split_top(inner, _BAR)
     if len(conditions) == 2 and (over := _OVER.fullmatch(conditions[0].strip())):
         found = read_answer(conditions[1], depth + 1)
-        if over[1] in (None, "R") or not isinstance(found, answers.Intervals):
-            return found
-        return whole_members(found, -math.inf if over[1] == "Z" else 1)
+        if over[1] in ("Z", "N") and isinstance(found, answers.Intervals):
+            raise Unreadable("whole numbers between bounds")
+        return found
     items = _flat([read_answer(part, depth + 1) for part in split_top(inner, _COMMA)])
     if any(isinstance(item, answers.Intervals) for item in items):
         raise Unreadable("a set of sets")
@@ -306,13 +298,13 @@ def _read_value(text: str, depth: int) -> Answer | None:
         has_unit = not isinstance(amount, Value) or (amount.unit and amount.unit.words)
         return amount if has_unit else replace(amount, unit=read_unit(money["sign"] or money["currency"]))
     word, letters = _WORD_TAIL.search(text), _GLUED_TAIL.search(text)
-    glued = (word or letters or {"unit": ""})["unit"]
-    if text[-1] != "%" and not (len(glued) > 1 and is_glued(glued)):  # 25 mph is not 25 m p h
+    unit = read_unit(word["unit"]) if word and len(word["unit"]) > 1 else None
+    if text[-1] != "%" and not letters and not (unit and unit.dimension):  # 25 mph is not 25 m p h
         with contextlib.suppress(Unreadable):
             return _spread(parse_signs(text), None)
     for tail in (_UNIT_TAIL.search(text), word, letters):
         words = WRAPPED_TEXT.sub(r"\1", tail["unit"]) if tail and tail.start("unit") else ""
-        if tail and re.search("[A-Za-z%]", words) and (tail is not letters or is_glued(words)):
+        if tail and re.search("[A-Za-z%]", words):
             found = _with_words(text[: tail.start("unit")].strip(), words)
             if found is not None:
                 return found
@@ -322,10 +314,11 @@ def _read_value(text: str, depth: int) -> Answer | None:
 def _with_words(core: str, words: str) -> Answer | None:
     first, _, rest = words.strip().partition(" ")
     factor = MULTIPLIERS.get(first.lower().strip("."), 1)
-    unit = read_unit(words if factor == 1 else rest)
+    unit, value = read_unit(words if factor == 1 else rest), read_number(core)
+    if unit is None and value == 1 and not words.endswith(("ed", "ly", "ing", "ble")):  # 1 apple, not 1 halved
+        unit = read_unit(f"{words}s")
     if unit is None:
         return None
-    value = read_number(core)
     nodes: list[Node] = [("n", value)] if value is not None else []
     with contextlib.suppress(Unreadable):
         nodes = nodes or parse_signs(core)
@@ -338,24 +331,9 @@ def _spread(nodes: list[Node], unit: Unit | None) -> Answer:
     if len(nodes) > 1:
         return AnswerList("list", tuple(Value(node, unit) for node in nodes), signs=True)
     (node,) = nodes
-    if vector := _components(node):
-        return vector
     if node[0] == "-" and node[1][0] == "*" and node[1][2] == DEGREE:
         node = ("*", ("-", node[1][1]), DEGREE)
     return Value(node[1], read_unit("degrees")) if node[0] == "*" and node[2] == DEGREE else Value(node, unit)
-
-
-def _components(node: Node) -> Answer | None:
-    """2 i - 3 j as a tuple: of unit vectors, bold or with hats, and linear in them."""
-    letters = [f"overline:{letter}" for letter in "ijk" if f"overline:{letter}" in symbols(node)]
-    if letters[:2] != ["overline:i", "overline:j"]:
-        return None
-    nothing: dict[str, Node] = dict.fromkeys(letters, ("n", Fraction(0)))
-    parts = [substituted(node, {**nothing, name: ONE}) for name in letters]
-    whole: Node = ("n", Fraction(0))
-    for name, part in zip(letters, parts, strict=True):
-        whole = ("+", whole, ("*", ("s", name), part))
-    return AnswerList("tuple", tuple(map(Value, parts))) if same(node, whole, WorkLimit(_OPERATIONS)) else None
 
 
 _READERS = (_read_cases, read_special, _read_text, _read_list, _read_sets, _read_relation, _read_bracketed, _read_value)
