@@ -23,8 +23,8 @@ _EACH = 6
 """Operations of a comparison beside those of its expressions: two lists of 100 may take 10,000 comparisons."""
 
 _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
+_COUNTED = regex(r"(?<=[xyzt])_\d+\Z")
 _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
-_COUNTED = regex(r"(x|y|z|t|\\lambda)_\d+")
 _LABEL = regex(r"([A-Za-z]{3,}):?")
 _SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:")
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
@@ -76,8 +76,10 @@ def _differ(gold: str, other: str) -> bool:
     """Whether two names are of different things for certain: x and y, f(x) and g(x), AB and CD, Area and Volume; but
     y is f(x), and anything may be called by a letter of its own."""
     gold, other = (name.removeprefix("\\text") for name in (gold, other))
-    if gold == other:
+    if other in (gold, _COUNTED.sub("", gold)) or gold == _COUNTED.sub("", other):  # x_1 = 1, x_2 = 2
         return False
+    if sorted(gold.split(":")) == sorted(other.split(":")):  # l:w and w:l
+        return True
     ours, theirs = (name.partition("(")[0] for name in (gold, other))
     if "(" in gold or "(" in other:
         primes = "'" * max(ours.count("'"), theirs.count("'"))
@@ -170,8 +172,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     names = [{item.name.partition("_")[0] for item in row.items if isinstance(item, Named)} for row in (gold, other)]
     if (gold.signs or other.signs) and max(map(len, names)) > 1 and min(map(len, names)) < 1:
         return False  # x = 2 or y = 3 for 2, 3
-    items, others = _without_indices(gold.items, other.items)
-    others = _as_named(others, items)
+    items, others = gold.items, _as_named(other.items, gold.items)
     labels, other_labels = _labels(items), _labels(others)
     is_labelled = len(set(labels)) == len(items)
     if is_labelled and sorted(labels) == sorted(other_labels):
@@ -188,7 +189,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 def _is_sum_of(point: AnswerList, value: Value, rules: Rules) -> bool:
     """2 i - 3 j, of unit vectors, and (2, -3)."""
-    letters = tuple(f"overline:{letter}" for letter in "ijk")
+    letters = tuple(f"hat:{letter}" for letter in "ijk")
     sides = [item.node for item in point.items if isinstance(item, Value)]
     if len(sides) < len(point.items) or symbols(value.node) & set(letters) != set(letters[: len(sides)]):
         return False
@@ -211,18 +212,6 @@ def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -
     if is_joint and len(one) == len(two) == len(items) and any(map(symbols, one)):
         return equal_together(one, two, rules)
     return all(equal(a, b, rules.item(index)) for index, (a, b) in enumerate(pairs))
-
-
-def _without_indices(items: Sequence[Answer], others: Sequence[Answer]) -> list[tuple[Answer, ...]]:
-    """Both sides; x_1 = 1, x_2 = 2 as x = 1, x = 2 where the other side counts no solutions. Forces and terms of a
-    sequence have an order."""
-    sides = items, others
-    names = [{item.name for item in side if isinstance(item, Named)} for side in sides]
-    bare = {counted[1] if (counted := _COUNTED.fullmatch(name)) else name for name in names[0] | names[1]}
-    if len(bare) != 1 or bare not in names:
-        return [tuple(items), tuple(others)]
-    (name,) = bare
-    return [tuple(replace(one, name=name) if isinstance(one, Named) else one for one in side) for side in sides]
 
 
 def _labels(items: Sequence[Answer]) -> list[str]:

@@ -41,7 +41,7 @@ _SEVERAL = frozenset(["max", "min", "gcd", "lcm"])
 ONE: Node = ("n", Fraction(1))
 DEGREE: Node = ("/", PI, ("n", Fraction(180)))
 _INDEX = regex(r"\s*\{\s*([A-Za-z])\s*=")
-_DECORATED = frozenset(["overline", "dot", "ddot", "angle", "triangle"])
+_DECORATED = frozenset(["overline", "hat", "vec", "tilde", "dot", "ddot", "angle", "triangle"])
 
 
 def parse(text: str) -> Node:
@@ -110,7 +110,7 @@ class _Reader:
         while True:
             # the argument of a function without brackets ends before * and /: \cos t \cdot x
             if not until_function and self._take("*"):
-                node = ("*", node, self._signed(self._factor))
+                node = self._times(node, self._signed(self._factor))
             elif not until_function and self._take("/"):
                 node = _quotient(node, self._signed(self._factor))
             elif not until_function and self._take("\\bmod", "\\mod"):
@@ -119,9 +119,15 @@ class _Reader:
                 digits = self._peek()[0] in "0123456789."
                 if digits and not _BRACKETED.search(self.text, 0, self.position):  # but (n-2) 2^n is a product
                     raise Unreadable("a number behind a factor")
-                node = ("*", node, self._factor())
+                node = self._times(node, self._factor())
             else:
                 return node
+
+    def _times(self, left: Node, right: Node) -> Node:
+        """The product; that of two vectors is none of numbers."""
+        if "\\vec" in self.text and all("vec:" in repr(side) for side in (left, right)):
+            raise Unreadable("a product of vectors")
+        return ("*", left, right)
 
     def _signed(self, read: Callable[[], Node]) -> Node:
         """What is read, with the signs before it."""

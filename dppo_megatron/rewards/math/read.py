@@ -45,16 +45,12 @@ _PARTS = (
     "max min(?!u) cent(?!s) radius vert foc area peri slope mean median quotient length width height domain range ampl"
 )
 _LABEL = regex(
-    r"(?:\\text\{\s*)?((?!Not|Wrong)[A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)"
+    r"(?:\\text\{\s*)?((?!Not|Wrong|False|Minus|Negative)[A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)"
     rf"|\\text\{{\s*((?i:{_PARTS.replace(' ', '|')})[a-z]*)\s*\}}\s*(?=[-\d\\(])(.+)",
     re.DOTALL,
 )
 _NUMBERED = regex(r"\s*(?:\\text\{)?\s*\((\d\d?)\)\s*\}?\s*([^\s}].*)", re.DOTALL)
 _WORD = regex("[A-Z][a-z]+")
-_FRENCH = regex(  # ]1, 2[ is (1, 2)
-    r"(\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)\s*([\[\]])([^\[\]()]{1,200}[,;][^\[\]()]{1,200})([\[\]])"
-)
-
 _CASES = regex(r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?P<rows>.*)\\end\{cases\}", re.DOTALL)
 _CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
 _OTHERWISE = answers.Words("otherwise")
@@ -65,7 +61,7 @@ _NAME = regex(
     rf"|\({_MEMBER}(?:,{_MEMBER})*\)"
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
     r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
-    r"|(?:\\overline\{)?[A-Z]{2,4}\}?|\\overline\s*\{?\s*[a-z]\s*\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
+    r"|(?:\\(?:overline|vec)\s*\{)?[A-Z]{2,4}\}?|\\(?:overline|hat|vec|tilde)\s*\{?\s*[A-Za-z]\s*\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
 )
 _OVER = regex(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
@@ -84,11 +80,6 @@ def read_answer(text: str, depth: int = 0) -> Answer:
         text = without_sentence(text)
     if (depth == 0 or "," not in text) and (value := read_number(text)) is not None:
         return Value(("n", value))
-    if depth == 0 and text[-1] in "[]":
-        opened = {"]": "(", "[": "["}, {"]": "]", "[": ")"}
-        text = _FRENCH.sub(
-            lambda found: f"{found[1]} {opened[0][found[2]]}{found[3]}{opened[1][found[4]]}", text
-        ).strip()
     for reader in _READERS:
         found = reader(text, depth)
         if found is not None:
@@ -238,10 +229,6 @@ def _equation(sides: list[str], depth: int) -> Answer:
         if index and isinstance(value, Value) and index[2] in symbols(value.node):  # a sequence
             name = f"{index[1]}({index[2]})"
         return answers.Named(name, value, left)
-    if len(sides) == 2 and re.fullmatch(r"[a-zA-Z]", sides[1]) and sides[1] not in symbols(parse(sides[0])):
-        return _equation(sides[::-1], depth)  # 5 = x
-    if len(sides) > 2 and _NAME.fullmatch(sides[0]):
-        return answers.Named(re.sub(r"[\s{}]", "", sides[0]), _equation(sides[1:], depth))
     if len(sides) == 2 and (":" in sides[0] or ":" in sides[1]):
         return answers.Named(re.sub(r"[\s{}]", "", sides[0]), read_answer(sides[1], depth + 1))
     return answers.Relation(tuple(parse(side) for side in sides), ("=",) * (len(sides) - 1))

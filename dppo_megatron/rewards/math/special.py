@@ -22,7 +22,6 @@ _CLOCK = regex(r"(1?\d)(?::([0-5]\d))?\s*([AaPp])\.?\s*[Mm]\.?")
 _BASED = regex(
     r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
 )
-_BASED_WORDS = regex(r"([0-9A-Fa-f]+)\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\}?\s*(\d+|[a-z]+)\)?\}?")
 _ENVIRONMENT = regex(
     r"(?P<scale>[^&=,;]*?)\s*[(\[]?\s*\\begin\s*\{(?P<kind>[pbB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?"
     r"(?P<rows>(?:(?!\\begin).)*)\\end\s*\{(?P=kind)\}\s*[\])]?(?P<turned>\s*\^\s*\{?\s*T\s*\}?)?",
@@ -102,7 +101,7 @@ def read_special(text: str, depth: int) -> Answer | None:
     if match := _HALF_LINE.fullmatch(text):
         return half_line(match[1], match[3] or ("<" if match[2] == "-" else ">"), ("n", Fraction(0)))
     based = WRAPPED_TEXT.sub(r"\1", text) if "}_" in text else text
-    if match := _BASED.fullmatch(based) or _BASED_WORDS.fullmatch(text):
+    if match := _BASED.fullmatch(based):
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
         if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
             return _based(match[1].upper(), base)
@@ -199,14 +198,15 @@ def _says_no_less(clause: str, stated: set[str] | None) -> bool:
     if stated is None:
         return True
     words, letters = _domain(clause), _letters(clause)
-    kinds, restricted = words & _KINDS, words - _KINDS - _NEUTRAL
     if "some" in words - stated and letters & set("tuvwxyz"):
         return False
     if stated:
-        return restricted <= stated and (not kinds or not stated & _KINDS or kinds == stated & _KINDS)
-    if words & _EVERY:
-        return restricted <= {"positive", "nonnegative"}
-    return not restricted and (letters <= _WHOLE or not kinds & {"integer", "rational"})
+        allowed = stated if stated & _KINDS else stated | _KINDS
+    elif words & _EVERY:
+        allowed = _KINDS | {"positive", "nonnegative"}
+    else:
+        allowed = _KINDS if letters <= _WHOLE else {"real", "complex"}
+    return words - _NEUTRAL <= allowed
 
 
 def whole_letters(text: str) -> frozenset[str]:
