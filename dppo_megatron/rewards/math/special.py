@@ -33,7 +33,7 @@ _LEAD = regex(
     re.IGNORECASE,
 )
 _SENTENCE = regex(
-    r"(?:\\text\{)?[A-Z][A-Za-z ,'()-]+(?:\b(?:is|are|equals)|:)"
+    r"(?:\\text\{)?(?!Minus|Negative)[A-Z][A-Za-z ,'()-]+(?:\b(?:is|are|equals)|:)"
     r"(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
 _HALF_LINE = regex(r"([a-z]?)\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
