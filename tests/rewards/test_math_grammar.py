@@ -178,7 +178,9 @@ CASES = [
     ),
     case(r"3\mid n", [r"n\text{ is divisible by }3"], [r"3!\mid n", r"3\mid m"]),
     case(r"3\nmid n", [r"n\not\equiv 0\pmod 3", r"n\equiv 1\text{ or }2\pmod 3"], [r"3\mid n", r"n\equiv 1\pmod 3"]),
-    case(r"n\equiv 1\pmod 2", [r"n\text{ is odd}", r"\text{all odd }n"], [r"n\text{ is even}"]),
+    case(r"n\equiv 1\pmod 2", [r"n\text{ is odd}", r"\text{all odd }n", "odd"], [r"n\text{ is even}", "even"]),
+    case(r"\text{odd}", [r"n\text{ is odd}"], [r"n\text{ is even}", r"n\text{ is not odd}", "1", r"1\pmod 2"]),
+    case("x=1", [], ["odd", r"\text{positive}"]),
     case(
         r"f(n)=\begin{cases}0&n\text{ even}\\1&n\text{ odd}\end{cases}",
         [r"\begin{cases}1&\text{if }n\text{ is odd}\\0&\text{if }n\text{ is even}\end{cases}"],

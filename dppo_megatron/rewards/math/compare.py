@@ -311,7 +311,9 @@ def _answers(gold: str, other: str) -> bool:
     subject = re.sub(r" (?:the|an?) \Z", " ", other.removesuffix(gold)).split()
     ends = ("is", "are") if gold.split()[0] not in _VERBS else tuple(subject[1:2])
     said = [word for word in subject if word in ends]  # it is A or it is B
-    is_said = first in ("the", "this", "it", "that", "they") and len(said) == 1 and said == subject[-1:]
+    is_said = (
+        (len(first) == 1 or first in ("the", "this", "it", "that", "they")) and len(said) == 1 and said == subject[-1:]
+    )
     return is_said and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Unreadable, Words
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Named, Unreadable, Words
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.evaluate import TooBig
@@ -118,6 +118,8 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text reads as a product of letters
         theirs = as_words(other) or theirs
+    if isinstance(gold, Named) and isinstance(theirs, Words):  # `odd` for `n is odd`
+        theirs = _read(f"{gold.name} is {theirs.text}")[0] or theirs
     if gold is not None and theirs is not None:
         rules = _rules(row, reference, other)
         is_right = _judge(gold, theirs, rules, row)
