@@ -24,7 +24,6 @@ _DECIMAL = regex(
     re.ASCII,
 )
 _SPACED = regex(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
-_DOTTED = regex(r"[+-]?[1-9]\d{0,2}(?:(?:\.\d{3}){2,}|(?:\.\d{3})+,\d+)", re.ASCII)
 
 _UP_TO_NINETEEN = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
@@ -45,7 +44,7 @@ _ANY = regex("|".join((*_SMALL, *MULTIPLIERS)), re.IGNORECASE)
 
 
 def read_number(text: str) -> Fraction | None:
-    """The exact value of a decimal: 7, -1,234.50, .5, 1 000, 1.234,50.
+    """The exact value of a decimal: 7, -1,234.50, .5, 1 000.
 
     Example:
         >>> read_number("-1,234.50")
@@ -55,8 +54,6 @@ def read_number(text: str) -> Fraction | None:
         return None
     if _SPACED.fullmatch(text):
         text = text.replace(" ", "")
-    elif _DOTTED.fullmatch(text):
-        text = text.replace(".", "").replace(",", ".")
     return Fraction(text.replace(",", "").rstrip(".")) if _PLAIN.fullmatch(text) else None
 
 
