@@ -125,7 +125,7 @@ class _Reader:
 
     def _times(self, left: Node, right: Node) -> Node:
         """The product; that of two vectors is none of numbers."""
-        if "\\vec" in self.text and all("vec:" in repr(side) for side in (left, right)):
+        if "\\vec" in self.text and all("vec:" in repr(side) for side in (right, left)):
             raise Unreadable("a product of vectors")
         return ("*", left, right)
 

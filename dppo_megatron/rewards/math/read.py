@@ -282,8 +282,9 @@ def _read_value(text: str, depth: int) -> Answer | None:
     """An expression with or without a unit; several where it has plus-minus signs."""
     if money := _MONEY.fullmatch(text):
         amount = _read_value((money[1] or "") + (money["behind"] or money["before"]), depth)
-        has_unit = not isinstance(amount, Value) or (amount.unit and amount.unit.words)
-        return amount if has_unit else replace(amount, unit=read_unit(money["sign"] or money["currency"]))
+        if isinstance(amount, Value) and not (amount.unit and amount.unit.words):
+            amount = replace(amount, unit=read_unit(money["sign"] or money["currency"]))
+        return amount
     word, letters = _WORD_TAIL.search(text), _GLUED_TAIL.search(text)
     unit = read_unit(word["unit"]) if word and len(word["unit"]) > 1 else None
     if text[-1] != "%" and not letters and not (unit and unit.dimension):  # 25 mph is not 25 m p h

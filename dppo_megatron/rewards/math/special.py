@@ -203,9 +203,9 @@ def _says_no_less(clause: str, stated: set[str] | None) -> bool:
     if stated:
         allowed = stated if stated & _KINDS else stated | _KINDS
     elif words & _EVERY:
-        allowed = _KINDS | {"positive", "nonnegative"}
+        allowed = {*_KINDS, "positive", "nonnegative"}
     else:
-        allowed = _KINDS if letters <= _WHOLE else {"real", "complex"}
+        allowed = {*_KINDS} if letters <= _WHOLE else {"real", "complex"}
     return words - _NEUTRAL <= allowed
 
 
