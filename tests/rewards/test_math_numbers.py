@@ -400,7 +400,9 @@ CASES = [
     case("-5", right=["negative five", "minus five"], wrong=["five"]),
     case(r"\frac{2}{3}", right=[], wrong=["two", "third", "one third", "two and a third"]),
     case("2.5", right=[], wrong=["two", "half", "two point five five"]),
-    case("2", right=["two"], wrong=["two thirds", "two and a half", "two halves", "two hundred", "one or two", "second"]),
+    case(
+        "2", right=["two"], wrong=["two thirds", "two and a half", "two halves", "two hundred", "one or two", "second"]
+    ),
     # combinations
     case(
         r"\binom{20}{10}",
