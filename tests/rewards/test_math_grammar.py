@@ -16,7 +16,7 @@ CASES = [
     case(r"(0,\infty)", [r"\mathbb R^+", r"\mathbb{R}_{>0}", r"x>0"], [r"\mathbb R", r"[0,\infty)"]),
     case(
         r"\{1,2,3\}",
-        [r"1, 2 \text{ and } 3"],
+        [r"\{x\in\mathbb Z: 1\le x\le3\}", r"\{x \in \mathbb{Z} \mid 0<x<4\}", r"1, 2 \text{ and } 3"],
         [r"\{x\in\mathbb Z: 1\le x<3\}", r"[1,3]"],
     ),
     case(
@@ -68,8 +68,8 @@ CASES = [
         [r"f(x)=-1 \text{ for all } x \in \mathbb{Z}, \text{ and } f(x)=x \text{ for all } x\in\mathbb{Z}"],
         [r"f(x)=-1 \text{ for all } x \in \mathbb{Z}, \text{ and } f(x)=2x \text{ for all } x\in\mathbb{Z}"],
     ),
-    case("1234567", ["12,34,567"], ["12,34,568"]),
-    case("1200.5", ["1200,5"], ["1.200,51"]),
+    case("1234567", ["1.234.567", "12,34,567"], ["1.234.568"]),
+    case("1200.5", ["1.200,50", "1200,5"], ["1.200,51"]),
     case(r"\frac13", [r"0.333\ldots", "0.333..."], ["0.333"]),
     case(r"\frac16", [r"0.1666\ldots"], ["0.1666"]),
     case("(1000,2000)", ["(1,000, 2,000)"], ["(1,000, 2,001)"]),

@@ -281,6 +281,10 @@ def _pieces(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 def _as_grid(answer: Answer, like: AnswerList) -> Answer:
     """A tuple, or [1, 2], as the one row or column that the other answer is."""
+    if isinstance(answer, answers.Intervals) and len(answer.pieces) == 1:
+        (piece,) = answer.pieces
+        if piece.low_closed and piece.high_closed:
+            answer = AnswerList("tuple", (Value(piece.low), Value(piece.high)))
     if not isinstance(answer, AnswerList) or answer.kind != "tuple":
         return answer
     rows = (answer.items,) if len(like.items) == 1 else tuple((item,) for item in answer.items)

@@ -8,11 +8,12 @@ from dataclasses import replace
 from fractions import Fraction
 
 from dppo_megatron.rewards.math import answers
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Value, symbols
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, symbols
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
 from dppo_megatron.rewards.math.parse import parse
 
+_MAX_MEMBERS = 50
 _OPERATIONS = 150
 """Of one number at an end, or one line: a list may have hundreds of them."""
 MINUS_INFINITY: Node = ("-", answers.INFINITY)
@@ -131,6 +132,20 @@ def complement(spans: answers.Intervals) -> answers.Intervals | None:
     if low != answers.INFINITY:
         pieces.append(answers.Piece(low, closed, answers.INFINITY, False))
     return answers.Intervals(tuple(pieces))
+
+
+def whole_members(spans: answers.Intervals, least: float = -math.inf) -> Answer:
+    """The whole numbers in a bounded set."""
+    members: list[int] = []
+    placed = _placed(normal(spans))
+    for low, high, _ in placed or ():
+        first, end = max(low[0], least), high[0]
+        if end - first > _MAX_MEMBERS or math.isinf(first):
+            raise Unreadable("too many whole numbers")
+        members += [x for x in range(math.ceil(first), math.floor(end) + 1) if low < (x, True) and (x, False) < high]
+    if placed is None:
+        raise Unreadable("whole numbers between ends that are no numbers")
+    return AnswerList("set", tuple(Value(("n", Fraction(member))) for member in members))
 
 
 def _placed(spans: answers.Intervals) -> list[tuple[_End, _End, answers.Piece]] | None:

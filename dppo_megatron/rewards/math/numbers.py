@@ -19,11 +19,11 @@ MAX_EXPONENT = 5000
 
 _PLAIN = regex(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|[+-]?\.\d+", re.ASCII)
 _DECIMAL = regex(
-    r"[+-]?(?:\\[a-z]+ )?([\d,]*)(?:\.(\d*))?"
-    r"(?:[eE]([+-]?\d+)|\s*\*\s*10\s*\^\s*\{?\s*([+-]?\d+)\s*\}?)?(?:\s*[%\\A-Za-z].*)?",
+    r"[+-]?([\d,]*)(?:\.(\d*))?(?:[eE]([+-]?\d+)|\s*\*\s*10\s*\^\s*\{?\s*([+-]?\d+)\s*\}?)?(?:\s*[%\\A-Za-z].*)?",
     re.ASCII,
 )
 _SPACED = regex(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
+_DOTTED = regex(r"[+-]?[1-9]\d{0,2}(?:(?:\.\d{3}){2,}|(?:\.\d{3})+,\d+)", re.ASCII)
 
 _UP_TO_NINETEEN = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
@@ -33,18 +33,22 @@ _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _SMALL = {word: value for value, word in enumerate(_UP_TO_NINETEEN.split())}
 _SMALL |= {word: value for value, word in zip(range(20, 100, 10), _TENS.split(), strict=True)}
 _SCALES = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_PARTS = "half halve third quarter fourth fifth sixth seventh eighth ninth tenth"
+_PARTS = "half third quarter fourth fifth sixth seventh eighth ninth tenth"
+_DENOMINATORS = dict(zip(_PARTS.split(), (2, 3, 4, 4, 5, 6, 7, 8, 9, 10), strict=True)) | {"halve": 2}
 MULTIPLIERS = {"hundred": 100, **_SCALES}
-NUMBER_WORDS = frozenset({*_SMALL, *MULTIPLIERS, *_PARTS.split()})
+NUMBER_WORDS = frozenset({*_SMALL, *MULTIPLIERS, *_DENOMINATORS})
+_SIGNS = ("minus", "negative")
 
-_WORD = "|".join(sorted({*_SMALL, *MULTIPLIERS, "and", "an", "a"}, key=len))
-_RUN = regex(rf"(?<![\w\\-])(?:(?:minus|negative)[ ]+)?(?:{_WORD})(?:(?:-|[ ]+)(?:{_WORD}))*(?![\w-])", re.IGNORECASE)
+_WORD = "|".join(sorted({*_SMALL, *_SCALES, "hundred", "and", "an", "a", *(f"{p}s?" for p in _DENOMINATORS)}, key=len))
+_RUN = regex(
+    rf"(?<![\w\\-])(?:(?:{'|'.join(_SIGNS)})[ ]+)?(?:{_WORD})(?:(?:-|[ ]+)(?:{_WORD}))*(?![\w-])", re.IGNORECASE
+)
 _GOES_ON = regex(r"\s*[\[(\\^_\d]|\s+(?:first|second)\b", re.IGNORECASE)
-_ANY = regex("|".join((*_SMALL, *MULTIPLIERS)), re.IGNORECASE)
+_ANY = regex("|".join((*_SMALL, "half", "hundred", "thousand", "million", "dozen", "quarter")), re.IGNORECASE)
 
 
 def read_number(text: str) -> Fraction | None:
-    """The exact value of a decimal: 7, -1,234.50, .5, 1 000.
+    """The exact value of a decimal: 7, -1,234.50, .5, 1 000, 1.234,50.
 
     Example:
         >>> read_number("-1,234.50")
@@ -54,6 +58,8 @@ def read_number(text: str) -> Fraction | None:
         return None
     if _SPACED.fullmatch(text):
         text = text.replace(" ", "")
+    elif _DOTTED.fullmatch(text):
+        text = text.replace(".", "").replace(",", ".")
     return Fraction(text.replace(",", "").rstrip(".")) if _PLAIN.fullmatch(text) else None
 
 
@@ -69,18 +75,30 @@ def stated_digits(text: str) -> tuple[int, Fraction]:
     return len(digits), Fraction(10) ** (int(exponent or 0) - len(places or ""))
 
 
-def read_number_words(text: str) -> int | None:
+def read_number_words(text: str) -> Fraction | None:
     """The number that the words are, all of them.
 
     Example:
         >>> read_number_words("One hundred twenty-five"), read_number_words("two and two thirds")
-        (125, None)
+        (Fraction(125, 1), Fraction(8, 3))
     """
     words = text.lower().replace("-", " ").split()
-    if words[:1] in (["minus"], ["negative"]):
-        value = _whole(words[1:])
+    if not words or len(words) > 30:
+        return None
+    if words[0] in _SIGNS:
+        value = read_number_words(" ".join(words[1:]))
         return None if value is None else -value
-    return _whole(words) if len(words) <= 30 else None
+    below = _DENOMINATORS.get(words[-1].removesuffix("s"))
+    if below is None:
+        whole = _whole(words)
+        return None if whole is None else Fraction(whole)
+    before, _, above = " ".join(words[:-1]).rpartition("and ")
+    parts = 1 if above in ("a", "an") or words == ["half"] else _whole(above.split())
+    rest = _whole(before.split()) if before else 0
+    # one third and two thirds, not twenty fourth: an ordinal behind tens is a date or a place
+    if parts is None or rest is None or (rest and parts >= below) or (parts > 1) != words[-1].endswith("s"):
+        return None
+    return rest + Fraction(parts, below)
 
 
 def with_digits(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,11 +13,11 @@ from fractions import Fraction
 from dppo_megatron.rewards.math import answers
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, symbols
 from dppo_megatron.rewards.math.clean import closing, split_top
-from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality
+from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
 from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
 from dppo_megatron.rewards.math.parse import CURRENCIES, DEGREE, parse, parse_signs
 from dppo_megatron.rewards.math.patterns import regex
-from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_special, read_words, without_sentence
+from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_grid, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.units import Unit, read_compound, read_unit
 
 _SEPARATOR = regex(
@@ -30,6 +31,7 @@ _IN = regex(r"\\in(?![A-Za-z])")
 _UNION = regex(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*U\s*(?=[(\[])")
 _WITHOUT = regex(r"\\setminus(?![A-Za-z])")
 _COMMA = regex(r"[,;]")
+_ROWS = regex(r"\[\s*\[|\[[^\[\]();]*,[^\[\]();]*;[^\[\]()]*\]\Z")
 _BAR = regex(r"\||:")
 _UNIT_TAIL = regex(
     r"(?<![\s{(^_])\s*(?P<unit>(?:\\text\{[^{}]*\}|[/%])(?:\\text\{[^{}]*\}|[\s/*]|/\s*[a-z](?![A-Za-z])|\^\s*\{?\s*-?\d\s*\}?)*)$"
@@ -229,6 +231,10 @@ def _equation(sides: list[str], depth: int) -> Answer:
         if index and isinstance(value, Value) and index[2] in symbols(value.node):  # a sequence
             name = f"{index[1]}({index[2]})"
         return answers.Named(name, value, left)
+    if len(sides) == 2 and re.fullmatch(r"[a-zA-Z]", sides[1]) and sides[1] not in symbols(parse(sides[0])):
+        return _equation(sides[::-1], depth)  # 5 = x
+    if len(sides) > 2 and _NAME.fullmatch(sides[0]):
+        return answers.Named(re.sub(r"[\s{}]", "", sides[0]), _equation(sides[1:], depth))
     if len(sides) == 2 and (":" in sides[0] or ":" in sides[1]):
         return answers.Named(re.sub(r"[\s{}]", "", sides[0]), read_answer(sides[1], depth + 1))
     return answers.Relation(tuple(parse(side) for side in sides), ("=",) * (len(sides) - 1))
@@ -240,6 +246,10 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
     if text[0] not in "([" or closing(text) < len(text) - 1:
         return None
     items = split_top(text[1:-1], _COMMA)
+    if _ROWS.match(text):
+        grid = read_grid(text.strip("[] "))
+        if len(grid.items) > 1 and len({len(row.items) for row in grid.items if isinstance(row, AnswerList)}) == 1:
+            return grid
     if len(items) == 1:
         inner = text[1:-1].strip()
         is_answer = text[0] == "(" and text[-1] == ")" and ("(" in inner[:1] or "=" in inner)
@@ -260,9 +270,9 @@ def _set(inner: str, depth: int) -> Answer:
     conditions = split_top(inner, _BAR)
     if len(conditions) == 2 and (over := _OVER.fullmatch(conditions[0].strip())):
         found = read_answer(conditions[1], depth + 1)
-        if over[1] in ("Z", "N") and isinstance(found, answers.Intervals):
-            raise Unreadable("whole numbers between bounds")
-        return found
+        if over[1] in (None, "R") or not isinstance(found, answers.Intervals):
+            return found
+        return whole_members(found, -math.inf if over[1] == "Z" else 1)
     items = _flat([read_answer(part, depth + 1) for part in split_top(inner, _COMMA)])
     if any(isinstance(item, answers.Intervals) for item in items):
         raise Unreadable("a set of sets")
