@@ -16,7 +16,7 @@ CASES = [
     case(r"(0,\infty)", [r"\mathbb R^+", r"\mathbb{R}_{>0}", r"x>0"], [r"\mathbb R", r"[0,\infty)"]),
     case(
         r"\{1,2,3\}",
-        [r"\{x\in\mathbb Z: 1\le x\le3\}", r"\{x \in \mathbb{Z} \mid 0<x<4\}"],
+        [r"\{x\in\mathbb Z: 1\le x\le3\}", r"\{x \in \mathbb{Z} \mid 0<x<4\}", r"1, 2 \text{ and } 3"],
         [r"\{x\in\mathbb Z: 1\le x<3\}", r"[1,3]"],
     ),
     case(
@@ -178,7 +178,9 @@ CASES = [
     ),
     case(r"3\mid n", [r"n\text{ is divisible by }3"], [r"3!\mid n", r"3\mid m"]),
     case(r"3\nmid n", [r"n\not\equiv 0\pmod 3", r"n\equiv 1\text{ or }2\pmod 3"], [r"3\mid n", r"n\equiv 1\pmod 3"]),
-    case(r"n\equiv 1\pmod 2", [r"n\text{ is odd}", r"\text{all odd }n"], [r"n\text{ is even}"]),
+    case(r"n\equiv 1\pmod 2", [r"n\text{ is odd}", r"\text{all odd }n", "odd"], [r"n\text{ is even}", "even"]),
+    case(r"\text{odd}", [r"n\text{ is odd}"], [r"n\text{ is even}", r"n\text{ is not odd}", "1", r"1\pmod 2"]),
+    case("x=1", [], ["odd", r"\text{positive}"]),
     case(
         r"f(n)=\begin{cases}0&n\text{ even}\\1&n\text{ odd}\end{cases}",
         [r"\begin{cases}1&\text{if }n\text{ is odd}\\0&\text{if }n\text{ is even}\end{cases}"],
@@ -201,6 +203,13 @@ CASES = [
     # a hat or an arrow is another thing, but for unit vectors, which are components in a sum of multiples alone
     case("p", [], [r"\hat p", r"\vec p", r"\bar p"]),
     case("ab", ["ba"], [r"\vec a\cdot\vec b"]),
+    case(r"\vec a\cdot\vec b", [], [r"\vec a\times\vec b", r"|\vec a||\vec b|", "ab"]),
+    case(r"\vec a\times\vec b", [], [r"\vec b\times\vec a", r"\vec a\vec b"]),
+    case(r"\frac{\vec a\cdot\vec b}{\vec b\cdot\vec b}\vec b", [], [r"\vec a"]),
+    case(r"\nabla\cdot F", [], [r"\nabla\times F"]),
+    case(r"\hat p=2", ["2"], [r"\bar p=2", r"\vec p=2"]),
+    case(r"\overrightarrow{AB}", [r"\vec{AB}"], [r"\overline{AB}", r"\vec{BA}"]),
+    case("l:w=3:2", ["3:2", "l:w=6:4"], ["w:l=3:2"]),
     case(r"2\mathbf{i}-3\mathbf{j}", [r"2\hat{i}-3\hat{j}", "(2,-3)"], [r"2\hat{i}+3\hat{j}", r"2\hat{i}-3\hat{k}"]),
     case(r"(1,1)", [r"\hat\imath+\hat{\jmath}"], ["i+j", r"\hat i\hat j", r"\hat i+\hat j+1"]),
     case("-1", ["i^2"], [r"\hat i\cdot\hat i"]),
@@ -214,10 +223,12 @@ CASES = [
     case(r"\infty", [r"\text{diverges to }\infty"], [r"\text{diverges to }-\infty"]),
     case("(3,4)", [r"\text{the point }(3,4)"], [r"\text{interval }(3,4)", r"\text{circle }(3,4)"]),
     case("2,3,5", [r"\text{The primes }2, 3, 5"], [r"\text{The non-primes }2, 3, 5"]),
-    case("3, 4", [], [r"\begin{aligned}S&=3\\&=4\end{aligned}", r"3, \text{minus }4", r"3, \text{Not: }4"]),
-    case("3, 5", [], [r"\text{mode }3, 5", r"3, \text{minutes }5", r"3, \text{cents }5"]),
+    case("3, 4", [], [r"\begin{aligned}S&=3\\&=4\end{aligned}"]),
+    case("3, 4", [], [r"3, \text{minus }4", r"3, \text{Not: }4", r"3, \text{Minus: }4"]),
+    case("3, 5", [], [r"\text{mode }3, 5", r"3, \text{minutes }5", r"3, \text{cents }5", r"3, \text{Negative: }5"]),
     # parts
     case("(3,4)", [], ["3 or 4", "x=3 or y=4"]),
+    case(r"(x, \$5)", ["(x, 5)", r"(x, 500\text{ cents})"], [r"(x, 5\text{ cents})", "(x, €5)"]),
     case(
         "(1)\\ 4; (2)\\ 7", [r"\text{(1) }4,\text{ (2) }7", "4, 7", "(2) 7; (1) 4"], ["4, 14", "7, 4", "(1) 7; (2) 4"]
     ),
@@ -295,14 +306,19 @@ CASES = [
             r"5.\overline{0}1",
         ],
     ),
-    case("5", [r"5 \text{ sheep}"], [], {"problem": "How many sheep does she own?"}),
+    case("5", [r"5 \text{ sheep}"], [r"5 \text{ halved}", r"5 \text{ sheepish}"]),
+    case("1", [r"1 \text{ apple}"], [r"1 \text{ halved}", r"1 \text{ possible}"]),
+    # letters that may be quantities are no unit: the reference is a product
+    case(r"\frac13mL^2", [r"\frac{mL^2}{3}"], [r"\frac13", "1/3"]),
+    case("3nL", ["3Ln"], ["3"]),
+    case("5", ["5cm", "5kg", "5 mph"], ["5mL", "5kN"]),
     case(
         r"5 \text{ units}", [r"5 \text{ cm}", "5"], [r"5\%", r"5^\circ", r"5 \text{ days}", r"5 \text{ square units}"]
     ),
     case(r"5 \text{ square units}", [r"5 \text{ cm}^2", r"5 \text{ units}^2"], [r"5 \text{ miles}", r"\$5"]),
     case(r"5 \text{ ways}", ["5"], [r"5\%"]),
     case(r"5\%", [r"0.05"], [r"5 \text{ ways}", r"5 \text{ units}"]),
-    case(r"9 \text{ p.m.}", ["9"], [r"9 \text{ hours}", r"9\%"]),
+    case(r"9 \text{ p.m.}", ["21:00"], [r"9 \text{ hours}", r"9\%"]),
     # an answer in a sentence
     case(
         "yes",

@@ -38,14 +38,6 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
-    """A time of day, in minutes; of the half that is stated if one is."""
-
-    minutes: int
-    has_half: bool
-
-
-@dataclass(frozen=True, slots=True)
 class AnswerList:
     """Several answers: a `list` has no brackets, a `tuple` has an order, a `set` has no order and no repetition;
     `cases` are tuples of a value and its condition; a `ratio` of three parts or more is what they are to the first; a
@@ -95,12 +87,12 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Text, folded to lower case without punctuation, or digits in a base other than ten: `17_8`."""
+    """Text, folded to lower case without punctuation; a time of day, `16 30`; digits in another base, `17_8`."""
 
     text: str
 
 
-Answer = Value | Clock | AnswerList | Piece | Intervals | Relation | Named | Words
+Answer = Value | AnswerList | Piece | Intervals | Relation | Named | Words
 
 
 def symbols(node: Node) -> frozenset[str]:

@@ -22,6 +22,7 @@ _SIGNS = r"""
 √ \sqrt ∛ \sqrt[3] ∜ \sqrt[4] π \pi ∞ \infty ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ≈ \approx ∪ \cup ∩ \cap ∈ \in ± \pm ∓ \mp
 ∅ \emptyset ℝ \mathbb{R} ℤ \mathbb{Z} ° ^\degree º ^\degree ∠ \angle ∖ \setminus … \ldots ∀ \forall
 ∑ \sum ∏ \prod ∫ \int ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil ≡ \equiv △ \triangle ⟨ ( ⟩ ) ″ ''
+€ \euros £ \gbp ¥ \yen
 """.split()  # noqa: SIM905
 _SPELLED = {
     **dict.fromkeys("\u2212\u2013\u2014\u2012\ufe63\u2010\u2011", "-"),
@@ -55,13 +56,15 @@ _NOUN = r"(?:(?:point|equation|vector|set|number|value)s?|primes(?= ?\} ?\d))"  
 _SPELLINGS = {
     " ": "displaystyle textstyle scriptstyle limits nolimits mathop large Large LARGE huge Huge small checkmark"
     " blacksquare square qed Box quad qquad thinspace enspace medspace",
-    "": "textdollar dollar pounds euro",
+    "\\dollars ": "textdollar dollar",
+    "\\gbp ": "pounds",
+    "\\euros ": "euro",
     "\\frac": "dfrac tfrac cfrac sfrac nicefrac",
     "\\binom": "dbinom tbinom",
     "\\le ": "leqslant leqq leq",
     "\\ge ": "geqslant geqq geq",
     "\\ne ": "neq",
-    " * ": "times cdot ast cdotp",
+    " * ": "cdot ast cdotp",
     "|": "lvert rvert vert mid",
     "\\{": "lbrace",
     "\\}": "rbrace",
@@ -72,7 +75,9 @@ _SPELLINGS = {
     "\\degree ": "degrees textcirc textdegree",
     "\\mapsto ": "longmapsto",
     "\\mathbb{R}": "R reals",
-    "\\overline ": "vec hat widehat tilde bar overrightarrow overleftarrow",
+    "\\overline ": "bar",
+    "\\hat ": "widehat",
+    "\\vec ": "overrightarrow",
     " i": "imath",
     " j": "jmath",
     " T": "top",
@@ -82,6 +87,7 @@ _ONE_SIGN = "lt gt eq div percent lbrack rbrack colon langle rangle"
 _MACROS |= zip(_ONE_SIGN.split(), "<>=/%[]:()", strict=True)
 _MACROS |= {f"var{name}": f"\\{name} " for name in ("epsilon", "theta", "phi", "rho", "pi", "sigma", "kappa")}
 _MACRO = regex(r"\\([A-Za-z]+)")
+_VECTOR = regex(r"\\(?:vec|hat|nabla)(?![A-Za-z])|\\(?:mathbf|boldsymbol|bm)\s*\{?\s*[a-z](?![A-Za-z])")
 # \text read as a tab and ext, \frac as a form feed and rac
 _READ_ESCAPE = regex(r"[\t\x0c\x08](?=ext|imes|heta|frac|rac|box|oxed|eta|egin|inom)")
 _ESCAPED_TWICE = regex(  # on its way through JSON, say
@@ -93,7 +99,8 @@ _WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \
 _RULES = {
     r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*": "",
     r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}": " ",
-    r"(?:(?<![A-Za-z])US)?\\\$|[€£¥]|(?<![A-Za-z])(?:USD|EUR|GBP|JPY)(?![A-Za-z])": "",
+    r"(?:(?<![A-Za-z])US)?\\\$|\A\$(?=[\d.,]+\Z)|(?<![A-Za-z])USD(?=\s*\d)": r"\\dollars ",  # $75 is no formula
+    r"\\text\{\s*(\\(?:dollars|euros|gbp|yen) )\s*([\d.,]*)\s*\}": r"\1\2",
     # {\rm cm} and {5 \over 6}, as TeX had them before LaTeX
     r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}": r"\\text{ \1}",
     r"(?:\{|\A)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\frac{\1}{\2}",
@@ -132,7 +139,7 @@ _RULES = {
     r"\\degree\s*\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}": r"\\text{ \1}",
     # fonts: a unit behind a number, a letter, a function, else text
     r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}": r"\\text{ \1}",
-    r"\\(?:mathbf|boldsymbol|bm|pmb)\s*\{\s*([ijk])\s*\}": r"\\overline{\1}",  # unit vectors
+    r"\\(?:mathbf|boldsymbol|bm|pmb|vec)\s*(?:\{\s*([ijk])\s*\}|\s([ijk])(?![A-Za-z]))": r"\\hat{\1\2}",  # unit vectors
     rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}": r" \1",
     r"(?<![A-Za-z\\])([a-z]\s*\\in\s*)([ZNRQ])(?![A-Za-z])": r"\1\\mathbb{\2}",
     r"(?<![\w\\])C\s*\(([^(),]{1,60}),([^(),]{1,60})\)": r"\\binom{\1}{\2}",
@@ -150,14 +157,16 @@ _RULES = {
     r"(?<=\d)\s*\\text\{\s*[Rr](?:emainder)?\s*\}\s*(?=\d)": r" \\text{ remainder } ",
     r"(?:\b12(?::00)?\s*)?\\text\{\s*noon\s*\}": "12:00 p.m.",
     r"\A\\text\{\s*all real numbers except\s*\}\s*([^,;]+)\Z": r"\\mathbb{R}\\setminus\\{\1\\}",
-    r"\A(?:l|\\ell)\s*:\s*(?=[^:]*=)": "",  # the name of a line
-    r"\A\s*(?:\\text\{\s*)?(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\)?\s*\}?\s*\Z": r"\1",
+    r"\A(?:l|\\ell)\s*:\s*(?=[^:=]*=[^:]*\Z)": "",  # the name of a line
     rf"(?<=\d) ?\^? ?(?:\{{ ?\\text\{{ ?{_ORDINAL} ?\}} ?\}}|(?:\\text)?\{{ ?{_ORDINAL} ?\}}|{_ORDINAL}\b)": "",
     r"\\text\{([^{},;]+?)\s+(and|or)\s*\}": r"\\text{\1} \\text{ \2 }",
     rf"\A\\text\{{\s*(?:(?:{_FILLER}|an?)\s+)*(?:{_FILLER}|an?(?=\s)|{_NOUN})\s*\}}\s*(?=[^\s.,;:=<>])": "",
     rf"\A(\\text\{{\s*)?(?:{_FILLER}\s+)+(?:{_NOUN}\s+)?(?=[-\d\\(]|[a-z]\s*=)": r"\1",
     r",? ?\\text\{\s*only\s*\}\Z|(?<=[\d)}]) only\Z": "",
     r"\.(?=\s*[\])]\s*$)": "",
+    # ]1, 2[ is (1, 2)
+    r"(\A|\\(?:cup|in)(?![A-Za-z])|[=,;])\s*\](?=[^\[\]()]{1,200}[,;][^\[\]()]{1,200}[\[\]])": r"\1 (",
+    r"([\[(][^\[\]()]{1,200}[,;][^\[\]()]{1,200})\[(?=\s*(?:\Z|\\cup(?![A-Za-z])|[,;]|\\text))": r"\1)",
     r"\A(\((?!\s*\\begin).*\))\s*\^\s*\{?\s*T\s*\}?\Z": r"\1",  # a column
     r"\\end\{cases\}\s*(?=\\begin\{cases\})": r"\\end{cases}, ",
     r"(?s)\A(?:[A-Za-z]\s*:\s*)?(?:[^:\n]{1,80}?\\(?:to|rightarrow)(?![A-Za-z])[^:\n]{1,80}?[,;:]?\s*)?"
@@ -203,6 +212,8 @@ def clean(text: str) -> str:
     if not _PLAIN.fullmatch(text):
         text = _READ_ESCAPE.sub(lambda sign: {"\t": "\\t", "\f": "\\f", "\b": "\\b"}[sign.group()], text)
         text = _MACRO.sub(lambda command: _MACROS.get(command[1], command[0]), _ESCAPED_TWICE.sub(r"\\", text))
+        if not _VECTOR.search(text):  # a cross product is no other one
+            text = text.replace("\\times", " * ")
         for pattern, replacement in _COMPILED:
             text = pattern.sub(replacement, text)
         for written, spelled in zip(_WRITTEN[::2], _WRITTEN[1::2], strict=True):

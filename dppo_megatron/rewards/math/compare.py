@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from dppo_megatron.rewards.math import answers
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, symbols
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
-from dppo_megatron.rewards.math.number_sets import MINUS_INFINITY, as_spans, normal
+from dppo_megatron.rewards.math.number_sets import as_spans, normal
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
 from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_together, equal_values
@@ -22,8 +23,8 @@ _EACH = 6
 """Operations of a comparison beside those of its expressions: two lists of 100 may take 10,000 comparisons."""
 
 _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
+_COUNTED = regex(r"(?<=[xyzt])_\d+\Z")
 _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
-_COUNTED = regex(r"(x|y|z|t|\\lambda)_\d+")
 _LABEL = regex(r"([A-Za-z]{3,}):?")
 _SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:")
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
@@ -75,8 +76,10 @@ def _differ(gold: str, other: str) -> bool:
     """Whether two names are of different things for certain: x and y, f(x) and g(x), AB and CD, Area and Volume; but
     y is f(x), and anything may be called by a letter of its own."""
     gold, other = (name.removeprefix("\\text") for name in (gold, other))
-    if gold == other:
+    if other in (gold, _COUNTED.sub("", gold)) or gold == _COUNTED.sub("", other):  # x_1 = 1, x_2 = 2
         return False
+    if sorted(gold.split(":")) == sorted(other.split(":")):  # l:w and w:l
+        return True
     ours, theirs = (name.partition("(")[0] for name in (gold, other))
     if "(" in gold or "(" in other:
         primes = "'" * max(ours.count("'"), theirs.count("'"))
@@ -108,12 +111,6 @@ def _relation(answer: Answer) -> answers.Relation | None:
         return answer
     if isinstance(answer, Named) and answer.left is not None and isinstance(answer.value, Value):
         return answers.Relation((answer.left, answer.value.node), ("=",))
-    if isinstance(answer, answers.Intervals) and answer.name and len(answer.pieces) == 1:
-        (piece,), name = answer.pieces, ("s", answer.name)
-        if piece.low == MINUS_INFINITY:
-            return answers.Relation((name, piece.high), ("\\le" if piece.high_closed else "<",))
-        if piece.high == answers.INFINITY:
-            return answers.Relation((piece.low, name), ("\\le" if piece.low_closed else "<",))
     return None
 
 
@@ -157,6 +154,9 @@ def _only_names(node: Node, operations: str) -> bool:
 def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     """Order matters in tuples only; how often something is listed matters in lists only."""
     if not isinstance(gold, AnswerList) or not isinstance(other, AnswerList):
+        for row, plain in ((gold, other), (other, gold)):
+            if isinstance(row, AnswerList) and row.kind == "tuple" and isinstance(plain, Value):
+                return _is_sum_of(row, plain, rules)
         ours, theirs = (
             row.items[0] if isinstance(row, AnswerList) and row.kind == "set" and len(row.items) == 1 else row
             for row in (gold, other)
@@ -172,8 +172,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     names = [{item.name.partition("_")[0] for item in row.items if isinstance(item, Named)} for row in (gold, other)]
     if (gold.signs or other.signs) and max(map(len, names)) > 1 and min(map(len, names)) < 1:
         return False  # x = 2 or y = 3 for 2, 3
-    items, others = _without_indices(gold.items, other.items)
-    others = _as_named(others, items)
+    items, others = gold.items, _as_named(other.items, gold.items)
     labels, other_labels = _labels(items), _labels(others)
     is_labelled = len(set(labels)) == len(items)
     if is_labelled and sorted(labels) == sorted(other_labels):
@@ -186,6 +185,16 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     if "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items)):
         return _covered(items, others, rules)
     return _one_to_one(items, others, rules)
+
+
+def _is_sum_of(point: AnswerList, value: Value, rules: Rules) -> bool:
+    """2 i - 3 j, of unit vectors, and (2, -3)."""
+    letters = tuple(f"hat:{letter}" for letter in "ijk")
+    sides = [item.node for item in point.items if isinstance(item, Value)]
+    if len(sides) < len(point.items) or symbols(value.node) & set(letters) != set(letters[: len(sides)]):
+        return False
+    parts: list[Node] = [("*", ("s", letter), side) for letter, side in zip(letters, sides, strict=False)]
+    return equal_nodes(functools.reduce(lambda one, two: ("+", one, two), parts), value.node, rules)
 
 
 def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -> bool:
@@ -203,18 +212,6 @@ def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -
     if is_joint and len(one) == len(two) == len(items) and any(map(symbols, one)):
         return equal_together(one, two, rules)
     return all(equal(a, b, rules.item(index)) for index, (a, b) in enumerate(pairs))
-
-
-def _without_indices(items: Sequence[Answer], others: Sequence[Answer]) -> list[tuple[Answer, ...]]:
-    """Both sides; x_1 = 1, x_2 = 2 as x = 1, x = 2 where the other side counts no solutions. Forces and terms of a
-    sequence have an order."""
-    sides = items, others
-    names = [{item.name for item in side if isinstance(item, Named)} for side in sides]
-    bare = {counted[1] if (counted := _COUNTED.fullmatch(name)) else name for name in names[0] | names[1]}
-    if len(bare) != 1 or bare not in names:
-        return [tuple(items), tuple(others)]
-    (name,) = bare
-    return [tuple(replace(one, name=name) if isinstance(one, Named) else one for one in side) for side in sides]
 
 
 def _labels(items: Sequence[Answer]) -> list[str]:
@@ -264,9 +261,6 @@ def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> b
 
 
 def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
-    if isinstance(gold, answers.Relation) or isinstance(other, answers.Relation):  # 2y < 2x for y < x
-        one, two = _relation(gold), _relation(other)
-        return one is not None and two is not None and _relations(one, two, rules)
     left, right = as_spans(gold), as_spans(other)
     if left is None or right is None or isinstance(gold, Value) or isinstance(other, Value):
         return False
@@ -321,22 +315,10 @@ def _answers(gold: str, other: str) -> bool:
     subject = re.sub(r" (?:the|an?) \Z", " ", other.removesuffix(gold)).split()
     ends = ("is", "are") if gold.split()[0] not in _VERBS else tuple(subject[1:2])
     said = [word for word in subject if word in ends]  # it is A or it is B
-    is_said = first in ("the", "this", "it", "that", "they") and len(said) == 1 and said == subject[-1:]
+    is_said = (
+        (len(first) == 1 or first in ("the", "this", "it", "that", "they")) and len(said) == 1 and said == subject[-1:]
+    )
     return is_said and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
-
-
-def _clocks(gold: Answer, other: Answer, rules: Rules) -> bool:
-    if isinstance(gold, answers.Clock) and isinstance(other, answers.Clock):
-        bare = [clock for clock in (gold, other) if not clock.has_half]  # 4:30 and 16:30 are 4:30 p.m., not each other
-        is_half_open = len(bare) == 1 and 60 <= bare[0].minutes < 780
-        return (gold.minutes - other.minutes) % (720 if is_half_open else 1440) == 0
-    clock, plain = (gold, other) if isinstance(gold, answers.Clock) else (other, gold)
-    assert isinstance(clock, answers.Clock)
-    hour, minute = (Fraction(part) for part in divmod(clock.minutes, 60))
-    if isinstance(plain, Value) and plain.unit is None and clock is gold and clock.has_half and not minute:
-        return bool(same(("n", (hour - 1) % 12 + 1), plain.node, rules.work))  # 9 for 9 p.m.
-    ratio = Value(("/", ("n", hour), ("n", minute)))
-    return not clock.has_half and minute > 0 and equal(ratio, plain, rules)
 
 
 _BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], bool]], ...] = (
@@ -345,6 +327,5 @@ _BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], bool]], ...] = (
     (answers.Intervals, _spans),
     (AnswerList, _rows),
     (answers.Words, _words),
-    (answers.Clock, _clocks),
     (answers.Relation, _relations),
 )

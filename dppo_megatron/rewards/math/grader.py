@@ -12,11 +12,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Unreadable, Value, Words
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Named, Unreadable, Words
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.evaluate import TooBig
@@ -36,12 +35,6 @@ _MAX_BOXES = 8
 _GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")  # spaces that part no two words or numbers
 _UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 _GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
-_CURRENCIES = {
-    "dollars": regex(r"\\\$|\\(?:text)?dollar|\A\$(?=[\d.,]+\Z)|\bUSD\b|\bdollars?\b"),
-    "euros": regex(r"€|\\euro|\bEUR\b|\beuros?\b"),
-    "gbp": regex(r"£|\\pounds|\bGBP\b"),
-    "yen": regex(r"¥|\byen\b|\bJPY\b"),
-}
 _OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
 _OPPOSITES += ",rational irrational,acute obtuse right"
 _WHO = regex(r"\b(?:who|whom|whose|which)\b", re.IGNORECASE)
@@ -118,9 +111,6 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | Non
 
 def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
     reference, other, problem = _reference(answer), _cleaned(text), str(row.get("problem", ""))
-    currencies = _currency(answer), _currency(text)
-    if all(currencies) and len(set(currencies)) > 1:
-        return False, "another currency"
     if _GAP.sub("", other) == _GAP.sub("", reference) != "":
         return True, "normalized"
     if (chosen := _same_choices(reference, other, problem)) is not None:
@@ -128,12 +118,10 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text reads as a product of letters
         theirs = as_words(other) or theirs
+    if isinstance(gold, Named) and isinstance(theirs, Words):  # `odd` for `n is odd`
+        theirs = _read(f"{gold.name} is {theirs.text}")[0] or theirs
     if gold is not None and theirs is not None:
         rules = _rules(row, reference, other)
-        gold, theirs = (  # with the sign that `clean` leaves out: $75 is not 75 cents
-            replace(side, unit=read_unit(name)) if name and isinstance(side, Value) and side.unit is None else side
-            for side, name in zip((gold, theirs), currencies, strict=True)
-        )
         is_right = _judge(gold, theirs, rules, row)
         if is_right or not rules.work.has_doubt:
             return is_right, gold.kind if isinstance(gold, AnswerList) else type(gold).__name__.lower()
@@ -177,13 +165,6 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
         left_out = answer.items[1]
         return answer.items[0] if isinstance(left_out, Intervals) and left_out.name else answer
     return answer
-
-
-@functools.lru_cache(maxsize=4096)
-def _currency(text: str) -> str:
-    """The one currency that a text names; nothing where it names none or several."""
-    found = [name for name, sign in _CURRENCIES.items() if sign.search(text)]
-    return found[0] if len(found) == 1 else ""
 
 
 def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> bool:
@@ -278,7 +259,6 @@ def _read(text: str) -> tuple[Answer | None, str]:
 
 def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
     """What the row says; where that is nothing, what the digits of both sides say."""
-    context = f"{row.get('problem', '')} {reference}".lower()
     # `precision` is OlympiadBench's name for it; a plain number under that name may be a count of digits
     precision = row.get("precision")
     tolerances = _tolerances(row.get("tolerance")) or _tolerances(precision if isinstance(precision, list) else None)
@@ -290,10 +270,10 @@ def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
     wholes = whole_letters(reference)
     if tolerances or stated is not None or (is_rounded and digits):
         place = place if is_rounded else Fraction(0)
-        return Rules(tolerances, stated, place, is_exact=False, context=context, wholes=wholes)
+        return Rules(tolerances, stated, place, is_exact=False, wholes=wholes)
     place = place if digits >= 3 else Fraction(0)
     their_place = their_place * 10 ** max(their_digits - 15, 0) if their_digits >= 12 else Fraction(0)
-    return Rules(last_place=place, their_last_place=their_place, context=context, wholes=wholes)
+    return Rules(last_place=place, their_last_place=their_place, wholes=wholes)
 
 
 def _tolerances(stated: Any) -> tuple[Fraction, ...]:

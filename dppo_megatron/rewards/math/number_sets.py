@@ -41,7 +41,7 @@ def read_inequality(sides: list[str], ops: list[str]) -> Answer:
 
 def _solved(left: Node, op: str, right: Node) -> answers.Intervals | None:
     for one, relation, two in ((left, op, right), (right, answers.TURNED.get(op, op), left)):
-        if one[0] == "s" and one[1] not in symbols(two):
+        if one[0] == "s" and not symbols(two):
             return half_line(one[1], relation, two)
         bound = rational(two) if one[:2] == ("f", "abs") and relation in answers.TURNED else None
         if bound is not None and bound >= 0:

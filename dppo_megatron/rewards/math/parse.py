@@ -36,11 +36,12 @@ _PRIMES = regex(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z]
 _BRACKETED = regex(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a bracket has closed, and it is no choice letter's; 2!3!, 2^{3}3
 # n(-1)^n is n times a power, v(0)^2 the square of a value
 _AT_A_NUMBER = regex(r"(?:(?<=[fghFGHPQ])|(?!\(-?\d+\)\s*\^\s*(?:[a-z]|\{[^{}]*[a-z])))\((-?\d+)\)")
+CURRENCIES = ("dollars", "euros", "gbp", "yen")
 _SEVERAL = frozenset(["max", "min", "gcd", "lcm"])
 ONE: Node = ("n", Fraction(1))
 DEGREE: Node = ("/", PI, ("n", Fraction(180)))
 _INDEX = regex(r"\s*\{\s*([A-Za-z])\s*=")
-_DECORATED = frozenset(["overline", "dot", "ddot", "angle", "triangle"])
+_DECORATED = frozenset(["overline", "hat", "vec", "tilde", "dot", "ddot", "angle", "triangle"])
 
 
 def parse(text: str) -> Node:
@@ -109,7 +110,7 @@ class _Reader:
         while True:
             # the argument of a function without brackets ends before * and /: \cos t \cdot x
             if not until_function and self._take("*"):
-                node = ("*", node, self._signed(self._factor))
+                node = self._times(node, self._signed(self._factor))
             elif not until_function and self._take("/"):
                 node = _quotient(node, self._signed(self._factor))
             elif not until_function and self._take("\\bmod", "\\mod"):
@@ -118,9 +119,15 @@ class _Reader:
                 digits = self._peek()[0] in "0123456789."
                 if digits and not _BRACKETED.search(self.text, 0, self.position):  # but (n-2) 2^n is a product
                     raise Unreadable("a number behind a factor")
-                node = ("*", node, self._factor())
+                node = self._times(node, self._factor())
             else:
                 return node
+
+    def _times(self, left: Node, right: Node) -> Node:
+        """The product; that of two vectors is none of numbers."""
+        if "\\vec" in self.text and all("vec:" in repr(side) for side in (right, left)):
+            raise Unreadable("a product of vectors")
+        return ("*", left, right)
 
     def _signed(self, read: Callable[[], Node]) -> Node:
         """What is read, with the signs before it."""
@@ -201,6 +208,8 @@ class _Reader:
             return self._sum_or_product(name)
         if name in ("lfloor", "lceil"):
             return _applied(name[1:], self._until("\\r" + name[1:]), None)
+        if name in CURRENCIES:  # it is in front of a term, as in $5 + $3
+            return self._primary()
         if name in _WORD_CONSTANTS:
             return ("c", _WORD_CONSTANTS[name])
         if name == "sqrt":

@@ -11,16 +11,14 @@ from dataclasses import replace
 from fractions import Fraction
 
 from dppo_megatron.rewards.math import answers
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, substituted, symbols
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, symbols
 from dppo_megatron.rewards.math.clean import closing, split_top
-from dppo_megatron.rewards.math.equality import same
-from dppo_megatron.rewards.math.evaluate import WorkLimit
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
 from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
-from dppo_megatron.rewards.math.parse import DEGREE, ONE, parse, parse_signs
+from dppo_megatron.rewards.math.parse import CURRENCIES, DEGREE, parse, parse_signs
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_grid, read_special, read_words, without_sentence
-from dppo_megatron.rewards.math.units import Unit, is_glued, read_compound, read_unit
+from dppo_megatron.rewards.math.units import Unit, read_compound, read_unit
 
 _SEPARATOR = regex(
     r"\s*[,;]\s*(?:\\text\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))?|\s+(?:and|or)\s+|(?<=[)\]])(?:and|or)(?=[(\[])"
@@ -39,21 +37,22 @@ _UNIT_TAIL = regex(
     r"(?<![\s{(^_])\s*(?P<unit>(?:\\text\{[^{}]*\}|[/%])(?:\\text\{[^{}]*\}|[\s/*]|/\s*[a-z](?![A-Za-z])|\^\s*\{?\s*-?\d\s*\}?)*)$"
 )
 _WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
-_GLUED_TAIL = regex(r"(?<=[\d}])(?P<unit>[A-Za-z]+(?:\^\s*\{?\s*[23]\s*\}?)?)$")
+_GLUED_TAIL = regex(  # 5cm; but 3mL may be a product of letters
+    r"(?<=[\d}])(?P<unit>(?:[ckm]m|kg|mph|ft|lbs?|oz|hrs?|mins?|secs?|[a-z]{5,})(?:\^\s*\{?\s*[23]\s*\}?)?)$"
+)
+_MONEY = regex(
+    rf"(-?)\s*\\(?P<sign>{'|'.join(CURRENCIES)})(?![a-z])\s*(?P<behind>.+)|(?P<before>.+?)\s*\\(?P<currency>{'|'.join(CURRENCIES)})"
+)
 _PARTS = (
     "max min(?!u) cent(?!s) radius vert foc area peri slope mean median quotient length width height domain range ampl"
 )
 _LABEL = regex(
-    r"(?:\\text\{\s*)?((?!Not|Wrong)[A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)"
+    r"(?:\\text\{\s*)?((?!Not|Wrong|False|Minus|Negative)[A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)"
     rf"|\\text\{{\s*((?i:{_PARTS.replace(' ', '|')})[a-z]*)\s*\}}\s*(?=[-\d\\(])(.+)",
     re.DOTALL,
 )
 _NUMBERED = regex(r"\s*(?:\\text\{)?\s*\((\d\d?)\)\s*\}?\s*([^\s}].*)", re.DOTALL)
 _WORD = regex("[A-Z][a-z]+")
-_FRENCH = regex(  # ]1, 2[ is (1, 2)
-    r"(\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)\s*([\[\]])([^\[\]()]{1,200}[,;][^\[\]()]{1,200})([\[\]])"
-)
-
 _CASES = regex(r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?P<rows>.*)\\end\{cases\}", re.DOTALL)
 _CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
 _OTHERWISE = answers.Words("otherwise")
@@ -64,12 +63,10 @@ _NAME = regex(
     rf"|\({_MEMBER}(?:,{_MEMBER})*\)"
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
     r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
-    r"|(?:\\overline\{)?[A-Z]{2,4}\}?|\\overline\s*\{?\s*[a-z]\s*\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
+    r"|(?:\\(?:overline|vec)\s*\{)?[A-Z]{2,4}\}?|\\(?:overline|hat|vec|tilde)\s*\{?\s*[A-Za-z]\s*\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
 )
 _OVER = regex(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
-_OPERATIONS = 200
-"""Of one vector: a list may have a hundred of them."""
 _TERM = regex(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
 
 
@@ -85,11 +82,6 @@ def read_answer(text: str, depth: int = 0) -> Answer:
         text = without_sentence(text)
     if (depth == 0 or "," not in text) and (value := read_number(text)) is not None:
         return Value(("n", value))
-    if depth == 0 and text[-1] in "[]":
-        opened = {"]": "(", "[": "["}, {"]": "]", "[": ")"}
-        text = _FRENCH.sub(
-            lambda found: f"{found[1]} {opened[0][found[2]]}{found[3]}{opened[1][found[4]]}", text
-        ).strip()
     for reader in _READERS:
         found = reader(text, depth)
         if found is not None:
@@ -298,14 +290,19 @@ def _union(parts: Sequence[Answer]) -> answers.Intervals:
 
 def _read_value(text: str, depth: int) -> Answer | None:
     """An expression with or without a unit; several where it has plus-minus signs."""
+    if money := _MONEY.fullmatch(text):
+        amount = _read_value((money[1] or "") + (money["behind"] or money["before"]), depth)
+        if isinstance(amount, Value) and not (amount.unit and amount.unit.words):
+            amount = replace(amount, unit=read_unit(money["sign"] or money["currency"]))
+        return amount
     word, letters = _WORD_TAIL.search(text), _GLUED_TAIL.search(text)
-    glued = (word or letters or {"unit": ""})["unit"]
-    if text[-1] != "%" and not (len(glued) > 1 and is_glued(glued)):  # 25 mph is not 25 m p h
+    unit = read_unit(word["unit"]) if word and len(word["unit"]) > 1 else None
+    if text[-1] != "%" and not letters and not (unit and unit.dimension):  # 25 mph is not 25 m p h
         with contextlib.suppress(Unreadable):
             return _spread(parse_signs(text), None)
     for tail in (_UNIT_TAIL.search(text), word, letters):
         words = WRAPPED_TEXT.sub(r"\1", tail["unit"]) if tail and tail.start("unit") else ""
-        if tail and re.search("[A-Za-z%]", words) and (tail is not letters or is_glued(words)):
+        if tail and re.search("[A-Za-z%]", words):
             found = _with_words(text[: tail.start("unit")].strip(), words)
             if found is not None:
                 return found
@@ -315,10 +312,11 @@ def _read_value(text: str, depth: int) -> Answer | None:
 def _with_words(core: str, words: str) -> Answer | None:
     first, _, rest = words.strip().partition(" ")
     factor = MULTIPLIERS.get(first.lower().strip("."), 1)
-    unit = read_unit(words if factor == 1 else rest)
+    unit, value = read_unit(words if factor == 1 else rest), read_number(core)
+    if unit is None and value == 1 and not words.endswith(("ed", "ly", "ing", "ble")):  # 1 apple, not 1 halved
+        unit = read_unit(f"{words}s")
     if unit is None:
         return None
-    value = read_number(core)
     nodes: list[Node] = [("n", value)] if value is not None else []
     with contextlib.suppress(Unreadable):
         nodes = nodes or parse_signs(core)
@@ -331,24 +329,9 @@ def _spread(nodes: list[Node], unit: Unit | None) -> Answer:
     if len(nodes) > 1:
         return AnswerList("list", tuple(Value(node, unit) for node in nodes), signs=True)
     (node,) = nodes
-    if vector := _components(node):
-        return vector
     if node[0] == "-" and node[1][0] == "*" and node[1][2] == DEGREE:
         node = ("*", ("-", node[1][1]), DEGREE)
     return Value(node[1], read_unit("degrees")) if node[0] == "*" and node[2] == DEGREE else Value(node, unit)
-
-
-def _components(node: Node) -> Answer | None:
-    """2 i - 3 j as a tuple: of unit vectors, bold or with hats, and linear in them."""
-    letters = [f"overline:{letter}" for letter in "ijk" if f"overline:{letter}" in symbols(node)]
-    if letters[:2] != ["overline:i", "overline:j"]:
-        return None
-    nothing: dict[str, Node] = dict.fromkeys(letters, ("n", Fraction(0)))
-    parts = [substituted(node, {**nothing, name: ONE}) for name in letters]
-    whole: Node = ("n", Fraction(0))
-    for name, part in zip(letters, parts, strict=True):
-        whole = ("+", whole, ("*", ("s", name), part))
-    return AnswerList("tuple", tuple(map(Value, parts))) if same(node, whole, WorkLimit(_OPERATIONS)) else None
 
 
 _READERS = (_read_cases, read_special, _read_text, _read_list, _read_sets, _read_relation, _read_bracketed, _read_value)

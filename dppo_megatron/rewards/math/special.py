@@ -18,9 +18,7 @@ from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS
 
 WRAPPED_TEXT = regex(r"\\text\{([^{}]*)\}")
-_CLOCK = regex(
-    r"(\d{1,2})(?::(\d\d))?\s*(?:\\text\{)?\s*([AaPp])\.?\s*[Mm]\.?\s*\}?|(\d{1,2}):(\d\d)|(\d{1,2}) +o'?clock"
-)
+_CLOCK = regex(r"(1?\d)(?::([0-5]\d))?\s*([AaPp])\.?\s*[Mm]\.?")
 _BASED = regex(
     r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
 )
@@ -36,7 +34,7 @@ _LEAD = regex(
     re.IGNORECASE,
 )
 _SENTENCE = regex(
-    r"(?:\\text\{)?[A-Z][A-Za-z ,'()-]+(?:\b(?:is|are|equals)|:)"
+    r"(?:\\text\{)?(?!Minus|Negative)[A-Z][A-Za-z ,'()-]+(?:\b(?:is|are|equals)|:)"
     r"(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
 _HALF_LINE = regex(r"([a-z]?)\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
@@ -108,8 +106,8 @@ def read_special(text: str, depth: int) -> Answer | None:
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
         if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
             return _based(match[1].upper(), base)
-    if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and depth == 0:
-        return read_clock(match)
+    if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and int(match[1]) <= 12:
+        return answers.Words(f"{int(match[1]) % 12 + 12 * (match[3] in 'pP')} {match[2] or '00'}")
     if match := _CONGRUENCE.fullmatch(text):
         residues = _residues(match["residues"], int(match["modulus"]), bool(match["not"]))
         return answers.Named(match["name"], residues) if residues and match["name"] else residues
@@ -172,14 +170,6 @@ def _based(digits: str, base: int) -> Answer:
     return answers.Words(f"{'-' * digits.startswith('-')}{whole}{(point + rest).rstrip('0').rstrip('.')}_{base}")
 
 
-def read_clock(match: re.Match[str]) -> answers.Clock | None:
-    """A time of day; None for what no clock shows, such as 25:00."""
-    hour, minute, half = int(match[1] or match[4] or match[6]), int(match[2] or match[5] or 0), (match[3] or "").lower()
-    if hour > 24 or minute > 59 or (half and hour > 12):
-        return None
-    return answers.Clock((hour % 12 + 12 * (half == "p") if half else hour) * 60 + minute, bool(half))
-
-
 def read_grid(body: str, scale: Node = ONE, is_turned: bool = False) -> AnswerList:
     """The rows of a matrix as LaTeX has them, or of 1, 2], [3, 4 and 1, 2; 3, 4; times a number, transposed."""
     sign = "&" if "&" in body or "\\\\" in body else ","
@@ -209,14 +199,15 @@ def _says_no_less(clause: str, stated: set[str] | None) -> bool:
     if stated is None:
         return True
     words, letters = _domain(clause), _letters(clause)
-    kinds, restricted = words & _KINDS, words - _KINDS - _NEUTRAL
     if "some" in words - stated and letters & set("tuvwxyz"):
         return False
     if stated:
-        return restricted <= stated and (not kinds or not stated & _KINDS or kinds == stated & _KINDS)
-    if words & _EVERY:
-        return restricted <= {"positive", "nonnegative"}
-    return not restricted and (letters <= _WHOLE or not kinds & {"integer", "rational"})
+        allowed = stated if stated & _KINDS else stated | _KINDS
+    elif words & _EVERY:
+        allowed = {*_KINDS, "positive", "nonnegative"}
+    else:
+        allowed = {*_KINDS} if letters <= _WHOLE else {"real", "complex"}
+    return words - _NEUTRAL <= allowed
 
 
 def whole_letters(text: str) -> frozenset[str]:

@@ -83,9 +83,10 @@ _NEAR = (
 )
 _BESIDE = frozenset(_NEAR.split())
 _IN_ALL = regex(
-    r"\bin (?:total|all|length|width|height|area|volume)\b|\bdegrees? (?=celsius|fahrenheit)", re.IGNORECASE
+    r"\bin (?:total|all|length|width|height|area|volume)\b|\bdegrees? (?=celsius|fahrenheit)|\A\s*of an? (?=[a-z]+\Z)",
+    re.IGNORECASE,
 )
-_COUNTED = regex(r"[a-z]+[^isu]s|[a-z]{3,}i|(?:wo)?men|(?:grand)?children|people|feet|teeth|mice|fish")
+_COUNTED = regex(r"[a-z]+[^isu]s|[a-z]{3,}i|(?:wo)?men|(?:grand)?children|people|feet|teeth|mice|fish|sheep")
 _COUNTS = frozenset(["integers", "numbers", "ways", "values", "solutions", "times", "pairs"])
 _FACTOR = regex(r"[\s*-]*(?P<name>[A-Za-z%]+)\.?(?:\s*\^\s*(?P<power>-?\s*\d))?(?![A-Za-z^])\s*")
 _POWERS = {  # square metres and metres squared are metres^2
@@ -99,7 +100,6 @@ _PART = (
     r"(\d+(?:\.\d+)?)\s*+(?:\\text\{)?\s*+([A-Za-z]++)\.?\s*+(?:and)?\s*+\}?\s*+"
     r"(?:\\text\{\s*and\s*\}|and(?![a-z]))?\s*+"
 )
-_PRODUCT = regex("[dupMGT][A-Za-z]|[cmn]N|[A-Za-z][ABCFHKTV]|[a-z]?pc|au|ly|(?:cal|bar)s?")  # 2kT and 3au are no units
 _COMPOUND = regex(rf"(?:{_PART}){{2,4}}", re.ASCII)
 
 
@@ -129,12 +129,11 @@ class Unit:
     words: str
     dimension: str = ""
     factor: Fraction = Fraction(1)
-    is_noun: bool = True
-    """False: neither known nor a plural or an abbreviation, so that it may be anything: `5 halved`."""
 
 
 def read_unit(words: str) -> Unit | None:
-    """The unit that the words name; None if they may change what the number means.
+    """The unit that the words name; None if they may change what the number means: also what is neither known nor a
+    plural or an abbreviation, and so may be anything, as in `5 halved`.
 
     Example:
         >>> read_unit("square feet").dimension, read_unit("more apples"), read_unit("hundredths")
@@ -154,11 +153,11 @@ def read_unit(words: str) -> Unit | None:
     for end in range(len(found) - 1, 0, -1):  # miles away, square feet of carpet; but kg m is another unit
         beside = [word for word in found[end:] if (len(word) < 3 and word != "of") or word in _table()]
         is_alone = not beside and found[0] != "in" and words.replace(" ", "").isalpha()
-        if is_alone and (first := _known(" ".join(found[:end])))[0]:
-            return Unit(words, *first, is_noun=found[end] in _BESIDE or any(map(_COUNTED.fullmatch, found[end:])))
+        is_noun = found[end] in _BESIDE or any(map(_COUNTED.fullmatch, found[end:]))
+        if is_alone and is_noun and (first := _known(" ".join(found[:end])))[0]:
+            return Unit(words, *first)
     is_counted = any(map(_COUNTED.fullmatch, found)) and all(len(word) > 1 for word in found)
-    is_noun = is_counted or found[-1] in _BESIDE or "per" in found or len(words) < 4
-    return Unit(words, is_noun=is_noun)
+    return Unit(words) if is_counted or found[-1] in _BESIDE or "per" in found or len(words) < 4 else None
 
 
 def _changes(word: str) -> bool:
@@ -222,8 +221,3 @@ def read_compound(text: str) -> tuple[Fraction, Unit] | None:
     if len(known) < len(parts) or len({unit.dimension for _, unit in known}) > 1 or not are_parts:
         return None
     return sum((number * unit.factor for number, unit in known), Fraction(0)) / sizes[-1][1], known[-1][1]
-
-
-def is_glued(word: str) -> bool:
-    """Whether the letters may stand behind a number without a space: 5cm."""
-    return not _PRODUCT.fullmatch(word) and bool(_known(re.sub("[{}]", "", word))[0])

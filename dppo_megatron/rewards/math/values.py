@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -38,8 +37,6 @@ class Rules:
     is_exact: bool = True
     their_last_place: Fraction = Fraction(0)
     """Of an answer that is a decimal of twelve digits or more; of more than fifteen, in the fifteenth."""
-    context: str = ""
-    """Of the problem and its reference, in lower case: what words may be units."""
     wholes: frozenset[str] = frozenset()
     """Letters of the reference that it says to be any whole number."""
     work: WorkLimit = field(default_factory=WorkLimit, compare=False)
@@ -53,16 +50,13 @@ class Rules:
 
     def exact(self) -> Rules:
         """For what has to be equal whatever the row says: ends of intervals, cells of matrices."""
-        return Rules(context=self.context, wholes=self.wholes, work=self.work)
+        return Rules(wholes=self.wholes, work=self.work)
 
 
 def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
     """Whether two values with their units are equal; the reference's unit counts where the answer states none."""
     gold_unit = gold.unit or rules.unit or _NO_UNIT
     other_unit = other.unit or _NO_UNIT
-    if not other_unit.is_noun and not _may_count(other, rules.context):
-        rules.work.has_doubt = True
-        return False
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
         return _percents(gold, gold_unit, other, other_unit, rules)
     for angle, plain in ((gold, other), (other, gold)):  # 90 degrees and pi/2
@@ -79,16 +73,6 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
             in_gold_unit = ("*", other.node, ("n", other_unit.factor / gold_unit.factor))
             return equal_nodes(gold.node, in_gold_unit, rules)
     return equal_nodes(gold.node, other.node, rules)
-
-
-def _may_count(value: Value, context: str) -> bool:
-    """Whether words that are no plural are a unit still: those of the problem, and what there is one of."""
-    words = re.findall("[a-z]+", value.unit.words if value.unit else "")
-    if words[-1].endswith(("ed", "ly", "ing", "ble")):
-        return False
-    if value.node[0] == "n" and 0 < abs(value.node[1]) <= 1:
-        return (len(words) < 4 and min(map(len, words)) > 2) or words[0] == "of"
-    return all(re.search(rf"(?<![a-z]){word}", context) for word in words)
 
 
 def _with_unit(node: Node, gold: Unit) -> Value | None:
