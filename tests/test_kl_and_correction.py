@@ -399,6 +399,23 @@ def _named_as_ours(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     return TokenLoss(clip(batch, config).loss, {"entropy": batch.entropy.detach()})
 
 
+def _clips_gradients(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+    logprobs = batch.logprobs.clone()
+    logprobs.register_hook(lambda gradient: gradient.clamp(-50, 50))
+    return clip(replace(batch, logprobs=logprobs), config)
+
+
+def _of_the_largest(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+    """Linear in a weight that all tokens share, and not in those of `objective.token_values`."""
+    logprobs = batch.logprobs.clone()
+    logprobs.register_hook(lambda gradient: gradient * (gradient.abs() >= 0.5 * _sequence_max(gradient.abs(), batch)))
+    return clip(replace(batch, logprobs=logprobs), config)
+
+
+def _sequence_max(values: Tensor, batch: TokenBatch) -> Tensor:
+    return torch.zeros_like(values).scatter_reduce(0, batch.sequence, values, "amax")[batch.sequence]
+
+
 def _with_own_kl(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     return TokenLoss(clip(batch, config).loss + 0.1 * (batch.logprobs - batch.old_logprobs).square())
 
@@ -411,6 +428,8 @@ def _with_own_kl(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
         (_detached, "does not depend on batch.logprobs"),
         (_raises, "raised AttributeError on a small made-up batch"),
         (_named_as_ours, "train/entropy is the trainer's"),
+        (_clips_gradients, "its gradient is not in proportion to the weights"),
+        (_of_the_largest, "its gradient is not in proportion to the weights"),
         (_with_own_kl, "set objective.zero_advantage_slope"),
     ],
 )

@@ -449,6 +449,20 @@ def _in_place(loss: PolicyLoss) -> PolicyLoss:
     return changed
 
 
+def _hooked(change: Callable[[Tensor, TokenBatch], Tensor]) -> Callable[[PolicyLoss], PolicyLoss]:
+    """A loss whose gradient, and with it the weight in it, is changed on its way to the log-probabilities."""
+
+    def hooked(loss: PolicyLoss) -> PolicyLoss:
+        def with_hook(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+            logprobs = batch.logprobs.clone()
+            logprobs.register_hook(lambda gradient: change(gradient, batch))
+            return loss(replace(batch, logprobs=logprobs), config)
+
+        return with_hook
+
+    return hooked
+
+
 NOT_LOCAL: dict[str, Callable[[PolicyLoss], PolicyLoss]] = {
     "centred": _with(lambda b: b.advantages - b.advantages.sum() / _share(b)),
     "scaled": _with(lambda b: b.advantages / (b.advantages.square().sum() + 1e-6).sqrt()),
@@ -477,6 +491,9 @@ NOT_LOCAL: dict[str, Callable[[PolicyLoss], PolicyLoss]] = {
     "other after a while": _late,
     "of the last batch": _of_the_last,
     "in place": _in_place,
+    "gradient clipped": _hooked(lambda g, b: g.clamp(-0.3, 0.3)),
+    "gradient's sign": _hooked(lambda g, b: g.sign()),
+    "gradient of length one": _hooked(lambda g, b: g / (sequence_sums(g.square(), b).sqrt() + 1e-9)),
 }
 
 
