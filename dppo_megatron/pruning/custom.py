@@ -3,8 +3,8 @@
 It has one method, `choose`, and the type of what it returns says how much is known about the choice:
 
     probabilities   float array [n]: raised to `min_inclusion_prob`, drawn by, weighted with 1/pi: unbiased
-    a design        `Draw`: drawn by the policy itself; unbiased, until what it keeps refutes its probabilities
-                    (`monitors.py`), from then on biased
+    a design        `Draw`: drawn by the policy itself, with at least `min_inclusion_prob` where there is gradient;
+                    unbiased, until what it keeps refutes its probabilities (`monitors.py`), from then on biased
     a pick          boolean array [n]: how else it could have come out is not known: biased, with weights of 1
 
 Example: prompts whose last group had variance are always kept, the others in a third of the cases.
@@ -46,7 +46,11 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, PromptFe
 
 Choice = FloatArray | BoolArray | Draw
 """Probabilities [n], a pick [n], or a design of n rows."""
-_SMALLEST = float(np.finfo(np.float64).tiny)
+_LEAST_KEPT = 1e-9
+"""Of a kept row, with gradient or without: a weight above 1e38 is infinite where losses are float32, and 0 times it is
+no number."""
+_ROUNDING = 1e-6
+"""Of probabilities, which may have been float32 or summed."""
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
 _STORED = "?bhilqBHILQefd"
 """numpy's types of numbers that a checkpoint keeps, by their letters."""
@@ -142,6 +146,24 @@ class _Plugged(Policy):
         _refuse_taken(vars(self.own), self.own_class, f"{what}: its objects have")
         self.own_state()
 
+    def _check_support(self, draw: Draw, live: BoolArray) -> None:
+        """Raise `UserError` for a design that contradicts itself, or that keeps a row with gradient so rarely that no
+        run would show whether it ever does."""
+        pi, least = draw.inclusion_prob, self.config.min_inclusion_prob
+        for wrong, said in (
+            (draw.kept & (pi < _LEAST_KEPT), "kept a row of probability {:g}"),
+            (~draw.kept & (pi == 1), "left out a row of probability {:g}"),
+            (
+                live & (pi < least * (1.0 - _ROUNDING)),
+                f"gives probability {{:g}} to a row that can carry gradient, and pruning.{self._level}"
+                f".min_inclusion_prob = {least:g}: raise the one or lower the other",
+            ),
+        ):
+            if wrong.any():
+                row = int(np.flatnonzero(wrong)[0])
+                why = f"{said.format(pi[row])} (row {row}); return booleans for a pick labelled biased"
+                raise UserError(f"{self.config.method}.choose: its Draw {why}")
+
     def feedback(self, cost: StepCost) -> list[str]:
         said = self.own.feedback(cost)
         if not isinstance(said, list) or not all(isinstance(line, str) for line in said):
@@ -175,7 +197,7 @@ class PluggedPromptPolicy(_Plugged, PromptPolicy):
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         choice = _checked(self.own.choose(ids.copy(), step=step, minibatch=minibatch), len(ids), self.config.method)
         if isinstance(choice, Draw):
-            _check_support(choice, np.ones(len(ids), dtype=np.bool_), self.config.method)
+            self._check_support(choice, np.ones(len(ids), dtype=np.bool_))
             return weigh_by(self, choice)
         if choice.dtype == np.bool_:
             self.kind = "a pick"
@@ -210,7 +232,7 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
         choice = self._chosen(batch, *counters)
         score = np.abs(batch.advantages)
         if isinstance(choice, Draw):
-            _check_support(choice, live, config.method)
+            self._check_support(choice, live)
             drawn = choice
         elif choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name, score)
@@ -242,7 +264,7 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
         if not isinstance(choice, Draw) and choice.dtype == np.bool_:
             return "biased"
         config = self.config
-        least = _SMALLEST if isinstance(choice, Draw) else config.min_inclusion_prob  # a design's own may be any
+        least = _LEAST_KEPT if isinstance(choice, Draw) else config.min_inclusion_prob
         return label_of_settings(config.estimator, fixed_size=False, least_prob=least, max_weight=config.max_weight)
 
 
@@ -270,19 +292,6 @@ def _check_array(array: Any, count: int, what: str, *, kinds: str) -> None:
         got = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
         wanted = {"b": "booleans", "f": "floats", "bf": "floats (probabilities), booleans (a pick) or a Draw"}[kinds]
         raise UserError(f"{what} {got}; expected a numpy array [{count}] of {wanted}")
-
-
-def _check_support(draw: Draw, live: BoolArray, method: str) -> None:
-    """Raise `UserError` for a design that contradicts itself, or that can never keep a row with gradient."""
-    pi = draw.inclusion_prob
-    for wrong, why in (
-        (draw.kept & (pi == 0), "kept a row of probability 0"),
-        (~draw.kept & (pi == 1), "left out a row of probability 1"),
-        (live & (pi == 0), "gives probability 0 to a row that can carry gradient, which no weight makes up for"),
-    ):
-        if wrong.any():
-            row = int(np.flatnonzero(wrong)[0])
-            raise UserError(f"{method}.choose: its Draw {why} (row {row}); return booleans for a pick labelled biased")
 
 
 def _picked(kept: BoolArray, name: str, score: FloatArray | None = None) -> Selection:

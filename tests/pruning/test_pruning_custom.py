@@ -196,6 +196,10 @@ def test_a_state_that_a_policy_does_not_take_names_it() -> None:
         (lambda n: Draw(np.ones(n, bool), np.zeros(n), True), "kept a row of probability 0"),
         (lambda n: Draw(np.zeros(n, bool), np.ones(n), True), "left out a row of probability 1"),
         (lambda n: Draw(np.zeros(n, bool), np.zeros(n), True), "gives probability 0 to a row that can carry gradient"),
+        (
+            lambda n: Draw(np.arange(n) > 0, np.where(np.arange(n) > 0, 1.0, 1e-300), True),
+            r"gives probability 1e-300 to a row .*pruning\.prompt\.min_inclusion_prob = 0\.2: raise the one or",
+        ),
     ],
 )
 def test_answers_that_are_none_are_named(answer: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
