@@ -34,7 +34,8 @@ class TokenValues:
 TokenFunction: TypeAlias = Callable[[Group, int, float], TokenValues]
 """Of a group, the place of a completion in it, and its advantage; of nothing else."""
 
-_RANGES = {"advantages": (-1e9, 1e9), "weights": (-1e9, 1e9), "probabilities": (1e-9, 1.0)}
+_RANGES = {"advantages": (-1e9, 1e9), "weights": (-1e9, 1e9), "probabilities": (1e-3, 1.0)}
+"""Of a token with less than 1e-3 a run draws hardly any, each with a weight above 1,000: `unbiased` in word only."""
 
 
 @dataclass(frozen=True, slots=True)
