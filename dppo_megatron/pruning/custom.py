@@ -28,7 +28,8 @@ in, nor parts of a built-in method be replaced.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, ClassVar, cast
 
@@ -143,8 +144,26 @@ class _Plugged(Policy):
             if isinstance(error, TypeError) and "__init__()" in str(error):
                 raise UserError(f"{said}; an __init__ takes (*args, **kwargs) and hands them to super()") from None
             raise UserError(said) from error
+        if not isinstance(self.own, self.own_class):
+            raise UserError(f"{what}: cannot be made: its __new__ returns a {type(self.own).__name__}")
         _refuse_taken(vars(self.own), self.own_class, f"{what}: its objects have")
         self.own_state()
+
+    @contextmanager
+    def _asking(self, function: str, rows: int, step: int) -> Iterator[None]:
+        """A mistake in the user's code ends the run as one in a setting does, which it is."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            where = f"pruning.{self._level}.method = '{self.config.method}'"
+            asked = f"{where}: {function}, given {rows} rows in step {step}"
+            raise UserError(f"{asked}: {type(error).__name__}: {error}") from error
+
+    def _ask(self, given: Any, count: int, step: int, minibatch: int) -> Choice:
+        with self._asking("choose", count, step):
+            return _checked(self.own.choose(given, step=step, minibatch=minibatch), count, self.config.method)
 
     def _check_support(self, draw: Draw, live: BoolArray) -> None:
         """Raise `UserError` for a design that contradicts itself, or that keeps a row with gradient so rarely that no
@@ -195,7 +214,7 @@ class PluggedPromptPolicy(_Plugged, PromptPolicy):
         self._make_own(seed, history=self.history, features=self.features, **sizes)
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
-        choice = _checked(self.own.choose(ids.copy(), step=step, minibatch=minibatch), len(ids), self.config.method)
+        choice = self._ask(ids.copy(), len(ids), step, minibatch)
         if isinstance(choice, Draw):
             self._check_support(choice, np.ones(len(ids), dtype=np.bool_))
             return weigh_by(self, choice)
@@ -207,7 +226,8 @@ class PluggedPromptPolicy(_Plugged, PromptPolicy):
 
     def _learn(self, visits: Visits, step: int) -> None:
         super()._learn(visits, step)
-        self.own.learn(visits.ids, visits.rewards, visits.lengths, step=step)
+        with self._asking("learn", len(visits.ids), step):
+            self.own.learn(visits.ids, visits.rewards, visits.lengths, step=step)
 
 
 class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
@@ -246,8 +266,7 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
 
     def _chosen(self, batch: CompletionBatch, step: int, minibatch: int) -> Choice:
         """The answer of `choose`, always of one kind: which prompts were drawn must not decide the label."""
-        copied = batch.take(np.arange(len(batch)))
-        choice = _checked(self.own.choose(copied, step=step, minibatch=minibatch), len(batch), self.config.method)
+        choice = self._ask(batch.take(np.arange(len(batch))), len(batch), step, minibatch)
         if not len(batch) and not isinstance(choice, Draw) and self.kind == "a pick":
             choice = choice.astype(np.bool_)  # numpy's array of nothing is of floats
         kind = "a Draw" if isinstance(choice, Draw) else "a pick" if choice.dtype == np.bool_ else "probabilities"
