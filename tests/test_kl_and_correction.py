@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dppo_megatron.algorithms.advantages import denominators, make_advantages
 from dppo_megatron.algorithms.correction import Mismatch, importance_factor, left_over
 from dppo_megatron.algorithms.objectives import check_policy_loss, kl_estimate, make_objective
 from dppo_megatron.algorithms.policy_losses import clip
-from dppo_megatron.algorithms.tokens import TokenBatch, TokenLoss, sequence_sums
+from dppo_megatron.algorithms.tokens import PolicyLoss, TokenBatch, TokenLoss, sequence_sums
 from dppo_megatron.config.objective import CorrectionConfig, KLConfig, ObjectiveConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import check_settings, prepare_job
@@ -437,6 +438,26 @@ def test_a_wrong_loss_of_ones_own_is_said_at_once(function: object, message: str
     """Each mistake has its own message."""
     with pytest.raises(UserError, match=message):
         check_policy_loss(function, ObjectiveConfig(function="mine:loss"))  # type: ignore[arg-type]
+
+
+def _where(trains: Callable[[TokenBatch], Tensor]) -> PolicyLoss:
+    """Trains these tokens alone."""
+    return lambda batch, config: TokenLoss(-batch.logprobs * batch.advantages * trains(batch))
+
+
+@pytest.mark.parametrize(
+    "trains",
+    [
+        lambda batch: batch.advantages > 1,
+        lambda batch: batch.entropy.detach() > 1.2,
+        lambda batch: batch.logprobs.detach() < -2.5,
+        lambda batch: batch.old_logprobs < -2.3,
+        lambda batch: (batch.logprobs.detach() - batch.old_logprobs).abs() > 0.3,
+    ],
+)
+def test_a_loss_that_trains_few_tokens_passes(trains: Callable[[TokenBatch], Tensor]) -> None:
+    """The best answers alone, uncertain or rare tokens, those whose ratio has moved."""
+    check_policy_loss(_where(trains), ObjectiveConfig(function="mine:loss"))
 
 
 def test_a_right_loss_of_ones_own_passes() -> None:

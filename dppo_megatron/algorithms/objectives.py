@@ -152,7 +152,7 @@ def check_policy_loss(function: PolicyLoss, config: ObjectiveConfig, key: str = 
     """
     trial = _Trial(function, config, f"{key} = '{config.function}'")
     first = trial.answer(_made_up(0))
-    if not bool((first[1:] != 0).any()):
+    if not any(bool((trial.answer(_made_up(number))[1:] != 0).any()) for number in range(len(_TRIAL_PACKS))):
         trial.refuse("its loss does not depend on batch.logprobs, so nothing would be learned; do not detach it")
     for number, (*_, padding) in enumerate(_TRIAL_PACKS):
         trial.check_local(_made_up(number), padding)
@@ -252,9 +252,10 @@ def _made_up(number: int) -> list[Tensor]:
     for place, length in enumerate(lengths):
         mask = (torch.arange(length) >= 1 + place % 2).float()  # one or two tokens of the prompt
         uniform, noise = torch.rand(3, length, generator=generator), torch.randn(3, length, generator=generator)
-        logprobs = -0.05 - 2.0 * uniform[0]
+        rare = (torch.arange(length) == length - 1).float()  # what only rare or uncertain tokens train must show too
+        logprobs, entropy = -0.05 - 2.0 * uniform[0] - 6.0 * rare, 0.1 + uniform[1] + 3.0 * rare
         advantages = torch.full((length,), (1 - place % 2 * 2) * scale * (0.5 + place % 5 / 4))
         others = logprobs - spread * noise
-        columns = [logprobs, 0.1 + uniform[1], *others, advantages, torch.ones(length), 0.5 + uniform[2]]
+        columns = [logprobs, entropy, *others, advantages, torch.ones(length), 0.5 + uniform[2]]
         made.append(torch.stack(columns) * mask)
     return made

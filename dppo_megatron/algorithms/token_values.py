@@ -71,6 +71,8 @@ class OwnTokens:
         if not found or {"weights", "probabilities"} <= found.keys():
             raise UserError(f"{what} returned {names}; expected advantages, weights or probabilities, not the last two")
         for name, values in found.items():
+            if name == "probabilities":  # float32's 1 may be a little more
+                values = found[name] = np.where((values > 1.0) & (values <= 1.0 + 1e-6), 1.0, values)
             if values.shape != (count,):
                 raise UserError(f"{what} returned {name} {list(values.shape)}; expected [{count}], a number a token")
             low, high = _RANGES[name]

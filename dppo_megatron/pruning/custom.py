@@ -299,6 +299,8 @@ def _checked(choice: Any, count: int, method: str) -> Choice:
     if choice.dtype == np.bool_:
         return np.array(choice, dtype=np.bool_)
     pi = np.array(choice, dtype=np.float64)
+    near = np.clip(pi, 0.0, 1.0)
+    pi = np.where(np.abs(pi - near) <= _ROUNDING, near, pi)
     if not bool(np.all((pi >= 0) & (pi <= 1))):  # NaN is neither
         row = int(np.flatnonzero(~((pi >= 0) & (pi <= 1)))[0])
         raise UserError(f"{what} {pi[row]} in row {row}: probabilities are in [0, 1]")

@@ -209,6 +209,19 @@ def test_answers_that_are_none_are_named(answer: Any, message: str, monkeypatch:
         Selector(selection_settings(_config(OWN + "Answers")), 4).begin(1)
 
 
+def test_ones_that_are_rounded_up_are_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.56 + 0.34 + 0.1 is 1 and 2e-16, and float32's 1 may be 1.0000001; a floor may be rounded down."""
+    floor = np.full(1, 0.7, dtype=np.float32)
+    for one in (np.full(3, 0.56 + 0.34 + 0.1), np.nextafter(np.ones(3, np.float32), np.float32(2))):
+        pi = np.concatenate([one, floor.astype(one.dtype)])
+        config = _config(OWN + "Answers")
+        config.pruning.prompt.min_inclusion_prob = 0.7
+        for answer in (pi, Draw(np.ones(4, dtype=np.bool_), pi, fixed_size=False)):
+            monkeypatch.setattr(policies.Answers, "answer", staticmethod(lambda n, answer=answer: answer))
+            chosen = Selector(selection_settings(config), 4).begin(1)
+            assert float(pi[0]) > 1 and float(pi[3]) < 0.7 and sorted(chosen.inclusion_prob.tolist())[-3:] == [1.0] * 3
+
+
 @pytest.mark.parametrize(
     ("level", "path", "message"),
     [
