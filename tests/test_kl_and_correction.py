@@ -413,6 +413,11 @@ def _of_the_largest(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     return clip(replace(batch, logprobs=logprobs), config)
 
 
+def _of_the_token_before(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+    """Of another sequence where the prompt has one token."""
+    return TokenLoss(clip(batch, config).loss + 0.01 * torch.roll(batch.logprobs, 1) * batch.advantages)
+
+
 def _sequence_max(values: Tensor, batch: TokenBatch) -> Tensor:
     return torch.zeros_like(values).scatter_reduce(0, batch.sequence, values, "amax")[batch.sequence]
 
@@ -430,6 +435,7 @@ def _with_own_kl(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
         (_raises, "raised AttributeError on a small made-up batch"),
         (_named_as_ours, "train/entropy is the trainer's"),
         (_clips_gradients, "its gradient is not in proportion to the weights"),
+        (_of_the_token_before, "changes with what else is in the micro-batch"),
         (_of_the_largest, "its gradient is not in proportion to the weights"),
         (_with_own_kl, "set objective.zero_advantage_slope"),
     ],

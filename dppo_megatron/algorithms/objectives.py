@@ -142,7 +142,7 @@ def check_policy_loss(function: PolicyLoss, config: ObjectiveConfig, key: str = 
     tried alone and among others: same values, same gradient, none to the others. Within a sequence tokens may be
     mixed, as GSPO does. A hook or a backward pass that clips or normalizes gradients sees the weight in them and undoes
     it, so the gradient must be linear in the weights. What the packs do not show is not found: a loss that changes at
-    three thousand tokens, say.
+    three thousand tokens or after two thousand calls, say.
 
     Raises:
         UserError: it raises, returns something else than a TokenLoss of the batch's shape, has no gradient, is not
@@ -250,7 +250,7 @@ def _made_up(number: int) -> list[Tensor]:
     lengths, scale, spread, _ = _TRIAL_PACKS[number]
     made = []
     for place, length in enumerate(lengths):
-        mask = (torch.arange(length) >= 1 + place % 2).float()  # one or two tokens of the prompt
+        mask = (torch.arange(length) >= place % 3).float()  # a prompt of one token has no position of its own
         uniform, noise = torch.rand(3, length, generator=generator), torch.randn(3, length, generator=generator)
         rare = (torch.arange(length) == length - 1).float()  # what only rare or uncertain tokens train must show too
         logprobs, entropy = -0.05 - 2.0 * uniform[0] - 6.0 * rare, 0.1 + uniform[1] + 3.0 * rare
